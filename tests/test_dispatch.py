@@ -163,7 +163,7 @@ def _has_hook(module: Any) -> bool:
 
 
 def test_a_mask_that_is_brought_to_another_device_goes_on_attending_by_blocks():
-    mask = RowMask.of(CausalLines(torch.tensor([[2, 5, 8]]), 9, lambda: [2, 5, 8]))
+    mask = RowMask.of(CausalLines(torch.tensor([[2, 5, 8]]), 9, ask=lambda: [2, 5, 8]))
     assert mask.to(torch.device("cpu")) is mask
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, RowMask)

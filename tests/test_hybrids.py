@@ -154,7 +154,7 @@ def keys_of_the_indexer_unmoved(monkeypatch):
 
 
 def stored_keys_at_the_check_layer(monkeypatch):
-    monkeypatch.setattr(IndexedKind, "waits_for", lambda *_: {"keys"})
+    monkeypatch.setattr(Realigner, "has_beside", lambda *_: False)
 
 
 def fresh_indexer_keys_not_written(monkeypatch):

@@ -10,26 +10,26 @@ import pytest
 
 MOST = {
     "top": 1_258,
-    "cache": 2_048,
+    "cache": 2_043,
     "context": 3_654,
     "correctors": 182,
-    "hybrids": 947,
+    "hybrids": 941,
     "images": 666,
     "integrations": 1_766,
     "loading": 467,
-    "model": 4_317,
+    "model": 4_306,
     "offload": 995,
-    "prefill": 2_786,
+    "prefill": 2_751,
     "prompt": 697,
-    "rotary": 420,
+    "rotary": 412,
     "selectors": 1_056,
     "serving": 3_694,
     "sparse": 2_627,
-    "store": 6_599,
+    "store": 6_597,
     "verify": 1_370,
     "cli": 2_540,
     "evaluation": 5_983,
-    "tests": 35_901,
+    "tests": 35_899,
 }
 
 

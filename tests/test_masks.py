@@ -200,7 +200,7 @@ def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_
     key, value = torch.randn(2, batch, 4 // group, 64, 8, generator=generator)
     wanted = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
     made = [row_masks.MadeLines(dense), row_masks.LocalLines(columns.expand(batch, -1), 64)]
-    made += [CausalLines(columns[None], 64, columns.tolist)] if batch == 1 else []
+    made += [CausalLines(columns[None], 64, ask=columns.tolist)] if batch == 1 else []
     for lines in made:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(row_masks, "BLOCK_ROWS", (step, step))
@@ -220,10 +220,10 @@ def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_
 
 def test_a_block_of_few_rows_reads_no_key_that_all_its_rows_are_before():
     columns = torch.arange(0, 1500, 15)
-    lines = CausalLines(columns[None], 1500, columns.tolist)
+    lines = CausalLines(columns[None], 1500, ask=columns.tolist)
     assert not lines.spans
     assert [block.keys.stop for block in lines.blocks] == [int(columns[47]) + 1, int(columns[95]) + 1, 1486]
-    assert len(CausalLines(columns[None, :40], 1500, columns[:40].tolist).blocks) == 1, "too few to cut"
+    assert len(CausalLines(columns[None, :40], 1500, ask=columns[:40].tolist).blocks) == 1, "too few to cut"
 
 
 def test_attention_in_two_steps_makes_no_mask_of_the_keys_that_a_block_shares(monkeypatch):
@@ -255,7 +255,7 @@ def gradients(attention, given):
 
 def test_a_causal_mask_takes_no_memory_until_some_code_asks_for_a_tensor():
     columns = torch.arange(0, 1 << 20, 64)
-    mask = RowMask.of(CausalLines(columns[None], 1 << 20, columns.tolist))  # 16 GiB as booleans
+    mask = RowMask.of(CausalLines(columns[None], 1 << 20, ask=columns.tolist))  # 16 GiB as booleans
     assert mask.shape == (1, 1, 1 << 14, 1 << 20)
     assert (mask.dtype, mask.dim(), mask.device.type) == (torch.bool, 4, "cpu")
     assert len(mask.lines.spans) <= (1 << 14) / 64 + 1

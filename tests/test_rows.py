@@ -74,12 +74,12 @@ def test_states_taken_and_written_back_change_nothing_and_touch_no_other_column(
     batch, places = grid.shape
     states = torch.randn(batch, 2, places, 3, generator=torch.Generator().manual_seed(seed))
     rows, _ = Rows.of(grid)
-    taken = rows.take_states(states)
-    assert torch.equal(taken, torch.stack([states[row][:, columns] for row, columns in enumerate(rows.columns)]))
-    target = torch.full_like(states, 7.0)
-    rows.write_states(target, taken)
-    written = grid[:, None, :, None].expand_as(states)
-    assert torch.equal(target, torch.where(written, states, torch.tensor(7.0)))
+    pair, written = (states, -states), grid[:, None, :, None].expand_as(states)
+    taken, targets = rows.take_pair(pair), [torch.full_like(states, 7.0) for _ in pair]
+    rows.write_states(targets, taken)
+    for one, kept, target in zip(pair, taken, targets, strict=True):
+        assert torch.equal(kept, torch.stack([one[row][:, columns] for row, columns in enumerate(rows.columns)]))
+        assert torch.equal(target, torch.where(written, one, torch.tensor(7.0)))
 
 
 def test_a_grid_is_read_at_the_rows():

@@ -386,12 +386,12 @@ class BlendCache(Cache):
         Shapes: both `[batch, kv_heads, rows, head_dim]`, K rotated for the rows' positions → `[batch, kv_heads,
         tokens, head_dim]`.
         """
+        if self._forward is not None:
+            return self._forward.prefill.update(layer_idx, key_states, value_states)
         if not torch.compiler.is_compiling():
             is_first, self._layer = layer_idx <= self._layer, layer_idx
             if is_first:
                 self._check_forward(key_states)
-        if self._forward is not None:
-            return self._forward.prefill.update(layer_idx, key_states, value_states)
         if getattr(self._own_layers[layer_idx], "visible", None) is not None:
             self._part = self._part or self.store.loader(self)
             if self._part is not None:
@@ -561,15 +561,12 @@ class BlendCache(Cache):
         self._hooks.leave(watching=known.pending.is_begun and not failed)
 
     def _check_forward(self, keys: Tensor) -> None:
-        """At the first layer of a forward: is it one of this model, and was its beginning seen?"""
+        """At the first layer of a forward that is not blended: is it of this model, and was its beginning seen?"""
         try:
             is_own = self._is_seen or self._hooks.check_caller()
         except ConfigError:
-            if self._forward is None:
-                self._hooks.leave(watching=bool(self._prompts.pending))
+            self._hooks.leave(watching=bool(self._prompts.pending))
             raise
-        if self._forward is not None:
-            return
         if self._advised is not None:  # the next step: a device has answered by now
             self.store.controller.observe(self._advised[0], time.perf_counter() - self._advised[1])
             self._advised = None

@@ -22,13 +22,11 @@ class IndexedKind(LayerKind):
         self._table: Table | None = None  # of all tokens, past and new, where the layer needs it
         self._keys: Tensor | None = None  # of the new tokens, `[batch, tokens, width]`
 
-    def waits_for(self, prefill: Any, index: int) -> set[str]:
-        """K and V, and the indexer's keys where it has any."""
-        return {"keys", "indexer"} if prefill.context.realigner.has_beside(index) else {"keys"}
-
     def enter(self, prefill: Any, index: int, call: LayerCall, table: Table | None) -> Table | None:
         """Return the new tokens' part of the table; a layer that rotates stored keys has those before them too."""
         self._table = None
+        if prefill.context.realigner.has_beside(index):
+            self.parts = frozenset({"keys", "indexer"})
         if table is None or not prefill.context.realigner.is_unrotated_beside(index):
             return table
         self._table = table
@@ -38,7 +36,7 @@ class IndexedKind(LayerKind):
         """Put the rows' own part of the table behind that of all tokens."""
         if self._table is not None:
             table = tuple(rows.behind(part, prefill.tokens) for part in self._table)
-            call.arguments["position_embeddings"] = table
+            call.arguments["position_embeddings"] = call.given["position_embeddings"] = table  # of this layer alone
 
     def update_indexer(self, prefill: Any, index: int, keys: Tensor, rows: Rows | None) -> Tensor:
         """Write the rows' keys, `[batch, rows, width]`, among those that are stored; gives those of all tokens."""
@@ -49,7 +47,7 @@ class IndexedKind(LayerKind):
         if rows is None:
             self._keys.copy_(keys)
         else:
-            rows.write_states(self._keys[:, None], keys[:, None])
+            rows.write_states([self._keys[:, None]], [keys[:, None]])
         found: Tensor = layer.indexer_keys
         return found
 

@@ -25,14 +25,11 @@ class MixerKind(LayerKind):
     """The mixer of one layer in a prefill: which rows it projects, and what stands for the others."""
 
     has_keys = attends = compares_keys = False
+    parts = frozenset({"projections"})
 
     def __init__(self) -> None:
         self._given, self._rows_given = dict[str, Any](), list[Any]()
         self._pass: MixerPass | None = None
-
-    def waits_for(self, prefill: Any, index: int) -> set[str]:
-        """The mixer's projections."""
-        return {"projections"}
 
     def enter(self, prefill: Any, index: int, call: LayerCall, table: Any) -> Any:
         """Put the hooks in; the mixer runs for all rows until others are given."""
@@ -95,10 +92,7 @@ class MixerAttentionKind(MixerKind):
     """A mixer beside attention."""
 
     has_keys = attends = True
-
-    def waits_for(self, prefill: Any, index: int) -> set[str]:
-        """K and V, and the mixer's projections."""
-        return {"keys", "projections"}
+    parts = frozenset({"keys", "projections"})
 
 
 class MixerLayer(BatchOfRequests, LinearAttentionLayer):

@@ -227,12 +227,16 @@ def _looks_up(module: nn.Module) -> bool:
 
 @dataclass
 class LayerCall:
-    """The arguments of one call of a decoder layer, by the names of its `forward`; `mask_name` is its attention's."""
+    """The arguments of one call of a decoder layer, by the names of its `forward`; `mask_name` is its attention's.
+
+    `arguments` may be changed; `given` are those of the model.
+    """
 
     layer: nn.Module
     arguments: dict[str, Any]
     hidden_name: str
-    mask_name: str = "attention_mask"
+    mask_name: str
+    given: dict[str, Any]
 
     @classmethod
     def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "LayerCall":
@@ -240,7 +244,8 @@ class LayerCall:
         names = parameter_names(type(layer))  # type: ignore[arg-type]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         # where a mixer beside the attention has a mask of its own, that of the attention is the causal one
-        return cls(layer, given, names[0], "causal_mask" if "causal_mask" in given else "attention_mask")
+        mask_name = "causal_mask" if "causal_mask" in given else "attention_mask"
+        return cls(layer, {**given}, names[0], mask_name, given)
 
     @property
     def cache(self) -> Any:
@@ -255,28 +260,24 @@ class LayerCall:
         return self.arguments[self.hidden_name]
 
     def take_rows(
-        self,
-        index: Tensor,
-        total: int,
-        with_hidden: bool = True,
-        taken: dict[tuple[int, int], tuple[Any, ...]] | None = None,
+        self, index: Tensor, total: int, columns: Tensor, taken: dict[tuple[int, int], Any], with_hidden: bool = True
     ) -> None:
-        """Keep some rows of every per-token argument.
+        """Keep some rows of every per-token argument: those at `index`, which are at `columns` of the prompt.
 
         A tensor is per token where its second axis has `total` entries, or the third of four; rotary tables may come
-        as a tuple. What a model passes to several layers is taken once, where they share `taken`.
+        as a tuple. What a model passes to several layers is taken once for the same columns, where they share `taken`.
 
-        Shapes: index `[batch, kept]`.
+        Shapes: index `[batch, kept]`, columns `[batch, kept]`.
         """
-        known = {} if taken is None else taken
         for name, value in self.arguments.items():
             if name == self.hidden_name:
                 self.arguments[name] = _rows(value, index, total, True) if with_hidden else value
             elif name != self.mask_name and isinstance(value, (Tensor, tuple, list)):
-                place = (id(value), id(index))
-                if place not in known:  # both are kept alive, or their ids would be used again
-                    known[place] = (_rows(value, index, total), value, index)
-                self.arguments[name] = known[place][0]
+                given = self.given[name]
+                place = (id(given), id(columns))
+                if place not in taken:  # both are kept alive, or their ids would be used again
+                    taken[place] = (_rows(value, index, total), given, columns)
+                self.arguments[name] = taken[place][0]
 
     def run(self, **changes: Any) -> Any:
         """Call the layer's own forward, past its hooks."""

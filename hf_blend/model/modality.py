@@ -36,7 +36,8 @@ _ID_FIELD = re.compile(r"_?(?P<stem>.+?)(?P<token>_token)?_(?:ids?|index)")
 
 def other_inputs(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """The arguments of a forward that may change what its tokens stand for, or who sees whom."""
-    return tuple(sorted(name for name, value in arguments.items() if _is_other(name, value)))
+    given = ((name, value) for name, value in arguments.items() if name not in TEXT_ARGUMENTS)
+    return tuple(sorted(name for name, value in given if _is_other(name, value)))
 
 
 def has_features(arguments: Mapping[str, Any]) -> bool:
@@ -45,7 +46,7 @@ def has_features(arguments: Mapping[str, Any]) -> bool:
 
 
 def _is_other(name: str, value: Any) -> bool:
-    if name in TEXT_ARGUMENTS or isinstance(value, bool | int | float | str) or _is_empty(value):
+    if isinstance(value, bool | int | float | str) or _is_empty(value):
         return False
     return not (name in TEXT_WHERE_ZERO and isinstance(value, Tensor) and not bool(value.any()))
 

@@ -157,13 +157,15 @@ class ModelLines(RowLines):
 class LocalLines(RowLines):
     """Each row sees the keys up to its own column, within a window, where they are no padding."""
 
-    def __init__(self, columns: Tensor, keys: int, window: int | None = None, real: Tensor | None = None) -> None:
-        """Describe the lines.
+    def __init__(
+        self, columns: Tensor, keys: int, window: int | None = None, real: Tensor | None = None, ask: Any = None
+    ) -> None:
+        """Describe the lines; `ask` gives the columns of a single entry as the host knows them.
 
         Shapes: columns `[batch, rows]`, real `[batch, …]`.
         """
         super().__init__((columns.shape[0], 1, columns.shape[1], keys), torch.bool, columns.device)
-        self._columns, self._window, self._real = columns, window, real
+        self._columns, self._window, self._real, self._ask = columns, window, real, ask
 
     def cut(self, rows: slice, keys: slice) -> Tensor:
         """See `RowLines.cut`."""
@@ -226,21 +228,14 @@ class PackedLines(RowLines):
 class CausalLines(LocalLines):
     """Each row of one batch entry sees the keys up to its own column; the host knows which that is."""
 
-    def __init__(self, columns: Tensor, keys: int, ask: Callable[[], list[int]]) -> None:
-        """Describe the lines.
-
-        Shapes: columns `[1, rows]`.
-        """
-        super().__init__(columns, keys)
-        self._ask = ask
-
     def _hidden(self, rows: slice, keys: slice) -> Tensor:
         places = torch.arange(keys.start, keys.stop, device=self.device)
         return places > self._columns[:, None, rows, None]
 
     @cached_property
     def _numbers(self) -> list[int]:
-        return self._ask()
+        found: list[int] = self._ask()
+        return found
 
     @cached_property
     def blocks(self) -> list[RowBlock]:
@@ -274,7 +269,7 @@ class CausalLines(LocalLines):
 
     def to(self, device: torch.device) -> "CausalLines":
         """See `RowLines.to`."""
-        return CausalLines(self._columns.to(device), self.shape[3], self._ask)
+        return CausalLines(self._columns.to(device), self.shape[3], ask=self._ask)
 
 
 def _runs(numbers: list[int], least: int) -> list[slice]:
@@ -299,19 +294,15 @@ def attend(
     keys, value_dim]` → `[batch, heads, rows, value_dim]`.
     """
     if len(lines.blocks) == 1:
-        return _joined(_at_once(query, key, value, lines, lines.blocks[0], dropout, scale)).transpose(1, 2)
+        done = _at_once(query, key, value, lines, lines.blocks[0], dropout, scale)
+        return done.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
     out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
     spans = lines.spans if isinstance(lines, CausalLines) and _gives_sums(query, key, value, dropout) else []
     for block in spans or lines.blocks:
         given = query[:, :, block.rows], key, value, lines, block
-        out[:, block.rows] = _joined(_in_two(*given, scale) if spans else _at_once(*given, dropout, scale))
+        done = _in_two(*given, scale) if spans else _at_once(*given, dropout, scale)
+        out[:, block.rows] = done.permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out.transpose(1, 2)
-
-
-def _joined(done: Tensor) -> Tensor:
-    """`[batch, kv_heads, group, rows, value_dim]` as `[batch, rows, heads, value_dim]`."""
-    batch, kv_heads, group, rows, width = done.shape
-    return done.permute(0, 3, 1, 2, 4).reshape(batch, rows, kv_heads * group, width)
 
 
 def _gives_sums(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
@@ -335,7 +326,8 @@ def _at_once(
     batch, heads, rows, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    if is_shared(key) and is_shared(value) and lines.shape[1] == 1:
+    is_shared = batch > 1 and key.stride(0) == value.stride(0) == 0  # the entries of the batch are the same memory
+    if is_shared and lines.shape[1] == 1:
         return _over_one(query, key[:1], value[:1], lines.bias(block, query.dtype, group), dropout, scale)
     if group == 1 or lines.shape[1] > 1:
         bias = lines.bias(block, query.dtype)
@@ -348,11 +340,6 @@ def _at_once(
     bias = lines.bias(block, query.dtype, group)
     done = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
     return done.view(batch, kv_heads, group, rows, -1)
-
-
-def is_shared(states: Tensor) -> bool:
-    """Whether the entries of a batch, `[batch, kv_heads, keys, width]`, are the same memory."""
-    return states.shape[0] > 1 and states.stride(0) == 0
 
 
 def _over_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scale: float | None) -> Tensor:
@@ -434,8 +421,8 @@ def row_lines(
         return LocalLines(rows + past, keys, window, model_mask)
     known = rows[0].tolist if numbers is None else numbers
     if not past:
-        return CausalLines(rows, keys, known)
-    return CausalLines(rows + past, keys, lambda: [number + past for number in known()])
+        return CausalLines(rows, keys, ask=known)
+    return CausalLines(rows + past, keys, ask=lambda: [number + past for number in known()])
 
 
 def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int, inside: bool = False) -> bool:

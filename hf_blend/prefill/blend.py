@@ -33,7 +33,7 @@ from ..rotary.tables import Table, rotary_table
 from ..selectors.attention import Attention
 from ..selectors.base import KV, Hear, Selector
 from .buffers import LayerBuffers
-from .layer_kind import LayerKind, kind_of
+from .layer_kind import LayerKind, StatelessKind
 from .observing import AttentionObserver, WholeChunks, attention_of
 from .plan import PlacedChunk, Plan
 from .realign import Realigner
@@ -91,7 +91,7 @@ class Prefill:
     def __init__(self, context: PrefillContext) -> None:
         plan, layers = context.plan, context.layers
         self.context, self.tokens = context, plan.real.shape[1]
-        self._kinds = [kind_of(layer) for layer in layers]
+        self._kinds: list[LayerKind] = [getattr(layer, "prefill_kind", StatelessKind)() for layer in layers]
         self._with_keys = [index for index, kind in enumerate(self._kinds) if kind.has_keys]
         self._last = max((index for index, kind in enumerate(self._kinds) if kind.has_states), default=-1)
         self._selection = Selection(context)
@@ -103,7 +103,7 @@ class Prefill:
         self._counts_positions = bool(getattr(text_config(context.model), "attn_temperature_tuning", False))
         self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # a layer counts for all entries
         self._masks = RowMasks(context.model, layers, context.past, self.tokens)
-        self._taken: dict[tuple[int, int], tuple[Any, ...]] = {}  # rows of arguments that several layers are given
+        self._taken: dict[tuple[int, int], Any] = {}  # rows of arguments that several layers are given
         self._tables: dict[int, tuple[Any, Table | None]] = {}  # by the id of what several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._selected_counts = plan.stored_counts  # of the reusable tokens, those that are computed
@@ -167,10 +167,7 @@ class Prefill:
         """Make a layer's arguments ready: only the active rows, with their own lines of the mask."""
         context, plan = self.context, self.context.plan
         self._buffers.settle(index)
-        self._kind.leave()
-        if self._capture is not None:
-            self._capture.close()
-        self._capture = None
+        self.close_doors()
         self._kind, self._model_mask = self._kinds[index], call.arguments.get(call.mask_name)
         given = call.arguments.get("position_embeddings")
         if given is None or id(given) not in self._tables:
@@ -181,7 +178,8 @@ class Prefill:
             self._begin(call)
         if self._rows is not None:
             hidden_too = index == 0 or bool(context.request.others)
-            call.take_rows(self._rows.columns, self.tokens, hidden_too, self._taken)
+            columns = self._rows.columns
+            call.take_rows(columns, self.tokens, columns, self._taken, hidden_too)
             self._enter_rows(index, call, self._rows)
         for step in self._schedule[index]:
             match step:
@@ -218,8 +216,7 @@ class Prefill:
             states[0].copy_(keys)
             states[1].copy_(values)
         else:
-            self._rows.write_states(states[0], keys)
-            self._rows.write_states(states[1], values)
+            self._rows.write_states(states, (keys, values))
         if index in self._uncorrected:
             self._correct(index, states)
         if index == 0 and self._kind.compares_keys:
@@ -362,7 +359,8 @@ class Prefill:
 
     def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor) -> None:
         """Go on with rows at these indices among the active ones, `[batch, kept]`."""
-        call.take_rows(remaining, self.tokens if self._rows is None else self._rows.columns.shape[1])
+        before = self.tokens if self._rows is None else self._rows.columns.shape[1]
+        call.take_rows(remaining, before, rows.columns, self._taken)
         self._enter_rows(index, call, rows)
 
     def _look(self, index: int, call: LayerCall, to_attention: bool = False) -> Attention | None:
@@ -375,7 +373,7 @@ class Prefill:
             raise StopForward
 
         kind, layer = self._kind, self.context.layers[index]
-        self._awaited, before = kind.waits_for(self, index), kind.snapshot(layer)
+        self._awaited, before = set(kind.parts), kind.snapshot(layer)
         if to_attention:
             self._capture = self._capturing(index, call, take)
             self._capture.open(call.cache)

@@ -24,10 +24,7 @@ class LayerKind:
     has_states = True  # False: it keeps nothing at all
     attends = True  # False: it has no attention
     compares_keys = True  # False: at layer 0 it checks what is stored by something else
-
-    def waits_for(self, prefill: "Prefill", index: int) -> set[str]:
-        """The parts that are known when a look into the layer may end, each reported by `Prefill.reach`."""
-        return {"keys"}
+    parts: frozenset[str] = frozenset({"keys"})  # known when a look into the layer ends: see `Prefill.reach`
 
     def enter(self, prefill: "Prefill", index: int, call: LayerCall, table: Table | None) -> Table | None:
         """Begin a layer with the arguments that the model gave it, and the rotary table among them.
@@ -64,13 +61,4 @@ class StatelessKind(LayerKind):
     """A layer that keeps nothing: it has no attention, or looks at the K and V of another layer."""
 
     has_keys = has_states = False
-
-    def waits_for(self, prefill: "Prefill", index: int) -> set[str]:
-        """Nothing comes."""
-        return set()
-
-
-def kind_of(layer: Any) -> LayerKind:
-    """The hooks of a cache layer for one forward."""
-    kind: type[LayerKind] = getattr(layer, "prefill_kind", StatelessKind)
-    return kind()
+    parts = frozenset[str]()

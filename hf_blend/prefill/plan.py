@@ -243,7 +243,9 @@ class Planner:
         found = [
             self._spans(spans, prompt_row, at_beginning) for spans, prompt_row in zip(given, prompt_rows, strict=True)
         ]
-        unloaded = self._advised(plan, [span.key for spans in found for span in spans])
+        unloaded = set[ChunkKey]()
+        if self._store.controller is not None:
+            unloaded = self._advised(plan, [span.key for spans in found for span in spans])
         plan.protect({span.key for spans in found for span in spans} - unloaded)
         placed = list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]()
         for row, (new, start, prompt_row) in enumerate(zip(rows, starts, prompt_rows, strict=True)):
@@ -263,11 +265,8 @@ class Planner:
 
     def _advised(self, plan: Plan, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """The chunks that the store's controller would rather have computed where they stand."""
-        if self._store.controller is None:
-            return set()
-        chunks = [
-            key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._chunk_prefix_ids
-        ]  # not the prefix
+        of_chunks = (key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._chunk_prefix_ids)
+        chunks = list(of_chunks)  # not the prefix
         plan.advice = self._store.controller.decide(chunks, self._least_ratio) if chunks else None
         return set() if plan.advice is None else {*chunks} - {chunks[number] for number in plan.advice.loaded}
 
@@ -345,11 +344,12 @@ class Planner:
         with plan.timed("check_ms"):
             layout = layout_of(self._model, self._fingerprint)
         missing = [key for key in dict.fromkeys(keys) if not self._load(plan, key, layout)]
+        if not missing:
+            return
         alone = [key for key in missing if key in first or key.token_ids in self.images]
         with plan.timed("check_ms"):
             together = packs(self._model, [key for key in missing if key not in alone])
-            if missing:
-                canary_of(self._model)  # found here once, and known where the chunks are computed
+            canary_of(self._model)  # found here once, and known where the chunks are computed
         for pack in [*([key] for key in alone), *together]:
             with self._store.timed(*pack):
                 with plan.timed("compute_ms"):

@@ -9,7 +9,7 @@ a layer costs the host the same few kernels, however many chunks there are; smal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -34,26 +34,25 @@ class Placement:
     """Where the tokens of some chunks stand, side by side."""
 
     chunks: tuple[PlacedChunk, ...]
-    columns: Tensor | slice
-    rows: Tensor | None
+    columns: Tensor | slice  # a slice where the chunks are neighbours in one batch entry
+    rows: Tensor | None  # of several batch entries, that of each token
     row: int
-
+    tokens: int
+    is_stacked: bool  # several layers of each chunk are one tensor
     part: slice | None = None  # where their tokens are among those of all chunks, if they are neighbours there
 
-    @cached_property
-    def is_run(self) -> bool:
-        """Return True if the chunks are neighbours in one batch entry."""
-        return self.rows is None and isinstance(self.columns, slice)
-
-    @cached_property
-    def is_stacked(self) -> bool:
-        """Return True if several layers of each chunk are one tensor."""
-        return all(type(one.chunk.layers) is StackedLayers for one in self.chunks)
-
-    @cached_property
-    def tokens(self) -> int:
-        """Number of tokens that the chunks have together."""
-        return sum(one.tokens for one in self.chunks)
+    @classmethod
+    def of(cls, chunks: tuple[PlacedChunk, ...], device: torch.device) -> "Placement":
+        """Find out where some chunks stand; their numbers are known to the host."""
+        row, lengths = chunks[0].row, [one.tokens for one in chunks]
+        columns: Tensor | slice = slice(chunks[0].start, chunks[-1].columns.stop)
+        rows, is_one = None, all(one.row == row for one in chunks)
+        if not is_one or any(one.columns.stop != other.start for one, other in pairwise(chunks)):
+            columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in chunks]).to(device)
+        if not is_one:
+            rows = torch.tensor([one.row for one in chunks]).repeat_interleave(torch.tensor(lengths)).to(device)
+        is_stacked = all(type(one.chunk.layers) is StackedLayers for one in chunks)
+        return cls(chunks, columns, rows, row, sum(lengths), is_stacked)
 
     @property
     def nbytes(self) -> int:
@@ -73,20 +72,6 @@ class Placement:
             found.append(states if one.is_whole else states[:, :, one.inside])
         return found
 
-    @classmethod
-    def of(cls, chunks: Sequence[PlacedChunk], device: torch.device) -> "Placement":
-        """Find out where some chunks stand; their numbers are known to the host."""
-        entries, row = {one.row for one in chunks}, chunks[0].row
-        follows = all(one.columns.stop == other.start for one, other in pairwise(chunks))
-        if len(entries) == 1 and follows:
-            return cls(tuple(chunks), slice(chunks[0].start, chunks[-1].columns.stop), None, row)
-        columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in chunks]).to(device)
-        if len(entries) == 1:
-            return cls(tuple(chunks), columns, None, row)
-        lengths = torch.tensor([one.tokens for one in chunks])
-        rows = torch.tensor([one.row for one in chunks]).repeat_interleave(lengths).to(device)
-        return cls(tuple(chunks), columns, rows, row)
-
     def write(self, states: Tensor, stored: Tensor) -> None:
         """Write `[layers, heads, tokens, width]` to its columns of `[layers, batch, heads, columns, width]`."""
         if self.rows is not None:
@@ -98,7 +83,7 @@ class Placement:
 
     def write_parts(self, states: Tensor, parts: Sequence[Tensor]) -> None:
         """As `write`, for tensors `[layers, heads, tokens of one chunk, width]` side by side."""
-        fits = self.is_run and not states.requires_grad
+        fits = isinstance(self.columns, slice) and not states.requires_grad
         if fits and all(part.dtype == states.dtype and part.device == states.device for part in parts):
             torch.cat([*parts], dim=2, out=states[:, self.row, :, self.columns])
         else:
@@ -202,24 +187,20 @@ class Realigner:
 
         Shapes: keys `[batch, kv_heads, tokens, head_dim]`; of several layers `[layers, batch, …]`.
         """
-        if chunks:
-            placed = self._placed(chunks, keys.device)
-            self._write(layer, placed, 0, keys)
-            self._write(layer, placed, 1, values)
+        self.write_part(layer, chunks, 0, keys)
+        self.write_part(layer, chunks, 1, values)
 
     def write_part(self, layer: int, chunks: Sequence[PlacedChunk], which: int, states: Tensor) -> None:
         """As `write`, for K (0) or V (1) alone."""
-        if chunks:
-            self._write(layer, self._placed(chunks, states.device), which, states)
-
-    def _write(self, layer: int, placed: Placement, which: int, states: Tensor) -> None:
-        started, style = time.perf_counter(), self._styles[layer]
+        if not chunks:
+            return
+        started, style, placed = time.perf_counter(), self._styles[layer], self._placed(chunks, states.device)
         rotation = self._rotation(layer, placed, style) if which == style.slot else None
         states = states if states.dim() == 5 else states[None]
         parts = self._parts(placed, range(layer, layer + states.shape[0]), which, states.device)
         if rotation is None:
             placed.write_parts(states, parts)
-        elif placed.is_run and not states.requires_grad:
+        elif isinstance(placed.columns, slice) and not states.requires_grad:
             _rotated(style, rotation, parts, states.device, states[:, placed.row, :, placed.columns])
         else:
             placed.write(states, _rotated(style, rotation, parts, states.device))
@@ -317,7 +298,7 @@ class Realigner:
     def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
         key = tuple(map(id, chunks))
         if key not in self._placements:
-            placed = Placement.of(chunks, device)  # keeps the chunks, so their ids are not used again
+            placed = Placement.of(tuple(chunks), device)  # keeps the chunks, so their ids are not used again
             start = self._first.get(key[0], 0)
             if self._all and self._all[start : start + len(chunks)] == placed.chunks:
                 placed.part = slice(self._starts[start], self._starts[start + len(chunks)])

@@ -86,24 +86,25 @@ class Rows:
         """The entries of a `[batch, tokens]` grid at these rows: `[batch, rows]`."""
         return grid if self.is_all else grid.gather(1, self.columns)
 
-    def take_states(self, states: Tensor) -> Tensor:
-        """The columns of `[batch, heads, tokens, width]` at these rows: `[batch, heads, rows, width]`."""
-        return states if self.is_all else gather_rows(states.transpose(1, 2), self.columns).transpose(1, 2)
-
     def take_pair(self, states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """`take_states` of K and of V."""
-        return self.take_states(states[0]), self.take_states(states[1])
+        """The columns of K and V `[batch, heads, tokens, width]` at these rows: `[batch, heads, rows, width]` each."""
+        if self.is_all:
+            return states
+        keys, values = (gather_rows(one.transpose(1, 2), self.columns).transpose(1, 2) for one in states)
+        return keys, values
 
-    def write_states(self, states: Tensor, rows: Tensor) -> None:
-        """Write `[batch, heads, rows, width]` to these rows' columns of `[batch, heads, tokens, width]`."""
-        columns = self._moved.get(states.device)
+    def write_states(self, states: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """Write K and V `[batch, heads, rows, width]` to these rows' columns of `[batch, heads, tokens, width]`."""
+        device = states[0].device
+        columns = self._moved.get(device)
         if columns is None:
-            columns = (self.columns[0] if self.columns.shape[0] == 1 else self.columns).to(states.device)
-            self._moved[states.device] = columns
-        if columns.dim() == 1:  # of a single entry
-            states.index_copy_(2, columns, rows)
-        else:
-            states.scatter_(2, columns[:, None, :, None].expand_as(rows), rows)
+            columns = (self.columns[0] if self.columns.shape[0] == 1 else self.columns).to(device)
+            self._moved[device] = columns
+        for into, own in zip(states, rows, strict=True):
+            if columns.dim() == 1:  # of a single entry
+                into.index_copy_(2, columns, own)
+            else:
+                into.scatter_(2, columns[:, None, :, None].expand_as(own), own)
 
     def behind(self, table: Tensor, tokens: int) -> Tensor:
         """A table of all tokens, and behind these the rows' own part of it: some layers look for theirs at the end.

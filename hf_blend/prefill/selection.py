@@ -3,7 +3,7 @@
 """The step "select": when tokens are selected, what the selector sees of them, and which it gets."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -130,14 +130,20 @@ class Selection:
         )
         if fresh is None:
             return view
-        stored = self._stored_at(rows, fresh)
-        pair = lambda part: rows.take_pair((fresh[part], self._stored(index, fresh, part)))  # noqa: E731
+
+        def pair(part: int) -> KV:
+            return rows.take_pair((fresh[part], self._stored(index, fresh, part)))
+
+        def stored_at(layer: int) -> KV:
+            number = self._with_keys[layer]
+            return rows.take_pair((self._stored(number, fresh, 0), self._stored(number, fresh, 1)))
+
         view = replace(
             view,
             in_layer=True,
             pairs=pair,
             full_prefill=lambda: [rows.take_pair(states) for states in self._full_prefill()],
-            stored_at=stored,
+            stored_at=stored_at,
         )
         if not self._selector.needs_pairs:
             return view
@@ -157,15 +163,6 @@ class Selection:
     def _with_keys(self) -> list[int]:
         """The layers that keep K and V; a selector counts these only."""
         return [index for index, states in enumerate(self._plan.chunks[0].chunk.layout.layers) if len(states) > 1]
-
-    def _stored_at(self, rows: Rows, fresh: KV) -> Callable[[int], KV]:
-        """Gives the stored K and V of the rows in one of the layers that keep them."""
-
-        def stored(layer: int) -> KV:
-            index = self._with_keys[layer]
-            return rows.take_pair((self._stored(index, fresh, 0), self._stored(index, fresh, 1)))
-
-        return stored
 
     def _stored(self, index: int, states: KV, part: int) -> Tensor:
         """A copy of K (0) or V (1) of all new tokens with the stored chunks over it, realigned; or of projections."""

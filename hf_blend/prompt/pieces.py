@@ -70,10 +70,10 @@ class Prompt:
 
     def spans(self) -> list[Span]:
         """(first column, token ids) of each chunk, counted from the first token of the prompt."""
-        spans, start = [], len(self.history) + len(self.prefix)
+        spans, start = list[Span](), len(self.history) + len(self.prefix)
         for separator, chunk in self._separated():
-            spans.append(Span.whole(start + len(separator), chunk))
-            start = spans[-1].stop
+            spans.append(Span(start + len(separator), chunk, 0, len(chunk)))
+            start += len(separator) + len(chunk)
         return spans
 
     def _separated(self) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -20,16 +20,16 @@ def frequency_regime(config: Any, tokens: int) -> tuple[int, ...]:
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
-    return tuple(_regime(kind, config, tokens) for kind in kinds)
+    longest, found = getattr(config, "max_position_embeddings", 0), list[int]()
+    for kind in kinds:
+        name = str(kind.get("rope_type", ""))
+        if name == "longrope":
+            found.append(int(tokens > (kind.get("original_max_position_embeddings") or longest)))
+        else:
+            found.append(tokens if "dynamic" in name and tokens >= longest else 0)
+    return tuple(found)
 
 
 def stretches(config: Any) -> bool:
     """Whether a model goes on beyond the positions of its config, because its frequencies adapt to the length."""
     return frequency_regime(config, 1 << 40) != frequency_regime(config, 1 << 41)
-
-
-def _regime(rope: dict[str, Any], config: Any, tokens: int) -> int:
-    kind, longest = str(rope.get("rope_type", "")), getattr(config, "max_position_embeddings", 0)
-    if kind == "longrope":
-        return int(tokens > (rope.get("original_max_position_embeddings") or longest))
-    return tokens if "dynamic" in kind and tokens >= longest else 0

@@ -112,7 +112,6 @@ class StackedLayers(Sequence[KV]):
         """(K, V) of a layer, `[kv_heads, tokens, head_dim]` each, or of several."""
         if isinstance(index, slice):
             return StackedLayers(self.keys[index], self.values[index])
-        index = range(len(self))[index]
         return self.keys[index], self.values[index]
 
 
@@ -129,11 +128,10 @@ class ChunkKV:
     layer_table: tuple[int, ...]
     canary: str = ""
     tokenizer: str = ""
+    tokens: int = field(init=False)
 
-    @property
-    def tokens(self) -> int:
-        """Length of the chunk in tokens."""
-        return len(self.key.token_ids)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", len(self.key.token_ids))
 
     @cached_property
     def nbytes(self) -> int:
@@ -145,7 +143,7 @@ class ChunkKV:
         """What its tensors look like, for comparing with what a model's look like."""
         if isinstance(self.layers, StackedLayers):  # all alike
             states = (self.layers.keys, self.layers.values)
-            layers = (tuple((one.shape[1], one.shape[3], one.dtype) for one in states),) * len(self.layers)
+            layers = (tuple((one.shape[1], one.shape[3], one.dtype) for one in states),) * states[0].shape[0]
         else:
             layers = tuple(tuple(map(_form, states)) for states in self.layers)
         tables = tuple((cos.shape[1], sin.shape[1], cos.dtype) for cos, sin in self.tables)

@@ -101,7 +101,7 @@ class TierStack:
         return self._queued(key, layout) or self._fetch(key, partial(self._read, layout=layout), budget_s)
 
     def stream(
-        self, key: ChunkKey, recompute: Recompute, budget_s: float = math.inf, layout: Layout | None = None
+        self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
     ) -> ChunkKV | None:
         """Fetch a chunk whose layers may come later."""
         flying = self._flying.get(key.digest)
@@ -110,6 +110,7 @@ class TierStack:
         found = next((one for one in (memory.get(key, layout) for memory in self.memories) if one), None)
         if found or (found := self._queued(key, layout)):
             return found
+        budget_s = self.compute_times.expect_s(key) if budget_s is None else budget_s
         take = partial(self._streamed, recompute=recompute, stop_s=time.monotonic() + budget_s, layout=layout)
         chunk = self._fetch(key, take, budget_s)
         if chunk is not None and type(chunk.layers) is StreamedLayers:

@@ -150,10 +150,9 @@ class BaseStore:
         Returns:
             The chunk, or None for a miss.
         """
-        budget_s = self._stack.compute_times.expect_s(key) if budget_s is None else budget_s
-        if key.namespace != self.namespace or not self.pipeline_depth:
-            return self.get(key, budget_s, layout)
-        return self._stack.stream(key, recompute, budget_s, layout)
+        if key.namespace == self.namespace and self.pipeline_depth:
+            return self._stack.stream(key, recompute, budget_s, layout)
+        return self.get(key, self._stack.compute_times.expect_s(key) if budget_s is None else budget_s, layout)
 
     def timed(self, *keys: ChunkKey) -> contextlib.AbstractContextManager[None]:
         """Measure a block that computes missing chunks and puts them: later requests wait no longer than that for one.
