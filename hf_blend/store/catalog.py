@@ -18,7 +18,7 @@ from .chunk import ChunkKey
 from .content import Run, pack_tokens, unpack_tokens, without_overlap
 from .entry import read_key
 from .format import hash_namespace
-from .index import Index
+from .index import Group, Index
 from .seal import keyed
 from .stats import StoreStats
 from .tiers.base import EntryFault, ObjectStat
@@ -195,9 +195,7 @@ class Catalog:
             except OSError as error:
                 logger.info("the entries of the %s tier cannot be listed now (%s)", tier.name, error)
 
-    def _groups(
-        self, fingerprint: str, chunk_prefix_ids: Sequence[int]
-    ) -> Iterator[tuple[Index, tuple[str, str, Sequence[int]]]]:
+    def _groups(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> Iterator[tuple[Index, Group]]:
         for index in self._at_hand:
             yield index, ("", fingerprint, chunk_prefix_ids)
         for tier in self._tiers:

@@ -32,7 +32,7 @@ from .content import WINDOW, Run, WindowFilter, hashes, longest_run, pack_tokens
 from .locks import new_lock
 from .tiers.base import Tier
 
-__all__ = ["Index"]
+__all__ = ["Group", "Index"]
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,8 @@ class Index:
                     rows = self._read("SELECT 1 FROM parts WHERE prefix = ? AND stamp = ?", prefix, stamp)
                     if not stamp or not rows:
                         self._list(tier, prefix, stamp, enter)
-                    self._parts[prefix] = stamp
+                    if doubts == self.doubts:
+                        self._parts[prefix] = stamp
         self._doubted = self._doubted and bool(space)
 
     def distrust(self) -> None:
@@ -274,25 +275,19 @@ class Index:
     def records(self, owner: str, namespace: str) -> Iterator[tuple[str, ChunkKey | None, int, float]]:
         """Name, key, size and time of the chunks of an owner, by name; no key where what is kept cannot be one."""
         last, page = "", list[Any]([()])
-        columns, rest = (
-            f"name, {_SIZE}, ifnull(CAST(created AS REAL), 0), fingerprint, prefix, ids",
-            f"LIMIT {_PAGE // 10}",
+        sql = (
+            f"SELECT name, {_SIZE}, {_CREATED}, fingerprint, prefix, ids FROM {_JOINED} WHERE name > ? AND o.owner = ?"
         )
-        sql = f"SELECT {columns} FROM {_JOINED} WHERE name > ? AND o.owner = ? AND o.chunk > 0 ORDER BY name {rest}"
         while page:
-            page = self._read(sql, last, owner)
+            page = self._read(f"{sql} AND o.chunk > 0 ORDER BY name LIMIT {_PAGE // 10}", last, owner)
             for name, nbytes, created, *said in page:
                 last = name
                 yield name, _key(said, namespace), nbytes, created
 
     def owned(self, owner: str) -> Iterator[str]:
         """Names of the chunks of an owner, in order."""
-        last = ""
-        while page := self._read(
-            f"SELECT name FROM objects WHERE name > ? AND owner = ? AND chunk > 0 ORDER BY name LIMIT {_PAGE}",
-            last,
-            owner,
-        ):
+        last, sql = "", "SELECT name FROM objects WHERE name > ? AND owner = ? AND chunk > 0 ORDER BY name"
+        while page := self._read(f"{sql} LIMIT {_PAGE}", last, owner):
             yield from (row[0] for row in page)
             last = page[-1][0]
 
@@ -326,6 +321,7 @@ class Index:
     def _list(self, tier: Tier, prefix: str, stamp: str | None, enter: Enter) -> None:
         """Make the rows of a part what the tier lists, or none if it has no stamp; what is still there stays known."""
         self._verify(prefix)
+        doubts = self.doubts
         rows = self._within("SELECT name, nbytes, created FROM objects", prefix)
         known = {name: (nbytes, created) for name, nbytes, created in rows}
         there = {} if stamp is None else dict(tier.listing(prefix, () if self._doubted else known))
@@ -334,6 +330,8 @@ class Index:
         changed = [row for row in sorted(new) if known.get(row[1]) != (row[2], row[0])]
 
         def act(db: Any) -> None:
+            if doubts != self.doubts:  # the file was made again: what changed is not what changed in this one
+                return
             db.executemany("DELETE FROM objects WHERE name = ?", gone)
             db.executemany(
                 _ENTER, [(name, nbytes, created, *enter(name, created)) for created, name, nbytes in changed]

@@ -28,10 +28,10 @@ def root(tmp_path, chunk):
     return root
 
 
-def aged(root):
+def aged(root, seconds=1):
     for folder in (root / "objects").rglob("*"):
         if folder.is_dir():
-            os.utime(folder, (1, 1))
+            os.utime(folder, (seconds, seconds))
 
 
 def index_of(root):
@@ -98,6 +98,16 @@ def test_a_file_that_is_no_index_is_counted_and_made_again(root, bad, monkeypatc
         assert len(store) == 6
         assert store.stats()["skipped"] == ({} if bad == b"" else {"index:format": 1})
     monkeypatch.setattr("hf_blend.store.catalog.read_key", never)
+    assert listed(root) == expected
+
+
+def test_damage_that_shows_only_when_the_file_is_written_hides_nothing(root):
+    expected, path = listed(root), index_of(root)
+    bad = bytearray(path.read_bytes())
+    bad[18] ^= 4  # the version for writers: SQLite reads the file, and does not write it
+    path.write_bytes(bad)
+    aged(root, 2)
+    assert listed(root) == expected
     assert listed(root) == expected
 
 

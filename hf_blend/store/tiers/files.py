@@ -85,7 +85,7 @@ def write_atomically(
     With `durable` content and name have reached the device when this returns. After an OSError nothing was changed,
     and nothing is left behind (unless only the directory could not be synced).
     """
-    writer = f"{_host()}.{os.getpid()}.{_start_ticks(os.getpid())}.{_random()}"
+    writer = f"{_host()}.{os.getpid()}.{_started(os.getpid())}.{_random()}"
     temporary = (folder or path.parent) / f"{path.stem}.{writer}.tmp"
     try:
         _write_new(temporary, parts, durable)
@@ -158,6 +158,9 @@ def _start_ticks(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return -1 if os.path.exists("/proc/self") else _start_without_proc(pid)
     return int(fields.rpartition(")")[2].split()[19])
+
+
+_started = functools.lru_cache(1)(_start_ticks)  # of this process: the system takes milliseconds where it is busy
 
 
 def _start_without_proc(pid: int) -> int:
