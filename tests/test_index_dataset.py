@@ -2,26 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dataset is indexed by several processes or actors of Ray, each chunk once, also after some or all were killed.
 
-What was computed is counted by a line in a file that `compute_chunks` itself leaves, whatever the store says.
+What was computed is counted by lines in a file that `compute_chunks` itself leaves, whatever the store says.
 """
 
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections import Counter
+from functools import wraps
 from random import Random
 
 import numpy as np
 import pandas
 import pytest
 import torch
+from filelock import FileLock
 from tiny_models import tiny_model as zoo_model
 from worlds import REFERENCE
 
 from hf_blend import ChunkStore, ConfigError, HfBlendError, StoreError
 from hf_blend.integrations.datasets import index_dataset
+from hf_blend.integrations.indexing import STRIPES
 from hf_blend.integrations.ray import IndexChunks, index_ray_dataset
 
 datasets = pytest.importorskip("datasets")
@@ -32,7 +36,7 @@ IDS = 2 * [[DRAW.randrange(3, 120) for _ in range(8)] for _ in range(UNLIKE)]  #
 
 
 class Counted:
-    """Makes the model in a process that indexes, where each computed chunk then leaves a line."""
+    """Makes the model in a process that indexes, where each forward then leaves a line: process, digests."""
 
     def __init__(self, path):
         self.path = path
@@ -40,16 +44,16 @@ class Counted:
     def __call__(self):
         from hf_blend.model import canary
 
-        if canary.compute_chunks.__name__ != "counting":
-            compute = canary.compute_chunks
+        compute = getattr(canary.compute_chunks, "__wrapped__", canary.compute_chunks)
 
-            def counting(model, keys, *given, **more):
-                chunks = compute(model, keys, *given, **more)
-                with open(self.path, "a") as file:
-                    file.writelines(f"{os.getpid()} {key.digest}\n" for key in keys)
-                return chunks
+        @wraps(compute)
+        def counting(model, keys, *given, **more):
+            chunks = compute(model, keys, *given, **more)
+            with open(self.path, "a") as file:
+                file.write(" ".join([str(os.getpid()), *(key.digest for key in keys)]) + "\n")
+            return chunks
 
-            canary.compute_chunks = counting
+        canary.compute_chunks = counting
         return zoo_model("llama"), None
 
 
@@ -72,19 +76,28 @@ def lines(path):
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def count(path):
+    """How often each chunk was computed."""
+    return Counter(digest for _, *digests in lines(path) for digest in digests)
+
+
+def last_of_each(path):
+    """What each process computed last, in one forward: stored or not when it is killed."""
+    return {process: digests for process, *digests in lines(path)}
+
+
 def test_each_chunk_is_computed_once_by_two_processes_and_a_kill_costs_what_was_under_way(tmp_path):
     counter, location, rows = tmp_path / "counted", tmp_path / "kv", datasets.Dataset.from_dict({"ids": IDS})
     child = in_a_child(rows, Counted(counter), location, 2)
-    while len(lines(counter)) < 30:
+    while len(count(counter)) < 30:
         time.sleep(0.01)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    before = lines(counter)
-    assert len(before) < UNLIKE, "the kill was meant to come in the middle"
+    assert len(count(counter)) < UNLIKE, "the kill was meant to come in the middle"
+    under_way = {digest for digests in last_of_each(counter).values() for digest in digests}
     assert os.waitpid(in_a_child(rows, Counted(counter), location, 2), 0)[1] == 0
-    computed = Counter(digest for _, digest in lines(counter))
+    computed = count(counter)
     assert len(computed) == UNLIKE
-    under_way = set(dict(before).values())  # what each killed process had computed last: stored or not
     assert {digest for digest, times in computed.items() if times > 1} <= under_way
     assert max(computed.values()) <= 2
     with ChunkStore.open(location, memory_bytes=0) as store:
@@ -158,6 +171,24 @@ def test_a_batch_of_any_kind_is_stored_each_chunk_once(tmp_path, column):
         assert [one.digest for one in store.entries()] == sorted({*found["digest"]})
 
 
+def test_a_batch_is_computed_in_one_forward_but_for_what_others_are_computing(tmp_path):
+    counter, rows = tmp_path / "counted", [[5, 6, 7], [8, 9, 10], [5, 7, 9]]
+    worker = IndexChunks(Counted(counter), tmp_path / "kv", "ids")
+    assert worker({"ids": [[3, 4]]})["state"] == ["computed"]
+    with ChunkStore.open(tmp_path / "kv") as store:
+        first = store.keys(*Counted(counter)(), rows)[0].digest
+    found, thread = [], threading.Thread(target=lambda: found.append(worker({"ids": rows})))
+    with FileLock(tmp_path / "kv" / "claims" / f"{first[:STRIPES]}.lock"):
+        thread.start()
+        while len(lines(counter)) < 2 and thread.is_alive():
+            thread.join(0.01)
+        assert [len(digests) for _, *digests in lines(counter)] == [1, 2]
+        assert first not in count(counter)
+    thread.join()
+    assert found[0]["state"] == ["computed"] * 3
+    assert [digests for _, *digests in lines(counter)][2:] == [[first]]
+
+
 def test_what_the_store_does_not_keep_is_refused(tmp_path):
     worker = IndexChunks(Counted(tmp_path / "counted"), {"location": tmp_path / "small", "disk_bytes": 10}, "ids")
     assert worker({"ids": [[5, 6, 7]]})["state"] == ["refused"]
@@ -167,31 +198,35 @@ def test_what_the_store_does_not_keep_is_refused(tmp_path):
 def ray():
     ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "hf-blend[ray]"')
     pytest.importorskip("ray.data")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    found_by_actors = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=found_by_actors)
     yield ray
     ray.shutdown()
 
 
 @pytest.mark.slow
 def test_each_chunk_is_computed_once_by_two_actors_of_which_one_is_killed(tmp_path, ray):
-    counter, location = tmp_path / "counted", tmp_path / "kv"
+    counter, location, killed = tmp_path / "counted", tmp_path / "kv", []
 
     def kill():
-        while len(lines(counter)) < 30:
+        while len(count(counter)) < 30:
             time.sleep(0.05)
-        os.kill(int(lines(counter)[-1][0]), signal.SIGKILL)
+        process = int(lines(counter)[-1][0])
+        os.kill(process, signal.SIGKILL)
+        killed.append(process)
 
-    killer = threading.Thread(target=kill)
+    killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     rows = ray.data.from_items([{"ids": ids} for ids in IDS])
     settings = {"location": str(location), "durability": "none"}
     found = index_ray_dataset(rows, Counted(counter), settings, column="ids", actors=2, batch_rows=8)
     killer.join()
-    computed = Counter(digest for _, digest in lines(counter))
+    computed = count(counter)
     assert len(found) == len(IDS)
     assert len(computed) == UNLIKE
-    assert len({process for process, _ in lines(counter)}) >= 2
-    assert sum(times - 1 for times in computed.values()) <= 1  # what the one that was killed was computing
+    assert len({process for process, *_ in lines(counter)}) >= 2
+    assert {digest for digest, times in computed.items() if times > 1} <= {*last_of_each(counter)[str(killed[0])]}
+    assert max(computed.values()) <= 2
     with ChunkStore.open(location, memory_bytes=0) as store:
         assert {one.digest for one in store.entries()} == set(computed)
         assert not [found for found in store.check() if found.reason]

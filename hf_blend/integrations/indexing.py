@@ -4,16 +4,17 @@
 
 A chunk that is stored costs a look at the store, so a run that was stopped, or killed, is simply started again. Before
 a process computes a chunk it takes a lock in the store's folder, which the system releases when the process ends: no
-two processes compute the same chunk, on one machine or on several that share the folder.
+two processes compute the same chunk, on one machine or on several that share the folder. The chunks of a batch whose
+locks are free are computed together, several in one forward, then those that others had.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from ..errors import StoreError
 from ..model_names import locate
@@ -60,8 +61,19 @@ class IndexChunks:
         model, tokenizer, store, locks = self._open()
         rows = [_plain(row) for row in _plain(batch[self._column])]
         keys = store.keys(model, tokenizer, rows)
-        states = [_store_one(model, tokenizer, store, locks, key, row) for key, row in zip(keys, rows, strict=True)]
-        return {"digest": [key.digest for key in keys], "state": states}
+        states = dict.fromkeys(keys, "present")
+        missing = {key: row for key, row in zip(keys, rows, strict=True) if not store.contains(key)}
+        while missing:
+            with _claimed(locks, missing) as mine:
+                absent = [key for key in mine if not store.contains(key)]
+                store.add(model, tokenizer, [missing[key] for key in absent])
+            states |= {key: "computed" if store.contains(key) else "refused" for key in absent}
+            missing = {key: row for key, row in missing.items() if key not in mine}
+        found = []
+        for key in keys:
+            found.append(states[key])
+            states[key] = states[key].replace("computed", "present")  # for a row of the same chunk
+        return {"digest": [key.digest for key in keys], "state": found}
 
     def close(self) -> None:
         """Close the store, if this process opened it."""
@@ -90,24 +102,29 @@ def _loaded(source: str) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def _store_one(
-    model: Any, tokenizer: Any, store: ChunkStore, locks: Path | None, key: ChunkKey, chunk: str | Sequence[int]
-) -> str:
-    if store.contains(key):
-        return "present"
-    with _claim(locks, key.digest):
-        if store.contains(key):
-            return "present"
-        store.add(model, tokenizer, [chunk])
-        return "computed" if store.contains(key) else "refused"
+@contextlib.contextmanager
+def _claimed(locks: Path | None, keys: Iterable[ChunkKey]) -> Iterator[set[ChunkKey]]:
+    """Take the right to compute some chunks: those that nobody has it for, or, where there are none, one lock's.
 
-
-def _claim(locks: Path | None, digest: str) -> contextlib.AbstractContextManager[Any]:
-    """The right to compute a chunk; a store without a folder on this machine has no place to ask for it."""
+    A store without a folder on this machine has no place to ask for it. Nothing is waited for while a lock is held.
+    """
     if locks is None:
-        return contextlib.nullcontext()
+        yield {*keys}
+        return
     locks.mkdir(mode=0o700, exist_ok=True)
-    return FileLock(locks / f"{digest[:STRIPES]}.lock")
+    shared: dict[str, set[ChunkKey]] = {}
+    for key in keys:
+        shared.setdefault(key.digest[:STRIPES], set()).add(key)
+    mine = set[ChunkKey]()
+    with contextlib.ExitStack() as held:
+        for stripe, chunks in shared.items():
+            with contextlib.suppress(Timeout):
+                held.enter_context(FileLock(locks / f"{stripe}.lock").acquire(blocking=False))
+                mine |= chunks
+        if not mine:
+            stripe, mine = next(iter(shared.items()))
+            held.enter_context(FileLock(locks / f"{stripe}.lock"))
+        yield mine
 
 
 def refuse_loss(states: Sequence[str]) -> None:
