@@ -2,7 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split documents into chunks, and compute and store the KV of each ahead of time."""
 
+import contextlib
+import os
+import sys
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +18,7 @@ from .reading import read, split
 if TYPE_CHECKING:
     from hf_blend.evaluation.bundled import ModelSource
     from hf_blend.evaluation.documents import Document
-    from hf_blend.evaluation.indexing import Indexed
+    from hf_blend.evaluation.indexing import Indexed, Indexer
     from hf_blend.evaluation.retrieving import Piece
 
 __all__ = ["index"]
@@ -26,6 +30,7 @@ Namespace = Annotated[str, typer.Option(help="Store the chunks in this namespace
 ShardOption = Annotated[
     str | None, typer.Option("--shard", help="NUMBER/COUNT: only this share; accelerate launch and torchrun say it.")
 ]
+Ray = Annotated[int | None, typer.Option("--ray", min=1, help="Compute in so many actors of Ray, each with a model.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it takes, and store nothing.")]
 
 
@@ -38,6 +43,7 @@ def index(
     secret_file: SecretFile = None,
     chunk_tokens: ChunkTokens = 512,
     shard: ShardOption = None,
+    ray: Ray = None,
     correction: Correction = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -49,6 +55,7 @@ def index(
     It says first how many tokens there are, how many bytes their KV takes and how long that lasts, and what it leaves
     out. Stopped at any time and run again, it continues where it was. Several processes share the work by the digests
     of the chunks, and never talk: accelerate launch --multi_gpu --num_processes 2 -m hf_blend.cli.main index CORPUS.
+    With --ray, actors of the Ray cluster that RAY_ADDRESS names, or of this machine, compute: they must see the store.
     The bytes of the store are those of one process, where a process computes with as many threads. Exit code 1 if the
     store did not keep all of it.
 
@@ -58,10 +65,17 @@ def index(
         hf-blend index documents/ --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import ChunkStore
+    from hf_blend.errors import ConfigError, import_extra
     from hf_blend.evaluation import indexing
     from hf_blend.evaluation.bundled import open_model
 
     share, secret = indexing.Shard.find(shard), read_secret(secret_file)
+    if ray:
+        import_extra("ray.data", extra="ray", wanted_by="hf-blend index --ray")
+        if share.count > 1:
+            raise ConfigError(
+                f"--ray came with the shard {share.number}/{share.count}. Leave it out: Ray shares all out."
+            )
     documents = read(corpus or [])
     source = open_model(model, device, dtype)
     pieces = _pieces(documents, source, chunk_tokens)
@@ -71,12 +85,15 @@ def index(
         size = f"{estimate.tokens:,} tokens, {humanise('nbytes', estimate.nbytes)} of KV"
         say(f"{len({piece.name for piece in pieces}):,} documents in {estimate.pieces:,} chunks: {size}.")
     place: dict[str, Any] = {
+        "location": "memory://" if dry_run else store,
+        "memory_bytes": 0,
+        "secret": secret,
         "remote": remote,
         "remote_deadline_s": PATIENCE_S,
         "namespace": namespace,
         "correction": correction,
     }
-    with ChunkStore.open("memory://" if dry_run else store, memory_bytes=0, **place, secret=secret) as opened:
+    with ChunkStore.open(**place) as opened:
         indexing.check_room(opened, estimate)
         indexer = indexing.Indexer(source.load(), source.tokenizer, opened, pieces, share)
         if is_first and indexer.missing:
@@ -87,13 +104,34 @@ def index(
         if is_first:
             indexer.name_sources(documents, source.name, chunk_tokens)
         with interruptible(lambda: _kept(indexer.done, len(indexer.missing))):
-            done = indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
+            if ray:
+                done = _run_on_ray(indexer, ray, source, place)
+            else:
+                done = indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
         evicted = sum(opened.stats()["evicted"].values())
     if is_first or shard:
         numbers = {"documents": len({piece.name for piece in pieces}), **asdict(done), "evicted": evicted}
         show({**numbers, "shard": f"{share.number}/{share.count}"}, as_json=json)
     if done.refused or evicted:
         fail(f"the store did not keep {done.refused + evicted} chunks. Make room for them, and run it again.")
+
+
+def _run_on_ray(indexer: "Indexer", actors: int, source: "ModelSource", settings: dict[str, Any]) -> "Indexed":
+    """Let actors of Ray compute what is missing, wherever they run; what Ray prints goes to stderr."""
+    import ray.data
+
+    from hf_blend.evaluation.bundled import load_model
+    from hf_blend.integrations.ray import index_ray_dataset
+
+    found = {name: os.path.abspath(one) if os.path.exists(str(one)) else one for name, one in settings.items()}
+    folder = os.path.abspath(source.folder) if os.path.isdir(source.folder) else source.folder
+    resources: dict[str, Any] = {"num_gpus": 1} if source.device.type == "cuda" else {}
+    load = partial(load_model, folder, source.device.type, str(source.dtype).removeprefix("torch."))
+    with contextlib.redirect_stdout(sys.stderr):
+        rows = ray.data.from_items([{"text": text} for text in indexer.texts()])
+        index_ray_dataset(rows, load, found, actors=actors, **resources)
+    indexer.done.stored = sum(map(indexer.store.contains, indexer.missing))
+    return indexer.done
 
 
 def _pieces(documents: "list[Document]", source: "ModelSource", chunk_tokens: int) -> "list[Piece]":

@@ -103,6 +103,10 @@ class Indexer:
             seconds = time.perf_counter() - started
         return seconds * sum(len(key.token_ids) for key in self.missing) / len(longest.token_ids)
 
+    def texts(self) -> list[str | Sequence[int]]:
+        """List the texts of what is missing."""
+        return [self._texts[key] for key in self.missing]
+
     def run(self, progress: Callable[[Iterable[ChunkKey]], Iterable[ChunkKey]] = iter) -> Indexed:
         """Compute and store what is missing."""
         for key in progress(self.missing):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -124,6 +125,50 @@ def test_a_dry_run_says_what_it_takes_and_stores_nothing(tmp_path, capsys):
     assert set(json.loads(out)) == {"pieces", "tokens", "nbytes"}
     assert "to compute, about" in err
     assert not (tmp_path / "s").exists()
+
+
+class Rows:
+    """A dataset of Ray whose actor is in this process."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def map_batches(self, worker, fn_constructor_args, compute, **_):
+        assert compute == 3
+        actor = worker(*fn_constructor_args)
+        columns = actor({"text": [one["text"] for one in self.rows]})
+        actor.close()
+        return Rows([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+
+    def take_all(self):
+        print("what Ray has to say")
+        return self.rows
+
+
+@pytest.mark.usefixtures("small_smollm2")
+def test_actors_of_ray_store_the_chunks_that_one_process_stores(tmp_path, capsys, monkeypatch):
+    def run_words(*words):
+        with pytest.raises(SystemExit) as ended:
+            main(["index", "--chunk-tokens", "64", "--json", *words])
+        return ended.value.code, *capsys.readouterr()
+
+    data = SimpleNamespace(Dataset=Rows, from_items=Rows, ActorPoolStrategy=lambda size: size)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(data=data))
+    monkeypatch.setitem(sys.modules, "ray.data", data)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_words("--store", "actors", "--ray", "3")
+    found = json.loads(out)
+    assert (code or 0, found["stored"], found["present"]) == (0, found["chunks"], 0)
+    assert "what Ray has to say" in err
+    assert json.loads(run_words("--store", "one")[1]) == found
+    assert {*objects(tmp_path / "actors")} == {*objects(tmp_path / "one")}
+    code, out, err = run_words("--store", "actors", "--ray", "3", "--shard", "0/2")
+    assert (code, out) == (2, "")
+    assert "--ray came with the shard 0/2" in err
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    code, out, err = run_words("--store", "actors", "--ray", "3")
+    assert (code, out) == (2, "")
+    assert 'hf-blend index --ray needs ray.data, which is not installed: pip install "hf-blend[ray]"' in err
 
 
 @pytest.mark.parametrize("text", ["2/2", "a/b", "1", "-1/2", "0/0"])

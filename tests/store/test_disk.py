@@ -284,6 +284,16 @@ def test_a_process_id_that_was_used_again_is_not_the_writer(tmp_path):
     assert not is_abandoned(temporary(tmp_path, here, me, files_module._start_ticks(me)))
 
 
+def test_a_process_asks_once_when_it_began(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(files_module.Path, "read_text", lambda path, **_: asked.append(path) or ") " + 20 * " 7")
+    files_module._started.cache_clear()
+    for name in "abc":
+        files_module.write_atomically(tmp_path / name, [b"x"], durable=False)
+    files_module._started.cache_clear()
+    assert asked == [Path(f"/proc/{os.getpid()}/stat")]
+
+
 def test_the_temporary_file_of_another_machine_goes_after_a_day(tmp_path):
     path = temporary(tmp_path, "0" * 12, 1, 1)
     assert not is_abandoned(path)
