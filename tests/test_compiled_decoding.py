@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from tiny_models import tiny_model as zoo_model
 from transformers import CompileConfig
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
@@ -187,6 +188,42 @@ def test_a_padded_batch_a_later_turn_and_beams_are_the_same_from_static_buffers(
     assert torch.equal(model.generate(**inputs, past_key_values=cache, **beams), model.generate(**inputs, **beams))
 
 
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])  # windows alone, and beside layers that see everything
+def test_windows_in_static_buffers_say_what_stock_says(shared_model, pieces, tokenizer, compiler, family, is_compiled):
+    model, compiled = (
+        shared_model(family, sliding_window=16),
+        {"compile_config": compiler.config} if is_compiled else {},
+    )
+    batch = [pieces((17, 23)), pieces((12, 9), seed=1, question=5)]
+    given = {name: [one[name] for one in batch] for name in batch[0]}
+    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0, max_tokens=MOST)
+    for turn in range(2):
+        history = {"history": output} if turn else {}  # noqa: F821
+        inputs = cache.inputs(tokenizer, **given, **history)
+        expected = model.generate(**inputs, **GREEDY)
+        output = model.generate(**inputs, past_key_values=cache, **compiled, **GREEDY)
+        assert torch.equal(output, expected)
+        assert cache.report.reusable_tokens > 40 or turn
+        given.pop("prefix", None)
+    assert compiler.graphs == is_compiled
+    assert any(layer.is_sliding and layer.sliding_window == 16 for layer in cache.layers)
+
+
+def test_windows_in_static_buffers_are_blended_as_in_a_growing_cache_and_cropped_at_any_depth(shared_model, pieces):
+    model, store = shared_model("gemma3_text", sliding_window=16), ChunkStore.open("memory://")
+    plain, inputs = made(model, pieces(), store, recompute_ratio=0.15, max_tokens=None)
+    cache, _ = made(model, pieces(), store, recompute_ratio=0.15)
+    outputs = [model.generate(**inputs, past_key_values=one, **GREEDY) for one in (plain, cache)]
+    assert torch.equal(*outputs)
+    assert (cache.report.reusable_tokens, cache.report.chosen_columns) == (71, plain.report.chosen_columns)
+    cache, _ = made(model, pieces(), store, recompute_ratio=1.0)
+    output = model.generate(**inputs, past_key_values=cache, **GREEDY)
+    cache.crop(-30)  # further than any window
+    begun = output[:, : cache.get_seq_length() + 1]
+    assert torch.equal(model.generate(begun, past_key_values=cache, **GREEDY), model.generate(begun, **GREEDY))
+
+
 def test_a_cache_that_is_used_again_stays_where_it_is_and_shows_nothing_of_what_it_held(shared_model, pieces):
     model = shared_model()
     cache, inputs = made(model, pieces(), recompute_ratio=1.0)
@@ -235,8 +272,8 @@ def test_a_compiled_prefill_is_refused_by_name(tiny_model, pieces, compiler):
 
 def test_what_has_no_static_buffers_is_refused_by_name(shared_model, tiny_model, pieces):
     store = ChunkStore.open("memory://")
-    with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps a window"):
-        BlendCache(shared_model("mistral"), store, max_tokens=64)
+    with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps the state of a mixer"):
+        BlendCache(zoo_model("qwen3_next"), store, max_tokens=64)
     for most in (0, 1.5, True):
         with pytest.raises(ConfigError, match="from 1 on"):
             BlendConfig(max_tokens=most)

@@ -15,6 +15,7 @@ from hf_blend.sparse.partial import seen
 from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.tiers.base import EntryFault
+from tests.conftest import random_pieces
 from tests.forging import first_block, taken_apart
 
 CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
@@ -359,9 +360,22 @@ def test_what_makes_no_sense_is_refused(which):
         ChunkStore.open("memory://", partial=partial)
 
 
-def test_static_buffers_are_seen_whole(model):
-    with pytest.raises(ConfigError, match="in part, but static buffers are seen whole"):
-        BlendCache(model, ChunkStore.open("memory://", partial=0.5), max_tokens=500)
+def test_static_buffers_are_seen_whole_and_chunks_loaded_whole_for_them(model, tmp_path):
+    part = ChunkStore.open(tmp_path / "part", partial=ANYHOW, memory_bytes=0)
+    whole = ChunkStore.open(tmp_path / "whole")
+    found = []
+    for store in (part, whole, part):  # at first the chunks are computed
+        cache = BlendCache(model, store, recompute_ratio=0.2, max_tokens=500)
+        inputs = cache.inputs(None, **random_pieces((40, 40, 40)))
+        given = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        found.append((model.generate(**inputs, past_key_values=cache, **given), cache.layers))
+    assert cache.report.partial["partial_layers"] == 0 < cache.report.partial["whole_layers"]
+    assert cache.report.partial["loaded_bytes"] >= cache.report.partial["all_bytes"] > 0
+    for output, layers in found[1:]:
+        assert torch.equal(output, found[0][0])
+        for layer, first in zip(layers, found[0][1], strict=True):
+            assert torch.equal(layer.keys, first.keys)
+            assert torch.equal(layer.values, first.values)
 
 
 SPARSE = {"share": 0.5, "block_tokens": 8, "min_tokens": 0}

@@ -120,7 +120,8 @@ class BlendCache(Cache):
     With `max_tokens` K and V are held in buffers that never move, and steps of one token attend to all of them through
     a mask, so `torch.compile` compiles a step once for all tokens and all such caches of one size: `generate` does so
     by itself on a GPU, as for transformers' static cache, and elsewhere with a `compile_config`. The prefill is never
-    compiled. What does not fit is refused before anything is written. Windows and mixers have no such buffers.
+    compiled. What does not fit is refused before anything is written. Layers with a window hold all tokens then, and
+    chunks are loaded whole, also from a store that loads them in part. Mixers have no such buffers.
 
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
     every other, copies included; a copy that `torch.compile` has compiled is not noticed.
@@ -183,15 +184,7 @@ class BlendCache(Cache):
         if self.config.kv_device_map is not None:
             self.kv_memory = plugins.room("offload.layer").offload(self._own_layers, self.config)
         self._part: Any = None  # loads chunks in part, where the store does
-        self._check_store()
         super().__init__(layers=[*self._own_layers])
-
-    def _check_store(self) -> None:
-        if self.config.max_tokens is not None and self.store.loads_in_part:
-            raise ConfigError(
-                f"max_tokens={self.config.max_tokens} came with a store that loads chunks in part, but static buffers "
-                "are seen whole. Leave one of them out."
-            )
 
     def inputs(
         self,

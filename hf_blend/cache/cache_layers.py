@@ -17,7 +17,7 @@ from ..model.fingerprint import PerStructure
 from .indexed_layer import IndexedLayer
 from .layers import BlendLayer, BlendSlidingLayer
 from .quantised_layer import QuantisedLayer, QuantisedStaticLayer
-from .static_layer import StaticLayer
+from .static_layer import StaticLayer, StaticSlidingLayer
 
 MASKED = ("sdpa", "eager")  # attention that hides what a step's mask hides; flash kernels go by lengths
 
@@ -32,16 +32,20 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     """The layers of a blend cache: full, sliding or of a mixer where transformers' own cache has such a layer."""
     stock, kv_bits = _stock_layers(model, digest), config.kv_bits
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
+    sliding: Callable[[int], BlendLayer] = BlendSlidingLayer
     if (most := config.max_tokens) is not None:
         for index, one in enumerate(stock):
             if what := _kept(one):
                 raise ConfigError(
                     f"max_tokens={most} came with {type(model).__name__}, whose layer {index} keeps {what}, but "
-                    "layers that keep K and V of all tokens are expected: only these have static buffers. Leave "
-                    "max_tokens out."
+                    "layers that keep K and V alone are expected: only these have static buffers. Leave max_tokens "
+                    "out."
                 )
         full = partial(StaticLayer, most) if kv_bits is None else partial(QuantisedStaticLayer, most, kv_bits)
-    layers: list[Any] = [_like(stock[index], full) if index < len(stock) else full() for index in range(count)]
+        sliding = partial(StaticSlidingLayer, most)
+    layers: list[Any] = [
+        _like(stock[index], full, sliding) if index < len(stock) else full() for index in range(count)
+    ]
     if kv_bits is not None and not any(hasattr(layer, "packed_tokens") for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in stock})
         raise ConfigError(
@@ -53,9 +57,7 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
 
 
 def _kept(stock: Any) -> str:
-    """What a layer keeps other than K and V of all tokens; empty where nothing."""
-    if getattr(stock, "is_sliding", False):
-        return "a window"
+    """What a layer keeps other than K and V; empty where nothing."""
     if hasattr(stock, "recurrent_states"):
         return "the state of a mixer"
     return "the keys of an indexer" if has_indexer(stock) else ""
@@ -72,12 +74,12 @@ def check_masked(model: nn.Module, max_tokens: int) -> None:
         )
 
 
-def _like(stock: Any, full: Callable[[], BlendLayer]) -> Any:
+def _like(stock: Any, full: Callable[[], BlendLayer], sliding: Callable[[int], BlendLayer]) -> Any:
     added = next((made for room in rooms() if (made := room.make_layer(stock)) is not None), None)
     if added is not None:
         return added
     if has_indexer(stock):
         return IndexedLayer()
     if getattr(stock, "is_sliding", False):
-        return BlendSlidingLayer(stock.sliding_window)
+        return sliding(stock.sliding_window)
     return stock if isinstance(stock, getattr(cache_utils, "DummyLayer", ())) else full()

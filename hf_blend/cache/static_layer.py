@@ -169,6 +169,16 @@ class StaticLayer(MadeStates, BlendLayer):
         self.unchanged_tokens = 0
 
 
+class StaticSlidingLayer(StaticLayer):
+    """As `StaticLayer`, for tokens that see a window: all are held, and a mask hides those before the window."""
+
+    is_sliding = True
+
+    def __init__(self, max_tokens: int, sliding_window: int) -> None:
+        super().__init__(max_tokens)
+        self.sliding_window = sliding_window
+
+
 def check_room(held: int, new: int, most: int) -> None:
     """Refuse tokens for which a cache has no room."""
     if held + new > most:

@@ -134,11 +134,14 @@ class PendingPrompt:
 
 
 def _column_mask(mask: Any) -> Any:
-    """The mask of the columns, `[batch, columns]`, where transformers made one of rows and columns of it."""
-    if isinstance(mask, Mapping) and len(mask) == 1:
-        (mask,) = mask.values()
+    """The mask of the columns, `[batch, columns]`, where transformers made masks of rows and columns of it.
+
+    A column is one of a token if a row sees it: the last row alone does not see what is before its window.
+    """
+    if isinstance(mask, Mapping):
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
     if isinstance(mask, Tensor) and mask.dim() == 4:
-        mask = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0
+        mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(dim=1)
     return mask
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
-from ...cache.static_layer import refuse_static
+from ...cache.static_layer import StaticLayer, refuse_static
 from ...errors import ConfigError
 from ...model.attention import AttentionCapture, AttentionFn
 from ...prefill.observing import report_importance
@@ -159,7 +159,8 @@ class PartialLoading(PartDecoding):
         for chunk in chunks:
             _layers(chunk).forget(index)
         layer = self._cache.layers[index]
-        can = rows is not None and not getattr(layer, "is_sliding", True)
+        sees_whole = getattr(layer, "is_sliding", True) or isinstance(layer, StaticLayer)
+        can = rows is not None and not sees_whole
         few = [one for one in chunks if one.is_whole and not _layers(one).is_whole(index)]
         self._index, self._chunks = (index, few) if can and few else (-1, [])
         self._fresh = None if rows is None else rows.columns  # the last layer has fewer rows, but these are fresh
