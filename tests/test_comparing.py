@@ -12,7 +12,7 @@ from hf_blend.errors import ConfigError
 from hf_blend.evaluation.summary import compared
 
 
-def run(folder, scores, model="one", method="auto", ttft_ms=100.0, tail=""):
+def run(folder, scores, model="one", method="boundary", ttft_ms=100.0, tail=""):
     """A folder with answers to samples 0, 1, 2, …; None leaves a sample out."""
     folder.mkdir()
     about = {"task": "needle", "model": model, "method": method, "ratio": 0.1, "ttft_ms": ttft_ms}
@@ -62,7 +62,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
     "line", ["no json", "[1]", '{"score": 1}', '{"score": null}', '{"score": NaN}', '{"ratio": [1]}', "\udcff"]
 )
 def test_a_line_that_is_no_answer_is_refused_by_name(tmp_path, line):
-    about = {"task": "needle", "model": "one", "method": "auto", "ratio": 0.1, "id": "7", "score": 1}
+    about = {"task": "needle", "model": "one", "method": "boundary", "ratio": 0.1, "id": "7", "score": 1}
     if line.startswith("{") and line != '{"score": 1}':
         line = json.dumps({**about, **json.loads(line)})
     first, second = run(tmp_path / "a", [1]), run(tmp_path / "b", [1])
@@ -82,7 +82,7 @@ def test_a_run_that_measured_without_scoring_is_refused_by_name(tmp_path):
 
 def test_letters_that_end_lines_elsewhere_end_no_answer(tmp_path):
     first, second = run(tmp_path / "a", []), run(tmp_path / "b", [])
-    about = {"task": "needle", "model": "one", "method": "auto", "ratio": 0.1, "score": 1}
+    about = {"task": "needle", "model": "one", "method": "boundary", "ratio": 0.1, "score": 1}
     lines = [{**about, "id": f"{n}", "answer": "one\u2028two\x85three"} for n in range(3)]
     for folder in (first, second):
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

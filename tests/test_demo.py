@@ -57,7 +57,7 @@ def store():
 @pytest.fixture(scope="module")
 def wish():
     first = reference_questions()[0]
-    return DemoRequest("".join(first["chunks"]).rstrip(), first["question"], 0.05, "auto")
+    return DemoRequest("".join(first["chunks"]).rstrip(), first["question"], 0.15, "kv-deviation")
 
 
 @pytest.fixture(scope="module")

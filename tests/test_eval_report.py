@@ -15,7 +15,7 @@ EVIL = "<script>alert('&')</script>"
 NAMESPACE = {"svg": "http://www.w3.org/2000/svg"}
 
 
-def row(method="auto", ratio=0.1, score=0.5, charged_budget=0.3, **fields):
+def row(method="boundary", ratio=0.1, score=0.5, charged_budget=0.3, **fields):
     return {
         "task": "reference-world", "model": "reference", "method": method, "ratio": ratio, "n": 20, "score": score,
         "low": score - 0.1, "high": score + 0.1, "charged_budget": charged_budget, "ttft_ms": 40.0, **fields,
@@ -25,8 +25,8 @@ def row(method="auto", ratio=0.1, score=0.5, charged_budget=0.3, **fields):
 ROWS = [
     row("full-prefill", None, 0.8, 1.0, ttft_ms=100.0),
     row("full-reuse", None, 0.2, 0.0, ttft_ms=10.0),
-    row("auto", 0.3, 0.7, 0.5, ttft_ms=60.0),
-    row("auto", 0.1, 0.6, 0.4, ttft_ms=50.0, difference=-0.2, difference_low=-0.3, difference_high=-0.1,
+    row("boundary", 0.3, 0.7, 0.5, ttft_ms=60.0),
+    row("boundary", 0.1, 0.6, 0.4, ttft_ms=50.0, difference=-0.2, difference_low=-0.3, difference_high=-0.1,
         normalised=2 / 3, exact_output=0.75, kl=0.0123, top1=0.9, rules={"word-f1": 0.61, "exact-match": 0.44}),
     row("random", 0.1, 0.3, 0.2, ttft_ms=None),
 ]  # fmt: skip
@@ -75,7 +75,7 @@ def test_the_table_has_every_row_and_every_figure_that_any_row_has():
     found = table(SUMMARY)
     assert [one["method"] for one in found] == [one["method"] for one in ROWS]
     assert found[3] == {
-        "method": "auto", "ratio": "0.1", "n": "20", "score": "0.600 [0.500, 0.700]",
+        "method": "boundary", "ratio": "0.1", "n": "20", "score": "0.600 [0.500, 0.700]",
         "difference to full prefill": "-0.200 [-0.300, -0.100]", "normalised": "0.667", "charged budget": "40.0%",
         "first token, ms": "50.0", "same output": "75.0%", "same top token": "90.0%", "KL, nats": "0.012",
         "word-f1": "0.610", "exact-match": "0.440",
@@ -107,7 +107,7 @@ def test_each_row_is_a_point_of_its_methods_line_with_its_interval():
     joined = f"M{frame.x(0.4)} {frame.y(0.6)}L{frame.x(0.5)} {frame.y(0.7)}"
     assert joined in charts["quality-charged-budget"]
     assert words.count("full-prefill") == words.count("full-reuse") == 2, "in the legend and at the point"
-    assert words.count("auto") == words.count("random") == 1
+    assert words.count("boundary") == words.count("random") == 1
 
 
 def test_a_row_without_a_time_is_left_out_of_the_chart_of_times():
@@ -121,7 +121,7 @@ def test_a_row_without_a_time_is_left_out_of_the_chart_of_times():
 
 def test_a_chart_reaches_as_far_as_its_points():
     slow = row("map-reduce", None, 0.05, 1.7, low=0.04, high=0.07, ttft_ms=1234.0)
-    charts = plots({"rows": [slow, row("auto", 0.1, 0.05, 0.3, high=0.07)]})
+    charts = plots({"rows": [slow, row("boundary", 0.1, 0.05, 0.3, high=0.07)]})
     assert {"50 %", "200 %", "0.08"} <= set(drawn(charts["quality-charged-budget"])[1])
     assert {"2000 ms", "0.08"} <= set(drawn(charts["quality-ttft-ms"])[1])
     for chart in charts.values():

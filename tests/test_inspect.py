@@ -20,7 +20,7 @@ def found(shared_model, pieces):
             return f"t{ids[0]}"
 
     inspector = Inspector(shared_model(), Tokenizer, ChunkStore.open("memory://"), pieces())
-    return inspector.look(["kv-deviation", "auto", "random"], 0.2, (0.0, 0.5, 1.0))
+    return inspector.look(["kv-deviation", "boundary", "random"], 0.2, (0.0, 0.5, 1.0))
 
 
 def test_stored_kv_is_right_at_layer_0_and_wrong_behind(found):
@@ -30,10 +30,9 @@ def test_stored_kv_is_right_at_layer_0_and_wrong_behind(found):
 
 
 def test_each_selector_takes_its_share(found):
-    assert list(found.chosen) == ["kv-deviation", "auto", "random"]
+    assert list(found.chosen) == ["kv-deviation", "boundary", "random"]
     count = len(found.tokens)
-    assert sum(found.chosen["random"]) == sum(found.chosen["kv-deviation"]) == -(-count // 5)
-    assert sum(found.chosen["auto"]) == -(-3 * count // 5)  # early layers get three times as much
+    assert {sum(chosen) for chosen in found.chosen.values()} == {-(-count // 5)}
 
 
 def test_attention_comes_back_when_all_is_recomputed(found):
@@ -73,4 +72,4 @@ def test_looking_leaves_the_model_untouched(tiny_model, untouched, pieces):
 
     model = tiny_model()
     with untouched(model), torch.no_grad():
-        Inspector(model, Tokenizer, ChunkStore.open("memory://"), pieces()).look(["auto"], 0.1, (0.1,))
+        Inspector(model, Tokenizer, ChunkStore.open("memory://"), pieces()).look(["boundary"], 0.1, (0.1,))

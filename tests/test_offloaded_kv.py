@@ -199,7 +199,7 @@ def test_kv_device_map_gives_the_same_text_in_every_way_of_decoding(model, tiny_
     assert cache.kv_memory.disk_bytes > 0
 
 
-@pytest.mark.parametrize("selector", ["kv-deviation", "attention-x-deviation"])
+@pytest.mark.parametrize("selector", ["kv-deviation", "query-attention"])
 def test_history_goes_on_in_offloaded_kv(model, tmp_path, selector):
     store = memory()
     ways, texts = {**WAYS, "max_new_tokens": 10}, []

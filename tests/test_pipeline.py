@@ -72,7 +72,9 @@ def _one_layer_at_a_time(monkeypatch):
     monkeypatch.setattr(stack, "READ_BYTES", 0)
 
 
-@pytest.mark.parametrize(("depth", "selector"), [(0, "random"), (1, "kv-deviation"), (2, "oracle"), (100, "auto")])
+@pytest.mark.parametrize(
+    ("depth", "selector"), [(0, "random"), (1, "kv-deviation"), (2, "oracle"), (100, "query-attention")]
+)
 def test_pipeline_depth_gives_the_same_bits(model, filled, depth, selector):
     tier, _ = filled
     expected, _ = answered(model, cold(tier), selector=selector)

@@ -57,7 +57,7 @@ def test_the_first_example_answers_and_like_stock_at_ratio_1(ratio, smollm2, tmp
 def test_the_figures_behind_the_advice_are_those_of_the_file(tmp_path):
     found = {"model": "m", "half": "both", "kl_first": 0.17, "n": 9, "low": 0.28, "high": 0.47, "ttft_ms": 1500}
     rows = [
-        {**found, "task": "a", "selector": "auto", "charged": 0.151, "kl": 0.98, "target": 0.15},
+        {**found, "task": "a", "selector": "random", "charged": 0.151, "kl": 0.98, "target": 0.15},
         {**found, "task": "a", "selector": "boundary", "charged": 0.151, "kl": 0.37, "target": 0.15},
         {**found, "task": "b", "selector": "boundary", "charged": 0.139, "kl": 0.33, "target": 0.15, "ttft_ms": 900},
         {**found, "task": "b", "selector": "boundary", "charged": 0.5, "kl": 0.99, "target": 0.15, "half": "report"},
@@ -70,7 +70,7 @@ def test_the_figures_behind_the_advice_are_those_of_the_file(tmp_path):
         "|---|---|---|---|",
         "| full reuse | 0 % | 1.00 [0.28, 0.47], first 0.17; 1.5 s |  |",
         "| `boundary` | 14 to 15 % | 0.37 [0.28, 0.47], first 0.17; 1.5 s | 0.33 [0.28, 0.47], first 0.17; 0.9 s |",
-        "| `auto` | 15 % | 0.98 [0.28, 0.47], first 0.17; 1.5 s |  |",
+        "| `random` | 15 % | 0.98 [0.28, 0.47], first 0.17; 1.5 s |  |",
     ]
 
 

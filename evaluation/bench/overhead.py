@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.config import BlendConfig
 from hf_blend.model import row_masks
 from hf_blend.model.placement import input_device
 from hf_blend.prefill.report import BlendReport
@@ -45,7 +44,7 @@ class OverheadPlan:
     short_tokens: int = 128
     question_tokens: int = 32
     chunks: tuple[int, ...] = (2, 6, 20, 64)
-    settings: tuple[tuple[str, float], ...] = ((BlendConfig.selector, BlendConfig.recompute_ratio), ("auto", 0.05))
+    settings: tuple[tuple[str, float], ...] = tuple((name, 0.15) for name in ("boundary", "kv-deviation"))
     rounds: int = 15
     dtype: str = "float32"
     seed: int = 0

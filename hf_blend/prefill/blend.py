@@ -121,7 +121,7 @@ class Prefill:
         selects: dict[int, Select] = {}
         if not context.is_probe:
             stateful = [index for index, kind in enumerate(self._kinds) if kind.has_states]
-            first_ratio, selects = self._selection.schedule(stateful, self._with_keys)
+            first_ratio, selects = self._selection.schedule(stateful)
         for index, select in selects.items():
             steps[index].append(select)
         if context.loader is not None and context.observer is None:
@@ -183,8 +183,9 @@ class Prefill:
             self._enter_rows(index, call, self._rows)
         for step in self._schedule[index]:
             match step:
-                case Select(ratio, sees_attention) if any(plan.stored_counts):
-                    self._select(index, call, ratio, self._look(index, call, sees_attention))
+                case Select(ratio) if any(plan.stored_counts):
+                    self._look(index, call)
+                    self._select(index, call, ratio)
                 case LoadInPart(sees_all):
                     self._loader.begin(index, None if sees_all else self._rows, plan)
                 case Trim():
@@ -363,41 +364,30 @@ class Prefill:
         call.take_rows(remaining, before, rows.columns, self._taken)
         self._enter_rows(index, call, rows)
 
-    def _look(self, index: int, call: LayerCall, to_attention: bool = False) -> Attention | None:
-        """Run a layer until what it keeps is known for the active rows, or further until its attention begins."""
+    def _look(self, index: int, call: LayerCall) -> None:
+        """Run a layer until what it keeps is known for the active rows."""
         self._note(index, kv_only=True)
-        found: list[Attention] = []
-
-        def take(_: int, attended: Attention) -> None:
-            found.append(attended)
-            raise StopForward
-
         kind, layer = self._kind, self.context.layers[index]
         self._awaited, before = set(kind.parts), kind.snapshot(layer)
-        if to_attention:
-            self._capture = self._capturing(index, call, take)
-            self._capture.open(call.cache)
         try:
             call.run()
         except StopForward:
-            return found[0] if found else None
+            return
         finally:
-            if self._capture is not None:
-                self._capture.close()
-            self._capture = self._awaited = None
+            self._awaited = None
             kind.restore(layer, before)
         raise UnsupportedModelError(
             f"layer {index} of {type(self.context.model).__name__} ran to its end without handing K and V to the "
             "cache, but blending waits for them there. Use full prefill for this model."
         )
 
-    def _select(self, index: int, call: LayerCall, ratio: float, attended: Attention | None) -> None:
+    def _select(self, index: int, call: LayerCall, ratio: float) -> None:
         """Let only the selected of the active rows go on, and those that are fresh in any case."""
         plan = self.context.plan
         rows = self._rows or Rows.every(plan.real)
         counts, before = self._selection.counts(ratio), self._selected_counts
         computed = self._buffers.open.get(index) or self._kind.computed()
-        selected = self._selection.select(index, rows, computed, counts, attended)
+        selected = self._selection.select(index, rows, computed, counts)
         counts = self._narrowed_to([min(pair) for pair in zip(counts, before, strict=True)])
         total = [sum(pair) for pair in zip(plan.fresh_counts, counts, strict=True)]
         remaining = ~rows.take(plan.reusable) | selected

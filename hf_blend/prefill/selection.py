@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..model.capture import Capture, capture, capture_forward
-from ..selectors.attention import Attention
 from ..selectors.base import KV, TokenView
 from .rows import Rows, highest
 
@@ -26,7 +25,6 @@ class Select:
     """At one layer, which share of the reusable tokens is computed from there on."""
 
     ratio: float
-    sees_attention: bool = False
 
 
 class Selection:
@@ -37,77 +35,55 @@ class Selection:
         self._realigner, self._report = context.realigner, context.report
         self._table: tuple[int, Tensor] | None = None
         self._first_scores: Tensor | None = None
-        self._scored_before = False  # those scores are of a selector that has yet to see layer 0
         self._is_first = True
         one = context.selector
-        self._sees_layers = one.needs_kv or one.needs_full_prefill or one.needs_attention
+        self._sees_layers = one.needs_kv or one.needs_full_prefill
 
-    def schedule(self, stateful: Sequence[int], with_keys: Sequence[int]) -> tuple[float | None, dict[int, Select]]:
+    def schedule(self, stateful: Sequence[int]) -> tuple[float | None, dict[int, Select]]:
         """The ratio by which tokens are selected before the first layer, and what is selected at which layer.
 
         A selector that needs no K and V selects before the first layer, with the first check layer's ratio, and again
-        at the later check layers; so does one that selects at layer 0, from what it sees there. If nothing is to be
-        selected at all, that is settled before the first layer too. A check layer that keeps nothing to compare is
-        moved to the next one that does: `stateful` are the layers that keep anything, `with_keys` those with K and V.
+        at the later check layers. If nothing is to be selected at all, that is settled before the first layer too. A
+        check layer that keeps nothing to compare is moved to the next one that does: `stateful` are those that do.
         """
-        one, config, layers = self._selector, self._context.config, len(self._context.layers)
-        ratios = config.ratios(layers)
-        if one.at_layer_0:
-            is_open = config.layer_ratios is None and not config.gradual and len(ratios) == 1
-            first = min(ratios)
-            later = {layer: ratio for layer, ratio in ratios.items() if layer > first}
-            own = one.schedule(config.recompute_ratio, layers) if is_open else None
-            ratios = own or {0: ratios[first], **later}
+        one, before, found = self._selector, None, dict[int, Select]()
+        ratios = self._context.config.ratios(len(self._context.layers))
         if not one.count(max(ratios.values()), self._plan.real.numel()):
             return 0.0, {}
-        if self._sees_layers:
-            before = one.candidates(ratios[0]) if 0 in ratios else None
-        else:
-            first = min(ratios)
-            before, ratios = ratios[first], {layer: ratio for layer, ratio in ratios.items() if layer > first}
-        keep, found = with_keys if one.needs_attention else stateful, dict[int, Select]()
+        if not self._sees_layers:
+            before = ratios.pop(min(ratios))
         for layer, ratio in sorted(ratios.items()):
-            index = next((index for index in keep if index >= layer), None)
+            index = next((index for index in stateful if index >= layer), None)
             if index is not None:
-                sees_attention = one.needs_attention and (layer == 0 or not one.at_layer_0)
-                earlier = found.get(index)
-                found[index] = Select(ratio, earlier.sees_attention if earlier else sees_attention)
+                found[index] = Select(ratio)
         return before, found
 
     def counts(self, ratio: float) -> list[int]:
         """How many tokens are selected in each batch entry; known before anything is computed."""
         return [self._selector.count(ratio, tokens) for tokens in self._plan.stored_counts]
 
-    def select(
-        self, index: int, rows: Rows, fresh: KV | None, counts: Sequence[int], attention: Attention | None = None
-    ) -> Tensor:
+    def select(self, index: int, rows: Rows, fresh: KV | None, counts: Sequence[int]) -> Tensor:
         """Select the tokens that are computed from a layer on.
 
         Shapes: fresh `[batch, kv_heads, tokens, head_dim]` → `[batch, rows]`.
         """
         started = time.perf_counter()
-        view = self._view(index, rows, fresh if self._first_scores is None or self._scored_before else None)
-        if attention is not None:
-            view = replace(view, attention=lambda: attention)
+        view = self._view(index, rows, fresh if self._first_scores is None else None)
         scores = self._scores(view, rows) if any(counts) else torch.zeros_like(view.reusable, dtype=torch.float32)
         selected = highest(scores.to(view.reusable.device), view.reusable, counts)
-        if self._is_first and not (self._scored_before and fresh is None):  # candidates are not selected yet
+        if self._is_first:
             self._report.chose(rows.columns, selected, self._context.past)
             self._is_first = False
         self._report.select_ms += 1e3 * (time.perf_counter() - started)
         return selected
 
     def _scores(self, view: TokenView, rows: Rows) -> Tensor:
-        """Scores of the rows; a selector that scores before the check layers keeps to its first scores."""
-        if self._first_scores is not None and not (self._scored_before and view.in_layer):
+        """Scores of the rows; a selector that scores before the first layer, and so all tokens, keeps to them."""
+        if self._first_scores is not None:
             return rows.take(self._first_scores)
-        earlier = None if self._first_scores is None else rows.take(self._first_scores)
-        scores = self._selector.score(replace(view, earlier=earlier))
-        self._scored_before = self._selector.at_layer_0 and not view.in_layer
-        if self._selector.at_layer_0 or not self._sees_layers:
-            grid = scores.new_zeros(self._plan.real.shape)
-            known = scores if rows.is_all else grid.scatter_(1, view.columns.to(scores.device), scores)
-            self._first_scores = known
+        scores = self._selector.score(view)
+        if not self._sees_layers:
+            self._first_scores = scores
         return scores
 
     def _view(self, index: int, rows: Rows, fresh: KV | None) -> TokenView:
@@ -123,11 +99,11 @@ class Selection:
             offset,
             tokens,
             stored_alone=lambda layer: rows.take_pair(self._alone(self._with_keys[layer])),
-            probe=self._context.probe,
             num_layers=len(self._with_keys),
-            chunks=table[0],
             images=image > 0,
         )
+        if self._selector.needs_question:
+            view = replace(view, probe=self._context.probe)
         if fresh is None:
             return view
 
@@ -140,7 +116,6 @@ class Selection:
 
         view = replace(
             view,
-            in_layer=True,
             pairs=pair,
             full_prefill=lambda: [rows.take_pair(states) for states in self._full_prefill()],
             stored_at=stored_at,

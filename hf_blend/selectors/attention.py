@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What some rows of a layer look at: their queries against the keys of every column, at true positions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-BLOCK_BYTES = 64 << 20  # of scores that are made at once
 
 
 def _free(flops: Any) -> None:
@@ -41,13 +39,6 @@ class Attention:
     scaling: float = 1.0
     softcap: float | None = None
     charge: Callable[[Any], None] = _free
-
-    def blocks(self, start: int = 0) -> Iterator[slice]:
-        """Cut the rows from `start` on into blocks whose scores take little memory."""
-        batch, heads, rows, _ = self.queries.shape
-        step = max(16, BLOCK_BYTES // (4 * batch * heads * self.keys.shape[2]))
-        for first in range(start, rows, step):
-            yield slice(first, min(first + step, rows))
 
     def visible(self, rows: slice) -> Tensor:
         """Which keys some rows see: `[batch or 1, heads or 1, rows, keys]`."""
@@ -98,11 +89,6 @@ class Attention:
         self._charge(weights > 0, width)
         folded = weights.reshape(batch, kv_heads, -1, count)
         return (folded @ self.values.float()).view(batch, heads, rows, width)
-
-    def first_key(self) -> Tensor:
-        """`[batch]`: the first key that the last row sees, where models put what they do not need."""
-        seen = self.visible(slice(self.queries.shape[2] - 1, None))[:, 0, 0]
-        return seen.to(torch.uint8).argmax(dim=-1).expand(self.queries.shape[0])
 
     def _charge(self, visible: Tensor, width: float) -> None:
         """Two FLOPs for each number that is multiplied and added, for each head and each key that is seen."""

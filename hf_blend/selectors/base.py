@@ -27,8 +27,8 @@ def _unavailable(*_: Any) -> Any:
     raise ConfigError("a selector asked for K and V, got none computed yet. Set needs_kv = True on its class.")
 
 
-def _no_attention(*_: Any) -> Any:
-    raise ConfigError("a selector asked for queries, got none computed yet. Set needs_attention = True on its class.")
+def _no_question(*_: Any) -> Any:
+    raise ConfigError("a selector asked what the question attends to. Set needs_question = True on its class.")
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,16 @@ class TokenView:
         fresh: (K, V) computed in this prompt, `[batch, kv_heads, tokens, head_dim]`, K rotated for the prompt's
             positions; None for a selector that declares `needs_kv = False`.
         stored: (K, V) from the store, K realigned to the same positions; equal to `fresh` where not reusable.
-        in_layer: whether K and V of `layer` were computed for these tokens; False before the first layer.
         pairs: gives (fresh, stored) of K (0) or V (1) alone; see `pair`.
         full_prefill: computes (K, V) of every layer as a full prefill would have them, for all columns; for research.
         stored_at: stored (K, V) of a layer at the tokens of this view, realigned.
         stored_alone: stored (K, V) of a layer at the tokens of this view, K rotated for where each chunk was computed,
             zero where nothing is stored; needs nothing computed.
-        attention: what the tokens of this view look at in this layer; for selectors with `needs_attention`.
-        probe: runs the question alone over the stored KV of all chunks. `probe(hear, layers, anchors)` tells `hear`
-            of some layers, increasing, and runs no further; with `anchors`, `[batch, columns]`, the question itself
-            looks at those only, while `hear` receives all. Charged.
+        probe: for selectors with `needs_question`: runs the question alone over the stored KV of all chunks, charged.
+            `probe(hear, layers, anchors)` tells `hear` of some layers, increasing, and runs no further; with
+            `anchors`, `[batch, columns]`, the question itself looks at those only, while `hear` receives all.
         num_layers: how many layers the model has.
-        chunks: `[batch, columns]`, number of each column's chunk, -1 for none; also of columns that flow no more.
         images: `[batch, tokens]`, True for tokens of an image's chunk; None where nothing is known of images.
-        earlier: `[batch, tokens]`, what this selector said of these tokens before the first layer, if it was asked.
     """
 
     layer: int
@@ -72,13 +68,9 @@ class TokenView:
     full_prefill: Callable[[], Sequence[KV]] = _unavailable
     stored_at: Callable[[int], KV] = _unavailable
     stored_alone: Callable[[int], KV] = _unavailable
-    attention: Callable[[], Attention] = _no_attention
-    probe: Callable[[Hear, Sequence[int], Tensor | None], None] = _no_attention
+    probe: Callable[[Hear, Sequence[int], Tensor | None], None] = _no_question
     num_layers: int = 1
-    chunks: Tensor | None = None
     images: Tensor | None = None
-    earlier: Tensor | None = None
-    in_layer: bool = False
     pairs: Callable[[int], tuple[Tensor, Tensor]] | None = None
 
     def is_question(self, columns: Tensor) -> Tensor:
@@ -96,22 +88,6 @@ class TokenView:
         again = torch.zeros_like(columns, dtype=torch.bool)
         again[:, 1:] = columns[:, 1:] == columns[:, :-1]
         return (columns > last) & ~again
-
-    def same_chunk(self, rows: slice, columns: int) -> Tensor:
-        """Which columns belong to the chunk of each of some tokens.
-
-        Args:
-            rows: which tokens of this view.
-            columns: how many columns there are.
-
-        Returns:
-            `[batch, rows, columns]`; a token without stored KV has no chunk, and shares it with none.
-        """
-        numbers = torch.where(self.reusable, self.chunk, -3)
-        where = self.chunks
-        if where is None:
-            where = numbers.new_full((numbers.shape[0], columns), -2).scatter(1, self.columns, numbers)
-        return where[:, None] == numbers[:, rows, None]
 
     def take(self, grid: Tensor) -> Tensor:
         """The entries of a `[batch, columns]` grid at the tokens of this view."""
@@ -136,8 +112,7 @@ class Selector(ABC):
     needs_kv = True  # False: the choice needs no computed layer, so it is made before the first
     needs_pairs = True  # False: it does without `fresh` and `stored`, and asks for what it compares by `pair`
     needs_full_prefill = False  # True: for research; costs as much as what blending saves
-    needs_attention = False  # True: wants the queries of the layer at which it chooses
-    at_layer_0 = False  # True: chooses at layer 0, from what can be seen there, before the first check layer
+    needs_question = False  # True: runs the question (`probe`), so that its choice depends on what follows the chunks
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, options: Mapping[str, Any], seed: int = 0) -> None:
@@ -190,29 +165,6 @@ class Selector(ABC):
             known = " or ".join(f"{name}={one!r}" for one in choices)
             raise ConfigError(f"{type(self).__name__} has {name}={value!r}; give {known}.")
         return value
-
-    def candidates(self, ratio: float) -> float | None:
-        """Share of the tokens that a selector at layer 0 wants to see there; it is asked before, by its `score`.
-
-        Args:
-            ratio: share that is chosen at layer 0.
-
-        Returns:
-            A share, 0–1; None sees all, and is asked at layer 0 only.
-        """
-        return None
-
-    def schedule(self, ratio: float, num_layers: int) -> dict[int, float] | None:
-        """When a selector at layer 0 chooses, where the config leaves that open.
-
-        Args:
-            ratio: what the config asks for, the mean over the layers.
-            num_layers: how many layers the model has.
-
-        Returns:
-            Layer → share kept from there on, beginning with layer 0; None keeps to the config's check layers.
-        """
-        return None
 
     def count(self, ratio: float, tokens: int) -> int:
         """How many of `tokens` reusable tokens are recomputed at a nominal `ratio`."""

@@ -28,6 +28,7 @@ class QueryAttention(Selector):
     """
 
     needs_kv = False
+    needs_question = True
     defaults: ClassVar[Mapping[str, Any]] = {
         "layers": "all",
         "reduce": "mean",

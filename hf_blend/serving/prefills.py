@@ -99,7 +99,7 @@ class BlendedPrefills:
         self._running: dict[Turns, _Held] = {}  # whose blocks each lane fills
         self.shares = Shares()
         selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
-        self._sees_question = bool(selector.needs_attention or selector.needs_full_prefill)
+        self._sees_question = bool(selector.needs_question or selector.needs_full_prefill)
         self._sink = default_sink(model) if config.chunk_prefix_ids is None else config.chunk_prefix_ids
         self._paged: BlendedPagedCache | None = None
         self._stream: Any = None

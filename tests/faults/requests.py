@@ -163,7 +163,13 @@ STORES: dict[str, dict[str, Any]] = {
     "signed int8": {"secret": SECRET, "codec": "int8"},
     "blocks": {},
 }
-REQUESTS = ((1.0, "auto"), (0.0, "none"), (0.15, "auto"), (0.3, "kv-deviation"), (0.2, "boundary"))
+REQUESTS = (
+    (1.0, "query-attention"),
+    (0.0, "none"),
+    (0.15, "query-attention"),
+    (0.3, "kv-deviation"),
+    (0.2, "boundary"),
+)
 NEAR = 2e-4  # of logits, whose noise is that of all layers
 READING = {"read.flip": 0.05, "read.io": 0.05, "read.zero": 0.05, "read.truncate": 0.05, "open.io": 0.05}
 

@@ -330,23 +330,29 @@ def test_plain_prompts_of_a_tenant_that_had_least_go_before_those_that_came_earl
     assert [name for name in first if name != "b"] == names[:4]
 
 
-def test_requests_with_the_same_chunks_are_blended_once_while_the_first_is_there(model, bench, store, monkeypatch):
+@pytest.mark.parametrize(("selector", "is_shared"), [("boundary", True), ("query-attention", False)])
+def test_requests_with_the_same_chunks_are_blended_once_while_the_first_is_there_unless_the_question_selects(
+    selector, is_shared, model, bench, store, monkeypatch
+):
     store.add(model, None, bench.workload.library)
     start = [1, *bench.draw(4, 7), *bench.workload.library[0], *bench.workload.library[3]]
     assert len(start) % 16, "the last chunk ends within a page"
     asks = [[*start, *bench.draw(5 + n, 70 + n)] for n in range(4)]
     long = bench.generation(max_new_tokens=60)
-    with bench.engine(model, store, recompute_ratio=RATIO, generation_config=long) as engine:
-        release_first(engine, monkeypatch, lambda: len(engine.prefills) == len(asks))
+    settings = {"recompute_ratio": RATIO, "selector": selector}
+    with bench.engine(model, store, generation_config=long, **settings) as engine:
+        if is_shared:
+            release_first(engine, monkeypatch, lambda: len(engine.prefills) == len(asks))
         names = [engine.add_request(ids) for ids in asks]
         found = bench.collect(engine, names)
         outcomes = [engine.outcome(name) for name in names]
         check_all_returned(engine)
         assert not engine.paged.tails
-    assert [outcome.how for outcome in outcomes] == ["blended", "shared", "shared", "shared"]
-    assert [outcome.tokens for outcome in outcomes[1:]] == [len(start)] * 3
+    assert [outcome.how for outcome in outcomes] == ["blended", *(["shared" if is_shared else "blended"] * 3)]
+    if is_shared:
+        assert [outcome.tokens for outcome in outcomes[1:]] == [len(start)] * 3
     for ids, name in zip(asks, names, strict=True):
-        answer = bench.lone_answer(model, store, ids, new=60, recompute_ratio=RATIO)
+        answer = bench.lone_answer(model, store, ids, new=60, **settings)
         assert found[name].generated_tokens == answer
 
 
