@@ -4,11 +4,12 @@
 
 python benchmarks/bench.py fairness > benchmarks/results/fairness.json
 
-A server of its own process, with two tenants, on 127.0.0.1. One asks about documents that are stored, reads the first
-token, and asks again. Blocks of these requests take turns: alone, and beside the other tenant, whose requests are long
-prompts, prompts of many new documents, streams that are abandoned, streams that are read slowly, hostile schemas, and
-eight answers with all log probabilities. The clock is the CPU time of the server, what it did until the first token;
-wall seconds stand beside.
+A server of its own process, with two tenants, on 127.0.0.1. One asks about documents that are stored, reads the
+answer, pauses for some seconds of the server, and asks again. Blocks of these requests take turns: alone, beside one
+stream of the other tenant, and beside the worst that it may send: long prompts, prompts of many new documents, streams
+that are abandoned, streams that are read slowly, hostile schemas, eight answers with all log probabilities, and
+prompts so long that they are refused. The clock is the CPU time of the server, what it did until the first token; wall
+seconds stand beside. Without a pause a tenant asks for more than its share, and has to wait for that of the other.
 """
 
 import json
@@ -41,11 +42,13 @@ class FairnessPlan:
     model: str = "smollm2"
     blocks: int = 2
     requests: int = 10
-    attackers: int = 6
+    attackers: int = 7
     library: int = 12
     documents: int = 4
     words: int = 60
     long_words: int = 1200
+    body_words: int = 200_000
+    pause_s: float = 1.0
     cache_tokens: int = 32768
     seed: int = 0
 
@@ -53,16 +56,18 @@ class FairnessPlan:
 def measure_fairness(plan: FairnessPlan, progress: Callable[[str], Any] | None = None) -> dict[str, Any]:
     """Measure first tokens alone and beside the worst of another tenant, in turn."""
     say = progress or (lambda text: None)
-    rows: dict[str, list[list[dict[str, float]]]] = {"alone": [], "attacked": []}
+    kinds = {"alone": (), "beside a stream": ("slow",), "attacked": tuple(KINDS)}
+    rows: dict[str, list[list[dict[str, float]]]] = {name: [] for name in kinds}
     sent: Counter[str] = Counter()
-    with _server(plan) as (url, process):
+    words = ["--model", plan.model, "--cache-tokens", str(plan.cache_tokens)]
+    with server(words, [{"name": name, "api_key": key} for name, key in KEYS.items()]) as (url, process):
         for number in range(-2 * plan.library, 0):  # documents are stored, and what is made once is made
             _first_token(plan, url, process, number)
         for block in range(plan.blocks):
             for name, found in rows.items():
                 say(f"block {block}: {name}")
-                with _attack(plan, url, sent, plan.attackers if name == "attacked" else 0):
-                    number = (2 * block + (name == "attacked")) * plan.requests
+                with _attack(plan, url, sent, kinds[name]):
+                    number = (len(rows) * block + list(rows).index(name)) * plan.requests
                     found.append([_first_token(plan, url, process, number + one) for one in range(plan.requests)])
                 say(str([round(one["cpu_s"], 2) for one in found[-1]]))
     table = []
@@ -78,13 +83,13 @@ def measure_fairness(plan: FairnessPlan, progress: Callable[[str], Any] | None =
 
 
 @contextmanager
-def _server(plan: FairnessPlan) -> Iterator[tuple[str, psutil.Process]]:
+def server(words: list[str], tenants: list[dict[str, Any]]) -> Iterator[tuple[str, psutil.Process]]:
+    """A server of its own process, with a store of its own: its URL, and the process."""
     with tempfile.TemporaryDirectory() as folder:
-        tenants = Path(folder) / "tenants.json"
-        tenants.write_text(json.dumps({"tenants": [{"name": name, "api_key": key} for name, key in KEYS.items()]}))
-        words = ["--tenants", str(tenants), "--store", str(Path(folder) / "store"), "--port", "0", "--json"]
-        words += ["--model", plan.model, "--cache-tokens", str(plan.cache_tokens), "--no-access-log"]
-        command = [sys.executable, "-P", "-m", "hf_blend", "serve", *words]
+        rows = Path(folder) / "tenants.json"
+        rows.write_text(json.dumps({"tenants": tenants}))
+        words = ["--tenants", str(rows), "--store", str(Path(folder) / "store"), "--port", "0", "--json", *words]
+        command = [sys.executable, "-P", "-m", "hf_blend", "serve", "--no-access-log", *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 said = ""
@@ -102,7 +107,7 @@ def _first_token(plan: FairnessPlan, url: str, process: psutil.Process, number: 
     """Ask about stored documents; seconds to the first token, by the server's CPU and on the wall."""
     draw = random.Random(f"{plan.seed} {number}")
     picked = draw.sample(range(plan.library), plan.documents)
-    documents = [_text(f"{plan.seed} document {one}", plan.words) for one in picked]
+    documents = [text(f"{plan.seed} document {one}", plan.words) for one in picked]
     asked = {**_asked(f"What of the {draw.choice(WORDS)} {number}?", 2), "stream": True, "documents": documents}
     cpu, wall = _cpu(process), time.perf_counter()
     is_answered = False
@@ -115,24 +120,28 @@ def _first_token(plan: FairnessPlan, url: str, process: psutil.Process, number: 
         response.read()
     if not is_answered:  # it waited so long at least
         found = {"cpu_s": _cpu(process) - cpu, "wall_s": time.perf_counter() - wall, "answered": 0.0}
+    pause, cpu, wall = plan.pause_s * draw.uniform(0.5, 1.5), _cpu(process), time.perf_counter()
+    while _cpu(process) < cpu + pause and time.perf_counter() < wall + 3 * pause:
+        time.sleep(0.01)
     return found
 
 
 @contextmanager
-def _attack(plan: FairnessPlan, url: str, sent: Counter[str], count: int) -> Iterator[None]:
-    """So many threads that send all kinds of requests in turn, until the block ends and each has its answer."""
+def _attack(plan: FairnessPlan, url: str, sent: Counter[str], kinds: tuple[str, ...]) -> Iterator[None]:
+    """Threads that send requests of these kinds in turn, until the block ends and each has its answer."""
     is_over = threading.Event()
 
     def send(first: int) -> None:
         for number in range(first, 1 << 30):
             if is_over.is_set():
                 return
-            kind = list(KINDS)[number % len(KINDS)]
+            kind = kinds[number % len(kinds)]
             asked = KINDS[kind](plan, f"{plan.seed} {first} {number}")
             with suppress(OSError, ValueError):  # refused, cut: what became of these is not the question
                 sent[kind] += 1
                 _read(kind, _open(url, "worst", asked), is_over)
 
+    count = min(len(kinds), plan.attackers)
     threads = [threading.Thread(target=send, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
@@ -167,7 +176,8 @@ def _asked(text: str, new_tokens: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": new_tokens, "ignore_eos": True}
 
 
-def _text(seed: str, words: int) -> str:
+def text(seed: str, words: int) -> str:
+    """Draw a text of so many words."""
     return " ".join(random.Random(seed).choices(WORDS, k=words)).capitalize() + ".\n"
 
 
@@ -176,19 +186,20 @@ def _schema(plan: FairnessPlan, seed: str) -> dict[str, Any]:
     one = {"type": "object", "properties": {name: {"enum": names[:20]} for name in names[:60]}, "required": names[:60]}
     schema = {"type": "array", "minItems": 50, "items": {"anyOf": [one, {"type": "string", "minLength": 1000}]}}
     form = {"type": "json_schema", "json_schema": {"name": "worst", "schema": schema}}
-    return {**_asked(_text(seed, 20), 64), "response_format": form, "ignore_eos": False}
+    return {**_asked(text(seed, 20), 64), "response_format": form, "ignore_eos": False}
 
 
 KINDS: dict[str, Callable[[FairnessPlan, str], dict[str, Any]]] = {
-    "long": lambda plan, seed: _asked(_text(seed, plan.long_words), 1),
+    "long": lambda plan, seed: _asked(text(seed, plan.long_words), 1),
     "chunks": lambda plan, seed: {
         **_asked(seed, 4),
-        "documents": [_text(f"{seed} {one}", 20) for one in range(plan.long_words // 20)],
+        "documents": [text(f"{seed} {one}", 20) for one in range(plan.long_words // 20)],
     },
-    "abandoned": lambda plan, seed: {**_asked(_text(seed, 100), 200), "stream": True},
-    "slow": lambda plan, seed: {**_asked(_text(seed, 20), 200), "stream": True},
+    "abandoned": lambda plan, seed: {**_asked(text(seed, 100), 200), "stream": True},
+    "slow": lambda plan, seed: {**_asked(text(seed, 20), 200), "stream": True},
     "schema": _schema,
-    "answers": lambda plan, seed: {**_asked(_text(seed, 50), 64), "n": 8, "logprobs": True, "top_logprobs": 20},
+    "refused": lambda plan, seed: _asked(text(seed, plan.body_words), 1),
+    "answers": lambda plan, seed: {**_asked(text(seed, 50), 64), "n": 8, "logprobs": True, "top_logprobs": 20},
 }
 
 

@@ -91,6 +91,7 @@ class BlendedBatching(ContinuousBatchingManager):
         self.on_stall: Callable[[float], Any] = lambda seconds: None  # told how long those that decode waited
         self.store, self.stall_s = store, stall_s
         self._due_s = 0.0  # what a prefill may take of the time between two steps
+        self._given_s = 0.0  # what prefills took since the last step
         self._failures, self._begun = 0, time.monotonic()
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.Lock()
@@ -246,23 +247,25 @@ class BlendedBatching(ContinuousBatchingManager):
                 "blocks hold full attention alone. Use a BlendCache for each request."
             )
         scheduler = BlendedScheduler.adopt(processor.scheduler, self.prefills)  # type: ignore[arg-type]
+        scheduler.begin = self._advance
         self.prefills.attach(cache, processor.inputs_and_outputs.compute_stream, scheduler.may_grow)
         return processor
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         """A step of the engine, and before it a turn of the blended prefill that is under way."""
         scheduler, self._begun = batch_processor.scheduler, time.monotonic()
-        scheduler.in_step = []
+        scheduler.in_step, self._given_s = [], 0.0
+        is_decoding = bool(scheduler.active_requests)
         try:
-            is_decoding = bool(scheduler.active_requests)
-            self._advance(is_decoding)
-            stepped = time.monotonic()
             goes_on = super()._generation_loop_body(batch_processor, bootstrapping)
-            took = time.monotonic() - stepped
-            self._due_s = TURN_STEPS * took + min(0.0, self._due_s) if is_decoding else 0.0
         except Exception as error:
             self._recover(batch_processor, error)
             return True
+        finally:
+            took = time.monotonic() - self._begun - self._given_s
+            if scheduler.in_step:
+                scheduler.charge(took)
+        self._due_s = TURN_STEPS * took + min(0.0, self._due_s) if is_decoding else 0.0
         scheduler.passed()
         if scheduler.in_step:
             self._failures = 0
@@ -270,18 +273,21 @@ class BlendedBatching(ContinuousBatchingManager):
                 self.output_router.result_handlers.pop(PROBE, None)
         return bool(goes_on)
 
-    def _advance(self, is_decoding: bool) -> None:
-        """Give a turn to the prefill that is under way.
+    def _advance(self) -> None:
+        """Give a turn to the prefill that is under way, before a step.
 
         While others decode it has four times as long as their last step took, less what it took too long before: a
         layer of a long prompt may take longer than that. So tokens come at a fifth of the speed at worst.
         """
+        is_decoding = self.batch_processor is not None and bool(self.batch_processor.scheduler.active_requests)
         seconds = self._due_s if self.stall_s is None else self.stall_s
         begun = time.monotonic()
         self.prefills.advance(seconds if is_decoding else IDLE_TURN_S)
-        self._due_s -= time.monotonic() - begun
+        took = time.monotonic() - begun
+        self._due_s -= took
+        self._given_s += took
         if is_decoding:
-            self.on_stall(time.monotonic() - begun)
+            self.on_stall(took)
 
     def _generation_step(self) -> None:
         super()._generation_step()

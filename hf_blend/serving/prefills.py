@@ -4,7 +4,7 @@
 
 A thread of its own looks up what is stored of a prompt; a request of which nothing is goes to the engine at once.
 The others of a tenant are prefilled one by one, in the order in which they came. The tenant that has had least of the
-model of late goes first, also before a prefill of another that is under way.
+model goes first, also before a prefill of another that is under way.
 
 Why not inside `PagedAttentionCache.search_prefix_match`, where the engine asks what is there of a prompt: an answer is
 due at once, and 0 means "compute it", so every request that waits would be blended within one step, and nobody's next
@@ -15,7 +15,6 @@ then that method answers "all but the last token".
 import hashlib
 import json
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -46,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_REPORTS = 4096
 LANES = 4  # prefills under way, each of another tenant
+LOOK_S = 0.05  # how long the engine waits for a prefill that it began to ask for the model, while several tenants ask
 FETCH_S = 2.0  # how long a chunk on another machine is waited for; a later one is computed
 
 Spans = Sequence[Found]
@@ -83,6 +83,7 @@ class _Held:
     outcome: Prefilled
     since: float = field(default_factory=time.monotonic)
     is_found: Future[bool] | None = None  # whether there is something to blend
+    identity: str = ""  # the model's fingerprint, looked at between two steps
 
     @property
     def tenant(self) -> str:
@@ -132,8 +133,11 @@ class BlendedPrefills:
         self._paged, self._stream, self._may_grow = paged, compute_stream, may_grow
 
     def expect(self, request_id: str, reuse: Reuse) -> None:
-        """A request is about to be added. Called from any thread."""
+        """A request is about to be added; one under way of a tenant that had more yields. Called from any thread."""
+        tenant = reuse.store.namespace
+        self.shares.come(tenant, [one.store.namespace for one in list(self._reuse.values())])
         self._reuse[request_id] = reuse
+        self._hurry(tenant)
 
     def offer(self, state: Any) -> None:
         """The engine has a new request, or one that it had to put back into its queue."""
@@ -195,6 +199,10 @@ class BlendedPrefills:
         if request_id in self.outcomes:
             self.outcomes[request_id].prefix_tokens = tokens
 
+    def left(self, state: Any) -> int:
+        """How many tokens of a prompt are to be computed, as far as is known."""
+        return len(state.remaining_prefill_tokens) - self._ready.get(state.request_id, 0)
+
     def salt_of(self, request_id: str) -> Sequence[int]:
         """What the tokens of a prompt are salted with before they are hashed; empty: nothing."""
         reuse = self._reuse.get(request_id)
@@ -208,26 +216,40 @@ class BlendedPrefills:
         self._take_over()
         self._look_up()
         while (held := self._next()) is not None:
-            self._begin(held)
-        due = min((lane for lane in self._running if lane.is_asking), key=self._had, default=None)
-        if seconds >= 0 and due is not None:
-            due.give(seconds)
+            lane = self._begin(held)
+            if self.shares.are_several:
+                lane.await_ask(LOOK_S)
+        asking = sorted((lane for lane in self._running if lane.is_asking), key=self._had)
+        for lane in asking if seconds >= 0 else ():
+            begun = time.monotonic()
+            has_moved = lane.give(seconds)
+            self.shares.add(self._running[lane].tenant, time.monotonic() - begun)
+            if has_moved:  # else it waits for blocks, which another may have
+                break
         self._take_over()
 
     def _had(self, lane: Turns) -> float:
         return self.shares.of(self._running[lane].tenant)
 
-    def _begin(self, held: _Held) -> None:
+    def _hurry(self, tenant: str) -> None:
+        """Let those under way of tenants that had more yield at their next layer."""
+        for lane, held in list(self._running.items()):
+            if self.shares.of(held.tenant) > self.shares.of(tenant):
+                lane.hurry()
+
+    def _begin(self, held: _Held) -> Turns:
         """Begin with a request in a lane that is free."""
         if all(lane in self._running for lane in self._lanes):
             self._lanes.append(self._make_turns())
         lane = next(lane for lane in self._lanes if lane not in self._running)
         self._running[lane] = held
-        self.shares.add(held.tenant, math.ceil(self._config.recompute_ratio * len(held.state.initial_tokens)))
+        lane.on_ask = lambda: self._hurry(held.tenant)
         try:
+            held.identity = fingerprint(self._model)
             lane.start(lambda: self._run(held))
         except Exception as error:  # no thread can be made
             lane.error = error
+        return lane
 
     def _look_up(self) -> None:
         """Have looked up what is stored of each new request, and release those of which nothing is."""
@@ -336,10 +358,7 @@ class BlendedPrefills:
 
     def _found(self, held: _Held) -> Spans:
         """Where chunks stand in a prompt that are stored; those that must be are computed first."""
-        reuse, token_ids = held.reuse, held.state.initial_tokens
-        self.turns.checkpoint()
-        identity = fingerprint(self._model)
-        self.turns.release()
+        reuse, token_ids, identity = held.reuse, held.state.initial_tokens, held.identity
         for key in self._missing(reuse, identity):
             with reuse.store.timed(key):
                 self.turns.checkpoint()
@@ -347,7 +366,6 @@ class BlendedPrefills:
                 self.turns.release()
             reuse.store.put(chunk)
             held.outcome.computed_chunks += 1
-            self.shares.add(held.tenant, len(key.token_ids))
         return self._spans(reuse, reuse.store.identity(identity), token_ids)
 
     def _spans(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> Spans:

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's scheduler, which does not see a request before its blended prefill is done."""
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestStatus
@@ -11,14 +13,15 @@ from .prefills import BlendedPrefills
 
 __all__ = ["BlendedScheduler"]
 
-SHARED_STEP = 128  # tokens of a step while several tenants ask: how long one waits for a step of another
+SHARED_STEP_S = 0.05  # which a step is to take while several tenants ask: how long one waits for a step of another
+LEAST_STEP = 32  # tokens of such a step; on a CPU a prompt costs half as much again in them
 
 
 class BlendedScheduler(FIFOScheduler):
     """First come, first served, but for requests whose blocks are being filled, and among tenants.
 
-    The tenant that has had least of the model of late goes first. Those of others that decode stay in its steps, as
-    long as there is room for its own requests.
+    The tenant that has had least of the model goes first. While it has prompts, those of others wait. Others that
+    decode stay in its steps as long as there is room, but in the step that brings its first tokens.
 
     As `BlendedPagedCache` it is made of the engine's own, because the engine knows its schedulers by name.
     """
@@ -26,6 +29,9 @@ class BlendedScheduler(FIFOScheduler):
     prefills: BlendedPrefills
     in_step: list[FutureRequestState]  # what the last step ran, or was about to
     suspects: set[str]  # requests of a step that failed: each is computed alone until it has a token
+    begin: Callable[[], Any]  # called when new requests were taken up, before the next step is chosen
+    shared_step: int  # tokens of a step while several tenants ask
+    tokens: Counter[str]  # of each tenant in the last step
 
     @classmethod
     def adopt(cls, scheduler: FIFOScheduler, prefills: BlendedPrefills) -> "BlendedScheduler":
@@ -33,6 +39,7 @@ class BlendedScheduler(FIFOScheduler):
         scheduler.__class__ = cls
         adopted: BlendedScheduler = scheduler  # type: ignore[assignment]
         adopted.prefills, adopted.in_step, adopted.suspects = prefills, [], set()
+        adopted.begin, adopted.shared_step, adopted.tokens = lambda: None, LEAST_STEP, Counter()
         return adopted
 
     def add_waiting_request(self, state: Any) -> None:
@@ -49,6 +56,16 @@ class BlendedScheduler(FIFOScheduler):
     def passed(self) -> None:
         """A step did not fail: who got a token in it is no suspect."""
         self.suspects -= {one.state.request_id for one in self.in_step if one.has_new_token}
+
+    def charge(self, seconds: float) -> None:
+        """Charge the tenants of the last step what it took."""
+        tokens = sum(self.tokens.values())
+        for tenant, own in self.tokens.items():
+            self.prefills.shares.add(tenant, seconds * own / tokens)
+        if seconds > SHARED_STEP_S:
+            self.shared_step = max(LEAST_STEP, self.shared_step // 2)
+        elif tokens >= self.shared_step:
+            self.shared_step *= 2
 
     def unfinished(self) -> list[FutureRequestState]:
         """What was in the last step and is not over."""
@@ -86,38 +103,48 @@ class BlendedScheduler(FIFOScheduler):
         """
         if not self.active_requests:
             self.block_new_requests = False
-        shares = self.prefills.shares
-        budget = min(token_budget, SHARED_STEP) if shares.are_several else token_budget
+        self.begin()
+        budget = min(token_budget, self.shared_step) if self.prefills.shares.are_several else token_budget
         found = super().schedule_batch(budget, cache_budget)
-        self.in_step = found[0] or []
+        self.in_step, self.tokens = found[0] or [], Counter()
         for one in self.in_step:
-            shares.add(self.prefills.tenant_of(one.state.request_id), one.query_length)
+            self.tokens[self.prefills.tenant_of(one.state.request_id)] += one.query_length
         return found
 
     def may_grow(self) -> bool:
         """Whether another prompt may take blocks: enough are left for those that decode, or nobody does."""
         return not self.active_requests or bool(self._try_to_meet_safety_margin())
 
-    def _process_candidates(self, candidates: list[Any], *budgets: Any) -> Any:
+    def _process_candidates(self, candidates: list[Any], token_budget: int, *budgets: Any) -> Any:
         """Choose among the requests as the base class does, but one suspect alone, if it has room."""
         suspect = [state for state in candidates if state.request_id in self.suspects][:1]
-        others = [state for state in self._in_turn(candidates) if state.request_id not in self.suspects]
-        self.in_step = [FutureRequestState(state, False, {}, 0) for state in suspect or others]
-        found = super()._process_candidates(suspect or others, *budgets)
-        return found if found[0] or not (suspect and others) else super()._process_candidates(others, *budgets)
+        others = [state for state in candidates if state.request_id not in self.suspects]
+        choices = [one for one in (suspect, *self._in_turn(others, token_budget)) if one] or [[]]
+        for chosen in choices:
+            self.in_step = [FutureRequestState(state, False, {}, 0) for state in chosen]
+            found = super()._process_candidates(chosen, token_budget, *budgets)
+            if found[0]:
+                break
+        return found
 
-    def _in_turn(self, states: list[Any]) -> list[Any]:
-        """Order requests by tenants: those that decode, then the prompts, of who has had least first."""
+    def _in_turn(self, states: list[Any], token_budget: int) -> list[list[Any]]:
+        """Requests of the next step in their order, and those to choose from if none of these has room."""
         had = {
             state.request_id: self.prefills.shares.of(self.prefills.tenant_of(state.request_id)) for state in states
         }
         least = min(had.values(), default=0.0)
         first = [state for state in states if had[state.request_id] == least]
-        others = [state for state in states if had[state.request_id] != least and _decodes(state)]
+        decoding = [state for state in states if had[state.request_id] != least and _decodes(state)]
         room = max(0, self.max_requests_per_batch - len(first))
-        staying = {state.request_id for state in (*first, *others[:room])}
+        staying = {state.request_id for state in (*first, *decoding[:room])}
         turn = lambda state: (state.request_id not in staying, not _decodes(state), had[state.request_id])  # noqa: E731
-        return sorted(states, key=turn)
+        ordered = sorted(states, key=turn)
+        prompts = [state for state in first if not _decodes(state)]
+        if not prompts or len(first) == len(states):
+            return [ordered]
+        tokens = len(first) - len(prompts) + sum(map(self.prefills.left, prompts))
+        ahead = first if tokens <= token_budget else [*first, *decoding]
+        return [sorted(ahead, key=turn), ordered]
 
     def _get_waiting_candidates(self) -> list[Any]:
         return [state for state in super()._get_waiting_candidates() if not self.prefills.holds(state.request_id)]

@@ -1,31 +1,48 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the model each tenant has had of late: who has had least goes first."""
+"""How much of the model each tenant has had: who has had least goes first.
+
+Start-time fair queueing: a tenant that comes back from being away begins a second ahead of the one that had least of
+those that are there. So nobody saves up more than that by being away, and who asks for less than an equal share finds
+itself first, for a whole request if that is short.
+"""
 
 import threading
 import time
+from collections.abc import Iterable
 
 __all__ = ["Shares"]
 
-HALF_S = 60.0  # after so many seconds half of what a tenant had is forgotten
-LEAST = 1.0  # of a token: with less, a tenant counts as away
+AHEAD_S = 1.0  # by which one who comes is ahead
+LATELY_S = 60.0
 
 
 class Shares:
-    """Tokens that were computed for each tenant, which fade with time."""
+    """Seconds of the model that each tenant has had, until nobody is there."""
 
     def __init__(self) -> None:
-        self._had: dict[str, float] = {}  # in tokens as of `_since`
-        self._since = time.monotonic()
+        self._had: dict[str, float] = {}
+        self._level = 0.0  # what those who were there have had at least; it never falls while somebody is
+        self._came: dict[str, float] = {}  # when each last asked
         self._lock = threading.Lock()
 
-    def add(self, tenant: str, tokens: int) -> None:
-        """Count tokens that are computed for a tenant."""
+    def come(self, tenant: str, here: Iterable[str]) -> None:
+        """Note that a tenant asks, and whose requests are under way."""
+        now, others = time.monotonic(), {*here}
         with self._lock:
-            now = time.monotonic()
-            fading = 0.5 ** ((now - self._since) / HALF_S)
-            had = {one: had * fading for one, had in self._had.items() if had * fading >= LEAST}
-            self._had, self._since = {**had, tenant: had.get(tenant, 0.0) + tokens}, now
+            lately = {one: at for one, at in self._came.items() if now - at < LATELY_S}
+            self._came = {**lately, tenant: now}
+            if not others:
+                self._had, self._level = {}, 0.0
+            self._level = max(self._level, min((self._had.get(one, 0.0) for one in others), default=0.0))
+            if tenant not in others:
+                least = self._level - AHEAD_S
+                self._had[tenant] = max(self._had.get(tenant, least), least)
+
+    def add(self, tenant: str, seconds: float) -> None:
+        """Count what was computed for a tenant."""
+        with self._lock:
+            self._had[tenant] = self._had.get(tenant, 0.0) + seconds
 
     def of(self, tenant: str) -> float:
         """What a tenant has had, beside others."""
@@ -33,5 +50,5 @@ class Shares:
 
     @property
     def are_several(self) -> bool:
-        """Whether more than one tenant had some of late."""
-        return len(self._had) > 1
+        """Whether more than one tenant has asked of late."""
+        return len(self._came) > 1

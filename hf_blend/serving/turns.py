@@ -37,9 +37,10 @@ class Turns:
         self._moved = threading.Condition()
         self._task: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
-        self._asks = self._holds = self._is_cancelled = self._is_closed = False
+        self._asks = self._holds = self._is_cancelled = self._is_closed = self._is_stalled = False
         self._deadline = NEVER
         self.turns = 0  # given so far
+        self.on_ask: Callable[[], Any] = lambda: None
         self.error: BaseException | None = None  # what the last task ended with
         self.moved = time.monotonic()  # when a task last began, ended, or came to a place where it may be stopped
 
@@ -69,15 +70,29 @@ class Turns:
             self._task = task
             self._moved.notify_all()
 
-    def give(self, seconds: float) -> None:
-        """Let the task run, if it waits for a turn; returns when it reached a layer after `seconds`, or has no use."""
+    def give(self, seconds: float) -> bool:
+        """Let the task run, if it waits for a turn; returns when it reached a layer after `seconds`, or has no use.
+
+        Whether it had use for the turn is returned.
+        """
         with self._moved:
             if not self._asks:
-                return
+                return False
             self.turns += 1
             self._asks, self._holds, self._deadline = False, True, time.monotonic() + seconds
+            self._is_stalled = False
             self._moved.notify_all()
             self._moved.wait_for(lambda: not self._holds)
+            return not self._is_stalled
+
+    def hurry(self) -> None:
+        """Let a turn under way end at the next layer."""
+        self._deadline = -NEVER
+
+    def await_ask(self, seconds: float) -> None:
+        """Wait until the task asks for a turn or is over, but no longer than so."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._asks or self._task is None, seconds)
 
     def cancel(self) -> None:
         """Let the task end at the next place where it may be stopped. Called by the engine."""
@@ -98,11 +113,14 @@ class Turns:
         """Have the turn from here on, in the worker; waits where there is none, or where its time is up."""
         self.moved = time.monotonic()
         if self._holds and (end_turn or time.monotonic() >= self._deadline):
+            self._is_stalled = end_turn
             self._settle()
             self._end_turn()
         with self._moved:
             if not self._holds and not self._is_cancelled:
                 self._asks = True
+                self._moved.notify_all()
+                self.on_ask()
                 self.wake()
                 self._moved.wait_for(lambda: self._holds or self._is_cancelled)
                 self._asks = False

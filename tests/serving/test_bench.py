@@ -43,7 +43,9 @@ def test_every_way_answers_the_same_requests_and_a_second_run_goes_on(tmp_path):
         assert row["n"] == row["same_answers"][0] == row["same_answers"][1] == n
         assert 0 < row["first_token_p50_s"][0] <= row["first_token_p95_s"][0] <= row["first_token_p99_s"][0]
         assert row["requests_per_cpu_s"][0] == pytest.approx(row["n"] / row["cpu_s"])
-    assert [run["prefills"] for run in found["runs"] if run["way"] == BLEND] == [["blended"] * 2] * 4
+    prefills = [how for run in found["runs"] if run["way"] == BLEND for how in run["prefills"]]
+    assert len(prefills) == 8
+    assert {*prefills} <= {"blended", "shared"}, "the second may come while the first is there"
     with pytest.raises(ConfigError, match="measured with another new_tokens"):
         measure_serve(replace(plan, new_tokens=4))
 

@@ -17,7 +17,8 @@ from transformers import GenerationConfig
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import ConfigError, PromptError, StoreError, UnsupportedModelError
 from hf_blend.serving import engine as batching
-from hf_blend.serving import prefills, upstream
+from hf_blend.serving import prefills, scheduler, upstream
+from hf_blend.serving.shares import Shares
 from hf_blend.serving.turns import Turns
 
 RATIO = 0.3
@@ -330,6 +331,136 @@ def test_plain_prompts_of_a_tenant_that_had_least_go_before_those_that_came_earl
     assert [name for name in first if name != "b"] == names[:4]
 
 
+def test_a_blend_that_waits_for_blocks_lets_that_of_another_tenant_come_to_its_end(model, bench, store):
+    chunks = [bench.draw(40, 60 + number) for number in range(2)]
+    ids, stood = [1, 7, *chunks[0], *chunks[1], 9, 9], []
+    with (
+        ChunkStore.open("memory://", namespace="b") as other,
+        bench.engine(model, store, {"num_blocks": 9}, recompute_ratio=RATIO) as engine,
+    ):
+        for one in (store, other):
+            one.add(model, None, chunks)
+
+        def stand(layer, args):
+            lanes = engine.prefills._lanes
+            if lanes[0].is_mine and not stood:
+                stood.append(engine.add_request(ids, "b", store=other))
+                engine.prefills.shares.add("", 1e6)
+                lanes[0].release()
+                wait_for(lambda: len(lanes) > 1 and lanes[1].turns > 0, "the other asks for blocks")
+                lanes[0].checkpoint()
+
+        hook = model.model.layers[1].register_forward_pre_hook(observer(stand))
+        try:
+            bench.collect(engine, [engine.add_request(ids, "a"), "b"])
+        finally:
+            hook.remove()
+        assert [engine.outcome(name).how for name in "ab"] == ["blended"] * 2
+        check_all_returned(engine)
+    assert stood == ["b"]
+
+
+def steps_of(engine, monkeypatch):
+    """The rows of each step from now on: (request, tokens)."""
+    found, step = [], engine._generation_step
+
+    def noted():
+        found.append([(one.state.request_id, one.query_length) for one in engine.batch_processor.scheduler.in_step])
+        step()
+
+    monkeypatch.setattr(engine, "_generation_step", noted)
+    return found
+
+
+def test_prompts_of_a_tenant_that_had_more_wait_and_a_first_token_comes_alone(model, bench, store, monkeypatch):
+    monkeypatch.setattr(scheduler, "SHARED_STEP_S", -1.0)  # no step is short enough to let the next be longer
+    are_all_here, slow = threading.Event(), bench.generation(max_new_tokens=60)
+    with (
+        ChunkStore.open("memory://", namespace="b") as other,
+        bench.engine(model, store, generation_config=slow) as engine,
+    ):
+        engine.add_request([1, *bench.draw(9, 3)], "reads", streaming=True, blend=False)
+        assert engine.get_result(timeout=30).request_id == "reads"
+        advance = engine.prefills.advance
+        monkeypatch.setattr(engine.prefills, "advance", lambda seconds: (are_all_here.wait(30), advance(seconds)))
+        steps = steps_of(engine, monkeypatch)
+        engine.add_request([1, *bench.draw(60, 4)], "waits", blend=False)
+        engine.add_request([1, *bench.draw(49, 5)], "first", 2, store=other, blend=False)
+        engine.prefills.shares.add("", 1e6)
+        del steps[:]
+        are_all_here.set()
+        bench.collect(engine, ["reads", "waits", "first"])
+    steps = steps[next(number for number, rows in enumerate(steps) if "first" in dict(rows)) :]
+    assert steps[0] == [("reads", 1), ("first", 31)], "one that decodes stays"
+    assert steps[1] == [("first", 19)]
+    assert all(sum(tokens for _, tokens in rows) <= 32 for rows in steps)
+    assert "waits" in dict(steps[2]), "its tenant has had less now, or nobody is before it"
+
+
+def test_a_turn_ends_at_the_next_layer_when_a_request_of_one_who_had_less_comes():
+    turns, reached = Turns(lambda: None), threading.Event()
+
+    def task():
+        while True:
+            turns.checkpoint()
+            reached.set()
+
+    turns.start(task)
+    turns.await_ask(30)
+    given = threading.Thread(target=turns.give, args=(1e6,))
+    given.start()
+    assert reached.wait(30)
+    turns.hurry()
+    given.join(30)
+    assert not given.is_alive()
+    assert turns.is_asking or turns.is_busy
+    turns.close()
+
+
+def test_who_comes_back_is_a_second_ahead_of_who_had_least_and_nothing_more_is_saved_by_being_away():
+    shares = Shares()
+    shares.come("a", [])
+    shares.add("a", 11.0)
+    shares.come("b", ["a"])
+    assert [shares.of(one) for one in "ab"] == [10.0, 9.0]
+    shares.add("b", 3.0)
+    shares.come("b", ["a"])
+    assert shares.of("b") == 12.0, "who has had more keeps that"
+    shares.come("c", ["a", "b"])
+    shares.come("d", ["a", "b", "c"])
+    assert shares.of("c") == shares.of("d") == 9.0, "one who comes is not ahead of others who came"
+    shares.come("e", [])
+    assert {shares.of(one) for one in "abcd"} == {0.0}, "nobody was there"
+
+
+def test_only_who_asked_of_late_is_remembered(monkeypatch):
+    clock, shares = [0.0], Shares()
+    monkeypatch.setattr("hf_blend.serving.shares.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for number in range(100):
+        shares.come(f"tenant {number}", [])
+        clock[0] += 20.0
+    assert shares.are_several
+    assert len(shares._came) <= 3
+    assert len(shares._had) == 1
+    clock[0] += 100.0
+    shares.come("one", [])
+    assert not shares.are_several
+
+
+def test_what_is_reused_whole_is_charged_for_the_time_that_it_takes(model, bench):
+    with (
+        ChunkStore.open("memory://", namespace="c") as store,
+        bench.engine(model, store, recompute_ratio=0.0) as engine,
+    ):
+        store.add(model, None, bench.workload.library)
+        add, charged = engine.prefills.shares.add, []
+        engine.prefills.shares.add = lambda *given: (charged.append(given), add(*given))
+        bench.answers(engine, [bench.Ask([1, *bench.workload.library[0], 5, 6])], max_new_tokens=1)
+    assert len(charged) >= 2, "turns of the blend, and the step"
+    assert {tenant for tenant, _ in charged} == {"c"}, "also of a request that is over with its step"
+    assert min(seconds for _, seconds in charged) > 0
+
+
 @pytest.mark.parametrize(("selector", "is_shared"), [("boundary", True), ("query-attention", False)])
 def test_requests_with_the_same_chunks_are_blended_once_while_the_first_is_there_unless_the_question_selects(
     selector, is_shared, model, bench, store, monkeypatch
@@ -366,6 +497,7 @@ def test_a_blend_takes_no_more_than_its_share_of_the_time_of_those_that_decode(
     clock, given = [0.0], []
     run = bench.engine(model, store, stall_s=stall_s)
     step = SimpleNamespace(active_requests={"reader": None}, in_step=[], passed=lambda: None)
+    run.batch_processor = SimpleNamespace(scheduler=step)
 
     def advance(seconds):
         if seconds >= 0:
@@ -373,6 +505,7 @@ def test_a_blend_takes_no_more_than_its_share_of_the_time_of_those_that_decode(
             clock[0] += layer_s * max(1, seconds // layer_s)
 
     def stepped(*given):
+        run._advance()
         clock[0] += 1.0
         return True
 
@@ -380,25 +513,32 @@ def test_a_blend_takes_no_more_than_its_share_of_the_time_of_those_that_decode(
     monkeypatch.setattr(run.prefills, "advance", advance)
     monkeypatch.setattr(batching.ContinuousBatchingManager, "_generation_loop_body", stepped)
     for _ in range(100):
-        run._generation_loop_body(SimpleNamespace(scheduler=step), False)
+        run._generation_loop_body(run.batch_processor, False)
     assert len(given) == turns
     assert stall_s is not None or clock[0] <= 100 * (1 + batching.TURN_STEPS) + layer_s
 
 
-def test_the_model_is_looked_at_in_a_turn_alone(model, bench, store, monkeypatch):
+def test_the_model_is_looked_at_between_two_steps_alone(model, bench, store, monkeypatch):
     """During a step its config says is_causal=False: fingerprints and masks would be others."""
-    in_turn = []
+    seen, steps = [], []
 
     def watched(what):
-        return lambda *given, **more: (in_turn.append(engine.prefills.turns._holds), what(*given, **more))[1]
+        return lambda *given, **more: (seen.append(len(steps) % 2), what(*given, **more))[1]
 
     for name in ("fingerprint", "compute_chunk"):
         monkeypatch.setattr(prefills, name, watched(getattr(prefills, name)))
     monkeypatch.setattr(BlendCache, "forward_begins", watched(BlendCache.forward_begins))
     chunks = [bench.draw(20, 1), bench.draw(30, 2)]
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        bench.answers(engine, [bench.Ask([1, 7, 8, *chunks[0], *chunks[1], 9, 9], chunks)])
-    assert in_turn == [True] * 5, "fingerprint, two chunks and what is before them, the forward"
+    slow = bench.generation(max_new_tokens=60)
+    with bench.engine(model, store, recompute_ratio=RATIO, generation_config=slow) as engine:
+        step = engine._generation_step
+        monkeypatch.setattr(engine, "_generation_step", lambda: (steps.append(1), step(), steps.append(0)))
+        reader = engine.add_request([1, *bench.draw(9, 3)], streaming=True, blend=False)
+        assert engine.get_result(timeout=30).request_id == reader
+        asked = bench.Ask([1, 7, 8, *chunks[0], *chunks[1], 9, 9], chunks)
+        del seen[:]
+        bench.collect(engine, [reader, engine.add_request(asked.prompt)])
+    assert seen == [0] * 5, "fingerprint, two chunks and what is before them, the forward"
 
 
 def test_a_name_is_refused_while_a_request_has_it_and_free_when_that_is_over(model, bench, store):
