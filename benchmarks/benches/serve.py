@@ -99,16 +99,19 @@ def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None)
         raise ConfigError(f"the ways are {plan.ways}, expected some of {WAYS}. Correct --ways.")
     torch.set_num_threads(1)
     bench = _Bench(plan, progress or (lambda text: None))
-    for number in range(plan.rounds):
-        for way in plan.ways:
-            bench.once(f"round {number}", way, bench.of_round(number), None)
-        for load in plan.loads:
-            name = f"load {load:g} round {number}"
-            if name not in bench.arrivals:
-                bench.arrivals[name] = [at / load / bench.capacity() for at in _pattern(plan, number)]
+    try:
+        for number in range(plan.rounds):
             for way in plan.ways:
-                bench.once(name, way, bench.at_random(number), bench.arrivals[name])
-    return bench.found()
+                bench.once(f"round {number}", way, bench.of_round(number), None)
+            for load in plan.loads:
+                name = f"load {load:g} round {number}"
+                if name not in bench.arrivals:
+                    bench.arrivals[name] = [at / load / bench.capacity() for at in _pattern(plan, number)]
+                for way in plan.ways:
+                    bench.once(name, way, bench.at_random(number), bench.arrivals[name])
+        return bench.found()
+    finally:
+        _end(bench.shared)
 
 
 class _Bench:
@@ -201,8 +204,7 @@ class _Bench:
             while hooks:
                 hooks.pop().remove()
             if way != PREFIX:
-                engine.stop(block=True)
-                engine.destroy()
+                _end(engine)
 
     def _engine(self, way: str) -> Any:
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -273,6 +275,12 @@ def _answered(
         if output.is_finished():
             answers[output.request_id] = list(output.generated_tokens)
     return due, first, answers
+
+
+def _end(engine: Any) -> None:
+    """Stop an engine; its thread would keep the process alive."""
+    engine.stop(block=True)
+    engine.destroy()
 
 
 def _finished(engine: Any, names: Sequence[str]) -> None:

@@ -134,10 +134,10 @@ class BlendedScheduler(FIFOScheduler):
         }
         least = min(had.values(), default=0.0)
         first = [state for state in states if had[state.request_id] == least]
-        decoding = [state for state in states if had[state.request_id] != least and _decodes(state)]
+        decoding = [state for state in states if had[state.request_id] != least and self._is_one_row(state)]
         room = max(0, self.max_requests_per_batch - len(first))
         staying = {state.request_id for state in (*first, *decoding[:room])}
-        turn = lambda state: (state.request_id not in staying, not _decodes(state), had[state.request_id])  # noqa: E731
+        turn = lambda state: (state.request_id not in staying, not self._is_one_row(state), had[state.request_id])  # noqa: E731
         ordered = sorted(states, key=turn)
         prompts = [state for state in first if not _decodes(state)]
         if not prompts or len(first) == len(states):
@@ -145,6 +145,10 @@ class BlendedScheduler(FIFOScheduler):
         tokens = len(first) - len(prompts) + sum(map(self.prefills.left, prompts))
         ahead = first if tokens <= token_budget else [*first, *decoding]
         return [sorted(ahead, key=turn), ordered]
+
+    def _is_one_row(self, state: Any) -> bool:
+        """Whether a request decodes, or its blend has left one token: it joins a step whoever had least."""
+        return _decodes(state) or self.prefills.left(state) == 1
 
     def _get_waiting_candidates(self) -> list[Any]:
         return [state for state in super()._get_waiting_candidates() if not self.prefills.holds(state.request_id)]

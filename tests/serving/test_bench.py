@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurement of a server under load, in small."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -28,6 +29,7 @@ PLAN = ServePlan(
 
 def test_every_way_answers_the_same_requests_and_a_second_run_goes_on(tmp_path):
     plan, said = replace(PLAN, out=str(tmp_path / "serve.json")), []
+    before = {one for one in threading.enumerate() if not one.daemon}
     measure_serve(replace(plan, loads=()), said.append)
     assert len(said) == len(WAYS)
     found = measure_serve(plan, said.append)
@@ -48,6 +50,7 @@ def test_every_way_answers_the_same_requests_and_a_second_run_goes_on(tmp_path):
     assert {*prefills} <= {"blended", "shared"}, "the second may come while the first is there"
     with pytest.raises(ConfigError, match="measured with another new_tokens"):
         measure_serve(replace(plan, new_tokens=4))
+    assert {one for one in threading.enumerate() if not one.daemon} == before, "a thread keeps the process alive"
 
 
 def test_documents_keep_their_law_and_prompts_do_not_depend_on_how_many_there_are(shared_model):

@@ -397,6 +397,29 @@ def test_prompts_of_a_tenant_that_had_more_wait_and_a_first_token_comes_alone(mo
     assert "waits" in dict(steps[2]), "its tenant has had less now, or nobody is before it"
 
 
+def test_one_whose_blend_is_done_joins_the_next_step_whatever_its_tenant_had(model, bench, store):
+    with (
+        ChunkStore.open("memory://", namespace="b") as other,
+        bench.engine(model, store) as engine,
+    ):
+        chosen, held = engine.batch_processor.scheduler, engine.prefills
+        rows = {"least": (store, 40), "done": (other, 40), "waits": (other, 40)}
+        for name, (of, _) in rows.items():
+            held.expect(name, prefills.Reuse(of, prefills.TextPrompt((1, 2))))
+        held.shares.add("b", 1e6)
+        held._ready["done"] = 39
+        states = [
+            SimpleNamespace(request_id=name, status=None, remaining_prefill_tokens=[5] * left)
+            for name, (_, left) in rows.items()
+        ]
+        first, then = chosen._in_turn(states, 32)
+        alone, _ = chosen._in_turn(states, 64)
+        held.clear()
+    assert [state.request_id for state in first] == ["done", "least"]
+    assert [state.request_id for state in then] == ["done", "least", "waits"]
+    assert [state.request_id for state in alone] == ["least"]
+
+
 def test_a_turn_ends_at_the_next_layer_when_a_request_of_one_who_had_less_comes():
     turns, reached = Turns(lambda: None), threading.Event()
 
