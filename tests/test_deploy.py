@@ -69,6 +69,38 @@ def test_stopping_takes_less_time_than_the_unit_and_the_container_give():
     assert drain + close < min(unit, int(grace.removesuffix("s")))
 
 
+@pytest.fixture
+def resources():
+    """What deploy/kubernetes.yaml makes, by kind and name."""
+    made = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    return {(one["kind"], one["metadata"]["name"]): one for one in made}
+
+
+def test_what_the_kubernetes_manifest_calls_is_in_it(resources):
+    servers = resources["StatefulSet", "hf-blend"]["spec"]
+    pod = servers["template"]["spec"]
+    (server,) = pod["containers"]
+    assert {word for word in server["args"] if word.startswith("--")} <= options()
+    stop = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]["stop_grace_period"]
+    assert pod["terminationGracePeriodSeconds"] == int(stop.removesuffix("s"))
+    inside = {f"{name}.hf-blend.svc.cluster.local" for kind, name in resources if kind == "Service"}
+    assert re.search(r"//([\w.-]+):6379", " ".join(server["args"]))[1] in inside
+    config = resources["ConfigMap", "balancer"]["data"]["default.conf.template"]
+    named = re.findall(r"server (\S+):8000 resolve;", config)
+    assert named == [f"hf-blend-{number}.servers.hf-blend.svc.cluster.local" for number in range(servers["replicas"])]
+    assert "hash $http_x_documents consistent;" in config
+    assert {one["metadata"]["namespace"] for one in resources.values()} == {"hf-blend"}
+    made = [one["spec"]["template"] for one in resources.values() if "template" in one.get("spec", {})]
+    pods = [one["metadata"]["labels"] for one in made]
+    assert all(one["spec"]["selector"] in pods for (kind, _), one in resources.items() if kind == "Service")
+
+
+def test_kubernetes_accepts_the_manifest(resources):
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate has the schemas of Kubernetes")
+    for one in resources.values():
+        validator.validate(one, validator.latest_version(), strict=True)
+
+
 def test_systemd_accepts_the_unit(tmp_path):
     program = shutil.which("systemd-analyze")
     if program is None:
