@@ -6,9 +6,11 @@ A job has `model`, `extra` (the connector's settings; none without it), `caching
 requests (`ids`, and where they are given `documents`, `tenant`, `salt`), or the name of what happens to the store.
 """
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ def make_engine(job: dict[str, Any]) -> Any:
     }
     return LLM(
         model=job["model"], dtype="float32", enforce_eager=True, max_model_len=4096, seed=0,
-        enable_prefix_caching=job["caching"], kv_transfer_config=None if job["extra"] is None else transfer,
+        enable_prefix_caching=job["caching"], disable_log_stats=False,
+        kv_transfer_config=None if job["extra"] is None else transfer,
     )  # fmt: skip
 
 
@@ -94,6 +97,13 @@ def damage(store: Path) -> None:
                 file.write(bytes([byte[0] ^ 0xFF]))
 
 
+def fill(store: Path) -> None:
+    """Leave no room on the device of a store."""
+    with (store / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+
+
 def main() -> None:
     """Do a job."""
     job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
@@ -102,13 +112,18 @@ def main() -> None:
         if step == "damage":
             damage(Path(job["extra"]["store"]))
         elif step == "remove":
-            shutil.rmtree(job["extra"]["store"])
+            shutil.rmtree(Path(job["extra"]["store"]) / "objects")
+        elif step == "fill":
+            fill(Path(job["extra"]["store"]))
+        elif step == "kill":
+            os.kill(job["server"], signal.SIGKILL)
         elif step == "break":
             break_model()
         else:
             steps.append(answer(engine, step))
     unshared = [] if job["extra"] is None else not_shared(engine)
-    out.write_text(json.dumps({"steps": steps, "not_shared": unshared}))
+    counted = {one.name: one.value for one in engine.get_metrics() if "hf_blend" in one.name}
+    out.write_text(json.dumps({"steps": steps, "not_shared": unshared, "counted": counted}))
 
 
 if __name__ == "__main__":

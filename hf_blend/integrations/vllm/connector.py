@@ -13,6 +13,7 @@ Nothing is blended before a prompt that vLLM has computed was computed by transf
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ from ...model.canary import COARSE_TOLERANCE, TOLERANCE
 from ...model.fingerprint import fingerprint
 from ...prompt.pieces import Span
 from ...store import ChunkStore
+from .metrics import BlendMetrics, BlendStats
 from .plan import NamedPrompt, Reuse, plan_salt, read_params
 from .weights import FastLinear, load_copy, model_over, speed_up
 
@@ -175,6 +177,24 @@ class BlendConnector(KVConnectorBase_V1):
         """Say how the comparison ended."""
         verdict, self._half.verdict = self._half.verdict, None
         return verdict
+
+    def get_kv_connector_stats(self) -> BlendStats | None:
+        """Say what was done since the last call."""
+        counted = getattr(self._half, "counted", None)
+        if not counted:
+            return None
+        self._half.counted = Counter[str]()
+        return BlendStats(dict(counted))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
+        """Make of counts what vLLM can add up."""
+        return BlendStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> BlendMetrics:
+        """Make the counters of vLLM's registry."""
+        return BlendMetrics(*given)
 
     def shutdown(self) -> None:
         """Close the stores."""
@@ -323,6 +343,7 @@ class Worker:
         self.finished: set[str] = set()
         self.failed: set[int] = set()
         self.verdict: Verdict | None = None
+        self.counted = Counter[str]()
         self.close = self._stores.close
 
     def prepare(self, vllm_model: nn.Module, kv_caches: Mapping[str, Tensor]) -> None:
@@ -351,9 +372,13 @@ class Worker:
             for own, (keys, values) in zip(self._layers, layers, strict=True):
                 _write(own, own.kv_cache, keys[load.start : stop], values[load.start : stop], indices)
             logger.debug("request %s is blended: %s", load.request_id, report)
+            stored, reused = report.exact_tokens + report.reusable_tokens, report.reused_tokens
+            tokens = {"reused_tokens": reused, "recomputed_tokens": stored - reused}
+            self.counted.update(blended_requests=1, computed_chunks=report.computed_chunks, **tokens)
         except Exception as error:
             logger.warning("request %s is computed by vLLM: %s: %s", load.request_id, type(error).__name__, error)
             self.failed.update(load.blocks[load.start // self._block_size :])
+            self.counted["failed_requests"] += 1
         self.finished.add(load.request_id)
 
     @torch.inference_mode(False)
