@@ -13,6 +13,9 @@ tokens of full prefill's own greedy answer, teacher-forced, and that of the firs
 `selector[:option=value…][+corrector][@context]=charge`: a ratio is looked for, on two prompts that are not reported,
 at which the measured charge is the one asked for. Times are CPU seconds of one thread up to the first token, all
 methods of a prompt in turns in one process, with the chunks in memory.
+
+Where a task has a score, each method also writes an answer, greedily. `--examples` puts examples before each row of a
+summarisation: dialogues of another file with their summaries, as chunks, drawn for each row by its id.
 """
 
 import argparse
@@ -25,6 +28,7 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +37,59 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.errors import HfBlendError
 from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.summary import interval
+from hf_blend.evaluation.tasks.samsum import Samsum
 
 RESULTS = Path(__file__).parent / "results"
 SYSTEM = "Answer the question from the documents. Reply with the answer only, in a few words."
 PLAIN = "Answer the question based on the passages.\n\n{}\n\nQuestion: {}\nShort answer:"
-ANSWER_TOKENS = 10
-PASSAGES = 10
-LIMITS = (700, 2000)  # tokens of a prompt
+ANSWER_TOKENS = 10  # over which the divergence is the mean
 TRIED_RATIOS = (0.03, 0.2)
 
 
-def read_prompts(path: Path, seed: int = 7) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Task:
+    """What the prompts of a task hold, and what scores its answers; without a score none is written."""
+
+    passages: int = 10
+    fewest: int = 6
+    tokens: tuple[int, int] = (700, 2000)  # of the passages
+    score: str = ""
+    max_new_tokens: int = ANSWER_TOKENS
+
+
+TASKS = {
+    "2wikimqa": Task(passages=3, fewest=3, score="word-f1", max_new_tokens=32),
+    # without a chat template, with the pieces of `hf-blend eval`
+    "samsum": Task(passages=5, fewest=5, tokens=(500, 1200), score="rouge-l", max_new_tokens=48),
+}
+
+
+def read_prompts(path: Path, task: Task = Task(), seed: int = 7) -> list[dict[str, Any]]:
     """Read rows `id, chunks, question`, in an order that the seed gives, the chunks cut to the first few."""
     rows = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
     random.Random(seed).shuffle(rows)
-    return [{**row, "chunks": list(dict.fromkeys(row["chunks"]))[:PASSAGES]} for row in rows]
+    return [{**row, "chunks": list(dict.fromkeys(row["chunks"]))[: task.passages]} for row in rows]
+
+
+def behind_examples(rows: Sequence[dict[str, Any]], path: Path, task: Task) -> list[dict[str, Any]]:
+    """Put examples of a file before rows whose one chunk is a dialogue to summarise."""
+    dialogue = "Dialogue: {}\nSummary: ".format
+    examples = [
+        f"{dialogue(row['chunks'][0])}{row['answers'][0]}\n"
+        for row in map(json.loads, path.read_text("utf-8").splitlines())
+    ]
+    return [
+        {
+            **row,
+            "chunks": random.Random(row["id"]).sample(examples, task.passages),
+            "question": dialogue(row["chunks"][0]),
+        }
+        for row in rows
+    ]
 
 
 class Method:
@@ -98,16 +137,21 @@ class Bench:
         model: name or folder.
         contexts: name → text that each chunk is captured behind, instead of the default.
         corrections: name → file of `hf-blend fit`.
+        task: whose prompts are asked.
     """
 
-    def __init__(self, model: str, contexts: dict[str, str], corrections: dict[str, str]) -> None:
+    def __init__(
+        self, model: str, contexts: dict[str, str], corrections: dict[str, str] | None = None, task: Task = Task()
+    ) -> None:
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         self.name = Path(model).name
         self.model, self.tokenizer = load_model(model)
         self.is_chat = bool(self.tokenizer.chat_template)
         self.contexts = {"": None, **{name: self._context(text) for name, text in contexts.items()}}
-        self.corrections: dict[str, str | None] = {"": None, **corrections}
+        self.corrections: dict[str, str | None] = {"": None, **(corrections or {})}
+        self.task = task
+        self.score = plugins.load("evaluation.scores", task.score)(self.tokenizer) if task.score else None
         self._stores: dict[tuple[str, str, str], ChunkStore] = {}  # of the prompts that ratios are looked for on
 
     def _context(self, text: str) -> tuple[int, ...]:
@@ -121,6 +165,9 @@ class Bench:
 
     def inputs(self, cache: BlendCache, row: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Build the prompt of a row for a cache."""
+        if self.task.score == "rouge-l":
+            question = f"\n\n{row['question']}"
+            return cache.inputs(self.tokenizer, prefix=Samsum.prefix, chunks=row["chunks"], question=question)
         documents = "\n\n".join(row["chunks"])
         if not self.is_chat:
             return cache.inputs_from_text(self.tokenizer, PLAIN.format(documents, row["question"]), row["chunks"])
@@ -142,22 +189,35 @@ class Bench:
         cache, began = DynamicCache(config=self.model.config), time.process_time()
         logits = self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
         spent = 1e3 * (time.process_time() - began)
+        return *self.continued(cache, logits, tokens), spent
+
+    def continued(self, cache: Any, logits: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Go on greedily from logits `[1, words]`: ids `[tokens]`, log probabilities `[tokens, words]`."""
         answer, found = [], []
         while len(answer) < tokens:
             found.append(torch.log_softmax(logits[0].float(), -1))
             answer.append(int(logits.argmax()))
-            if answer[-1] == self.tokenizer.eos_token_id:
+            if answer[-1] == self.tokenizer.eos_token_id or (self.score and self._is_line(answer)):
                 break
             logits = self.model(torch.tensor([answer[-1:]]), past_key_values=cache).logits[:, -1]
-        return torch.tensor(answer), torch.stack(found), spent
+        return torch.tensor(answer), torch.stack(found)
+
+    def _is_line(self, answer: list[int]) -> bool:
+        """Return True if an answer has its first line, behind which nothing is scored."""
+        return "\n" in self.tokenizer.decode(answer).lstrip("\n")
+
+    def scored(self, row: dict[str, Any], answer: torch.Tensor) -> float:
+        """Score an answer."""
+        return float(self.score.best(self.tokenizer.decode(answer, skip_special_tokens=True), row["answers"]))
 
     def blended(
         self, row: dict[str, Any], answer: torch.Tensor, store: ChunkStore, context: str, settings: dict[str, Any]
-    ) -> tuple[torch.Tensor, float, Any]:
+    ) -> tuple[torch.Tensor, float, Any, float | None]:
         """Prefill a prompt with stored chunks and force the answer on it.
 
         Returns:
-            Log probabilities of each answer token `[tokens, words]`, CPU milliseconds to the first, the report.
+            Log probabilities of each answer token `[tokens, words]`, CPU milliseconds to the first, the report, and
+            the score of the answer that this prefill writes itself, where the task has one.
         """
         cache = BlendCache(self.model, store, chunk_prefix_ids=self.contexts[context], **settings)
         inputs, began = self.inputs(cache, row), time.process_time()
@@ -165,9 +225,14 @@ class Bench:
         spent, report = 1e3 * (time.process_time() - began), cache.report
         if report.fallback_reason:
             raise HfBlendError(report.fallback_reason)
+        score, held = None, cache.get_seq_length()
+        if self.score and len(answer) > 1:
+            score = self.scored(row, self.continued(cache, first[:, -1], self.task.max_new_tokens)[0])
+            if cache.get_seq_length() > held:
+                cache.crop(held - cache.get_seq_length())
         if len(answer) > 1:
             first = torch.cat((first, self.model(answer[None, :-1], past_key_values=cache).logits), 1)
-        return torch.log_softmax(first[0].float(), -1), spent, report
+        return torch.log_softmax(first[0].float(), -1), spent, report, score
 
     def ratio(self, method: Method, rows: Sequence[dict[str, Any]]) -> float | None:
         """Find the ratio at which a method is charged what it should be; None where even a small one is dearer."""
@@ -194,13 +259,17 @@ class Bench:
 def run(asked: argparse.Namespace) -> None:
     """Measure what is not yet in the file."""
     contexts = {name: Path(file).read_text("utf-8") for name, file in asked.context}
-    bench = Bench(asked.model, contexts, dict(asked.correction))
+    task = TASKS.get(asked.task, Task())
+    bench = Bench(asked.model, contexts, dict(asked.correction), task)
     path = asked.rows / f"{bench.name}-{asked.task}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = set()
     if path.exists():
         done = {(line["id"], line["method"]) for line in map(json.loads, path.read_text("utf-8").splitlines())}
-    fitting = (row for row in read_prompts(asked.data) if is_fitting(bench, row))
+    prompts = read_prompts(asked.data, task)
+    if asked.examples:
+        prompts = behind_examples(prompts, asked.examples, task)
+    fitting = (row for row in prompts if is_fitting(bench, row))
     apart, rows = list(itertools.islice(fitting, 2)), list(itertools.islice(fitting, asked.limit))
     methods = [Method(text, bench.corrections) for text in asked.methods]
     methods = [method for method in methods if any((row["id"], method.text) not in done for row in rows)]
@@ -217,8 +286,9 @@ def run(asked: argparse.Namespace) -> None:
 
 def is_fitting(bench: Bench, row: dict[str, Any]) -> bool:
     """Return True if a row's prompt has a length that is measured here."""
-    low, high = LIMITS
-    return len(row["chunks"]) >= 6 and low <= sum(len(bench.tokenizer(c).input_ids) for c in row["chunks"]) <= high
+    low, high = bench.task.tokens
+    tokens = sum(len(bench.tokenizer(chunk).input_ids) for chunk in row["chunks"])
+    return len(row["chunks"]) >= bench.task.fewest and low <= tokens <= high
 
 
 def measured(
@@ -229,14 +299,18 @@ def measured(
         return
     stores = {method.storing: bench.store(method.correction) for method in methods}
     ids = bench.inputs(BlendCache(bench.model, ChunkStore.open("memory://")), row)["input_ids"]
-    answer, full, full_ms = bench.full(ids)
+    answer, full, full_ms = bench.full(ids, bench.task.max_new_tokens)
+    scores = {"full_score": round(bench.scored(row, answer), 4)} if bench.score else {}
+    answer, full = answer[:ANSWER_TOKENS], full[:ANSWER_TOKENS]
     for (context, _), store in stores.items():  # fill the stores
-        bench.blended(row, answer, store, context, {"recompute_ratio": 0.0})
+        bench.blended(row, answer[:1], store, context, {"recompute_ratio": 0.0})
     for method in random.Random(row["id"]).sample(methods, len(methods)):
         ratio = ratios[method.text]
-        found, spent, report = bench.blended(
+        found, spent, report, score = bench.blended(
             row, answer, stores[method.storing], method.context, method.settings(ratio)
         )
+        if score is not None:
+            scores["score"] = round(score, 4)
         kl = (full.exp() * (full - found)).sum(-1)
         yield {
             "method": method.text,
@@ -249,23 +323,29 @@ def measured(
             "tokens": ids.shape[1],
             "same": int((found.argmax(-1) == answer).sum()),
             "of": len(answer),
+            **scores,
         }
 
 
 def table(asked: argparse.Namespace) -> None:
     """Write the table of all rows."""
     rows = []
-    for path in sorted(asked.rows.glob("*.jsonl")):
+    for path in sorted(
+        asked.rows.glob("*.jsonl"), key=lambda path: (path.stem.rpartition("-")[2] in TASKS, path.name)
+    ):
         model, _, task = path.stem.rpartition("-")
         lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        first = [line["id"] for line in lines if line["method"] == "none=0"][: asked.limit]
+        lines = [line for line in lines if line["id"] in first]
         for half in ("choose", "report", "both"):
             for found in summarised([line for line in lines if half in ("both", line["half"])]):
                 rows.append({"model": model, "task": task, "half": half, **found})
     settings = {
         "measure": __doc__.split("\n\n")[3].replace("\n", " "),
         "answer_tokens": ANSWER_TOKENS,
-        "passages": PASSAGES,
-        "tokens": LIMITS,
+        "passages": Task().passages,
+        "tokens": Task().tokens,
+        "other_tasks": {name: vars(task) for name, task in TASKS.items()},
         "dtype": "float32",
         "threads": 1,
         "torch": torch.__version__,
@@ -317,12 +397,21 @@ def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             **{name: round(float(value), 4) for name, value in shares.items()},
             "kl_nats": round(statistics.fmean(own[name]["kl"] for name in ids), 4),
             "kl_first_nats": round(statistics.fmean(own[name]["kl_first"] for name in ids), 4),
+            **_answers([own[name] for name in ids]),
             "same": round(sum(own[name]["same"] for name in ids) / sum(own[name]["of"] for name in ids), 4),
             "ttft_ms": round(statistics.median(own[name]["ms"] for name in ids), 1),
             "speedup": round(float(np.median(speedups)), 2),
             "speedup_low": round(float(np.quantile(drawn, 0.025)), 2),
             "speedup_high": round(float(np.quantile(drawn, 0.975)), 2),
         }
+
+
+def _answers(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean scores of a method's answers and of full prefill's, and the interval of their difference."""
+    if "score" not in lines[0]:
+        return {}
+    found = {name: round(statistics.fmean(line[name] for line in lines), 4) for name in ("score", "full_score")}
+    return {**found, "score_difference": interval([line["score"] - line["full_score"] for line in lines])}
 
 
 def main() -> None:
@@ -336,10 +425,12 @@ def main() -> None:
     measure.add_argument("--methods", nargs="+", required=True)
     measure.add_argument("--context", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
     measure.add_argument("--correction", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
+    measure.add_argument("--examples", type=Path, help="what is put before each row of a summarisation")
     measure.add_argument("--limit", type=int, default=40)
     measure.set_defaults(do=run)
     write = commands.add_parser("table")
     write.add_argument("--output", type=Path, default=RESULTS / "real_selectors.json")
+    write.add_argument("--limit", type=int, default=40, help="prompts of a task that are counted, in their order")
     write.set_defaults(do=table)
     for command in (measure, write):
         command.add_argument("--rows", type=Path, default=RESULTS / "real_selectors")

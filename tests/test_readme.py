@@ -71,6 +71,7 @@ def test_the_figures_behind_the_advice_are_those_of_the_file(tmp_path):
         "| full reuse | 0 % | 1.00 [0.28, 0.47], first 0.17; 1.5 s |  |",
         "| `boundary` | 14 to 15 % | 0.37 [0.28, 0.47], first 0.17; 1.5 s | 0.33 [0.28, 0.47], first 0.17; 0.9 s |",
         "| `random` | 15 % | 0.98 [0.28, 0.47], first 0.17; 1.5 s |  |",
+        "| `oracle` | 115 % | 0.10 [0.28, 0.47], first 0.17; 1.5 s |  |",
     ]
 
 

@@ -43,7 +43,7 @@ def test_the_page_is_short_enough_to_be_read():
 def test_a_section_has_its_verdict_first_and_says_how_often_and_what_it_cannot_show(section):
     written = section.written(document(section))
     assert re.match(rf"## {re.escape(section.title)}\n\n[^\n]+\? \*\*[^\n*]+\.\*\*\n\n\|", written)
-    assert re.search(r"(median|fastest) of \d", written)
+    assert re.search(r"(median|fastest) of \d|n = \d", written)
     assert "annot show" in written
     assert f"(../benchmarks/results/{section.file}.json)" in written
     assert len(tables(written)) == 1

@@ -67,6 +67,11 @@ def number(name: str, form: str = ".2f", unit: str = "") -> Cell:
     return lambda row: "" if row.get(name) is None else f"{row[name]:{form}}{unit}"
 
 
+def with_interval(name: str, form: str) -> Cell:
+    """A number with its 95 % interval."""
+    return lambda row: f"{row[name]:{form}} [{row[f'{name}_interval'][0]:{form}}, {row[f'{name}_interval'][1]:{form}}]"
+
+
 def percent(name: str) -> Cell:
     """A share in percent."""
     return lambda row: "" if row.get(name) is None else _share(row[name])
@@ -137,6 +142,29 @@ def _hidden(document: Document) -> str:
 def _planned(document: Document) -> str:
     count, right, refuted = len(document["rows"]), document["right"], document["refuted"]
     return f"In {right} of {count} cells it is the best device; in {refuted} the rounds refute it."
+
+
+WAYS = {  # of docs/holding_less.md: in the result file, on the page, and beside what it is measured
+    "kv_bits 8": ("`kv_bits=8`", "the blend"),
+    "kv_bits 4": ("`kv_bits=4`", "the blend"),
+    "gsa 0.5": ("`sparse=0.5`", "full prefill"),
+    "gsa 0.25": ("`sparse=0.25`", "full prefill"),
+    "kvstar 0.25": ("the same, method `kvstar`", "full prefill"),
+    "random 0.25": ("the same, method `random`", "full prefill"),
+    "partial 0.5": ("`partial=0.5`", "the blend"),
+    "partial 0.25": ("`partial=0.25`", "the blend"),
+}
+
+
+def _less(document: Document) -> str:
+    few, quarter, chance, loaded = (
+        _first(document, way=way) for way in ("kv_bits 4", "gsa 0.25", "random 0.25", "partial 0.25")
+    )
+    return (
+        f"By {few['kl']:.4f} nats in 4 bits, by {quarter['kl']:.3f} where a step looks at a quarter of the blocks "
+        f"({chance['kl']:.2f} at a random quarter), by {loaded['kl']:.3f} where {_share(loaded['share'])} of the "
+        f"bytes are loaded; the blend itself is {_first(document, way='blend')['kl_full']:.3f} off full prefill."
+    )
 
 
 SECTIONS = (
@@ -303,6 +331,28 @@ SECTIONS = (
         "It cannot show a good choice of blocks: tied heads always agree. `benchmarks/reproduce.py impress --model M` "
         "measures yours.",
         lambda found: found["rows"][:8],
+    ),
+    Section(
+        "Less of K and V, on a real model",
+        "real_decoding",
+        "How far off are answers where K and V are in few bits, or only a part is looked at or loaded?",
+        _less,
+        lambda found: (
+            f"`benchmarks/real_context.py decoding`: {found['settings']['model']}, float32, prompts of HotpotQA, n = "
+            f"{found['rows'][0]['n']}; KL divergence over ten tokens from the same request with all of K and V, and "
+            "in how many tokens the first choice is full prefill's; blocks of "
+            f"{found['settings']['block_tokens']} tokens in `sparse`; the blend is that of the default settings, with "
+            f"{_share(_first(found, way='blend')['same'])} of full prefill's first choices."
+        ),
+        {
+            "way": lambda row: WAYS[row["way"]][0],
+            "of K and V": percent("share"),
+            "KL, ten tokens": with_interval("kl", ".4f"),
+            "beside": lambda row: WAYS[row["way"]][1],
+            "same tokens": percent("same"),
+        },
+        "It cannot show long contexts, nor long answers, in which a small error may grow.",
+        lambda found: [_first(found, way=way) for way in WAYS],
     ),
     Section(
         "Where chunks are kept",

@@ -42,7 +42,7 @@ SOURCES = {
     "choosing": "real_selectors",
     "ends": "real_selectors",
 }
-CHARGES = (0.0, 0.05, 0.15, 0.3)  # at which selectors are compared on the page; the file has more
+CHARGES = (0.0, 0.05, 0.15, 0.3, 1.15)  # at which selectors are compared on the page; 1.15: behind a full prefill
 ENDS = {  # rows of the short table: selector and the charge that was asked for
     "full reuse": ("none", 0.0),
     "blend, `boundary`": ("boundary", 0.05),
@@ -96,6 +96,7 @@ def first_task(document: dict[str, Any]) -> dict[tuple[str, float], dict[str, An
 def _choosing(document: dict[str, Any]) -> list[str]:
     """What selectors leave of full reuse's KL divergence on real text: a line for each, a column for each task."""
     rows = [row for row in document["rows"] if row["half"] == "both" and row["target"] in CHARGES]
+    rows = [row for row in rows if "score" not in row]  # of ten passages, as the text says
     asked = list(dict.fromkeys((row["model"], row["task"], row["n"]) for row in rows))
     found: dict[tuple[float, str], dict[tuple[str, str, int], dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: (row["target"], row["kl"])):
