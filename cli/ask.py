@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask a question over documents: retrieve, answer with stored KV, name the sources."""
 
-import sys
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,15 +18,17 @@ from .options import (
     Device,
     Dtype,
     IndexedTokens,
+    MaxNewTokens,
     Model,
     Partial,
     Ratio,
     Selector,
     Store,
+    System,
     TopK,
     Unverified,
 )  # fmt: skip
-from .output import Json, humanise, interruptible, say, show
+from .output import Json, humanise, interruptible, marked, say, show
 from .reading import read, say_limits, split
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ Questions = Annotated[
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Beside blending, also full prefill and full reuse.")]
 Rounds = Annotated[int, typer.Option(min=1, help="With --compare: times each method is timed; the median counts.")]
-System = Annotated[str | None, typer.Option(help="Text before the documents.")]
 MOST_SHOWN = 400  # tokens of a prompt in which the recomputed ones are marked
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut.")]
 
 
 def ask(
@@ -116,7 +115,9 @@ def ask(
             replies = [asking.ask(*told, way, max_new_tokens, shown.stream) for way in ways]
             shown.end(asked, replies)
             if compare:
-                asking.record_importance(*told, list(zip(ways, replies, strict=True)), rounds)
+                pairs = list(zip(ways, replies, strict=True))
+                asking.time_again(*told, pairs, rounds)
+                asking.diverge(*told, pairs)
         shown.result(opened)
 
 
@@ -237,8 +238,7 @@ def _show_answers(replies: "list[Reply]") -> None:
         names = [reply.row["method"] for reply in replies if reply.row["answer"] == text]
         typer.echo(f"  {', '.join(names)}: {text or '(nothing)'}")
     if len(tokens := replies[-1].tokens) <= MOST_SHOWN:
-        marked = " ".join(_mark(text) if chosen else text for text, chosen in tokens)
-        typer.echo(f"Recomputed tokens stand out:\n{marked}")
+        typer.echo(f"Recomputed tokens stand out:\n{marked(tokens)}")
 
 
 def _methods(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -273,9 +273,3 @@ def _how(rows: list[dict[str, Any]]) -> str:
         "as a share of a full prefill. KL: of the next-token distribution from full prefill's, mean over the "
         f"{FORCED_TOKENS} first tokens of its answer, teacher-forced, {questions} questions."
     )
-
-
-def _mark(text: str) -> str:
-    """A recomputed token, standing out on a terminal and in a pipe."""
-    shown = text.replace("\n", "\u23ce")
-    return (typer.style(shown, reverse=True) if sys.stdout.isatty() else f"[{shown}]") + "\n" * text.count("\n")

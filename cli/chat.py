@@ -17,10 +17,12 @@ from .options import (
     Device,
     Dtype,
     IndexedTokens,
+    MaxNewTokens,
     Model,
     Ratio,
     Selector,
     Store,
+    System,
     TopK,
     Unverified,
 )  # fmt: skip
@@ -36,8 +38,6 @@ Files = Annotated[
     list[str] | None, typer.Argument(metavar="CORPUS ...", help="Files, folders; the default is bundled documents.")
 ]
 Fixed = Annotated[bool, typer.Option("--fixed", help="Keep the pieces of the first question for all others.")]
-System = Annotated[str | None, typer.Option(help="Text before the documents.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut.")]
 WORDS = "Ask something. /sources names what the last answer read, /reset forgets the conversation, /quit ends it."
 
 

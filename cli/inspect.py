@@ -9,8 +9,8 @@ import typer
 
 from hf_blend.errors import PromptError
 
-from .options import RATIO, ChunkTokens, Device, Dtype, Model, TopK
-from .output import Json, say, show
+from .options import RATIO, ChunkTokens, Device, Dtype, Model, Place, TopK
+from .output import Json, marked, say, show
 from .reading import read, split
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ Files = Annotated[list[str] | None, typer.Argument(help="Documents to look into:
 Selectors = Annotated[list[str] | None, typer.Option("--selector", help="A method, with options; may be repeated.")]
 At = Annotated[float, typer.Option("--ratio", min=0.0, max=1.0, help="At which the selectors are compared.")]
 Png = Annotated[Path | None, typer.Option(help="Draw the picture into this file; needs the extra plot.")]
-StorePlace = Annotated[str, typer.Option("--store", help="Where chunks are kept.")]
 
 
 def inspect(
@@ -37,7 +36,7 @@ def inspect(
     png: Png = None,
     top_k: TopK = 8,
     chunk_tokens: ChunkTokens = 512,
-    store: StorePlace = "memory://",
+    store: Place = "memory://",
     device: Device = "auto",
     dtype: Dtype = "auto",
     json: Json = False,
@@ -111,8 +110,4 @@ def _tables(found: "Inspection") -> None:
     show(ratios, header=True, title=f"the question's attention, tokens chosen by {found.selector}")
     for name, taken in found.chosen.items():
         typer.echo(typer.style(f"\n{name} at {found.ratio:g}", bold=True))
-        typer.echo(" ".join(_mark(*pair) for pair in zip(found.tokens, taken, strict=True)))
-
-
-def _mark(text: str, taken: bool) -> str:
-    return typer.style(f"[{text.strip() or '⏎'}]", fg="yellow", bold=True) if taken else text
+        typer.echo(marked(zip(found.tokens, taken, strict=True)))

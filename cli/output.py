@@ -20,7 +20,8 @@ import typer
 from hf_blend.errors import ConfigError
 
 __all__ = [
-    "Json", "SecretFile", "duration", "fail", "humanise", "interruptible", "progress", "read_secret", "say", "show",
+    "Json", "SecretFile", "duration", "fail", "humanise", "interruptible", "marked", "progress", "read_secret",
+    "rounded", "say", "show",
 ]  # fmt: skip
 
 LINE_S = 5.0  # between two lines of progress in a log
@@ -53,6 +54,21 @@ def show(
     else:
         lines = [list(heads), *cells] if header and heads else cells
         typer.echo("".join("\t".join(line) + "\n" for line in lines), nl=False)
+
+
+def rounded(row: Row) -> Row:
+    """A row with three decimals of every number."""
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def marked(tokens: Iterable[tuple[str, bool]]) -> str:
+    """Tokens, of which some stand out on a terminal and in a pipe."""
+
+    def mark(text: str) -> str:
+        shown = text.replace("\n", "\u23ce")
+        return (typer.style(shown, reverse=True) if sys.stdout.isatty() else f"[{shown}]") + "\n" * text.count("\n")
+
+    return " ".join(mark(text) if stands_out else text for text, stands_out in tokens)
 
 
 def say(text: str) -> None:

@@ -27,9 +27,11 @@ def size(model: Model, context: Context = 32768, batch: Batch = 1, dtype: Dtype 
     import psutil
 
     from hf_blend.context.size import cache_size
+    from hf_blend.evaluation.bundled import KV_DTYPES, choose_dtype
     from hf_blend.model_names import load_config
 
-    found = cache_size(load_config(model), context_tokens=context, batch=batch, dtype=_dtype(dtype))
+    kind: Any = None if dtype is None else choose_dtype(dtype, KV_DTYPES)
+    found = cache_size(load_config(model), context_tokens=context, batch=batch, dtype=kind)
     free_bytes = psutil.virtual_memory().available
     document: dict[str, Any] = {
         "model": model,
@@ -46,16 +48,3 @@ def size(model: Model, context: Context = 32768, batch: Batch = 1, dtype: Dtype 
         "requests_that_fit": free_bytes * batch // found.nbytes,
     }
     show(document, as_json=json, title=f"cache of {model}")
-
-
-def _dtype(name: str | None) -> Any:
-    import torch
-
-    from hf_blend.errors import ConfigError, suggest
-
-    if name is None:
-        return None
-    known = ("float32", "bfloat16", "float16", "float8_e4m3fn")
-    if name not in known:
-        raise ConfigError(f"no dtype named {name!r}. {suggest(name, known)}")
-    return getattr(torch, name)

@@ -3,12 +3,12 @@
 """Find the cheapest selector and ratio that stay near full prefill, on your own prompts, without labels."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Correction, Device, Dtype, Model, Unverified
-from .output import Json, fail, progress, say, show
+from .options import Correction, Device, Dtype, Model, Place, Unverified
+from .output import Json, fail, progress, rounded, say, show
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.tuning import Tuning
@@ -34,7 +34,6 @@ Correctors = Annotated[
 ]
 Limit = Annotated[int, typer.Option(min=0, help="The first prompts; 0 is all of a file, and 24 over the handbook.")]
 Seed = Annotated[int, typer.Option(help="Of the halves, and of which pages of the handbook.")]
-StorePlace = Annotated[str, typer.Option("--store", help="Where chunks are kept.")]
 
 
 def tune(
@@ -46,7 +45,7 @@ def tune(
     corrector: Correctors = ["none"],  # noqa: B006
     limit: Limit = 0,
     seed: Seed = 2,
-    store: StorePlace = "memory://",
+    store: Place = "memory://",
     correction: Correction = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -87,19 +86,15 @@ def tune(
         show(document, as_json=True)
     else:
         show(
-            [_rounded(point) for point in document["points"]],
+            [rounded(point) for point in document["points"]],
             header=True,
             title=f"on {got.points[0].n} prompts, as shares of full reuse's KL",
         )
-        show([_rounded(document["choice"])], header=True, title=f"the choice, on the other {got.choice.n}")
+        show([rounded(document["choice"])], header=True, title=f"the choice, on the other {got.choice.n}")
         for line in _said(got):
             say(line)
     if not got.leaves_enough:
         fail(f"No candidate leaves at most {leave:g}: the nearest is shown. Raise --leave, or give a higher --ratio.")
-
-
-def _rounded(point: dict[str, Any]) -> dict[str, Any]:
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in point.items()}
 
 
 def _said(got: "Tuning") -> list[str]:

@@ -208,15 +208,15 @@ def answer(
     ids = output.sequences[0, len(prompt) :].cpu()
     text = tokenizer.decode(ids, skip_special_tokens=True).strip()
     ttft_ms = 1e3 * ((listener.first or time.perf_counter()) - started)
-    is_cut = len(ids) == max_new_tokens and int(ids[-1]) not in _ends(model)
+    is_cut = len(ids) == max_new_tokens and int(ids[-1]) not in ends_of(model)
     logits = torch.cat(output.logits[:first_logits]).float().cpu() if first_logits else None
     return Answer(text, ttft_ms, cache.report if cache else None, prompt.cpu(), ids, is_cut, logits)
 
 
-def _ends(model: nn.Module) -> set[int]:
+def ends_of(model: nn.Module) -> list[int]:
     """The tokens that end an answer."""
-    end = model.generation_config.eos_token_id
-    return {end} if isinstance(end, int) else set(end or ())
+    ends = model.generation_config.eos_token_id
+    return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 def is_right(text: str, wanted: str) -> bool:

@@ -16,7 +16,7 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError
 from hf_blend.prefill.report import BlendReport
 
-from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, Turn, answer, documents_end, ids_of, is_right, request
+from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, Turn, answer, documents_end, ids_of, request
 from .bundled import ModelSource
 from .kl import FORCED_TOKENS, Full, Measure, Prompt
 from .retrieving import Piece, Retriever
@@ -78,7 +78,6 @@ def ask(
         "question": asked.question,
         "answer": got.text,
         "is_cut": got.is_cut,
-        "correct": None if asked.wanted is None else is_right(got.text, asked.wanted),
         "ttft_ms": got.ttft_ms,
         "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
         "sources": [{"name": one.name, "start": one.start, "stop": one.stop} for one in asked.sources],
@@ -93,19 +92,6 @@ def ask(
     end = documents_end(tokenizer, asked.pieces)
     tokens = [(tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[:end])]
     return Reply(row, tokens, got)
-
-
-def record_importance(
-    model: nn.Module,
-    tokenizer: Any,
-    store: ChunkStore,
-    asked: Asked,
-    replies: Sequence[tuple[Method, Reply]],
-    rounds: int,
-) -> None:
-    """Measure methods beside their answers: times again, and the divergence from full prefill."""
-    time_again(model, tokenizer, store, asked, replies, rounds)
-    diverge(model, tokenizer, store, asked, replies)
 
 
 def time_again(

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from torch import nn
-
-from hf_blend import ChunkStore, plugins
+from hf_blend import plugins
 from hf_blend.errors import ConfigError, PluginNotFoundError, suggest
 
 from .answering import blend_config
@@ -20,12 +18,8 @@ WITHOUT_RATIO = ("none", "full", "explicit")  # selectors that are no methods of
 class Blending(Blended):
     """A selector at a ratio; options may stand behind its name, such as `kv-deviation:on=k`."""
 
-    takes_ratio = True
-
-    def __init__(
-        self, selector: str, ratio: float, model: nn.Module, tokenizer: Any, store: ChunkStore, max_new_tokens: int
-    ) -> None:
-        super().__init__(model, tokenizer, store, max_new_tokens, ratio)
+    def __init__(self, selector: str, ratio: float, *given: Any) -> None:
+        super().__init__(*given)
         self.config = blend_config(selector, recompute_ratio=ratio)
 
 

@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -28,6 +29,7 @@ REAL = "smollm2"  # the model of those who name none
 HANDBOOK = files("hf_blend") / "bundled" / "handbook"
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 HUB_S = 5.0  # until the hub counts as out of reach
 
 
@@ -98,18 +100,18 @@ def choose_device(name: str = AUTO) -> torch.device:
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
         raise ConfigError(
-            f"the device {name!r} cannot be used: {_first_line(error)} Give auto, or one of those found here: "
+            f"the device {name!r} cannot be used: {first_line(error)} Give auto, or one of those found here: "
             f"{', '.join(found)}."
         ) from error
     return device
 
 
-def choose_dtype(name: str = AUTO) -> torch.dtype | str:
-    """Find a dtype of weights by its name."""
+def choose_dtype(name: str = AUTO, known: Sequence[str] = (AUTO, *DTYPES)) -> torch.dtype | str:
+    """Find a dtype by its name."""
+    if name not in known:
+        raise ConfigError(f"no dtype named {name!r}. {suggest(name, known)}")
     if name == AUTO:
         return AUTO
-    if name not in DTYPES:
-        raise ConfigError(f"no dtype named {name!r}. {suggest(name, (AUTO, *DTYPES))}")
     found: torch.dtype = getattr(torch, name)
     return found
 
@@ -140,7 +142,7 @@ def _config(folder: str, name: str | None, is_local_only: bool) -> Any:
             raise _unreadable(name, "config", error) from error
         near = difflib.get_close_matches(folder, [path for path in os.listdir() if os.path.isdir(path)], n=1)
         meant = f" (but {near[0]!r} is)" if near else ""
-        why = "The hub cannot be reached, and it is not in the cache." if is_local_only else _first_line(error)
+        why = "The hub cannot be reached, and it is not in the cache." if is_local_only else first_line(error)
         raise ConfigError(
             f"the model {name!r} cannot be loaded: it is no folder here{meant}. From the hub: {why} Give a folder "
             "that a model was saved in, or the id of one."
@@ -172,7 +174,7 @@ def _tokenizer(folder: str, name: str | None, config: Any, is_local_only: bool) 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_local_only)
     except (ImportError, OSError, ValueError) as error:
-        why = "" if os.path.isdir(folder) else f"{_first_line(error)} "  # of a folder it says nothing that helps
+        why = "" if os.path.isdir(folder) else f"{first_line(error)} "  # of a folder it says nothing that helps
         raise _without_tokenizer(folder, name, why) from error
     names = {"tokenizer.json", *getattr(tokenizer, "vocab_files_names", {}).values()}
     if os.path.isdir(folder) and not any(Path(folder, one).exists() for one in names):
@@ -196,12 +198,12 @@ def _without_tokenizer(folder: str, name: str | None, why: str) -> ConfigError:
 
 def _unreadable(name: str | None, what: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"the {what} of the model {name!r} cannot be read: {_first_line(error)} Give a folder that "
+        f"the {what} of the model {name!r} cannot be read: {first_line(error)} Give a folder that "
         "model.save_pretrained wrote, or the id of a model on the hub."
     )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of another library's message, ended like a sentence."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"{lines[0][:300].rstrip(' .:')}."

@@ -20,7 +20,7 @@ from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.anatomy import stock_cache
 from hf_blend.model.placement import input_device
 
-from .answering import FULL_REUSE, Method, answer, ids_of, inputs_of
+from .answering import FULL_REUSE, Method, answer, ends_of, ids_of, inputs_of
 
 FORCED_TOKENS = 10  # of full prefill's answer
 REUSE = FULL_REUSE.config or BlendConfig(recompute_ratio=0.0, selector="none")
@@ -59,8 +59,7 @@ class Measure:
 
     def __init__(self, model: nn.Module, tokenizer: Any, store: ChunkStore) -> None:
         self.model, self.tokenizer, self.store = model, tokenizer, store
-        ends = getattr(model.generation_config, "eos_token_id", None)
-        self._ends = [ends] if isinstance(ends, int) else list(ends or ())
+        self._ends = ends_of(model)
 
     @torch.no_grad()
     def full(self, prompt: Prompt, tokens: int = FORCED_TOKENS) -> Full:

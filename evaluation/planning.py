@@ -14,6 +14,8 @@ from hf_blend.errors import ConfigError, suggest
 from hf_blend.loading.estimator import GB, Placement, StorageDevice, Workload, choose, place
 from hf_blend.model_names import load_config
 
+from .bundled import KV_DTYPES, choose_dtype, load_model
+
 MEMORY = "memory"
 
 
@@ -83,8 +85,6 @@ class _Machine:
 
     @cached_property
     def model(self) -> Any:
-        from .bundled import load_model
-
         return load_model(self.name)[0]
 
     def rate(self, device: str, location: str | None) -> float:
@@ -114,11 +114,7 @@ def _measures(
             "read_s": reading_s(machine.model, work.chunks_per_request, work.chunk_tokens, ratio),
         }
         return profile.bytes_per_token, profile.prefill_s(tokens, 1.0), measured
-    import torch
-
-    kind = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not isinstance(kind, torch.dtype):
-        raise ConfigError(f"no dtype named {dtype!r}. {suggest(dtype, ('float32', 'bfloat16', 'float16'))}")
+    kind: Any = None if dtype is None else choose_dtype(dtype, KV_DTYPES)
     if prefill_s <= 0:
         raise ConfigError(f"prefill_s is {prefill_s}, expected seconds above 0. Leave it out to measure it here.")
     return cache_size(load_config(machine.name), context_tokens=tokens, dtype=kind).bytes_per_token, prefill_s, {}

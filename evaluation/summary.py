@@ -14,27 +14,30 @@ from hf_blend.errors import ConfigError
 
 from .folder import LINES, whole_lines
 
-RESAMPLES = 2000
+RESAMPLES, LEVEL = 2000, 0.95
 
 
-def interval(scores: ArrayLike, level: float = 0.95, seed: int = 0, *, of_median: bool = False) -> tuple[float, float]:
+def interval(scores: ArrayLike, *, of_median: bool = False) -> tuple[float, float]:
     """Percentile bootstrap interval of a mean, or of a median (Efron 1979).
 
     For a paired comparison give the differences: each example is then resampled with both of its scores.
     """
-    values = np.asarray(scores, dtype=float)
-    draws = np.random.default_rng(seed).integers(0, len(values), size=(RESAMPLES, len(values)))
-    centres = (np.median if of_median else np.mean)(values[draws], axis=1)
-    low, high = np.quantile(centres, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    return _ends((np.median if of_median else np.mean)(_resampled(np.asarray(scores, dtype=float)), axis=1))
 
 
-def share_interval(parts: ArrayLike, wholes: ArrayLike, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+def share_interval(parts: ArrayLike, wholes: ArrayLike) -> tuple[float, float]:
     """Percentile bootstrap interval of the sum of some figures over that of others, paired by example."""
-    pairs = np.stack([np.asarray(parts, dtype=float), np.asarray(wholes, dtype=float)], axis=1)
-    draws = np.random.default_rng(seed).integers(0, len(pairs), size=(RESAMPLES, len(pairs)))
-    sums = pairs[draws].sum(axis=1)
-    low, high = np.quantile(sums[:, 0] / sums[:, 1], [(1 - level) / 2, (1 + level) / 2])
+    sums = _resampled(np.stack([np.asarray(one, dtype=float) for one in (parts, wholes)], axis=1)).sum(axis=1)
+    return _ends(sums[:, 0] / sums[:, 1])
+
+
+def _resampled(values: np.ndarray) -> np.ndarray:
+    found: np.ndarray = values[np.random.default_rng(0).integers(0, len(values), size=(RESAMPLES, len(values)))]
+    return found
+
+
+def _ends(centres: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(centres, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
@@ -44,10 +47,7 @@ Line = Mapping[str, Any]
 
 def summarised(settings: Mapping[str, Any], lines: Iterable[Line]) -> dict[str, Any]:
     """Make the table."""
-    groups: dict[tuple[Any, ...], dict[str, Line]] = {}
-    for line in lines:
-        groups.setdefault(tuple(line[key] for key in ("task", "model", "method", "ratio")), {})[line["id"]] = line
-    rows = []
+    groups, rows = _by_way(lines), []
     for (task, model, method, ratio), found in groups.items():
         full = groups.get((task, model, FULL, None), {})
         reuse = groups.get((task, model, REUSE, None), {})
@@ -132,7 +132,7 @@ def _answers(folder: Path) -> Sequence[Line]:
     return lines
 
 
-def _by_way(lines: Sequence[Line], is_apart: bool) -> dict[tuple[Any, ...], dict[str, Line]]:
+def _by_way(lines: Iterable[Line], is_apart: bool = False) -> dict[tuple[Any, ...], dict[str, Line]]:
     groups: dict[tuple[Any, ...], dict[str, Line]] = {}
     for line in lines:
         way = (line["task"], None if is_apart else line["model"], line["method"], line["ratio"])

@@ -123,7 +123,6 @@ def tune(
     leave: float = LEAVE,
     *,
     seed: int = 0,
-    answer_tokens: int = ANSWER_TOKENS,
     watch: Watch = lambda items, _: items,
 ) -> Tuning:
     """Choose on one half of the prompts, and measure the choice on the other."""
@@ -140,7 +139,7 @@ def tune(
     chosen = next(one for one in (reuse, *found) if one.name == best.candidate)
     others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
     said: dict[str, list[str]] | None = {} if all(one.answers for one in prompts) else None
-    again = _losses(measure, watch(others, "prompts, reporting"), compared, seed, said, answer_tokens)
+    again = _losses(measure, watch(others, "prompts, reporting"), compared, seed, said)
     return Tuning(
         _point(chosen.name, again[chosen.name], again[reuse.name]),
         {name: value for name, value in chosen.config.to_dict().items() if name in SETTINGS},
@@ -173,20 +172,19 @@ def _losses(
     found: Sequence[Candidate],
     seed: int,
     said: dict[str, list[str]] | None = None,
-    answer_tokens: int = FORCED_TOKENS,
 ) -> dict[str, list[Loss]]:
     """What candidates lose on prompts, by name; their answers go to `said`, if it is given."""
     losses: dict[str, list[Loss]] = {one.name: [] for one in found}
     for prompt in prompts:
         for config in {one.config.chunk_prefix_ids: one.config for one in found}.values():
             measure.store_chunks(prompt, config)
-        full = measure.full(prompt, FORCED_TOKENS if said is None else max(FORCED_TOKENS, answer_tokens))
+        full = measure.full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
         for one in Random(f"{seed} {prompt.name}").sample(found, len(found)):
             losses[one.name].append(measure.loss(prompt, full, one.config))
         if said is not None:
-            said.setdefault(FULL, []).append(measure.said(full.ids[:answer_tokens]))
+            said.setdefault(FULL, []).append(measure.said(full.ids))
             for one in found:
-                said.setdefault(one.name, []).append(measure.answered(prompt, one.config, answer_tokens))
+                said.setdefault(one.name, []).append(measure.answered(prompt, one.config, ANSWER_TOKENS))
     return losses
 
 

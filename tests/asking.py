@@ -4,7 +4,7 @@
 
 import torch
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, SequenceCache
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 PIECES = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [5, 6, 7, 8]}
@@ -50,3 +50,35 @@ def prefilled(model, *requests, store=None, **settings):
     """The cache behind a blended prefill, its last logits, and the inputs."""
     cache, inputs = prepared(model, *requests, store=store, **settings)
     return cache, prefill(model, inputs, cache), inputs
+
+
+def prompt(tokens, seed=0, rows=1):
+    """Random ids `[rows, tokens]`."""
+    return torch.randint(3, 100, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def filled(model, tokens=24, **settings):
+    """A sequence cache that holds a prompt."""
+    cache = SequenceCache(model, **settings)
+    with torch.no_grad(), cache:
+        model(prompt(tokens), past_key_values=cache)
+    return cache
+
+
+def hooks(model):
+    """How many hooks a model carries."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def apart(got, expected):
+    """The largest difference."""
+    return float((got - expected).abs().max()) if got.numel() else 0.0
+
+
+def rotated(states, positions):
+    """Llama's rotation, written out in float64: `[…, tokens, width]` at `[tokens]`, or by one distance."""
+    half = states.shape[-1] // 2
+    positions = torch.as_tensor(positions).reshape(-1, 1)
+    angles = positions * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    first, second = states[..., :half].double(), states[..., half:].double()
+    return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)

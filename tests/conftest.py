@@ -201,6 +201,19 @@ def pieces() -> Callable[..., dict]:
     return random_pieces
 
 
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command line in this process: `run("store", "ls")` gives exit code, stdout and stderr."""
+    from hf_blend.cli.main import main
+
+    def run_words(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run_words
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory as users have them: a small random model, saved, and a tokenizer whose tokens are bytes."""
@@ -216,6 +229,32 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     settings = {"vocab_size": 258, "max_position_embeddings": 2048, "bos_token_id": 256, "eos_token_id": 257}
     build_tiny_model(**settings).save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def reference() -> tuple[Any, Any]:
+    """Give a tiny trained model that answers over its toy world, and its tokenizer; leave both as they are."""
+    from worlds import REFERENCE
+
+    from hf_blend.evaluation.bundled import load_model
+
+    return load_model(REFERENCE)
+
+
+@pytest.fixture(scope="session")
+def models() -> dict[str, tuple[PreTrainedModel, Any]]:
+    """Give a small random model for each of two kinds of tokenizers, trained on a few sentences, and the tokenizer."""
+    from tests.chat_templates import small_tokenizer
+
+    tokenizers = {kind: small_tokenizer(kind) for kind in ("bytes", "spaces")}
+    shape = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+    return {kind: (build_tiny_model(vocab_size=len(one), **shape), one) for kind, one in tokenizers.items()}
+
+
+@pytest.fixture
+def known(request: pytest.FixtureRequest, models: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
+    """Give one of `models`; `indirect=["known"]` says which."""
+    return models[getattr(request, "param", "spaces")]
 
 
 @pytest.fixture(scope="session")

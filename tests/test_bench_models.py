@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 
-from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bench import shapes
 from hf_blend.evaluation.bench.shapes import SHAPES, kv_bytes, timed_model
@@ -22,13 +21,6 @@ FAST = ("ttft", "decode")
 EACH = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
 
 
-def run(capsys, *words):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *map(str, words), "--json"])
-    out, err = capsys.readouterr()
-    return ended.value.code or 0, out, err
-
-
 def names(found):
     """All that a document calls `shape`."""
     if isinstance(found, dict):
@@ -38,23 +30,23 @@ def names(found):
 
 
 @pytest.mark.parametrize("bench", EACH)
-def test_a_bench_times_the_model_that_is_named(bench, model_folder, capsys, monkeypatch):
+def test_a_bench_times_the_model_that_is_named(bench, model_folder, run, monkeypatch):
     monkeypatch.setattr(shapes, "random_model", None)  # weights are never made up
-    code, out, err = run(capsys, bench, "--model", model_folder, *SMALL[bench].split())
+    code, out, err = run("bench", bench, "--model", model_folder, *SMALL[bench].split(), "--json")
     assert code == 0, err
     assert {*names(json.loads(out))} == {f"model:{model_folder}"}
 
 
-def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, capsys):
+def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, run):
     rows = [{"chunks": ["The mill is old.", f"Ann owns it {n}."], "question": "Who?"} for n in range(3)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--model", model_folder, "--data", tmp_path / "rows.jsonl", "--limit", 2, "--ratios", 0.5, "--rounds", 2)
-    code, out, err = run(capsys, "ttft", *words)
+    code, out, err = run("bench", "ttft", *words, "--json")
     found = json.loads(out)
     assert (code, found["prompts"], err.count("prompt 2 of 2")) == (0, 2, 6)
     letters = len("The mill is old.\n\nAnn owns it 0.\n\nWho?")  # bytes; no BOS before a text
     assert (found["rows"][0]["ratio"], found["rows"][0]["prompt_tokens"]) == (0.5, letters)
-    code, _, err = run(capsys, "ttft", "--shape", "tiny", "--data", tmp_path / "rows.jsonl")
+    code, _, err = run("bench", "ttft", "--shape", "tiny", "--data", tmp_path / "rows.jsonl")
     assert (code, "'tiny' is a shape, which has no tokenizer. Name a model with --model" in err) == (2, True)
 
 

@@ -3,7 +3,6 @@
 """The fusor against plain models: equal to a full prefill where it must be, to an independent reference elsewhere."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -213,23 +212,6 @@ def test_the_reference_notices_one_token_that_is_not_spliced(shared_model, piece
     assert (got - wanted).abs().max() > 1e-4
 
 
-def test_two_layers_are_enough(shared_model, pieces, blend):
-    model, requests = shared_model(num_hidden_layers=2), [pieces()]
-    wanted, _ = full(model, requests, SplicingCache(*stale(model, requests), {1: 0.3}))
-    assert_close(blend(model, ChunkStore.open("memory://"), *requests, recompute_ratio=0.3)[0], wanted)
-
-
-def test_an_entry_of_a_batch_is_what_it_is_alone(shared_model, pieces, blend):
-    model, store, requests = shared_model(), ChunkStore.open("memory://"), [pieces(**one) for one in BATCH]
-    together, cache = blend(model, store, *requests, recompute_ratio=0.15)
-    starts = laid_out(requests)[3]
-    for row, request in enumerate(requests):
-        alone, single = blend(model, store, request, recompute_ratio=0.15)
-        assert_close(together[row], alone[0])
-        moved = [column + starts[row] for column in single.report.chosen_columns[0]]
-        assert cache.report.chosen_columns[row] == moved
-
-
 @torch.no_grad()
 def test_an_entry_without_chunks_computes_every_row_and_disturbs_no_other(shared_model, pieces):
     model, store = shared_model(), ChunkStore.open("memory://")
@@ -318,20 +300,6 @@ def test_no_state_moves_when_a_later_token_changes(shared_model, pieces, blend, 
         assert not torch.equal(one.values[:, :, same:], two.values[:, :, same:])
 
 
-def test_no_state_moves_when_a_later_chunk_changes(shared_model, pieces, blend):
-    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
-    other = {**request, "chunks": [*request["chunks"][:2], pieces(seed=9)["chunks"][2]]}
-    settings = {"selector": "boundary", "recompute_ratio": 0.3}
-    first, second = (blend(model, store, one, **settings)[1] for one in (request, other))
-    same = 5 + 17 + 23
-    chosen = [[column for column in one.report.chosen_columns[0] if column < same] for one in (first, second)]
-    assert chosen[0] == chosen[1]
-    assert len(chosen[0]) > 5
-    for one, two in zip(first.layers, second.layers, strict=True):
-        assert torch.equal(one.keys[:, :, :same], two.keys[:, :, :same])
-        assert not torch.equal(one.keys[:, :, same:], two.keys[:, :, same:])
-
-
 def recomputed(model, store, request, cache, layer):
     """The chunk columns whose values in a layer are not the stored ones."""
     columns = []
@@ -340,37 +308,6 @@ def recomputed(model, store, request, cache, layer):
         differs = (now != chunk.layers[layer][1]).flatten(2).any(2).any(0)
         columns += (differs.nonzero().flatten() + start).tolist()
     return set(columns)
-
-
-@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.55])
-def test_gradual_filtering_never_grows_with_depth_and_spends_the_ratio_on_average(shared_model, pieces, blend, ratio):
-    model, store, request = shared_model(num_hidden_layers=6), ChunkStore.open("memory://"), pieces()
-    settings = {"recompute_ratio": ratio, "gradual": True, "check_layers": (1, 2, 4)}
-    _, cache = blend(model, store, request, **settings)
-    sets = [recomputed(model, store, request, cache, layer) for layer in range(1, 6)]
-    assert len(sets[0]) == 71
-    assert all(later <= earlier for earlier, later in pairwise(sets))
-    assert len(sets[1]) > len(sets[-1])
-    assert abs(sum(map(len, sets[1:])) / 4 - ratio * 71) <= 1
-    assert sets[1] == set(cache.report.chosen_columns[0])
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.15, 0.5, 0.99, 1.0])
-def test_the_choice_is_sorted_unique_within_the_chunks_and_of_the_asked_size(shared_model, pieces, blend, ratio):
-    _, cache = blend(shared_model(), ChunkStore.open("memory://"), pieces(), recompute_ratio=ratio)
-    chosen = cache.report.chosen_columns[0]
-    assert len(chosen) == math.ceil(ratio * 71)
-    assert chosen == sorted(set(chosen))
-    assert set(chosen) <= set(range(5, 5 + 71))
-
-
-def test_the_choice_is_nested_as_the_ratio_grows(shared_model, pieces, blend):
-    model, store = shared_model(), ChunkStore.open("memory://")
-    sets = [
-        set(blend(model, store, pieces(), recompute_ratio=ratio)[1].report.chosen_columns[0])
-        for ratio in (0.05, 0.1, 0.3, 0.7)
-    ]
-    assert all(small < large for small, large in pairwise(sets))
 
 
 def test_question_and_tokens_that_are_not_stored_are_always_fresh(shared_model, pieces, blend):
@@ -483,13 +420,6 @@ def test_the_oracle_chooses_by_the_true_deviation_of_all_later_layers(shared_mod
     assert cache.report.chosen_columns[0] == sorted(wanted.tolist())
     assert cache.report.full_prefills == 1
     assert cache.report.charged_budget > 1
-
-
-def test_layer_ratios_of_zero_choose_nothing(shared_model, pieces, blend):
-    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
-    got, cache = blend(model, store, request, layer_ratios=(0.0,))
-    assert cache.report.chosen_columns == [[]]
-    assert torch.equal(got, blend(model, store, request, recompute_ratio=0.0)[0])
 
 
 def test_a_forward_that_records_gradients_gives_the_same_logits(shared_model, pieces, tokenizer):

@@ -14,6 +14,7 @@ from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
+from tests.asking import hooks
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 
@@ -30,10 +31,6 @@ def generate(model, cache, inputs, **changes):
     if isinstance(inputs, torch.Tensor):
         inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
     return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **changes})
-
-
-def hooks(model):
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 def test_a_cache_that_is_never_used_leaves_nothing_on_the_model(shared_model, untouched):

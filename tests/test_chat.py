@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hf_blend import ChunkStore
-from hf_blend.cli.main import main
 from hf_blend.config import BlendConfig
 from hf_blend.evaluation.answering import Turn
 from hf_blend.evaluation.asking import Chat
@@ -105,7 +104,7 @@ def test_the_oldest_turns_leave_when_there_is_no_room(make):
     assert asked.sources
 
 
-def test_the_command_streams_answers_names_sources_and_ends(tmp_path, monkeypatch, capsys, model_folder):
+def test_the_command_streams_answers_names_sources_and_ends(tmp_path, monkeypatch, run, model_folder):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     for name, text in TEXTS.items():
@@ -113,16 +112,12 @@ def test_the_command_streams_answers_names_sources_and_ends(tmp_path, monkeypatc
     lines = "Who keeps the light?\n/sources\n/nonsense\n\n/reset\nAnd boats?\n/quit\nnever asked\n"
     words = ["chat", "docs", "--model", model_folder, "--store", "kv", "--max-new-tokens", "3", "--top-k", "1"]
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    out, err = capsys.readouterr()
-    assert not ended.value.code, err
+    code, out, err = run(*words)
+    assert not code, err
     assert out.count("Sources: ") == 2
     assert "docs/a.txt, characters 0 to 22" in err
     assert "There is no /nonsense." in err
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    with pytest.raises(SystemExit):
-        main([*words, "--json"])
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = json.loads(run(*words, "--json")[1])["rows"]
     assert [row["question"] for row in rows] == ["Who keeps the light?", "And boats?"]
     assert [row["chunks"]["computed"] for row in rows] == [0, 0]

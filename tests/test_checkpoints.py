@@ -20,6 +20,7 @@ from hf_blend import BlendCache, ChunkStore, ConfigError, PromptError, StateChec
 from hf_blend.context import handed, stock_form
 from hf_blend.context.stock_form import StockForm
 from hf_blend.model.anatomy import stock_cache
+from tests import asking
 from tests.forging import sealed_header
 
 HYBRIDS = ("lfm2", "qwen3_next", "qwen3_5_text", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "jamba",
@@ -36,7 +37,7 @@ model_of = cache(tiny_model)
 
 
 def prompt(tokens=PREFIX + 7, seed=0):
-    return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
+    return asking.prompt(tokens, seed)
 
 
 @torch.no_grad()

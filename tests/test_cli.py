@@ -44,18 +44,6 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(capsys):
-    """Run a command line; gives exit code, stdout and stderr."""
-
-    def run_words(*words):
-        with pytest.raises(SystemExit) as ended:
-            command.main(words)
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run_words
-
-
-@pytest.fixture
 def filled(tmp_path):
     """A store on disk with two chunks of 5 and 7 tokens."""
     folder = tmp_path / "kv"
@@ -127,15 +115,11 @@ def test_wrong_usage_exits_with_2_and_suggests_the_near_name(run, words, hint):
     assert hint in err
 
 
-def test_our_errors_are_one_message_on_stderr_and_no_traceback(run):
+def test_our_errors_are_one_message_on_stderr_and_no_traceback(run, tmp_path):
     code, out, err = run("store", "ls", "--store", "nowhere")
     assert (code, out) == (2, "")
     assert err.startswith("hf-blend: there is no store at 'nowhere'")
     assert "Traceback" not in err
-
-
-def test_looking_into_a_store_that_is_not_there_does_not_make_one(run, tmp_path):
-    run("store", "stats", "--store", "nowhere")
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -249,37 +233,24 @@ def test_a_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
     sys.modules.pop("hf_blend.cli.burn")
 
 
-def test_an_error_that_is_not_ours_is_a_sentence_that_says_what_to_do(run, monkeypatch):
-    def broken(_):
-        raise KeyError("layer 7")
-
-    monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: broken(0))
-    code, out, err = run("index")
-    assert (code, out) == (1, "")
-    assert "KeyError: 'layer 7'" in err
-    assert "Run it again with --debug" in err
-    assert "Traceback" not in err
-
-
-def test_a_full_memory_is_answered_with_ways_to_need_less(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (KeyError("layer 7"), 1, ["KeyError: 'layer 7'", "Run it again with --debug"]),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"), 1,
+         ["--dtype bfloat16", "Tried to allocate 2.00 GiB"]),
+        (KeyboardInterrupt(), 130, ["Stopped. What is stored stays"]),
+    ],
+)  # fmt: skip
+def test_an_error_that_is_not_ours_is_a_sentence_that_says_what_to_do(run, monkeypatch, error, code, says):
     def broken(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        raise error
 
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", broken)
-    code, _, err = run("index")
-    assert code == 1
-    assert "--dtype bfloat16" in err
-    assert "Tried to allocate 2.00 GiB" in err
-
-
-def test_ctrl_c_ends_with_130_and_a_sentence(run, monkeypatch):
-    def stopped(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", stopped)
-    code, out, err = run("index")
-    assert (code, out) == (130, "")
-    assert "Stopped. What is stored stays" in err
+    ended, out, err = run("index")
+    assert (ended, out) == (code, "")
+    assert all(part in err for part in says)
+    assert "Traceback" not in err
 
 
 def test_a_log_gets_a_line_of_progress_now_and_then(capsys, monkeypatch):

@@ -1,9 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every example in the help of a command is understood; one of a family is run here, the others as slow tests."""
+"""All commands speak alike, and every example in their help is understood; some run here, the others as slow tests."""
 
 import importlib
+import inspect
 import io
+import json
 import shlex
 import subprocess
 import sys
@@ -79,3 +81,38 @@ def test_the_example_runs(example, tmp_path, monkeypatch, capsys):
         main(words)
     out, err = capsys.readouterr()
     assert not ended.value.code, f"exit code {ended.value.code}\n{out}\n{err}"
+
+
+def test_every_command_has_json_and_shows_it_in_an_example():
+    without = [
+        names
+        for names, function in FUNCTIONS.items()
+        if "json" not in inspect.signature(function).parameters
+        or not any("--json" in line for line in split_examples(function.__doc__ or "")[1])
+    ]
+    assert without == []
+
+
+@pytest.fixture
+def piped(tmp_path):
+    """Run a command line as a pipe would; gives exit code, stdout and stderr."""
+
+    def run(*words):
+        command = [sys.executable, "-P", "-m", "hf_blend", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("size", "tiny:llama"), pytest.param(("inspect", "--selector", "boundary"), marks=pytest.mark.slow)],
+    ids=lambda words: words[0],
+)
+def test_a_pipe_hears_one_document_and_no_bars(words, piped):
+    code, out, err = piped(*words, "--json")
+    assert code == 0
+    assert json.loads(out)
+    assert err == ""
+    assert "\x1b" not in out

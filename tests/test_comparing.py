@@ -7,12 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.summary import compared
 
 
-def run(folder, scores, model="one", method="boundary", ttft_ms=100.0, tail=""):
+def written(folder, scores, model="one", method="boundary", ttft_ms=100.0, tail=""):
     """A folder with answers to samples 0, 1, 2, …; None leaves a sample out."""
     folder.mkdir()
     about = {"task": "needle", "model": model, "method": method, "ratio": 0.1, "ttft_ms": ttft_ms}
@@ -22,8 +21,8 @@ def run(folder, scores, model="one", method="boundary", ttft_ms=100.0, tail=""):
 
 
 def test_the_difference_is_paired_over_the_samples_that_both_answered(tmp_path):
-    first = run(tmp_path / "a", [0, 1, 0, 1, None, 1] * 10, ttft_ms=100.0)
-    second = run(tmp_path / "b", [1, 1, 0, 0, 1, None] * 10, ttft_ms=50.0, tail='{"task": "nee')
+    first = written(tmp_path / "a", [0, 1, 0, 1, None, 1] * 10, ttft_ms=100.0)
+    second = written(tmp_path / "b", [1, 1, 0, 0, 1, None] * 10, ttft_ms=50.0, tail='{"task": "nee')
     (row,) = compared(first, second)
     assert (row["n"], row["first_better"], row["second_better"]) == (40, 10, 10)
     assert row["difference"] == row["second_score"] - row["first_score"] == 0
@@ -34,7 +33,7 @@ def test_the_difference_is_paired_over_the_samples_that_both_answered(tmp_path):
 
 
 def test_runs_of_one_model_each_are_paired_across_models_and_others_are_not(tmp_path):
-    first, second = run(tmp_path / "a", [1, 0], model="one"), run(tmp_path / "b", [1, 1], model="two")
+    first, second = written(tmp_path / "a", [1, 0], model="one"), written(tmp_path / "b", [1, 1], model="two")
     assert [row["model"] for row in compared(first, second)] == [None]
     both = (first / "answers.jsonl").read_text() + (second / "answers.jsonl").read_text()
     (second / "answers.jsonl").write_text(both)
@@ -42,20 +41,16 @@ def test_runs_of_one_model_each_are_paired_across_models_and_others_are_not(tmp_
     assert (row["model"], row["difference"]) == ("one", 0)
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
-    first, second = run(tmp_path / "a", [1]), run(tmp_path / "b", [1], method="none")
+def test_what_cannot_be_compared_is_refused(tmp_path, run):
+    first, second = written(tmp_path / "a", [1]), written(tmp_path / "b", [1], method="none")
     with pytest.raises(ConfigError, match="no answer in common"):
         compared(first, second)
     with pytest.raises(ConfigError, match=r"has no answers\.jsonl"):
         compared(first, tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", "compare", str(first)])
-    assert ended.value.code == 2
-    assert "two runs, but there are 1" in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", "compare", str(first), str(first), "--chunk-tokens", "64"])
-    assert ended.value.code == 2
-    assert "there is --chunk-tokens, too" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    for words, says in (((), "two runs, but there are 1"), ((first, "--chunk-tokens", 64), "is --chunk-tokens, too")):
+        code, _, err = run("eval", "compare", first, *words)
+        assert code == 2
+        assert says in " ".join(err.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -65,7 +60,7 @@ def test_a_line_that_is_no_answer_is_refused_by_name(tmp_path, line):
     about = {"task": "needle", "model": "one", "method": "boundary", "ratio": 0.1, "id": "7", "score": 1}
     if line.startswith("{") and line != '{"score": 1}':
         line = json.dumps({**about, **json.loads(line)})
-    first, second = run(tmp_path / "a", [1]), run(tmp_path / "b", [1])
+    first, second = written(tmp_path / "a", [1]), written(tmp_path / "b", [1])
     with (second / "answers.jsonl").open("ab") as file:
         file.write(f"{line}\n".encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match="has a damaged line"):
@@ -73,7 +68,7 @@ def test_a_line_that_is_no_answer_is_refused_by_name(tmp_path, line):
 
 
 def test_a_run_that_measured_without_scoring_is_refused_by_name(tmp_path):
-    first, second = run(tmp_path / "a", [1]), run(tmp_path / "b", [1])
+    first, second = written(tmp_path / "a", [1]), written(tmp_path / "b", [1])
     line = {"task": "needle", "model": "one", "method": "deviations", "ratio": None, "id": "0", "layers": [0.1]}
     (second / "answers.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(ConfigError, match="has a damaged line: no score"):
@@ -81,7 +76,7 @@ def test_a_run_that_measured_without_scoring_is_refused_by_name(tmp_path):
 
 
 def test_letters_that_end_lines_elsewhere_end_no_answer(tmp_path):
-    first, second = run(tmp_path / "a", []), run(tmp_path / "b", [])
+    first, second = written(tmp_path / "a", []), written(tmp_path / "b", [])
     about = {"task": "needle", "model": "one", "method": "boundary", "ratio": 0.1, "score": 1}
     lines = [{**about, "id": f"{n}", "answer": "one\u2028two\x85three"} for n in range(3)]
     for folder in (first, second):
@@ -90,10 +85,7 @@ def test_letters_that_end_lines_elsewhere_end_no_answer(tmp_path):
     assert [row["n"] for row in compared(first, second)] == [3]
 
 
-def test_the_command_line_compares_two_folders(tmp_path, capsys):
-    first, second = run(tmp_path / "a", [0, 0]), run(tmp_path / "b", [1, 0])
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", "compare", str(first), str(second), "--json"])
-    assert not ended.value.code
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["difference"] == 0.5
+def test_the_command_line_compares_two_folders(tmp_path, run):
+    first, second = written(tmp_path / "a", [0, 0]), written(tmp_path / "b", [1, 0])
+    code, out, _ = run("eval", "compare", first, second, "--json")
+    assert (code, json.loads(out)[0]["difference"]) == (0, 0.5)

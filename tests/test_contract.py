@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.cache.blend_cache import _warn_once
 from hf_blend.errors import ConfigError
-from tests.asking import GREEDY, memory, prepared
+from tests.asking import GREEDY, hooks, memory, prepared
 from tests.conftest import random_pieces
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")
@@ -124,10 +124,6 @@ def test_logits_to_keep_gives_the_last_rows_and_the_last_is_what_generate_sees(f
             if ratio == 1.0:
                 real = inputs["attention_mask"].bool()[:, -got.shape[1] :]
                 assert apart(got, stock[:, -rows:], real) <= TOLERANCE
-
-
-def hooks(model):
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 @torch.no_grad()

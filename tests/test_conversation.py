@@ -6,22 +6,16 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from transformers import DynamicCache
-from worlds import REFERENCE
 
 from hf_blend import ChunkStore, ConfigError, PromptError, SequenceCache, ShiftCache
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.reuse import blended, continued, reuse_prefix, take_back
-from hf_blend.evaluation.bundled import load_model
 from hf_blend.store.tiers.base import EntryFault
+from tests.asking import apart, rotated
 
 MODEL = tiny_model("llama")
 TOLERANCE = 1e-5
 MARA = "Mara keeps a goat.\nShe lives in Velden.\nWhere does Mara live?"
-
-
-@pytest.fixture(scope="module")
-def reference():
-    return load_model(REFERENCE)
 
 
 def prompt(tokens, seed=0):
@@ -33,10 +27,6 @@ def filled(ids):
     with torch.no_grad(), cache:
         MODEL(torch.tensor([ids]), past_key_values=cache)
     return cache
-
-
-def apart(got, wanted):
-    return float((got - wanted).abs().max())
 
 
 def test_a_prompt_that_goes_on_keeps_all_and_is_exact():
@@ -153,15 +143,6 @@ def check_plain(model, cache):
         assert max(apart(one.keys, other.keys), apart(one.values, other.values)) <= 1e-4
 
 
-def rotated(keys, by):
-    """Llama's rotation by a difference of positions, written out."""
-    half = keys.shape[-1] // 2
-    angles = by * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    first, second = keys[..., :half].double(), keys[..., half:].double()
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).float()
-
-
 @pytest.mark.parametrize("kv_bits", [None, 8])
 @torch.no_grad()
 def test_a_chunk_is_blended_behind_a_shift_as_a_stock_cache_that_was_moved_by_hand_goes_on(kv_bits):
@@ -175,7 +156,7 @@ def test_a_chunk_is_blended_behind_a_shift_as_a_stock_cache_that_was_moved_by_ha
     by_hand = DynamicCache()
     MODEL(torch.tensor([ids]), past_key_values=by_hand)
     for layer in by_hand.layers:
-        moved = rotated(layer.keys[:, :, 4 + dropped :], -dropped)
+        moved = rotated(layer.keys[:, :, 4 + dropped :], -dropped).float()
         layer.keys = torch.cat([layer.keys[:, :, :4], moved], 2)
         layer.values = torch.cat([layer.values[:, :, :4], layer.values[:, :, 4 + dropped :]], 2)
     for ratio in (1.0, 0.0):
@@ -193,7 +174,7 @@ def test_a_chunk_is_blended_behind_a_shift_as_a_stock_cache_that_was_moved_by_ha
     MODEL(torch.tensor([[*blend.chunk_prefix_ids, *chunk]]), past_key_values=alone)
     rounding = TOLERANCE if kv_bits is None else 0.1
     for layer, past, one in zip(cache.materialize(), by_hand.layers, alone.layers, strict=True):
-        stored = rotated(one.keys[:, :, first:], at - first), one.values[:, :, first:]
+        stored = rotated(one.keys[:, :, first:], at - first).float(), one.values[:, :, first:]
         for got, before, own in zip((layer.keys, layer.values), (past.keys, past.values), stored, strict=True):
             assert apart(got[:, :, :held], before[:, :, :held]) <= rounding
             assert apart(got[:, :, at : at + 20], own) <= rounding

@@ -29,13 +29,11 @@ from hf_blend.evaluation.demo.wish import (
     DemoRequest,
     documents_of,
     prepare,
-    says,
     selectors,
     stories,
 )
 from hf_blend.evaluation.documents import Document
 
-ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'> \" & </textarea>"
 
 
@@ -191,15 +189,6 @@ def test_where_no_answer_is_known_words_are_compared_and_times_are_short():
     assert _verdict(DemoState((replace(full, ttft_ms=1.0), reuse, blend))) == ""
     known = [replace(one, correct=True) for one in (full, reuse, blend)]
     assert _verdict(DemoState(tuple(known))) == "Blending began its answer 4.1 x as fast as full prefill."
-
-
-@pytest.mark.parametrize(
-    ("text", "expected", "is_so"),
-    [("Ines Calder is the warden.", "ines calder", True), ("Inescalder", "Ines", False),
-     ("Calder Ines", "Ines Calder", False), ("thirty-eight beds", "thirty-eight", True), ("", "x", False)],
-)  # fmt: skip
-def test_an_answer_is_right_if_it_says_what_is_expected(text, expected, is_so):
-    assert says(text, expected) is is_so
 
 
 def test_nothing_that_a_visitor_writes_is_markup(folder, store, shelf):
@@ -362,11 +351,6 @@ def test_a_folder_is_a_model_only_where_that_is_allowed(folder):
         ModelCache(takes_folders=False).take(folder)
 
 
-def test_a_model_that_is_not_there_is_a_sentence(shelf):
-    with pytest.raises(ConfigError, match="the model 'nobody/nothing' cannot be loaded"):
-        shelf.take("nobody/nothing")
-
-
 def test_a_model_that_has_a_name_and_is_not_here_is_fetched_from_the_hub(monkeypatch):
     def absent(name):
         raise MissingExtraError(f"{name} is not on this machine")
@@ -425,13 +409,3 @@ def test_an_error_in_the_answer_reaches_the_page():
 
     with pytest.raises(PromptError, match="no"):
         list(streamed(run))
-
-
-def test_a_value_stands_where_it_belongs():
-    frame = svg.Frame(0.5)
-    assert frame.x(0) == svg.LEFT
-    assert frame.x(0.5) == svg.WIDTH - svg.RIGHT
-    assert frame.y(1) == svg.TOP
-    assert svg.join([1, 5, 2, 3], 2) == [5, 3]
-    assert (svg.heat(0), svg.heat(1)) == ("#fffbeb", "#991b1b")
-    assert "&lt;b&gt;" in svg.line_chart([svg.Line("<b>", ((0, 0),))], x_label="x", y_label="y")

@@ -14,12 +14,11 @@ import pictures
 import pytest
 import typer
 from tables import PLACE, filled
-from worlds import REFERENCE, reference_questions
+from worlds import reference_questions
 
 import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
 from hf_blend.cli.main import build, commands
-from hf_blend.evaluation.bundled import load_model
 from hf_blend.verify.runner import check_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +44,7 @@ def blocks(path, *languages):
 def command_lines(path):
     """Lines that begin with one of our programs, without comments; also in plain blocks and in running text."""
     text = "\n".join(blocks(path, "", "bash", "console"))
-    text += "\n" + "\n".join(re.findall(r"`(hf-blend [^`]+)`", BLOCK.sub("", path.read_text("utf-8"))))
+    text += "\n" + "\n".join(re.findall(r"`((?:hf-blend|make) [^`]+)`", BLOCK.sub("", path.read_text("utf-8"))))
     lines = [line.removeprefix("$ ").partition("  #")[0].strip() for line in text.splitlines()]
     return [line for line in lines if line.startswith(("hf-blend ", "make "))]
 
@@ -53,21 +52,16 @@ def command_lines(path):
 LINES = sorted({line for path in PAGES for line in command_lines(path)})
 
 
-@pytest.fixture(scope="module")
-def bundled():
-    return load_model(REFERENCE)
-
-
 @pytest.fixture
-def ready(bundled, tmp_path, monkeypatch):
+def ready(reference, tmp_path, monkeypatch):
     """What a page's blocks find ready, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
     one = reference_questions()[0]
     return {
-        "model": bundled[0],
-        "assistant": copy.deepcopy(bundled[0]),
-        "tokenizer": copy.deepcopy(bundled[1]),
+        "model": reference[0],
+        "assistant": copy.deepcopy(reference[0]),
+        "tokenizer": copy.deepcopy(reference[1]),
         "documents": one["chunks"],
         "question": one["question"],
         "system": None,

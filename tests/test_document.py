@@ -3,21 +3,14 @@
 """A long document is computed once and asked many times."""
 
 import pytest
-from worlds import REFERENCE
 
 from hf_blend import ChunkStore, ConfigError
 from hf_blend.context.document import Document
-from hf_blend.evaluation.bundled import load_model
 
 TEXT = (
     "Mara keeps a goat.\nShe lives in Velden.\nThe market opens at noon.\nAll was quiet until morning.\n"
     "Tomas keeps a dog.\nHe lives in Lomond.\nThe road was long and empty.\n"
 )
-
-
-@pytest.fixture(scope="module")
-def reference():
-    return load_model(REFERENCE)
 
 
 @pytest.fixture

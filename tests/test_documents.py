@@ -167,11 +167,6 @@ def test_a_short_document_is_one_piece_as_it_is(splitter):
     assert splitter.split(Document("a", " \n")) == []
 
 
-def test_splitting_again_gives_the_same_tokens(splitter):
-    again = [piece.ids for piece in splitter.split(Document("b", PROSE))]
-    assert [piece.ids for piece in splitter.split(Document("a", PROSE))] == again
-
-
 def piece(text: str) -> Piece:
     return Piece(text.split()[0], 0, text, (1,))
 

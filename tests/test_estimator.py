@@ -8,7 +8,6 @@ import pytest
 from tiny_models import tiny_model
 
 from hf_blend import ChunkStore, ConfigError
-from hf_blend.cli.main import main
 from hf_blend.evaluation.planning import planned
 from hf_blend.loading.estimator import (
     StorageDevice,
@@ -97,17 +96,11 @@ STATED = (
 ).split()
 
 
-def run(capsys, *words):
-    with pytest.raises(SystemExit) as ended:
-        main([*STATED, *words])
-    return ended.value.code, capsys.readouterr()
-
-
-def test_store_plan_writes_what_a_store_is_opened_with(tmp_path, capsys):
+def test_store_plan_writes_what_a_store_is_opened_with(tmp_path, run):
     path = tmp_path / "store.json"
-    code, shown = run(capsys, "--at", f"disk={tmp_path / 'kv'}", "--output", str(path), "--json")
-    assert not code, shown
-    found = json.loads(shown.out)
+    code, out, err = run(*STATED, "--at", f"disk={tmp_path / 'kv'}", "--output", path, "--json")
+    assert not code, err
+    found = json.loads(out)
     assert found["chosen"] == "disk"
     assert [row["device"] for row in found["rows"]] == ["memory", "disk", "remote"]
     assert [row["is_hidden"] for row in found["rows"]] == [True, True, False]
@@ -121,21 +114,18 @@ def test_store_plan_writes_what_a_store_is_opened_with(tmp_path, capsys):
         assert len(store) == 0
 
 
-def test_store_move_follows_a_plan_of_two_devices(tmp_path, capsys):
+def test_store_move_follows_a_plan_of_two_devices(tmp_path, run):
     near, far, path = tmp_path / "kv", tmp_path / "far", tmp_path / "store.json"
     with ChunkStore.open(near, remote=far.as_uri(), memory_bytes=0) as store:
         store.add(tiny_model("llama"), None, [[5, 6, 7], [8, 9, 10]])
     assert len(list(near.rglob("*.safetensors"))) == len(list(far.rglob("*.safetensors"))) == 2
-    at = ["--at", f"disk={near}", "--at", f"remote={far}", "--output", str(path), "--json"]
-    assert run(capsys, *at)[0] == 0
+    assert run(*STATED, "--at", f"disk={near}", "--at", f"remote={far}", "--output", path, "--json")[0] == 0
     settings = json.loads(path.read_text("utf-8"))
     assert (settings["location"], settings["remote"], settings["placement"]) == (str(near), far.as_uri(), "disk")
     for expected in ({"moved": 2, "stay": 0, "placed": 0}, {"moved": 0, "stay": 0, "placed": 2}):
-        with pytest.raises(SystemExit) as ended:
-            main(["store", "move", "--plan", str(path), "--json"])
-        shown = capsys.readouterr()
-        assert not ended.value.code, shown.err
-        assert json.loads(shown.out) == {"placement": "disk", **expected}
+        code, out, err = run("store", "move", "--plan", path, "--json")
+        assert not code, err
+        assert json.loads(out) == {"placement": "disk", **expected}
     assert (len(list(near.rglob("*.safetensors"))), len(list(far.rglob("*.safetensors")))) == (2, 0)
     url = ["--at", f"disk={near}", "--at", "remote=s3://bucket/kv"]
     assert planned("tiny:llama", (100, 256, 4, 10.0), {"rate": ["disk=1e-9", "remote=1"], "at": url[1::2],
@@ -143,15 +133,14 @@ def test_store_move_follows_a_plan_of_two_devices(tmp_path, capsys):
         "location": str(near), "remote": "s3://bucket/kv", "placement": "remote"}  # fmt: skip
 
 
-def test_store_move_refuses_what_is_no_plan_of_two_tiers(tmp_path, capsys):
+def test_store_move_refuses_what_is_no_plan_of_two_tiers(tmp_path, run):
     path = tmp_path / "store.json"
     for content in (None, "{", "[1]", '{"location": "kv"}', '{"placement": "disk", "disc_bytes": 1}'):
         if content is not None:
             path.write_text(content)
-        with pytest.raises(SystemExit) as ended:
-            main(["store", "move", "--plan", str(path)])
-        assert ended.value.code
-        assert "expected the arguments of a store with two tiers" in capsys.readouterr().err, content
+        code, _, err = run("store", "move", "--plan", path)
+        assert code
+        assert "expected the arguments of a store with two tiers" in err, content
 
 
 @pytest.mark.parametrize(
@@ -165,36 +154,35 @@ def test_store_move_refuses_what_is_no_plan_of_two_tiers(tmp_path, capsys):
     ],
 )
 def test_store_move_neither_makes_nor_moves_a_store_that_no_plan_means(
-    tmp_path, capsys, monkeypatch, settings, words, message
+    tmp_path, run, monkeypatch, settings, words, message
 ):
     monkeypatch.chdir(tmp_path)
     plan = {} if settings is None else {"location": "kv", "placement": "disk", **settings}
     (tmp_path / "plan").write_text(json.dumps(plan))
-    with pytest.raises(SystemExit) as ended:
-        main(["store", "move", *(() if settings is None else ("--plan", "plan")), *words])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    code, _, err = run("store", "move", *(() if settings is None else ("--plan", "plan")), *words)
+    assert code == 2
+    assert message in err
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
 
 
-def test_store_plan_refuses_what_it_cannot_read(capsys):
+def test_store_plan_refuses_what_it_cannot_read(run):
     for words, message in (
         (["--rate", "tape=1"], "no price"),
         (["--rate", "disk"], "NAME=NUMBER"),
         (["--price", "disk=cheap"], "NAME=NUMBER"),
         (["--at", "attic=/x"], "attic"),
     ):
-        code, shown = run(capsys, *words)
+        code, _, err = run(*STATED, *words)
         assert code
-        assert message in shown.err
+        assert message in err
 
 
-def test_store_plan_measures_what_is_not_stated(model_folder, tmp_path, capsys):
+def test_store_plan_measures_what_is_not_stated(model_folder, tmp_path, run):
     words = f"store plan --model {model_folder} --chunks 10 --chunk-tokens 32 --per-request 2 --prefill-s 0.1".split()
-    with pytest.raises(SystemExit) as ended:
-        main([*words, "--price", "memory=2", "--price", "disk=0.05", "--at", f"disk={tmp_path}", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert not ended.value.code
+    words += ["--price", "memory=2", "--price", "disk=0.05", "--at", f"disk={tmp_path}", "--json"]
+    code, out, _ = run(*words)
+    found = json.loads(out)
+    assert not code
     assert found["chosen"] == "disk"
     assert all(0 < row["load_s"] < 1 for row in found["rows"])
     with ChunkStore.open(tmp_path) as store:

@@ -37,8 +37,8 @@ def short_answers(monkeypatch):
     """Random models do not end; four tokens of an answer are as good as 512."""
     init = EvalMethod.__init__
 
-    def shorter(self, model, tokenizer, store, max_new_tokens, ratio=None):
-        init(self, model, tokenizer, store, min(4, max_new_tokens), ratio)
+    def shorter(self, model, tokenizer, store, max_new_tokens):
+        init(self, model, tokenizer, store, min(4, max_new_tokens))
 
     monkeypatch.setattr(EvalMethod, "__init__", shorter)
 

@@ -135,16 +135,6 @@ def test_a_run_in_which_nothing_was_right_and_nothing_took_time_is_drawn_too():
     assert len(plots({"rows": rows})) == 2
 
 
-def test_many_methods_stay_apart_and_inside_the_picture():
-    rows = [row(f"method-{number}", 0.1) for number in range(20)]
-    chart = plots({"rows": rows})["quality-charged-budget"]
-    marks = re.findall(r'h24" (stroke="#\w+" stroke-width="3"[^/]*)/>', chart)
-    assert len(marks) == len(set(marks)) == 20
-    height = float(ElementTree.fromstring(chart).get("viewBox").split()[3])
-    heights = [float(one.get("y")) for one in ElementTree.fromstring(chart).iterfind(".//svg:text", NAMESPACE)]
-    assert max(heights) < height
-
-
 def test_each_task_and_model_has_its_own_charts_under_names_fit_for_files():
     models = ["org/a model", "org/a-model", "../../x"]
     rows = [row(model=model, task=task) for model in models for task in ("musique", EVIL)]

@@ -1,25 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The reference model is asked in earnest: answers, scores and timings come from real runs of the bundled model."""
+"""The reference model is asked in earnest: answers, scores and timings come from real runs of it."""
 
 import random
 
 import pytest
-from worlds import REFERENCE, reference_questions
+from worlds import reference_questions
 
 from hf_blend import BlendConfig, ChunkStore, ConfigError
 from hf_blend.evaluation import answering, asking
 from hf_blend.evaluation.bench.shapes import random_model
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
-from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.summary import interval
 
 EVERYTHING = answering.Method("all", BlendConfig(recompute_ratio=1.0))
-
-
-@pytest.fixture(scope="module")
-def bundled():
-    return load_model(REFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -39,23 +33,23 @@ def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_example
     assert interval([1.0] * 9) == (1.0, 1.0)
 
 
-def test_the_answer_is_streamed_as_it_is_returned(bundled):
+def test_the_answer_is_streamed_as_it_is_returned(reference):
     question = reference_questions()[0]
     pieces = {name: question[name] for name in ("prefix", "chunks", "question")}
     heard: list[str] = []
-    got = answering.answer(*bundled, ChunkStore.open("memory://"), EVERYTHING, pieces, heard.append)
+    got = answering.answer(*reference, ChunkStore.open("memory://"), EVERYTHING, pieces, heard.append)
     assert "".join(heard).strip() == got.text != ""
 
 
-def test_a_reply_marks_the_recomputed_tokens_and_no_others(bundled):
+def test_a_reply_marks_the_recomputed_tokens_and_no_others(reference):
     question = reference_questions()[0]
     asked = asking.Asked({name: question[name] for name in ("prefix", "chunks", "question")}, "?", question["answer"])
     blend = answering.Method("blend", BlendConfig(recompute_ratio=0.2))
-    reply = asking.ask(*bundled, ChunkStore.open("memory://"), asked, blend, 8)
+    reply = asking.ask(*reference, ChunkStore.open("memory://"), asked, blend, 8)
     marked = sum(chosen for _, chosen in reply.tokens)
     assert marked == len(reply.answer.report.chosen_columns[0]) > 0
     assert marked < len(reply.tokens)
-    keys = {"method", "question", "answer", "is_cut", "correct", "ttft_ms", "charged_budget", "sources"}
+    keys = {"method", "question", "answer", "is_cut", "ttft_ms", "charged_budget", "sources"}
     assert set(reply.row) == keys
 
 

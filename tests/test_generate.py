@@ -10,10 +10,9 @@ import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
 from transformers import StoppingCriteria, StoppingCriteriaList, dynamic_module_utils
-from worlds import REFERENCE, reference_questions
+from worlds import reference_questions
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, blended, sparse_decoding
-from hf_blend.evaluation.bundled import load_model
 from tests.asking import generated, memory, prefill, prepared
 from tests.conftest import random_pieces
 
@@ -213,14 +212,9 @@ def test_decoding_never_copies_the_cache_within_its_room(shared_model):
 
 
 @pytest.fixture(scope="module")
-def bundled():
-    return load_model(REFERENCE)
-
-
-@pytest.fixture(scope="module")
-def asked(bundled):
+def asked(reference):
     """Prompt, store with its chunks, and the question with the answer that is expected."""
-    model, tokenizer = bundled
+    model, tokenizer = reference
     one, store = reference_questions()[0], memory()
     store.add(model, tokenizer, one["chunks"])
     inputs = BlendCache(model, store).inputs(tokenizer, chunks=one["chunks"], question=one["question"])
@@ -228,8 +222,8 @@ def asked(bundled):
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": True, "top_k": 1}])
-def test_blended_gives_what_a_cache_gives(bundled, asked, options):
-    (model, _), (inputs, store, _) = bundled, asked
+def test_blended_gives_what_a_cache_gives(reference, asked, options):
+    (model, _), (inputs, store, _) = reference, asked
     keyword = blended(store, recompute_ratio=0.3)
     cache = BlendCache(model, store, recompute_ratio=0.3)
     expected = model.generate(**inputs, past_key_values=cache, max_new_tokens=6, **options)
@@ -239,8 +233,8 @@ def test_blended_gives_what_a_cache_gives(bundled, asked, options):
     assert 0 < keyword.report.charged_budget < 1
 
 
-def test_blended_refuses_a_cache_that_is_in_use(bundled, asked):
-    (model, _), (inputs, store, _) = bundled, asked
+def test_blended_refuses_a_cache_that_is_in_use(reference, asked):
+    (model, _), (inputs, store, _) = reference, asked
     used = BlendCache(model, store)
     model.generate(**inputs, past_key_values=used, max_new_tokens=1)
     longer = {name: torch.cat([value, value[:, -1:]], dim=1) for name, value in inputs.items()}
@@ -248,8 +242,8 @@ def test_blended_refuses_a_cache_that_is_in_use(bundled, asked):
         model.generate(**longer, past_key_values=used, custom_generate=blended(store), max_new_tokens=2)
 
 
-def test_custom_generate_folder_takes_documents_and_a_question(bundled, asked, tmp_path, monkeypatch):
-    (model, tokenizer), (inputs, _, one) = bundled, asked
+def test_custom_generate_folder_takes_documents_and_a_question(reference, asked, tmp_path, monkeypatch):
+    (model, tokenizer), (inputs, _, one) = reference, asked
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     texts = {"chunks": one["chunks"], "question": one["question"], "tokenizer": tokenizer, "selector": "kv-deviation"}
     given = {"custom_generate": FOLDER, "trust_remote_code": True, "store": str(tmp_path / "kv"), "max_new_tokens": 6}
@@ -259,8 +253,8 @@ def test_custom_generate_folder_takes_documents_and_a_question(bundled, asked, t
     assert len(ChunkStore.open(tmp_path / "kv")) > 0
 
 
-def test_blended_decodes_sparsely_as_sparse_decoding_does(bundled, asked, untouched):
-    (model, _), (inputs, store, _) = bundled, asked
+def test_blended_decodes_sparsely_as_sparse_decoding_does(reference, asked, untouched):
+    (model, _), (inputs, store, _) = reference, asked
     ways = {"share": 0.25, "block_tokens": 8, "min_tokens": 0}
     cache = BlendCache(model, store, recompute_ratio=0.3)
     with sparse_decoding(model, cache, **ways) as session:

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hooks come for one forward, see only their own cache, and go."""
 
-import gc
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -14,6 +12,7 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.anatomy import decoder_layers, wants_all_rows
 from hf_blend.model.attention import stock_function
 from hf_blend.model.hooks import ForwardHooks
+from tests.asking import hooks
 
 
 class Recorder(DynamicCache):
@@ -53,10 +52,6 @@ def guest_in(model):
     return guest
 
 
-def hooks(model):
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-
-
 @torch.no_grad()
 def run(model, cache, *args, **kwargs):
     return model(*(args or (torch.arange(3, 9)[None],)), past_key_values=cache, **kwargs).logits
@@ -76,66 +71,6 @@ def test_arguments_given_by_place_have_their_names(model):
     guest.hooks.watch_model()
     run(model, guest, torch.arange(3, 9)[None], torch.ones(1, 6, dtype=torch.long))
     assert guest.told[0] == ("begins", ["attention_mask", "input_ids", "past_key_values"])
-
-
-def test_other_caches_and_plain_calls_pass_through(model):
-    guest = guest_in(model)
-    guest.hooks.watch_model()
-    guest.hooks.enter_layers(tokens=6)
-    run(model, DynamicCache())
-    run(model, None, use_cache=False)
-    assert guest.told == []
-    guest.hooks.leave()
-
-
-def test_entering_and_watching_twice_is_once(model):
-    guest = guest_in(model)
-    for _ in range(2):
-        guest.hooks.watch_model()
-        guest.hooks.enter_layers(tokens=6)
-    assert hooks(model) == 1 + 2
-    for _ in range(2):
-        guest.hooks.leave()
-        assert hooks(model) == 0
-
-
-@pytest.mark.parametrize("place", [0, 1, "norm"])
-def test_a_failure_is_told_and_every_hook_goes(model, monkeypatch, place):
-    guest = guest_in(model)
-    guest.hooks.watch_model()
-    module = model.model.norm if place == "norm" else decoder_layers(model)[place].mlp
-
-    def fail(*_, **__):
-        raise RuntimeError("boom")
-
-    monkeypatch.setattr(module, "forward", fail)
-    with pytest.raises(RuntimeError, match="boom"):
-        run(model, guest)
-    assert guest.told[-1] == "failed"
-    assert hooks(model) == 0
-
-
-def test_a_failure_between_the_layers_is_told_by_the_hook_on_the_model(model):
-    guest = guest_in(model)
-    guest.enters_layers = False
-    guest.hooks.watch_model()
-    handle = decoder_layers(model)[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run(model, guest)
-    handle.remove()
-    assert guest.told[1:] == ["failed"]
-    assert hooks(model) == 0
-
-
-def test_a_guest_that_dies_takes_its_hooks_along(model):
-    guest = guest_in(model)
-    guest.hooks.watch_model()
-    guest.hooks.enter_layers(tokens=6)
-    entry = guest.hooks
-    del guest
-    gc.collect()
-    assert hooks(model) == 0
-    entry.leave()
 
 
 @pytest.mark.parametrize("when", ["before we watch", "before the call", "within the call"])
@@ -168,21 +103,6 @@ def test_hooks_of_others_that_are_called_after_a_failure_hide_no_error_and_all_a
     assert hooks(model) == len(handles), "without a failure all may go"
     for handle in handles:
         handle.remove()
-    assert hooks(model) == 0
-
-
-def test_a_forward_that_was_interrupted_is_ended_when_the_next_begins(model, monkeypatch):
-    """Torch calls no hook for what is no `Exception`."""
-    guest = guest_in(model)
-    guest.hooks.watch_model()
-    with monkeypatch.context() as patch:
-        patch.setattr(decoder_layers(model)[1].mlp, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            run(model, guest)
-    assert guest.told[-1] == 1
-    guest.told.clear()
-    run(model, guest)
-    assert guest.told == ["failed", ("begins", ["input_ids", "past_key_values"]), 0, 1, "ends"]
     assert hooks(model) == 0
 
 

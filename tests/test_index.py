@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,6 @@ import pytest
 from worlds import REFERENCE, reference_questions
 
 from hf_blend import ChunkStore
-from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError, StoreError
 from hf_blend.evaluation.bundled import open_model
 from hf_blend.evaluation.documents import Document
@@ -52,7 +52,7 @@ def objects(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def run(folder, loaded, pieces, shard=WHOLE, progress=iter):
+def indexed(folder, loaded, pieces, shard=WHOLE, progress=iter):
     with ChunkStore.open(folder, memory_bytes=0, durability="none") as store:
         return Indexer(*loaded, store, pieces, shard).run(progress)
 
@@ -60,14 +60,14 @@ def run(folder, loaded, pieces, shard=WHOLE, progress=iter):
 @pytest.fixture(scope="module")
 def serial(tmp_path_factory, loaded, pieces):
     folder = tmp_path_factory.mktemp("serial")
-    run(folder, loaded, pieces)
+    indexed(folder, loaded, pieces)
     return objects(folder)
 
 
 def test_indexing_again_computes_nothing(tmp_path, loaded, pieces):
-    first = run(tmp_path, loaded, pieces)
+    first = indexed(tmp_path, loaded, pieces)
     before = objects(tmp_path)
-    again = run(tmp_path, loaded, pieces)
+    again = indexed(tmp_path, loaded, pieces)
     assert first.stored == len(before) > 10
     assert (again.stored, again.present) == (0, again.chunks)
     assert objects(tmp_path) == before
@@ -75,7 +75,7 @@ def test_indexing_again_computes_nothing(tmp_path, loaded, pieces):
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_shards_in_any_order_and_repeated_give_the_bytes_of_a_serial_run(count, tmp_path, loaded, pieces, serial):
-    done = [run(tmp_path, loaded, pieces, Shard(number, count)) for number in [*reversed(range(count)), 0]]
+    done = [indexed(tmp_path, loaded, pieces, Shard(number, count)) for number in [*reversed(range(count)), 0]]
     assert objects(tmp_path) == serial
     assert sum(one.stored for one in done) == len(serial)
     assert all(one.stored for one in done[:-1])
@@ -88,10 +88,10 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, loaded, pieces, s
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, loaded, pieces, progress=broken_off)
+        indexed(tmp_path, loaded, pieces, progress=broken_off)
     found = len(objects(tmp_path))
     assert 0 < found < len(serial)
-    assert run(tmp_path, loaded, pieces).stored == len(serial) - found
+    assert indexed(tmp_path, loaded, pieces).stored == len(serial) - found
     assert objects(tmp_path) == serial
 
 
@@ -117,11 +117,9 @@ def test_what_a_disk_will_not_hold_is_refused_before_anything_is_computed(tmp_pa
 
 
 @pytest.mark.usefixtures("small_smollm2")
-def test_a_dry_run_says_what_it_takes_and_stores_nothing(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["index", "--store", str(tmp_path / "s"), "--dry-run", "--json"])
-    assert not ended.value.code
-    out, err = capsys.readouterr()
+def test_a_dry_run_says_what_it_takes_and_stores_nothing(tmp_path, run):
+    code, out, err = run("index", "--store", tmp_path / "s", "--dry-run", "--json")
+    assert not code
     assert set(json.loads(out)) == {"pieces", "tokens", "nbytes"}
     assert "to compute, about" in err
     assert not (tmp_path / "s").exists()
@@ -146,27 +144,23 @@ class Rows:
 
 
 @pytest.mark.usefixtures("small_smollm2")
-def test_actors_of_ray_store_the_chunks_that_one_process_stores(tmp_path, capsys, monkeypatch):
-    def run_words(*words):
-        with pytest.raises(SystemExit) as ended:
-            main(["index", "--chunk-tokens", "64", "--json", *words])
-        return ended.value.code, *capsys.readouterr()
-
+def test_actors_of_ray_store_the_chunks_that_one_process_stores(tmp_path, run, monkeypatch):
+    index = partial(run, "index", "--chunk-tokens", "64", "--json")
     data = SimpleNamespace(Dataset=Rows, from_items=Rows, ActorPoolStrategy=lambda size: size)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(data=data))
     monkeypatch.setitem(sys.modules, "ray.data", data)
     monkeypatch.chdir(tmp_path)
-    code, out, err = run_words("--store", "actors", "--ray", "3")
+    code, out, err = index("--store", "actors", "--ray", "3")
     found = json.loads(out)
-    assert (code or 0, found["stored"], found["present"]) == (0, found["chunks"], 0)
+    assert (code, found["stored"], found["present"]) == (0, found["chunks"], 0)
     assert "what Ray has to say" in err
-    assert json.loads(run_words("--store", "one")[1]) == found
+    assert json.loads(index("--store", "one")[1]) == found
     assert {*objects(tmp_path / "actors")} == {*objects(tmp_path / "one")}
-    code, out, err = run_words("--store", "actors", "--ray", "3", "--shard", "0/2")
+    code, out, err = index("--store", "actors", "--ray", "3", "--shard", "0/2")
     assert (code, out) == (2, "")
     assert "--ray came with the shard 0/2" in err
     monkeypatch.setitem(sys.modules, "ray.data", None)
-    code, out, err = run_words("--store", "actors", "--ray", "3")
+    code, out, err = index("--store", "actors", "--ray", "3")
     assert (code, out) == (2, "")
     assert 'hf-blend index --ray needs ray.data, which is not installed: pip install "hf-blend[ray]"' in err
 
@@ -185,37 +179,31 @@ def test_the_launcher_says_which_shard(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_smollm2")
-def test_what_was_indexed_is_found_when_a_question_is_asked(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["index", "--store", str(tmp_path), "--json"])
-    assert json.loads(capsys.readouterr().out)["stored"] > 0
-    with pytest.raises(SystemExit):
-        main(["ask", "--store", str(tmp_path), "--json"])
-    chunks = json.loads(capsys.readouterr().out)["chunks"]
+def test_what_was_indexed_is_found_when_a_question_is_asked(tmp_path, run):
+    assert json.loads(run("index", "--store", tmp_path, "--json")[1])["stored"] > 0
+    chunks = json.loads(run("ask", "--store", tmp_path, "--json")[1])["chunks"]
     assert chunks["computed"] < chunks["loaded"]
 
 
 @pytest.mark.usefixtures("small_smollm2")
-def test_a_folder_that_was_indexed_at_another_size_is_found_and_a_mismatch_is_named(tmp_path, texts, capsys):
-    folder, store = tmp_path / "notes", str(tmp_path / "kv")
+def test_a_folder_that_was_indexed_at_another_size_is_found_and_a_mismatch_is_named(tmp_path, texts, run):
+    folder = tmp_path / "notes"
     folder.mkdir()
     (folder / "a.txt").write_text("\n\n".join(texts), encoding="utf-8")
     (folder / "b.txt").write_text(texts[0], encoding="utf-8")
 
-    def run_words(*words):
-        with pytest.raises(SystemExit):
-            main([*words, "--store", store, "--json"])
-        out, err = capsys.readouterr()
+    def said(*words):
+        _, out, err = run(*words, "--store", tmp_path / "kv", "--json")
         return json.loads(out), err
 
-    assert run_words("index", str(folder), "--chunk-tokens", "16")[0]["stored"] > 4
+    assert said("index", str(folder), "--chunk-tokens", "16")[0]["stored"] > 4
     (folder / "new.txt").write_text(texts[1], encoding="utf-8")  # indexed at no size
     for path in (folder, folder / "a.txt"):
-        found, err = run_words("ask", texts[0], str(path), "--top-k", "0")
+        found, err = said("ask", texts[0], str(path), "--top-k", "0")
         assert found["chunks"]["loaded"] > 4
         assert found["chunks"]["computed"] <= 2  # what is new, and the beginning of the prompt
         assert "--chunk-tokens" not in err
-    found, err = run_words("ask", texts[0], str(folder), "--chunk-tokens", "512", "--top-k", "0")
+    found, err = said("ask", texts[0], str(folder), "--chunk-tokens", "512", "--top-k", "0")
     assert "were indexed with --chunk-tokens 16, not 512" in err
     assert found["chunks"]["computed"] >= 1
 

@@ -25,11 +25,11 @@ MOST = {
     "selectors": 716,
     "serving": 3_784,
     "sparse": 2_628,
-    "store": 6_596,
+    "store": 6_544,
     "verify": 1_370,
-    "cli": 2_578,
-    "evaluation": 5_986,
-    "tests": 36_283,
+    "cli": 2_560,
+    "evaluation": 5_896,
+    "tests": 35_088,
 }
 
 

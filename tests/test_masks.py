@@ -89,27 +89,6 @@ def test_attention_by_blocks_is_attention_under_the_dense_mask(kind, batch, addi
     torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
 
 
-def test_the_value_behind_a_row_does_not_reach_it():
-    rows = scattered(1, 60, 200)
-    query, key, value = attention_inputs(1, 60, 200)
-    mask = row_mask(None, rows, 0, 200, "sdpa")
-    before = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    place = int(rows[0, 30])
-    for states in (key, value):
-        states[:, :, place + 1 :] = 1e4
-    after = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    assert torch.equal(before[:, :, :31], after[:, :, :31])
-    assert not torch.equal(before[:, :, 31:], after[:, :, 31:])
-
-
-def test_a_whole_group_of_heads_may_share_one_line():
-    mask = row_mask(None, torch.tensor([[12]]), 0, 20, "sdpa")
-    query, key, value = attention_inputs(1, 6, 20)
-    got = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    wanted = scaled_dot_product_attention(query, key[:, :, :13], value[:, :, :13], enable_gqa=True)
-    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
-
-
 def test_a_bfloat16_query_keeps_its_dtype():
     rows = scattered(1, 150, 200)
     query, key, value = (states.bfloat16() for states in attention_inputs(1, 150, 200))
@@ -131,27 +110,6 @@ def test_to_all_other_code_a_row_mask_is_a_tensor():
 def dense_attention(query, key, value, rows):
     seen = torch.arange(key.shape[2]) <= rows[0][:, None]
     return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.3, enable_gqa=True)
-
-
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("kept", ["neighbours", "runs", "scattered", "few"])
-def test_causal_blocks_found_from_the_columns_alone_are_those_of_the_dense_mask(group, kept):
-    columns = {
-        "neighbours": list(range(40, 700)),
-        "runs": [*range(300), *range(310, 350, 3), *range(400, 690), 699],
-        "scattered": list(range(5, 700, 2)),
-        "few": [3, 4, 5],
-    }
-    rows = torch.tensor([columns[kept]])
-    query, key, value = attention_inputs(1, rows.shape[1], 700)
-    mask = row_mask(None, rows, 0, 700, "sdpa")
-    wanted = dense_attention(query, key, value, rows)
-    repeated = (states.repeat_interleave(group, 1) for states in (key, value))  # as transformers does, for group 2
-    got = scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3, enable_gqa=group == 1)
-    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
-    torch.testing.assert_close(attend(query, key, value, mask.lines, scale=0.3), wanted, atol=2e-6, rtol=0)
-    held = [place for block in mask.lines.blocks for place in range(block.rows.start, block.rows.stop)]
-    assert held == list(range(rows.shape[1]))
 
 
 @pytest.mark.parametrize("heads", [1, 4])

@@ -25,24 +25,9 @@ from tests.chat_templates import (
     SYSTEM,
     TITLED,
     TURNS,
-    small_tokenizer,
 )
 
 WORDS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-
-
-@pytest.fixture(scope="module")
-def models(tiny_model):
-    """A model for each of the small tokenizers, and the tokenizer."""
-    tokenizers = {kind: small_tokenizer(kind) for kind in ("bytes", "spaces")}
-    shape = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
-    return {kind: (tiny_model(vocab_size=len(one), **shape), one) for kind, one in tokenizers.items()}
-
-
-@pytest.fixture
-def known(request, models):
-    """A model and its tokenizer."""
-    return models[getattr(request, "param", "spaces")]
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from hf_blend import model_names
-from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.model_names import PACKAGED, locate
 
@@ -101,11 +100,9 @@ def test_a_cache_that_cannot_be_written_is_named(empty_caches, monkeypatch):
         locate("smollm2")
 
 
-def test_every_command_knows_the_name(smollm2, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["size", "smollm2", "--context", "1000", "--json"])
-    assert not ended.value.code
-    assert json.loads(capsys.readouterr().out)["cache_bytes"] == 46_080 * 1000
+def test_every_command_knows_the_name(smollm2, run):
+    code, out, _ = run("size", "smollm2", "--context", "1000", "--json")
+    assert (code, json.loads(out)["cache_bytes"]) == (0, 46_080 * 1000)
 
 
 def test_the_real_model_answers(smollm2):

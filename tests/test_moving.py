@@ -19,6 +19,7 @@ from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.capture import capture
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import verify
+from tests.asking import filled, prompt
 
 TOLERANCE = 2e-5
 MOVED = ("llama", "deepseek_v3", "gptj", "falcon", "gemma3_text", "gpt_neox", "cohere_compass_text")
@@ -31,17 +32,6 @@ KEPT = {  # what is not extended, and why
     "bloom": "layer 0 of BloomForCausalLM does not rotate its keys",
     "cwm": "layer 3 of CwmForCausalLM attends within a window",
 }
-
-
-def prompt(tokens, seed=0):
-    return torch.randint(8, 120, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def filled(model, tokens=40, **settings):
-    cache = SequenceCache(model, **settings)
-    with torch.no_grad(), cache:
-        model(prompt(tokens), past_key_values=cache)
-    return cache
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -205,7 +195,7 @@ def test_a_prefix_that_was_shifted_in_between_is_blended_back_exactly(name):
 
 def test_holes_are_refused_where_attention_falls_off_with_the_distance_in_tokens():
     model = tiny_model("bloom")
-    cache = filled(model)
+    cache = filled(model, 40)
     cache.remove(0, 5, 9)
     with pytest.raises(ConfigError, match=r"measures in tokens, not positions.*shift\(\)"):
         cache.materialize()
@@ -215,7 +205,7 @@ def test_holes_are_refused_where_attention_falls_off_with_the_distance_in_tokens
 
 def test_holes_are_refused_inside_self_extend_which_counts_tokens():
     model = tiny_model("llama")
-    cache = filled(model)
+    cache = filled(model, 40)
     cache.remove(0, 5, 9)
     with self_extend(model), pytest.raises(ConfigError, match="Self-Extend is active"):
         cache.materialize()
@@ -245,7 +235,7 @@ def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(t
 
 
 def test_a_position_beyond_a_buffer_of_sines_is_refused():
-    cache = filled(tiny_model("gptj"))
+    cache = filled(tiny_model("gptj"), 40)
     cache.shift(0, 0, None, 10_000)
     with pytest.raises(PromptError, match="position 10039, but the model's rotary buffer has 512"):
         cache.materialize()

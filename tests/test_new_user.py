@@ -91,18 +91,6 @@ def here(written, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def run(capsys):
-    """Run a command line; gives exit code, stdout and stderr."""
-
-    def run_words(*words):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run_words
-
-
 @pytest.fixture(scope="module")
 def indexed(written, own_model, tmp_path_factory):
     """A store with all of the documents, and what the command said."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hf_blend.cli.main import main
 from hf_blend.errors import PluginNotFoundError
 from hf_blend.evaluation.demo.wish import DemoRequest
 
@@ -27,26 +26,22 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(*words):
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    return ended.value.code or 0
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_smollm2")
-def test_the_frontier_is_plotted_and_an_edited_file_is_not_mixed_with_the_old_one(here, capsys):
+def test_the_frontier_is_plotted_and_an_edited_file_is_not_mixed_with_the_old_one(here, run):
     words = shlex.split(EVAL)[1:]
     words[words.index("--limit") + 1] = "2"
-    assert run(*words, "--ratio", "0.1") == 0, capsys.readouterr().err
+    code, _, err = run(*words, "--ratio", "0.1")
+    assert code == 0, err
     rows = json.loads((here / "run" / "summary.json").read_text())["rows"]
     assert {row["ratio"] for row in rows if row["method"] == "./relative_value.py"} == {0.02, 0.05, 0.15, 0.3, 0.1}
     assert (here / "run" / "quality-charged-budget.svg").read_text().startswith("<svg")
     assert (here / "run" / "report.html").exists()
     path = here / "relative_value.py"
     path.write_text(path.read_text().replace("1e-12", "1e-6"))
-    assert run(*words, "--ratio", "0.1") == 2
-    assert "holds a run with files" in capsys.readouterr().err
+    code, _, err = run(*words, "--ratio", "0.1")
+    assert code == 2
+    assert "holds a run with files" in err
 
 
 def test_a_visitor_of_the_demo_cannot_name_a_file(here):

@@ -47,32 +47,10 @@ OLDEST = requirements((ROOT / "constraints-oldest.txt").read_text("utf-8"))
 INSTALLED_BY_MAKE = requirements(OPTIONS["install_requires"], *(EXTRAS[name] for name in sorted(extras_of("dev"))))
 
 
-def folders_with_modules() -> set[str]:
-    """Dotted names of the folders that hold an `__init__.py`, as they would be installed."""
-    found = set()
-    for package, folder in FOLDERS.items():
-        for init in (ROOT / folder).rglob("__init__.py"):
-            found.add(".".join([package, *init.parent.relative_to(ROOT / folder).parts]))
-    return found
-
-
-def test_setup_cfg_lists_exactly_the_packages_that_exist():
-    assert sorted(OPTIONS["packages"].split()) == sorted(folders_with_modules())
-
-
-def test_every_folder_with_modules_is_a_package():
-    homes = {path.parent for folder in FOLDERS.values() for path in (ROOT / folder).rglob("*.py")}
-    assert not [folder for folder in homes if not (folder / "__init__.py").is_file()]
-
-
 def test_every_package_data_pattern_matches_something():
     for package, patterns in SETUP["options.package_data"].items():
         folder = ROOT / FOLDERS[package]
         assert all(any(folder.glob(pattern)) for pattern in patterns.split()), (package, patterns)
-
-
-def test_the_library_is_typed():
-    assert (ROOT / "hf_blend" / "py.typed").is_file()
 
 
 def test_the_version_is_read_without_importing_the_library():

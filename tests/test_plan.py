@@ -37,40 +37,12 @@ def slots(made):
     return [(slot.row, slot.start, slot.chunk.key.token_ids, slot.exact) for slot in made.chunks]
 
 
-def test_stored_chunks_are_found_and_what_is_not_stored_is_left(planner):
-    made = plan(planner(A, C), (*BOS, 5, *A, *B, *C, *Q))
-    assert slots(made) == [(0, 2, A, False), (0, 14, C, False)]
-    assert (made.loaded, made.computed) == (2, 0)
-
-
-def test_the_first_chunk_behind_its_sink_is_exact_and_the_sink_with_it(planner):
-    made = plan(planner(A, B), (*BOS, *A, *B, *Q))
-    assert slots(made) == [(0, 0, BOS, True), (0, 1, A, True), (0, 8, B, False)]
-
-
 def test_a_prefix_is_an_entry_of_its_own_once_it_was_computed(planner):
     one, prefix = planner(A), (*BOS, 5, 6)
     row = (*prefix, *A, *Q)
     assert slots(plan(one, row)) == [(0, 3, A, False)]
     assert slots(plan(one, row, known=[[Span.whole(3, A)]])) == [(0, 0, prefix, True), (0, 3, A, False)]
     assert slots(plan(one, row)) == [(0, 0, prefix, True), (0, 3, A, False)]
-
-
-def test_a_chunk_that_is_known_but_missing_is_computed_once_and_stored(planner):
-    one = planner(A)
-    rows = ((*BOS, *A, *B, *Q), (*BOS, *B, *A, *Q))
-    known = [[Span.whole(1, A), Span.whole(8, B)], [Span.whole(1, B), Span.whole(6, A)]]
-    made = plan(one, *rows, known=known)
-    assert (made.computed, made.loaded) == (2, 1)  # the sink and B
-    assert (plan(one, *rows, known=known).computed, plan(one, *rows).computed) == (0, 0)
-
-
-def test_columns_are_counted_behind_the_padding(planner):
-    made = plan(planner(A), (*BOS, 5, 5, 5, *A, *Q), (*BOS, 5, *A, *Q))
-    assert slots(made) == [(0, 4, A, False), (1, 4, A, False)]
-    assert made.real.sum(1).tolist() == [14, 12]
-    assert made.reusable[1].nonzero().flatten().tolist() == list(range(4, 11))
-    assert not made.exact.any()
 
 
 def test_the_chunk_that_holds_the_last_token_is_computed(planner):
@@ -83,31 +55,10 @@ def test_behind_tokens_that_are_in_the_cache_nothing_is_exact(planner):
     assert plan(planner(A, sink=()), (*A, *Q), at_beginning=False).exact.sum() == 0
 
 
-def test_without_a_sink_the_first_chunk_is_exact_at_the_very_beginning(planner):
-    assert slots(plan(planner(A, B, sink=()), (*A, *B, *Q))) == [(0, 0, A, True), (0, 7, B, False)]
-
-
-def test_a_prompt_without_stored_chunks_has_no_slot(planner):
-    made = plan(planner(A), (*BOS, *B, *Q))
-    assert (slots(made), made.loaded, made.computed) == ([], 0, 0)
-
-
-def test_a_dropped_slot_is_treated_as_if_it_had_not_been_stored(planner):
-    made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q))
-    made.drop(made.chunks[0])
-    assert made.reusable[0].nonzero().flatten().tolist() == list(range(9, 14))
-
-
 def test_chunks_of_another_namespace_are_not_seen(planner, shared_model):
     one = planner(A, namespace="theirs")
     assert slots(plan(one, (*BOS, 5, *A, *Q))) == [(0, 2, A, False)]
     assert one._store.namespace == plan(one, (*BOS, 5, *A, *Q)).chunks[0].chunk.key.namespace == "theirs"
-
-
-def test_numbers_count_the_chunks_of_each_row(planner):
-    made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q), (*BOS, 5, *B, *A, *Q))
-    assert [slot.number for slot in made.chunks] == [0, 1, 0, 1]
-    assert torch.equal(made.real, torch.ones(2, 17, dtype=torch.bool))
 
 
 def test_parse_counts_what_came_of_a_prompt_and_not_what_was_held_before_it(shared_model):
@@ -136,14 +87,6 @@ def test_a_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
 def test_the_beginning_of_a_chunk_right_behind_its_sink_is_exact_whatever_follows(planner):
     made = plan(planner(LONG), (*BOS, *LONG[:-3], *Q))
     assert parts(made) == [(0, 0, 1, True), (1, 0, 37, True)]
-
-
-def test_a_part_of_a_chunk_gives_the_stored_values_of_just_these_tokens(planner):
-    slot = plan(planner(LONG), (*BOS, 7, *LONG[2:], *Q)).chunks[0]
-    for layer, (keys, values) in enumerate(slot.chunk.layers):
-        assert torch.equal(slot.states(layer)[0], keys[:, 2:])
-        assert torch.equal(slot.states(layer)[1], values[:, 2:])
-    assert torch.equal(slot.table(0)[0], slot.chunk.tables[0][0][2:])
 
 
 def test_places_inside_a_chunk_are_counted_from_its_stored_beginning(planner):

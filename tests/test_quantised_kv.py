@@ -11,11 +11,11 @@ from tiny_models import tiny_model as zoo_model
 from hf_blend import BlendCache, ChunkStore, ConfigError
 from hf_blend.cache.layers import BlendLayer, BlendSlidingLayer
 from hf_blend.cache.quantised_layer import GROUP_TOKENS, QuantisedLayer, pack, unpack
+from tests.asking import LONG, prepared
 from tests.conftest import slow_but
 
 GREEDY = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None}
 LARGEST = 127  # of eight bits with a sign
-PIECES = {"prefix": [1, 4, 5], "chunks": [list(range(10, 90)), list(range(20, 85))], "question": [5, 6, 7, 8]}
 
 
 def states(tokens, seed=0, batch=2, dtype=torch.float32):
@@ -26,11 +26,6 @@ def states(tokens, seed=0, batch=2, dtype=torch.float32):
 def filled(layer, tokens=200, **how):
     layer.update(*states(tokens, **how))
     return layer
-
-
-def prepared(model, **settings):
-    cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
-    return cache, cache.inputs(None, **PIECES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -138,8 +133,8 @@ def test_snapshots_bring_back_the_same_bits_and_beams_are_reordered(bits):
 )
 def test_the_prefill_is_exact_and_decoding_keeps_half_the_bytes_or_less(family, bits):
     model = zoo_model(family).bfloat16()
-    plain, inputs = prepared(model, recompute_ratio=0.3)
-    cache, _ = prepared(model, recompute_ratio=0.3, kv_bits=bits)
+    plain, inputs = prepared(model, LONG, recompute_ratio=0.3)
+    cache, _ = prepared(model, LONG, recompute_ratio=0.3, kv_bits=bits)
     shown = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
     wanted = model.generate(**inputs, past_key_values=plain, **shown)
     got = model.generate(**inputs, past_key_values=cache, **shown)
@@ -160,7 +155,7 @@ def test_the_prefill_is_exact_and_decoding_keeps_half_the_bytes_or_less(family, 
 @pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 50}])
 def test_it_works_in_every_mode(mode):
     model = zoo_model("llama")
-    cache, inputs = prepared(model, recompute_ratio=1.0, kv_bits=8)
+    cache, inputs = prepared(model, LONG, recompute_ratio=1.0, kv_bits=8)
     got = model.generate(**inputs, past_key_values=cache, **{**GREEDY, "max_new_tokens": 20}, **mode)
     assert got.shape[1] == inputs["input_ids"].shape[1] + 20
     assert cache.report.reusable_tokens > 0
@@ -170,7 +165,7 @@ def test_it_works_in_every_mode(mode):
 
 def test_an_exception_puts_back_what_was_held(monkeypatch):
     model = zoo_model("llama")
-    cache, inputs = prepared(model, kv_bits=8)
+    cache, inputs = prepared(model, LONG, kv_bits=8)
     output = model.generate(**inputs, past_key_values=cache, **{**GREEDY, "max_new_tokens": 5})
     before = [(layer.keys.clone(), layer.packed_tokens) for layer in cache.layers]
     again = {"chunks": [list(range(30, 60))], "question": [5, 6, 7], "history": output}

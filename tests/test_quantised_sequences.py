@@ -15,6 +15,8 @@ from worlds import REFERENCE
 from hf_blend import ChunkStore, ConfigError, SequenceCache, ShiftCache, StoreError
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.session import KIND, load_session, save_session
+from tests import asking
+from tests.asking import prompt
 from tests.conftest import slow_but
 from tests.forging import forged, taken_apart
 
@@ -24,15 +26,8 @@ FLOOR = 2e-6  # of the largest logit; measured: 0 where nothing moved, up to 6e-
 FLIP = {8: 2e-4, 4: 3e-3}  # one value rounded the other way: up to 8e-5 and 1.3e-3; all quantised: 2.4e-3 and 2.5e-2
 
 
-def prompt(tokens, seed=0, rows=1):
-    return torch.randint(3, 100, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
 def filled(tokens=150, bits=8, model=MODEL):
-    cache = SequenceCache(model, kv_bits=bits)
-    with torch.no_grad(), cache:
-        model(prompt(tokens), past_key_values=cache)
-    return cache
+    return asking.filled(model, tokens, kv_bits=bits)
 
 
 def rounded(states, axis, bits):
@@ -55,14 +50,6 @@ def rounded_pair(keys, values, bits):
     return keys, rounded(values.unflatten(3, (-1, width)), 4, bits).flatten(3)
 
 
-def turned(model, keys, by):
-    """Keys `[1, kv_heads, tokens, width]` rotated by so many positions, `[tokens]`, as in Llama."""
-    angles = by[:, None].float() * model.model.rotary_emb.inv_freq
-    angles = torch.cat([angles, angles], -1)
-    first, second = keys.chunk(2, -1)
-    return keys * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
-
-
 class Plain:
     """The same in plain torch around stock forwards with stock caches, one sequence after the other."""
 
@@ -75,7 +62,7 @@ class Plain:
         cells, positions = (torch.tensor(part, dtype=torch.long) for part in self.rows[number])
         by = positions - torch.tensor(self.origins, dtype=torch.long)[cells]
         kv = [(k[:, :, cells], v[:, :, cells]) for k, v in self.kv or ()]
-        return [(turned(self.model, k, by) if by.any() else k, v) for k, v in kv]
+        return [(asking.rotated(k, by).float() if by.any() else k, v) for k, v in kv]
 
     @torch.no_grad()
     def forward(self, ids, batch=(0,)):

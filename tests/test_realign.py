@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend.evaluation.bench.overhead import KernelCount
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.capture import capture, capture_chunk
 from hf_blend.model.checks import relative_error
@@ -89,28 +88,6 @@ def test_a_chunk_stored_under_short_factors_moves_to_a_prompt_under_long_ones(ti
     assert relative_error(states[0][0][:, :, 100:130], plain.layers[0].keys[:, :, 100:130]) < 2e-6
 
 
-@pytest.mark.parametrize("start", [1, 40])
-def test_values_are_copied_and_no_other_column_is_touched(shared_model, start):
-    chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
-    _, states = laid(shared_model(), chunk, start, 90)
-    for (keys, values), (stored_keys, stored_values) in zip(states, chunk.layers, strict=True):
-        assert torch.equal(values[0, :, start : start + 30], stored_values)
-        assert torch.equal(keys[0, :, start : start + 30], stored_keys) is (start == 1)
-        for whole in (keys, values):
-            assert (whole[:, :, :start] == 7).all()
-            assert (whole[:, :, start + 30 :] == 7).all()
-
-
-def test_the_stored_original_is_never_written(shared_model):
-    chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
-    before = [tensor.clone() for _, tensor in chunk.named_tensors()]
-    _, states = laid(shared_model(), chunk, 1, 60)
-    for keys, values in states:
-        keys.fill_(0)
-        values.fill_(0)
-    assert all(torch.equal(was, now) for was, (_, now) in zip(before, chunk.named_tensors(), strict=True))
-
-
 def test_a_chunk_may_stand_in_several_places(shared_model):
     chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
     both = [PlacedChunk(0, 5, chunk, False, 0), PlacedChunk(0, 50, chunk, False, 1)]
@@ -118,35 +95,6 @@ def test_a_chunk_may_stand_in_several_places(shared_model):
     for start in (5, 50):
         _, alone = laid(shared_model(), chunk, start, 90)
         assert torch.equal(together[1][0][:, :, start : start + 30], alone[1][0][:, :, start : start + 30])
-
-
-def test_what_would_be_laid_can_be_had_without_laying_it(shared_model):
-    chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
-    realigner, states = laid(shared_model(), chunk, 20, 60)
-    keys, values = realigner.moved(2, PlacedChunk(0, 20, chunk, False, 0), *chunk.layers[2])
-    assert torch.equal(keys, states[2][0][0, :, 20:50])
-    assert torch.equal(values, chunk.layers[2][1])
-
-
-def test_each_row_of_a_batch_turns_by_its_own_positions(shared_model):
-    model, chunk = shared_model(), capture_chunk(shared_model(), CHUNK, (1,), "f")
-    places = torch.stack((torch.arange(60), (torch.arange(60) - 15).clamp_min(0)))
-    table = model.model.rotary_emb(torch.zeros(1), places)
-    realigner = Realigner(rotary_styles(model), BlendReport())
-    realigner.set_table(0, table)
-    keys, values = (torch.zeros(2, part.shape[0], 60, part.shape[2]) for part in chunk.layers[0])
-    realigner.write(0, [PlacedChunk(0, 20, chunk, False, 0), PlacedChunk(1, 20, chunk, False, 0)], keys, values)
-    for row, start in enumerate((20, 5)):
-        _, alone = laid(model, chunk, start, 60)
-        assert torch.equal(keys[row, :, 20:50], alone[0][0][0, :, start : start + 30])
-
-
-def test_the_first_table_of_a_layer_is_kept(shared_model):
-    model, chunk = shared_model(), capture_chunk(shared_model(), CHUNK, (1,), "f")
-    realigner, states = laid(model, chunk, 20, 60)
-    realigner.set_table(0, model.model.rotary_emb(torch.zeros(1), torch.arange(100, 160)[None]))
-    keys, _ = realigner.moved(0, PlacedChunk(0, 20, chunk, False, 0), *chunk.layers[0])
-    assert torch.equal(keys, states[0][0][0, :, 20:50])
 
 
 def test_mismatches_are_relative_and_take_the_worse_of_keys_and_values_of_each_chunk(shared_model):
@@ -170,17 +118,3 @@ def test_a_mismatch_of_one_token_is_seen_among_all_others(shared_model):
     wrong[:, :, 17] *= -1
     assert realigner.mismatches(1, slots, wrong, values)[0] > 1
     assert realigner.mismatches(1, slots, keys, values * 1.001)[0] < 0.002
-
-
-def test_many_chunks_are_moved_by_as_many_kernels_as_few(shared_model):
-    model = shared_model()
-    chunks = [capture_chunk(model, range(10 + number, 20 + number), (1,), "f") for number in range(12)]
-    calls = []
-    for count in (3, 12):
-        slots = [PlacedChunk(0, 1 + 10 * number, chunk, False, number) for number, chunk in enumerate(chunks[:count])]
-        realigner, states = laid(model, chunks[0], 0, 130, slots)
-        with KernelCount().counting() as counted:
-            realigner.write(2, slots, *states[2])
-        calls.append((counted.kernels, counted.syncs))
-    assert calls[0] == calls[1]
-    assert not calls[0][1]

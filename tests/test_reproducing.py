@@ -30,29 +30,27 @@ def asked(published, tmp_path, monkeypatch):
     (tmp_path / "data" / "musique.jsonl").write_text("".join(json.dumps(row) + "\n" for row in cut))
     monkeypatch.setattr(kvstar, "TEXT_TOKENS", 16)
     init = EvalMethod.__init__
-    monkeypatch.setattr(EvalMethod, "__init__", lambda self, *given: init(self, *given[:3], 1, *given[4:]))
+    monkeypatch.setattr(EvalMethod, "__init__", lambda self, *given: init(self, *given[:3], 1))
     arguments = ["--data", str(tmp_path / "data"), "--limit", "2", "--small", "--json", "--device", "cpu"]
     return [*arguments, "--output-dir", str(tmp_path / "run")]
 
 
 @pytest.fixture
-def untied(tmp_path, tiny_model, mistral_tokenizer):
-    """A random model of four layers and four KV heads."""
-    path = tmp_path / "untied"
-    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
-    tiny_model(vocab_size=32000, max_position_embeddings=32768, **sizes).save_pretrained(path)
-    mistral_tokenizer.save_pretrained(path)
-    return str(path)
+def saved(tmp_path, tiny_model, mistral_tokenizer):
+    """Saves a random model of some sizes with a published tokenizer, and gives its folder."""
+
+    def save(name, **sizes):
+        path = tmp_path / name
+        tiny_model(vocab_size=32000, max_position_embeddings=32768, **sizes).save_pretrained(path)
+        mistral_tokenizer.save_pretrained(path)
+        return str(path)
+
+    return save
 
 
 @pytest.fixture
-def small_draft(tmp_path, tiny_model, mistral_tokenizer):
-    """Another random model, of two layers and another width."""
-    path = tmp_path / "draft"
-    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    tiny_model(vocab_size=32000, max_position_embeddings=32768, **sizes).save_pretrained(path)
-    mistral_tokenizer.save_pretrained(path)
-    return str(path)
+def untied(saved):
+    return saved("untied", num_hidden_layers=4, hidden_size=32, num_attention_heads=8, num_key_value_heads=4)
 
 
 def made_by(arguments, capsys):
@@ -89,8 +87,9 @@ def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied,
 
 @pytest.mark.slow
 def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(
-    untied, small_draft, asked, tmp_path, capsys, monkeypatch
+    untied, saved, asked, tmp_path, capsys, monkeypatch
 ):
+    small_draft = saved("draft", num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
     sessions = []
     enter = kvstar.sparse_decoding
 
@@ -147,38 +146,12 @@ def test_a_draft_with_another_vocabulary_is_refused(untied, asked):
         main(["kvstar", "--model", untied, *asked, "--draft", REFERENCE])
 
 
-@pytest.fixture
-def folder(tmp_path, tiny_model, mistral_tokenizer):
-    """A random model of five layers with a published tokenizer."""
-    path = tmp_path / "model"
-    model = tiny_model(vocab_size=32000, num_hidden_layers=5, hidden_size=16, max_position_embeddings=32768)
-    model.save_pretrained(path)
-    mistral_tokenizer.save_pretrained(path)
-    return str(path)
-
-
 def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes_on(
-    folder, published, tmp_path, monkeypatch, capsys
+    saved, asked, tmp_path, monkeypatch, capsys
 ):
-    (tmp_path / "data").mkdir()
-    rows = (published / "musique_cacheblend.jsonl").read_text("utf-8").splitlines()[:1]
-    row = json.loads(rows[0])
-    row["chunks"] = [chunk[:150] for chunk in row["chunks"][:3]]
-    (tmp_path / "data" / "musique.jsonl").write_text(json.dumps(row) + "\n")
-    init = EvalMethod.__init__
-    monkeypatch.setattr(EvalMethod, "__init__", lambda self, *given: init(self, *given[:3], 1, *given[4:]))
-    asked = ["cacheblend", "--model", folder, "--data", str(tmp_path / "data"), "--limit", "1", "--small"]
-    asked += ["--output-dir", str(tmp_path / "run"), "--json", "--device", "cpu"]
-    loaded = []
+    arguments, loaded = ["cacheblend", "--model", saved("model", num_hidden_layers=5, hidden_size=16), *asked], []
     monkeypatch.setattr(cacheblend_figures, "load_model", lambda *given: loaded.append(given) or load_model(*given))
-
-    def made():
-        with pytest.raises(SystemExit) as ended:
-            main(asked)
-        assert not ended.value.code
-        return json.loads(capsys.readouterr().out)
-
-    figures = {figure["name"]: figure["rows"] for figure in made()["figures"]}
+    _, figures = made_by(arguments, capsys)
     assert len(loaded) == 1, "one model for all figures"
     assert set(figures) == {
         "methods", "ratio", "check-layer", "chunk-tokens", "chunks", "batch", "storage", "deviation",
@@ -198,7 +171,7 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
     assert page.count("<svg") >= 5
 
     monkeypatch.setattr("hf_blend.evaluation.trial._Bench.answer", None)  # nothing is answered again
-    assert {figure["name"]: figure["rows"] for figure in made()["figures"]} == figures
+    assert made_by(arguments, capsys)[1] == figures
 
 
 def test_the_number_of_chunks_varies():

@@ -63,12 +63,6 @@ def test_keeping_some_rows_twice_is_keeping_what_both_want(data):
     assert torch.equal(rows.columns.gather(1, index), kept.columns)
 
 
-@given(grids())
-def test_an_entry_is_the_same_beside_any_neighbours(grid):
-    for number, row in enumerate(sets(Rows.of(grid)[0])):
-        assert sets(Rows.of(grid[number : number + 1])[0]) == [row]
-
-
 @given(grids(), st.integers(0, 1000))
 def test_states_taken_and_written_back_change_nothing_and_touch_no_other_column(grid, seed):
     batch, places = grid.shape
@@ -80,11 +74,6 @@ def test_states_taken_and_written_back_change_nothing_and_touch_no_other_column(
     for one, kept, target in zip(pair, taken, targets, strict=True):
         assert torch.equal(kept, torch.stack([one[row][:, columns] for row, columns in enumerate(rows.columns)]))
         assert torch.equal(target, torch.where(written, one, torch.tensor(7.0)))
-
-
-def test_a_grid_is_read_at_the_rows():
-    rows, _ = Rows.of(torch.tensor([[False, True, True], [True, False, False]]))
-    assert rows.take(torch.tensor([[10, 11, 12], [20, 21, 22]])).tolist() == [[11, 12], [20, 20]]
 
 
 @st.composite
@@ -106,9 +95,3 @@ def test_the_highest_are_those_of_a_plain_sort_with_the_earlier_first(choice):
         value = [-math.inf if math.isnan(score) else score for score in scores[row].tolist()]
         order = sorted(places.nonzero().flatten().tolist(), key=lambda place: (-value[place], place))
         assert wanted_sets(marked)[row] == sorted(order[: int(counts[row])])
-
-
-@given(choices())
-def test_asking_for_more_keeps_what_was_marked(choice):
-    scores, eligible, counts = choice
-    assert not (highest(scores, eligible, counts) & ~highest(scores, eligible, counts + 1)).any()

@@ -149,16 +149,6 @@ def test_kv_deviation_is_the_squared_distance_over_heads_and_width(on, parts):
         assert math.isclose(float(got[0, token]), expected, rel_tol=1e-5)
 
 
-def test_kv_deviation_of_keys_does_not_depend_on_where_they_were_turned_to():
-    seen = view()
-    angle = torch.rand(seen.columns.shape[1], 1)
-    turned = [torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
-              for a, b in (part[0].chunk(2, -1) for part in (seen.fresh, seen.stored))]  # fmt: skip
-    moved = replace(seen, fresh=(turned[0], seen.fresh[1]), stored=(turned[1], seen.stored[1]))
-    one = selector("kv-deviation", on="k")
-    torch.testing.assert_close(one.score(moved), one.score(seen))
-
-
 def test_kv_deviation_sums_in_float32():
     seen = view()
     coarse = replace(

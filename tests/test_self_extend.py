@@ -8,23 +8,12 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from hf_blend import ConfigError, UnsupportedModelError, self_extend
+from hf_blend import ConfigError, self_extend
+from tests.asking import prompt, rotated
 
 WINDOW, GROUP = 8, 4
 TOLERANCE = 2e-5
 MODEL = tiny_model("llama", num_hidden_layers=1)
-
-
-def prompt(tokens, seed=0):
-    return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def rotated(states, positions):
-    """Llama's rotation, written out: `[heads, tokens, width]` at `[tokens]`."""
-    half = states.shape[-1] // 2
-    angles = positions[:, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    first, second = states[..., :half].double(), states[..., half:].double()
-    return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
 
 
 def by_hand(model, ids):
@@ -106,9 +95,4 @@ def test_the_least_group_that_keeps_far_tokens_within_the_trained_length(trained
 )
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError), self_extend(MODEL, **{"trained_tokens": 64, **wrong}):
-        pass
-
-
-def test_models_with_windows_of_their_own_are_refused():
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 .* window"), self_extend(tiny_model("gemma3_text")):
         pass

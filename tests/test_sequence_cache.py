@@ -15,6 +15,7 @@ from hf_blend.context.self_extend import self_extend
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.model.capture import capture
+from tests.asking import apart, filled, prompt, rotated
 
 FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text", "deepseek_v3", "gptj")
 TOLERANCE = 1e-5
@@ -22,25 +23,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max
 MODELS = {name: tiny_model(name) for name in FAMILIES}
 
 
-def prompt(tokens, seed=0):
-    return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def filled(model, tokens=24):
-    cache = SequenceCache(model)
-    with torch.no_grad(), cache:
-        model(prompt(tokens), past_key_values=cache)
-    return cache
-
-
 def direct(model, cache):
     """Layer-0 K and V, which do not depend on context, computed at the positions of the active sequence."""
     ids, positions = torch.tensor([cache.tokens()]), torch.tensor([cache.positions()])
     return capture(model, ids, positions).layers[0]
-
-
-def apart(got, wanted):
-    return float((got - wanted).abs().max()) if got.numel() else 0.0
 
 
 MOVES = st.lists(
@@ -225,15 +211,6 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was(monkeypatch):
     assert torch.equal(got, wanted)
 
 
-def turned(keys, delta):
-    """Llama's rotation by a difference of positions, written out."""
-    half = keys.shape[-1] // 2
-    angles = delta * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    first, second = keys[..., :half].double(), keys[..., half:].double()
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).float()
-
-
 def test_a_shift_drops_half_and_goes_on_as_a_cache_moved_by_hand():
     model, ids, more = MODELS["llama"], prompt(40), prompt(2, seed=5)
     cache, by_hand = ShiftCache(model, window_tokens=40, keep_tokens=4), DynamicCache()
@@ -242,7 +219,7 @@ def test_a_shift_drops_half_and_goes_on_as_a_cache_moved_by_hand():
         got = model(more, past_key_values=cache).logits
         model(ids, past_key_values=by_hand)
         for layer in by_hand.layers:
-            layer.keys = torch.cat([layer.keys[:, :, :4], turned(layer.keys[:, :, 22:], -18)], 2)
+            layer.keys = torch.cat([layer.keys[:, :, :4], rotated(layer.keys[:, :, 22:], -18).float()], 2)
             layer.values = torch.cat([layer.values[:, :, :4], layer.values[:, :, 22:]], 2)
         wanted = model(more, past_key_values=by_hand).logits
     assert apart(got, wanted) <= 2e-5

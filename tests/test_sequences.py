@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
+from tests.asking import apart, filled, prompt
 
 FAMILIES = [
     ("llama", "sdpa"),
@@ -21,17 +22,6 @@ TOLERANCE = 2e-5
 MODELS = {"llama": tiny_model("llama")}
 
 
-def prompt(tokens, seed=0, rows=1):
-    return torch.randint(3, 100, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def filled(model, tokens=24, **settings):
-    cache = SequenceCache(model, **settings)
-    with torch.no_grad(), cache:
-        model(prompt(tokens), past_key_values=cache)
-    return cache
-
-
 @torch.no_grad()
 def alone(model, ids, more, start=0):
     """Logits of `more` behind `ids`, which may be empty, in a stock cache, with the first token at a position."""
@@ -39,10 +29,6 @@ def alone(model, ids, more, start=0):
     if ids:
         model(torch.tensor([ids]), past_key_values=cache, position_ids=places[:, : len(ids)])
     return model(torch.tensor([more]), past_key_values=cache, position_ids=places[:, len(ids) :]).logits[0]
-
-
-def apart(got, expected):
-    return float((got - expected).abs().max())
 
 
 @torch.no_grad()

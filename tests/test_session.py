@@ -13,6 +13,7 @@ from worlds import REFERENCE
 
 from hf_blend import ConfigError, SequenceCache, StoreError
 from hf_blend.context.session import load_session, save_session
+from tests.asking import prompt
 from tests.forging import forged, sealed_header, taken_apart
 
 MODEL = tiny_model("llama")
@@ -21,10 +22,6 @@ MODEL = tiny_model("llama")
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(REFERENCE)
-
-
-def prompt(tokens, seed=0):
-    return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def conversation(model, tokens=20):

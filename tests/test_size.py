@@ -9,7 +9,6 @@ import torch
 from tiny_models import tiny_model
 from transformers import AutoConfig, DynamicCache
 
-from hf_blend.cli.main import main
 from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, UnsupportedModelError
 
@@ -58,17 +57,15 @@ def test_numbers_below_one_are_refused(wrong):
         cache_size(AutoConfig.for_model("llama"), **wrong)
 
 
-def test_the_command_says_so_in_json(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["size", "tiny:llama", "--context", "100", "--batch", "3", "--dtype", "bfloat16", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert not ended.value.code
+def test_the_command_says_so_in_json(run):
+    code, out, _ = run(*"size tiny:llama --context 100 --batch 3 --dtype bfloat16 --json".split())
+    found = json.loads(out)
+    assert not code
     assert found["cache_bytes"] == 3 * 100 * found["bytes_per_token"]
     assert found["requests_that_fit"] == found["free_memory_bytes"] * 3 // found["cache_bytes"]
 
 
-def test_an_unknown_dtype_is_refused_with_a_suggestion(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["size", "tiny:llama", "--dtype", "bfloat"])
-    assert ended.value.code == 2
-    assert "bfloat16" in capsys.readouterr().err
+def test_an_unknown_dtype_is_refused_with_a_suggestion(run):
+    code, _, err = run("size", "tiny:llama", "--dtype", "bfloat")
+    assert code == 2
+    assert "bfloat16" in err

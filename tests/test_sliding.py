@@ -10,18 +10,17 @@ from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from hf_blend import BlendCache, ChunkStore
-from hf_blend.cache.layers import ROOM_TOKENS, BlendLayer, BlendSlidingLayer
+from hf_blend.cache.layers import ROOM_TOKENS, BlendSlidingLayer
 from hf_blend.errors import ConfigError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.verify.full_recompute import fused_ratio
 from hf_blend.verify.model_under_test import ModelUnderTest
+from tests.asking import generated, prefill, prepared
 from tests.conftest import slow_but
 
 WINDOW = 16  # of every model in the zoo
 FOUR_WINDOWS = {"chunks": (12, 15, 20), "question": 12}  # with BOS and a prefix of 4: 64 tokens
 BATCH = (FOUR_WINDOWS, {"chunks": (29, 9), "seed": 1}, {"chunks": (7,), "seed": 2, "question": 5})
-GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
 FAMILIES = ("mistral", "gemma3_text", "cohere2", "gpt_oss", "olmo3")  # windows everywhere; beside full layers; …
 families = pytest.mark.parametrize("family", slow_but("mistral", "gemma3_text", "gpt_oss", among=FAMILIES))
 everywhere = pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -36,21 +35,7 @@ def model_of(family, attention="eager"):
     return model
 
 
-def prepared(model, tokenizer, requests, kept=None, **settings):
-    cache = BlendCache(model, kept or ChunkStore.open("memory://"), **settings)
-    given = requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
-    return cache, cache.inputs(tokenizer, **given)
-
-
-def run(model, inputs, cache=None, **changes):
-    return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **changes})
-
-
-@torch.no_grad()
-def prefill(model, inputs, cache):
-    cache.get_seq_length()
-    places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    return model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=1).logits
+run = functools.partial(generated, max_new_tokens=40)
 
 
 def sliding(cache):
@@ -62,14 +47,14 @@ def sliding(cache):
     ("attention", "batch"),
     [("eager", 1), ("sdpa", 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("eager", 3), ("sdpa", 1)))],
 )
-def test_a_prompt_of_four_windows_is_exact(pieces, tokenizer, family, attention, batch):
+def test_a_prompt_of_four_windows_is_exact(pieces, family, attention, batch):
     model, requests = model_of(family, attention), [pieces(**one) for one in BATCH[:batch]]
-    cache, inputs = prepared(model, tokenizer, requests, recompute_ratio=1.0)
+    cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
     assert inputs["input_ids"].shape[1] == 4 * WINDOW
     error = (prefill(model, inputs, cache) - prefill(model, inputs, DynamicCache(config=model.config))).abs().max()
     assert error <= 1e-5
     assert cache.report.reusable_tokens > 0
-    cache, inputs = prepared(model, tokenizer, requests, recompute_ratio=1.0)
+    cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
     assert torch.equal(run(model, inputs, cache), run(model, inputs))
 
 
@@ -81,9 +66,9 @@ def test_scattered_rows_see_their_windows(family, attention):
 
 
 @families
-def test_a_window_and_the_answer_is_all_that_is_held(pieces, tokenizer, family):
+def test_a_window_and_the_answer_is_all_that_is_held(pieces, family):
     model = model_of(family)
-    cache, inputs = prepared(model, tokenizer, [pieces(**FOUR_WINDOWS)])
+    cache, inputs = prepared(model, pieces(**FOUR_WINDOWS))
     prefill(model, inputs, cache)
     assert cache.is_sliding == DynamicCache(config=model.config).is_sliding
     token = sum(states[:, :, :1].nbytes for states in (cache.layers[0].keys, cache.layers[0].values))
@@ -92,7 +77,7 @@ def test_a_window_and_the_answer_is_all_that_is_held(pieces, tokenizer, family):
         assert layer.get_seq_length() == 4 * WINDOW
         assert layer.keys.shape[2] == WINDOW - 1
         assert layer.nbytes <= WINDOW * token
-    cache, inputs = prepared(model, tokenizer, [pieces(**FOUR_WINDOWS)])
+    cache, inputs = prepared(model, pieces(**FOUR_WINDOWS))
     run(model, inputs, cache)
     for layer in cache.layers:
         assert layer.get_seq_length() == 4 * WINDOW + 39
@@ -104,20 +89,20 @@ def test_a_window_and_the_answer_is_all_that_is_held(pieces, tokenizer, family):
 
 @pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 13}])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
-def test_windows_roll_in_every_mode(pieces, tokenizer, family, mode):
+def test_windows_roll_in_every_mode(pieces, family, mode):
     model = model_of(family, "sdpa")
-    cache, inputs = prepared(model, tokenizer, [pieces(**FOUR_WINDOWS)], recompute_ratio=1.0)
+    cache, inputs = prepared(model, pieces(**FOUR_WINDOWS), recompute_ratio=1.0)
     assert torch.equal(run(model, inputs, cache, **mode), run(model, inputs, **mode))
     assert cache.report.reusable_tokens > 0
 
 
 @torch.no_grad()
-def test_an_exception_puts_the_windows_back(pieces, tokenizer, monkeypatch):
+def test_an_exception_puts_the_windows_back(pieces, monkeypatch):
     model, request = zoo_model("gemma3_text"), pieces(**FOUR_WINDOWS)
-    cache, inputs = prepared(model, tokenizer, [request])
+    cache, inputs = prepared(model, request)
     output = run(model, inputs, cache)
     before = [(layer.keys.clone(), layer.get_seq_length(), layer.get_mask_sizes(5)) for layer in cache.layers]
-    inputs = cache.inputs(tokenizer, chunks=pieces((20, 11), seed=4)["chunks"], question=[5, 6, 7], history=output)
+    inputs = cache.inputs(None, chunks=pieces((20, 11), seed=4)["chunks"], question=[5, 6, 7], history=output)
     with monkeypatch.context() as patch:
         patch.setattr(decoder_layers(model)[3].mlp, "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -170,9 +155,9 @@ def test_rolling_copies_the_window_once_per_room():
     assert len(places) <= 3
 
 
-def test_a_crop_into_a_forgotten_window_is_refused_and_changes_nothing(pieces, tokenizer):
+def test_a_crop_into_a_forgotten_window_is_refused_and_changes_nothing(pieces):
     model = model_of("gemma3_text")
-    cache, inputs = prepared(model, tokenizer, [pieces(**FOUR_WINDOWS)])
+    cache, inputs = prepared(model, pieces(**FOUR_WINDOWS))
     prefill(model, inputs, cache)
     with pytest.raises(ConfigError, match=r"(?s)crop\(-1\).*window of 16.*keeps 15 of 64.*activate_past_recording"):
         cache.crop(-1)
@@ -203,9 +188,3 @@ def test_a_snapshot_brings_back_an_empty_and_a_rolled_window():
     assert layer.get_seq_length() == 20
     layer.restore(empty)
     assert (layer.get_seq_length(), layer.is_initialized) == (0, False)
-
-
-def test_models_without_windows_have_plain_layers(shared_model):
-    cache = BlendCache(shared_model(), ChunkStore.open("memory://"))
-    assert [type(layer) for layer in cache.layers] == [BlendLayer] * 4
-    assert not any(cache.is_sliding)

@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
+from tests.asking import prompt
 
 ROOM = 128  # tokens of the static buffers
 HELD = 100  # tokens of the prompt: some groups of kv_bits are packed
@@ -112,10 +113,6 @@ def model():
     return tiny_model("llama")
 
 
-def ids(tokens, seed, rows=1):
-    return torch.randint(3, 100, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
 @torch.no_grad()
 def forward(one, tokens):
     with one if isinstance(one, SequenceCache) else nullcontext():
@@ -130,7 +127,7 @@ def made(kind, state):
 
 def begun(one, state):
     if state == "filled":
-        forward(one, ids(HELD, 0))
+        forward(one, prompt(HELD, 0))
     return one
 
 
@@ -200,7 +197,7 @@ def test_each_method_gives_what_stock_gives_or_differs_as_the_docs_say(kind, sta
                 wrong.append((name, number, "length", own.get_seq_length(), other.get_seq_length()))
                 continue
             rows = ROWS.get(name, 1)
-            logits = [forward(one, ids(3, 1, rows)) for one in (own, other)]
+            logits = [forward(one, prompt(3, 1, rows)) for one in (own, other)]
             apart = float((logits[0] - logits[1]).abs().max() / logits[1].abs().max())
             if not apart <= NOISE[kind]:
                 wrong.append((name, number, "logits", apart))
@@ -219,7 +216,7 @@ def test_a_number_of_tokens_to_keep_is_refused_by_crop_as_by_stock(kind):
 def test_after_a_reset_another_prompt_is_answered_as_by_a_new_cache(kind):
     used = made(kind, "filled")
     used.reset()
-    asked, greedy = ids(9, 5), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    asked, greedy = prompt(9, 5), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     new = model().generate(asked, past_key_values=made(kind, "empty"), **greedy)
     assert torch.equal(model().generate(asked, past_key_values=used, **greedy), new)
     assert used.get_seq_length() == 14

@@ -29,7 +29,7 @@ LEFT = {
     "Hear": 1,
     "learn": 1,
     "unturned": 1,
-    "wanted": 24,
+    "wanted": 22,
     "kept": 19,
     "picked": 1,
     "weigh": 1,
@@ -37,11 +37,11 @@ LEFT = {
     "expect": 5,
     "few": 3,
     "shown": 13,
-    "asked": 47,
+    "asked": 46,
     "place": 52,
     "places": 23,
-    "regime": 2,
-    "seen": 29,
+    "regime": 1,
+    "seen": 21,
     "slot": 6,
     "slots": 7,
     "whole": 24,
@@ -53,7 +53,7 @@ LEFT = {
     "shelf": 2,
     "scene": 20,
     "approach": 1,
-    "trial": 8,
+    "trial": 7,
 }
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:home|root|mnt|work|Users|tmp)/\w+")
 

@@ -33,19 +33,6 @@ JOINS = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tiny_model):
-    tokenizers = {kind: small_tokenizer(kind) for kind in ("bytes", "spaces")}
-    shape = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
-    return {kind: (tiny_model(vocab_size=len(one), **shape), one) for kind, one in tokenizers.items()}
-
-
-@pytest.fixture
-def known(request, models):
-    """A model and its tokenizer."""
-    return models[getattr(request, "param", "spaces")]
-
-
 @pytest.fixture(autouse=True)
 def each_warning_is_new():
     blend_cache._warn_once.cache_clear()

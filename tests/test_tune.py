@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
-from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError, PluginNotFoundError, PromptError
 from hf_blend.evaluation import tuning
 from hf_blend.evaluation.kl import REUSE, Full, Loss, Measure, Prompt
@@ -219,28 +218,22 @@ def test_bundled_prompts_ask_in_turn_over_pages_that_are_drawn(tokenizer):
     assert {len(set(one.given["chunks"])) for one in made} == {tuning.BUNDLED_PAGES}
 
 
-def run(*words):
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", *map(str, words)])
-    return ended.value.code or 0
-
-
-def test_the_command_prints_one_document_for_a_model_of_ones_own(tmp_path, model_folder, capsys):
+def test_the_command_prints_one_document_for_a_model_of_ones_own(tmp_path, model_folder, run):
     rows = [{**ROW, "id": str(number), "question": f"Who owns it {number}?"} for number in range(4)]
     path = written(tmp_path, *rows)
-    code = run("--model", model_folder, "--prompts", path, "--selector", "boundary@0.5", "--leave", 1, "--json")
-    found = json.loads(capsys.readouterr().out)
+    words = ("--model", model_folder, "--prompts", path, "--selector", "boundary@0.5", "--leave", 1, "--json")
+    code, out, _ = run("tune", *words)
+    found = json.loads(out)
     assert code == 0
     assert {"candidate", "kl", "low", "high", "charged", "ttft_ratio"} <= found["choice"].keys()
     assert [one["candidate"] for one in found["points"]] == ["full reuse", "boundary@0.5"]
     assert (found["choice"]["candidate"], found["choice"]["n"], found["answers"]) == ("full reuse", 2, None)
 
 
-def test_the_command_says_where_answers_cannot_choose_and_where_nothing_is_near_enough(tmp_path, model_folder, capsys):
+def test_the_command_says_where_answers_cannot_choose_and_where_nothing_is_near_enough(tmp_path, model_folder, run):
     rows = [{**ROW, "id": str(number), "question": f"{number}?", "answers": ["xyzzy"]} for number in range(2)]
     words = ("--prompts", written(tmp_path, *rows), "--selector", "random@0.01", "--leave", 0)
-    code = run("--model", model_folder, *words)
-    out, err = capsys.readouterr()
+    code, out, err = run("tune", "--model", model_folder, *words)
     assert code == 1
     assert "full prefill answers 0 of 1: nothing to keep by answers" in err
     assert "No candidate leaves at most 0: the nearest is shown." in err

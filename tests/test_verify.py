@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
 from hf_blend.cache import layers
-from hf_blend.cli.main import main
 from hf_blend.context import self_extend, sequence_cache, tables
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.hybrids import mixer
@@ -363,42 +362,36 @@ def test_verify_refuses_a_model_that_cannot_be_blended_by_its_layer():
         assert verdict.checks == []
 
 
-def run(*words: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", *words])
-    return ended.value.code or 0
-
-
-def test_verify_command_prints_one_json_document_of_a_type_or_a_folder(tmp_path, capsys):
+def test_verify_command_prints_one_json_document_of_a_type_or_a_folder(tmp_path, run):
     model_of("llama").save_pretrained(tmp_path)
     for name, given, count in (
         ("tiny:qwen3", (), 8),
         (str(tmp_path), ("--dtype", "float32", "--attention", "sdpa"), 2),
     ):
-        assert run(name, "--rung", "ratio_1", "--rung", "realign_values", "--json", *given) == 0
-        document = json.loads(capsys.readouterr().out)
+        code, out, _ = run("verify", name, "--rung", "ratio_1", "--rung", "realign_values", "--json", *given)
+        document = json.loads(out)
+        assert code == 0
         assert {"model", "supported", "reason", "rungs"} <= set(document)
         assert (document["model"], document["supported"], document["reason"]) == (name, True, None)
         assert all({"name", "passed", "max_abs_error", "tolerance"} < set(rung) for rung in document["rungs"])
         assert len({(rung["name"], rung["dtype"], rung["attention"]) for rung in document["rungs"]}) == count
 
 
-def test_verify_command_ends_with_1_and_names_what_fails_or_is_refused(monkeypatch, capsys):
-    assert run("tiny:gpt2", "--json") == 1
-    out, err = capsys.readouterr()
-    assert json.loads(out)["rungs"] == []
+def test_verify_command_ends_with_1_and_names_what_fails_or_is_refused(monkeypatch, run):
+    code, out, err = run("verify", "tiny:gpt2", "--json")
+    assert (code, json.loads(out)["rungs"]) == (1, [])
     assert "layer 0 of GPT2LMHeadModel" in err
     monkeypatch.setattr(row_masks, "row_mask", looking_ahead)
-    assert run("tiny:llama", "--dtype", "float32", "--attention", "sdpa", "--rung", "causality", "--json") == 1
-    out, err = capsys.readouterr()
+    code, out, err = run(*"verify tiny:llama --dtype float32 --attention sdpa --rung causality --json".split())
     document = json.loads(out)
-    assert not document["supported"]
+    assert (code, document["supported"]) == (1, False)
     assert not document["rungs"][0]["passed"]
     assert "causality" in document["reason"]
     assert "causality" in err
 
 
 @pytest.mark.parametrize("words", [["tiny:lama"], ["tiny:qwen3", "--rung", "ratio_2"], ["x", "--dtype", "int8"]])
-def test_verify_command_ends_with_2_after_wrong_usage(words, capsys):
-    assert run(*words) == 2
-    assert "Did you mean" in capsys.readouterr().err or "int8" in words
+def test_verify_command_ends_with_2_after_wrong_usage(words, run):
+    code, _, err = run("verify", *words)
+    assert code == 2
+    assert "Did you mean" in err or "int8" in words

@@ -20,11 +20,6 @@ from hf_blend import BlendCache, BlendConfig, ChunkStore, ConfigError, plugins
 from hf_blend.evaluation.bundled import load_model
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return load_model(REFERENCE)
-
-
 def read_back(chunks):
     """The owner of every thing, found from the text alone: an oracle that knows nothing of how it was written."""
     owners, last = {}, {}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore, observer, plugins
 from hf_blend.evaluation.bench.shapes import random_model
-from hf_blend.evaluation.bench.ttft import TtftPlan, _pieces
+from hf_blend.evaluation.bench.ttft import TtftPlan, made_up
 from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading.controller import LoadingController
 from hf_blend.loading.profile import Profile, profile_of, tier_rates
@@ -141,7 +141,7 @@ class _Bench:
         for layer in decoder_layers(self.model):
             layer.mlp.register_forward_pre_hook(observer(self._sleep))
         given = TtftPlan(plan.shape, plan.chunks, plan.chunk_tokens, plan.question_tokens)
-        self._pieces = _pieces(given, self.model.config.vocab_size)
+        self._pieces = made_up(self.model, given)
         self._near, self._far = _FullTier("near"), _FullTier("far")
         half = plan.chunks // 2
         self._keys: list[ChunkKey] = []

@@ -20,7 +20,7 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.evaluation.bench.shapes import text_config, timed_model
 from hf_blend.evaluation.bench.store import forget as forget_entries
-from hf_blend.evaluation.bench.ttft import TtftPlan, _pieces, _run, machine
+from hf_blend.evaluation.bench.ttft import TtftPlan, _run, machine, made_up
 from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading.controller import advise
 from hf_blend.loading.profile import bytes_per_second, profile_of
@@ -41,7 +41,7 @@ def measure_ttft_disk(plan: DiskPlan, progress: Callable[[str], None] | None = N
     """Measure every way at every rate."""
     given = plan
     model = timed_model(given.shape, given.dtype, given.device, given.seed)
-    pieces = _pieces(given, text_config(model).vocab_size)
+    pieces = made_up(model, given)
     lengths = (given.chunks * given.chunk_tokens // 2, given.chunks * given.chunk_tokens)
     with TemporaryDirectory() as folder:
         config = BlendConfig(selector=given.selector)

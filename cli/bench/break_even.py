@@ -6,15 +6,13 @@ from typing import Annotated
 
 import typer
 
-from ..options import RATIO, SELECTOR, Device, TimedDtype, TimedModel, timed
+from ..options import RATIO, SELECTOR, Device, Rounds, Shape, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["break_even"]
 
-Shape = Annotated[str, typer.Option(help="Shape of the model; its weights are random.")]
 Tokens = Annotated[list[int], typer.Option("--tokens", min=4, help="Tokens of the documents; may be repeated.")]
 Methods = Annotated[list[str], typer.Option("--method", help="A selector with @ and a ratio; may be repeated.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")]
 
 
 def break_even(
@@ -34,10 +32,10 @@ def break_even(
         hf-blend bench break-even --tokens 256 --tokens 1024  # slow
     """
     from hf_blend.evaluation.bench.break_even import BreakEvenPlan, measure_break_even
-    from hf_blend.evaluation.bundled import choose_device
 
-    shape = timed(shape, model)
-    where = str(choose_device(device))
-    plan = BreakEvenPlan(shape, tuple(sorted(tokens)), methods=tuple(method), rounds=rounds, dtype=dtype, device=where)
+    shape, device = timed(shape, model, device)
+    plan = BreakEvenPlan(
+        shape, tuple(sorted(tokens)), methods=tuple(method), rounds=rounds, dtype=dtype, device=device
+    )
     found = measure_break_even(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, short prompts", header=True)

@@ -6,15 +6,13 @@ from typing import Annotated
 
 import typer
 
-from ..options import Device, TimedDtype, TimedModel, timed
+from ..options import Device, Rounds, Shape, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["decode"]
 
-Shape = Annotated[str, typer.Option(help="Shape of the model; its weights are random.")]
 Contexts = Annotated[list[int], typer.Option("--context", min=1, help="Tokens in the cache; may be repeated.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Tokens decoded in a turn.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Turns of each cache; the median counts.")]
 
 
 def decode(
@@ -34,9 +32,7 @@ def decode(
         hf-blend bench decode --context 4096  # slow
     """
     from hf_blend.evaluation.bench.decode import DecodePlan, measure_decode
-    from hf_blend.evaluation.bundled import choose_device
 
-    shape = timed(shape, model)
-    where = str(choose_device(device))
-    found = measure_decode(DecodePlan(shape, tuple(context), tokens, rounds, dtype, device=where), progress=say)
+    shape, device = timed(shape, model, device)
+    found = measure_decode(DecodePlan(shape, tuple(context), tokens, rounds, dtype, device=device), progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, decoding", header=True)

@@ -6,15 +6,13 @@ from typing import Annotated
 
 import typer
 
-from ..options import Device, TimedDtype, TimedModel, timed
+from ..options import Device, Rounds, Shape, TimedDtype, TimedModel, timed
 from ..output import Json, say, show
 
 __all__ = ["overhead"]
 
-Shape = Annotated[str, typer.Option(help="Shape of the model; its weights are random.")]
 Tokens = Annotated[int, typer.Option(min=64, help="Tokens in all chunks together.")]
 Chunks = Annotated[list[int], typer.Option("--chunks", min=1, help="Number of chunks; may be repeated.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often host time is measured; the median counts.")]
 
 
 def overhead(
@@ -36,10 +34,8 @@ def overhead(
         hf-blend bench overhead  # slow
     """
     from hf_blend.evaluation.bench.overhead import OverheadPlan, measure_overhead
-    from hf_blend.evaluation.bundled import choose_device
 
-    shape = timed(shape, model)
-    where = str(choose_device(device))
-    plan = OverheadPlan(shape, tokens, chunks=tuple(chunks), rounds=rounds, dtype=dtype, device=where)
+    shape, device = timed(shape, model, device)
+    plan = OverheadPlan(shape, tokens, chunks=tuple(chunks), rounds=rounds, dtype=dtype, device=device)
     found = measure_overhead(plan, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, host cost of a prefill", header=True)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..options import Rounds
 from ..output import Json, say, show
 
 __all__ = ["store"]
@@ -14,7 +15,6 @@ __all__ = ["store"]
 Entries = Annotated[int, typer.Option(min=1, help="Large entries that are read.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Tokens in each.")]
 Small = Annotated[int, typer.Option(min=1, help="Tiny entries that a store is opened with.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")]
 Folder = Annotated[Path | None, typer.Option(help="Where to write; the default is a temporary folder.")]
 
 

@@ -3,24 +3,22 @@
 """Time to the first token."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ..options import SELECTOR, Device, Selector, TimedDtype, TimedModel, timed
-from ..output import Json, say, show
+from ..options import SELECTOR, Device, Rounds, Selector, Shape, TimedDtype, TimedModel, timed
+from ..output import Json, rounded, say, show
 
 __all__ = ["ttft"]
 
 RATIOS = [1.0, 0.15, 0.05, 0.0]
 
-Shape = Annotated[str, typer.Option(help="Shape of the model; its weights are random.")]
 Chunks = Annotated[int, typer.Option(min=1, help="Chunks before the question.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens in each chunk.")]
 QuestionTokens = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
 Ratios = Annotated[list[float], typer.Option(metavar="RATIO ...", help="Recompute ratios, 0 to 1, as many as wanted.")]
 More = Annotated[list[float] | None, typer.Argument(hidden=True)]  # the ratios behind the first: an option takes one
-Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")]
 Data = Annotated[Path | None, typer.Option(help="JSONL file with real prompts for --model; else ids are made up.")]
 Limit = Annotated[int, typer.Option(min=0, help="The first prompts of the file; 0 is all.")]
 
@@ -51,16 +49,12 @@ def ttft(
         hf-blend bench ttft --shape smollm2-135m --ratios 0.15 0.05  # slow
     """
     from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
-    from hf_blend.evaluation.bundled import choose_device
 
+    shape, device = timed(shape, model, device)
     plan = TtftPlan(
-        timed(shape, model), chunks, chunk_tokens, question_tokens, (*ratios, *(more or ())), selector, rounds, dtype,
-        str(choose_device(device)), data=str(data) if data else None, limit=limit or None,
+        shape, chunks, chunk_tokens, question_tokens, (*ratios, *(more or ())), selector, rounds, dtype, device,
+        data=str(data) if data else None, limit=limit or None,
     )  # fmt: skip
     found = measure_ttft(plan, progress=say)
     title = f"{plan.shape}, full prefill {found['full']['ttft_ms']:.0f} ms"
-    show(found if json else [_readable(row) for row in found["rows"]], as_json=json, title=title, header=True)
-
-
-def _readable(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+    show(found if json else [rounded(row) for row in found["rows"]], as_json=json, title=title, header=True)

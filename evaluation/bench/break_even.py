@@ -5,18 +5,16 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
-from hf_blend.model.placement import input_device
 
-from ..answering import blend_config
-from .shapes import text_config, timed_model, wait_for
+from ..answering import blend_config, ids_of
+from .shapes import first_token, full_inputs, random_pieces, timed_model
 from .ttft import TtftPlan, machine
 
 CHUNKS = 4
@@ -45,17 +43,14 @@ def measure_break_even(plan: BreakEvenPlan, progress: Callable[[str], None] | No
         if progress:
             progress(f"{tokens} tokens")
         rows += _rows(model, plan, tokens)
-    told = machine(
-        TtftPlan(
-            plan.shape, rounds=plan.rounds, dtype=plan.dtype, device=plan.device, selector=", ".join(plan.methods)
-        )
-    )
+    said = TtftPlan(plan.shape, rounds=plan.rounds, dtype=plan.dtype, device=plan.device)
+    told = machine(replace(said, selector=", ".join(plan.methods)))
     found = {method: _break_even([row for row in rows if row["method"] == method]) for method in plan.methods}
     return {"machine": told, "plan": asdict(plan), "rows": rows, "break_even_tokens": found}
 
 
 def _rows(model: nn.Module, plan: BreakEvenPlan, tokens: int) -> list[dict[str, Any]]:
-    pieces = _pieces(plan, tokens, text_config(model).vocab_size)
+    pieces = random_pieces(model, CHUNKS, tokens // CHUNKS, plan.question_tokens, plan.seed)
     store = ChunkStore.open("memory://")
     spent: dict[str, list[float]] = {method: [] for method in (FULL, *plan.methods)}
     for _ in range(plan.rounds + 1):  # the first round warms up and fills the store
@@ -64,7 +59,7 @@ def _rows(model: nn.Module, plan: BreakEvenPlan, tokens: int) -> list[dict[str, 
     medians = {method: statistics.median(times[1:]) for method, times in spent.items()}
     return [
         {
-            "prompt_tokens": 1 + tokens + plan.question_tokens,
+            "prompt_tokens": len(ids_of(None, pieces)),
             "method": method,
             "full_ms": medians[FULL],
             "ttft_ms": medians[method],
@@ -74,26 +69,16 @@ def _rows(model: nn.Module, plan: BreakEvenPlan, tokens: int) -> list[dict[str, 
     ]
 
 
-def _pieces(plan: BreakEvenPlan, tokens: int, vocabulary: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(plan.seed)
-    ids = torch.randint(3, vocabulary, (tokens + plan.question_tokens,), generator=generator).tolist()
-    size = tokens // CHUNKS
-    chunks = [ids[start : start + size] for start in range(0, tokens, size)]
-    return {"prefix": [1], "chunks": chunks, "question": ids[tokens:]}
-
-
 def _ttft_ms(model: nn.Module, store: ChunkStore, pieces: dict[str, Any], method: str) -> float:
     started = time.perf_counter()
     if method == FULL:
-        ids = [*pieces["prefix"], *(token for chunk in pieces["chunks"] for token in chunk), *pieces["question"]]
-        inputs: Any = {"input_ids": torch.tensor([ids], device=input_device(model))}
-        cache = None
+        cache: Any = None
+        inputs: Any = full_inputs(model, pieces)
     else:
         name, _, ratio = method.partition("@")
         cache = BlendCache(model, store, blend_config(name, recompute_ratio=float(ratio)))
         inputs = cache.inputs(None, **pieces)
-    model.generate(**inputs, past_key_values=cache, do_sample=False, min_new_tokens=1, max_new_tokens=1)
-    wait_for(model)
+    first_token(model, cache, inputs)
     return 1e3 * (time.perf_counter() - started)
 
 

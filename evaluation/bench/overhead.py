@@ -10,7 +10,7 @@ depend on the machine; the time is that of a model so small that arithmetic does
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.model import row_masks
-from hf_blend.model.placement import input_device
 from hf_blend.prefill.report import BlendReport
 
-from .shapes import text_config, timed_model, wait_for
+from .shapes import first_token, full_inputs, random_pieces, text_config, timed_model
 
 WAITING = (
     *("tolist", "item", "cpu", "numpy", "nonzero", "equal", "unique"),
@@ -116,31 +115,16 @@ def _runs(
     model: nn.Module, plan: OverheadPlan, setting: tuple[str, float], chunks: int, tokens: int
 ) -> tuple[Callable[[], Any], Callable[[], Any], BlendReport]:
     """A blended and a stock prefill of one prompt, and the report of the first, which computed the chunks."""
-    pieces, ids = _prompt(plan, chunks, max(1, tokens // chunks), text_config(model).vocab_size)
-    ids = ids.to(input_device(model))
+    pieces = random_pieces(model, chunks, max(1, tokens // chunks), plan.question_tokens, plan.seed)
+    stock = full_inputs(model, pieces)
     store = ChunkStore.open("memory://", memory_bytes=8 << 30)
 
     def blend() -> BlendCache:
         cache = BlendCache(model, store, selector=setting[0], recompute_ratio=setting[1])
-        _first_token(model, cache, cache.inputs(None, **pieces))
+        first_token(model, cache, cache.inputs(None, **pieces))
         return cache
 
-    return blend, lambda: _first_token(model, None, {"input_ids": ids}), blend().report
-
-
-def _prompt(
-    plan: OverheadPlan, chunks: int, chunk_tokens: int, vocabulary: int
-) -> tuple[dict[str, Any], torch.Tensor]:
-    generator = torch.Generator().manual_seed(plan.seed)
-    draw = lambda tokens: torch.randint(3, vocabulary, (tokens,), generator=generator).tolist()  # noqa: E731
-    texts, question = [draw(chunk_tokens) for _ in range(chunks)], draw(plan.question_tokens)
-    ids = torch.tensor([[1, *(token for text in texts for token in text), *question]])
-    return {"prefix": [1], "chunks": texts, "question": question}, ids
-
-
-def _first_token(model: Any, cache: Any, inputs: Mapping[str, Any]) -> None:
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=1, min_new_tokens=1, do_sample=False)
-    wait_for(model)
+    return blend, lambda: first_token(model, None, stock), blend().report
 
 
 @torch.no_grad()

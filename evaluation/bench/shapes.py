@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models to time: of a known shape with random weights, since speed does not depend on them, or one of the user's."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from hf_blend.errors import ConfigError, suggest
 from hf_blend.model.placement import input_device
 
+from ..answering import ids_of
 from ..bundled import choose_dtype, open_model
 
 OWN = "model:"  # before the path or id of a model that is no shape
@@ -55,6 +57,25 @@ def timed_model(shape: str, dtype: str, device: str, seed: int = 0) -> nn.Module
         return open_model(shape.removeprefix(OWN), device, dtype).load()
     kind = choose_dtype(dtype)
     return random_model(shape, kind if isinstance(kind, torch.dtype) else torch.float32, device, seed)
+
+
+def random_pieces(model: nn.Module, chunks: int, chunk_tokens: int, question_tokens: int, seed: int) -> dict[str, Any]:
+    """Make up the ids of a prompt: BOS, chunks and a question."""
+    generator, vocabulary = torch.Generator().manual_seed(seed), text_config(model).vocab_size
+    draw = lambda tokens: torch.randint(3, vocabulary, (tokens,), generator=generator).tolist()  # noqa: E731
+    made = [draw(chunk_tokens) for _ in range(chunks)]
+    return {"prefix": [1], "chunks": made, "question": draw(question_tokens)}
+
+
+def full_inputs(model: nn.Module, pieces: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What `generate` is given for a full prefill of a prompt."""
+    return {"input_ids": torch.tensor([ids_of(None, pieces)], device=input_device(model))}
+
+
+def first_token(model: Any, cache: Any, inputs: Mapping[str, Any]) -> None:
+    """Generate one token, and wait for it."""
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=1, min_new_tokens=1, do_sample=False)
+    wait_for(model)
 
 
 def text_config(model: nn.Module) -> Any:

@@ -91,7 +91,7 @@ def _read(plan: StorePlan, root: Path, keys: list[ChunkKey], cold: bool) -> dict
         for key in keys:
             path = paths[key.digest]
             for way in ("raw", "read"):
-                _prepare(path, cold)
+                forget_file(path) if cold else path.read_bytes()
                 started = time.perf_counter()
                 nbytes = _raw(path) if way == "raw" else _verified(tier, path, key)
                 rates[way].append(nbytes / MB / (time.perf_counter() - started))
@@ -99,21 +99,10 @@ def _read(plan: StorePlan, root: Path, keys: list[ChunkKey], cold: bool) -> dict
     return {"read_mb_s": read, "raw_mb_s": raw, "share_of_raw_read": read / raw}
 
 
-def _prepare(path: Path, cold: bool) -> None:
-    if not cold:
-        path.read_bytes()
-        return
-    forget_file(path)
-
-
 def _raw(path: Path) -> int:
-    handle = os.open(path, os.O_RDONLY)
-    buffer = torch.empty(os.fstat(handle).st_size, dtype=torch.uint8)
-    view, start = memoryview(buffer.numpy()), 0
-    while start < len(view):
-        start += os.preadv(handle, [view[start:]], start)
-    os.close(handle)
-    return start
+    buffer = torch.empty(path.stat().st_size, dtype=torch.uint8)
+    with path.open("rb", buffering=0) as file:
+        return file.readinto(buffer.numpy())
 
 
 def _verified(tier: Any, path: Path, key: ChunkKey) -> int:

@@ -20,7 +20,7 @@ from hf_blend.version import __version__
 from ..answering import ids_of, inputs_of
 from ..bundled import open_model
 from ..tuning import read_prompts
-from .shapes import OWN, text_config, timed_model
+from .shapes import OWN, random_pieces, timed_model
 
 DECODED_TOKENS = 24
 FULL = "full"
@@ -75,7 +75,7 @@ def measure_ttft(plan: TtftPlan, progress: Any = None) -> dict[str, Any]:
     """Measure full prefill and blending at every ratio, in turn, several times over."""
     tokenizer, prompts = _real_prompts(plan) if plan.data else (None, [])
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
-    prompts = prompts or [_pieces(plan, text_config(model).vocab_size)]
+    prompts = prompts or [made_up(model, plan)]
     runs: dict[Any, list[dict[str, Any]]] = {key: [] for key in (FULL, *plan.ratios)}
     for count, given in enumerate(prompts, 1):
         store = ChunkStore.open("memory://", memory_bytes=64 << 30)
@@ -101,11 +101,9 @@ def _real_prompts(plan: TtftPlan) -> tuple[Any, list[dict[str, Any]]]:
     return source.tokenizer, [one.given for one in found]
 
 
-def _pieces(plan: TtftPlan, vocabulary: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(plan.seed)
-    draw = lambda tokens: torch.randint(3, vocabulary, (tokens,), generator=generator).tolist()  # noqa: E731
-    chunks = [draw(plan.chunk_tokens) for _ in range(plan.chunks)]
-    return {"prefix": [1], "chunks": chunks, "question": draw(plan.question_tokens)}
+def made_up(model: nn.Module, plan: TtftPlan) -> dict[str, Any]:
+    """Make up a prompt of a plan's size."""
+    return random_pieces(model, plan.chunks, plan.chunk_tokens, plan.question_tokens, plan.seed)
 
 
 def _run(

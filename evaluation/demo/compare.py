@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
-from hf_blend import ChunkStore
+from hf_blend import ChunkStore, plugins
 from hf_blend.errors import PromptError
 
 from ..answering import FULL_PREFILL, FULL_REUSE, Method, chunks_of
@@ -17,7 +17,7 @@ from ..documents import unknown_words
 from ..inspecting import Inspector
 from .shelf import Loaded, ModelCache
 from .visitors import Limits
-from .wish import DemoRequest, first_wish, prepare, says
+from .wish import DemoRequest, first_wish, prepare
 
 POLL_S = 0.02
 
@@ -45,11 +45,6 @@ class DemoState:
     columns: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     failed: bool = False
-
-    @property
-    def wins(self) -> bool:
-        """Whether full prefill and blending are right where full reuse is wrong."""
-        return tuple(one.correct for one in self.panels) == (True, False, True)
 
 
 def compare(loaded: Loaded, store: ChunkStore, wish: DemoRequest, limits: Limits) -> Iterator[DemoState]:
@@ -114,7 +109,8 @@ def _one(
     for told in streamed(run):
         if isinstance(told, Reply):
             row, marks = told.row, tuple(told.tokens) if told.answer.report else scene.tokens
-            correct = None if asked.wanted is None else says(row["answer"], asked.wanted)
+            rule = plugins.load("evaluation.scores", "containment")()
+            correct = None if asked.wanted is None else bool(rule.one(row["answer"], asked.wanted))
             done = Panel(method.name, "done", row["answer"], row["ttft_ms"], row["charged_budget"], correct)
             yield replace(_with_panel(scene, place, done), tokens=marks)
         else:
@@ -128,7 +124,7 @@ def _verdict(scene: DemoState) -> str:
     if not (full.ttft_ms and blend.ttft_ms and blend.ttft_ms < full.ttft_ms):
         return ""
     speed = f"{full.ttft_ms / blend.ttft_ms:.1f} x as fast as full prefill"
-    if scene.wins:
+    if (full.correct, reuse.correct, blend.correct) == (True, False, True):
         return f"Blending gave the right answer {speed}; full reuse got it wrong."
     if full.correct is not None:
         return f"Blending began its answer {speed}."

@@ -79,7 +79,7 @@ def quality() -> str:
     return chart(json.loads((files(__package__) / "quality.json").read_text("utf-8")))
 
 
-def chart(document: dict[str, Any], background: str | None = None) -> str:
+def chart(document: dict[str, Any]) -> str:
     """Draw the divergence that is left against the charged share."""
     lines = [
         Line(
@@ -95,7 +95,6 @@ def chart(document: dict[str, Any], background: str | None = None) -> str:
         y_label="KL, of full reuse's",
         most_x=document["most_charged"],
         most_y=document["most_kl"],
-        background=background,
     )
 
 

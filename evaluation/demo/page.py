@@ -51,13 +51,7 @@ COPY = "\n  navigator.clipboard?.writeText(location.href);"
 
 @dataclass
 class Demo:
-    """What the page does when something is pressed, without the page.
-
-    Attributes:
-        shelf: the models.
-        visitors: limits and stores.
-        model: name of the model that the page begins with; empty is smollm2.
-    """
+    """What the page does when something is pressed, without the page; it begins with `model`, or smollm2."""
 
     shelf: ModelCache = field(default_factory=ModelCache)
     visitors: Visitors = field(default_factory=Visitors)

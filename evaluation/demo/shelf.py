@@ -17,11 +17,10 @@ from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, HfBlendError, MissingExtraError
 from hf_blend.model_names import PACKAGED, locate
 
-from ..bundled import REAL, ModelSource, open_model
+from ..bundled import REAL, ModelSource, first_line, open_model
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 FAILURES = (ImportError, LookupError, OSError, RuntimeError, ValueError)
-MOST_LETTERS = 300  # of somebody else's message
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ class ModelCache:
             raise
         except FAILURES as error:
             raise ConfigError(
-                f"the model {name!r} cannot be loaded: {_short(error)} Give the id of a causal language model on the "
-                "hub, such as HuggingFaceTB/SmolLM2-135M-Instruct, or leave the box empty for smollm2."
+                f"the model {name!r} cannot be loaded: {first_line(error)} Give the id of a causal language model on "
+                "the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct, or leave the box empty for smollm2."
             ) from error
         BlendCache(model, ChunkStore.open("memory://"))  # raises if it is not exact
         return Loaded(name, model, source)
@@ -122,9 +121,3 @@ def _located(name: str) -> str:
         return locate(name)
     except MissingExtraError:
         return PACKAGED[name].hub_id
-
-
-def _short(error: BaseException) -> str:
-    """The first line of a message, not too long, and ended."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{line[:MOST_LETTERS].rstrip('. ')}."

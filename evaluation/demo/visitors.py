@@ -17,20 +17,10 @@ FILLED = 0.95  # of a store; the rest is for rotary tables, which are kept besid
 
 @dataclass(frozen=True)
 class Limits:
-    """What the page takes from one visitor.
+    """What the page takes from one visitor: letters of all documents together, in the box or in files.
 
-    Attributes:
-        document_letters: all documents together, as far as they are not in files.
-        file_letters: all files together.
-        file_bytes: of one file.
-        files: how many.
-        question_letters: of the question.
-        prompt_tokens: of documents and question, as the model counts; fewer where a store holds fewer.
-        chunk_tokens: at which a document is cut.
-        new_tokens: where an answer is cut.
-        answers_per_minute: comparisons and changes of the slider.
-        store_bytes: KV that is kept for one visitor; all chunks of a prompt fit, however many bytes a token takes.
-        visitors: whose KV is kept; the one who was away longest is forgotten first.
+    All chunks of a prompt fit `store_bytes`, however many bytes a token takes. Of more `visitors` than these the one
+    who was away longest is forgotten.
     """
 
     document_letters: int = 20_000

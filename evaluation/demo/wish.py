@@ -58,12 +58,6 @@ def first_wish() -> DemoRequest:
     return DemoRequest(story["documents"], next(iter(story["questions"])), FIRST_RATIO)
 
 
-def says(text: str, expected: str) -> bool:
-    """Return True if an answer has the words that are expected, one after the other, among others or alone."""
-    said, words = re.findall(r"\w+", text.lower()), re.findall(r"\w+", expected.lower())
-    return any(said[start : start + len(words)] == words for start in range(len(said)))
-
-
 def selectors() -> dict[str, str]:
     """The selectors that a visitor may choose: name → what it does."""
     return {name: line for name, line in plugins.describe("selectors").items() if name not in RESEARCH}

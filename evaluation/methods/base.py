@@ -24,7 +24,7 @@ from hf_blend.prefill.report import BlendReport
 from hf_blend.prompt.pieces import Prompt, batch
 from hf_blend.prompt.tokenizer import front_ids
 
-from ..answering import AnswerStreamer
+from ..answering import AnswerStreamer, ends_of
 from ..tasks.base import Sample
 
 
@@ -48,14 +48,10 @@ class Outcome:
 class EvalMethod(ABC):
     """Answers samples with one model."""
 
-    takes_ratio: ClassVar[bool] = False
     answers_together: ClassVar[bool] = True  # several samples side by side
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, store: ChunkStore, max_new_tokens: int, ratio: float | None = None
-    ) -> None:
-        self.model, self.tokenizer, self.store = model, tokenizer, store
-        self.max_new_tokens, self.ratio = max_new_tokens, ratio
+    def __init__(self, model: nn.Module, tokenizer: Any, store: ChunkStore, max_new_tokens: int) -> None:
+        self.model, self.tokenizer, self.store, self.max_new_tokens = model, tokenizer, store, max_new_tokens
 
     @abstractmethod
     def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
@@ -125,16 +121,12 @@ class EvalMethod(ABC):
 
     @property
     def _pad(self) -> int:
-        pad, ends = getattr(self.tokenizer, "pad_token_id", None), self._ends()
+        pad, ends = getattr(self.tokenizer, "pad_token_id", None), ends_of(self.model)
         return pad if pad is not None else ends[0] if ends else 0
-
-    def _ends(self) -> list[int]:
-        end = self.model.generation_config.eos_token_id
-        return [] if end is None else [end] if isinstance(end, int) else list(end)
 
     def _until_end(self, ids: list[int]) -> list[int]:
         """An answer up to its end token; what stands behind is padding."""
-        places = [ids.index(end) + 1 for end in self._ends() if end in ids]
+        places = [ids.index(end) + 1 for end in ends_of(self.model) if end in ids]
         return ids[: min(places, default=len(ids))]
 
     def _over(

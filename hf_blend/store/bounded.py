@@ -29,16 +29,8 @@ class BoundedTier(WrappedTier, Budget):
     What is in the tier is counted when the first object is put, and again every few seconds while objects are put, so
     several processes together may pass the cap by what they put in between.
 
-    Args:
-        tier: the other tier.
-        cap_bytes: None is no cap, or with `spare_bytes` so many more than there are.
-        policy: says which object leaves.
-        index: what is known of the tier.
-        owner: of what is put, and of what is there and begins with `claimed`.
-        claimed: see `owner`; a quota is of the objects of one owner.
-        spare_bytes: see `cap_bytes`.
-        quota_bytes: of the owner's objects.
-        on_evicted: receives the name of what had to leave.
+    The cap is `cap_bytes`, or with `spare_bytes` so many more than there are. `owner` is of what is put, and of what
+    is there and begins with `claimed`; a quota is of the objects of one owner. `on_evicted` gets what had to leave.
     """
 
     def __init__(

@@ -21,17 +21,7 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Caps and ages of a store.
-
-    Attributes:
-        memory_bytes: of the memory tier; None is a quarter of what is available.
-        disk_bytes: of the tier on disk, over all namespaces; None is what it holds and half of what is free.
-        device_bytes: of the memory of a device.
-        quota_bytes: of one namespace in each tier that keeps bytes; None is up to the cap.
-        ttl_s: age in seconds at which a chunk is no longer used; None is never.
-        eviction: name of a policy.
-        queue_bytes: most that may wait to be written to each tier on another machine.
-    """
+    """Caps and ages of a store, as `ChunkStore.open` takes them; `queue_bytes` is for each tier on another machine."""
 
     memory_bytes: int | None = None
     disk_bytes: int | None = None
@@ -68,16 +58,8 @@ class Limits:
     ) -> BoundedTier:
         """Put a tier under its cap: `disk_bytes` where it is on disk, else `cap_bytes`.
 
-        What is known of it survives a restart in the folder's `index`.
-
-        Args:
-            tier: what is put under a cap.
-            folder: of the store, or None.
-            owner: of what this store puts.
-            on_evicted: receives the name of what had to leave.
-            on_fault: receives the reason where the file of the index cannot be used.
-            cap_bytes: of a tier that is not on disk.
-            claimed: what all names of the owner's objects begin with, if no others do.
+        What is known of it survives a restart in the folder's `index`. With `claimed` all names of the owner's objects
+        begin so, and no others.
         """
         on_disk = folder is not None and tier.is_local
         return BoundedTier(

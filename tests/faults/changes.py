@@ -348,13 +348,11 @@ class Changes(FaultClass):
     share = 0.008
 
     def setup(self) -> None:
-        """Draw chunks, and the truth of the model that never changes."""
         self._original = self.world.model
         self._chunks = [self.world.chunks[place][:16] for place in (0, 2)]
         self._truths = [stock_kv(self._original, SINK, ids) for ids in self._chunks]
 
     def inject(self, count: int) -> None:
-        """One change after the other."""
         for _ in range(count):
             kind = self.random.choice([*CHANGES, *SAME])
             in_request = self.random.random() < REQUESTS

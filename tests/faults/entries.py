@@ -30,10 +30,9 @@ class FileFaults(FaultClass):
     """Damages one file of a shelf, asks, and puts the file back."""
 
     def inject(self, count: int) -> None:
-        """So often; then entries must be there as if nothing had been."""
         touched = {}
         for _ in range(count):
-            name, shelf = self.world.shelf(self.random)
+            name, shelf = self.drawn()
             place, way = self.random.randrange(len(shelf.entries)), self.random.choice(WAYS)
             self.outcome.paths[way] += 1
             self.outcome.paths[name] += 1
@@ -44,6 +43,10 @@ class FileFaults(FaultClass):
             verdict = asked(shelf, self.random.choice(shelf.entries), "get", self.random)
             if verdict is not Verdict.RIGHT:
                 self.note("not damaged", Verdict.LOST if verdict is Verdict.MISS else verdict, name)
+
+    def drawn(self) -> tuple[str, ModelCache]:
+        """The shelf of the next fault, with its name."""
+        return self.world.shelf(self.random)
 
     def one(self, shelf: ModelCache, place: int, way: str) -> None:
         """Inject one fault."""
@@ -56,7 +59,6 @@ class Files(FileFaults):
     share = 0.45
 
     def one(self, shelf: ModelCache, place: int, way: str) -> None:
-        """Damage the bytes, or now and then the file."""
         entry, other = shelf.entries[place], shelf.other(self.random, place)
         if self.random.random() < 0.06:
             kind = self.random.choice(list(NODES))
@@ -74,7 +76,6 @@ class Planted(FileFaults):
     share = 0.05
 
     def one(self, shelf: ModelCache, place: int, way: str) -> None:
-        """Put a neighbour in the place."""
         kind, entry, name = self.random.choice(NEIGHBOURS), shelf.entries[place], shelf.folder.name
         if name == "deep":
             kind = "another entry"
@@ -89,7 +90,6 @@ class Headers(FileFaults):
     share = 0.04
 
     def one(self, shelf: ModelCache, place: int, way: str) -> None:
-        """Edit the JSON."""
         entry = shelf.entries[place]
         bad = edited_header(self.random, entry.good)
         entry.path.write_bytes(bad)
@@ -102,7 +102,6 @@ class Changing(FaultClass):
     share = 0.08
 
     def inject(self, count: int) -> None:
-        """Open the stream, change the file, use the layers."""
         changes: dict[str, Callable[[Entry, Entry], None]] = {
             "bytes": self._bytes,
             "cut": self._cut,
@@ -177,31 +176,24 @@ SIGNED_SHELVES = ("signed", "signed int8")
 FORGERIES = ("unsigned", "other secret", "relabelled", "digests mended", "signature of another")
 
 
-class Signed(FaultClass):
+class Signed(FileFaults):
     """Entries under the right key, whole in themselves, with KV of the attacker's choice."""
 
     share = 0.06
 
     def setup(self) -> None:
-        """What the attacker wants to be believed is written when it is first planted."""
         self._forged: dict[tuple[str, int], dict[str, bytes]] = {}
 
-    def inject(self, count: int) -> None:
-        """Plant and ask."""
-        for _ in range(count):
-            name, kind, way = (self.random.choice(one) for one in (SIGNED_SHELVES, FORGERIES, WAYS))
-            shelf = self.world.shelves[name]
-            place = self.random.randrange(len(shelf.entries))
-            entry = shelf.entries[place]
-            if (name, place) not in self._forged:
-                self._forged[name, place] = self._forgeries(name, entry)
-            entry.path.write_bytes(
-                self._mended(entry) if kind == "digests mended" else self._forged[name, place][kind]
-            )
-            self.outcome.paths[name] += 1
-            self.outcome.paths[way] += 1
-            self.judge(kind, lambda: asked(shelf, entry, way, self.random))  # noqa: B023
-            shelf.put_back(place)
+    def drawn(self) -> tuple[str, ModelCache]:
+        name = self.random.choice(SIGNED_SHELVES)
+        return name, self.world.shelves[name]
+
+    def one(self, shelf: ModelCache, place: int, way: str) -> None:
+        name, kind, entry = shelf.folder.name, self.random.choice(FORGERIES), shelf.entries[place]
+        if (name, place) not in self._forged:
+            self._forged[name, place] = self._forgeries(name, entry)
+        entry.path.write_bytes(self._mended(entry) if kind == "digests mended" else self._forged[name, place][kind])
+        self.judge(kind, lambda: asked(shelf, entry, way, self.random))
 
     def _forgeries(self, name: str, entry: Entry) -> dict[str, bytes]:
         turned = tuple((-keys, values.flip(1)) for keys, values in entry.computed.layers)
@@ -236,7 +228,6 @@ class Placed(FaultClass):
     share = 0.01
 
     def setup(self) -> None:
-        """Write every chunk once, to know its name and its bytes."""
         self._roots = [self.folder / "near", self.folder / "far"]
         self._chunks = [drawn_chunk(number) for number in range(PLACED_CHUNKS)]
         self._good: list[tuple[Path, bytes]] = []
@@ -249,12 +240,10 @@ class Placed(FaultClass):
             clear(path)
 
     def close(self) -> None:
-        """Close the stores."""
         for store in self._stores.values():
             store.close()
 
     def inject(self, count: int) -> None:
-        """Damage, ask, and look what stays."""
         for _ in range(count):
             number, placement = self.random.randrange(PLACED_CHUNKS), self.random.choice(list(self._stores))
             here = self.random.randrange(2)
@@ -308,22 +297,13 @@ KIND = "llava"
 SEEDS = range(4)  # of the images
 
 
-class ImageChunks(FaultClass):
+class ImageChunks(Files):
     """Images of one size, so that each could be taken for another."""
 
     share = 0.01
 
-    def inject(self, count: int) -> None:
-        """Damage, ask, and put back."""
-        for _ in range(count):
-            shelf, way = self._shelf, self.random.choice(WAYS)
-            place = self.random.randrange(len(shelf.entries))
-            entry, other = shelf.entries[place], shelf.other(self.random, place)
-            kind, bad = damaged(self.random, entry.good, other.good)
-            entry.path.write_bytes(bad)
-            self.outcome.paths[way] += 1
-            self.judge(kind, lambda: asked(shelf, entry, way, self.random))  # noqa: B023
-            shelf.put_back(place)
+    def drawn(self) -> tuple[str, ModelCache]:
+        return "images", self._shelf
 
     @cached_property
     def _shelf(self) -> ModelCache:
@@ -365,7 +345,6 @@ class IndexDamage(FaultClass):
     share = 0.01
 
     def setup(self) -> None:
-        """Fill a store, and use it, so that there is an order."""
         self._chunks = [drawn_chunk(number) for number in range(INDEXED_CHUNKS)]
         with self._opened() as store:
             for chunk in self._chunks:
@@ -378,7 +357,6 @@ class IndexDamage(FaultClass):
         }
 
     def inject(self, count: int) -> None:
-        """Damage, reopen, ask for everything."""
         for _ in range(count):
             path = self.random.choice(list(self._good))
             good = self._good[path]

@@ -72,7 +72,6 @@ class Outcome:
         return sum(verdicts[verdict] for verdict in BROKEN)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         kinds = {name: dict(sorted(counts.items())) for name, counts in sorted(self.kinds.items())}
         counts = {"faults": self.faults, "kills": self.kills, **self.verdicts()}
         return {**counts, "kinds": kinds, "paths": dict(sorted(self.paths.items())), "examples": self.examples}

@@ -85,7 +85,6 @@ class FaultyTier(WrappedTier):
         self.set_rates(rates or {})
 
     def set_rates(self, rates: Mapping[str, float]) -> None:
-        """Choose other faults."""
         found: dict[str, dict[str, float]] = {}
         for name, rate in rates.items():
             operation, _, fault = _checked(name).partition(".")
@@ -114,11 +113,9 @@ class FaultyTier(WrappedTier):
             return self._random.randrange(stop)
 
     def replace(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Delete and store, so that the faults of both can happen."""
         Tier.replace(self, name, parts)
 
     def open(self, name: str) -> Source | None:
-        """Open an object, an other one, or none."""
         fault = self.draw("open")
         if fault == "timeout":
             time.sleep(self.delay_s)
@@ -133,7 +130,6 @@ class FaultyTier(WrappedTier):
         return _FaultySource(source, self) if source is not None else None
 
     def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Store, or not, or something else."""
         fault = self.draw("put")
         if fault in ("io", "full"):
             raise _error(errno.EIO if fault == "io" else errno.ENOSPC)
@@ -151,22 +147,18 @@ class FaultyTier(WrappedTier):
         return self.tier.put_if_absent(name, parts)
 
     def delete(self, name: str, source: Source | None = None) -> bool:
-        """Remove, or fail."""
         self._may_fail("delete")
         return self.tier.delete(name, source)
 
     def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
-        """List, or fail."""
         self._may_fail("names")
         return self.tier.listing(prefix, known)
 
     def stat(self, name: str) -> ObjectStat | None:
-        """Look, or fail."""
         self._may_fail("stat")
         return self.tier.stat(name)
 
     def contains(self, name: str) -> bool:
-        """Look, or fail."""
         self._may_fail("stat")
         return self.tier.contains(name)
 

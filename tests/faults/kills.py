@@ -39,7 +39,6 @@ class Killing(FaultClass):
     """The rules of every class that kills: what was acknowledged is there, what is listed is whole."""
 
     def inject(self, count: int) -> None:
-        """Kill so many children."""
         for _ in range(count):
             if self.outcome.kills % KEPT == 0:
                 clear(self.folder)
@@ -123,11 +122,9 @@ class CallKills(Killing):
     kill_share = 0.3
 
     def setup(self) -> None:
-        """How many calls a scenario makes is found out."""
         self._calls, self._at, self._mode = 60, 1, MODES[0]
 
     def kill_one(self, capped: bool) -> list[int]:
-        """Let children use the store until one was killed."""
         acknowledged, first = [], self.outcome.kills * 1000
         while True:
             self._at, self._mode = self.random.randint(1, self._calls), self.random.choice(MODES)
@@ -193,7 +190,6 @@ class RandomKills(Killing):
     kill_share = 0.45
 
     def kill_one(self, capped: bool) -> list[int]:
-        """Kill after some acknowledgements, or none, and a few milliseconds."""
         first = self.outcome.kills * 1000
 
         def act(tell: Callable[[int], None]) -> None:
@@ -225,7 +221,6 @@ class TracedKills(Killing):
     kill_share = 0.01
 
     def kill_one(self, capped: bool) -> list[int]:
-        """Kill at the next call."""
         tracer = shutil.which("strace")
         at = self.outcome.kills % MOST + 1
         ready, go = os.pipe()
@@ -282,7 +277,6 @@ class MovingKills(Killing):
     """The child acknowledges what it put, keeps moving it, and is killed a few milliseconds later."""
 
     def kill_one(self, capped: bool) -> list[int]:
-        """Kill after some acknowledgements."""
         first = self.outcome.kills * 1000
         child, pipe = self.fork(lambda tell: self.use(first, tell))
         told = b"".join(os.read(pipe, 4) for _ in range(self.random.choice((1, 3, 8, 20))))
@@ -307,7 +301,6 @@ class Demotions(MovingKills):
         return ChunkStore.open(self.folder, remote=far, memory_bytes=0, disk_bytes=1 << 30)
 
     def use(self, first: int, tell: Callable[[int], None]) -> None:
-        """Move every second chunk away, and every fourth back."""
         with self.opened(capped=False) as store:
             far = store.tiers()[-1].name
             for number in range(first + 1, first + MOVED_CHUNKS):
@@ -343,7 +336,6 @@ class Placements(MovingKills):
         return self.folder.parent / f"{self.folder.name}-far"
 
     def use(self, first: int, tell: Callable[[int], None]) -> None:
-        """Put, and read what moved away meanwhile."""
         draw = Random(first)
         with self.opened(capped=False) as store:
             for number in range(first + 1, first + MOVED_CHUNKS):
@@ -368,7 +360,6 @@ class Reorders(MovingKills):
     kill_share = 0.1
 
     def use(self, first: int, tell: Callable[[int], None]) -> None:
-        """Report importance that is drawn, so that every chunk is ordered again and again."""
         store = self._blocks()
         bits = torch.Generator().manual_seed(first)
         keys: list[Any] = []
@@ -422,7 +413,6 @@ class Races(FaultClass):
     share = 0.03
 
     def inject(self, count: int) -> None:
-        """Let them loose, and add up what they saw."""
         each = count // (PROCESSES * THREADS) + 1
         pipes, children = [], []
         for _ in range(PROCESSES):

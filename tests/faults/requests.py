@@ -30,7 +30,6 @@ class Partial(FaultClass):
     share = 0.07
 
     def setup(self) -> None:
-        """Put the chunks of the plain shelf into blocks."""
         tier = plugins.load("store.tiers", "disk")(self.folder / "blocks", durable=False)
         self._store = PartialStore([]).keep_blocks(tier, BLOCK_TOKENS)
         self._files: list[tuple[Entry, Path, bytes]] = []
@@ -44,7 +43,6 @@ class Partial(FaultClass):
             self._files.append((entry, path, path.read_bytes()))
 
     def inject(self, count: int) -> None:
-        """Damage, read, and put back."""
         for _ in range(count):
             place = self.random.randrange(len(self._files))
             entry, path, good = self._files[place]
@@ -102,7 +100,6 @@ class PartialRequests(FaultClass):
     is_prefill = True
 
     def setup(self) -> None:
-        """Ask twice without damage."""
         self._given: dict[str, Any] = {
             "partial": {"share": 0.4, "alpha": 50.0, "block_tokens": BLOCK_TOKENS, "reorder": False},
             "memory_bytes": 0,
@@ -118,7 +115,6 @@ class PartialRequests(FaultClass):
         self._files = [(path, path.read_bytes()) for path in paths]
 
     def inject(self, count: int) -> None:
-        """Damage, ask, and put back."""
         for _ in range(count):
             path, good = self.random.choice(self._files)
             if self.random.random() < 0.5:
@@ -181,7 +177,6 @@ class Prefills(FaultClass):
     is_prefill = True
 
     def setup(self) -> None:
-        """Stores are filled, and answer, when they are first asked."""
         self._chunks = [list(self.world.chunks[place]) for place in (0, 2, 4)]
         self._truth: torch.Tensor | None = None
         self._clean: dict[tuple[str, tuple[float, str]], torch.Tensor] = {}
@@ -200,7 +195,6 @@ class Prefills(FaultClass):
                 self._clean[name, request] = self._answer(store, request)
 
     def inject(self, count: int) -> None:
-        """Damage, generate, put back."""
         for _ in range(count):
             name, request = self.random.choice(list(STORES)), self.random.choice(REQUESTS)
             self.outcome.paths[name] += 1

@@ -24,7 +24,6 @@ class StateFiles(FaultClass):
     """Damages one file, asks, and puts the file back."""
 
     def setup(self) -> None:
-        """Save, with and without a secret."""
         self._files: dict[bytes | None, list[tuple[Path, bytes]]] = {}
         for secret in SECRETS:
             folder = self.folder / ("plain" if secret is None else "signed")
@@ -42,7 +41,6 @@ class StateFiles(FaultClass):
         raise NotImplementedError
 
     def inject(self, count: int) -> None:
-        """Damage, ask, and put back."""
         for _ in range(count):
             secret = self.random.choice(SECRETS)
             place = self.random.randrange(len(self._files[secret]))
@@ -77,7 +75,6 @@ class Checkpoints(StateFiles):
     ends = (16, 32, 48)
 
     def save(self, folder: Path, secret: bytes | None) -> None:
-        """Save three prefixes of a prompt, and hold what comes back against stock transformers."""
         saved = StateCheckpoints(self.world.model, folder, secret=secret)
         self._ids = torch.tensor([[*self.world.chunks[4], 7]])
         saved.prefill(self._ids[:, :-1], ends=self.ends)
@@ -86,7 +83,6 @@ class Checkpoints(StateFiles):
         assert all(is_near(*pair) for pair in zip(self._expected, sum(truth, ()), strict=True))
 
     def ask(self, path: Path, secret: bytes | None) -> Verdict:
-        """Resume in another process."""
         got = self._states(StateCheckpoints(self.world.model, folder_of(path), secret=secret).resume(self._ids))
         held = got[0].shape[1] if got else 0
         if held not in (0, *self.ends):
@@ -109,7 +105,6 @@ class Sessions(StateFiles):
     forms = (None, 8)
 
     def save(self, folder: Path, secret: bytes | None) -> None:
-        """Save a session of each form."""
         self._caches = {bits: SequenceCache(self.world.model, kv_bits=bits) for bits in self.forms}
         self._before = {bits: cache.state() for bits, cache in self._caches.items()}
         self._saved: dict[str, dict[str, torch.Tensor]] = {}
@@ -121,7 +116,6 @@ class Sessions(StateFiles):
             self._saved[f"{bits}.session"] = cache.state()
 
     def ask(self, path: Path, secret: bytes | None) -> Verdict:
-        """Load it into an empty cache."""
         bits = next(bits for bits in self.forms if path.name == f"{bits}.session")
         cache, is_loaded = self._caches[bits], False
         try:

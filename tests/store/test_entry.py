@@ -45,11 +45,6 @@ def reason_of(source, content, key):
     return caught.value.reason
 
 
-def test_the_digest_of_a_key_never_changes():
-    key = ChunkKey("ab" * 32, (1,), (5, 6, 70000), "tenant ü")
-    assert key.digest == "536574e5f4801fbc9fb26909c88b4e14d68279b937021b92f71a7ca47ceb20f6"
-
-
 def test_the_digest_of_a_key_is_that_of_the_written_down_encoding():
     import hashlib
 
@@ -110,15 +105,6 @@ def test_absurd_but_empty_shapes_do_no_harm(chunk, source, content):
         body = content(stored)[len(header_of(content(stored))) :][: bad.nbytes]
         values = EntryReader(source(bad.encode() + body), stored.key).read().layers[1][1]
         assert values.shape == shape
-
-
-def test_one_layer_can_be_read_alone(chunk, source, content):
-    stored = chunk(layers=3)
-    reader = EntryReader(source(content(stored)), stored.key)
-    for place, (keys, values) in enumerate(stored.layers):
-        got_keys, got_values = reader.layers(place)[0]
-        assert got_keys.equal(keys)
-        assert got_values.equal(values)
 
 
 def test_any_safetensors_reader_opens_an_entry(chunk, content):
@@ -201,14 +187,6 @@ def test_renamed_tensors_are_found_even_with_a_fresh_manifest(chunk, source, con
     plans = tuple(replace(plan, name=name) for plan, name in zip(header.tensors, names, strict=True))
     forged = replace(header, tensors=plans).encode() + good[len(header_of(good)) :]
     assert reason_of(source, forged, stored.key) == "format"
-
-
-def test_a_codec_of_a_later_version_is_a_miss_but_no_damage(chunk, source, content):
-    stored = chunk()
-    later = forged(stored, content, codec=lambda header: "int4")
-    with pytest.raises(EntryFault) as caught:
-        EntryReader(source(later), stored.key)
-    assert (caught.value.reason, caught.value.corrupt) == ("codec", False)
 
 
 def metadata(**changes):

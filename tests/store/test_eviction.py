@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who leaves a full tier: by policy, never what is pinned, never more than is needed, and the same after a restart."""
 
+import math
 import random
 
 import pytest
@@ -52,6 +53,14 @@ def test_another_policy_begins_with_the_times_of_writing(tmp_path):
 def test_importance_keeps_what_is_asked_for_often_and_matters():
     uses = [("often", 0.5)] * 5 + [("rare", 0.5), ("idle", 0.01), ("idle", 0.01), ("idle", 0.01)]
     assert order(used("importance", uses)) == ["idle", "rare", "often"]
+
+
+def test_lfu_scores_by_the_log_of_uses_that_fade_by_half_in_512_others():
+    policy, state, uses = plugins.load("store.eviction", "lfu")(), None, (3.0, 10.0, 500.0, 2000.0)
+    for count, use in enumerate(uses, 1):
+        state = policy.updated(state, 0.0, use, None)
+        assert state == pytest.approx((math.log(sum(2 ** (one / 512) for one in uses[:count])),))
+    assert policy.updated(state, 0.0, 1e6, 0.5) == state, "a report of important tokens is no use"
 
 
 @pytest.fixture
@@ -124,14 +133,3 @@ def test_an_old_chunk_is_a_miss_and_goes_and_one_from_the_future_is_not_immortal
             assert store.get(stored.key) is None
         assert store.stats()["misses"] == {"expired": 2}
         assert store.stats()["removed"] == {"expired": 2}
-
-
-def test_a_store_with_a_secret_takes_only_what_was_signed_with_it(tmp_path, chunk, same):
-    plain, signed = chunk(), chunk((8, 9))
-    ChunkStore.open(tmp_path / "s").put(plain)
-    store = ChunkStore.open(tmp_path / "s", memory_bytes=0, secret=b"one")
-    store.put(signed)
-    assert store.get(plain.key) is None
-    same(store.get(signed.key), signed)
-    for other in (b"two", None):
-        assert ChunkStore.open(tmp_path / "s", memory_bytes=0, secret=other).get(signed.key) is None

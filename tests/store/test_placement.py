@@ -224,22 +224,13 @@ def test_a_chunk_that_is_deleted_or_moved_while_it_is_written_behind_waits_for_n
         assert_each_in_one(folders, [chunk((5, number)) for number in range(20)], content)
 
 
-def test_rebalancing_stops_where_there_is_no_room(opened, folders, chunk, content):
-    chunks = [chunk((5, number)) for number in range(ROOM + 3)]
-    with opened("remote") as store:
-        for one in chunks:
-            store.put(one)
-    with opened() as store:
-        assert store.rebalance() == {"moved": ROOM, "stay": 3, "placed": 0}
-        assert_each_in_one(folders, chunks, content)
-
-
-def test_rebalancing_keeps_to_the_quota_and_loses_nothing(opened, folders, chunk, content):
+@pytest.mark.parametrize("limit", ["disk_bytes", "quota_bytes"])
+def test_rebalancing_stops_where_there_is_no_room_and_loses_nothing(opened, folders, chunk, content, limit):
     chunks = [chunk((5, number)) for number in range(ROOM + 3)]
     with opened("remote", room=40) as store:
         for one in chunks:
             store.put(one)
-    with opened(room=40, quota_bytes=ROOM * len(content(chunk())) + 99) as store:
+    with opened(**{"room": 40, limit: ROOM * len(content(chunk())) + 99}) as store:
         assert store.rebalance() == {"moved": ROOM, "stay": 3, "placed": 0}
         assert_each_in_one(folders, chunks, content)
 

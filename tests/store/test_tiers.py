@@ -78,14 +78,6 @@ def test_an_opened_object_stays_as_it_is_when_it_is_deleted_and_put_again(tier):
     assert content(tier, NAMES[0]) == b"other"
 
 
-def test_an_object_is_deleted_by_its_source(tier):
-    put(tier, NAMES[0], b"bad")
-    source = tier.open(NAMES[0])
-    assert tier.delete(NAMES[0], source)
-    source.close()
-    assert tier.open(NAMES[0]) is None
-
-
 def test_objects_are_listed_by_space_with_their_sizes_under_stamps_that_change(tier):
     for number, name in enumerate(NAMES):
         put(tier, name, bytes(number + 1))

