@@ -4,6 +4,7 @@
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -53,6 +54,7 @@ class Server:
     def __init__(self, service: Service) -> None:
         self.service, self.meters = service, Meters(service)
         self._prompts = ThreadPoolExecutor(2, "hf_blend-prompt")  # the event loop's own threads stay free
+        self._in_turn = defaultdict[str, asyncio.Lock](asyncio.Lock)  # the prompts of a tenant are made one by one
 
     async def answer(self, request: Request, fields: Generation, build: Callable[[], list[TextPrompt]]) -> Response:
         """Answer a request of either kind."""
@@ -64,7 +66,8 @@ class Server:
         self._check_bias(fields)
 
         async def asked() -> Asked:
-            return await self._beside(lambda: self._asked(fields, build()))
+            async with self._in_turn[request.state.tenant.name]:
+                return await self._beside(lambda: self._asked(fields, build()))
 
         answering = Answering(self.service, self.meters, request, fields, asked)
         if fields.stream:

@@ -177,7 +177,7 @@ class BlendedPrefills:
         self._reuse.pop(request_id, None)
         self._ready.pop(request_id, None)
         self._held.pop(request_id, None)
-        for lane, held in self._running.items():
+        for lane, held in list(self._running.items()):  # asked from other threads, too
             if held.state.request_id == request_id:
                 lane.cancel()
 

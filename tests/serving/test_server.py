@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -23,13 +24,14 @@ from worlds import reference_questions
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.prompt.detokenizer import Detokenizer
+from hf_blend.serving import app
 from hf_blend.serving.guard import Doors, Guard, Refused
 from hf_blend.serving.prompts import chat_prompt, text_prompt
 from hf_blend.serving.run import ServerPlan, make_service, serve
 from hf_blend.serving.service import Tenant, read_tenants
 from hf_blend.serving.wire import Limits
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
-from tests.serving.processes import running
+from tests.serving.processes import running, wait_for
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2"
@@ -40,13 +42,6 @@ TENANTS = [
 ]
 LIMITS = Limits(requests=3, body_bytes=40_000, body_s=0.6, request_s=60.0, new_tokens=12, documents=30)
 QUESTION = reference_questions()[0]
-
-
-def wait_for(happened, what, seconds=30.0):
-    until = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < until, f"{what} did not happen"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -646,3 +641,31 @@ def test_a_port_that_is_taken_is_refused(loaded, tmp_path, server):
     with pytest.raises(ConfigError, match="cannot be listened at"):
         serve(service, "127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     assert not service.engine.is_running()
+
+
+def test_prompts_of_one_tenant_that_take_long_to_make_hold_no_other_up(loaded, tmp_path, monkeypatch):
+    made, ends, begun = app.text_prompt, threading.Event(), []
+
+    def slow(tokenizer, prompt, *given):
+        if prompt == "slow":
+            begun.append(ends.wait(30))
+        return made(tokenizer, prompt, *given)
+
+    monkeypatch.setattr(app, "text_prompt", slow)
+    tenants = [Tenant(name, f"{name} has this key".replace(" ", "-"), b"x" * 32) for name in ("one", "two")]
+    with running(loaded, tmp_path, tenants=tenants) as service:
+
+        def ask(tenant, prompt):
+            headers = {"authorization": f"Bearer {tenant.api_key}"}
+            body = {"prompt": prompt, "max_tokens": 2}
+            return httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=60).status_code
+
+        with ThreadPoolExecutor(4) as threads:
+            try:
+                waiting = [threads.submit(ask, tenants[0], "slow") for _ in range(4)]
+                wait_for(lambda: service.running["one"] == 4, "the requests of one")
+                assert ask(tenants[1], "Where?") == 200
+                assert not begun
+            finally:
+                ends.set()
+            assert [one.result() for one in waiting] == [200] * 4
