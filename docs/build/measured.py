@@ -144,6 +144,7 @@ def _planned(document: Document) -> str:
     return f"In {right} of {count} cells it is the best device; in {refuted} the rounds refute it."
 
 
+EXTEND = "Self-Extend"
 WAYS = {  # of docs/holding_less.md: in the result file, on the page, and beside what it is measured
     "kv_bits 8": ("`kv_bits=8`", "the blend"),
     "kv_bits 4": ("`kv_bits=4`", "the blend"),
@@ -164,6 +165,17 @@ def _less(document: Document) -> str:
         f"By {few['kl']:.4f} nats in 4 bits, by {quarter['kl']:.3f} where a step looks at a quarter of the blocks "
         f"({chance['kl']:.2f} at a random quarter), by {loaded['kl']:.3f} where {_share(loaded['share'])} of the "
         f"bytes are loaded; the blend itself is {_first(document, way='blend')['kl_full']:.3f} off full prefill."
+    )
+
+
+def _beyond(document: Document) -> str:
+    shifted, cut, extended = (
+        _share(_first(document, way=way)["times"] - 1)
+        for way in ("ShiftCache", "the newer half prefilled again", EXTEND)
+    )
+    return (
+        f"`ShiftCache` costs {shifted} of perplexity and computes nothing again; prefilling the newer half again "
+        f"costs {cut}, and Self-Extend, which keeps all of K and V, {extended}."
     )
 
 
@@ -353,6 +365,25 @@ SECTIONS = (
         },
         "It cannot show long contexts, nor long answers, in which a small error may grow.",
         lambda found: [_first(found, way=way) for way in WAYS],
+    ),
+    Section(
+        "Beyond a window",
+        "real_window",
+        "What is lost of a text that is longer than a window?",
+        _beyond,
+        lambda found: (
+            f"`benchmarks/real_context.py window`: {found['settings']['model']}, float32, passages of Wikipedia, "
+            f"{found['settings']['read_tokens']} tokens, a window of {found['settings']['window_tokens']}, n = "
+            f"{found['rows'][0]['n']}; perplexity of the tokens behind the window, and how many times that of the "
+            "stock cache in which everything is seen."
+        ),
+        {
+            "way": text("way"),
+            "perplexity": number("perplexity"),
+            "beside everything": lambda row: f"{row['times']:.3f} [{row['times_low']:.3f}, {row['times_high']:.3f}]",
+        },
+        "It cannot show texts beyond the trained length: the model was trained on 8,192 tokens, so that stock can be "
+        "compared.",
     ),
     Section(
         "Where chunks are kept",
