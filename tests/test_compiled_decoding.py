@@ -274,6 +274,8 @@ def test_what_has_no_static_buffers_is_refused_by_name(shared_model, tiny_model,
     store = ChunkStore.open("memory://")
     with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps the state of a mixer"):
         BlendCache(zoo_model("qwen3_next"), store, max_tokens=64)
+    with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps K and V of a chunk"):
+        BlendCache(zoo_model("llama4_text"), store, max_tokens=64)
     for most in (0, 1.5, True):
         with pytest.raises(ConfigError, match="from 1 on"):
             BlendConfig(max_tokens=most)

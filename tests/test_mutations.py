@@ -33,10 +33,10 @@ def theta_of_the_other_layers(monkeypatch, model):
     """Every layer's keys turned by the table of another kind of layer."""
     learn, seen = realign.Realigner.set_table, {}
 
-    def wrong(self, layer, table):
+    def wrong(self, layer, table, *rest):
         seen.setdefault(id(self), []).append(table)
         others = [other for other in seen[id(self)] if other is not None and table is not None and other is not table]
-        learn(self, layer, others[0] if others else table)
+        learn(self, layer, others[0] if others else table, *rest)
 
     monkeypatch.setattr(realign.Realigner, "set_table", wrong)
 

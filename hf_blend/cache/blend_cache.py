@@ -121,7 +121,8 @@ class BlendCache(Cache):
     a mask, so `torch.compile` compiles a step once for all tokens and all such caches of one size: `generate` does so
     by itself on a GPU, as for transformers' static cache, and elsewhere with a `compile_config`. The prefill is never
     compiled. What does not fit is refused before anything is written. Layers with a window hold all tokens then, and
-    chunks are loaded whole, also from a store that loads them in part. Mixers have no such buffers.
+    chunks are loaded whole, also from a store that loads them in part. Mixers have no such buffers, nor has attention
+    in chunks (Llama 4).
 
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
     every other, copies included; a copy that `torch.compile` has compiled is not noticed.
@@ -464,7 +465,7 @@ class BlendCache(Cache):
         """
         if super().is_compileable:  # first: in compiled code a length is a tensor
             return True
-        if self.model.device.type != "cpu" or self.is_expecting or not self:
+        if self.model.device.type != "cpu" or self._prompts.pending or not super().get_seq_length():
             return False
         config = text_config(self.model)
         if getattr(config, "attention_chunk_size", None) is not None:

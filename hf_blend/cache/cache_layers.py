@@ -34,12 +34,13 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
     sliding: Callable[[int], BlendLayer] = BlendSlidingLayer
     if (most := config.max_tokens) is not None:
+        is_chunked = getattr(text_config(model), "attention_chunk_size", None) is not None
         for index, one in enumerate(stock):
-            if what := _kept(one):
+            if what := _kept(one, is_chunked):
                 raise ConfigError(
                     f"max_tokens={most} came with {type(model).__name__}, whose layer {index} keeps {what}, but "
-                    "layers that keep K and V alone are expected: only these have static buffers. Leave max_tokens "
-                    "out."
+                    "layers that keep K and V of all tokens or of a window are expected: only these have static "
+                    "buffers. Leave max_tokens out."
                 )
         full = partial(StaticLayer, most) if kv_bits is None else partial(QuantisedStaticLayer, most, kv_bits)
         sliding = partial(StaticSlidingLayer, most)
@@ -56,8 +57,10 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     return layers
 
 
-def _kept(stock: Any) -> str:
-    """What a layer keeps other than K and V; empty where nothing."""
+def _kept(stock: Any, is_chunked: bool) -> str:
+    """What a layer keeps other than K and V of all tokens, or of a window; empty where nothing."""
+    if is_chunked and getattr(stock, "is_sliding", False):
+        return "K and V of a chunk, for whose mask transformers 5.17 fails"
     if hasattr(stock, "recurrent_states"):
         return "the state of a mixer"
     return "the keys of an indexer" if has_indexer(stock) else ""

@@ -65,11 +65,9 @@ def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
 
 def describe_fingerprint(model: nn.Module, *, reread: bool = False) -> dict[str, Any]:
     """Show what a fingerprint is made of."""
-    if model not in _known:
-        refuse_wrapper(model)
-    refuse_extended(model)
     with _lock:
         known = _structure_of(model)
+        refuse_extended(model)
         if reread or known.weight_watch is None or not known.weight_watch.is_same():
             known.parts, known.weight_watch = None, WeightWatch(model)  # first the sample: a change meanwhile shows
             known.weights = weight_digest(model)

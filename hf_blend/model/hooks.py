@@ -47,6 +47,7 @@ class ForwardHooks:
     def __init__(self, cache: Any, model: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
         self._cache: Callable[[], HookedCache | None] = weakref.ref(cache)
         self._model, self._layers = model, layers
+        self._parts = {part for layer in layers for part in (layer, *layer.children())}
         self._before: Handles = []  # on the model
         self._after: Handles = []
         self._inner: Handles = []  # on its layers
@@ -103,7 +104,7 @@ class ForwardHooks:
         """
         callers = []
         for module, _ in running_calls():
-            if any(module is layer or module in layer.children() for layer in self._layers):
+            if module in self._parts:
                 return True
             callers.append(module)
         if callers:

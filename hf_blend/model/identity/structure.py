@@ -309,8 +309,10 @@ class Structure:
         spaces = [(space.__name__, vars(space)) for space in self.namespaces if isinstance(space, ModuleType)]
         for home, space in [*spaces, ("torch", {name: getattr(torch, name) for name in TORCH_FUNCTIONS})]:
             for name, value in space.items():
-                own = isinstance(value, FunctionType) and (is_stock(value) or _is_standard(value))
-                if isinstance(value, FunctionType) and not own:
+                if not isinstance(value, FunctionType) or is_stock(value):
+                    continue
+                is_standard = (value.__module__ or "").partition(".")[0] in sys.stdlib_module_names
+                if not (is_standard and is_installed(value)):
                     found[f"{home}.{name}"] = self.of_function(value, f"{home}.{name}")
         return found
 
@@ -356,7 +358,3 @@ def _refuse_compiled(model: nn.Module) -> None:
                 f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
                 "Give hf_blend the model as it is before torch.compile or model.compile()."
             )
-
-
-def _is_standard(function: FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] in sys.stdlib_module_names and is_installed(function)

@@ -13,7 +13,7 @@ Nothing here keeps a model alive.
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from operator import itemgetter
 from types import ModuleType
@@ -201,7 +201,10 @@ class WeightWatch:
         self._trace, self._sample = self._traced(), self._sampled()
 
     def is_same(self, model: nn.Module | None = None) -> bool:
-        """Whether the weights are the same still, as far as a sample shows."""
+        """Whether the weights are the same still, as far as a sample shows; all devices answer together.
+
+        Bits are compared, not values, so that NaN is itself.
+        """
         if model is not None:
             places, parts = _placed(model)
             if places != self._places or any(ref() is not part for ref, part in zip(self._refs, parts, strict=True)):
@@ -209,7 +212,10 @@ class WeightWatch:
         if any(sources != _maps(ref()) for ref, sources in self._sources):
             return False
         trace = self._traced()
-        return trace is not None and trace == self._trace and self._matches(self._sampled())
+        if trace is None or trace != self._trace:
+            return False
+        flags = [(new != old).any() for new, old in zip(self._sampled(), self._sample, strict=True)]
+        return not flags or not torch.stack([flag.to(flags[0].device) for flag in flags]).any().item()
 
     def _traced(self) -> list[tuple[int, int]] | None:
         parts = [part for ref in self._refs if (part := ref()) is not None]
@@ -226,15 +232,6 @@ class WeightWatch:
             pieces.setdefault(device, []).append(torch.cat([view() for view in views]).view(-1).view(torch.uint8))
         whole = [found[0] if len(found) == 1 else torch.cat(found) for found in pieces.values()]
         return [one if one.numel() % 8 else one.view(torch.int64) for one in whole]  # words compare faster than bytes
-
-    @torch.inference_mode()
-    def _matches(self, sample: list[Tensor]) -> bool:
-        """Compare bits, not values, so that NaN is itself; all devices answer together."""
-        flags = [(new != old).any() for new, old in zip(sample, self._sample, strict=True)]
-        if not flags:
-            return True
-        first = flags[0].device
-        return not (flags[0] if len(flags) == 1 else torch.stack([flag.to(first) for flag in flags]).any()).item()
 
 
 @torch.inference_mode()
@@ -263,22 +260,19 @@ def _view(tensor: Tensor, whole: bool) -> tuple[int, Callable[[], Tensor]]:
 
 def _placed(model: nn.Module) -> tuple[list[Hashable], list[Tensor]]:
     """Where the tensors of a model are, and those that are in memory."""
-    watched = list(_watched(model))
-    return [place for place, _ in watched], [part for _, part in watched if part is not None]
-
-
-def _watched(model: nn.Module) -> Iterator[tuple[Hashable, Tensor | None]]:
-    """Where each tensor of a model is, and the tensor; None where its values are not in memory."""
+    names, parts = list[Hashable](), list[Tensor]()
     for path, module, tensor in tensors(model):
-        place: Hashable = path
+        name: Hashable = path
         if tensor.is_meta:
             first, second = (loaded_values(path, module, tensor) for _ in range(2))
-            place, tensor = (path, tensor.shape), first
-            if first is not second:
-                yield place, None
+            name, tensor = (path, tensor.shape), first
+            if first is not second:  # read again at each use
+                names.append(name)
                 continue
-        for number, part in enumerate(stored_parts(module, tensor)):
-            yield (place, number), part
+        stored = list(stored_parts(module, tensor))
+        names += [(name, number) for number in range(len(stored))]
+        parts += stored
+    return names, parts
 
 
 def _maps(module: nn.Module | None) -> list[Any]:
