@@ -43,7 +43,7 @@ BLOCKS = {  # way → settings of sparse decoding
 }
 LOADED = {"partial 0.5": 0.5, "partial 0.25": 0.25}
 BLOCK_TOKENS, WINDOW, READ, PIECE = 16, 128, 384, 64
-PROMPTS = Task(tokens=(700, 1000))
+PROMPTS = Task(tokens=(700, 1045))
 Line = dict[str, Any]
 
 
