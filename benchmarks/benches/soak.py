@@ -157,8 +157,11 @@ class _Load:
             "rss_levels": levels, "rss_change": max(levels) / min(levels) - 1,
             "rss_trend": levels[-1] / levels[0] - 1,
             "threads": [rows[0]["threads"], rows[-1]["threads"]], "files": [rows[0]["files"], rows[-1]["files"]],
-            "counters": {name: one for name, one in sorted(_metrics(self.url).items()) if "_bucket" not in name},
-            "samples": self.samples,
+            "counters": {
+                name: one for name, one in sorted(_metrics(self.url).items())
+                if "_bucket" not in name and "_created" not in name
+            },
+            "samples": [[row["s"], int(row["rss"]) >> 20] for row in self.samples[::6]],  # MiB
         }  # fmt: skip
 
     def _ask(self, first: int) -> None:
