@@ -208,6 +208,12 @@ def test_windows_in_static_buffers_say_what_stock_says(shared_model, pieces, tok
         given.pop("prefix", None)
     assert compiler.graphs == is_compiled
     assert any(layer.is_sliding and layer.sliding_window == 16 for layer in cache.layers)
+    cache, inputs = made(model, pieces(), recompute_ratio=1.0)
+    output = model.generate(**inputs, past_key_values=cache, **GREEDY)
+    later = {"chunks": pieces((12, 9), seed=2)["chunks"], "question": [5, 6]}
+    inputs = cache.inputs(None, **later, history=output)
+    assert torch.equal(model.generate(**inputs, past_key_values=cache, **GREEDY), model.generate(**inputs, **GREEDY))
+    assert (cache.report.reusable_tokens, cache.report.computed_chunks) == (21, 2)
 
 
 def test_windows_in_static_buffers_are_blended_as_in_a_growing_cache_and_cropped_at_any_depth(shared_model, pieces):

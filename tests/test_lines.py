@@ -19,7 +19,7 @@ MOST = {
     "loading": 467,
     "model": 4_297,
     "offload": 995,
-    "prefill": 2_719,
+    "prefill": 2_722,
     "prompt": 697,
     "rotary": 412,
     "selectors": 716,
@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_370,
     "cli": 2_560,
     "evaluation": 5_896,
-    "tests": 35_138,
+    "tests": 35_144,
 }
 
 
