@@ -62,7 +62,7 @@ def test_parts_of_an_object_can_be_read_and_its_end_is_noticed(tier):
     source.read_into(90, memoryview(target))
     assert bytes(target) == bytes(range(90, 95))
     with pytest.raises(EntryFault, match="truncated"):
-        source.read_into(97, memoryview(target))
+        source.read_into(96, memoryview(target))
     source.close()
 
 
