@@ -65,6 +65,14 @@ FRONTIER = (  # rows of the table of corrected chunks: name, selector, the charg
     ("`kv-deviation`, corrected", "kv-deviation+context", 0.15),
     ("`query-attention`, corrected", "query-attention+context", 0.15),
 )
+ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
+    "full prefill": "full",
+    "full reuse": "none=0",
+    "full reuse, corrected": "none+context=0",
+    "`boundary`": "boundary=0.1",
+    "`boundary`, corrected": "boundary+context=0.1",
+    "`kv-deviation`": "kv-deviation=0.15",
+}
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
@@ -135,6 +143,17 @@ def _frontier(document: dict[str, Any]) -> list[str]:
             for row in own
         ]
         lines.append(f"| {name} | {100 * key[1]:.0f} % | {' | '.join(cells)} |")
+    return lines
+
+
+def _answers(document: dict[str, Any]) -> list[str]:
+    """Right answers of a real model to a question that it can answer."""
+    found = {row["method"]: row for row in document["rows"]}
+    lines = ["| chunks, selector | charged | right | of full prefill's |", "|---|---|---|---|"]
+    for name, method in ANSWERED.items():
+        row = found[method]
+        cells = [f"{row[key]:.2f} [{row[f'{key}_low']:.2f}, {row[f'{key}_high']:.2f}]" for key in ("right", "of_full")]
+        lines.append(f"| {name} | {100 * row['charged']:.0f} % | {' | '.join(cells)} |")
     return lines
 
 
@@ -230,6 +249,7 @@ TABLES = {
     "ends": _ends,
     "families": _families,
     "frontier": _frontier,
+    "real_answers": _answers,
     "images_read": _images_read,
     "support": _support,
 }
