@@ -25,11 +25,11 @@ MOST = {
     "selectors": 716,
     "serving": 3_787,
     "sparse": 2_628,
-    "store": 6_544,
+    "store": 6_540,
     "verify": 1_370,
     "cli": 2_560,
     "evaluation": 5_896,
-    "tests": 35_144,
+    "tests": 35_150,
 }
 
 

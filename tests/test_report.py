@@ -58,6 +58,14 @@ def test_the_charged_budget_is_what_a_count_by_hand_gives(report, ratio):
     assert got.charged_budget == pytest.approx(spent / (LAYERS * whole(REUSABLE)), rel=1e-6)
 
 
+def test_the_charged_budget_holds_what_the_look_of_a_selector_costs(report):
+    got = report(recompute_ratio=0.15, selector="query-attention")
+    chosen = got.chosen_columns[0]
+    spent = (LAYERS - 1) * whole(chosen) + BEFORE * len(chosen)  # the last layer computes K and V
+    assert got.scoring_flops > 0
+    assert got.charged_budget == pytest.approx((spent + got.scoring_flops) / (LAYERS * whole(REUSABLE)), rel=1e-6)
+
+
 def test_the_shares_of_products_and_attention_make_up_what_was_spent(report):
     got, tokens = report(recompute_ratio=0.3), 85
     shares, products = got.flop_shares(), LAYERS * tokens * (BEFORE + AFTER)

@@ -179,10 +179,6 @@ class Catalog:
         self.refresh(thorough=True)
         return tier.index.names(self.space)
 
-    def tiers_of(self, digest: str) -> list[str]:
-        """Names of the tiers that had a chunk when they were last looked at."""
-        return [tier.name for tier in self._tiers if self.name(digest) in tier.index]
-
     def refresh(self, thorough: bool = False) -> None:
         """Take up what other processes stored or removed; costs next to nothing if they did not."""
         for tier in self._tiers:
