@@ -190,8 +190,9 @@ def test_a_padded_batch_a_later_turn_and_beams_are_the_same_from_static_buffers(
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])  # windows alone, and beside layers that see everything
-def test_windows_in_static_buffers_say_what_stock_says(shared_model, pieces, tokenizer, compiler, family, is_compiled):
-    model = shared_model(family, sliding_window=16)
+def test_windows_in_static_buffers_say_what_stock_says(tiny_model, pieces, tokenizer, compiler, family, is_compiled):
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if family == "gemma3_text" else {}
+    model = tiny_model(family, sliding_window=16, **kinds)
     compiled = {"compile_config": compiler.config} if is_compiled else {}
     batch = [pieces((17, 23)), pieces((12, 9), seed=1, question=5)]
     given = {name: [one[name] for one in batch] for name in batch[0]}
