@@ -202,9 +202,6 @@ def test_random_with_free_layers_waits_for_the_check_layer():
     assert torch.equal(selector("random", free_layers="true").score(view()), selector("random").score(view()))
 
 
-FAMILIES = ("llama", "qwen3", "gpt_neox", "gemma")
-
-
 def blended(model, tokenizer, request, hear=None, **settings):
     """One prefill; gives the cache and the logits behind the prompt."""
     cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
@@ -236,7 +233,7 @@ def test_attention_observer_gets_the_models_own_attention_and_changes_no_answer(
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gemma"])
 def test_query_attention_is_charged_exact_at_ratio_1_and_leaves_the_model_alone(
     tiny_model, untouched, tokenizer, pieces, family
 ):

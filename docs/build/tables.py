@@ -40,6 +40,7 @@ SOURCES = {
     "support": "families",
     "images_read": "families",
     "choosing": "real_selectors",
+    "scored": "real_selectors",
     "ends": "real_selectors",
 }
 CHARGES = (0.0, 0.05, 0.15, 0.3, 1.15)  # at which selectors are compared on the page; 1.15: behind a full prefill
@@ -143,6 +144,32 @@ def _frontier(document: dict[str, Any]) -> list[str]:
             for row in own
         ]
         lines.append(f"| {name} | {100 * key[1]:.0f} % | {' | '.join(cells)} |")
+    return lines
+
+
+def _scored(document: dict[str, Any]) -> list[str]:
+    """What is left of the KL divergence, and what answers score, on tasks that have a score."""
+    rows = {
+        (row["task"], row["selector"]): row for row in document["rows"] if row["half"] == "both" and "score" in row
+    }
+    tasks = list(dict.fromkeys((task, row["n"]) for (task, name), row in rows.items() if name == "none"))
+    header = " | ".join(f"{task}, n = {n} | its score" for task, n in tasks)
+    full = " | ".join(f"0 | {rows[task, 'none']['full_score']:.2f}" for task, _ in tasks)
+    lines = [
+        f"| selector | charged | {header} |",
+        "|---" * (2 + 2 * len(tasks)) + "|",
+        f"| full prefill | 100 % | {full} |",
+    ]
+    for name in ("boundary", "kv-deviation", "random", "none"):
+        own = [rows[task, name] for task, _ in tasks]
+        cells = " | ".join(
+            f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}] | {row['score']:.2f} "
+            f"({row['score_difference'][0]:+.2f} to {row['score_difference'][1]:+.2f})"
+            for row in own
+        )
+        lines.append(
+            f"| {'full reuse' if name == 'none' else f'`{name}`'} | {100 * own[0]['charged']:.0f} % | {cells} |"
+        )
     return lines
 
 
@@ -250,6 +277,7 @@ TABLES = {
     "families": _families,
     "frontier": _frontier,
     "real_answers": _answers,
+    "scored": _scored,
     "images_read": _images_read,
     "support": _support,
 }
