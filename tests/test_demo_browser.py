@@ -201,6 +201,7 @@ def test_asking_gives_three_answers_and_marks_what_was_recomputed(visit, artefac
     seen.short()
     seen.ask()
     assert seen.answer("full prefill") == ANSWERS[FIRST]
+    assert seen.answer("full reuse")
     assert "ms" in seen.panel("full reuse").locator(".hb-figures").inner_text()
     seen.unfold()
     few, full = seen.chosen(), seen.panel("full prefill").inner_text()
