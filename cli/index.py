@@ -123,13 +123,13 @@ def _run_on_ray(indexer: "Indexer", actors: int, source: "ModelSource", settings
     from hf_blend.evaluation.bundled import load_model
     from hf_blend.integrations.ray import index_ray_dataset
 
-    found = {name: os.path.abspath(one) if os.path.exists(str(one)) else one for name, one in settings.items()}
+    files = {name: os.path.abspath(settings[name]) for name in ("location", "correction") if settings[name]}
     folder = os.path.abspath(source.folder) if os.path.isdir(source.folder) else source.folder
     resources: dict[str, Any] = {"num_gpus": 1} if source.device.type == "cuda" else {}
     load = partial(load_model, folder, source.device.type, str(source.dtype).removeprefix("torch."))
     with contextlib.redirect_stdout(sys.stderr):
         rows = ray.data.from_items([{"text": text} for text in indexer.texts()])
-        index_ray_dataset(rows, load, found, actors=actors, **resources)
+        index_ray_dataset(rows, load, {**settings, **files}, actors=actors, **resources)
     indexer.done.stored = sum(map(indexer.store.contains, indexer.missing))
     return indexer.done
 

@@ -150,11 +150,12 @@ def test_actors_of_ray_store_the_chunks_that_one_process_stores(tmp_path, run, m
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(data=data))
     monkeypatch.setitem(sys.modules, "ray.data", data)
     monkeypatch.chdir(tmp_path)
-    code, out, err = index("--store", "actors", "--ray", "3")
+    (tmp_path / "team").mkdir()  # a namespace is no path
+    code, out, err = index("--store", "actors", "--ray", "3", "--namespace", "team")
     found = json.loads(out)
     assert (code, found["stored"], found["present"]) == (0, found["chunks"], 0)
     assert "what Ray has to say" in err
-    assert json.loads(index("--store", "one")[1]) == found
+    assert json.loads(index("--store", "one", "--namespace", "team")[1]) == found
     assert {*objects(tmp_path / "actors")} == {*objects(tmp_path / "one")}
     code, out, err = index("--store", "actors", "--ray", "3", "--shard", "0/2")
     assert (code, out) == (2, "")

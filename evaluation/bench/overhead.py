@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.model import row_masks
 from hf_blend.prefill.report import BlendReport
 
@@ -43,7 +43,7 @@ class OverheadPlan:
     short_tokens: int = 128
     question_tokens: int = 32
     chunks: tuple[int, ...] = (2, 6, 20, 64)
-    settings: tuple[tuple[str, float], ...] = tuple((name, 0.15) for name in ("boundary", "kv-deviation"))
+    settings: tuple[tuple[str, float], ...] = ((BlendConfig.selector, 0.15), ("kv-deviation", 0.15))
     rounds: int = 15
     dtype: str = "float32"
     seed: int = 0

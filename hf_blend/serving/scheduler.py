@@ -147,7 +147,7 @@ class BlendedScheduler(FIFOScheduler):
         return [sorted(ahead, key=turn), ordered]
 
     def _is_one_row(self, state: Any) -> bool:
-        """Whether a request decodes, or its blend has left one token: it joins a step whoever had least."""
+        """Whether a request decodes, or its blend has left one token: it joins a step of any tenant."""
         return _decodes(state) or self.prefills.left(state) == 1
 
     def _get_waiting_candidates(self) -> list[Any]:

@@ -22,7 +22,7 @@ class Shares:
 
     def __init__(self) -> None:
         self._had: dict[str, float] = {}
-        self._level = 0.0  # what those who were there have had at least; it never falls while somebody is
+        self._level = 0.0  # what those who ask have had at least; it never falls while one does
         self._came: dict[str, float] = {}  # when each last asked
         self._lock = threading.Lock()
 
