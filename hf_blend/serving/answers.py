@@ -31,18 +31,12 @@ Put = Callable[["Step | Exception"], None]
 
 @dataclass(frozen=True)
 class Asked:
-    """A request whose prompts are made.
-
-    Attributes:
-        prompts: of which each gets `fields.n` answers.
-        samplings: one for each answer.
-        tools: as the model was told of them.
-    """
+    """A request whose prompts are made."""
 
     fields: Generation
-    prompts: list[TextPrompt]
-    samplings: list[Sampling]
-    tools: list[dict[str, Any]]
+    prompts: list[TextPrompt]  # of which each gets `fields.n` answers
+    samplings: list[Sampling]  # one for each answer
+    tools: list[dict[str, Any]]  # as the model was told of them
 
 
 class Step(NamedTuple):
@@ -183,15 +177,7 @@ class Answering:
             for one in (task, gone):
                 one.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
-        rows = [
-            {
-                "index": answer.number,
-                "logprobs": answer.logprobs(),
-                "finish_reason": answer.reason,
-                **self._form(message),
-            }
-            for answer, message in zip(self._answers, messages, strict=True)
-        ]
+        rows = [self._row(*one, one[0].reason, one[0].logprobs()) for one in zip(self._answers, messages, strict=True)]
         kind = "chat.completion" if self._is_chat else "text_completion"
         return JSONResponse({**self._head(kind), "choices": rows, "usage": self._usage()})
 
@@ -244,11 +230,12 @@ class Answering:
     def _event(
         self, answer: Answer, part: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
     ) -> bytes:
-        row = {"index": answer.number, "logprobs": logprobs, "finish_reason": reason, **self._form(part, "delta")}
-        return sse({**self._head(self._kind), "choices": [row]})
+        return sse({**self._head(self._kind), "choices": [self._row(answer, part, reason, logprobs, "delta")]})
 
-    def _form(self, part: dict[str, Any], name: str = "message") -> dict[str, Any]:
-        return {name: part} if self._is_chat else {"text": part.get("content", "")}
+    def _row(self, answer: Answer, part: dict[str, Any], reason: Any, logprobs: Any, name: str = "message") -> Any:
+        """An answer, or what is new of it, as an element of `choices`."""
+        form = {name: part} if self._is_chat else {"text": part.get("content", "")}
+        return {"index": answer.number, "logprobs": logprobs, "finish_reason": reason, **form}
 
     def _usage(self) -> dict[str, Any]:
         return summed([one.costs() for one in self._answers], self._fields.n)

@@ -148,11 +148,8 @@ class BlendedPagedCache(PagedAttentionCache):
             if block is None:
                 break
             blocks.append(block)
-        full, tokens, tail = (
-            least // self.page,
-            len(blocks) * self.page,
-            self._hashes(token_ids[:least], exact, root)[-1],
-        )
+        full, tokens = least // self.page, len(blocks) * self.page
+        tail = self._hashes(token_ids[:least], exact, root)[-1]
         if tokens >= least:
             allocator.acquire_prefix_blocks(state.request_id, tokens, blocks)
         elif len(blocks) == full and tail in self.tails:

@@ -69,9 +69,16 @@ class Prefilled:
     tokens: int = 0
     prefix_tokens: int = 0
     computed_chunks: int = 0
-    report: BlendReport | None = None
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    charged_budget: float | None = None
     reason: str = ""
     begun: float | None = None  # by time.perf_counter
+
+    def note(self, report: BlendReport) -> None:
+        """Keep the figures of a blend; the report itself holds tensors of every layer."""
+        self.how, self.charged_budget = "blended", report.charged_budget
+        self.reused_tokens, self.recomputed_tokens = report.reused_tokens, sum(map(len, report.chosen_columns))
 
 
 @dataclass(eq=False)
@@ -390,7 +397,7 @@ class BlendedPrefills:
         cache.get_seq_length()  # from here on it sees the model's call
         ids = torch.tensor([state.initial_tokens], device=paged.device)
         self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        held.outcome.how, held.outcome.report = "blended", cache.report
+        held.outcome.note(cache.report)
         layers: list[Any] = cache.layers
         rows = paged.rows_of(state.request_id, tokens)
         for index, layer in enumerate(layers):

@@ -36,13 +36,7 @@ from .wire import Generation
 
 __all__ = ["DEFAULTS", "NotNumbers", "Sampling", "TokenLogprob", "Watch", "add_sampling", "greedy", "make_sampling"]
 
-DEFAULTS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-)  # that a model's generation_config may have
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of a model's generation_config
 LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is drawn, and a division would not be finite
 
 

@@ -20,41 +20,23 @@ from .prefills import Prefilled
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes. `docs/serving.md` has the same rows.
+    """What a server takes. `docs/serving.md` has the same rows."""
 
-    Attributes:
-        requests: under way or waiting, of all tenants; each answer of a request counts.
-        connections: of one address that carry no whole request: silent, half sent, or kept alive.
-        header_s: how long a connection may carry none.
-        body_bytes: of a request.
-        body_s: how long its body may take to arrive.
-        request_s: how long it may take altogether.
-        new_tokens: where an answer is cut that names no length.
-        documents: of one request, and places of its prompt where they are.
-        messages: of one request.
-        choices: answers to one request, `n` to each of its prompts.
-        tools: of one request.
-        schema_chars: of a JSON schema, or of those of all tools.
-        stops: texts at which its answer ends.
-        stop_chars: of each.
-        stuck_s: after so long without any progress of what is under way the server is not ready.
-    """
-
-    requests: int = 64
-    connections: int = 64
-    header_s: float = 20.0
-    body_bytes: int = 4 << 20
-    body_s: float = 20.0
-    request_s: float = 300.0
-    new_tokens: int = 256
-    documents: int = 256
-    messages: int = 1024
-    choices: int = 32
-    tools: int = 128
-    schema_chars: int = 1 << 16
-    stops: int = 4
-    stop_chars: int = 256
-    stuck_s: float = 60.0
+    requests: int = 64  # under way or waiting, of all tenants; each answer of a request counts
+    connections: int = 64  # of one address that carry no whole request: silent, half sent, or kept alive
+    header_s: float = 20.0  # how long a connection may carry none
+    body_bytes: int = 4 << 20  # of a request
+    body_s: float = 20.0  # how long its body may take to arrive
+    request_s: float = 300.0  # how long it may take altogether
+    new_tokens: int = 256  # where an answer is cut that names no length
+    documents: int = 256  # of one request, and places of its prompt where they are
+    messages: int = 1024  # of one request
+    choices: int = 32  # answers to one request, `n` to each of its prompts
+    tools: int = 128  # of one request
+    schema_chars: int = 1 << 16  # of a JSON schema, or of those of all tools
+    stops: int = 4  # texts at which an answer ends
+    stop_chars: int = 256  # of each
+    stuck_s: float = 60.0  # after so long without any progress of what is under way the server is not ready
 
     @property
     def inside(self) -> int:
@@ -388,16 +370,9 @@ def described(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
         return param, f"{param or 'the body'} is missing, expected a value. Send it."
     if first["type"] == "json_invalid":
         return param, f"the body is no JSON: {first['msg']}. Correct it."
-    texts = [
-        one["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-        for one in errors
-        if _field(one) == param
-    ]
-    expected = " or ".join(dict.fromkeys(texts))
-    return (
-        param,
-        f"{param or 'the body'} is {reprlib.repr(first['input'])}, expected {expected}. Correct it, or leave it out.",
-    )
+    texts = (re.sub("^(Value error, |Input should be )", "", one["msg"]) for one in errors if _field(one) == param)
+    expected, came = " or ".join(dict.fromkeys(texts)), reprlib.repr(first["input"])
+    return param, f"{param or 'the body'} is {came}, expected {expected}. Correct it, or leave it out."
 
 
 def _field(error: Mapping[str, Any]) -> str | None:
@@ -420,23 +395,20 @@ def _check_chars(what: str, given: Any, limits: Limits) -> None:
 
 def usage(prompt_tokens: int, completion_tokens: int, prefilled: Prefilled | None) -> dict[str, Any]:
     """What a request cost."""
-    report = None if prefilled is None else prefilled.report
-    recomputed = 0 if report is None else sum(map(len, report.chosen_columns))
-    reused = 0 if report is None else report.reused_tokens
-    prefix = 0 if prefilled is None else prefilled.prefix_tokens
-    prefix += prefilled.tokens if prefilled is not None and prefilled.how == "shared" else 0
+    got = prefilled or Prefilled("plain")
+    prefix = got.prefix_tokens + (got.tokens if got.how == "shared" else 0)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": reused + prefix},
+        "prompt_tokens_details": {"cached_tokens": got.reused_tokens + prefix},
         "hf_blend": {
-            "prefill": "plain" if prefilled is None else prefilled.how,
-            "reused_tokens": reused,
-            "recomputed_tokens": recomputed,
+            "prefill": got.how,
+            "reused_tokens": got.reused_tokens,
+            "recomputed_tokens": got.recomputed_tokens,
             "prefix_tokens": prefix,
-            "computed_chunks": 0 if prefilled is None else prefilled.computed_chunks,
-            "charged_budget": None if report is None else round(report.charged_budget, 4),
+            "computed_chunks": got.computed_chunks,
+            "charged_budget": None if got.charged_budget is None else round(got.charged_budget, 4),
         },
     }
 

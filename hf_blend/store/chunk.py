@@ -183,17 +183,17 @@ class ChunkKV:
 
     def own_copy(self) -> "ChunkKV":
         """A dense copy on the CPU: what happens to these tensors later cannot reach it. Alike layers are stacked."""
-        states = (tuple(map(_dense_copy, one)) for one in self.layers)
-        layers = StackedLayers.of(self.layers) or tuple(states)
-        return replace(
-            self, layers=layers, tables=tuple((_dense_copy(cos), _dense_copy(sin)) for cos, sin in self.tables)
-        )
+        layers = StackedLayers.of(self.layers) or tuple(tuple(map(_dense_copy, one)) for one in self.layers)
+        return replace(self, layers=layers, tables=tuple(tuple(map(_dense_copy, pair)) for pair in self.tables))
 
     def stacked(self) -> "ChunkKV":
-        """The same chunk with alike layers in two tensors; itself where they are, or cannot be."""
+        """The same chunk with alike layers in two tensors; itself where they are, or cannot be.
+
+        A table that was read from a file is a part of one buffer of the whole file, which it would keep: it is copied.
+        """
         if isinstance(self.layers, StackedLayers) or (stacked := StackedLayers.of(self.layers)) is None:
             return self
-        return replace(self, layers=stacked)
+        return replace(self, layers=stacked, tables=tuple(tuple(map(_dense_copy, pair)) for pair in self.tables))
 
     def to(self, device: str) -> "ChunkKV":
         """The same chunk on a device."""

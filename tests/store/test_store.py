@@ -413,6 +413,15 @@ def test_a_chunk_that_left_memory_is_still_found_on_disk(opened, chunk, same):
         same(store.get(one.key), one)
 
 
+def test_memory_holds_as_many_bytes_as_it_counts_of_a_chunk_that_was_read(opened, chunk):
+    one = chunk((5, 6, 7))
+    opened().put(one)
+    store = opened()
+    store.get(one.key)
+    held = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in store.get(one.key).buffers()}
+    assert sum(held.values()) == one.nbytes == store.stats()["bytes"]["memory"]
+
+
 def test_the_default_memory_is_a_quarter_of_what_is_free(root):
     assert 0 < default_memory_bytes() <= 64 << 30
     capacity = ChunkStore.open(root).stats()["capacity_bytes"]["memory"]
