@@ -3,11 +3,15 @@
 """A second device without one: tensors that say they are on a GPU, compute on the CPU, and meet no others.
 
 What a real device refuses is refused here: two tensors of different devices in one operation, but for copies, indices
-of an advanced index, and single numbers. Each time the host asks for a value is counted.
+of an advanced index, and single numbers. Each time the host asks for a value is counted, and where in the library a
+tensor of more than one number is made on the host. Threads that begin meanwhile are on the device, too.
 """
 
 import contextlib
+import sys
+import threading
 from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+import hf_blend
 from hf_blend import observer
 from hf_blend.model.identity import watch
 
@@ -22,6 +27,7 @@ DEVICE = torch.device("cuda", 0)
 _SHELL = torch.device("meta")  # what torch itself sees: the one device that is always there
 ASKS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::_unique2", "aten::masked_select")
 COPIES = ("aten::copy_", "aten::_to_copy", "aten::_copy_from")
+LIBRARY = str(Path(hf_blend.__file__).parent)
 INDEXED = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 
 
@@ -90,30 +96,55 @@ def run(func, args, kwargs, asked):
     )
 
 
-class SecondDevice(TorchDispatchMode):
-    """While it is entered, `device="cuda:0"` is one that computes; `asked` counts what the host asked of it."""
+def place():
+    """Name the innermost function of the library that is running; a comprehension is in one."""
+    frame = sys._getframe(1)
+    while frame and (frame.f_code.co_name[0] == "<" or not frame.f_code.co_filename.startswith(LIBRARY)):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
 
-    def __init__(self):
+
+class SecondDevice(TorchDispatchMode):
+    """While it is entered, `device="cuda:0"` is one that computes.
+
+    Attributes:
+        asked: how often the host asked which value of it.
+        hosted: how often which function made a tensor on the host.
+    """
+
+    def __init__(self, asked=None, hosted=None):
         super().__init__()
-        self.asked = Counter()
+        self.asked = Counter() if asked is None else asked
+        self.hosted = Counter() if hosted is None else hosted
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return run(func, args, kwargs or {}, self.asked)
+        found = run(func, args, kwargs or {}, self.asked)
+        made = () if any(one.alias_info for one in func._schema.returns) else tree_flatten(found)[0]
+        if any(isinstance(one, Tensor) and not isinstance(one, There) and one.dim() for one in made):
+            self.hosted[place()] += 1
+        return found
 
 
 @contextlib.contextmanager
 def second_device():
     """Yield the mode, to read what was asked."""
-    make = torch.tensor
+    mode, make, begin = SecondDevice(), torch.tensor, threading.Thread.run
 
     def tensor(data, *, device=None, **given):  # the device of no memory has no numbers either, made so
-        return make(data, **given) if device is None else make(data, **given).to(device)
+        made = make(data, **given)
+        return made.clone() if device is None else made.to(device)  # what stays on the host is seen by the mode
+
+    def in_thread(thread):
+        with observer(SecondDevice(mode.asked, mode.hosted)):
+            begin(thread)
 
     with contextlib.ExitStack() as entered:
         entered.enter_context(mock.patch.object(torch, "tensor", tensor))
-        entered.enter_context(mock.patch.object(torch.cuda, "_lazy_init", return_value=None))
+        entered.enter_context(mock.patch.object(threading.Thread, "run", in_thread))
+        for name in ("_lazy_init", "set_device"):
+            entered.enter_context(mock.patch.object(torch.cuda, name, return_value=None))
         entered.enter_context(mock.patch.object(watch.WeightWatch, "_sampled", return_value=[]))  # bits: not there
-        yield entered.enter_context(observer(SecondDevice()))
+        yield entered.enter_context(observer(mode))
 
 
 def move(model):

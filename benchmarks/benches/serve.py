@@ -43,7 +43,7 @@ STOCK, WALK, PREFIX, BLEND = "stock", "stock, by requests", "prefixes, by reques
 LONE = (GENERATE, CACHE)
 WAYS = (*LONE, BLEND, WALK, PREFIX, STOCK)
 WITHOUT = (GENERATE, STOCK, WALK, PREFIX)  # ways without reuse of chunks
-GROWS = ("rounds", "ways", "loads", "out")  # fields of a plan that may differ from those of what was measured
+GROWS = ("rounds", "ways", "loads", "out")  # fields of a plan in which runs that write the same file may differ
 DRAWS = 2000
 
 
@@ -163,7 +163,9 @@ class _Bench:
         answer = self._alone if way in LONE else self._served
         self.runs.append({"run": name, "way": way, **answer(way, prompts, arrivals or [0.0] * len(prompts))})
         if self.path is not None:
-            self.path.write_text(json.dumps(self.found(), indent=1) + "\n", "utf-8")
+            part = self.path.with_suffix(".part")
+            part.write_text(json.dumps(self.found(), indent=1) + "\n", "utf-8")
+            part.replace(self.path)  # a run that is cut short leaves the whole of what was measured
 
     def _alone(self, way: str, prompts: Sequence[TextPrompt], arrivals: Sequence[float]) -> dict[str, Any]:
         """One after the other, in the order in which they come."""
@@ -225,7 +227,8 @@ class _Bench:
         """All that is measured, and a row for each way at once and at each load."""
         tokens = [len(prompt.ids) for prompt in self.prompts.values()]
         return {
-            "machine": self.about, "plan": asdict(self.plan), "stored_cpu_s": self.stored_s,
+            "machine": self.about, "stored_cpu_s": self.stored_s,
+            "plan": {name: one for name, one in asdict(self.plan).items() if name not in GROWS},
             "prompt_tokens": [min(tokens), statistics.fmean(tokens), max(tokens)],
             "rows": summary(self.runs), "arrivals": self.arrivals, "runs": self.runs,
         }  # fmt: skip

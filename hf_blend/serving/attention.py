@@ -9,7 +9,7 @@ not be repeated for each query head. Kernels that take the lengths of the reques
 as they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,16 +46,27 @@ def attend_by_request(
     `[1, 1, rows, keys]`, cu_seq_lens_q `[requests + 1]` → `[1, rows, heads, head_dim]`.
     """
     key, value = cache.update(key, value, module.layer_idx, kwargs)
-    starts, key_starts = cu_seq_lens_q.tolist(), kwargs["cu_seq_lens_k"].tolist()
     outputs = []
-    for start, end, first, last in zip(starts, starts[1:], key_starts, key_starts[1:], strict=False):
-        mask: Tensor | None = attention_mask[:, :, start:end, first:last]
-        rows, keys = end - start, last - first
-        if rows in (1, keys) and float(mask[0, 0, -1, 0]) == 0.0:  # type: ignore[index]
-            mask = None
+    for start, end, first, last, is_causal in _spans(attention_mask, cu_seq_lens_q, kwargs["cu_seq_lens_k"]):
+        mask = None if is_causal else attention_mask[:, :, start:end, first:last]
         states = (query[:, :, start:end], key[:, :, first:last], value[:, :, first:last])
-        outputs.append(stock(module, *states, mask, *args, **{**kwargs, "is_causal": mask is None})[0])
+        outputs.append(stock(module, *states, mask, *args, **{**kwargs, "is_causal": is_causal})[0])
     return torch.cat(outputs, dim=1), None
+
+
+def _spans(mask: Tensor, rows: Tensor, keys: Tensor) -> Sequence[tuple[int, int, int, int, bool]]:
+    """Rows and keys of each request, and whether it needs no mask; a device is asked at a step's first layer alone.
+
+    Shapes: mask `[1, 1, rows, keys]`, rows `[requests + 1]`, keys `[requests + 1]`.
+    """
+    known = vars(mask)  # each step makes a mask of its own for each kind of layer
+    if "spans" not in known:
+        starts, key_starts = rows.tolist(), keys.tolist()
+        is_seen = (mask[0, 0, rows[1:] - 1, keys[:-1]] == 0).tolist()
+        bounds = zip(starts, starts[1:], key_starts, key_starts[1:], is_seen, strict=False)
+        known["spans"] = [(*one, sees and one[1] - one[0] in (1, one[3] - one[2])) for *one, sees in bounds]
+    found: Sequence[tuple[int, int, int, int, bool]] = known["spans"]
+    return found
 
 
 def walk_requests(model: nn.Module) -> list[RemovableHandle]:

@@ -1,0 +1,56 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""An engine on a second device: what its threads compute with is there, and its answers are those of the CPU."""
+
+import pytest
+import torch
+
+from hf_blend import ChunkStore
+from hf_blend.prefill import copies
+from tests.conftest import build_tiny_model
+from tests.second_device import DEVICE, There, move, second_device
+from tests.test_second_device import Recorder
+
+ON_HOST = {  # the functions that bring tensors of more than one number to the host, or make them there
+    "attention._spans", "engine._generation_loop_body", "sampling.check",  # a step: its requests, and their tokens
+    "request.parse", "report.chosen_columns",  # a blend: its prompt, and its figures
+    "capture.capture_chunks", "chunk.of", "chunk._dense_copy", "chunk.has_usable_values",  # a chunk to be stored
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A model on the CPU, and the same on the second device."""
+    with second_device(), torch.no_grad():
+        there = move(build_tiny_model())
+    return build_tiny_model(), there
+
+
+def served(model, bench, begin, **tiers):
+    """Answers, what became of each prefill, and the tensors that the engine holds; `begin` is called when it runs."""
+    stored, new = bench.draw(21, 1), bench.draw(19, 2)
+    blended, plain = bench.Ask([1, *stored, *new, *bench.draw(20, 3)], [stored, new]), bench.Ask(bench.draw(70, 4))
+    with ChunkStore.open("memory://", **tiers) as store, bench.engine(model, store, recompute_ratio=0.3) as engine:
+        store.add(model, None, [stored])
+        begin()
+        answers = [bench.answers(engine, [ask])[0] for ask in (blended, blended, plain)]
+        held = {**vars(engine.paged), **vars(engine.batch_processor.inputs_and_outputs)}
+        assert engine.prefills.failures == 0
+        how = [one.how for one in engine.prefills.outcomes.values()]
+        return answers, how, {name: one for name, one in held.items() if isinstance(one, torch.Tensor)}
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_all_that_the_threads_of_an_engine_compute_with_is_on_the_device(tier, models, bench, monkeypatch):
+    monkeypatch.setattr(copies, "open_stream", lambda device: Recorder([]) if device.type == "cuda" else None)
+    expected, how, _ = served(models[0], bench, list)
+    assert how == ["blended", "shared", "plain"]
+    tiers = {"device": str(DEVICE), "device_bytes": 1 << 24} if tier == "device" else {}
+    with second_device() as mode, torch.no_grad():
+        answers, found, held = served(models[1], bench, mode.hosted.clear, **tiers)
+    assert (answers, found) == (expected, how)
+    assert len(held) > 8
+    assert [name for name, one in held.items() if not isinstance(one, There)] == []
+    assert {*mode.hosted} - {"copies._bring"} == ON_HOST
+    assert ("copies._bring" in mode.hosted) == (tier == "host"), "chunks in pinned memory"
+    assert mode.hosted["attention._spans"] == 3 * mode.hosted["sampling.check"], "once for a step, not in each layer"
