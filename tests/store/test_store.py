@@ -418,8 +418,9 @@ def test_memory_holds_as_many_bytes_as_it_counts_of_a_chunk_that_was_read(opened
     opened().put(one)
     store = opened()
     store.get(one.key)
-    held = [part.untyped_storage() for part in store.get(one.key).buffers()]
-    assert sum({one.data_ptr(): one.nbytes() for one in held}.values()) == one.nbytes == store.stats()["bytes"]["memory"]
+    parts = [part.untyped_storage() for part in store.get(one.key).buffers()]
+    held = {part.data_ptr(): part.nbytes() for part in parts}
+    assert sum(held.values()) == one.nbytes == store.stats()["bytes"]["memory"]
 
 
 def test_the_default_memory_is_a_quarter_of_what_is_free(root):
