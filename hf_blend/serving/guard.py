@@ -151,8 +151,15 @@ class Guard:
         except Refused as refused:
             await _answer(send, refused)
             return
-        if body is not None:
-            await self._app(scope, _Replay(body, receive), send)
+        if body is None:
+            return
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Any:
+            """Give the body once, and from then on what the client does."""
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replay, send)
 
     async def _body(self, headers: dict[str, str], receive: Receive) -> bytes | None:
         """All of it; None where the client went away."""
@@ -176,20 +183,6 @@ class Guard:
         except TimeoutError:
             slow = f"the body did not arrive within {self._limits.body_s:g} s. Send it faster."
             raise Refused(408, slow, "request_timeout") from None
-
-
-class _Replay:
-    """Gives the body once, and from then on what the client does."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
-
-    async def __call__(self) -> Any:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await self._receive()
 
 
 async def _answer(send: Send, refused: Refused) -> None:

@@ -197,14 +197,8 @@ class _Draws(ContinuousBatchingLogitsProcessor):
 
 def greedy(model: Any, max_new_tokens: int) -> GenerationConfig:
     """How an engine decodes that takes the largest of what `add_sampling` gives."""
-    own = model.generation_config
-    return GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=own.eos_token_id,
-        bos_token_id=own.bos_token_id,
-        pad_token_id=own.pad_token_id,
-    )
+    own = {name: getattr(model.generation_config, name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")}
+    return GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, **own)
 
 
 def add_sampling(processors: ContinuousBatchingLogitsProcessorList) -> None:

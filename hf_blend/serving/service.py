@@ -3,11 +3,13 @@
 """Between HTTP and the engine: who may come in, what is under way, and text from tokens."""
 
 import asyncio
+import ctypes
 import hashlib
 import hmac
 import itertools
 import json
 import logging
+import os
 import secrets
 import struct
 import time
@@ -125,6 +127,9 @@ def _hashed(key: str) -> bytes:
 
 logger = logging.getLogger(__name__)
 
+TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None  # glibc's alone
+TRIM_S = 10.0  # between two calls of it, each of some milliseconds, behind which pages have to be made again
+
 
 class ServiceError(HfBlendError, RuntimeError):
     """The engine could not answer a request; it serves on."""
@@ -169,6 +174,7 @@ class Service:
         self.grammars = Grammars(tokenizer, self.vocabulary, sorted(engine.end_tokens))
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
+        self._trimmed = time.monotonic()
 
     @property
     def is_ready(self) -> bool:
@@ -223,6 +229,13 @@ class Service:
             if not is_over:
                 self.engine.cancel_request(run.name)
                 self.engine.forget_handler(run.name)
+            self._trim()
+
+    def _trim(self) -> None:
+        """Have free memory given back at times: chunks come and go between what stays, and glibc keeps their pages."""
+        if TRIM is not None and time.monotonic() - self._trimmed > TRIM_S:
+            self._trimmed = time.monotonic()
+            asyncio.get_running_loop().run_in_executor(None, TRIM, 0)
 
     def _add(self, tenant: Tenant, asked: Generation, run: Running, sampling: Sampling) -> None:
         self.engine.add_request(

@@ -21,7 +21,7 @@ def wait_for(happened, what, seconds=60.0):
     until = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < until, f"{what} did not happen"
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -22,16 +22,10 @@ from hf_blend.serving import engine as batching
 from hf_blend.serving import prefills, scheduler, upstream
 from hf_blend.serving.shares import Shares
 from hf_blend.serving.turns import Turns
+from tests.serving.processes import wait_for
 
 RATIO = 0.3
 FAMILIES = ("llama", "qwen3", "mistral")
-
-
-def wait_for(happened, what, seconds=30.0):
-    until = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < until, f"{what} did not happen"
-        time.sleep(0.002)
 
 
 @pytest.fixture

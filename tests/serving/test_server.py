@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 import torch
 from worlds import reference_questions
@@ -24,7 +25,7 @@ from worlds import reference_questions
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.prompt.detokenizer import Detokenizer
-from hf_blend.serving import app
+from hf_blend.serving import app, service
 from hf_blend.serving.guard import Doors, Guard, Refused
 from hf_blend.serving.prompts import chat_prompt, text_prompt
 from hf_blend.serving.run import ServerPlan, make_service, serve
@@ -422,6 +423,22 @@ def test_health_and_metrics_say_what_happens(server, http, client):
     assert values["hf_blend_first_token_seconds_count"] >= 1
     assert not [name for name in KEYS if name in text], "who stores what is nobody else's business"
     assert not [key for key in KEYS.values() if key in text]
+
+
+@pytest.mark.skipif(service.TRIM is None, reason="an allocator that is not glibc's gives pages back by itself")
+def test_memory_that_is_free_goes_back_to_the_system_when_an_answer_ends_but_not_at_each(client, monkeypatch):
+    called, trim = [], service.TRIM
+    monkeypatch.setattr(service, "TRIM", lambda pad: (called.append(pad), trim(pad)))
+    monkeypatch.setattr(service, "TRIM_S", float("inf"))
+    parts = [torch.ones(1 << 13) for _ in range(4096)]  # 32 KiB each, on the heap
+    kept, held = parts[::64], psutil.Process().memory_info().rss
+    parts.clear()
+    client.completions.create(model=MODEL, prompt="Rolf", max_tokens=1)
+    assert not called
+    monkeypatch.setattr(service, "TRIM_S", 0.0)
+    client.completions.create(model=MODEL, prompt="Rolf", max_tokens=1)
+    wait_for(lambda: held - psutil.Process().memory_info().rss > 64 << 20, f"less than {held} beside {len(kept)}")
+    assert called == [0]
 
 
 def test_a_failed_step_is_a_500_and_the_server_serves_on(server, client, monkeypatch):
