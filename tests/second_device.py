@@ -68,6 +68,8 @@ def run(func, args, kwargs, asked):
     name = func._schema.name
     tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
     there = any(isinstance(one, There) for one in tensors)
+    if any(one.is_meta for one in tensors if not isinstance(one, There)):
+        raise RuntimeError(f"{name}: torch made an index of a list, which has no numbers here. Index by a tensor.")
     to = kwargs.get("device")
     if there:
         operands = tensors[:1] if name in INDEXED else tensors

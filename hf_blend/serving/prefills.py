@@ -397,12 +397,12 @@ class BlendedPrefills:
         cache.get_seq_length()  # from here on it sees the model's call
         ids = torch.tensor([state.initial_tokens], device=paged.device)
         self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        held.outcome.note(cache.report)
         layers: list[Any] = cache.layers
         rows = paged.rows_of(state.request_id, tokens)
         for index, layer in enumerate(layers):
             self.turns.checkpoint()
             paged.write(index, rows, layer.keys[0, :, :tokens], layer.values[0, :, :tokens])
+        held.outcome.note(cache.report)
 
     def _root(self, spans: Spans, reuse: Reuse, token_ids: Sequence[int]) -> int:
         """What the hashes of blended blocks begin at: all that their K and V depend on beside the tokens in them."""

@@ -57,7 +57,7 @@ class Parts:
     """The parts of an answer as it grows: text, reasoning and calls, each as OpenAI's `delta` has it."""
 
     def __init__(self, tokenizer: Any, prompt: str, tools: Sequence[Mapping[str, Any]], is_forced: bool) -> None:
-        self._tools, self._is_forced, self._calls, self._unsent = tools, is_forced, 0, ""
+        self._is_forced, self._calls, self._unsent = is_forced, 0, ""
         self._parser: Any = None
         if tools and not is_forced:
             own = getattr(tokenizer, "response_template", None)

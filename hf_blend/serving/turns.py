@@ -114,7 +114,6 @@ class Turns:
         self.moved = time.monotonic()
         if self._holds and (end_turn or time.monotonic() >= self._deadline):
             self._is_stalled = end_turn
-            self._settle()
             self._end_turn()
         with self._moved:
             if not self._holds and not self._is_cancelled:
@@ -131,7 +130,6 @@ class Turns:
         """Give the turn back, in the worker, if it has one: what comes next does not look at the model."""
         self.moved = time.monotonic()
         if self._holds:
-            self._settle()
             self._end_turn()
 
     @contextmanager
@@ -151,6 +149,7 @@ class Turns:
                 handle.remove()
 
     def _end_turn(self) -> None:
+        self._settle()
         with self._moved:
             self._holds = False
             self._moved.notify_all()

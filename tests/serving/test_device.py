@@ -7,6 +7,8 @@ import torch
 
 from hf_blend import ChunkStore
 from hf_blend.prefill import copies
+from hf_blend.serving.sampling import add_sampling, make_sampling
+from hf_blend.serving.wire import CompletionRequest
 from tests.conftest import build_tiny_model
 from tests.second_device import DEVICE, There, move, second_device
 from tests.test_second_device import Recorder
@@ -14,6 +16,7 @@ from tests.test_second_device import Recorder
 ON_HOST = {  # the functions that bring tensors of more than one number to the host, or make them there
     "attention._spans", "engine._generation_loop_body", "sampling.check",  # a step: its requests, and their tokens
     "request.parse", "report.chosen_columns",  # a blend: its prompt, and its figures
+    "sampling.draw", "sampling.prepare_tensor_args",  # an answer that is drawn: its log probabilities
     "capture.capture_chunks", "chunk.of", "chunk._dense_copy", "chunk.has_usable_values",  # a chunk to be stored
 }  # fmt: skip
 
@@ -30,11 +33,18 @@ def served(model, bench, begin, **tiers):
     """Answers, what became of each prefill, and the tensors that the engine holds; `begin` is called when it runs."""
     stored, new = bench.draw(21, 1), bench.draw(19, 2)
     blended, plain = bench.Ask([1, *stored, *new, *bench.draw(20, 3)], [stored, new]), bench.Ask(bench.draw(70, 4))
-    with ChunkStore.open("memory://", **tiers) as store, bench.engine(model, store, recompute_ratio=0.3) as engine:
+    asked = CompletionRequest(prompt="", seed=1, top_p=0.9, presence_penalty=1, logprobs=3)
+    sampling = make_sampling(asked, {"repetition_penalty": 1.1, "top_k": 20}, len(plain.ids), 0, None)
+    with ChunkStore.open("memory://", **tiers) as store:
         store.add(model, None, [stored])
-        begin()
-        answers = [bench.answers(engine, [ask])[0] for ask in (blended, blended, plain)]
-        held = {**vars(engine.paged), **vars(engine.batch_processor.inputs_and_outputs)}
+        engine = bench.engine(model, store, recompute_ratio=0.3)
+        add_sampling(engine.logit_processor)
+        with engine:
+            begin()
+            answers = [bench.answers(engine, [ask])[0] for ask in (blended, blended, plain)]
+            answers += bench.answers(engine, [plain], sampling=sampling)
+            answers += [[token for token, _ in one.top] for one in sampling.logprobs.values()]
+            held = {**vars(engine.paged), **vars(engine.batch_processor.inputs_and_outputs)}
         assert engine.prefills.failures == 0
         how = [one.how for one in engine.prefills.outcomes.values()]
         return answers, how, {name: one for name, one in held.items() if isinstance(one, torch.Tensor)}
@@ -44,7 +54,7 @@ def served(model, bench, begin, **tiers):
 def test_all_that_the_threads_of_an_engine_compute_with_is_on_the_device(tier, models, bench, monkeypatch):
     monkeypatch.setattr(copies, "open_stream", lambda device: Recorder([]) if device.type == "cuda" else None)
     expected, how, _ = served(models[0], bench, list)
-    assert how == ["blended", "shared", "plain"]
+    assert how == ["blended", "shared", "plain", "plain"]
     tiers = {"device": str(DEVICE), "device_bytes": 1 << 24} if tier == "device" else {}
     with second_device() as mode, torch.no_grad():
         answers, found, held = served(models[1], bench, mode.hosted.clear, **tiers)
