@@ -3,7 +3,6 @@
 """What comes before the server's own code: keys, and bodies that are too large, too slow, or never end."""
 
 import asyncio
-import json
 import logging
 import re
 import secrets
@@ -11,6 +10,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
+
+from starlette.responses import JSONResponse
 
 from .service import Tenants
 from .wire import Limits, error_body
@@ -149,7 +150,7 @@ class Guard:
             scope["state"]["tenant"] = tenant
             body = await self._body(headers, receive)
         except Refused as refused:
-            await _answer(send, refused)
+            await _answer(scope, receive, send, refused)
             return
         if body is None:
             return
@@ -185,10 +186,8 @@ class Guard:
             raise Refused(408, slow, "request_timeout") from None
 
 
-async def _answer(send: Send, refused: Refused) -> None:
-    kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
-    content = json.dumps(error_body(str(refused), kind, refused.code)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    headers += [(b"connection", b"close")] if refused.status != 401 else [(b"www-authenticate", b"Bearer")]
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+async def _answer(scope: Scope, receive: Receive, send: Send, refused: Refused) -> None:
+    is_stranger = refused.status == 401
+    body = error_body(str(refused), "authentication_error" if is_stranger else "invalid_request_error", refused.code)
+    headers = {"www-authenticate": "Bearer"} if is_stranger else {"connection": "close"}
+    await JSONResponse(body, refused.status, headers)(scope, receive, send)
