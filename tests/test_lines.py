@@ -23,13 +23,13 @@ MOST = {
     "prompt": 697,
     "rotary": 412,
     "selectors": 716,
-    "serving": 3_754,
+    "serving": 3_753,
     "sparse": 2_628,
     "store": 6_540,
     "verify": 1_370,
     "cli": 2_560,
     "evaluation": 5_896,
-    "tests": 35_270,
+    "tests": 35_285,
 }
 
 

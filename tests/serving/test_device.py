@@ -7,6 +7,7 @@ import torch
 
 from hf_blend import ChunkStore
 from hf_blend.prefill import copies
+from hf_blend.serving.run import ServerPlan, make_service
 from hf_blend.serving.sampling import add_sampling, make_sampling
 from hf_blend.serving.wire import CompletionRequest
 from tests.conftest import build_tiny_model
@@ -64,3 +65,17 @@ def test_all_that_the_threads_of_an_engine_compute_with_is_on_the_device(tier, m
     assert {*mode.hosted} - {"copies._bring"} == ON_HOST
     assert ("copies._bring" in mode.hosted) == (tier == "host"), "chunks in pinned memory"
     assert mode.hosted["attention._spans"] == 3 * mode.hosted["sampling.check"], "once for a step, not in each layer"
+
+
+def test_a_server_plans_its_cache_by_what_is_free_on_the_device(models, monkeypatch, tmp_path):
+    per_token = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, width, bytes
+    monkeypatch.setattr(copies, "open_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 640 * per_token, 1 << 40))
+    with second_device(), torch.no_grad():
+        service = make_service(models[1], None, ServerPlan(location=str(tmp_path)))
+        held = service.engine.paged.cache_tensor
+        service.close()
+    assert f"float32 on {DEVICE}; " in service.memory
+    assert " for 640 tokens of requests" in service.memory, "half of it"
+    assert isinstance(held, There)
+    assert 640 * per_token <= held.nbytes < 720 * per_token
