@@ -272,6 +272,34 @@ def test_a_compiled_prefill_is_refused_by_name(tiny_model, pieces, compiler):
     assert cache.get_seq_length() == 0
 
 
+def test_a_compiled_sparse_step_is_refused_by_name(tiny_model, pieces, compiler):
+    model = tiny_model(num_hidden_layers=2)
+    cache, inputs = made(model, pieces())
+    with (
+        sparse_decoding(model, cache, block_tokens=8, min_tokens=0),
+        pytest.raises(ConfigError, match=r"sparse step came from compiled code.*disable_compile=True"),
+    ):
+        model.generate(**inputs, past_key_values=cache, compile_config=compiler.config, **GREEDY)
+
+
+def test_what_is_padded_before_all_windows_in_static_buffers_is_no_token(tiny_model, pieces):
+    """Transformers' masks of a later turn show nothing of it, in a model whose layers all have windows."""
+    model, outputs = tiny_model("mistral", sliding_window=16), []
+    draw = torch.Generator().manual_seed(0)
+    ids = lambda count: torch.randint(20, 90, (count,), generator=draw).tolist()  # noqa: E731
+    first = {"prefix": [[1], [1]], "chunks": [[ids(24), ids(20)], [ids(10), ids(9)]], "question": [ids(5), ids(3)]}
+    later = {"prefix": [ids(2), ids(2)], "chunks": [[ids(12)], [ids(8)]], "question": [ids(5), ids(3)]}
+    few = {**GREEDY, "max_new_tokens": 2}
+    for most in (MOST, None):
+        cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3, max_tokens=most)
+        output = model.generate(**cache.inputs(None, **first), past_key_values=cache, **few)
+        inputs = cache.inputs(None, **later, history=output)
+        outputs.append((model.generate(**inputs, past_key_values=cache, **few), cache.report.chosen_columns))
+        assert (cache.report.reusable_tokens, cache.report.fallback_reason) == (20, "")
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert outputs[0][1] == outputs[1][1]
+
+
 def test_what_has_no_static_buffers_is_refused_by_name(shared_model, tiny_model, pieces):
     store = ChunkStore.open("memory://")
     with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps the state of a mixer"):
@@ -283,8 +311,6 @@ def test_what_has_no_static_buffers_is_refused_by_name(shared_model, tiny_model,
             BlendConfig(max_tokens=most)
     model = tiny_model(num_hidden_layers=2)
     cache, _ = made(model, pieces())
-    with pytest.raises(ConfigError, match="sparse_decoding came with"), sparse_decoding(model, cache):
-        pass
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ConfigError, match=r"(?s)'flash_attention_2'.*sdpa"):
         BlendCache(model, store, max_tokens=64)
@@ -305,3 +331,17 @@ def test_the_host_knows_how_many_tokens_a_layer_holds_and_asks_once_behind_compi
         layer.update(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2))
     layer.crop(-2)
     assert (layer.length, int(layer.filled), layer._buffers[0][0, 0, 3:].abs().sum()) == (3, 3, 0)
+
+
+def test_a_step_that_packs_a_group_says_that_its_tokens_have_changed():
+    layers, states = (QuantisedLayer(8), QuantisedStaticLayer(160, 8)), torch.randn(1, 1, 100, 4)
+    for layer in layers:
+        layer.update(states, states)
+    found = []
+    for _ in range(40):
+        for layer in layers:
+            layer.unchanged_tokens = layer.length
+            layer.update(states[:, :, :1], states[:, :, :1])
+        found.append([layer.unchanged_tokens for layer in layers])
+    assert [pair for pair in found if pair[0] < 100] == [[64, 64]]
+    assert all(one == other for one, other in found)

@@ -30,12 +30,13 @@ from hf_blend.model.calibrate import ignores_states, rotary_styles
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill import observing
 from hf_blend.prefill.realign import Realigner
+from hf_blend.selectors.kv_deviation import KvDeviation
 from hf_blend.sparse.partial.blocked import encode_blocks
 from hf_blend.store import stack
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
-from tests.asking import memory, prefill, prepared
+from tests.asking import memory, prefill, prefilled, prepared
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 from tests.faults.damage import tensors_of
 
@@ -491,3 +492,12 @@ def test_restore_of_a_mixers_snapshot_may_be_done_again():
         layer.restore(snapshot)
         assert torch.equal(layer.recurrent_states[0], one)
         layer.recurrent_states[0].zero_()  # as a kernel writes it
+
+
+def test_a_selector_is_given_keys_where_the_mixer_beside_the_attention_ran_first(pieces, monkeypatch):
+    model, found = tiny_model("falcon_h1"), []
+    score = KvDeviation.score
+    monkeypatch.setattr(KvDeviation, "score", lambda self, view: found.append(view.pair(0)) or score(self, view))
+    prefilled(model, pieces(), selector="kv-deviation", recompute_ratio=0.3)
+    heads = model.config.num_key_value_heads
+    assert [(fresh.shape[1], stored.shape[1]) for fresh, stored in found[-1:]] == [(heads, heads)]

@@ -10,26 +10,26 @@ import pytest
 
 MOST = {
     "top": 1_258,
-    "cache": 2_052,
+    "cache": 2_045,
     "context": 3_654,
     "correctors": 182,
     "hybrids": 941,
     "images": 666,
     "integrations": 1_866,
     "loading": 467,
-    "model": 4_297,
+    "model": 4_279,
     "offload": 995,
-    "prefill": 2_722,
+    "prefill": 2_719,
     "prompt": 697,
     "rotary": 412,
     "selectors": 716,
     "serving": 3_753,
-    "sparse": 2_628,
+    "sparse": 2_645,
     "store": 6_540,
     "verify": 1_370,
     "cli": 2_560,
     "evaluation": 5_896,
-    "tests": 35_285,
+    "tests": 35_364,
 }
 
 

@@ -217,3 +217,7 @@ def test_a_causal_mask_takes_no_memory_until_some_code_asks_for_a_tensor():
     assert mask.shape == (1, 1, 1 << 14, 1 << 20)
     assert (mask.dtype, mask.dim(), mask.device.type) == (torch.bool, 4, "cpu")
     assert len(mask.lines.spans) <= (1 << 14) / 64 + 1
+
+
+def test_runs_are_neighbours_of_which_enough_follow_each_other():
+    assert row_masks._runs([0, 1, 2, 5, 6, 7, 8, 20, 21], 3) == [slice(0, 3), slice(3, 7)]

@@ -8,7 +8,7 @@ import torch
 from hf_blend import ChunkStore
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill.plan import Planner, PromptRow
-from hf_blend.prefill.request import PendingPrompt, Request
+from hf_blend.prefill.request import PendingPrompt, Request, _column_mask
 from hf_blend.prompt.pieces import Span
 
 BOS = (1,)
@@ -102,3 +102,10 @@ def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
     searched = one.plan([row], [0], len(row), known, True, [PromptRow(row, prefix=0, is_searched=True)])
     assert parts(searched) == [(3, 1, 6, False), (9, 0, 40, False)]
     assert parts(plan(one, row, known=known)) == [(0, 0, 3, True), (3, 1, 6, False)], "what is before it is an entry"
+
+
+def test_column_mask_is_that_of_the_layers_that_see_everything():
+    seen, window = torch.ones(2, 1, 2, 6, dtype=torch.bool), torch.ones(2, 1, 2, 6, dtype=torch.bool)
+    seen[1, ..., :2] = window[1, ..., :2] = window[0, ..., :1] = False
+    mask = _column_mask({"sliding_attention": window, "full_attention": seen}, 2, PendingPrompt())
+    assert mask.tolist() == [[True] * 6, [False] * 2 + [True] * 4]

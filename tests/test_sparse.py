@@ -70,6 +70,24 @@ def test_sparse_decoding_over_all_blocks_gives_what_dense_decoding_gives(model, 
     torch.testing.assert_close(logits, few_logits, rtol=0, atol=0 if is_off else 2e-6)
 
 
+@pytest.mark.parametrize(("make", "bits"), [(prompt, None), (padded, None), (prompt, 8)])
+def test_sparse_decoding_in_static_buffers_gives_what_it_gives_in_growing_ones(model, make, bits):
+    found = []
+    for most in (None, 200):
+        cache = BlendCache(model, ChunkStore.open("memory://"), max_tokens=most, kv_bits=bits)
+        with sparse_decoding(model, cache, watch_mass=True, checkpoint_interval=3, **SMALL) as sparse:
+            found.append(
+                (*generated(model, make(), 40, past_key_values=cache), vars(sparse.metrics), sparse.kept_mass)
+            )
+    (ids, logits, metrics, mass), (other_ids, other_logits, other_metrics, other_mass) = found
+    assert torch.equal(ids, other_ids)
+    torch.testing.assert_close(logits, other_logits, rtol=0, atol=2e-6)
+    assert metrics == other_metrics
+    assert metrics["changed"] > 0
+    assert mass == pytest.approx(other_mass)
+    assert mass < 0.95
+
+
 class Masked:
     """Dense attention of one step over some columns, which a mask shuts in each layer: the plain way."""
 

@@ -408,6 +408,8 @@ class QuantisedStaticLayer(QuantisedLayer, StaticLayer):
 
     def _step(self, key_states: Tensor, value_states: Tensor) -> Pair:
         """Write one token, and show all columns; see `StaticLayer._step`."""
+        if not torch.compiler.is_compiling() and (self.length + 1) % GROUP_TOKENS == 0:
+            self.unchanged_tokens = min(self.unchanged_tokens, self.packed_tokens)
         held, rings, parts = self.filled, self._buffers or (), self._cells.columns  # type: ignore[union-attr]
         for ring, states in zip(rings, (key_states, value_states), strict=True):
             ring.index_copy_(2, (held % RING_TOKENS).view(1), states)

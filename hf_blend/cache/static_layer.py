@@ -189,14 +189,5 @@ def check_room(held: int, new: int, most: int) -> None:
         )
 
 
-def refuse_static(max_tokens: int | None, where: str) -> None:
-    """Refuse a cache with static buffers where a step is to look at a part of them."""
-    if max_tokens is not None:
-        raise ConfigError(
-            f"{where} came with a cache of max_tokens={max_tokens}, whose steps see their whole buffers, but one that "
-            "grows is expected. Leave max_tokens out."
-        )
-
-
 def _form(states: Tensor) -> tuple[object, ...]:
     return states.shape[0], states.shape[1], states.shape[3], states.dtype, states.device

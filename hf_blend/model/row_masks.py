@@ -49,6 +49,8 @@ class RowBlock:
 class RowLines(ABC):
     """The lines of a mask `[batch, heads or 1, rows, keys]`."""
 
+    knows_columns = False  # the host does
+
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         self._biases: dict[tuple[object, ...], Tensor] = {}
@@ -68,11 +70,13 @@ class RowLines(ABC):
     @cached_property
     def blocks(self) -> list[RowBlock]:
         """Blocks in order; together they hold every row once."""
-        rows, keys = self.shape[2:]
-        if rows * keys <= SMALL_MASK:  # nobody is asked where they are
-            return [RowBlock(slice(0, rows), slice(0, keys))]
+        (rows, keys), (least, most) = self.shape[2:], CAUSAL_MASK
         step = min(BLOCK_ROWS[self.device.type == "cuda"], max(64, BLOCK_BYTES // (4 * keys)))
-        cut = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+        if self.knows_columns and self.device.type == "cpu" and least < rows * keys <= most:
+            step = CAUSAL_ROWS  # nobody has to wait for the columns, so there are more blocks
+        elif rows * keys <= SMALL_MASK:  # nobody is asked where they are
+            return [RowBlock(slice(0, rows), slice(0, keys))]
+        cut = _steps(0, rows, step)
         return [RowBlock(rows, slice(*end)) for rows, end in zip(cut, self._ends(cut), strict=True)]
 
     def bias(self, block: RowBlock, dtype: torch.dtype, repeats: int = 1) -> Tensor:
@@ -83,7 +87,13 @@ class RowLines(ABC):
         place = (block.rows.start, block.rows.stop, block.shared, dtype, repeats)
         if place not in self._biases:
             keys = slice(max(block.keys.start, block.shared), block.keys.stop)
-            made = self._additive(block.rows, keys, dtype)
+            if self.dtype == torch.bool:
+                hidden = self._hidden(block.rows, keys)
+                width = hidden.shape[3]  # kernels on a GPU read lines that begin at multiples of 16 bytes
+                lines = torch.zeros((*hidden.shape[:3], -(-width // 8) * 8), dtype=dtype, device=hidden.device)
+                made = lines[..., :width].masked_fill_(hidden, float("-inf"))
+            else:
+                made = self.cut(block.rows, keys).to(dtype)
             made = made.repeat(1, 1, repeats, 1) if repeats > 1 else made
             if sum(bias.nbytes for bias in self._biases.values()) + made.nbytes > KEPT_BYTES:
                 return made
@@ -93,15 +103,6 @@ class RowLines(ABC):
     def _hidden(self, rows: slice, keys: slice) -> Tensor:
         """Where a boolean mask hides a key."""
         return self.cut(rows, keys).logical_not()
-
-    def _additive(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor:
-        """A part of the mask as it is added to the scores."""
-        if self.dtype != torch.bool:
-            return self.cut(rows, keys).to(dtype)
-        hidden = self._hidden(rows, keys)
-        width = hidden.shape[3]  # kernels on a GPU read lines that begin at multiples of 16 bytes
-        lines = torch.zeros((*hidden.shape[:3], -(-width // 8) * 8), dtype=dtype, device=hidden.device)[..., :width]
-        return lines.masked_fill_(hidden, float("-inf"))
 
     def _ends(self, cut: list[slice]) -> list[tuple[int, int]]:
         """The first and the end of the keys that one of the rows of each block sees; asks the device once."""
@@ -228,6 +229,8 @@ class PackedLines(RowLines):
 class CausalLines(LocalLines):
     """Each row of one batch entry sees the keys up to its own column; the host knows which that is."""
 
+    knows_columns = True
+
     def _hidden(self, rows: slice, keys: slice) -> Tensor:
         places = torch.arange(keys.start, keys.stop, device=self.device)
         return places > self._columns[:, None, rows, None]
@@ -236,15 +239,6 @@ class CausalLines(LocalLines):
     def _numbers(self) -> list[int]:
         found: list[int] = self._ask()
         return found
-
-    @cached_property
-    def blocks(self) -> list[RowBlock]:
-        """See `RowLines.blocks`; on a CPU, where nobody has to wait for the columns, more of them."""
-        least, most = CAUSAL_MASK
-        if self.device.type != "cpu" or not least < self.shape[2] * self.shape[3] <= most:
-            return super().blocks
-        cut = _steps(0, self.shape[2], CAUSAL_ROWS)
-        return [RowBlock(rows, slice(*end)) for rows, end in zip(cut, self._ends(cut), strict=True)]
 
     @cached_property
     def spans(self) -> list[RowBlock]:
@@ -387,42 +381,30 @@ def row_mask(
     keys: int,
     implementation: str,
     numbers: Callable[[], list[int]] | None = None,
+    window: int | None = None,
 ) -> Tensor | BlockMask:
     """The mask of some rows, for the attention implementation that the model uses.
 
-    Shapes: model_mask `[batch, heads or 1, rows, keys]`, rows `[batch, kept]` → `[batch, heads or 1, kept, keys]`.
+    Shapes: model_mask `[batch, heads or 1, rows, keys]` or `[batch, keys]`, rows `[batch, kept]` → `[batch, heads or
+    1, kept, keys]`.
     """
     if isinstance(model_mask, BlockMask):
         return _cut_blocks(model_mask, rows, keys)
-    lines = row_lines(model_mask, rows, past, keys, None, numbers)
+    lines: RowLines
+    if model_mask is not None and model_mask.dim() == 4:
+        lines = ModelLines(model_mask, rows)
+    elif model_mask is not None or window is not None or rows.shape[0] > 1:
+        lines = LocalLines(rows + past, keys, window, model_mask)
+    else:
+        known = numbers or rows[0].tolist
+        columns = rows + past if past else rows
+        lines = CausalLines(columns, keys, ask=lambda: [number + past for number in known()])
     if implementation == "sdpa":
         return RowMask.of(lines)
     mask = lines.plain()
     if implementation == "eager" and model_mask is None:  # a boolean mask that a model made is what it expects
         return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
     return mask
-
-
-def row_lines(
-    model_mask: Tensor | None,
-    rows: Tensor,
-    past: int,
-    keys: int,
-    window: int | None,
-    numbers: Callable[[], list[int]] | None = None,
-) -> RowLines:
-    """The lines of the mask of some rows.
-
-    Shapes: model_mask `[batch, keys]`, rows `[batch, kept]`.
-    """
-    if model_mask is not None and model_mask.dim() == 4:
-        return ModelLines(model_mask, rows)
-    if model_mask is not None or window is not None or rows.shape[0] > 1:
-        return LocalLines(rows + past, keys, window, model_mask)
-    known = rows[0].tolist if numbers is None else numbers
-    if not past:
-        return CausalLines(rows, keys, ask=known)
-    return CausalLines(rows + past, keys, ask=lambda: [number + past for number in known()])
 
 
 def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int, inside: bool = False) -> bool:

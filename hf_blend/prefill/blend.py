@@ -16,6 +16,7 @@ the model's own.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ from ..model.attention import AttentionCapture, StopForward
 from ..model.extras import LayerExtra
 from ..model.row_masks import looks_ahead
 from ..rotary.tables import Table, rotary_table
-from ..selectors.attention import Attention
 from ..selectors.base import KV, Hear, Selector
 from .buffers import LayerBuffers
 from .layer_kind import LayerKind, StatelessKind
@@ -414,21 +414,15 @@ class Prefill:
         context, observer, ends = self.context, self.context.observer, False
         number = self._with_keys.index(index) if index in self._with_keys else None  # selectors count these
         if observer is not None and number is not None and observer.takes(number):
-            self._capture, ends = self._capturing(index, call, observer.take), number == observer.last
+            columns = (self._rows or Rows.every(context.plan.real)).columns
+            take = partial(observer.take, number)
+            taken = attention_of(columns, self.tokens, context.report.charge, take)
+            self._capture, ends = AttentionCapture(call.layer, taken), number == observer.last
         else:
             self._capture = self._loader.capture(index, call.layer, self._rows, context.realigner, context.past)
         if self._capture is not None:
             self._capture.open(call.cache)
         return ends
-
-    def _capturing(self, index: int, call: LayerCall, take: Callable[[int, Attention], Any]) -> AttentionCapture:
-        """Hand what the active rows look at in a layer to `take`, in place of its attention."""
-        rows = self._rows or Rows.every(self.context.plan.real)
-        number = self._with_keys.index(index)
-        attended = attention_of(
-            rows.columns, self.tokens, self.context.report.charge, lambda attended: take(number, attended)
-        )
-        return AttentionCapture(call.layer, attended)
 
     def _note(self, index: int, kv_only: bool) -> None:
         """Tell the report what a layer is about to compute."""

@@ -211,12 +211,8 @@ class Planner:
         self._tokenizer = tokenizer  # digest of the one that made the prompt's ids; stored with what is computed
         self._placeholders = placeholder_ids(model.config)  # no chunk that holds one is looked up, or computed alone
         self._least_ratio = least_ratio  # what a controller may raise
-        self._model, self._store, self._fingerprint, self._chunk_prefix_ids = (
-            model,
-            store,
-            fingerprint,
-            chunk_prefix_ids,
-        )
+        self._model, self._store = model, store
+        self._fingerprint, self._chunk_prefix_ids = fingerprint, chunk_prefix_ids
         self._identity = store.identity(fingerprint)  # of chunks; what a prompt begins with is never corrected
         self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
         self._fetched: dict[ChunkKey, ChunkKV] = {}
@@ -234,8 +230,8 @@ class Planner:
         prompt_rows: Sequence[PromptRow] | None = None,
     ) -> Plan:
         """Decide which columns are reused."""
-        plan = Plan([], _real(rows, starts, width, prompt_rows), list(map(len, rows)), store=self._store)
         prompt_rows = [PromptRow(tuple(ids)) for ids in rows] if prompt_rows is None else prompt_rows
+        plan = Plan([], _real(rows, starts, width, prompt_rows), list(map(len, rows)), store=self._store)
         longest = max(prompt_row.before + len(new) for new, prompt_row in zip(rows, prompt_rows, strict=True))
         ends = {longest, max(prompt_row.before for prompt_row in prompt_rows) + width}
         self._frequencies = {frequency_regime(self._config, end) for end in ends}
@@ -391,13 +387,12 @@ def _overlaps(one: Found, spans: Sequence[Span]) -> bool:
 
 
 def _real(
-    rows: Sequence[Sequence[int]], starts: Sequence[int], width: int, prompt_rows: Sequence[PromptRow] | None
+    rows: Sequence[Sequence[int]], starts: Sequence[int], width: int, prompt_rows: Sequence[PromptRow]
 ) -> Tensor:
     """`[batch, width]`: where the tokens of each entry are."""
     real = np.zeros((len(rows), width), dtype=bool)
     for row, (new, start) in enumerate(zip(rows, starts, strict=True)):
-        columns = prompt_rows[row].columns if prompt_rows is not None else ()
-        real[row, list(columns) or slice(start, start + len(new))] = True
+        real[row, list(prompt_rows[row].columns) or slice(start, start + len(new))] = True
     return torch.from_numpy(real)
 
 

@@ -120,7 +120,7 @@ class Realigner:
         self._tables: dict[int, Table | None] = {}
         self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
         self._alive: list[Table] = []
-        self._copies = Copies()
+        self._copies: Copies | None = None  # opened where there is something to bring
 
     def set_table(self, layer: int, table: Table | None, is_again: bool = False) -> None:
         """Remember the rotary table that the model hands to a layer for the new tokens; the first is kept.
@@ -153,12 +153,14 @@ class Realigner:
     def prefetch(self, layers: range, device: torch.device) -> None:
         """Begin to bring the stored K and V of some layers to a device, of all chunks; on a CPU nothing."""
         if self._all and device.type != "cpu":
+            self._copies = self._copies or Copies()
             for which in (0, 1):
                 self._copies.ahead((layers.start, layers.stop, which), device, partial(self._held, layers, which))
 
     def close(self) -> None:
         """Bring nothing more."""
-        self._copies.close()
+        if self._copies is not None:
+            self._copies.close()
 
     def _held(self, layers: range, which: int) -> list[Tensor] | None:
         """`Placement.parts` of all chunks for another thread; None where a layer has to be computed to be had."""
@@ -351,7 +353,7 @@ class Realigner:
         if placed.part is not None:
             if len(self._all) >= MANY and (joined := self._joined(which, device)) is not None:
                 return [joined[layers.start : layers.stop, :, placed.part]]
-            if device.type != "cpu":
+            if self._copies is not None:
                 copied = self._copies.take((layers.start, layers.stop, which), device)
                 if copied is not None:
                     return [copied[:, :, placed.part]]

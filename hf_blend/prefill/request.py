@@ -59,7 +59,7 @@ class Request:
         _refuse_held_tokens(ids, arguments.get("position_ids"), held)
         arguments = {name: value for name, value in arguments.items() if not hasattr(value, "get_mask_sizes")}
         if masked_before == width:
-            arguments["attention_mask"] = mask = _column_mask(mask, width)
+            arguments["attention_mask"] = mask = _column_mask(mask, width, pending)
         reason = _why_plain(arguments, config) if width > 1 else ""
         if reason or width < 2 or ids is None:
             return cls(arguments, width, reason, ids, mask)
@@ -133,18 +133,23 @@ class PendingPrompt:
         return plan, rest
 
 
-def _column_mask(mask: Any, width: int) -> Any:
+def _column_mask(mask: Any, width: int, pending: PendingPrompt) -> Any:
     """The mask of the columns, `[batch, columns]`, where transformers made masks of rows and columns of it.
 
     A column is one of a token if a row sees it: the last row alone does not see what is before its window. What is
-    held before all that is seen, as where all layers have windows, is taken for tokens.
+    held before all that is seen, as where all layers have windows, is as the expected prompts say; else a token.
     """
     if isinstance(mask, Mapping):
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     if isinstance(mask, Tensor) and mask.dim() == 4:
         mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(dim=1)
         held = mask[:, : mask.shape[1] - width]
-        held |= held.any(dim=0).cumsum(dim=0) == 0
+        unseen = held.any(dim=0).cumsum(dim=0) == 0
+        repeats, odd = (0, 1) if pending.batch is None else divmod(len(held), len(pending.batch.prompts))
+        if not odd:  # beams repeat the prompts
+            known = pending.batch.attention_mask[:, : held.shape[1]].to(held.device).bool()  # type: ignore[union-attr]
+            unseen = unseen & known.repeat_interleave(repeats, dim=0)
+        held |= unseen
     return mask
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, LayerInfo, text_config
-from ..model.attention import is_flash, open_door
-from ..model.row_masks import RowMask, row_lines, row_mask
+from ..model.attention import STOCK, is_flash, open_door
+from ..model.row_masks import RowMask, row_mask
 from .rows import Rows
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,10 @@ class RowMasks:
         past, columns = self._past - offset, rows.columns
         if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == columns.shape[1] < self._tokens:
             # Gemma 4 has cut it: behind its last K and V it goes on with the rows that are asked for
-            return RowMask.of(model_mask) if self._implementation == "sdpa" else model_mask
+            return RowMask.of(model_mask) if self._implementation == STOCK else model_mask
+        number = lambda: rows.numbers[0]  # noqa: E731
         if not self._is_flash:
-            return row_mask(model_mask, columns, past, keys, self._implementation, lambda: rows.numbers[0])
+            return row_mask(model_mask, columns, past, keys, self._implementation, number)
         if self._implementation not in _told:
             _told.add(self._implementation)
             logger.warning(
@@ -68,7 +69,7 @@ class RowMasks:
                 self._implementation,
                 self._implementation,
             )
-        return RowMask.of(row_lines(model_mask, columns, past, keys, window, lambda: rows.numbers[0]))
+        return row_mask(model_mask, columns, past, keys, STOCK, number, window)
 
 
 def kv_sources(layers: Sequence[Any], kinds: Sequence[str] | None) -> list[int]:

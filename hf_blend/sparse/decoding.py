@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..cache.blend_cache import BlendCache
-from ..cache.static_layer import refuse_static
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import LayerInfo, decoder_layers, has_indexer, stock_layers, text_config
 from ..model.attention import TAKER, AttentionFn, Take, hook_attention
@@ -63,7 +63,6 @@ def sparse_decoding(
             f"the cache was made for another {type(cache.model).__name__} than this {type(model).__name__}. Pass the "
             "model that it was made for."
         )
-    refuse_static(cache.config.max_tokens, "sparse_decoding")
     _check_draft(model, draft, draft_selects)
     merged = SparseConfig(**{**vars(config or SparseConfig()), **settings})
     session = SparseSession(cache, merged, watch_mass)
@@ -96,6 +95,14 @@ def _check_draft(model: nn.Module, draft: nn.Module | None, selects: bool) -> No
         )
 
 
+@torch.compiler.disable
+def _refuse_compiled() -> None:
+    raise ConfigError(
+        "a sparse step came from compiled code, but only plain ones can choose what they look at. Pass "
+        "disable_compile=True to generate, or decode without sparse."
+    )
+
+
 class SparseHooks:
     """The hooks on one model: its attention goes through a session, or a draft of it, in the forwards that are its."""
 
@@ -123,6 +130,8 @@ class SparseHooks:
         if self._thread == threading.get_ident():  # after an interrupt that no hook saw
             self._thread = None
         if self._session.owns(kwargs.get("past_key_values")):
+            if torch.compiler.is_compiling():
+                _refuse_compiled()
             given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             tokens = next((one.shape[1] for one in given if isinstance(one, Tensor)), 0)
             self._thread = threading.get_ident() if self._session.begin_step(tokens) else None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
-from ...cache.static_layer import StaticLayer, refuse_static
+from ...cache.static_layer import StaticLayer
 from ...errors import ConfigError
 from ...model.attention import AttentionCapture, AttentionFn
 from ...prefill.observing import report_importance
@@ -93,7 +93,11 @@ def partial_loading(
         raise ConfigError(f"share is {share} and alpha {alpha}, wanted above 0 and up to 1, and 0 or more.")
     if probes is not None and (type(probes) is not int or probes < 1):
         raise ConfigError(f"probes is {probes!r}, expected a whole number from 1 on. Try 2.")
-    refuse_static(cache.config.max_tokens, "partial_loading")
+    if cache.config.max_tokens is not None:
+        raise ConfigError(
+            f"partial_loading came with a cache of max_tokens={cache.config.max_tokens}, whose steps see their whole "
+            "buffers, but one that grows is expected. Leave max_tokens out."
+        )
     loading = PartialLoading(cache, share, alpha, by_question, fallback, probes, watch)
     before, cache.store.partial = cache.store.partial, loading
     try:
