@@ -18,7 +18,7 @@ from hf_blend.sparse.decoding import sparse_decoding
 from tests.test_quantised_sequences import Plain
 
 GREEDY = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-LONG = {"max_new_tokens": 80}
+LONG, FAR = {"max_new_tokens": 80}, {"max_new_tokens": 140}
 MOST = 160
 
 
@@ -272,6 +272,29 @@ def test_a_compiled_prefill_is_refused_by_name(tiny_model, pieces, compiler):
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jamba", "nemotron_h"))]
+)
+def test_static_buffers_beside_mixers_say_what_stock_says(pieces, compiler, family, is_compiled):
+    model, store = zoo_model(family), ChunkStore.open("memory://")
+    how = {"compile_config": compiler.config} if is_compiled else {}
+    for seed, chunks in enumerate([(17, 23), (9, 30, 12)]):
+        cache, inputs = made(model, pieces(chunks, seed=seed), store, recompute_ratio=1.0)
+        output = model.generate(**inputs, past_key_values=cache, **how, **GREEDY)
+        assert torch.equal(output, model.generate(**inputs, **GREEDY))
+        assert cache.report.reusable_tokens > 0
+    growing, inputs = made(model, pieces((17, 23)), store, recompute_ratio=0.3, max_tokens=None)
+    cache, _ = made(model, pieces((17, 23)), store, recompute_ratio=0.3)
+    outputs = [model.generate(**inputs, past_key_values=one, **GREEDY) for one in (growing, cache)]
+    assert torch.equal(*outputs)
+    assert any(isinstance(layer, StaticLayer) for layer in cache.layers)
+    assert [all(layer.is_compileable for layer in one.layers) for one in (growing, cache)] == [False, True]
+    with pytest.raises(ConfigError, match=rf"holds {MOST}, but at most max_tokens={MOST} are expected"):
+        model.generate(**inputs, past_key_values=made(model, pieces((17, 23)), store)[0], **how, **{**GREEDY, **FAR})
+    assert compiler.graphs == is_compiled
+
+
 def test_a_compiled_sparse_step_is_refused_by_name(tiny_model, pieces, compiler):
     model = tiny_model(num_hidden_layers=2)
     cache, inputs = made(model, pieces())
@@ -302,8 +325,8 @@ def test_what_is_padded_before_all_windows_in_static_buffers_is_no_token(tiny_mo
 
 def test_what_has_no_static_buffers_is_refused_by_name(shared_model, tiny_model, pieces):
     store = ChunkStore.open("memory://")
-    with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps the state of a mixer"):
-        BlendCache(zoo_model("qwen3_next"), store, max_tokens=64)
+    with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps the state of a mixer beside K and V"):
+        BlendCache(zoo_model("falcon_h1"), store, max_tokens=64)
     with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps K and V of a chunk"):
         BlendCache(zoo_model("llama4_text"), store, max_tokens=64)
     for most in (0, 1.5, True):

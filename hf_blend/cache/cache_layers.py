@@ -47,6 +47,9 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     layers: list[Any] = [
         _like(stock[index], full, sliding) if index < len(stock) else full() for index in range(count)
     ]
+    for layer in layers:
+        if most is not None and getattr(layer, "has_only_state", False):
+            layer.is_compileable = True  # a state is as large behind any number of tokens
     if kv_bits is not None and not any(hasattr(layer, "packed_tokens") for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in stock})
         raise ConfigError(
@@ -61,8 +64,8 @@ def _kept(stock: Any, is_chunked: bool) -> str:
     """What a layer keeps other than K and V of all tokens, or of a window; empty where nothing."""
     if is_chunked and getattr(stock, "is_sliding", False):
         return "K and V of a chunk, for whose mask transformers 5.17 fails"
-    if hasattr(stock, "recurrent_states"):
-        return "the state of a mixer"
+    if hasattr(stock, "recurrent_states") and isinstance(stock, cache_utils.CacheLayerMixin):
+        return "the state of a mixer beside K and V"
     return "the keys of an indexer" if has_indexer(stock) else ""
 
 

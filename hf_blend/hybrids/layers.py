@@ -5,6 +5,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -237,4 +238,8 @@ class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):
 
 
 def _copied(state: Tensor | None) -> Tensor | None:
-    return None if state is None else state.clone()
+    """A copy that is written in place, as transformers says of the state itself: otherwise no CUDA graph is made."""
+    copied = None if state is None else state.clone()
+    if copied is not None:
+        torch._dynamo.mark_static_address(copied)
+    return copied
