@@ -10,11 +10,12 @@ import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
 
-from hf_blend import BlendCache, ChunkStore, ConfigError, plugins, sparse_decoding
+from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, plugins, sparse_decoding
 from hf_blend.sparse.partial import seen
 from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.tiers.base import EntryFault
+from tests.asking import prefilled
 from tests.conftest import random_pieces
 from tests.forging import first_block, taken_apart
 
@@ -358,6 +359,28 @@ def test_what_makes_no_sense_is_refused(which):
     partial, message = REFUSED[which]
     with pytest.raises(ConfigError, match=message):
         ChunkStore.open("memory://", partial=partial)
+
+
+@pytest.mark.parametrize("family", ["gptj", "falcon", "bloom"])
+@torch.no_grad()
+def test_chunks_are_loaded_whole_for_attention_that_no_function_can_take(family):
+    model, found = zoo_model(family), []
+    for store in (ChunkStore.open("memory://", partial=ANYHOW), ChunkStore.open("memory://")):
+        for _ in range(2):
+            cache = BlendCache(model, store, recompute_ratio=0.3)
+            inputs = cache.inputs(None, **random_pieces((40, 40)))
+            logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
+        assert cache.report.loaded_chunks > 1
+        found.append(logits)
+    assert torch.equal(*found)
+
+
+def test_attention_to_other_keys_than_the_cache_has_is_refused_in_part(pieces):
+    model, given = zoo_model("jetmoe"), pieces((40, 40))
+    store = ChunkStore.open("memory://", partial=ANYHOW)
+    store.add(model, None, given["chunks"])
+    with pytest.raises(UnsupportedModelError, match=r"JetMoeAttention, attends to keys of shape.*without partial"):
+        prefilled(model, given, store=store, recompute_ratio=0.3)
 
 
 def test_static_buffers_are_seen_whole_and_chunks_loaded_whole_for_them(model, tmp_path):

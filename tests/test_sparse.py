@@ -373,6 +373,15 @@ def test_draft_that_is_missing_or_has_another_vocabulary_is_refused_by_name(mode
             sparse_decoding(model, new_cache(model), draft=other, draft_selects=selects).__enter__()
 
 
+def test_sparse_decoding_refuses_attention_that_no_function_can_take():
+    model = tiny_model("gptj")
+    with (
+        pytest.raises(UnsupportedModelError, match=r"layer 0 of GPTJ.*code of its own"),
+        sparse_decoding(model, new_cache(model)),
+    ):
+        pass
+
+
 def test_random_method_is_the_same_luck_for_the_same_query_and_uniform():
     method = plugins.load("sparse.methods", "random")({})
     generator = torch.Generator().manual_seed(0)

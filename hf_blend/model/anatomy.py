@@ -220,7 +220,13 @@ class LayerInfo:
 
 
 def _looks_up(module: nn.Module) -> bool:
-    parameters = inspect.signature(type(module).forward).parameters.values()
+    from transformers import AttentionInterface
+
+    forward = inspect.unwrap(type(module).forward)
+    names = (forward.__globals__.get(name) for name in forward.__code__.co_names)
+    if not any(isinstance(one, AttentionInterface) for one in names):
+        return False  # GPT-J and others compute it in their own code
+    parameters = inspect.signature(forward).parameters.values()
     takes_keywords = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
     return takes_keywords and hasattr(getattr(module, "config", None), "_attn_implementation")
 

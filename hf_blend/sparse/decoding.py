@@ -71,6 +71,13 @@ def sparse_decoding(
             f"no layer of {type(model).__name__} keeps the K and V of its whole context, so there is nothing to "
             "select from: windows are sparse already. Use the cache without sparse decoding."
         )
+    layers = decoder_layers(model)
+    for index in session.layers:
+        if not LayerInfo.of(layers[index]).attention:
+            raise UnsupportedModelError(
+                f"layer {index} of {type(model).__name__} computes attention in code of its own, where no function of "
+                "transformers is looked up that could be taken. Decode without sparse."
+            )
     hooks: list[SparseHooks] = []
     try:
         hooks.append(SparseHooks(model, session))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
 from ...cache.static_layer import StaticLayer
-from ...errors import ConfigError
+from ...errors import ConfigError, UnsupportedModelError
 from ...model.attention import AttentionCapture, AttentionFn
 from ...prefill.observing import report_importance
 from ...prefill.plan import PlacedChunk, Plan
@@ -164,7 +164,7 @@ class PartialLoading(PartDecoding):
             _layers(chunk).forget(index)
         layer = self._cache.layers[index]
         sees_whole = getattr(layer, "is_sliding", True) or isinstance(layer, StaticLayer)
-        can = rows is not None and not sees_whole
+        can = rows is not None and not sees_whole and self.can_take(index)
         few = [one for one in chunks if one.is_whole and not _layers(one).is_whole(index)]
         self._index, self._chunks = (index, few) if can and few else (-1, [])
         self._fresh = None if rows is None else rows.columns  # the last layer has fewer rows, but these are fresh
@@ -216,6 +216,12 @@ class PartialLoading(PartDecoding):
         def take(
             stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
         ) -> Any:
+            if key.shape != layer.keys.shape:
+                raise UnsupportedModelError(
+                    f"layer {index}, a {type(module).__name__}, attends to keys of shape {tuple(key.shape)}, but "
+                    f"those of its cache are expected, {tuple(layer.keys.shape)}: it cannot be loaded in part. "
+                    "Open the store without partial."
+                )
             self._index = -1
             scaling = given.get("scaling") or query.shape[-1] ** -0.5
             there = torch.ones(key.shape[0], key.shape[1], key.shape[2], dtype=torch.bool)

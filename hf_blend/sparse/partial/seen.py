@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over the part of a layer's columns that was loaded: of the block's rows, and of the answer's tokens."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -34,10 +35,16 @@ class PartDecoding:
 
     def begin_layer(self, index: int) -> None:
         """A layer that was loaded in part hands over new K and V: let it, if its attention can be taken."""
-        modules = LayerInfo.of(decoder_layers(self._cache.model)[index]).attention
-        for module in modules:
+        for module in self._attention(index):
             open_door(module.config._attn_implementation)
-        self._layers[index].is_guarded = bool(modules) and not self._is_closed
+        self._layers[index].is_guarded = self.can_take(index)
+
+    def can_take(self, index: int) -> bool:
+        """Return True if the attention of a layer can be taken: some models look up no function for it."""
+        return bool(self._attention(index)) and not self._is_closed
+
+    def _attention(self, index: int) -> Sequence[nn.Module]:
+        return LayerInfo.of(decoder_layers(self._cache.model)[index]).attention
 
     def taken(self, index: int, keys: Tensor) -> Tensor:
         """Keys of a layer whose attention call is then taken, over the columns that are there."""
