@@ -38,7 +38,7 @@ LEFT = {
     "few": 3,
     "shown": 13,
     "asked": 46,
-    "place": 52,
+    "place": 49,
     "places": 23,
     "regime": 1,
     "seen": 21,
