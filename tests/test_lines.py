@@ -25,7 +25,7 @@ MOST = {
     "selectors": 716,
     "serving": 3_753,
     "sparse": 2_665,
-    "store": 6_540,
+    "store": 6_515,
     "verify": 1_370,
     "cli": 2_560,
     "evaluation": 5_896,

@@ -9,7 +9,6 @@ it decides about time, never about KV.
 
 import contextlib
 import logging
-import struct
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .format import EntryFile, pack_entry
 from .locks import new_lock
-from .seal import check_seal, seal, seal_size
 from .tiers.base import EntryFault, as_fault
 from .tiers.files import open_regular, write_atomically
 
@@ -30,9 +29,7 @@ logger = logging.getLogger(__name__)
 NEW_SHARE = 0.2  # of the newest request in the moving averages
 CAP_TOKENS = 1 << 24  # whose averages are known, 32 MiB; chunks that were not reported for longest leave first
 SAVE_EVERY = 1024  # reports
-_FORMAT = b"hf_blend.attn/1\0"
-_HEAD = struct.Struct("<16sQ")
-_ROW = struct.Struct("<32sIff")  # digest, tokens, requests so far, share of important tokens
+KIND = "hf_blend.importance/2"
 _MAX = float(np.finfo(np.float16).max)
 
 
@@ -116,15 +113,20 @@ class TokenImportance:
         with self._lock:
             if self._path is None or not self._unsaved:
                 return
-            rows = [_HEAD.pack(_FORMAT, len(self._known))]
-            for digest, one in self._known.items():
-                rows += [_ROW.pack(bytes.fromhex(digest), len(one.scores), float(one.requests), one.share)]
-                rows += [one.scores.tobytes()]
-            body = b"".join(rows)
+            known = self._known.values()
+            digests = np.frombuffer(bytearray.fromhex("".join(self._known)), np.uint8).reshape(-1, 32)
+            tensors = {
+                "digests": torch.from_numpy(digests),
+                "tokens": torch.tensor([len(one.scores) for one in known]),
+                "requests": torch.tensor([one.requests for one in known]),
+                "shares": torch.tensor([one.share for one in known], dtype=torch.float64),
+                "scores": torch.from_numpy(np.concatenate([np.zeros(0, np.float16), *(one.scores for one in known)])),
+            }
+            content = pack_entry(KIND, {}, tensors.items(), self._secret)
             self._unsaved = 0
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            write_atomically(self._path, [seal(self._secret, body), body], durable=False)
+            write_atomically(self._path, content, durable=False)
         except OSError as error:
             logger.info("%s could not be saved (%s); importance begins again at the next opening", self._path, error)
 
@@ -147,30 +149,20 @@ class TokenImportance:
             logger.info("no usable importance at %s (%s)", self._path, error)
 
     def _read(self) -> list[tuple[str, _Known]]:
-        source, start = open_regular(self._path), seal_size(self._secret)  # type: ignore[arg-type]
+        source = open_regular(self._path)  # type: ignore[arg-type]
         with contextlib.closing(source):
-            if source.stat.nbytes < start + _HEAD.size or source.stat.nbytes > 4 * self._cap_tokens + (1 << 26):
-                raise EntryFault("format", f"{source.stat.nbytes} bytes")
-            content = bytearray(source.stat.nbytes)
-            source.read_into(0, memoryview(content))
-        body = memoryview(content)[start:]
-        check_seal(bytes(content[:start]), self._secret, bytes(body))
+            tensors = EntryFile(source, KIND, self._secret, 4 * self._cap_tokens + (1 << 26)).tensors()
         with as_fault("the importance of tokens"):
-            return _parsed(body)
-
-
-def _parsed(body: memoryview) -> list[tuple[str, _Known]]:
-    form, count = _HEAD.unpack_from(body)
-    if form != _FORMAT:
-        raise EntryFault("format", f"{form!r} is not how a file of importance begins")
-    offset, found = _HEAD.size, []
-    for _ in range(count):
-        digest, tokens, requests, share = _ROW.unpack_from(body, offset)
-        scores = np.frombuffer(body, "<f2", tokens, offset + _ROW.size).copy()
-        offset += _ROW.size + 2 * tokens
-        if not (np.isfinite(scores).all() and 0 <= share <= 1 and 1 <= requests < 1 << 31):
-            raise EntryFault("format", f"chunk {digest.hex()} has numbers that cannot be")
-        found.append((digest.hex(), _Known(scores, int(requests), share)))
-    if offset != len(body):
-        raise EntryFault("format", f"{len(body)} bytes, {offset} are expected")
-    return found
+            digests, tokens, requests, shares, scores = (one.numpy() for one in tensors.values())
+            if not (np.isfinite(scores).all() and (shares >= 0).all() and (shares <= 1).all()):
+                raise EntryFault("format", "scores or shares cannot be those of tokens")
+            parts = np.split(scores.astype(np.float16), tokens.cumsum()[:-1])
+            rows = zip(digests, tokens, requests, shares, parts, strict=True)
+            found = [
+                (digest.tobytes().hex(), _Known(part, int(times), float(share)))
+                for digest, count, times, share, part in rows
+                if len(part) == count
+            ]
+        if len(found) != len(tokens):
+            raise EntryFault("format", f"{len(found)} chunks have their scores, {len(tokens)} are expected")
+        return found
