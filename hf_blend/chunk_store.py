@@ -235,7 +235,7 @@ class ChunkStore(BaseStore):
         return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
 
     def _bring(self, keys: Sequence[ChunkKey]) -> int:
-        away = (key for key in keys if not self._stack.is_held(key.digest) and self._stack.contains(key.digest))
+        away = (key for key in keys if not self._is_held(key.digest) and self.contains(key))
         return sum(self.get(key) is not None for key in away)
 
     def keys(

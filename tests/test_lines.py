@@ -25,11 +25,11 @@ MOST = {
     "selectors": 716,
     "serving": 3_753,
     "sparse": 2_665,
-    "store": 6_515,
+    "store": 6_405,
     "verify": 1_370,
     "cli": 2_560,
     "evaluation": 5_896,
-    "tests": 35_419,
+    "tests": 35_417,
 }
 
 

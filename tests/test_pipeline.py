@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ChunkStore, observer, plugins
 from hf_blend.prefill.pipeline import Pipeline
-from hf_blend.store import entry, stack
+from hf_blend.store import entry
 from hf_blend.store.stream import StreamedLayers
 from hf_blend.store.tiers.base import EntryFault
 from tests.faults.faulty_tier import FaultyTier
@@ -69,7 +69,7 @@ def filled(model):
 
 @pytest.fixture(autouse=True)
 def _one_layer_at_a_time(monkeypatch):
-    monkeypatch.setattr(stack, "READ_BYTES", 0)
+    monkeypatch.setattr("hf_blend.store.store.READ_BYTES", 0)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_layers_come_several_at_a_time_where_they_are_small_and_the_tier_is_fast
     model, filled, least_bytes, within_s, monkeypatch
 ):
     (tier, expected), asked, read = filled, [], entry.EntryReader.layers
-    monkeypatch.setattr(stack, "READ_BYTES", least_bytes)
-    monkeypatch.setattr(stack, "READ_S", within_s)
+    monkeypatch.setattr("hf_blend.store.store.READ_BYTES", least_bytes)
+    monkeypatch.setattr("hf_blend.store.store.READ_S", within_s)
     monkeypatch.setattr(entry.EntryReader, "layers", lambda *given: asked.append(given[1]) or read(*given))
     got, report = answered(model, cold(tier))
     assert torch.equal(got, expected)
@@ -154,7 +154,7 @@ def test_layer_that_is_late_is_computed(model, filled, monkeypatch):
     monkeypatch.setattr(entry.EntryReader, "layers", hanging)
     monkeypatch.setattr(Pipeline.close, "__defaults__", (0.01,))
     store = cold(tier)
-    store._stack.patience_s = 0.05
+    store.patience_s = 0.05
     started = time.monotonic()
     got, _ = answered(model, store)
     assert time.monotonic() - started < 15

@@ -6,33 +6,49 @@ A fault costs time, never correctness: whatever is missing, damaged, foreign or 
 """
 
 import contextlib
+import errno
+import functools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
-from weakref import finalize
+from weakref import WeakValueDictionary, finalize
 
 from torch import Tensor
 
 from .. import plugins
 from ..errors import ConfigError, StoreError, suggest
+from .bounded import BoundedTier
 from .catalog import Catalog, entry_name, owner_of
 from .chunk import ChunkKey, ChunkKV, Found, Layout
 from .content import unpack_tokens
+from .entry import EntryReader, encode_entry, read_key, stored_as
+from .guard import Guard
 from .importance import TokenImportance
 from .index import Index
 from .limits import Limits
+from .locks import new_lock
 from .memory import MemoryCache
 from .seal import check_secret
-from .stack import CheckResult, Recompute, TierStack
+from .slow import ComputeTimes, LateLoads, PendingWrite, RecordedSource, WriteQueue
 from .stats import StoreStats
-from .tiers.base import Tier
+from .stream import StreamedLayers
+from .tiers.base import EntryFault, ObjectStat, Source, Tier
 
-__all__ = ["BaseStore", "EntryInfo"]
+__all__ = ["BaseStore", "CheckResult", "EntryInfo", "Recompute"]
 
+Encoded = Callable[[], Sequence[memoryview]]  # the bytes of an entry, made when they are needed
+Take = Callable[[BoundedTier, ChunkKey, Source], ChunkKV]  # makes a chunk of an opened entry, and closes it
+Recompute = Callable[[], ChunkKV]
+READ_BYTES = 1 << 20  # layers that are smaller come several at a time: each read stops the thread that computes
+READ_S = 4e-3  # but from a slow tier no more at a time than come in so many seconds: the model waits for the first
 FLUSH_S = 30.0
+DELETE_S = 60.0  # how long a delete waits for a write of the same chunk that is under way
+_UNLOCKED = contextlib.nullcontext()
 _COUNTED = ("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "dropped_writes", "evicted")
 
 
@@ -49,8 +65,29 @@ class EntryInfo:
     pinned: bool = False
 
 
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check of one entry found."""
+
+    digest: str
+    tier: str
+    nbytes: int
+    reason: str = ""
+    removed: bool = False
+
+
 class BaseStore:
     """KV of chunks by what they were computed from; threads may share it.
+
+    Chunks are ready to use in memory, and behind it in tiers that keep bytes, the nearest first. A fault never leaves
+    here: it is a miss, counted, and warned of once. A chunk that comes from a farther tier is taken into memory, and
+    the bytes that were verified are written to the nearer ones. A chunk that is put goes to every tier: when `put`
+    returns, it is in those on this machine, and in the queue of the others. What is in a queue is found there.
+
+    With a placement each chunk is in one tier: it is put there, or, where that refuses it, in the nearest before it.
+    What leaves it for want of room moves to the next tier behind it, and what is read from behind it moves back. A
+    chunk is written before it leaves: a process that is killed in between leaves it twice, and the next one that reads
+    it removes the copy.
 
     Args:
         memories: the caches of chunks ready to use, which are asked first, the nearest first.
@@ -64,6 +101,7 @@ class BaseStore:
     """
 
     loads_in_part = False  # True where each request loads only the part of a chunk that matters to it
+    patience_s = 10.0  # for a layer that a request waits for
 
     def __init__(
         self,
@@ -85,6 +123,7 @@ class BaseStore:
         self.controller: Any = None  # a `LoadingController` decides for each request what is worth loading
         self.ttl_s = limits.ttl_s
         self.secret = check_secret(secret)
+        self._codec = codec
         self._stats = StoreStats()
         self._memories = tuple(memories)
         for memory in memories:
@@ -93,23 +132,22 @@ class BaseStore:
         owner, folder = owner_of(secret, namespace), index.parent if index else None
         self.importance = TokenImportance(index / f"{owner}.importance" if index else None, secret)
         skipped = partial(self._stats.count, "skipped")
-        bounded = [limits.bound(tier, folder, owner, partial(self._was_evicted, tier.name), skipped) for tier in tiers]
-        queued = Index()
-        at_hand = [*(memory.index for memory in memories), queued]
-        self._catalog = Catalog(namespace, bounded, at_hand, secret=secret, stats=self._stats)
-        self._stack = TierStack(
-            memories,
-            bounded,
-            self._catalog,
-            self._stats,
-            queued,
-            secret=secret,
-            ttl_s=limits.ttl_s,
-            codec=codec,
-            queue_bytes=limits.queue_bytes,
-            known_share=self.importance.share,
-            home=self.placement,
+        self._tiers = tuple(
+            limits.bound(tier, folder, owner, partial(self._was_evicted, tier.name), skipped) for tier in tiers
         )
+        self._home = next((tier for tier in self._tiers if tier.name == self.placement), None)
+        self._moving = new_lock()  # taken before any tier's own; no chunk is moved by two threads at once
+        for near, far in pairwise(self._tiers) if self._home else ():
+            near.before_eviction = partial(self._demote, near, far)
+            far.makes_room = far is not self._home
+        queued = self._tiers if limits.queue_bytes else ()
+        self._queues = {tier.name: self._new_queue(tier, limits.queue_bytes) for tier in queued}
+        self._queued = Index()  # of what waits in the queues
+        at_hand = [*(memory.index for memory in memories), self._queued]
+        self._catalog = Catalog(namespace, self._tiers, at_hand, secret=secret, stats=self._stats)
+        self._compute_times, self._late = ComputeTimes(), LateLoads()
+        self._deleted = 0  # deletes so far: what was read before one is not stored after it
+        self._flying: WeakValueDictionary[str, ChunkKV] = WeakValueDictionary()  # being read; two requests share it
         for tier in tiers:
             self._stats.count("removed", "orphans", tier.remove_orphans())
 
@@ -133,7 +171,7 @@ class BaseStore:
             chunk = memory.get(key, layout)
             if chunk is not None:
                 return chunk
-        return self._stack.load(key, budget_s, layout)
+        return self._find_queued(key, layout) or self._fetch(key, partial(self._read, layout=layout), budget_s)
 
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
@@ -150,9 +188,20 @@ class BaseStore:
         Returns:
             The chunk, or None for a miss.
         """
-        if key.namespace == self.namespace and self.pipeline_depth:
-            return self._stack.stream(key, recompute, budget_s, layout)
-        return self.get(key, self._stack.compute_times.expect_s(key) if budget_s is None else budget_s, layout)
+        budget_s = self._compute_times.expect_s(key) if budget_s is None else budget_s
+        if key.namespace != self.namespace or not self.pipeline_depth:
+            return self.get(key, budget_s, layout)
+        flying = self._flying.get(key.digest)
+        if flying is not None and flying.key == key and flying.fits(layout):
+            return flying
+        found = next((one for one in (memory.get(key, layout) for memory in self._memories) if one), None)
+        if found or (found := self._find_queued(key, layout)):
+            return found
+        take = partial(self._streamed, recompute=recompute, stop_s=time.monotonic() + budget_s, layout=layout)
+        chunk = self._fetch(key, take, budget_s)
+        if chunk is not None and type(chunk.layers) is StreamedLayers:
+            self._flying[key.digest] = chunk
+        return chunk
 
     def timed(self, *keys: ChunkKey) -> contextlib.AbstractContextManager[None]:
         """Measure a block that computes missing chunks and puts them: later requests wait no longer than that for one.
@@ -163,7 +212,7 @@ class BaseStore:
         Returns:
             A context manager.
         """
-        return self._stack.compute_times.timed(*keys)
+        return self._compute_times.timed(*keys)
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
         """Store a chunk. If the disk fails, the chunk stays in memory and the failure is counted.
@@ -190,7 +239,7 @@ class BaseStore:
                 "namespace, or compute the chunk for the store's."
             )
         chunk.check()
-        return self._stack.put(chunk, wait_s)
+        return self._store(chunk, wait_s)
 
     def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
         """Find stored chunks inside any tokens, by content and at any offset, also where a few tokens differ.
@@ -236,7 +285,7 @@ class BaseStore:
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether a chunk is there, without reading it: `get` may still find it damaged."""
-        return key.namespace == self.namespace and self._stack.contains(key.digest)
+        return key.namespace == self.namespace and self.tier_of(key) is not None
 
     def delete(self, key: ChunkKey) -> bool:
         """Remove a chunk from every tier.
@@ -268,7 +317,7 @@ class BaseStore:
     @property
     def reads_importance(self) -> bool:
         """Whether a tier reads which tokens were important (`note`, `record_importance`)."""
-        return any(tier.reads_importance for tier in (*self._memories, *self._stack.tiers))
+        return any(tier.reads_importance for tier in (*self._memories, *self._tiers))
 
     def note(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
         """Say how much attention a chunk's tokens got in a request; kept as a moving average, over restarts too.
@@ -288,7 +337,11 @@ class BaseStore:
             key: which chunk.
             important_ratio: 0 to 1.
         """
-        self._stack.record_importance(key.digest, min(1.0, max(0.0, important_ratio)))
+        important_ratio = min(1.0, max(0.0, important_ratio))
+        for memory in self._memories:
+            memory.use(key.digest, important_ratio)
+        for tier in self._tiers:
+            tier.use(self._catalog.name(key.digest), important_ratio)
 
     def move(self, keys: Iterable[ChunkKey], tier: str) -> int:
         """Keep chunks in one tier that keeps bytes, such as "disk", and no longer in the others.
@@ -307,16 +360,11 @@ class BaseStore:
             ConfigError: the store has no such tier.
             StoreError: a tier refuses.
         """
-        names = [one.name for one in self._stack.tiers]
+        names = [one.name for one in self._tiers]
         if tier not in names:
             raise ConfigError(f"no tier named {tier!r} keeps bytes in this store. {suggest(str(tier), names)}")
-        moved = 0
-        for key in keys:
-            try:
-                moved += key.namespace == self.namespace and self._stack.move(key.digest, tier)
-            except OSError as error:
-                raise _refused(f"chunk {key.digest} cannot be moved to the {tier} tier", error) from error
-        return moved
+        there = self._tiers[names.index(tier)]
+        return sum(key.namespace == self.namespace and self._move(key.digest, there) for key in keys)
 
     def rebalance(self) -> dict[str, int]:
         """Move what is stored to the tier that `placement` names, as far as there is room, the newest first.
@@ -331,24 +379,19 @@ class BaseStore:
             ConfigError: the store has no placement.
             StoreError: a tier refuses.
         """
-        if self.placement is None:
+        if self._home is None:
             raise ConfigError(
                 "the store keeps chunks in every tier, expected one opened with a placement. Give ChunkStore.open "
                 'placement="disk" or placement="remote".'
             )
         found = {"moved": 0, "stay": 0, "placed": 0}
-        target = next(tier for tier in self._stack.tiers if tier.name == self.placement)
         self.flush()
         for digest, record in sorted(self._catalog.items().items(), key=lambda one: one[1].created, reverse=True):
             if record.tiers == [self.placement]:
                 found["placed"] += 1
                 continue
-            fits = self.placement in record.tiers or target.has_room(record.nbytes)
-            try:
-                moved = fits and self._stack.move(digest, self.placement)
-            except OSError as error:
-                raise _refused(f"chunk {digest} cannot be moved to the {self.placement} tier", error) from error
-            found["moved" if moved else "stay"] += 1
+            fits = self.placement in record.tiers or self._home.has_room(record.nbytes)
+            found["moved" if fits and self._move(digest, self._home) else "stay"] += 1
         return found
 
     def protect(self, keys: Iterable[ChunkKey], owner: object) -> Callable[[], object]:
@@ -365,8 +408,9 @@ class BaseStore:
             Ends it; may be called again.
         """
         digests = [key.digest for key in keys]
-        self._stack.protect(digests)
-        release = finalize(owner, self._stack.release, digests)
+        for memory in self._memories:
+            memory.protect(digests)
+        release = finalize(owner, self._release, digests)
         release.atexit = False
         return release
 
@@ -397,7 +441,10 @@ class BaseStore:
         """
         for digest in digests:
             try:
-                self._stack.set_pin(digest, pinned)
+                for memory in self._memories:
+                    memory.set_pin(digest, pinned)
+                for tier in self._tiers:
+                    tier.set_pin(self._catalog.name(digest), pinned)
             except OSError as error:
                 raise _refused(f"the pin of chunk {digest} cannot be noted", error) from error
 
@@ -410,7 +457,8 @@ class BaseStore:
         Returns:
             False if something still waits.
         """
-        return self._stack.flush(wait_s)
+        stop_s = time.monotonic() + wait_s
+        return all(queue.flush(max(0.0, stop_s - time.monotonic())) for queue in self._queues.values())
 
     def remove(self, digests: Iterable[str]) -> int:
         """Remove chunks from every tier by their digests.
@@ -430,7 +478,7 @@ class BaseStore:
                 with contextlib.suppress(OSError):
                     blocks.delete(self.block_name(digest))
             try:
-                removed += self._stack.delete(digest)
+                removed += self._delete(digest)
             except OSError as error:
                 raise _refused(f"chunk {digest} cannot be removed", error) from error
         return removed
@@ -445,9 +493,9 @@ class BaseStore:
             One finding for each entry, good or not.
         """
         self.flush()
-        for tier in self._stack.tiers:
+        for tier in self._tiers:
             for name in self._catalog.names(tier):
-                yield self._stack.verify(tier, name, repair)
+                yield self._verify(tier, name, repair)
 
     def collect(self, target_bytes: int | None = None) -> dict[str, int]:
         """Remove what writers that are gone left behind, what is too old, and what is above the caps.
@@ -460,20 +508,27 @@ class BaseStore:
         """
         found = {"orphans": 0, "expired": 0, "freed_bytes": 0}
         self.flush()
-        for tier in self._stack.tiers:
+        for tier in self._tiers:
             found["orphans"] += tier.remove_orphans(everywhere=True)
-            found["expired"] += self._stack.expire(tier)
+            found["expired"] += self._expire(tier)
             limits = [value for value in (target_bytes, tier.cap_bytes) if value is not None]
-            found["freed_bytes"] += self._stack.shrink(tier, min(limits)) if limits else 0
+            found["freed_bytes"] += self._shrink(tier, min(limits)) if limits else 0
         return found
 
     def tiers(self) -> list[Tier]:
         """The tiers that keep bytes, the nearest first."""
-        return [bounded.tier for bounded in self._stack.tiers]
+        return [bounded.tier for bounded in self._tiers]
 
     def tier_of(self, key: ChunkKey) -> str | None:
         """Name the nearest tier that has a chunk; None if none has it, or says so now."""
-        return self._stack.tier_of(key.digest)
+        for name, held in self._at_hand():
+            if held.contains(key.digest):
+                return name
+        for tier in self._tiers:
+            with contextlib.suppress(OSError):
+                if tier.contains(self._catalog.name(key.digest)):
+                    return tier.name
+        return None
 
     def loader(self, cache: Any) -> Any:
         """What loads chunks in part for the request of a cache; None where they are loaded whole."""
@@ -481,9 +536,9 @@ class BaseStore:
 
     def entries(self) -> Iterator[EntryInfo]:
         """Walk over what is stored in this namespace, in the order of digests."""
-        pins = self._stack.pins()  # by name
+        pins = {name for tier in self._tiers for name in tier.pins()}
         for digest, record in self._catalog.items().items():
-            held = [name for name, tier in self._stack.at_hand() if tier.contains(digest)]
+            held = [name for name, tier in self._at_hand() if tier.contains(digest)]
             yield EntryInfo(
                 digest,
                 record.key.fingerprint,
@@ -506,7 +561,7 @@ class BaseStore:
             the disk hold every namespace; `queued_bytes` by tier: what waits to be written; `healthy` by tier:
             whether it answers.
         """
-        tiers: list[Any] = [*self._memories, *self._stack.tiers]
+        tiers: list[Any] = [*self._memories, *self._tiers]
         return {
             **{group: self._stats.group(group) for group in (*_COUNTED, "moved", "removed", "skipped")},
             "seconds": self._stats.seconds(),
@@ -514,8 +569,8 @@ class BaseStore:
             "bytes": {tier.name: tier.nbytes for tier in tiers},
             "pinned_bytes": {tier.name: tier.pinned_bytes for tier in tiers},
             "capacity_bytes": {tier.name: tier.cap_bytes for tier in tiers},
-            "queued_bytes": {name: queue.nbytes for name, queue in self._stack.queues.items()},
-            "healthy": {tier.name: tier.is_healthy for tier in self._stack.tiers},
+            "queued_bytes": {name: queue.nbytes for name, queue in self._queues.items()},
+            "healthy": {tier.name: tier.is_healthy for tier in self._tiers},
         }
 
     def traffic(self) -> dict[str, tuple[int, float]]:
@@ -525,8 +580,17 @@ class BaseStore:
 
     def close(self) -> None:
         """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
-        self._stack.close(FLUSH_S)
+        if not self.flush(FLUSH_S):
+            for queue in self._queues.values():
+                queue.clear("closed")
+        for tier in self._tiers:
+            tier.close()
+        for memory in self._memories:
+            memory.clear()
         self.importance.save()
+
+    def _was_evicted(self, tier: str, _: str) -> None:
+        self._stats.count("evicted", tier)
 
     def count_eviction(self, tier: str) -> None:
         """Count an entry of another kind that had to leave a tier."""
@@ -543,8 +607,373 @@ class BaseStore:
         tier: Tier = plugins.load("store.tiers", "disk")(self._blocks)
         return tier
 
-    def _was_evicted(self, tier: str, _: str) -> None:
-        self._stats.count("evicted", tier)
+    def _verify(self, tier: BoundedTier, name: str, repair: bool) -> CheckResult:
+        """Read and verify one entry."""
+        source, digest = None, self._catalog.digest(name)
+        with contextlib.ExitStack() as opened:
+            try:
+                source = tier.tier.open(name)
+                if source is None:
+                    return CheckResult(digest, tier.name, 0, "absent")
+                opened.callback(source.close)
+                return CheckResult(self._verified(name, source).digest, tier.name, source.stat.nbytes)
+            except EntryFault as fault:
+                removed = repair and fault.corrupt and self._remove(tier, name, source, "corrupt")
+                return CheckResult(digest, tier.name, source.stat.nbytes if source else 0, fault.reason, removed)
+            except (OSError, MemoryError) as error:
+                return CheckResult(digest, tier.name, 0, type(error).__name__)
+
+    def _expire(self, tier: BoundedTier) -> int:
+        """Remove the entries of this namespace that are too old from a tier, and count them."""
+        self._catalog.refresh(thorough=True)
+        names = list(tier.index.owned(self._catalog.owner))
+        return sum(self._remove(tier, name, None, "expired") for name in names if self._is_old(_stat(tier, name)))
+
+    def _shrink(self, tier: BoundedTier, most_bytes: int) -> int:
+        """Evict from a tier until no more than so many bytes are left; gives the bytes that left."""
+        with self._moving:
+            return tier.shrink(most_bytes)
+
+    def _is_old(self, stat: ObjectStat | None) -> bool:
+        """Return True for an entry that is too old; one from the future is as old as it is far off: clocks differ."""
+        return self.ttl_s is not None and stat is not None and abs(time.time() - stat.created) > self.ttl_s
+
+    def _store_read(self, chunk: ChunkKV, tier: BoundedTier, source: Source, deleted: int) -> ChunkKV:
+        """Take a chunk that was read into memory, and write the verified bytes to the nearer tiers of this machine."""
+        if deleted != self._deleted:
+            return chunk
+        held = self._hold(chunk)
+        content = source.release() if isinstance(source, RecordedSource) else None
+        if content is not None:
+            for other in self._nearer(tier):
+                stat = self._send(other, chunk, lambda: [content])
+                if stat is not None:
+                    self._catalog.add(chunk.key, stat, other.name)
+        else:
+            self._leave_others(chunk.key.digest, tier)
+        return held
+
+    def _refuse(self, tier: BoundedTier, key: ChunkKey, source: Source | None, fault: BaseException) -> str:
+        """Count what was wrong with an entry, warn of it once, and remove what can never become good.
+
+        What is not sealed as this store seals (reason secret) goes too: it is under a name that only a holder of the
+        store's secret can compute, or, without a secret, that no signed entry has.
+        """
+        reason = fault.reason if isinstance(fault, EntryFault) else type(fault).__name__
+        self._stats.count("load_failures", f"{tier.name}:{reason}")
+        self._stats.warn_once(f"stored chunk {key.digest} is not used and will be computed again: {fault}")
+        if isinstance(fault, EntryFault) and (fault.corrupt or reason == "secret"):
+            name = self._catalog.name(key.digest)
+            self._remove(tier, name, source, "expired" if reason == "expired" else "corrupt")
+        return reason
+
+    def _find_queued(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
+        """Find a chunk on its way to a tier."""
+        for queue in self._queues.values():
+            pending = queue.get(key.digest)
+            if pending is not None and pending.chunk.key == key and pending.chunk.fits(layout):
+                self._stats.count("hits", "queue")
+                return pending.chunk
+        return None
+
+    def _fetch(self, key: ChunkKey, take: Take, budget_s: float) -> ChunkKV | None:
+        """Ask the tiers that keep bytes, and count the hit or the miss."""
+        reasons = []
+        for tier in self._tiers:
+            chunk, reason = self._load_within(tier, key, take, budget_s)
+            if chunk is not None:
+                self._stats.count("hits", tier.name)
+                return chunk
+            reasons.append(reason)
+        self._stats.count("misses", next((reason for reason in reasons if reason != "absent"), "absent"))
+        return None
+
+    def _hold(self, chunk: ChunkKV) -> ChunkKV:
+        """Take a chunk into memory where there is room for it; gives it as the nearest memory has it."""
+        digest = chunk.key.digest
+        for memory in self._memories:
+            try:
+                self._count_evicted(memory, memory.put(chunk))
+                if memory.reads_importance and (share := self.importance.share(digest)) is not None:
+                    memory.use(digest, share)
+            except (RuntimeError, MemoryError) as error:  # of a device that is full
+                self._stats.count("store_failures", type(error).__name__)
+                self._stats.warn_once(f"chunks cannot be held in the {memory.name} tier ({error})")
+        return next((one for one in (memory.peek(digest) for memory in self._memories) if one), chunk)
+
+    def _count_evicted(self, memory: MemoryCache, gone: Sequence[str]) -> None:
+        self._stats.count("evicted", memory.name, len(gone))
+
+    def _new_queue(self, tier: BoundedTier, queue_bytes: int) -> WriteQueue[PendingWrite]:
+        def write(pending: PendingWrite) -> None:
+            if not pending.guard.is_intact():
+                return drop("changed")
+            self._write_behind(tier, pending.chunk, lambda: pending.parts)
+
+        def drop(reason: str) -> None:
+            self._stats.count("dropped_writes", f"{tier.name}:{reason}")
+            self._stats.warn_once(f"chunks are not written to the {tier.name} tier ({reason}); see dropped_writes")
+
+        return WriteQueue(queue_bytes, write, self._left_queue, drop)
+
+    def _left_queue(self, digest: str) -> None:
+        if not any(queue.contains(digest) for queue in self._queues.values()):
+            self._queued.remove(digest)
+
+    def _send(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded, wait_s: float = 0.0) -> ObjectStat | None:
+        """Queue an entry for a tier, or write it now if there are no queues.
+
+        Its digests are computed now: what is written to the tensors while they wait is noticed when they are read.
+        """
+        if not self._queues:
+            return self._write_behind(tier, chunk, encoded)
+        try:
+            pending = PendingWrite(chunk, encoded())
+            if self._queues[tier.name].put(pending, wait_s):
+                self._queued.enter(pending.digest, pending.nbytes, time.time(), 0.0, "", "")
+                self._queued.describe(pending.digest, chunk.key, "")
+                self._left_queue(pending.digest)  # it may have been written already
+        except (OSError, MemoryError) as error:
+            self._refuse_write(tier, error)
+        return None
+
+    def _write_behind(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> ObjectStat | None:
+        """Write an entry to a tier; what the home of all chunks refuses goes to the nearest tier before it."""
+        nearer = reversed(self._tiers[: self._tiers.index(tier)]) if tier is self._home else ()
+        for one in (tier, *nearer):
+            stat = self._write(one, chunk, encoded)
+            if stat is not None:
+                self._catalog.add(chunk.key, stat, one.name)
+                return stat if one is tier else None
+        return None
+
+    def _write(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> ObjectStat | None:
+        name = self._catalog.name(chunk.key.digest)
+        try:
+            if not tier.contains(name):
+                with self._stats.timed("store_seconds", tier.name), self._moving if self._home else _UNLOCKED:
+                    stored = tier.put_if_absent(name, encoded())
+                    if stored:
+                        self._leave_others(chunk.key.digest, tier)
+                self._stats.count("stored", tier.name, int(stored))
+                if tier.reads_importance and (share := self.importance.share(chunk.key.digest)) is not None:
+                    tier.use(name, share)
+            return tier.stat(name)
+        except (OSError, MemoryError, EntryFault) as error:
+            self._refuse_write(tier, error)
+            return None
+
+    def _refuse_write(self, tier: BoundedTier, error: Exception) -> None:
+        reason = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
+        self._stats.count("store_failures", reason)
+        self._stats.warn_once(f"chunks cannot be stored in the {tier.name} tier ({error}); other tiers may have them")
+
+    def _nearer(self, tier: BoundedTier) -> list[BoundedTier]:
+        """The tiers that will have what was read from one."""
+        nearer = [other for other in self._tiers[: self._tiers.index(tier)] if other.is_local]
+        return nearer if self._home is None else [other for other in nearer if other is self._home]
+
+    def _load_within(
+        self, tier: BoundedTier, key: ChunkKey, take: Take, budget_s: float
+    ) -> tuple[ChunkKV | None, str]:
+        """The chunk and "", or None and why not."""
+        if tier.is_local or math.isinf(budget_s):
+            return self._load(tier, key, take)
+        loaded = self._late.run(lambda: self._load(tier, key, take), budget_s)
+        if loaded is not None:
+            return loaded
+        self._stats.count("load_failures", f"{tier.name}:slow")
+        self._stats.warn_once(f"chunks of the {tier.name} tier are computed where that is faster than loading them")
+        return None, "slow"
+
+    def _load(self, tier: BoundedTier, key: ChunkKey, take: Take) -> tuple[ChunkKV | None, str]:
+        with self._stats.timed("load_seconds", tier.name), contextlib.ExitStack() as opened:
+            source = None
+            try:
+                source = self._open(tier, key)
+                if source is None:
+                    self._catalog.forget(key.digest, tier.name)
+                    return None, "absent"
+                opened.callback(source.close)
+                if self._is_old(source.stat):
+                    raise EntryFault("expired", f"it was stored more than {self.ttl_s} s ago")
+                chunk = take(tier, key, source)
+                opened.pop_all()
+                return chunk, ""
+            except EntryFault as fault:
+                return None, self._refuse(tier, key, source, fault)
+            except (OSError, MemoryError) as error:
+                self._refuse(tier, key, source, error)
+                return None, "io" if isinstance(error, OSError) else "memory"
+
+    def _open(self, tier: BoundedTier, key: ChunkKey) -> Source | None:
+        """Open an entry, whose bytes are recorded if nearer tiers will have them too."""
+        source = tier.open(self._catalog.name(key.digest))
+        if source is not None and self._nearer(tier):
+            with contextlib.suppress(MemoryError):
+                return RecordedSource(source)
+        return source
+
+    def _read(self, tier: BoundedTier, key: ChunkKey, source: Source, *, layout: Layout | None) -> ChunkKV:
+        """Nothing that is read is used, or written to a nearer tier, before all of it was checked."""
+        deleted, reader = self._deleted, EntryReader(source, key, self.secret, layout)
+        with contextlib.ExitStack() as reserved:
+            for memory in self._memories[-1:]:
+                self._count_evicted(memory, reserved.enter_context(memory.reserve(reader.nbytes)))
+            chunk = reader.read()
+        self._stats.count("loaded_bytes", tier.name, chunk.nbytes)
+        stored = self._store_read(chunk, tier, source, deleted)
+        source.close()
+        return stored
+
+    def _streamed(
+        self,
+        tier: BoundedTier,
+        key: ChunkKey,
+        source: Source,
+        *,
+        recompute: Recompute,
+        stop_s: float,
+        layout: Layout | None,
+    ) -> ChunkKV:
+        deleted, reader = self._deleted, EntryReader(source, key, self.secret, layout)
+        streaming = StreamingRead(self, tier, source, reader, recompute, deleted)
+        left_s = math.inf if tier.is_local else max(0.0, stop_s - time.monotonic())
+        return streaming.start(self.patience_s, left_s)
+
+    def _verified(self, name: str, source: Source) -> ChunkKey:
+        """Read all of an entry that should have a name; gives its key, or raises what is wrong."""
+        key = read_key(source, self.namespace, self.secret)
+        if self._catalog.name(key.digest) != name:
+            raise EntryFault("key", f"it is {key.digest}")
+        EntryReader(source, key, self.secret).read()
+        return key
+
+    def _has_good(self, tier: BoundedTier, name: str) -> bool:
+        """Return True if a tier has an entry that is good; what can never become good is removed."""
+        return self._verify(tier, name, repair=True).reason == ""
+
+    def _copy(self, tier: BoundedTier, target: BoundedTier, name: str) -> bool:
+        """Write the bytes of one tier's entry to another tier, once all of them were verified."""
+        source = tier.open(name)
+        if source is None:
+            return False
+        recorded = RecordedSource(source)
+        try:
+            key = self._verified(name, recorded)
+            content = recorded.release()
+        except EntryFault as fault:
+            self._stats.count("load_failures", f"{tier.name}:{fault.reason}")
+            return False
+        finally:
+            recorded.close()
+        if content is None:
+            return False
+        if not target.put_if_absent(name, [content]) and not self._has_good(target, name):
+            return False  # what has its name there is damaged, or cannot be read now
+        stat = target.stat(name)
+        if stat is not None:
+            self._catalog.add(key, stat, target.name)
+        return stat is not None
+
+    def _demote(self, near: BoundedTier, far: BoundedTier, name: str) -> None:
+        """Write what a full tier evicts to the next one; what that refuses is evicted all the same."""
+        try:
+            source = near.tier.open(name)
+            if source is None:
+                return
+            with contextlib.closing(source):
+                content = memoryview(bytearray(source.stat.nbytes))
+                source.read_into(0, content)
+            far.put_if_absent(name, [content])
+        except (OSError, MemoryError, EntryFault) as error:
+            self._refuse_write(far, error)
+            return
+        self._catalog.copied(name, near, far)
+        self._stats.count("moved", far.name)
+
+    def _leave_others(self, digest: str, there: BoundedTier) -> None:
+        """Where each chunk is in one tier, remove it from the others once one has it."""
+        name = self._catalog.name(digest)
+        for other in self._tiers if self._home else ():
+            with contextlib.suppress(OSError):
+                # of one on another machine, as of its last listing
+                if other is there or not (other.contains(name) if other.is_local else name in other.index):
+                    continue
+                with self._moving:
+                    removed = there.contains(name) and other.delete(name)
+                self._stats.count("moved", there.name, int(removed))
+                self._catalog.forget(digest, other.name)
+
+    def _remove(self, tier: BoundedTier, name: str, source: Source | None, cause: str) -> bool:
+        """Make room for a good entry, unless another process already put one there."""
+        removed = False
+        with contextlib.suppress(OSError):
+            removed = tier.delete(name, source)
+            self._stats.count("removed", cause, int(removed))
+        return removed
+
+    def _release(self, digests: Sequence[str]) -> None:
+        """Take one `protect` back."""
+        for memory in self._memories:
+            memory.release(digests)
+
+    def _is_held(self, digest: str) -> bool:
+        """Return True if a chunk is ready to use."""
+        return any(held.contains(digest) for _, held in self._at_hand())
+
+    def _at_hand(self) -> list[tuple[str, MemoryCache | WriteQueue[PendingWrite]]]:
+        """Give what a chunk is found in without reading, by name, the nearest first."""
+        memories: list[tuple[str, MemoryCache | WriteQueue[PendingWrite]]] = [
+            (memory.name, memory) for memory in self._memories
+        ]
+        return [*memories, *(("queue", queue) for queue in self._queues.values())]
+
+    def _store(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
+        """Take a chunk into memory, write it to every tier or into its queue, and tell the catalog."""
+        digest = chunk.key.digest
+        here = (memory.peek(digest) for memory in self._memories if memory.device is None)
+        mine = next((one for one in here if one and one.key == chunk.key), None) or chunk.own_copy()
+        stored = stored_as(mine, self._codec)
+        self._hold(stored)
+        encoded = functools.cache(partial(encode_entry, mine, self.secret, self._codec))
+        stats: dict[str, ObjectStat | None] = {}
+        for tier in self._tiers[self._tiers.index(self._home) :] if self._home else self._tiers:
+            write = self._write if tier.is_local else partial(self._send, wait_s=wait_s)
+            stats[tier.name] = write(tier, stored, encoded)
+            if self._home and (stats[tier.name] or not tier.is_local):
+                break
+        for name, stat in stats.items():
+            if stat is not None:
+                self._catalog.add(chunk.key, stat, name)
+        return chunk if stored is mine else stored
+
+    def _move(self, digest: str, there: BoundedTier) -> bool:
+        """Keep a chunk in one of the tiers that keep bytes: it is written there before it leaves the others."""
+        name, others = self._catalog.name(digest), [tier for tier in self._tiers if tier is not there]
+        try:
+            with self._moving:
+                is_there = self._has_good(there, name) or any(self._copy(tier, there, name) for tier in others)
+            for other in others if is_there else ():
+                if other.name in self._queues:
+                    self._queues[other.name].cancel(digest, DELETE_S)  # what is being written may wait for `_moving`
+                with self._moving:
+                    is_there = there.contains(name)
+                    if is_there:
+                        other.delete(name)
+        except OSError as error:
+            raise _refused(f"chunk {digest} cannot be moved to the {there.name} tier", error) from error
+        return is_there
+
+    def _delete(self, digest: str) -> bool:
+        """Remove a chunk from every queue and tier; raises OSError if one refuses, or takes too long to write it."""
+        self._deleted += 1
+        removed = [queue.cancel(digest, DELETE_S) for queue in self._queues.values()]  # may itself wait for `_moving`
+        self._queued.remove(digest)
+        with self._moving:
+            removed += [tier.delete(self._catalog.name(digest)) for tier in self._tiers]
+        removed += [memory.delete(digest) for memory in self._memories]
+        return any(removed)
 
     def __enter__(self) -> Self:
         return self
@@ -577,3 +1006,63 @@ def _check_placement(placement: str | None, tiers: Sequence[Tier], limits: Limit
 
 def _refused(what: str, error: OSError) -> StoreError:
     return StoreError(f"{what}: {error}. Check who owns the files of the store.")
+
+
+class StreamingRead:
+    """An entry that is read layer by layer while a request computes; its file stays open until the last."""
+
+    def __init__(
+        self,
+        store: BaseStore,
+        tier: BoundedTier,
+        source: Source,
+        reader: EntryReader,
+        recompute: Recompute,
+        deleted: int,
+    ) -> None:
+        self._store, self._tier, self._source, self._reader = store, tier, source, reader
+        self._recompute, self._deleted = recompute, deleted
+        self._tables = reader.tables()
+        self._guards = [Guard(part for pair in self._tables for part in pair)]  # used before all of it is stored
+        self._least_bytes = 0 if tier.is_local else READ_BYTES  # what is far away costs a round trip for each read
+
+    def start(self, patience_s: float, budget_s: float) -> ChunkKV:
+        """Give the chunk, whose layers are read when they are needed."""
+        layers = StreamedLayers(
+            len(self._reader.layer_table), self._read, self._replace, self._complete, patience_s, budget_s
+        )
+        finalize(layers, self._source.close).atexit = False  # also after a fault, or where a request ended early
+        return self._reader.chunk(layers, self._tables)
+
+    def _read(self, index: int) -> Sequence[tuple[Tensor, ...]]:
+        """Read a layer, and as many behind it as make a read worth its while."""
+        began_s, stats = time.perf_counter(), self._store._stats
+        with stats.timed("load_seconds", self._tier.name):
+            found = self._reader.layers(index, self._least_bytes)
+        nbytes = sum(one.nbytes for states in found for one in states)
+        stats.count("loaded_bytes", self._tier.name, nbytes)
+        if self._tier.is_local:
+            rate = nbytes / max(time.perf_counter() - began_s, 1e-6)
+            self._least_bytes = min(READ_BYTES, 2 * nbytes, int(rate * READ_S))
+        self._guards.append(Guard(one for states in found for one in states))
+        return found
+
+    def _complete(self, layers: tuple[tuple[Tensor, ...], ...]) -> None:
+        """Store the chunk as one that was read at once, unless something was written to it since."""
+        self._source.close()
+        if all(guard.is_intact() for guard in self._guards):
+            chunk = self._reader.chunk(layers, self._tables)
+            self._store._store_read(chunk, self._tier, self._source, self._deleted)
+
+    def _replace(self, fault: BaseException) -> ChunkKV:
+        """Compute and store the chunk again after a fault."""
+        store, key = self._store, self._reader.key
+        store._stats.count("misses", store._refuse(self._tier, key, self._source, fault))
+        with store._compute_times.timed(key):
+            return store._store(self._recompute())
+
+
+def _stat(tier: BoundedTier, name: str) -> ObjectStat | None:
+    with contextlib.suppress(OSError):
+        return tier.tier.stat(name)
+    return None

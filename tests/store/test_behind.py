@@ -381,7 +381,7 @@ def test_a_deleted_chunk_is_not_written_later(far, chunk):
 
 
 def test_a_delete_that_cannot_be_kept_says_so(far, chunk, monkeypatch):
-    monkeypatch.setattr("hf_blend.store.stack.DELETE_S", 0.01)
+    monkeypatch.setattr("hf_blend.store.store.DELETE_S", 0.01)
     store, stored = ChunkStore([], [far]), chunk()
     far.put_gate.clear()
     store.put(stored)
@@ -540,7 +540,7 @@ def test_a_get_that_takes_longer_than_its_budget_is_a_miss_and_is_held_when_it_c
     assert counted(store, "load_failures") == {"far:slow": 1}
     filled.read_gate.set()
     for _ in range(600):
-        if store._stack.is_held(stored.key.digest):
+        if store._is_held(stored.key.digest):
             break
         time.sleep(0.01)
     same(store.get(stored.key, budget_s=0.01), stored)
@@ -557,7 +557,7 @@ def test_a_tier_that_is_slow_all_the_time_is_asked_by_a_few_loads_only(filled, c
     assert filled.calls["open", "behind"] == slow.MOST_LATE
     filled.open_gate.set()
     for _ in range(600):
-        if not store._stack._late._late:
+        if not store._late._late:
             break
         time.sleep(0.01)
     assert store.get(chunk(layers=4).key, budget_s=WAIT_S) is not None
@@ -574,9 +574,8 @@ def test_a_stream_that_does_not_begin_in_time_is_a_miss(gate, filled, chunk):
 def test_a_layer_that_takes_longer_than_the_budget_is_computed_and_those_before_it_are_used(
     filled, chunk, same, monkeypatch
 ):
-    from hf_blend.store import stack
 
-    monkeypatch.setattr(stack, "READ_BYTES", 0)
+    monkeypatch.setattr("hf_blend.store.store.READ_BYTES", 0)
     stored, computed = chunk(layers=4), []
     store = ChunkStore([], [filled])
     found = store.stream(stored.key, lambda: computed.append(1) or stored, budget_s=5.0)
@@ -636,7 +635,7 @@ def test_requests_teach_a_store_what_computing_costs(far, shared_model, pieces):
     cache = BlendCache(model, store, recompute_ratio=0.3)
     model.generate(**cache.inputs(None, **request), past_key_values=cache, max_new_tokens=1, do_sample=False)
     (entry, *_) = store.entries()
-    assert 0 < store._stack.compute_times._per_token_s[entry.fingerprint] < math.inf
+    assert 0 < store._compute_times._per_token_s[entry.fingerprint] < math.inf
     assert store.flush()
 
 

@@ -71,7 +71,7 @@ def test_each_chunk_is_in_one_tier_and_whole_after_anything(opened, folders, chu
             store = opened(placement)
         elif act == "collect":
             store.collect()
-            store._stack.shrink(store._stack.tiers[0], draw.randrange(3) * len(content(one)))
+            store._shrink(store._tiers[0], draw.randrange(3) * len(content(one)))
         else:
             store.rebalance()
         assert store.flush()
@@ -152,7 +152,7 @@ def test_what_a_full_remote_tier_refuses_is_kept_on_the_disk_and_the_tier_is_ask
 ):
     chunks = [chunk((5, number)) for number in range(12)]
     with opened("remote", room=len(chunks), remote_queue_bytes=queue_bytes) as store:
-        (remote,) = (tier.tier for tier in store._stack.tiers if tier.name == "file")
+        (remote,) = (tier.tier for tier in store._tiers if tier.name == "file")
         room, asked, put = 3, [], remote.ask_put
 
         def bounded(name, parts):
@@ -195,7 +195,7 @@ def test_an_object_that_cannot_be_opened_leaves_the_others_of_its_tier_in_reach(
 def test_what_a_lost_remote_tier_does_not_take_is_kept_on_the_disk(opened, folders, chunk, content, monkeypatch):
     chunks = [chunk((5, number)) for number in range(3)]
     with opened("remote") as store:
-        (remote,) = (tier.tier for tier in store._stack.tiers if tier.name == "file")
+        (remote,) = (tier.tier for tier in store._tiers if tier.name == "file")
         monkeypatch.setattr(remote, "ask_put", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "gone")))
         for one in chunks:
             store.put(one)
@@ -207,7 +207,7 @@ def test_what_a_lost_remote_tier_does_not_take_is_kept_on_the_disk(opened, folde
 def test_a_chunk_that_is_deleted_or_moved_while_it_is_written_behind_waits_for_nobody(
     opened, folders, chunk, content, monkeypatch
 ):
-    monkeypatch.setattr("hf_blend.store.stack.DELETE_S", 2.0)
+    monkeypatch.setattr("hf_blend.store.store.DELETE_S", 2.0)
     with opened("remote", room=40) as store:
         for number in range(20):
             store.put(chunk((5, number)))

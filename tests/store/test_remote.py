@@ -270,7 +270,7 @@ def test_a_server_that_was_never_there_costs_nothing_at_opening_and_its_password
         pytest.importorskip("s3fs")
         url = url.replace("hunter2", "folder")
     with ChunkStore.open("memory://", memory_bytes=0, remote=url) as store:
-        tier = store._stack.tiers[0].tier
+        tier = store._tiers[0].tier
         tier.circuit.deadline_s = IMPATIENT_S
         if url.startswith("s3"):
             tier._files.endpoint_url = "http://127.0.0.1:1"
@@ -358,5 +358,5 @@ def test_a_store_finds_what_others_put_on_a_server_a_part_at_a_time(served_tier,
 
 
 def _url_of(store):
-    known = store._stack.tiers[0].tier._client.connection_pool.connection_kwargs
+    known = store._tiers[0].tier._client.connection_pool.connection_kwargs
     return f"redis://{known['host']}:{known['port']}/{known['db']}"

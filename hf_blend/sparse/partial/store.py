@@ -17,7 +17,7 @@ from ...store.bounded import BoundedTier
 from ...store.chunk import ChunkKey, ChunkKV, Layout
 from ...store.guard import Guard
 from ...store.slow import WriteQueue
-from ...store.stack import Recompute
+from ...store.store import Recompute
 from ...store.tiers.base import EntryFault, Source, Tier
 from .blocked import BlockReader, encode_blocks
 
@@ -199,17 +199,17 @@ class PartialStore(ChunkStore):
             source = self._tier.open(self.block_name(key.digest))
             if source is None:
                 return None
-            if self._stack.is_old(source.stat):
+            if self._is_old(source.stat):
                 raise EntryFault("expired", f"it was stored more than {self.ttl_s} s ago")
             reader = BlockReader(source, key, self.secret, layout)
         except FAULTS as fault:
-            self._refuse(key, source, fault)
+            self._refuse_blocks(key, source, fault)
             if source is not None:
                 source.close()
             raise
 
         def instead(fault: BaseException) -> ChunkKV:
-            is_removed, chunk = self._refuse(key, source, fault), recompute()
+            is_removed, chunk = self._refuse_blocks(key, source, fault), recompute()
             if is_removed:
                 self._write_blocks(chunk, order)
             return chunk
@@ -228,7 +228,7 @@ class PartialStore(ChunkStore):
         try:
             self._tier.replace(self.block_name(digest), pieces)
         except OSError as error:
-            self._refuse(chunk.key, None, error)
+            self._refuse_blocks(chunk.key, None, error)
             return
         share = self.importance.share(digest)
         if share is not None:
@@ -286,8 +286,8 @@ class PartialStore(ChunkStore):
         if isinstance(self._tier, BoundedTier) and self._tier.reads_importance:
             self._tier.use(self.block_name(key.digest), min(1.0, max(0.0, important_ratio)))
 
-    def _refuse(self, key: ChunkKey, source: Source | None, fault: BaseException) -> bool:
-        """Count a fault, and remove what can never become good, as `TierStack.refuse` does."""
+    def _refuse_blocks(self, key: ChunkKey, source: Source | None, fault: BaseException) -> bool:
+        """Count a fault, and remove what can never become good, as `BaseStore._refuse` does."""
         self.faults[fault.reason if isinstance(fault, EntryFault) else type(fault).__name__] += 1
         is_damaged = isinstance(fault, EntryFault) and (fault.corrupt or fault.reason == "secret")
         if is_damaged:
