@@ -82,8 +82,6 @@ class FaultClass(ABC):
 
     share: ClassVar[float] = 0.0
     kill_share: ClassVar[float] = 0.0
-    is_prefill: ClassVar[bool] = False
-    is_available = True
 
     def __init__(self, world: World, folder: Path) -> None:
         self.world, self.folder = world, folder

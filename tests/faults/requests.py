@@ -13,13 +13,12 @@ import torch
 from hf_blend import BlendCache, plugins
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store import ChunkKV, ChunkStore
-from tests.forging import first_block
 
-from .damage import NODES, clear, damaged, edited_header
+from .damage import NODES, clear, damaged
 from .fault import FaultClass, Verdict
 from .faulty_tier import FaultyTier
 from .oracle import is_equal, is_near, stock_logits
-from .world import SECRET, SINK, Entry
+from .world import SECRET, Entry
 
 BLOCK_TOKENS = 8
 
@@ -90,67 +89,6 @@ class Partial(FaultClass):
         return is_equal(got, all_of if len(blocks) == reader.blocks else all_of[:, reader.tokens_of(blocks)])
 
 
-class PartialRequests(FaultClass):
-    """A request over a store that loads in part: where all is recomputed its logits are those of the stock model.
-
-    At ratio 0 they are those without the damage, as long as the damage is in the blocks and not in their header.
-    """
-
-    share = 0.01
-    is_prefill = True
-
-    def setup(self) -> None:
-        self._given: dict[str, Any] = {
-            "partial": {"share": 0.4, "alpha": 50.0, "block_tokens": BLOCK_TOKENS, "reorder": False},
-            "memory_bytes": 0,
-            "durability": "none",
-        }
-        first, second = self.world.chunks[0], self.world.chunks[2]
-        self._pieces: dict[str, Any] = {"prefix": SINK, "chunks": [first, second], "question": (7, 8, 9)}
-        ids = torch.tensor([[*SINK, *first, *second, 7, 8, 9]])
-        self._stock = stock_logits(self.world.model, ids)
-        for _ in range(2):
-            self._whole = self._asked(0.0)[0]
-        paths = sorted((self.folder / "blocks").rglob("*.safetensors"))
-        self._files = [(path, path.read_bytes()) for path in paths]
-
-    def inject(self, count: int) -> None:
-        for _ in range(count):
-            path, good = self.random.choice(self._files)
-            if self.random.random() < 0.5:
-                kind, bad, ratio = "block", self._in_a_block(good), 0.0
-            else:
-                (kind, bad), ratio = damaged(self.random, good, self.random.choice(self._files)[1]), 1.0
-            path.write_bytes(bad)
-            self.outcome.paths[f"ratio {ratio}"] += 1
-            self.judge(kind, lambda: self._judged(ratio))  # noqa: B023
-            for one, content in self._files:
-                clear(one)
-                one.write_bytes(content)
-
-    def _judged(self, ratio: float) -> Verdict:
-        got, faults = self._asked(ratio)
-        is_right = is_near(got, self._stock) if ratio else is_equal(got, self._whole)
-        return Verdict.WRONG if not is_right else Verdict.MISS if faults else Verdict.RIGHT
-
-    @torch.no_grad()
-    def _asked(self, ratio: float) -> tuple[torch.Tensor, int]:
-        """The logits of the last token, and how many faults were met."""
-        with ChunkStore.open(self.folder, **self._given) as store:
-            cache = BlendCache(self.world.model, store, recompute_ratio=ratio, selector="kv-deviation")
-            inputs = cache.inputs(None, **self._pieces)
-            logits = self.world.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[0]
-            return logits, sum(store.faults.values())
-
-    def _in_a_block(self, good: bytes) -> bytes:
-        """Other bytes behind the header and the digests."""
-        begin = first_block(good)
-        bad, first = bytearray(good), self.random.randrange(begin, len(good))
-        for place in range(first, min(len(good), first + self.random.choice((1, 64, 4096)))):
-            bad[place] ^= 1 << self.random.randrange(8)
-        return bytes(bad)
-
-
 PREFIX, QUESTION = [1, 17, 23, 5], [90, 14, 33, 71, 8]
 NEW_TOKENS = 2
 STORES: dict[str, dict[str, Any]] = {
@@ -174,7 +112,6 @@ class Prefills(FaultClass):
     """Three chunks and a prefix, generated from."""
 
     share = 0.02
-    is_prefill = True
 
     def setup(self) -> None:
         self._chunks = [list(self.world.chunks[place]) for place in (0, 2, 4)]
@@ -211,16 +148,12 @@ class Prefills(FaultClass):
         files, kind = self._files[name], ""
         for path in self.random.sample(list(files), self.random.randint(1, len(files))):
             other = self.random.choice([one for one in files if one != path])
-            drawn = self.random.random()
-            if drawn < 0.1:
+            if self.random.random() < 0.1:
                 kind = self.random.choice(list(NODES))
                 clear(path)
                 NODES[kind](path, other)
                 continue
-            if drawn < 0.2 and name != "blocks":
-                kind, bad = "edited header", edited_header(self.random, files[path])
-            else:
-                kind, bad = damaged(self.random, files[path], files[other])
+            kind, bad = damaged(self.random, files[path], files[other])
             clear(path)
             path.write_bytes(bad)
         return kind

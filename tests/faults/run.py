@@ -2,15 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the classes of faults in rounds, look at the process now and then, and write the report.
 
-Every round has each class in its share, so a run of any length is a sample of all, and a later run can go on where an
-earlier one ended: a round is drawn from the seed and its number alone.
+Every round has each class in its share, so a run of any length is a sample of all.
 """
 
-import functools
 import gc
-import json
 import os
-import platform
 import subprocess
 import tempfile
 import threading
@@ -20,18 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.version import __version__
 
 from .changes import Changes
-from .entries import Changing, Files, Headers, ImageChunks, IndexDamage, Placed, Planted, Signed
+from .entries import Changing, Files, Planted, Signed
 from .fault import BROKEN, FaultClass, Verdict
-from .kills import CallKills, Demotions, Placements, Races, RandomKills, Reorders, TracedKills
-from .requests import Partial, PartialRequests, Prefills
+from .kills import CallKills, Demotions, Placements, Races, RandomKills, Reorders
+from .requests import Partial, Prefills
 from .states import Checkpoints, Sessions
-from .tiers import DeadTier, FailingCalls, FaultyTierFaults, LostServer, Redis, Remote
+from .tiers import FailingCalls, FaultyTierFaults, LostServer, Remote
 from .world import World
 
 PREFIX, QUESTION = [1, 3, 4, 5], list(range(80, 89))
@@ -84,33 +78,24 @@ def _held() -> tuple[int, int]:
 
 
 ROUND = 300
-_ADDED = ("classes", "after", "runs")
 AFTER = 20  # rounds between two looks at the process
 CLASSES: dict[str, type[FaultClass]] = {
     "files": Files,
     "changing-files": Changing,
     "planted": Planted,
-    "headers": Headers,
     "signed": Signed,
     "partial": Partial,
-    "partial-requests": PartialRequests,
-    "placed": Placed,
-    "image-chunks": ImageChunks,
     "checkpoints": Checkpoints,
     "sessions": Sessions,
     "remote": Remote,
-    "redis": Redis,
     "prefills": Prefills,
     "model-changes": Changes,
-    "index-damage": IndexDamage,
     "failing-calls": FailingCalls,
     "faulty-tier": FaultyTierFaults,
-    "dead-tier": DeadTier,
     "lost-server": LostServer,
     "races": Races,
     "call-kills": CallKills,
     "random-kills": RandomKills,
-    "traced-kills": TracedKills,
     "demotions": Demotions,
     "placements": Placements,
     "reorders": Reorders,
@@ -118,7 +103,7 @@ CLASSES: dict[str, type[FaultClass]] = {
 
 
 class Run:
-    """The classes, ready to inject; a context, at whose end the servers that were started are gone."""
+    """The classes, ready to inject; a context, at whose end its threads and folders are gone."""
 
     def __init__(self, seed: int = 0, folder: Path | None = None, only: Sequence[str] = ()) -> None:
         self.seed = seed
@@ -130,10 +115,7 @@ class Run:
         self.classes: dict[str, FaultClass] = {}
         for name in only or CLASSES:
             (root / "classes" / name).mkdir(parents=True)
-            made = CLASSES[name](self.world, root / "classes" / name)
-            if made.is_available:
-                self.classes[name] = made
-        self.seconds: dict[str, list[float]] = {name: [0.0, 0.0] for name in self.classes}
+            self.classes[name] = CLASSES[name](self.world, root / "classes" / name)
         self.after = {"checked": 0, "different": 0, "leaks": 0}
         self._current = ""
         threading.excepthook = self._died
@@ -150,41 +132,27 @@ class Run:
                 rate = ROUND * kills * one.kill_share
                 count = int((number + 1) * rate) - int(number * rate)
             if count:
-                self._current, wall_s, cpu_s = name, time.monotonic(), _cpu_s()
+                self._current = name
                 one.run(count, f"{self.seed} {number} {name}")
-                self.seconds[name][0] += time.monotonic() - wall_s
-                self.seconds[name][1] += _cpu_s() - cpu_s
                 if stop():
                     return
 
     def until(
-        self,
-        faults: int,
-        kills: int,
-        seconds: float,
-        output: Path,
-        resume: bool = False,
-        tell: Callable[[str], None] = lambda line: None,
+        self, faults: int, kills: int, seconds: float, tell: Callable[[str], None] = lambda line: None
     ) -> dict[str, Any]:
         """Inject rounds until there are enough, or the time is over."""
-        earlier = [json.loads(output.read_text("utf-8"))] if resume and output.exists() else []
-        known = [run for one in earlier for run in one["runs"] if run["seed"] == self.seed]
-        began_s, first = time.monotonic(), max((run["first"] + run["rounds"] for run in known), default=0)
-        aftermath, number = Aftermath(self.world), first
-        done = sum(one["faults"] - one["kills"] for one in earlier)
+        began_s, number, aftermath = time.monotonic(), 0, Aftermath(self.world)
         while True:
             self.round(number, kills / faults if faults else 0.0)
             number += 1
             injected = sum(one.outcome.faults - one.outcome.kills for one in self.classes.values())
-            is_over = time.monotonic() - began_s > seconds or done + injected >= faults
-            if (number - first) % AFTER and not is_over:
+            is_over = time.monotonic() - began_s > seconds or injected >= faults
+            if number % AFTER and not is_over:
                 continue
             for name, count in aftermath.check().items():
                 self.after[name] += count
-            mine = self._report(first, number - first, time.monotonic() - began_s)
-            report = added(*earlier, mine)
-            output.write_text(json.dumps(report, indent=2, sort_keys=True) + "\n")
-            tell(f"round {number}: {report['faults']} faults, {report['broken']} broken, {report['seconds']:.0f} s")
+            report = self._report(number, time.monotonic() - began_s)
+            tell(f"round {number}: {report['faults']} faults, {report['broken']} broken, {report['seconds']} s")
             if is_over:
                 return report
 
@@ -204,63 +172,26 @@ class Run:
             note = f"{caught.exc_type.__name__}: {caught.exc_value}"
             self.classes[self._current].note("in a thread", Verdict.CRASHED, note)
 
-    def _report(self, first: int, rounds: int, seconds: float) -> dict[str, Any]:
-        """What this run found, without what follows from it."""
-        run = {"seed": self.seed, "first": first, "rounds": rounds, "seconds": round(seconds), "commit": _commit()}
-        rows = {}
-        for name, one in self.classes.items():
-            wall_s, cpu_s = (round(value, 1) for value in self.seconds[name])
-            rows[name] = {**one.outcome.as_dict(), "seconds": wall_s, "cpu_seconds": cpu_s}
-        return {"classes": rows, "after": self.after, "runs": [run]}
-
-
-def added(*reports: dict[str, Any]) -> dict[str, Any]:
-    """Add up the reports of runs."""
-    classes, after, runs = (functools.reduce(_sum, (one[name] for one in reports)) for name in _ADDED)
-    counted = {name: sum(row[name] for row in classes.values()) for name in ("faults", "kills", *Verdict)}
-    without = [row for name, row in classes.items() if not CLASSES[name].kill_share]
-    injected, wall_s, cpu_s = (sum(row[name] for row in without) for name in ("faults", "seconds", "cpu_seconds"))
-    return {
-        **counted,
-        "broken": sum(counted[verdict] for verdict in BROKEN) + after["different"] + after["leaks"],
-        "prefills": sum(row["faults"] for name, row in classes.items() if CLASSES[name].is_prefill),
-        "faults_per_second": round(injected / max(wall_s, 1e-3)),  # kills not among them
-        "faults_per_cpu_second": round(injected / max(cpu_s, 1e-3)),
-        "seconds": sum(run["seconds"] for run in runs),
-        "machine": {"cores": os.cpu_count(), "system": platform.system(), "processor": platform.machine()},
-        "versions": {
-            "hf_blend": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "left_out": sorted(CLASSES.keys() - classes.keys()),
-        "classes": classes,
-        "after": after,
-        "runs": runs,
-    }
-
-
-def _sum(one: Any, other: Any) -> Any:
-    """Add up two parts of reports: counts are added, examples joined."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        names = [*one, *(name for name in other if name not in one)]
-        return {name: _sum(one.get(name), other.get(name)) for name in names}
-    if one is None or other is None:
-        return other if one is None else one
-    if isinstance(one, list):
-        return [*one, *(item for item in other if item not in one)]
-    return round(one + other, 1) if isinstance(one, float) else one + other
+    def _report(self, rounds: int, seconds: float) -> dict[str, Any]:
+        """What this run found."""
+        classes = {name: one.outcome.as_dict() for name, one in self.classes.items()}
+        counted = {name: sum(row[name] for row in classes.values()) for name in ("faults", "kills", *Verdict)}
+        return {
+            **counted,
+            "broken": sum(counted[verdict] for verdict in BROKEN) + self.after["different"] + self.after["leaks"],
+            "after": self.after,
+            "classes": classes,
+            "commit": _commit(),
+            "rounds": rounds,
+            "seconds": round(seconds),
+            "seed": self.seed,
+        }
 
 
 def _freeze() -> None:
     """Collecting what one fault leaves behind takes no time then."""
     gc.collect()
     gc.freeze()
-
-
-def _cpu_s() -> float:
-    return sum(os.times()[:4])
 
 
 def _commit() -> str:

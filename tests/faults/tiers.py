@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiers and servers that fail, lie, hang or forget, and system calls that are refused."""
 
-import atexit
 import errno
 import os
 import random
@@ -13,20 +12,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-
 from hf_blend import plugins
 from hf_blend.errors import StoreError
 from hf_blend.store import ChunkKV, ChunkStore
 from hf_blend.store.tiers.base import ObjectStat
 from hf_blend.store.tiers.remote import Found, RemoteTier
-from tests.servers import Server, redis_command
 
 from .damage import clear, damaged
 from .entries import asked
 from .fault import FaultClass, Verdict
 from .faulty_tier import FAULTS, FaultyTier
-from .world import SECRET, Entry, ModelCache, drawn_chunk
+from .world import SECRET, ModelCache, drawn_chunk
 
 DURING = ("one bit of an answer", "zeros", "another object", "a short answer", "an error", "nothing in time")
 AFTERWARDS = ("other bytes after the first reading", "gone after the first reading")
@@ -162,40 +158,6 @@ class FaultyTierFaults(FaultClass):
         return Verdict.MISS
 
 
-DEAD = {"open.io": 0.5, "open.timeout": 0.5, "put.io": 1.0, "stat.io": 1.0, "names.io": 1.0, "delete.io": 1.0}
-NEAR_CHUNKS, ABSENT = 12, 1000
-
-
-class _Far(FaultyTier):
-    """Behind the disk, on another machine."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(plugins.load("store.tiers", "memory")(), seed, DEAD, delay_s=1e-5)
-        self.name, self.is_local = "far", False
-
-
-class DeadTier(FaultClass):
-    """Two tiers, of which the farther is dead; every call to it is a fault."""
-
-    share = 0.02
-
-    def setup(self) -> None:
-        self._disk = plugins.load("store.tiers", "disk")(self.folder, durable=False)
-
-    def inject(self, count: int) -> None:
-        far = _Far(self.random.randrange(1 << 30))
-        store = ChunkStore([], [self._disk, far])
-        while far.counts.total() < count:
-            chunk = drawn_chunk(self.random.randrange(NEAR_CHUNKS))
-            before = far.counts.copy()
-            store.put(chunk)
-            verdicts = [self.find(store, chunk), self.expect(store, drawn_chunk(ABSENT))]
-            store.find(chunk.key.fingerprint, chunk.key.chunk_prefix_ids, chunk.key.token_ids)
-            worst = next((one for one in verdicts if one in (Verdict.WRONG, Verdict.LOST)), Verdict.RIGHT)
-            for fault, times in (far.counts - before).items():
-                self.record(fault, worst, count=times)
-
-
 HARMLESS = ("gone", "hangs")  # what was stored before is there afterwards
 LOST_CHUNKS = 4
 OPERATIONS = 12
@@ -285,64 +247,6 @@ class Remote(FaultClass):
 
     def _shelf(self, name: str) -> ModelCache:
         return self.world.deep if name == "deep" else self.world.shelves[name]
-
-
-class Redis(FaultClass):
-    """The values of a real server are changed behind the store's back."""
-
-    share = 0.01
-
-    def setup(self) -> None:
-        self._client: Any = None
-        self.is_available = False
-        try:
-            server = Server(redis_command, self.folder)
-        except pytest.skip.Exception:  # there is none to start
-            return
-        import redis
-
-        self.is_available, self._stop, self._client = True, server.kill, redis.Redis(port=server.port)
-        atexit.register(self._stop)
-        url = f"redis://127.0.0.1:{server.port}/0"
-        self._disk, self._tier = self.folder / "disk", plugins.load("store.tiers", "redis")(url, deadline_s=60.0)
-        self._good: list[dict[bytes, bytes]] = []
-        for entry in self.world.shelves["signed"].entries:
-            self._client.flushall()
-            with self._store() as store:
-                store.put(entry.computed)
-            self._good.append({key: self._client.get(key) for key in self._client.scan_iter()})
-            _empty(self._disk)
-
-    def inject(self, count: int) -> None:
-        for _ in range(count):
-            place, asking = self.random.randrange(len(self._good)), self.random.choice(ASKING)
-            values, entry = dict(self._good[place]), self.world.shelves["signed"].entries[place]
-            key = self.random.choice(list(values))
-            others = list(self._good[place - 1].values())
-            kind, bad = damaged(self.random, values[key], self.random.choice(others))
-            self._client.flushall()
-            for one, value in values.items():
-                self._client.set(one, bad if one == key else value)
-            if self.random.random() < 0.1:
-                kind = "gone"
-                self._client.delete(key)
-            self.judge(kind, lambda: self._ask(entry, asking))  # noqa: B023
-            _empty(self._disk)
-        self._tier.close()
-        self._client.close()
-
-    def close(self) -> None:
-        if self.is_available:
-            self._stop()
-            atexit.unregister(self._stop)
-
-    def _ask(self, entry: Entry, asking: str) -> Verdict:
-        verdict = asked(self.world.shelves["signed"], entry, asking, self.random, self._store())
-        return verdict if _is_good(self._disk, self.world.shelves["signed"]) else Verdict.WRONG
-
-    def _store(self) -> ChunkStore:
-        disk = plugins.load("store.tiers", "disk")(self._disk, durable=False)
-        return ChunkStore([], [disk, self._tier], secret=SECRET)
 
 
 def _is_good(disk: Path, shelf: ModelCache) -> bool:
