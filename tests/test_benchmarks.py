@@ -118,9 +118,3 @@ def test_a_measurement_makes_what_its_file_holds(name):
     assert found["rows"]
     if kept.exists():
         assert found["rows"][0].keys() >= json.loads(kept.read_text("utf-8"))["rows"][0].keys()
-
-
-def test_every_measurement_can_be_asked_for():
-    options = {name: bench.parser_of(bench.load(name)[0])._option_string_actions for name in bench.NAMES}
-    assert len(options) == 17
-    assert all(len(found) > 3 for found in options.values()), options

@@ -67,24 +67,15 @@ def test_help_lists_every_command_file_with_its_first_line(run):
         assert line.endswith("."), f"cli/{name}: its first docstring line is shown to users: {line!r}"
 
 
-def test_help_imports_neither_torch_nor_any_command():
+def test_help_imports_no_command_and_that_of_a_command_no_torch():
     code = (
         "import sys\nfrom hf_blend.cli.main import main\n"
-        "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "print('imported:', *(m for m in sys.modules if m in ('torch', 'transformers', 'hf_blend.cli.store')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "imported:"
-
-
-def test_help_of_no_command_imports_torch():
-    code = (
-        "import sys\nfrom hf_blend.cli.main import main\n"
-        f"for name in {list(command.commands())}:\n"
-        "    try: main([name, '--help'])\n    except SystemExit: pass\n"
-        "    if {'torch', 'transformers'} & set(sys.modules): break\n"
-        "else: name = None\n"
-        "print('imported by:', name)"
+        f"for words in {[[], *([name] for name in command.commands())]}:\n"
+        "    try: main([*words, '--help'])\n    except SystemExit: pass\n"
+        "    heavy = {'torch', 'transformers'} | ({'hf_blend.cli.store'} if not words else set())\n"
+        "    if heavy & set(sys.modules): break\n"
+        "else: words = None\n"
+        "print('imported by:', words)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "imported by: None"
@@ -148,40 +139,23 @@ def test_debug_shows_where_an_error_came_from(words):
         command.main([*words, "--store", "nowhere"])
 
 
-def test_json_is_one_document_and_nothing_else(run, filled):
+def test_json_is_one_document_with_the_newest_chunk_first_and_stats_add_it_up(run, filled):
     code, out, err = run("store", "ls", "--chunks", "--store", filled, "--json")
     entries = json.loads(out)
     assert (code, err) == (0, "")
     assert sorted(entry["tokens"] for entry in entries) == [5, 7]
     assert {len(entry["digest"]) for entry in entries} == {64}
-
-
-def test_json_of_nothing_is_still_a_document(run):
-    code, out, err = run("store", "ls", "--json")
-    assert (code, json.loads(out), err) == (0, [], "")
-
-
-def test_an_empty_store_is_said_to_be_empty_on_stderr(run):
-    assert run("store", "ls") == (0, "", "The store holds no chunks.\n")
-
-
-def test_the_newest_chunk_comes_first_and_the_limit_holds(run, filled):
-    everything = json.loads(run("store", "ls", "--chunks", "--store", filled, "--json")[1])
-    assert [entry["created"] for entry in everything] == sorted((e["created"] for e in everything), reverse=True)
-    assert json.loads(run("store", "ls", "--chunks", "--store", filled, "--json", "--limit", "1")[1]) == everything[:1]
-
-
-def test_stats_add_up_what_ls_lists(run, filled):
-    entries = json.loads(run("store", "ls", "--chunks", "--store", filled, "--json")[1])
+    assert [entry["created"] for entry in entries] == sorted((one["created"] for one in entries), reverse=True)
+    assert json.loads(run("store", "ls", "--chunks", "--store", filled, "--json", "--limit", "1")[1]) == entries[:1]
     stats = json.loads(run("store", "stats", "--store", filled, "--json")[1])
-    assert stats["chunks"] == 2
-    assert stats["tokens"] == 12
-    assert stats["models"] == 1
+    assert [stats[name] for name in ("chunks", "tokens", "models")] == [2, 12, 1]
     assert stats["nbytes"] == sum(entry["nbytes"] for entry in entries)
-
-
-def test_chunks_of_another_namespace_are_not_shown(run, filled):
     assert json.loads(run("store", "stats", "--store", filled, "--namespace", "other", "--json")[1])["chunks"] == 0
+
+
+def test_an_empty_store_is_a_document_and_a_sentence_on_stderr(run):
+    assert run("store", "ls", "--json") == (0, "[]\n", "")
+    assert run("store", "ls") == (0, "", "The store holds no chunks.\n")
 
 
 def test_a_pipe_gets_plain_lines_of_tab_separated_values(run, filled):
@@ -262,17 +236,14 @@ def test_a_log_gets_a_line_of_progress_now_and_then(capsys, monkeypatch):
     assert re.fullmatch(r"(\d of 9 chunks, about \d+ s left\n){2,}", err), err
 
 
-def test_a_bar_is_not_drawn_where_nobody_looks(capsys):
-    assert list(output.progress([1, 2], "counting")) == [1, 2]
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("quiet_by", [{"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, {"TQDM_DISABLE": "1"}, {}])
 def test_a_bar_is_drawn_on_stderr_unless_the_environment_forbids_it(capsys, monkeypatch, quiet_by):
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in quiet_by.items():
         monkeypatch.setenv(name, value)
+    assert list(output.progress([1, 2], "counting")) == [1, 2]
+    assert capsys.readouterr() == ("", ""), "nobody looks"
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert list(output.progress([1, 2], "counting")) == [1, 2]

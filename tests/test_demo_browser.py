@@ -29,7 +29,6 @@ FLAGS = (
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
 WAIT_MS = 90_000  # a busy machine
-HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'>\n\"><svg onload=alert(1)>"
 STORY = [one for one in reference_questions() if one["story"] == 1]
 TEXT, ANSWERS = "".join(STORY[0]["chunks"]).rstrip(), {one["question"]: one["answer"] for one in STORY}
 FIRST, OTHER = [*ANSWERS][:2]
@@ -259,44 +258,3 @@ def test_files_are_retrieved_from_and_named_and_answers_grow(visit, model_folder
     assert "light.md" in seen.page.locator("#own-status").inner_text()
     assert len(seen.page.evaluate("() => [...window.lengths]")) > 4
     seen.page.screenshot(path=artefacts / "files.png", full_page=True)
-
-
-@pytest.mark.slow
-def test_hostile_text_is_only_text_and_a_huge_one_is_refused_with_a_sentence(visit, artefacts):
-    seen = visit()
-    seen.write("#hb-model", REFERENCE)
-    seen.write("#hb-text", f"{HOSTILE}\nRolf bought a satchel too.")
-    seen.write("#hb-question", HOSTILE.replace("\n", " "))
-    seen.ask()
-    seen.answer("blend")
-    assert seen.page.evaluate("() => window.broken") is None
-    assert seen.page.locator("#hb-documents script, #hb-panels script, #hb-panels img").count() == 0
-    seen.page.locator("#hb-status", has_text="not among them").wait_for()
-    seen.write("#hb-model", "<img src=x onerror='window.broken = 1'>")
-    seen.page.locator("#hb-ask").click()
-    seen.page.locator(".hb-error").wait_for()
-    assert seen.page.evaluate("() => window.broken") is None
-    assert "is no model id" in seen.page.locator(".hb-error").inner_text()
-    seen.page.screenshot(path=artefacts / "hostile.png", full_page=True)
-    seen.write("#hb-model", REFERENCE)
-    seen.write("#hb-text", "Rolf bought a satchel too. " * 40_000)
-    seen.page.locator("#hb-ask").click()
-    seen.page.locator(".hb-error", has_text="1,080,000 letters").wait_for()
-    seen.short()
-    seen.page.locator("#hb-ask").click()
-    assert seen.answer("full prefill") == ANSWERS[FIRST]
-
-
-def test_two_visitors_at_once_get_each_their_own_answer(visit):
-    first, second = visit(), visit()
-    for one in (first, second):
-        one.short()
-    second.write("#hb-question", OTHER)
-    first.page.locator("#hb-ask").click()
-    second.page.locator("#hb-ask").click()
-    for one, question in ((first, FIRST), (second, OTHER)):
-        one.page.locator("#hb-status", has_text="pieces stored now").wait_for()
-        one.unfold()
-        one.page.wait_for_function("() => document.querySelectorAll('#hb-documents .hb-token').length < 500")
-        assert one.answer("full prefill") == ANSWERS[question]
-        assert one.answer("blend")

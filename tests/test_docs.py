@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import api
 import pictures
 import pytest
 import typer
@@ -150,21 +149,6 @@ def test_the_reference_names_no_method_that_is_not_there():
     page = (ROOT / "docs" / "reference.md").read_text("utf-8").partition("## Methods by name")[2]
     for kind, text in re.findall(r"^### `([\w.]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL):
         assert set(re.findall(r"^\* `([^`]+)`", text, re.MULTILINE)) <= known(kind), kind
-
-
-def test_what_is_read_of_a_docstring_is_what_stands_there():
-    def function():
-        """First line,
-        still first.
-
-        Args:
-            one: which
-                goes on.
-            two: last.
-        """
-
-    assert api.summary(function) == "First line, still first."
-    assert list(api.entries(function, "Args")) == [("one", "which goes on."), ("two", "last.")]
 
 
 def test_all_commands_are_spoken_of_somewhere():

@@ -3,7 +3,6 @@
 """What is said about the inside of a prompt is so."""
 
 import pytest
-import torch
 
 from hf_blend import ChunkStore
 from hf_blend.errors import PromptError
@@ -11,7 +10,7 @@ from hf_blend.evaluation.inspecting import Inspector, draw, rank_correlation
 
 
 @pytest.fixture(scope="module")
-def found(shared_model, pieces):
+def found(shared_model, pieces, untouched):
     class Tokenizer:
         bos_token_id = pad_token_id = 1
 
@@ -19,28 +18,19 @@ def found(shared_model, pieces):
         def decode(ids):
             return f"t{ids[0]}"
 
-    inspector = Inspector(shared_model(), Tokenizer, ChunkStore.open("memory://"), pieces())
-    return inspector.look(["kv-deviation", "boundary", "random"], 0.2, (0.0, 0.5, 1.0))
+    with untouched(shared_model()):
+        inspector = Inspector(shared_model(), Tokenizer, ChunkStore.open("memory://"), pieces())
+        return inspector.look(["kv-deviation", "boundary", "random"], 0.2, (0.0, 0.5, 1.0))
 
 
-def test_stored_kv_is_right_at_layer_0_and_wrong_behind(found):
+def test_what_is_found_is_of_every_layer_selector_and_ratio(found):
     assert max(found.deviation[0]) < 1e-5
     assert all(max(row) > 0.01 for row in found.deviation[1:])
     assert all(len(row) == len(found.tokens) == len(found.columns) for row in found.deviation)
-
-
-def test_each_selector_takes_its_share(found):
     assert list(found.chosen) == ["kv-deviation", "boundary", "random"]
-    count = len(found.tokens)
-    assert {sum(chosen) for chosen in found.chosen.values()} == {-(-count // 5)}
-
-
-def test_attention_comes_back_when_all_is_recomputed(found):
+    assert {sum(chosen) for chosen in found.chosen.values()} == {-(-len(found.tokens) // 5)}
     none, half, whole = found.attention_deviation.values()
     assert whole < 1e-4 < half < none
-
-
-def test_sparsity_is_a_share_of_the_keys(found):
     assert len(found.sparsity) == len(found.deviation)
     assert all(0 < share <= 1 for share in found.sparsity)
 
@@ -63,13 +53,3 @@ def test_the_picture_is_drawn(found, tmp_path):
     pytest.importorskip("matplotlib")
     draw(found, tmp_path / "inside.png")
     assert (tmp_path / "inside.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_looking_leaves_the_model_untouched(tiny_model, untouched, pieces):
-    class Tokenizer:
-        bos_token_id = pad_token_id = 1
-        decode = staticmethod(lambda ids: "t")
-
-    model = tiny_model()
-    with untouched(model), torch.no_grad():
-        Inspector(model, Tokenizer, ChunkStore.open("memory://"), pieces()).look(["boundary"], 0.1, (0.1,))

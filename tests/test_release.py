@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is released works where nothing of the checkout is: wheel and sdist, in an environment of their own."""
 
-import json
 import os
 import re
 import shlex
@@ -93,12 +92,6 @@ def test_types_are_found_by_a_checker(installed, tmp_path):
     (tmp_path / "user.py").write_text("from hf_blend.errors import suggest\nreveal_type(suggest('a', ['b']))\n")
     command = [sys.executable, "-m", "mypy", "--python-executable", installed / "python", "--follow-imports=silent"]
     assert 'Revealed type is "str"' in run([*command, "user.py"], tmp_path).replace("builtins.", "")
-
-
-def test_the_demo_answers(installed, tmp_path):
-    pytest.importorskip("gradio", reason="gradio is not installed: pip install hf-blend[demo]")
-    answers = json.loads(run([installed / "hf-blend", "demo", "--check", "--json"], tmp_path))["answers"]
-    assert answers["full prefill"] == answers["blend"] != ""
 
 
 @pytest.mark.parametrize("line", COMMANDS)
