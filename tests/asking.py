@@ -38,6 +38,13 @@ def asked(model, *requests, store=None, ways=GREEDY, **settings):
     return cache, generated(model, inputs, cache, **ways)
 
 
+def logits(model, *requests, store=None, tokens=3, **settings):
+    """Logits of each new token, `[rows, tokens, vocabulary]`, and the cache behind them."""
+    cache, inputs = prepared(model, *requests, store=store, **settings)
+    ways = {"max_new_tokens": tokens, "output_logits": True, "return_dict_in_generate": True}
+    return torch.stack(generated(model, inputs, cache, **ways).logits, 1), cache
+
+
 @torch.no_grad()
 def prefill(model, inputs, cache=None):
     """Last logits of one forward, each row's positions counted from its first token."""

@@ -19,10 +19,11 @@ from hf_blend.errors import StoreError
 from hf_blend.store import slow
 from hf_blend.store.limits import Limits
 from hf_blend.store.slow import ComputeTimes, PendingWrite, WriteQueue
-from hf_blend.store.tiers.base import ObjectStat, WrappedTier
+from hf_blend.store.tiers.base import WrappedTier
 from hf_blend.store.tiers.memory import MemoryTier
-from hf_blend.store.tiers.remote import HEAD_BYTES, Found, RemoteTier
+from hf_blend.store.tiers.remote import HEAD_BYTES
 from tests.faults.faulty_tier import FaultyTier
+from tests.faults.tiers import FaultyServer
 
 WAIT_S = 60.0  # for what must happen; nothing here waits so long unless it fails
 
@@ -161,40 +162,13 @@ def test_every_byte_of_a_hit_in_front_of_a_nearer_tier_is_read_once(load, filled
 @WAYS
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_every_byte_crosses_the_network_once(load, is_alone, chunk, same, content):
-    class Server(RemoteTier):
-        def __init__(self):
-            super().__init__("server", WAIT_S)
-            self.objects, self.nbytes = {}, 0
-
-        def ask_ping(self):
-            return True
-
-        def ask_stat(self, name):
-            found = self.objects.get(name)
-            return found and Found(ObjectStat(len(found), 0.0), id(found))
-
-        def ask_bytes(self, name, found, start, stop):
-            self.nbytes += stop - start
-            return self.objects[name][start:stop]
-
-        def ask_put(self, name, content):
-            return self.objects.setdefault(name, content) is content
-
-        def ask_delete(self, name, identity):
-            return self.objects.pop(name, None) is not None
-
-        def ask_names(self, space):
-            return list(self.objects)
-
-        def ask_all(self):
-            return {name: ObjectStat(len(content), 0.0) for name, content in self.objects.items()}
-
-    server, stored = Server(), chunk(range(3, 2003), layers=6)
+    server, stored = FaultyServer({}), chunk(range(3, 2003), layers=6)
     assert len(content(stored)) > 2 * HEAD_BYTES
     with ChunkStore([], [server]) as writer:
         writer.put(stored)
+    server.sent = 0
     same(load(ChunkStore([], [server] if is_alone else [MemoryTier(), server]), stored.key), stored)
-    assert server.nbytes == len(content(stored))
+    assert server.sent == len(content(stored))
 
 
 @WAYS

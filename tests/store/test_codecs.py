@@ -10,7 +10,7 @@ import pytest
 import torch
 from worlds import REFERENCE, reference_questions
 
-from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend import ChunkStore, plugins
 from hf_blend.errors import PluginNotFoundError, StoreError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.model.capture import capture_chunk
@@ -19,6 +19,7 @@ from hf_blend.store.entry import KIND, EntryReader, encode_entry, stored_as
 from hf_blend.store.format import Header
 from hf_blend.store.tiers.base import BytesSource, EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
+from tests.asking import logits
 
 CODECS = plugins.describe("store.codecs")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -230,20 +231,13 @@ def test_a_codec_that_does_not_exist_is_refused(tmp_path):
 
 
 def test_a_request_gives_the_same_bits_whether_its_chunks_were_computed_or_loaded(tmp_path, shared_model, pieces):
-    model, request = shared_model(), pieces()
-
-    def logits(store):
-        cache = BlendCache(model, store, recompute_ratio=0.3)
-        given = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "output_logits": True}
-        output = model.generate(
-            **cache.inputs(None, **request), past_key_values=cache, **given, return_dict_in_generate=True
-        )
-        return torch.cat(output.logits)
+    def asked(store):
+        return logits(shared_model(), pieces(), store=store, recompute_ratio=0.3)[0]
 
     with ChunkStore.open(tmp_path, codec="int8") as store:
-        computed, held = logits(store), logits(store)
+        computed, held = asked(store), asked(store)
     with ChunkStore.open(tmp_path, codec="int8", memory_bytes=0) as store:
-        loaded = logits(store)
+        loaded = asked(store)
     assert computed.equal(held)
     assert computed.equal(loaded)
-    assert not computed.equal(logits(ChunkStore.open("memory://")))
+    assert not computed.equal(asked(ChunkStore.open("memory://")))

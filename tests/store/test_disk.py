@@ -70,13 +70,6 @@ def test_files_and_directories_are_private(tier):
     assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
 
 
-def test_a_system_that_writes_a_few_bytes_at_a_time_still_writes_all(tier, monkeypatch):
-    original = os.write
-    monkeypatch.setattr(files_module.os, "write", lambda handle, data: original(handle, data[:7]))
-    tier.put_if_absent(NAME, PARTS)
-    assert read(tier) == CONTENT
-
-
 def test_a_system_that_reads_a_few_bytes_at_a_time_still_reads_all(tier, monkeypatch):
     tier.put_if_absent(NAME, PARTS)
     original = os.preadv

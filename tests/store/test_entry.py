@@ -46,8 +46,6 @@ def reason_of(source, content, key):
 
 
 def test_the_digest_of_a_key_is_that_of_the_written_down_encoding():
-    import hashlib
-
     def part(data):
         return len(data).to_bytes(8, "little") + data
 
@@ -74,12 +72,9 @@ def test_keys_that_differ_anywhere_have_different_digests():
 
 
 @pytest.mark.parametrize("ids", [(1.5,), ("a",), (-1,), (2**31,), ()])
-def test_a_key_refuses_what_is_no_token(ids):
+def test_a_key_takes_ids_from_tensors_and_lists_and_refuses_what_is_no_token(ids):
     with pytest.raises(ConfigError, match="token"):
         ChunkKey("f", (), ids)
-
-
-def test_a_key_takes_ids_from_tensors_and_lists():
     assert ChunkKey("f", [], torch.tensor([3, 4])) == ChunkKey("f", (), (3, 4))
 
 
@@ -107,48 +102,23 @@ def test_absurd_but_empty_shapes_do_no_harm(chunk, source, content):
         assert values.shape == shape
 
 
-def test_any_safetensors_reader_opens_an_entry(chunk, content):
+def test_an_entry_is_aligned_safetensors_without_text_of_the_user_and_k_and_v_lie_side_by_side(chunk, content):
     stored = chunk(dtype=torch.bfloat16)
     tensors = load(content(stored))
     assert tensors["token_ids"].tolist() == list(stored.key.token_ids)
     assert tensors["chunk_prefix_ids"].tolist() == list(stored.key.chunk_prefix_ids)
     assert tensors["layer.1.v"].equal(stored.layers[1][1])
     assert len(tensors) == 8
-
-
-def test_equal_chunks_give_equal_bytes_and_the_data_is_aligned(chunk, content):
     assert content(chunk()) == content(chunk())
     assert len(header_of(content(chunk()))) % 64 == 0
-
-
-def test_keys_and_values_of_a_layer_lie_side_by_side_in_order(chunk, content):
     rows = json.loads(header_of(content(chunk(layers=3)))[8:])
     names = [name for name in rows if name != "__metadata__"]
     stops = [rows[name]["data_offsets"] for name in names]
     assert names[:4] == ["token_ids", "chunk_prefix_ids", "table.0.cos", "table.0.sin"]
     assert names[4:] == [f"layer.{place}.{part}" for place in range(3) for part in "kv"]
     assert all(before[1] == after[0] for before, after in pairwise(stops))
-
-
-def test_no_text_of_the_user_is_in_the_file(chunk, content):
     assert b"tenant" not in content(chunk(namespace="tenant"))
     assert hash_namespace("tenant").encode() in content(chunk(namespace="tenant"))
-
-
-def test_every_flipped_bit_is_found(chunk, source, content):
-    stored = chunk((5, 6), layers=1, dtype=torch.bfloat16)
-    good = content(stored)
-    missed = []
-    for bit in range(len(good) * 8):
-        bad = bytearray(good)
-        bad[bit // 8] ^= 1 << bit % 8
-        try:
-            EntryReader(source(bytes(bad)), stored.key).read()
-            missed.append(bit)
-        except EntryFault:
-            pass
-    assert len(good) * 8 > 5000
-    assert not missed
 
 
 def test_a_flipped_bit_is_found_before_its_layer_is_used(chunk, source, content):
@@ -269,26 +239,6 @@ def forged(stored, content, **changes):
     return replace(header, about=about, tensors=tensors).encode() + good[len(header_of(good)) :]
 
 
-def test_a_valid_header_must_still_describe_a_chunk_of_this_length(chunk, source, content):
-    stored = chunk()
-    wrong_table = forged(stored, content, layer_table=lambda header: "[0,5]")
-    assert reason_of(source, wrong_table, stored.key) == "format"
-    fewer_layers = forged(stored, content, layer_table=lambda header: "[0]")
-    assert reason_of(source, fewer_layers, stored.key) == "format"
-
-    def flat(header):
-        first, *rest = header.tensors
-        return (replace(first, shape=(1, *first.shape)), *rest)
-
-    assert reason_of(source, forged(stored, content, tensors=flat), stored.key) == "format"
-
-    def fractions(header):
-        first, *rest = header.tensors
-        return (replace(first, dtype="F64"), *rest)
-
-    assert reason_of(source, forged(stored, content, tensors=fractions), stored.key) == "format"
-
-
 def test_a_chunk_that_claims_absurd_amounts_is_refused_before_memory_is_taken(chunk, content):
     stored = chunk((5,))
     good = content(stored)
@@ -333,11 +283,8 @@ def test_reading_only_the_key_checks_it_too(chunk, source, content):
             read_key(source(bytes(other_ids)), "")
 
 
-def test_an_entry_with_more_tensors_than_can_be_read_back_is_not_written(chunk):
+def test_what_could_not_be_read_back_is_not_written(chunk):
     with pytest.raises(StoreError, match=r"\d+ tensors are too many"):
         encode_entry(chunk((5,), layers=5000))
-
-
-def test_a_dtype_that_cannot_be_stored_is_named(chunk):
     with pytest.raises(StoreError, match="complex64"):
         encode_entry(chunk().map(lambda tensor: tensor.to(torch.complex64)))

@@ -9,12 +9,12 @@ import sqlite3
 import pytest
 import torch
 
-from hf_blend import BlendCache
 from hf_blend.model.capture import capture_chunk
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill.layout import layout_of
 from hf_blend.store import ChunkStore
 from hf_blend.store.entry import encode_entry
+from tests.asking import logits
 
 SECRET = b"of this store"
 CHUNK = list(range(20, 44))
@@ -34,16 +34,7 @@ def stored(model):
 
 @pytest.fixture(scope="module")
 def wanted(model):
-    return generated(model, ChunkStore.open("memory://"))
-
-
-def generated(model, store):
-    cache = BlendCache(model, store, recompute_ratio=0.3)
-    given = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "output_logits": True}
-    output = model.generate(
-        **cache.inputs(None, **PIECES), past_key_values=cache, **given, return_dict_in_generate=True
-    )
-    return torch.cat(output.logits)
+    return logits(model, PIECES, recompute_ratio=0.3)[0]
 
 
 def all_of(part, change):
@@ -125,7 +116,7 @@ def planted(root, forge, stored, craft, secret=None):
 @each
 def test_a_crafted_entry_costs_a_request_time_and_nothing_else(tmp_path, forge, model, stored, wanted, craft, reason):
     store, _ = planted(tmp_path, forge, stored, craft)
-    got = generated(model, store)
+    got, _ = logits(model, PIECES, store=store, recompute_ratio=0.3)
     assert torch.equal(got, wanted)
     counts = store.stats()
     assert sum(counts["load_failures"].values()) == counts["load_failures"][f"disk:{reason}"] > 0

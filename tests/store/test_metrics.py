@@ -36,7 +36,7 @@ def test_what_stats_counts_is_collected_under_stable_names(tmp_path, chunk):
         assert text.count("# TYPE hf_blend_") >= 14
 
 
-def test_a_failure_has_its_tier_and_its_reason(chunk):
+def test_failures_and_dropped_writes_have_their_tier_and_reason(chunk):
     prometheus = pytest.importorskip("prometheus_client")
     store = ChunkStore([], [tier := FaultyTier(MemoryTier())])
     store.put(chunk())
@@ -47,10 +47,6 @@ def test_a_failure_has_its_tier_and_its_reason(chunk):
     failed = [s for family in registry.collect() for s in family.samples if s.name == "hf_blend_load_failures_total"]
     assert [(one.labels["tier"], one.value) for one in failed] == [("bytes", 1)]
     assert failed[0].labels["reason"] in ("format", "digest", "key", "truncated", "codec", "fingerprint")
-
-
-def test_what_was_dropped_and_what_waits_are_collected(chunk):
-    prometheus = pytest.importorskip("prometheus_client")
     registry = prometheus.CollectorRegistry()
     far = MemoryTier()
     far.is_local = False

@@ -12,12 +12,12 @@ import threading
 import time
 
 import pytest
-import torch
 
-from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend import ChunkStore, plugins
 from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES
+from tests.asking import logits
 
 KINDS = ("redis", pytest.param("s3", marks=pytest.mark.slow))  # S3 keeps the promises of a tier in test_tiers.py too
 NAME = "ab/cd/" + "e" * 64
@@ -218,11 +218,8 @@ def test_generation_goes_on_when_the_server_is(kind, how, new_server, served_tie
     model, request = tiny_model(), pieces()
 
     def generate(store):
-        cache = BlendCache(model, store, recompute_ratio=0.3)
-        given = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "output_logits": True}
-        inputs = cache.inputs(None, **request)
-        output = model.generate(**inputs, past_key_values=cache, **given, return_dict_in_generate=True)
-        return torch.cat(output.logits), cache.report
+        got, cache = logits(model, request, store=store, recompute_ratio=0.3)
+        return got, cache.report
 
     wanted, _ = generate(ChunkStore.open("memory://"))
     server = new_server(kind)
