@@ -37,7 +37,7 @@ def test_a_prompt_that_goes_on_keeps_all_and_is_exact():
     assert (again.prefix_tokens, cache.get_seq_length()) == (49, 49)  # one token is left to compute
 
 
-def test_what_was_cut_out_is_dropped_and_the_rest_moves_up():
+def test_runs_behind_what_was_cut_out_move_up_unless_they_are_short():
     ids = prompt(120)
     cache, wanted = filled(ids), [*ids[:30], *ids[50:100], 5, 6]
     assert vars(reuse_prefix(cache, wanted)) == {"prefix_tokens": 30, "moved_tokens": 50}
@@ -45,9 +45,6 @@ def test_what_was_cut_out_is_dropped_and_the_rest_moves_up():
     assert cache.positions() == list(range(80))
     output = MODEL.generate(torch.tensor([wanted]), past_key_values=cache, max_new_tokens=3, do_sample=False)
     assert output.shape[1] == len(wanted) + 3
-
-
-def test_short_runs_are_not_moved():
     ids = prompt(100)
     cache = filled(ids)
     assert reuse_prefix(cache, [*ids[:30], *ids[50:70], 5]).moved_tokens == 0

@@ -135,18 +135,13 @@ def test_what_is_missing_or_too_much_is_refused_in_words(bundled, wish, changes,
         prepare(bundled, replace(wish, **changes), Limits())
 
 
-def test_words_that_the_bundled_model_does_not_know_are_said_to_be_so(bundled, store):
-    told = list(compare(bundled, store, DemoRequest("Quantum chromodynamics.\nIt binds quarks.", "What?"), Limits()))[
-        -1
-    ]
-    assert "of yours are not among them" in told.status
-
-
-def test_a_toy_is_not_asked_about_files_whose_words_it_does_not_know(bundled, store):
+def test_words_that_the_bundled_model_does_not_know_are_said_to_be_so_and_files_of_them_refused(bundled, store):
     files = (Document("a.txt", "Quantum chromodynamics binds quarks.\n"),)
     with pytest.raises(PromptError, match=r"are not among them.*Name a model that knows them, such as smollm2"):
         list(compare(bundled, store, DemoRequest("", "What?", files=files), Limits()))
     assert not list(store.entries())
+    asked = DemoRequest("Quantum chromodynamics.\nIt binds quarks.", "What?")
+    assert "of yours are not among them" in list(compare(bundled, store, asked, Limits()))[-1].status
 
 
 def test_a_prompt_is_no_longer_than_what_a_visitors_store_holds(model_folder, shelf, wish):
@@ -316,9 +311,6 @@ def test_a_refusal_is_a_sentence_on_the_page(shelf, wish):
     assert told[-1].status.startswith("Sorry: there is no question")
     assert "last minute" in list(demo.ask(visitor(), REFERENCE, wish))[-1].status
     assert list(demo.ask(visitor("5.6.7.8"), REFERENCE, wish))[-1].panels[2].state == "done"
-
-
-def test_moving_the_slider_before_anything_was_asked_does_nothing(shelf, wish):
     demo = page.Demo(shelf, Visitors(Limits(answers_per_minute=0)))
     assert list(demo.move(visitor(), REFERENCE, wish, page.EMPTY)) == [page.EMPTY]
 
@@ -349,12 +341,9 @@ def test_a_model_that_has_a_name_and_is_not_here_is_fetched_from_the_hub(monkeyp
         ModelCache().take(REAL)
 
 
-def test_a_model_that_is_too_large_is_not_loaded(model_folder):
+def test_a_model_that_is_too_large_or_cannot_be_blended_is_refused(model_folder, tmp_path, tiny_model):
     with pytest.raises(ConfigError, match="billion parameters"):
         ModelCache(most_parameters=1000).take(model_folder)
-
-
-def test_a_model_that_cannot_be_blended_is_refused(tmp_path, tiny_model, model_folder):
     tiny_model("opt", vocab_size=258, hidden_size=64, ffn_dim=64, word_embed_proj_dim=64).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((Path(model_folder) / name).read_bytes())

@@ -18,14 +18,11 @@ def document(reference):
     return Document(*reference, ChunkStore.open("memory://"), TEXT, chunk_tokens=12, recompute_ratio=1.0)
 
 
-def test_chunks_are_whole_lines_and_together_the_text(document, reference):
+def test_chunks_are_whole_lines_or_cut_where_these_are_too_long_and_together_the_text(document, reference):
     texts = [reference[1].decode(ids) for ids in document.chunks]
     assert all(len(ids) <= 12 for ids in document.chunks)
     assert all(text.endswith("\n") for text in texts)
     assert sum(document.chunks, ()) == tuple(reference[1](TEXT, add_special_tokens=False)["input_ids"])
-
-
-def test_a_line_that_is_too_long_is_cut(reference):
     line = TEXT.replace("\n", " ")
     document = Document(*reference, ChunkStore.open("memory://"), line, chunk_tokens=5)
     assert max(map(len, document.chunks)) == 5
@@ -42,12 +39,9 @@ def test_chunks_are_computed_once(document):
     assert document.store.stats()["stored"] == stored
 
 
-def test_the_whole_document_answers(document):
+def test_ask_reads_the_whole_document_or_what_a_retriever_picks(document):
     assert document.ask("Where does Mara live?", max_new_tokens=2) == "Velden"
     assert document.ask("Where does Tomas live?", max_new_tokens=2) == "Lomond"
-
-
-def test_a_retriever_picks_what_is_read(document):
     asked = []
 
     def retrieve(question, texts):

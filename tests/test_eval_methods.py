@@ -105,18 +105,12 @@ def test_a_ratio_of_1_is_a_full_prefill_and_a_ratio_of_0_is_full_reuse(way, samp
     assert none.charged_budget < 1
 
 
-def test_full_prefill_pays_for_all_and_full_reuse_for_nothing(full, reuse):
+def test_charged_budget_is_all_for_full_prefill_nothing_for_reuse_and_grows_with_the_ratio(full, reuse, way, samples):
     assert (full[0].charged_budget, full[0].reused_tokens) == (1.0, 0)
     assert reuse.charged_budget == 0
-
-
-def test_keys_that_are_left_where_they_were_cost_nothing_and_answer_differently(way, samples, full, reuse):
     (left,) = way("unaligned-reuse").answer(samples[:1], [full[0].ids])
     assert (left.charged_budget, left.reused_tokens) == (0, reuse.reused_tokens)
     assert not torch.allclose(reuse.logits, left.logits, atol=1e-2)
-
-
-def test_more_of_a_ratio_charges_more(way, samples):
     store = ChunkStore.open("memory://")
     charged = [way("kv-deviation", ratio, store).answer(samples[:1])[0].charged_budget for ratio in (0.05, 0.2, 0.6)]
     assert charged == sorted(set(charged))

@@ -84,12 +84,9 @@ def test_the_table_has_every_row_and_every_figure_that_any_row_has():
     assert found[0]["ratio"] == "-"
 
 
-def test_figures_that_no_row_has_make_no_column():
+def test_a_score_of_0_is_a_figure_and_what_no_row_has_no_column():
     (only,) = table({"settings": {}, "rows": [row(ttft_ms=None)]})
     assert list(only) == ["method", "ratio", "n", "score", "charged budget"]
-
-
-def test_a_score_of_0_is_a_figure():
     (only,) = table({"settings": {}, "rows": [row(score=0.0, charged_budget=0.0, ttft_ms=0.0)]})
     assert (only["score"], only["charged budget"], only["first token, ms"]) == ("0.000 [-0.100, 0.100]", "0.0%", "0.0")
 
@@ -128,9 +125,6 @@ def test_a_chart_reaches_as_far_as_its_points():
         for x, y in drawn(chart)[0]:
             assert svg.LEFT <= x <= svg.WIDTH - svg.RIGHT
             assert svg.TOP <= y <= svg.HEIGHT - svg.BOTTOM
-
-
-def test_a_run_in_which_nothing_was_right_and_nothing_took_time_is_drawn_too():
     rows = [row(score=0.0, low=0.0, high=0.0, charged_budget=0.0, ttft_ms=0.0)]
     assert len(plots({"rows": rows})) == 2
 
@@ -163,8 +157,5 @@ def test_the_page_needs_nothing_beside_itself():
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg\")", text)
     assert page.tags.count("svg") == 2
     assert '"limit": 20' in text.replace("&quot;", '"')
-
-
-def test_a_run_without_rows_is_a_page_without_tables():
     assert "table" not in Cells(html({"settings": {}, "rows": []})).tags
     assert plots({"rows": []}) == {}

@@ -135,14 +135,11 @@ def test_a_few_shot_prompt_has_no_tags_and_leaves_out_the_middle_example_until_t
     assert samples[0].prefix == ids(begins)
 
 
-def test_a_few_shot_row_of_which_no_example_fits_is_left_out(tmp_path):
+def test_samsum_leaves_out_what_does_not_fit_and_summarises_without_a_question(tmp_path):
     parts = ["word " * 3401], ["a " * 3400, "b"], ["a", "b " * 3400]
     path = written(tmp_path, *[row(chunks=chunks) for chunks in parts])
     found = task("samsum", data=path).samples()
     assert [(one.id, list(map(len, one.chunks))) for one in found] == [("2", [3400]), ("3", [1])]
-
-
-def test_a_dialogue_without_a_question_is_summarised_at_once(tmp_path):
     made = task("samsum", data=written(tmp_path, row(question=""))).samples()[0]
     assert made.question == encoded(Words(), "Summary:")
 
@@ -196,16 +193,10 @@ def test_a_needle_lies_in_one_chunk_and_its_number_is_the_answer():
 SAMPLE = Sample("s", (1,), ((1, 2, 3), (4, 5), (6, 7, 8, 9)), (10,), ("a",))
 
 
-def test_chunks_stay_as_they_are_unless_told():
+def test_shape_cuts_chunks_over_their_seams_behind_turning_or_shuffling_them():
     assert Shape().applied(SAMPLE) == SAMPLE
-
-
-def test_chunks_are_cut_anew_over_their_seams():
     assert Shape(chunk_tokens=4).applied(SAMPLE).chunks == ((1, 2, 3, 4), (5, 6, 7, 8), (9,))
     assert Shape(chunk_tokens=100).applied(SAMPLE).chunks == ((1, 2, 3, 4, 5, 6, 7, 8, 9),)
-
-
-def test_chunks_are_turned_round_or_shuffled_before_they_are_cut():
     assert Shape(chunk_order="reversed").applied(SAMPLE).chunks == SAMPLE.chunks[::-1]
     assert Shape(4, "reversed").applied(SAMPLE).chunks == ((6, 7, 8, 9), (4, 5, 1, 2), (3,))
     orders = {seed: Shape(None, "shuffled", seed).applied(SAMPLE).chunks for seed in range(8)}
@@ -346,14 +337,11 @@ def test_a_folder_or_a_file_that_is_not_there_is_refused(tmp_path, name):
         task("musique", data=tmp_path / name).samples()
 
 
-def test_odd_line_breaks_inside_texts_and_a_mark_at_the_beginning_are_no_harm(tmp_path):
+def test_read_rows_takes_odd_line_breaks_a_mark_and_other_names_of_a_field(tmp_path):
     path = tmp_path / "rows.jsonl"
     source = row(chunks=["one\u2028two\u0085three"], question="Who\u2029?")
     path.write_text("\ufeff" + json.dumps(source, ensure_ascii=False) + "\r\n", "utf-8", newline="")
     assert read_rows(path) == [{"id": "1", **source}]
-
-
-def test_other_names_of_a_field_are_read_as_that_field(tmp_path):
     path = written(
         tmp_path, row(), {"documents": ["one two", "three"], "question": "Who?", "answer": "Ann"}, {"text": "one"}
     )

@@ -95,10 +95,12 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, loaded, pieces, s
     assert objects(tmp_path) == serial
 
 
-def test_a_store_that_keeps_nothing_is_noticed(tmp_path, loaded, pieces):
+def test_a_store_that_keeps_nothing_is_noticed_and_refused_before_computing(tmp_path, loaded, pieces, source):
     with ChunkStore.open(tmp_path, memory_bytes=0, disk_bytes=10) as store:
         done = Indexer(*loaded, store, pieces[:2]).run()
     assert done.refused > 0 == done.stored
+    with ChunkStore.open(tmp_path, memory_bytes=0, disk_bytes=1000) as store, pytest.raises(StoreError, match="GB"):
+        check_room(store, Estimate.of(pieces, source))
 
 
 def test_what_it_takes_is_known_before_and_right_to_a_tenth(tmp_path, source, loaded, pieces):
@@ -109,11 +111,6 @@ def test_what_it_takes_is_known_before_and_right_to_a_tenth(tmp_path, source, lo
     kv = sum(tensor.nbytes for chunk in kept for layer in chunk.layers for tensor in layer)
     assert (estimate.pieces, estimate.tokens) == (done.chunks, done.tokens)
     assert estimate.nbytes == kv
-
-
-def test_what_a_disk_will_not_hold_is_refused_before_anything_is_computed(tmp_path, source, pieces):
-    with ChunkStore.open(tmp_path, memory_bytes=0, disk_bytes=1000) as store, pytest.raises(StoreError, match="GB"):
-        check_room(store, Estimate.of(pieces, source))
 
 
 @pytest.mark.usefixtures("small_smollm2")

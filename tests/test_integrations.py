@@ -73,9 +73,6 @@ def test_documents_in_no_message_are_put_before_the_question(answerer):
     answer = answerer.chat(ASKED, DOCUMENTS).whole()
     assert answer.text == stock(answerer.model, answerer.tokenizer, PLACED)
     assert answer.report["computed_chunks"] == 4
-
-
-def test_documents_that_are_in_a_message_stay_where_they_are(answerer):
     messages = [{**SYSTEM, "content": f"{SYSTEM['content']}\n{DOCUMENTS[1]}"}, ASKED[1]]
     given = [messages[0], {"role": "user", "content": f"{DOCUMENTS[0]}\n\n{QUESTION}"}]
     expected = stock(answerer.model, answerer.tokenizer, given)

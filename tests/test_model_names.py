@@ -40,9 +40,11 @@ def fake_writer(written: list[Path]):
     return write
 
 
-def test_what_is_no_short_name_is_left_to_from_pretrained():
+def test_what_is_no_short_name_is_left_to_from_pretrained(smollm2, run):
     assert locate("./smollm2") == "./smollm2"
     assert locate("owner/name") == "owner/name"
+    code, out, _ = run("size", "smollm2", "--context", "1000", "--json")
+    assert (code, json.loads(out)["cache_bytes"]) == (0, 46_080 * 1000)
 
 
 def test_the_cache_of_the_hub_goes_first(empty_caches, tmp_path, monkeypatch):
@@ -98,11 +100,6 @@ def test_a_cache_that_cannot_be_written_is_named(empty_caches, monkeypatch):
     empty_caches.parent.write_text("a file in the way")
     with pytest.raises(ConfigError, match="HF_HOME"):
         locate("smollm2")
-
-
-def test_every_command_knows_the_name(smollm2, run):
-    code, out, _ = run("size", "smollm2", "--context", "1000", "--json")
-    assert (code, json.loads(out)["cache_bytes"]) == (0, 46_080 * 1000)
 
 
 def test_the_real_model_answers(smollm2):

@@ -67,14 +67,11 @@ def test_everything_that_is_imported_is_declared():
     )
 
 
-def test_the_pins_are_exact_and_allowed_by_setup_cfg():
+def test_the_pins_are_exact_and_allowed_and_the_oldest_transformers_is_the_oldest_allowed():
     assert all(str(pin.specifier).startswith("==") for pin in PINS)
     versions = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in PINS}
     for wanted in INSTALLED_BY_MAKE:
         assert versions[canonicalize_name(wanted.name)] in wanted.specifier
-
-
-def test_the_oldest_transformers_that_is_tested_is_the_oldest_that_is_allowed():
     (pin,) = [one for one in OLDEST if one.name == "transformers"]
     (wanted,) = [one for one in INSTALLED_BY_MAKE if one.name == "transformers"]
     version = str(pin.specifier)[2:]

@@ -131,6 +131,10 @@ def test_a_quarter_of_the_blocks_takes_less_to_load(model, store):
     _, _, report = answered(model, store, 0.25, {"alpha": ANYHOW})
     assert report.partial_layers >= 2, "the others have probe heads that share no block at all"
     assert report.unseen_share > 0.3
+    _, cache, report = answered(model, store, 0.25, {"by_question": False})
+    assert report.fallback_layers == 0
+    first = [layer.visible for layer in cache.layers]
+    assert all(torch.equal(one, first[0]) for one in first)
 
 
 def test_outside_the_block_a_cache_loaded_in_part_is_refused(model, store):
@@ -140,13 +144,6 @@ def test_outside_the_block_a_cache_loaded_in_part_is_refused(model, store):
     other = BlendCache(model, ChunkStore.open("memory://"))
     with pytest.raises(ConfigError, match="PartialStore"), partial_loading(model, other):
         pass
-
-
-def test_the_static_way_looks_at_no_query(model, store):
-    _, cache, report = answered(model, store, 0.25, {"by_question": False})
-    assert report.fallback_layers == 0
-    first = [layer.visible for layer in cache.layers]
-    assert all(torch.equal(one, first[0]) for one in first)
 
 
 def test_a_new_order_puts_important_tokens_together_and_loses_nothing(model, store):

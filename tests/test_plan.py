@@ -43,13 +43,7 @@ def test_a_prefix_is_an_entry_of_its_own_once_it_was_computed(planner):
     assert slots(plan(one, row)) == [(0, 3, A, False)]
     assert slots(plan(one, row, known=[[Span.whole(3, A)]])) == [(0, 0, prefix, True), (0, 3, A, False)]
     assert slots(plan(one, row)) == [(0, 0, prefix, True), (0, 3, A, False)]
-
-
-def test_the_chunk_that_holds_the_last_token_is_computed(planner):
     assert slots(plan(planner(A, B), (*BOS, 5, *A, *B))) == [(0, 2, A, False)]
-
-
-def test_behind_tokens_that_are_in_the_cache_nothing_is_exact(planner):
     made = plan(planner(A, B), (*A, *B, *Q), at_beginning=False)
     assert slots(made) == [(0, 0, A, False), (0, 7, B, False)]
     assert plan(planner(A, sink=()), (*A, *Q), at_beginning=False).exact.sum() == 0

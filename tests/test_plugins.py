@@ -101,14 +101,11 @@ def test_private_classes_and_imported_ones_do_not_count(fruits):
     assert plugins.load("fruits", "helped").__name__ == "One"
 
 
-def test_an_installed_plugin_is_found_by_its_entry_point(fruits, monkeypatch):
+def test_an_installed_plugin_is_found_by_its_entry_point_and_cannot_replace_ours(fruits, monkeypatch, caplog):
     (fruits / "_elsewhere.py").write_text(PLUGIN.format(line="Sour.", name="Lemon"))
     offer(monkeypatch, "lemon_tree", "hf_blend.fruits._elsewhere:Lemon")
     assert plugins.describe("fruits")["lemon-tree"] == "hf_blend.fruits._elsewhere:Lemon (installed plugin)"
     assert plugins.load("fruits", "lemon-tree").__name__ == "Lemon"
-
-
-def test_an_installed_plugin_cannot_replace_ours(fruits, monkeypatch, caplog):
     offer(monkeypatch, "pear", "json:JSONDecoder")
     assert plugins.load("fruits", "pear").__name__ == "Pear"
     assert plugins.describe("fruits")["pear"] == "Melts."

@@ -92,28 +92,17 @@ def test_behind_a_history_every_token_is_charged_for_the_keys_of_the_history_too
     assert got.flop_bound == pytest.approx(full / got.flops, rel=1e-9)
 
 
-def test_a_choice_before_the_first_layer_is_charged_for_the_chosen_alone(report):
+def test_charged_budget_of_an_early_choice_a_full_prefill_and_of_exact_chunks(report, pieces):
     got = report(recompute_ratio=0.3, selector="boundary")
     chosen = got.chosen_columns[0]
     wanted = (3 * whole(chosen) + BEFORE * len(chosen)) / (LAYERS * whole(REUSABLE))
     assert got.charged_budget == pytest.approx(wanted, rel=1e-6)
-
-
-def test_a_full_prefill_for_research_is_charged_in_full(report):
     plain, oracle = report(recompute_ratio=0.15), report(recompute_ratio=0.15, selector="oracle")
     assert oracle.full_prefills == 1
     assert 1 < oracle.charged_budget == pytest.approx(1 + plain.charged_budget, rel=0.2)
-
-
-def test_only_exact_chunks_cost_nothing(report, pieces):
     got = report(request=pieces((30,), prefix=0))
     assert (got.reusable_tokens, got.exact_tokens, got.charged_budget) == (0, 31, 0)
     assert got.flop_bound > 2
-
-
-def test_before_any_request_there_is_nothing_to_say():
-    fresh = BlendReport(0.15)
-    assert (fresh.charged_budget, fresh.flop_bound) == (0, 1)
 
 
 def test_a_report_is_one_line_for_people_and_json_for_programs(report):
@@ -124,3 +113,5 @@ def test_a_report_is_one_line_for_people_and_json_for_programs(report):
     assert not [name for name in shown if name.startswith("_")]
     assert "85 tokens: 5 exact, 71 reusable, of which 11 recomputed (nominal 15%, charged" in str(got)
     assert "\n" not in str(got)
+    fresh = BlendReport(0.15)
+    assert (fresh.charged_budget, fresh.flop_bound) == (0, 1)

@@ -202,12 +202,9 @@ def test_a_rate_that_cannot_be_kept_is_refused(settings):
         EvalConfig(**settings)
 
 
-def test_a_folder_without_a_task_is_refused(tmp_path):
+def test_a_folder_without_a_task_and_a_layer_that_is_no_number_are_refused(tmp_path):
     (tmp_path / "news.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"no JSONL file for any of musique.*musique\.jsonl"):
         data_files(tmp_path, ("musique",))
-
-
-def test_a_layer_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="check_layers has 'first', expected layers"):
         blend_config("kv-deviation:check_layers=first")

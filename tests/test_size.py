@@ -44,9 +44,6 @@ def test_windows_bound_what_their_layers_keep():
     short, long = (cache_size(config, context_tokens=tokens).nbytes for tokens in (1023, 100_000))
     assert short == long
     assert cache_size(config, context_tokens=100_000).without_windows_nbytes > 90 * long
-
-
-def test_a_model_with_states_of_another_kind_is_refused():
     with pytest.raises(UnsupportedModelError, match="state"):
         cache_size(AutoConfig.for_model("qwen3_next"), context_tokens=100)
 

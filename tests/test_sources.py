@@ -49,15 +49,12 @@ def test_a_document_is_found_by_name_path_and_folder(store, name, found):
     assert Sources(store).named(name) == found
 
 
-def test_a_store_with_a_secret_or_without_a_folder_keeps_no_names(tmp_path):
+def test_a_store_with_a_secret_or_without_a_folder_keeps_no_names(tmp_path, store):
     for location, secret in ((tmp_path / "s", b"secret"), ("memory://", None)):
         with ChunkStore.open(location, secret=secret) as opened:
             Sources(opened).add([OLD])
             assert list(Sources(opened)) == []
     assert not (tmp_path / "s" / "sources").exists()
-
-
-def test_namespaces_do_not_see_each_others_documents(store, tmp_path):
     Sources(store).add([OLD])
     with ChunkStore.open(tmp_path / "kv", namespace="other") as opened:
         assert list(Sources(opened)) == []

@@ -43,12 +43,9 @@ def test_the_front_matter_has_known_keys_and_values():
     assert len(CARD["short_description"]) <= 60
 
 
-def test_the_space_has_the_versions_that_were_tested():
+def test_the_space_brings_all_that_the_library_needs_in_the_tested_versions():
     assert f"=={CARD['sdk_version']}" == str(PINS["gradio"].specifier)
     assert {name: str(one) for name, one in BROUGHT.items()} == {name: str(PINS[name]) for name in BROUGHT}
-
-
-def test_the_space_brings_all_that_the_library_needs():
     extras = (SETUP["options.extras_require"][name] for name in ("demo", "rag"))
     assert set(wanted("\n".join([SETUP["options"]["install_requires"], *extras]))) == set(BROUGHT)
 

@@ -100,7 +100,7 @@ def test_the_self_test_leaves_the_model_as_it_was_in_training_too(tiny_model, un
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_projections_that_quantise_a_whole_call_by_one_scale_are_named(seed):
+def test_projections_that_quantise_a_whole_call_by_one_scale_are_named(seed, tiny_model):
     """Whether the error of such a model shows in the tests that follow depends on which token is the largest."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -108,9 +108,6 @@ def test_projections_that_quantise_a_whole_call_by_one_scale_are_named(seed):
     store, said = ChunkStore.open("memory://"), r"self_attn\.q_proj \(torch\.ao\..*Linear\) quantises .* by one scale"
     with pytest.raises(UnsupportedModelError, match=said):
         BlendCache(model, store)
-
-
-def test_projections_of_each_token_alone_are_not_taken_for_such(tiny_model):
     for dtype in (torch.float32, torch.bfloat16):
         assert not shared_scale(tiny_model("llama").to(dtype))
 
@@ -121,8 +118,5 @@ def test_token_errors_of_what_is_no_number_are_infinite_and_of_no_other_token():
     got[1, 2] = float("nan")
     assert token_errors(got, expected).tolist() == [0.0, float("inf"), 0.0]
     assert token_errors(2 * expected, expected).tolist() == [1.0] * 3
-
-
-def test_allowed_of_has_a_bound_for_each_fine_dtype_and_one_for_all_others():
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     assert [allowed_of((1.0, 2.0, 3.0), dtype) for dtype in dtypes] == [1.0, 2.0, 3.0, 3.0]

@@ -271,10 +271,17 @@ def temporary(tmp_path, host, pid, start):
     return path
 
 
-def test_a_process_id_that_was_used_again_is_not_the_writer(tmp_path):
+def test_is_abandoned_knows_a_writer_by_its_start_and_another_machine_s_file_by_its_age(tmp_path):
     here, me = files_module._host(), os.getpid()
     assert is_abandoned(temporary(tmp_path, here, me, files_module._start_ticks(me) + 1))
     assert not is_abandoned(temporary(tmp_path, here, me, files_module._start_ticks(me)))
+    path = temporary(tmp_path, "0" * 12, 1, 1)
+    assert not is_abandoned(path)
+    os.utime(path, (1, 1))
+    assert is_abandoned(path)
+    path.unlink()
+    assert not is_abandoned(path)
+    assert not is_abandoned(tmp_path / "cdcd.tmp")
 
 
 def test_a_process_asks_once_when_it_began(tmp_path, monkeypatch):
@@ -285,16 +292,6 @@ def test_a_process_asks_once_when_it_began(tmp_path, monkeypatch):
         files_module.write_atomically(tmp_path / name, [b"x"], durable=False)
     files_module._started.cache_clear()
     assert asked == [Path(f"/proc/{os.getpid()}/stat")]
-
-
-def test_the_temporary_file_of_another_machine_goes_after_a_day(tmp_path):
-    path = temporary(tmp_path, "0" * 12, 1, 1)
-    assert not is_abandoned(path)
-    os.utime(path, (1, 1))
-    assert is_abandoned(path)
-    path.unlink()
-    assert not is_abandoned(path)
-    assert not is_abandoned(tmp_path / "cdcd.tmp")
 
 
 def test_without_proc_a_living_process_is_known_by_its_id_alone(tmp_path, monkeypatch):

@@ -50,12 +50,9 @@ def test_another_policy_begins_with_the_times_of_writing(tmp_path):
     assert order(used("lru", [("a", None)], Index(path))) == ["b", "c", "a"]
 
 
-def test_importance_keeps_what_is_asked_for_often_and_matters():
+def test_importance_and_lfu_score_by_what_is_asked_for_often():
     uses = [("often", 0.5)] * 5 + [("rare", 0.5), ("idle", 0.01), ("idle", 0.01), ("idle", 0.01)]
     assert order(used("importance", uses)) == ["idle", "rare", "often"]
-
-
-def test_lfu_scores_by_the_log_of_uses_that_fade_by_half_in_512_others():
     policy, state, uses = plugins.load("store.eviction", "lfu")(), None, (3.0, 10.0, 500.0, 2000.0)
     for count, use in enumerate(uses, 1):
         state = policy.updated(state, 0.0, use, None)
