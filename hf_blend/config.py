@@ -38,11 +38,7 @@ class Options(Mapping[str, Any]):
 
 
 def check_kv_bits(kv_bits: int | None) -> None:
-    """Refuse what is no number of bits in which K and V can be held.
-
-    Raises:
-        ConfigError: it is neither 8 nor 4 nor None.
-    """
+    """Refuse what is no number of bits in which K and V can be held."""
     if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in (4, 8)):
         raise ConfigError(f"kv_bits is {kv_bits!r}, but 8, 4 or None is expected. Leave it out for none.")
 

@@ -57,15 +57,7 @@ class MissingExtraError(HfBlendError, ImportError):
 
 
 def suggest(wrong: str, names: Iterable[str]) -> str:
-    """Say which name was probably meant.
-
-    Args:
-        wrong: what was asked for.
-        names: what exists.
-
-    Returns:
-        `"Did you mean 'x'? Available: x, y."`, without the question where nothing is near.
-    """
+    """Say which name was probably meant."""
     known = sorted(names)
     plain = {name.replace("_", "-").lower(): name for name in known}
     near = difflib.get_close_matches(wrong.replace("_", "-").lower(), plain, n=1)
@@ -74,19 +66,7 @@ def suggest(wrong: str, names: Iterable[str]) -> str:
 
 
 def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:
-    """Import a module of an optional dependency, or say how to install it.
-
-    Args:
-        module: dotted name of the module.
-        extra: the extra of hf-blend that brings it.
-        wanted_by: what the user asked for, as the subject of the message.
-
-    Returns:
-        The imported module.
-
-    Raises:
-        MissingExtraError: the module is not installed.
-    """
+    """Import a module of an optional dependency, or say how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -135,8 +135,8 @@ def values_shifted(self: Any, layer: int, slots: Any, keys: Any, values: Any) ->
         values[slot.row, :, slot.columns] = values[slot.row, :, slot.columns].roll(1, dims=1)
 
 
-def store_written(self: Any, layer: int, slots: Any, which: int, states: Any) -> None:
-    WRITE_PART(self, layer, slots, which, states)
+def store_written(self: Any, layer: int, slots: Any, which: int, *states: Any) -> None:
+    WRITE_PART(self, layer, slots, which, *states)
     for slot in slots:
         slot.chunk.layers[layer][which].mul_(1.0001)
 

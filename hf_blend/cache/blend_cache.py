@@ -181,6 +181,7 @@ class BlendCache(Cache):
         self._layer = len(self._styles)  # the last one that was updated
         self._masked_before = 0  # tokens for which transformers made a mask before it called the model
         self._own_layers = cache_layers(model, len(self._styles), self.config, digest)
+        self._token_layers = [layer for layer in self._own_layers if hasattr(layer, "prefill_kind")]  # keep tokens
         self.kv_memory: Any = None  # of the K and V that are not all on their devices; None without `kv_device_map`
         if self.config.kv_device_map is not None:
             self.kv_memory = plugins.room("offload.layer").offload(self._own_layers, self.config)
@@ -339,7 +340,7 @@ class BlendCache(Cache):
         if not held:
             return 0
         ids, common = prompts[0].ids, 0
-        first: Any = next(layer for layer in self._layers() if isinstance(layer, CacheLayerMixin))
+        first: Any = next(layer for layer in self._token_layers if isinstance(layer, CacheLayerMixin))
         if len(prompts) == 1 and first.batch_size == 1:
             common = shared_tokens(ids[:-1], self._prompts.beginning[:held])
             marks = (at for at, token in enumerate(ids[:common]) if token in self._placeholders)
@@ -440,7 +441,7 @@ class BlendCache(Cache):
         Refuses, by a ConfigError, what a window or a state that has forgotten what stood before cannot do.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
-        for layer in self._layers():
+        for layer in self._token_layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
@@ -496,6 +497,7 @@ class BlendCache(Cache):
         """A cache with its own K and V, for the same model and store, that continues and expects the same prompts."""
         twin = BlendCache(self.model, self.store, self.config)
         twin._own_layers = copy.deepcopy(self._own_layers, memo)
+        twin._token_layers = [layer for layer in twin._own_layers if hasattr(layer, "prefill_kind")]
         twin.layers, twin.kv_memory = [*twin._own_layers], copy.deepcopy(self.kv_memory, memo)
         twin.report = copy.deepcopy(self.report, memo)
         twin._prompts = replace(self._prompts, images=None)
@@ -547,7 +549,7 @@ class BlendCache(Cache):
             if self._part is not None:
                 self.report.partial = vars(self._part.report)
             if failed:
-                for layer, snapshot in zip(self._layers(), forward.snapshots, strict=True):
+                for layer, snapshot in zip(self._token_layers, forward.snapshots, strict=True):
                     layer.restore(snapshot)
                 known.pending, self.report = forward.pending, forward.report
         self._forward, self._is_seen = None, False
@@ -627,7 +629,7 @@ class BlendCache(Cache):
 
     def _enter(self, plan: Plan, request: Request, pending: PendingPrompt, report: BlendReport) -> None:
         """Take over the layers for one forward, by a plan that has something stored in it."""
-        layers = self._layers()
+        layers = self._token_layers
         if any(getattr(layer, "visible", None) is not None for layer in layers):
             raise ConfigError(
                 f"a prompt came behind {self._past} tokens of which some layers loaded a part only, but it would "
@@ -708,7 +710,7 @@ class BlendCache(Cache):
     def _probe(self, hear: Hear, layers: Sequence[int], anchors: Tensor | None) -> None:
         """A pass of the question alone, in the middle of a forward."""
         forward: Any = self._forward
-        request, own = forward.prefill.context.request, self._layers()
+        request, own = forward.prefill.context.request, self._token_layers
         suspended = [layer.suspend(known, self._past) for layer, known in zip(own, forward.snapshots, strict=True)]
         probe = forward.prefill.probe(AttentionObserver(hear, layers, anchors), self._spare_layers)
         self._forward = replace(forward, prefill=probe)
@@ -731,10 +733,6 @@ class BlendCache(Cache):
         for layer, snapshot in zip(held, self._forward.snapshots, strict=True):  # type: ignore[union-attr]
             layer.restore(copy.deepcopy(snapshot))
         return spare
-
-    def _layers(self) -> list[Any]:
-        """The layers that keep anything of each token."""
-        return [layer for layer in self._own_layers if hasattr(layer, "prefill_kind")]
 
 
 def _for_each(documents: Sequence[Any] | None, count: int) -> Sequence[Any]:

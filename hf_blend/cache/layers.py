@@ -134,12 +134,14 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         if not is_alike:
             return None
         capacity = self._capacity(tokens)
-        pair = [_buffer(one, capacity, None, len(layers)) for one in (key_states, value_states)]
+        forms = ((len(layers), *one.shape[:2], capacity, one.shape[3]) for one in (key_states, value_states))
+        keys, values = (key_states.new_empty(form) for form in forms)
+        opened = keys[..., :tokens, :], values[..., :tokens, :]
         for number, layer in enumerate(layers):
-            layer.lazy_initialization(key_states, value_states)
-            layer._hold((pair[0][number], pair[1][number]))
-            layer._show(tokens)
-        return pair[0][..., :tokens, :], pair[1][..., :tokens, :]
+            layer.dtype, layer.device, layer.is_initialized = key_states.dtype, key_states.device, True
+            layer._hold((keys[number], values[number]))
+            layer.length, layer.keys, layer.values = tokens, opened[0][number], opened[1][number]
+        return opened
 
     def settle(self) -> None:
         """The attention over the opened columns is done: forget what no later token can see."""
@@ -390,11 +392,9 @@ def check_negative(tokens_to_remove: int, held: int) -> None:
         )
 
 
-def _buffer(states: Tensor, capacity: int, old: Tensor | None, layers: int = 0) -> Tensor:
-    """A buffer like `states` with `capacity` columns, the first of which hold the old states; for several layers."""
-    batch, heads, _, width = states.shape
-    shape = (batch, heads, capacity, width)
-    buffer = torch.empty((layers, *shape) if layers else shape, dtype=states.dtype, device=states.device)
+def _buffer(states: Tensor, capacity: int, old: Tensor | None) -> Tensor:
+    """A buffer like `states` with `capacity` columns, the first of which hold the old states."""
+    buffer = states.new_empty((*states.shape[:2], capacity, states.shape[3]))
     if old is not None:
         buffer[:, :, : old.shape[2]] = old
     return buffer

@@ -25,7 +25,7 @@ FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_p
 class MixerKind(LayerKind):
     """The mixer of one layer in a prefill: which rows it projects, and what stands for the others."""
 
-    has_keys = attends = compares_keys = False
+    has_hooks, has_keys, attends, compares_keys = True, False, False, False
     parts = frozenset({"projections"})
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class MixerKind(LayerKind):
             realigner.write_beside(index, prefill.stored_chunks(), states[:, None], spans)
 
         def projected() -> None:
-            computed = self.computed()
-            if index == 0 and computed is not None:  # before any convolution: they depend on the token alone
+            computed = self.computed() if index == 0 else None
+            if computed is not None:  # before any convolution: they depend on the token alone
                 prefill.check_stored(computed[:1])
             prefill.reach("projections")
 

@@ -199,15 +199,10 @@ def default_sink(model: nn.Module) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """What is known of a decoder layer, found once.
+    """What is known of a decoder layer, found once."""
 
-    Attributes:
-        has_attention: whether it attends, by what transformers' attention modules have in common.
-        attention: the modules that look up their attention function by name, and hand it their keywords.
-    """
-
-    has_attention: bool
-    attention: tuple[nn.Module, ...]
+    has_attention: bool  # by what transformers' attention modules have in common
+    attention: tuple[nn.Module, ...]  # those that look up their function by name, and hand it their keywords
 
     @classmethod
     def of(cls, layer: nn.Module) -> "LayerInfo":
@@ -276,8 +271,8 @@ class LayerCall:
         Shapes: index `[batch, kept]`, columns `[batch, kept]`.
         """
         for name, value in self.arguments.items():
-            if name == self.hidden_name:
-                self.arguments[name] = _rows(value, index, total, True) if with_hidden else value
+            if name == self.hidden_name:  # `[…, batch, rows, width]`: several streams in Gemma 3n
+                self.arguments[name] = gather_rows(value, index, value.dim() - 2) if with_hidden else value
             elif name != self.mask_name and isinstance(value, (Tensor, tuple, list)):
                 given = self.given[name]
                 place = (id(given), id(columns))
@@ -305,28 +300,29 @@ def parameter_names(module_class: type[nn.Module]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
-def _rows(value: Any, index: Tensor, total: int, is_hidden: bool = False) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_rows(item, index, total, is_hidden) for item in value)
-    if not isinstance(value, Tensor) or value.dim() < 2:
-        return value
-    if value.shape[1] == total:
-        return gather_rows(value, index)
-    if value.dim() != 4 or value.shape[2] != total:
-        return value
-    if is_hidden:  # several streams of hidden states, `[streams, batch, rows, width]`: Gemma 3n
-        return torch.stack([gather_rows(stream, index) for stream in value])
-    return gather_rows(value.transpose(1, 2), index).transpose(1, 2)  # by head: a factor of the queries, a bias
+def _rows(value: Any, index: Tensor, total: int) -> Any:
+    """Take rows of a value that has one for each of `total` tokens, or of those in a tuple or list that have."""
+    found = []
+    for part in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(part, (tuple, list)):
+            part = _rows(part, index, total)
+        elif isinstance(part, Tensor) and part.dim() > 1 and part.shape[1] == total:
+            is_one = index.shape[0] == 1
+            part = part.index_select(1, index[0].to(part.device)) if is_one else gather_rows(part, index)
+        elif isinstance(part, Tensor) and part.dim() == 4 and part.shape[2] == total:
+            part = gather_rows(part.transpose(1, 2), index).transpose(1, 2)  # by head: a factor of queries, a bias
+        found.append(part)
+    return type(value)(found) if isinstance(value, (tuple, list)) else found[0]
 
 
-def gather_rows(value: Tensor, index: Tensor) -> Tensor:
-    """Take rows along the second axis, each batch entry its own.
+def gather_rows(value: Tensor, index: Tensor, axis: int = 1) -> Tensor:
+    """Take rows along an axis, each batch entry its own; the batch is the axis before it.
 
     Shapes: value `[batch or 1, rows, …]`, index `[batch, kept]` → `[batch, kept, …]`.
     """
     index = index.to(value.device)
     if index.shape[0] == 1:
-        return value.index_select(1, index[0])
-    value = value.expand(index.shape[0], *value.shape[1:])
-    shape = (*index.shape, *(1 for _ in value.shape[2:]))
-    return torch.take_along_dim(value, index.view(shape), dim=1)
+        return value.index_select(axis, index[0])
+    value = value.expand(*value.shape[: axis - 1], index.shape[0], *value.shape[axis:])
+    shape = (*(1 for _ in value.shape[: axis - 1]), *index.shape, *(1 for _ in value.shape[axis + 1 :]))
+    return torch.take_along_dim(value, index.view(shape), dim=axis)

@@ -51,7 +51,8 @@ def open_door(name: str) -> None:
     stock = ALL_ATTENTION_FUNCTIONS.get(name)
     if hasattr(stock, "stock"):
         return
-    door = _door(stock)
+    door = partial(_attend, stock)
+    door.stock = stock  # type: ignore[attr-defined]
     AttentionInterface.register(name, door)
     if ALL_ATTENTION_FUNCTIONS.get(name) is not door:  # the user's own function is there
         ALL_ATTENTION_FUNCTIONS[name] = door
@@ -61,22 +62,6 @@ def stock_function(name: str) -> AttentionFn | None:
     """The function under a name of transformers as it is without a door; None where models bring their own."""
     found = ALL_ATTENTION_FUNCTIONS.get(name)
     return getattr(found, "stock", found)
-
-
-def _door(stock: AttentionFn | None) -> AttentionFn:
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        take = kwargs.pop(TAKER, None) or getattr(key, TAKER, None)
-        plain = stock or eager_function(type(module))  # type: ignore[arg-type]
-        if take is not None:
-            plain = partial(take, partial(_attend, plain))
-        elif isinstance(attention_mask, RowMask):
-            plain = partial(_attend, plain)
-        return plain(module, query, key, value, attention_mask, *args, **kwargs)
-
-    attention.stock = stock  # type: ignore[attr-defined]
-    return attention
 
 
 @lru_cache(maxsize=256)
@@ -95,29 +80,32 @@ def eager_function(kind: type[nn.Module]) -> AttentionFn:
 
 
 def _attend(
-    stock: AttentionFn,
+    stock: AttentionFn | None,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
+    attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with a `RowMask`; packed chunks each alone, and with any other mask, by the stock function.
+    """Attend with a `RowMask`; packed chunks each alone; with any other mask, by the stock function or a taker.
 
     Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
     keys, value_dim]` → `[batch, rows, heads, value_dim]`.
     """
-    given = {"dropout": dropout, "scaling": scaling, **kwargs}
-    if not isinstance(mask, RowMask):
-        return stock(module, query, key, value, mask, **given)
-    if isinstance(mask.lines, PackedLines) and kwargs.get("position_bias") is None:
+    stock = stock or eager_function(type(module))  # type: ignore[arg-type]
+    take = kwargs.pop(TAKER, None)
+    take = getattr(key, TAKER, None) if take is None else take
+    if take:  # what it hands on is taken by nobody
+        again = partial(_attend, stock, **{TAKER: False})
+        return take(again, module, query, key, value, attention_mask, **kwargs)
+    if not isinstance(attention_mask, RowMask):
+        return stock(module, query, key, value, attention_mask, **kwargs)
+    if isinstance(attention_mask.lines, PackedLines) and kwargs.get("position_bias") is None:
         states = (query, key, value)
         outputs = [
-            stock(module, *(one[:, :, block.rows] for one in states), own, **given)[0]
-            for block, own in zip(mask.lines.blocks, mask.lines.masks, strict=True)
+            stock(module, *(one[:, :, block.rows] for one in states), own, **kwargs)[0]
+            for block, own in zip(attention_mask.lines.blocks, attention_mask.lines.masks, strict=True)
         ]
         return torch.cat(outputs, dim=1), None
     special = [name for name in ("position_bias", "softcap", "s_aux", "indices") if kwargs.get(name) is not None]
@@ -128,8 +116,9 @@ def _attend(
             "Load the model with attn_implementation='eager'."
         )
     if special:
-        return sdpa_attention_forward(module, query, key, value, mask, **given)
-    return attend(query, key, value, mask.lines, dropout, scaling).transpose(1, 2).contiguous(), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+    return attend(query, key, value, attention_mask.lines, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
 def with_taker(keys: Tensor, take: Take) -> Tensor:

@@ -143,8 +143,8 @@ class ForwardHooks:
     def _layer_begins(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        cache = self._own(args, kwargs)
-        if cache is None or kwargs is None:
+        cache = self._cache()
+        if kwargs is None or cache is None or all(one is not cache for one in (*args, *kwargs.values())):
             return None
         return cache.layer_begins(index, LayerCall.bind(layer, args, kwargs)).as_hook_result()
 

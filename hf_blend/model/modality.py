@@ -9,7 +9,7 @@ name of the config that is not known to be a text token counts as a placeholder.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -60,20 +60,18 @@ def _is_empty(value: Any) -> bool:
 
 def placeholder_ids(config: Any) -> frozenset[int]:
     """The tokens that stand for something else than text, or mark where it begins and ends."""
-    return frozenset(_placeholders(config))
-
-
-def _placeholders(config: Any) -> Iterator[int]:
-    for name, value in vars(config).items():
-        if hasattr(value, "to_dict"):
-            yield from _placeholders(value)
-        elif (found := _ID_FIELD.fullmatch(name)) and _is_modal(**found.groupdict()):
-            ids = value if isinstance(value, list | tuple) else (value,)
-            yield from (one for one in ids if type(one) is int and one >= 0)
-
-
-def _is_modal(stem: str, token: str | None) -> bool:
-    return stem not in TEXT_TOKENS if token else not MODAL_WORDS.isdisjoint(stem.split("_"))
+    found, configs = set[int](), [config]
+    for one in configs:
+        for name, value in vars(one).items():
+            field = _ID_FIELD.fullmatch(name)
+            if hasattr(value, "to_dict"):
+                configs.append(value)
+            elif field is not None:
+                stem, token = field["stem"], field["token"]
+                if stem not in TEXT_TOKENS if token else not MODAL_WORDS.isdisjoint(stem.split("_")):
+                    ids = value if isinstance(value, list | tuple) else (value,)
+                    found.update(one for one in ids if type(one) is int and one >= 0)
+    return frozenset(found)
 
 
 def text_ids(model: nn.Module, tokens: int, seed: int = 0) -> Tensor:

@@ -16,10 +16,10 @@ together. Nothing of this has rows × keys entries, unless some code asks for a 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,14 +46,15 @@ class RowBlock:
     is_run: bool = False
 
 
+@dataclass(eq=False)
 class RowLines(ABC):
     """The lines of a mask `[batch, heads or 1, rows, keys]`."""
 
-    knows_columns = False  # the host does
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
-        self._biases: dict[tuple[object, ...], Tensor] = {}
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    _biases: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
+    knows_columns: ClassVar[bool] = False  # the host does
 
     @abstractmethod
     def cut(self, rows: slice, keys: slice) -> Tensor:

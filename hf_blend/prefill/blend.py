@@ -167,20 +167,21 @@ class Prefill:
         """Make a layer's arguments ready: only the active rows, with their own lines of the mask."""
         context, plan = self.context, self.context.plan
         self._buffers.settle(index)
-        self.close_doors()
+        if self._kind.has_hooks or self._capture is not None:
+            self.close_doors()
         self._kind, self._model_mask = self._kinds[index], call.arguments.get(call.mask_name)
         given = call.arguments.get("position_embeddings")
         if given is None or id(given) not in self._tables:
             self._tables[id(given)] = given, rotary_table(call.arguments, call.layer)
-        table = self._kind.enter(self, index, call, self._tables[id(given)][1])
+        table = self._tables[id(given)][1]
+        if self._kind.has_hooks:
+            table = self._kind.enter(self, index, call, table)
         context.realigner.set_table(index, table, context.is_probe)
         if index == 0:
             self._begin(call)
         if self._rows is not None:
             hidden_too = index == 0 or bool(context.request.others)
-            columns = self._rows.columns
-            call.take_rows(columns, self.tokens, columns, self._taken, hidden_too)
-            self._enter_rows(index, call, self._rows)
+            self._keep_rows(index, call, self._rows, self._rows.columns, hidden_too)
         for step in self._schedule[index]:
             match step:
                 case Select(ratio) if any(plan.stored_counts):
@@ -191,7 +192,8 @@ class Prefill:
                 case Trim():
                     self._trim(index, call)
         ends = self._capture_attention(index, call) if context.observer is not None or self._loader.listens else False
-        self._note(index, kv_only=ends)
+        columns = None if self._rows is None else self._rows.columns
+        context.report._work.append(Work(index, ends, columns, plan.reusable, plan.real, context.past))
         return call
 
     def leave(self, output: Any) -> Any:
@@ -210,8 +212,15 @@ class Prefill:
 
         Shapes: keys `[batch, kv_heads, rows, head_dim]`, values `[batch, kv_heads, rows, head_dim]`.
         """
-        if index not in self._buffers.used:
-            self._open(index, keys, values)
+        if index not in self._buffers.used:  # its columns are opened, and what is stored is written
+            context, checks = self.context, () if self._is_narrowed else self._checks
+            blank = self._rows is not None and context.plan.has_padding
+            self._buffers.use(index, keys, values, self.stored_chunks, checks, blank)
+            if keys.device.type != "cpu":
+                checks = () if index in self._checks else checks
+                self._buffers.prefetch([one for one in self._with_keys if one > index], checks, keys.device)
+            if self._rows is not None and context.corrector.is_active:  # before anything fresh is written over it
+                self._uncorrected[index] = self._buffers.open[index][0].clone(), self._buffers.open[index][1].clone()
         states = self._buffers.open[index]
         if self._rows is None:
             states[0].copy_(keys)
@@ -325,19 +334,6 @@ class Prefill:
         self.context.plan.drop(placed)
         self.context.report.refused_chunks += 1
 
-    def _open(self, index: int, keys: Tensor, values: Tensor) -> None:
-        """Open the new tokens' columns in a layer's buffers and write what is stored."""
-        context = self.context
-        checks = () if self._is_narrowed else self._checks
-        blank = self._rows is not None and context.plan.has_padding
-        self._buffers.use(index, keys, values, self.stored_chunks, checks, blank)
-        if keys.device.type != "cpu":
-            checks = () if index in self._checks else checks
-            self._buffers.prefetch([one for one in self._with_keys if one > index], checks, keys.device)
-        if self._rows is not None and context.corrector.is_active:  # before anything fresh is written over it
-            states = self._buffers.open[index]
-            self._uncorrected[index] = (states[0].clone(), states[1].clone())
-
     def _correct(self, index: int, states: KV) -> None:
         """Correct what is stored of a layer, once."""
         context, fresh = self.context, torch.ones_like(self.context.plan.real)
@@ -351,31 +347,31 @@ class Prefill:
         stored, charge = self._uncorrected.pop(index), context.report.charge
         context.corrector.correct(LayerView(index, chunk, fresh, stored, states, derotated, charge))
 
-    def _enter_rows(self, index: int, call: LayerCall, rows: Rows) -> None:
-        """Let a layer run for these rows, of which it has the arguments: its kind, and its attention's mask."""
+    def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor, with_hidden: bool = True) -> None:
+        """Let a layer run for rows at these indices, `[batch, kept]`, among those that its call is for."""
+        is_all = self._rows is None or self._rows is rows
+        before = self.tokens if is_all else self._rows.columns.shape[1]  # type: ignore[union-attr]
+        call.take_rows(remaining, before, rows.columns, self._taken, with_hidden)
         self._rows = rows
-        self._kind.take_rows(self, call, rows)
+        if self._kind.has_hooks:
+            self._kind.take_rows(self, call, rows)
         if self._kind.attends:
             self._masks.give(index, call, self._model_mask, rows)
 
-    def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor) -> None:
-        """Go on with rows at these indices among the active ones, `[batch, kept]`."""
-        before = self.tokens if self._rows is None else self._rows.columns.shape[1]
-        call.take_rows(remaining, before, rows.columns, self._taken)
-        self._enter_rows(index, call, rows)
-
     def _look(self, index: int, call: LayerCall) -> None:
         """Run a layer until what it keeps is known for the active rows."""
-        self._note(index, kv_only=True)
-        kind, layer = self._kind, self.context.layers[index]
-        self._awaited, before = set(kind.parts), kind.snapshot(layer)
+        context, kind, plan = self.context, self._kind, self.context.plan
+        columns, layer = None if self._rows is None else self._rows.columns, context.layers[index]
+        context.report._work.append(Work(index, True, columns, plan.reusable, plan.real, context.past))
+        self._awaited, before = set(kind.parts), kind.snapshot(layer) if kind.has_hooks else None
         try:
             call.run()
         except StopForward:
             return
         finally:
             self._awaited = None
-            kind.restore(layer, before)
+            if kind.has_hooks:
+                kind.restore(layer, before)
         raise UnsupportedModelError(
             f"layer {index} of {type(self.context.model).__name__} ran to its end without handing K and V to the "
             "cache, but blending waits for them there. Use full prefill for this model."
@@ -423,8 +419,3 @@ class Prefill:
         if self._capture is not None:
             self._capture.open(call.cache)
         return ends
-
-    def _note(self, index: int, kv_only: bool) -> None:
-        """Tell the report what a layer is about to compute."""
-        plan, columns = self.context.plan, None if self._rows is None else self._rows.columns
-        self.context.report._work.append(Work(index, kv_only, columns, plan.reusable, plan.real, self.context.past))

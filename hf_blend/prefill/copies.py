@@ -19,7 +19,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-Parts = Callable[[], Sequence[Tensor] | None]
+Parts = Callable[[], Sequence[Tensor]]
 Moved = tuple[Tensor, Any, Sequence[Tensor]]  # what was moved, the event behind it, the parts in order
 CopyKey = tuple[int, int, int]  # first layer, the one behind the last, K (0) or V (1)
 
@@ -110,7 +110,7 @@ class Copies:
 
 def _bring(stream: CopyStream, parts: Parts) -> Moved | None:
     try:
-        found = parts() or ()
+        found = parts()
         here = [part for part in found if part.device.type == "cpu"]
         if not here:
             return None

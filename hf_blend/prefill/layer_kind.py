@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class LayerKind:
     """A layer that hands K and V of each token to the cache."""
 
+    has_hooks = False  # True: a prefill calls the methods, besides `pause` and `resume`
     has_keys = True  # False: it keeps no K and V of its own
     has_states = True  # False: it keeps nothing at all
     attends = True  # False: it has no attention

@@ -59,11 +59,6 @@ class PlacedChunk:
             return keys, values
         return keys[:, self.inside], values[:, self.inside]
 
-    def table(self, number: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) for which stored K are rotated, `[tokens, rotary_width]` each; one of the chunk's tables."""
-        cos, sin = self.chunk.tables[number]
-        return (cos, sin) if self.is_whole else (cos[self.inside], sin[self.inside])
-
 
 @dataclass(frozen=True)
 class PromptRow:
@@ -269,29 +264,28 @@ class Planner:
     def _spans(self, known: Sequence[Span] | None, prompt_row: PromptRow, at_beginning: bool) -> list[Found]:
         """The chunks of one prompt, from left to right."""
         given = list(known or ())
-        spans = [Found(one.start, self._chunk_key(one.token_ids), one.first, one.tokens) for one in given]
+        spans = []
+        for one in given:
+            identity = self._fingerprint if one.token_ids in self.images else self._identity
+            key = _known_key(identity, tuple(self._chunk_prefix_ids), one.token_ids, self._store.namespace)
+            spans.append(Found(one.start, key, one.first, one.tokens))
         if known is None or prompt_row.is_searched:
             found = self._store.find(self._identity, self._chunk_prefix_ids, prompt_row.ids)
             spans = sorted(spans + [one for one in found if not _overlaps(one, given)], key=lambda one: one.start)
         if at_beginning and given and given[0].start == given[0].first == 0:  # nothing is before it, so it is exact
-            spans[0] = spans[0]._replace(key=self._exact_key(given[0].token_ids))
+            key = _known_key(self._fingerprint, (), given[0].token_ids, self._store.namespace)
+            spans[0] = spans[0]._replace(key=key)
         first = prompt_row.ids[: spans[0].start] if spans and at_beginning else ()
         prefix = first if known is not None and prompt_row.prefix is None else first[: prompt_row.prefix or 0]
         if not prefix and first == self._chunk_prefix_ids:
             prefix = first
         if prefix:  # an entry of its own, computed behind nothing
-            spans = [Found(0, self._exact_key(prefix), 0, len(prefix)), *spans]
+            key = _known_key(self._fingerprint, (), tuple(prefix), self._store.namespace)
+            spans = [Found(0, key, 0, len(prefix)), *spans]
         elif first:  # as much of it as one entry has
             found = self._store.find(self._fingerprint, (), first)[:1]
             spans = [one for one in found if one.start == one.first == 0] + spans
         return [span for span in spans if self._placeholders.isdisjoint(span.key.token_ids)]
-
-    def _exact_key(self, ids: Sequence[int]) -> ChunkKey:
-        return _known_key(self._fingerprint, (), tuple(ids), self._store.namespace)
-
-    def _chunk_key(self, ids: tuple[int, ...]) -> ChunkKey:
-        identity = self._fingerprint if ids in self.images else self._identity
-        return _known_key(identity, tuple(self._chunk_prefix_ids), ids, self._store.namespace)
 
     def _placed_chunks(
         self,
@@ -339,7 +333,7 @@ class Planner:
             return
         with plan.timed("check_ms"):
             layout = layout_of(self._model, self._fingerprint)
-        missing = [key for key in dict.fromkeys(keys) if not self._load(plan, key, layout)]
+        missing = self._load(plan, list(dict.fromkeys(keys)), layout)
         if not missing:
             return
         alone = [key for key in missing if key in first or key.token_ids in self.images]
@@ -354,20 +348,28 @@ class Planner:
                     self._fetched.update({chunk.key: self._store.put(chunk) for chunk in chunks})
             plan.computed += len(pack)
 
-    def _load(self, plan: Plan, key: ChunkKey, layout: Layout) -> bool:
-        """Bring a chunk from the store, if it is there and of the model."""
-        compute = partial(_replace, plan.replaced, key, lambda: self._compute([key])[0])
-        chunk = self._store.stream(key, compute, layout=layout)
-        if chunk is not None and chunk.canary not in self._canaries and not is_of_model(self._model, chunk.canary):
-            self._store.reject(key, "canary")
-            chunk = None
-        if chunk is None:
-            return False
-        plan.loaded += 1
-        plan.tokenizers |= {chunk.tokenizer} - {""}
-        self._canaries.add(chunk.canary)
-        self._fetched[key] = chunk
-        return True
+    def _load(self, plan: Plan, keys: Sequence[ChunkKey], layout: Layout) -> list[ChunkKey]:
+        """Bring the chunks from the store that are there and of the model; gives the keys of the others."""
+        held, missing = self._store.at_hand(keys, layout), list[ChunkKey]()
+        for key in keys:
+            chunk = held.get(key)
+            if chunk is None:
+                compute = partial(_replace, plan.replaced, key, partial(self._compute_one, key))
+                chunk = self._store.stream(key, compute, layout=layout)
+            if chunk is not None and chunk.canary not in self._canaries and not is_of_model(self._model, chunk.canary):
+                self._store.reject(key, "canary")
+                chunk = None
+            if chunk is None:
+                missing.append(key)
+                continue
+            plan.loaded += 1
+            plan.tokenizers |= {chunk.tokenizer} - {""}
+            self._canaries.add(chunk.canary)
+            self._fetched[key] = chunk
+        return missing
+
+    def _compute_one(self, key: ChunkKey) -> ChunkKV:
+        return self._compute([key])[0]
 
     def _compute(self, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
         image = self.images.get(keys[0].token_ids)

@@ -25,6 +25,7 @@ from .plan import PlacedChunk
 from .report import BlendReport
 
 KV = tuple[Tensor, Tensor]
+AHEAD = (StackedLayers, StreamedLayers, tuple)  # layers that are read ahead; others have to be computed
 MANY = 8
 GROUP_BYTES = 4 << 20  # of keys that are written at a time: as many layers as fit, where all chunks are in memory
 
@@ -38,7 +39,7 @@ class Placement:
     rows: Tensor | None  # of several batch entries, that of each token
     row: int
     tokens: int
-    is_stacked: bool  # several layers of each chunk are one tensor
+    layer_bytes: int  # of the K of one layer, where several layers of each chunk are one tensor; otherwise 0
     part: slice | None = None  # where their tokens are among those of all chunks, if they are neighbours there
 
     @classmethod
@@ -51,26 +52,11 @@ class Placement:
             columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in chunks]).to(device)
         if not is_one:
             rows = torch.tensor([one.row for one in chunks]).repeat_interleave(torch.tensor(lengths)).to(device)
-        is_stacked = all(type(one.chunk.layers) is StackedLayers for one in chunks)
-        return cls(chunks, columns, rows, row, sum(lengths), is_stacked)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the K of all layers of stacked chunks, in bytes."""
-        keys = self.chunks[0].chunk.layers.keys  # type: ignore[attr-defined]
-        return int(keys.nbytes // keys.shape[2] * self.tokens)
-
-    def parts(self, layers: range, which: int) -> list[Tensor]:
-        """K (0), V (1) or projections (-1) of some layers as stored, `[layers, heads, tokens, width]` by chunk."""
-        first, stop, found = layers.start, layers.stop, []
-        for one in self.chunks:
-            held = one.chunk.layers
-            if type(held) is StackedLayers:  # an instance check of a Sequence takes longer
-                states = (held.values if which else held.keys)[first:stop]
-            else:
-                states = held[first][which][None]
-            found.append(states if one.is_whole else states[:, :, one.inside])
-        return found
+        tokens, layer_bytes, held = sum(lengths), 0, [one.chunk.layers for one in chunks]
+        if all(type(one) is StackedLayers for one in held):
+            keys = held[0].keys  # type: ignore[attr-defined]
+            layer_bytes = max(1, keys[0].nbytes // keys.shape[2] * tokens)
+        return cls(chunks, columns, rows, row, tokens, layer_bytes)
 
     def write(self, states: Tensor, stored: Tensor) -> None:
         """Write `[layers, heads, tokens, width]` to its columns of `[layers, batch, heads, columns, width]`."""
@@ -138,13 +124,11 @@ class Realigner:
     def group(self, layer: int, chunks: Sequence[PlacedChunk], last: int, device: torch.device) -> range:
         """This layer, and those behind it that can be written with it."""
         placed = self._placed(chunks, device) if chunks else None
-        if placed is None or not placed.is_stacked:
-            return range(layer, layer + 1)
-        chunk, style = placed.chunks[0].chunk, self._styles[layer]
-        keys = chunk.layers.keys  # type: ignore[attr-defined]
-        nbytes = max(1, keys[0].nbytes // keys.shape[2] * placed.tokens)
         stop = layer + 1
-        while stop <= last and nbytes * (stop - layer) < GROUP_BYTES:
+        if placed is None or not placed.layer_bytes:
+            return range(layer, stop)
+        chunk, style = placed.chunks[0].chunk, self._styles[layer]
+        while stop <= last and placed.layer_bytes * (stop - layer) < GROUP_BYTES:
             if self._styles[stop] is not style or chunk.layer_table[stop] != chunk.layer_table[layer]:
                 break
             stop += 1
@@ -152,32 +136,18 @@ class Realigner:
 
     def prefetch(self, layers: range, device: torch.device) -> None:
         """Begin to bring the stored K and V of some layers to a device, of all chunks; on a CPU nothing."""
-        if self._all and device.type != "cpu":
-            self._copies = self._copies or Copies()
+        if not self._all or device.type == "cpu":
+            return
+        placed, self._copies = self._placed(self._all, device), self._copies or Copies()
+        if (placed.layer_bytes or len(layers) == 1) and all(isinstance(one.chunk.layers, AHEAD) for one in self._all):
             for which in (0, 1):
-                self._copies.ahead((layers.start, layers.stop, which), device, partial(self._held, layers, which))
+                bring = partial(self._parts, placed, layers, which)
+                self._copies.ahead((layers.start, layers.stop, which), device, bring)
 
     def close(self) -> None:
         """Bring nothing more."""
         if self._copies is not None:
             self._copies.close()
-
-    def _held(self, layers: range, which: int) -> list[Tensor] | None:
-        """`Placement.parts` of all chunks for another thread; None where a layer has to be computed to be had."""
-        found = []
-        for one in self._all:
-            held = one.chunk.layers
-            if type(held) is StackedLayers:
-                states = (held.values if which else held.keys)[layers.start : layers.stop]
-            elif isinstance(held, tuple | StreamedLayers) and len(layers) == 1:
-                pair = held.peek(layers.start) if isinstance(held, StreamedLayers) else held[layers.start]
-                if pair is None or len(pair) < 2:
-                    return None
-                states = pair[which][None]
-            else:
-                return None
-            found.append(states if one.is_whole else states[:, :, one.inside])
-        return found
 
     def has_same_table(self, layer: int, first: int) -> bool:
         """Return True if a layer that was written with the first of its group is rotated by the same table."""
@@ -189,23 +159,24 @@ class Realigner:
 
         Shapes: keys `[batch, kv_heads, tokens, head_dim]`; of several layers `[layers, batch, …]`.
         """
-        self.write_part(layer, chunks, 0, keys)
-        self.write_part(layer, chunks, 1, values)
+        self.write_part(layer, chunks, 0, keys, values)
 
-    def write_part(self, layer: int, chunks: Sequence[PlacedChunk], which: int, states: Tensor) -> None:
-        """As `write`, for K (0) or V (1) alone."""
+    def write_part(self, layer: int, chunks: Sequence[PlacedChunk], first: int, *parts: Tensor) -> None:
+        """As `write`, for K (0) or V (1) alone, or for what is there from the first on."""
         if not chunks:
             return
-        started, style, placed = time.perf_counter(), self._styles[layer], self._placed(chunks, states.device)
-        rotation = self._rotation(layer, placed, style) if which == style.slot else None
-        states = states if states.dim() == 5 else states[None]
-        parts = self._parts(placed, range(layer, layer + states.shape[0]), which, states.device)
-        if rotation is None:
-            placed.write_parts(states, parts)
-        elif isinstance(placed.columns, slice) and not states.requires_grad:
-            _rotated(style, rotation, parts, states.device, states[:, placed.row, :, placed.columns])
-        else:
-            placed.write(states, _rotated(style, rotation, parts, states.device))
+        started, style, device = time.perf_counter(), self._styles[layer], parts[0].device
+        placed = self._placed(chunks, device)
+        for which, states in enumerate(parts, first):
+            states = states if states.dim() == 5 else states[None]
+            stored = self._parts(placed, range(layer, layer + states.shape[0]), which, device)
+            rotation = self._rotation(layer, placed, style) if which == style.slot else None
+            if rotation is None:
+                placed.write_parts(states, stored)
+            elif isinstance(placed.columns, slice) and not states.requires_grad:
+                _rotated(style, rotation, stored, device, states[:, placed.row, :, placed.columns])
+            else:
+                placed.write(states, _rotated(style, rotation, stored, device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
     def write_beside(self, layer: int, chunks: Sequence[PlacedChunk], states: Tensor, spans: Spans = ()) -> None:
@@ -216,7 +187,8 @@ class Realigner:
         if not chunks:
             return
         placed = self._placed(chunks, states.device)
-        parts, rotation = placed.parts(range(layer, layer + 1), -1), self._rotation_beside(layer, placed)
+        rotation = self._rotation_beside(layer, placed)
+        parts = self._parts(placed, range(layer, layer + 1), -1, states.device)
         if rotation is not None:
             placed.write(states[None], _rotated(*rotation, parts, states.device))
             return
@@ -309,7 +281,8 @@ class Realigner:
 
     def _beside(self, layer: int, placed: Placement, device: torch.device) -> Tensor:
         """What is stored beside K and V of all tokens of some chunks, `[1, tokens, width]`, moved if it turns."""
-        parts, rotation = placed.parts(range(layer, layer + 1), -1), self._rotation_beside(layer, placed)
+        parts = self._parts(placed, range(layer, layer + 1), -1, device)
+        rotation = self._rotation_beside(layer, placed)
         return (_cat(parts, device) if rotation is None else _rotated(*rotation, parts, device))[0]
 
     def _rotation_beside(self, layer: int, placed: Placement) -> tuple[type[RotaryStyle], KV] | None:
@@ -348,16 +321,36 @@ class Realigner:
                 self._rotations[key] = cos[placed.part], sin[placed.part]
         return self._rotations[key]
 
-    def _parts(self, placed: Placement, layers: range, which: int, device: torch.device) -> list[Tensor]:
-        """`Placement.parts`; of one tensor for all chunks and layers, where that is small."""
-        if placed.part is not None:
-            if len(self._all) >= MANY and (joined := self._joined(which, device)) is not None:
-                return [joined[layers.start : layers.stop, :, placed.part]]
-            if self._copies is not None:
-                copied = self._copies.take((layers.start, layers.stop, which), device)
-                if copied is not None:
-                    return [copied[:, :, placed.part]]
-        return placed.parts(layers, which)
+    def _parts(self, placed: Placement, layers: range, which: int, device: torch.device | None = None) -> list[Tensor]:
+        """K (0), V (1) or projections (-1) of some layers as stored, `[layers, heads, tokens, width]` by chunk.
+
+        For a device what is there already, as one tensor. Without one nothing is computed: all or none are given.
+        """
+        if device is not None and placed.part is not None and (len(self._all) >= MANY or self._copies is not None):
+            ready = self._ready(placed.part, layers, which, device)
+            if ready is not None:
+                return [ready]
+        found = []
+        for one in placed.chunks:
+            held = one.chunk.layers
+            if type(held) is StackedLayers:  # an instance check of a Sequence takes longer
+                states = (held.values if which else held.keys)[layers.start : layers.stop]
+            elif device is not None:
+                states = held[layers.start][which][None]
+            else:
+                pair = held.peek(layers.start) if isinstance(held, StreamedLayers) else held[layers.start]
+                if pair is None or len(pair) < 2:
+                    return []
+                states = pair[which][None]
+            found.append(states if one.is_whole else states[:, :, one.inside])
+        return found
+
+    def _ready(self, part: slice, layers: range, which: int, device: torch.device) -> Tensor | None:
+        """The tokens at `part` of what was joined, or copied to the device, for all chunks."""
+        if which >= 0 and len(self._all) >= MANY and (joined := self._joined(which, device)) is not None:
+            return joined[layers.start : layers.stop, :, part]
+        copied = None if self._copies is None else self._copies.take((layers.start, layers.stop, which), device)
+        return None if copied is None else copied[:, :, part]
 
     def _joined(self, which: int, device: torch.device) -> Tensor | None:
         """K (0) or V (1) of all layers of all chunks side by side, `[layers, heads, tokens, width]`, if it is small.
@@ -367,15 +360,15 @@ class Realigner:
         key = (which, device)
         if key not in self._joined_states:
             placed = self._placed(self._all, device)
-            is_small = placed.is_stacked and placed.nbytes <= GROUP_BYTES
-            parts = placed.parts(range(len(self._styles)), which) if is_small else []
+            is_small = 0 < placed.layer_bytes * len(self._styles) <= GROUP_BYTES
+            parts = self._parts(placed, range(len(self._styles)), which) if is_small else []
             self._joined_states[key] = _cat(parts, parts[0].device).to(device) if parts else None
         return self._joined_states[key]
 
     def _composed(self, layer: int, placed: Placement, table: Table, style: type[RotaryStyle]) -> KV:
         new = (placed.take(table[0]), placed.take(table[1]))
-        parts = [one.table(one.chunk.layer_table[layer]) for one in placed.chunks]
-        old = tuple(torch.cat([part[which].to(new[0].device) for part in parts]) for which in (0, 1))
+        known = [(one.chunk.tables[one.chunk.layer_table[layer]], one.inside) for one in placed.chunks]
+        old = tuple(torch.cat([table[which][part].to(new[0].device) for table, part in known]) for which in (0, 1))
         return compose(style, (old[0], old[1]), new)
 
 

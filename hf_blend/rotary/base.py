@@ -82,26 +82,13 @@ def in_values(style: type[RotaryStyle]) -> type[RotaryStyle]:
     """The same style for a layer whose rotary key is handed to the cache in the place of the values.
 
     Latent attention (DeepSeek-V2 and -V3, MiniCPM3) does so; what does not turn is in the place of the keys.
-
-    Args:
-        style: any style.
-
-    Returns:
-        A style with `slot` 1; the same class for the same argument.
     """
     return type(f"{style.__name__}InValues", (style,), {"slot": 1, "__doc__": style.__doc__})
 
 
 @cache
 def at_the_end(style: type[RotaryStyle]) -> type[RotaryStyle]:
-    """The same style for keys whose last dimensions turn, and not their first.
-
-    Args:
-        style: any style.
-
-    Returns:
-        A style; the same class for the same argument.
-    """
+    """The same style for keys whose last dimensions turn, and not their first."""
 
     def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
         return style.split(keys[..., keys.shape[-1] - 2 * pairs :], pairs)
@@ -111,28 +98,14 @@ def at_the_end(style: type[RotaryStyle]) -> type[RotaryStyle]:
 
 @cache
 def with_style_beside(style: type[RotaryStyle], beside: type[RotaryStyle]) -> type[RotaryStyle]:
-    """The same style for a layer that stores something beside K and V, such as the keys of an indexer.
-
-    Args:
-        style: of the layer's K and V.
-        beside: of the other.
-
-    Returns:
-        A style with `beside`; the same class for the same arguments.
-    """
+    """The same style for a layer that stores something beside K and V, such as the keys of an indexer."""
     return type(style.__name__, (style,), {"beside": beside, "__doc__": style.__doc__})
 
 
 def compose(style: type[RotaryStyle], old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The turn that takes a key from its old position to its new one.
 
-    Args:
-        style: how the tables are laid out.
-        old: (cos, sin) tables at the positions where the keys stand, `[…, tokens, width]`.
-        new: (cos, sin) tables at the positions where they shall stand.
-
-    Returns:
-        (cos, sin) of the turn, `[…, tokens, pairs]`, float32; exactly (1, 0) where old and new tables are equal.
+    Shapes: (cos, sin) tables `[…, tokens, width]` → `[…, tokens, pairs]`, float32; exactly (1, 0) for equal tables.
     """
     (cos_old, sin_old), (cos_new, sin_new) = (
         tuple(style.pairs(table.float()) for table in pair) for pair in (old, new)

@@ -10,13 +10,6 @@ def frequency_regime(config: Any, tokens: int) -> tuple[int, ...]:
 
     With longrope there are two sets, with dynamic scaling one for each length beyond the trained one. K and V behind
     other tokens are those of a full prefill only if both were computed by the same frequencies.
-
-    Args:
-        config: of the text model.
-        tokens: the largest position, plus 1.
-
-    Returns:
-        Something that is equal for lengths with the same frequencies.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]

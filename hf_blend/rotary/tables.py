@@ -21,13 +21,7 @@ _parts = WeakIdKeyDictionary()  # layers that share a complex table share its pa
 def rotary_table(arguments: dict[str, Any], layer: nn.Module | None = None) -> Table | None:
     """Find the rotary table of a decoder layer.
 
-    Args:
-        arguments: the layer's arguments by name, as `LayerCall` holds them, for all tokens of a forward.
-        layer: the layer, for those that make their table themselves.
-
-    Returns:
-        (cos, sin), each `[batch or 1, tokens, width]` as the model made them, scaling factors included; None where
-        the layer has no table in a form that is understood.
+    Shapes: (cos, sin), each `[batch or 1, tokens, width]`, scaling factors included; None where none is known.
     """
     table = arguments.get("position_embeddings")
     if table is None and layer is not None:
@@ -48,15 +42,7 @@ def _pair(table: Any) -> Table | None:
 def own_table(layer: nn.Module, positions: Any) -> Table | None:
     """The table of a layer that makes its own: with a rotary module (Moshi) or a buffer of sines and cosines (GPT-J).
 
-    Args:
-        layer: a decoder layer.
-        positions: `[batch, tokens]`, integers.
-
-    Returns:
-        (cos, sin), each `[batch, tokens, width]`; None where the layer makes none, or there are no positions.
-
-    Raises:
-        PromptError: a position is beyond the end of the buffer.
+    Shapes: positions `[batch, tokens]` → (cos, sin), each `[batch, tokens, width]`.
     """
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None

@@ -43,15 +43,7 @@ class Listed:
 
 
 class Catalog:
-    """The chunks of one namespace: at hand under their digests, and in tiers that other processes may write to.
-
-    Args:
-        namespace: whose chunks they are.
-        tiers: those that keep bytes.
-        at_hand: what memories and queues hold.
-        secret: of the store.
-        stats: counts what cannot be listed.
-    """
+    """The chunks of one namespace: at hand under their digests, and in tiers that other processes may write to."""
 
     def __init__(
         self,

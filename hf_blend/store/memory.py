@@ -4,7 +4,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .budget import APPLY_EVERY, Budget
@@ -38,37 +38,43 @@ class MemoryCache(Budget):
         self.stats = StoreStats()
         self._chunks: dict[str, tuple[ChunkKV, Guard, float]] = {}  # with the time at which it came
 
-    def get(self, key: ChunkKey, layout: Layout | None = None) -> ChunkKV | None:
-        """Find a chunk of a layout, and count the use; one that is too old, written to, or of another layout leaves.
+    def get(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
+        """Find chunks of a layout, and count the uses; what is too old, written to, or of another layout leaves.
 
         Each hit takes this way, so that it calls as little as it can.
         """
-        digest = key.digest
+        found: dict[ChunkKey, ChunkKV] = {}
         with self._lock:
-            if digest not in self._chunks:
-                return None
-            chunk, guard, since_s = self._chunks[digest]
-            if self.ttl_s is not None and time.monotonic() - since_s > self.ttl_s:
-                self.delete(digest)
-                return None
-            if not guard.is_intact():
-                self.delete(digest)
-                self.stats.count("load_failures", f"{self.name}:changed")
-                self.stats.warn_once(f"chunk {digest} was written to after it was handed out, and is read again")
-                return None
-            self._last_s, self._uses = max(time.time(), self._last_s + 1e-6), self._uses + 1
-            self._noted.append((digest, self._last_s, self._uses, None))
-            if len(self._noted) >= APPLY_EVERY:
-                self._apply()
-            if chunk.key is not key and chunk.key != key:
-                return None
-            if layout is not None and chunk.__dict__.get("_fits") is not layout and not chunk.fits(layout):
-                self.delete(digest)
-                self.stats.count("load_failures", f"{self.name}:layout")
-                return None
+            known, guards = list[ChunkKey](), list[Guard]()
+            for key in keys:
+                if key.digest in self._chunks:
+                    known.append(key)
+                    guards.append(self._chunks[key.digest][1])
+            for key, is_intact in zip(known, Guard.are_intact(guards), strict=True):
+                name = key.digest
+                chunk, _, since_s = self._chunks[name]
+                if self.ttl_s is not None and time.monotonic() - since_s > self.ttl_s:
+                    self.delete(name)
+                    continue
+                if not is_intact:
+                    self.delete(name)
+                    self.stats.count("load_failures", f"{self.name}:changed")
+                    self.stats.warn_once(f"chunk {name} was written to after it was handed out, and is read again")
+                    continue
+                self._last_s, self._uses = max(time.time(), self._last_s + 1e-6), self._uses + 1
+                self._noted.append((name, self._last_s, self._uses, None))
+                if len(self._noted) >= APPLY_EVERY:
+                    self._apply()
+                if chunk.key is not key and chunk.key != key:
+                    continue
+                if layout is not None and chunk.__dict__.get("_fits") is not layout and not chunk.fits(layout):
+                    self.delete(name)
+                    self.stats.count("load_failures", f"{self.name}:layout")
+                    continue
+                found[key] = chunk
             with self.stats.lock:
-                self.stats.counts["hits", self.name] += 1
-            return chunk
+                self.stats.counts["hits", self.name] += len(found)
+        return found
 
     def peek(self, digest: str) -> ChunkKV | None:
         """Give a chunk without using it; None if it is not there, or was written to."""

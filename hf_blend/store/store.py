@@ -167,11 +167,17 @@ class BaseStore:
         if key.namespace != self.namespace:
             self._stats.count("misses", "namespace")
             return None
+        found = BaseStore.at_hand(self, (key,), layout).get(key)
+        return (
+            found or self._find_queued(key, layout) or self._fetch(key, partial(self._read, layout=layout), budget_s)
+        )
+
+    def at_hand(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
+        """Fetch those of some chunks that are ready to use in memory; the others are for `stream`."""
+        found: dict[ChunkKey, ChunkKV] = {}
         for memory in self._memories:
-            chunk = memory.get(key, layout)
-            if chunk is not None:
-                return chunk
-        return self._find_queued(key, layout) or self._fetch(key, partial(self._read, layout=layout), budget_s)
+            found |= memory.get([key for key in keys if key not in found] if found else keys, layout)
+        return found
 
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
@@ -194,8 +200,8 @@ class BaseStore:
         flying = self._flying.get(key.digest)
         if flying is not None and flying.key == key and flying.fits(layout):
             return flying
-        found = next((one for one in (memory.get(key, layout) for memory in self._memories) if one), None)
-        if found or (found := self._find_queued(key, layout)):
+        found = BaseStore.at_hand(self, (key,), layout).get(key) or self._find_queued(key, layout)
+        if found:
             return found
         take = partial(self._streamed, recompute=recompute, stop_s=time.monotonic() + budget_s, layout=layout)
         chunk = self._fetch(key, take, budget_s)
@@ -204,14 +210,7 @@ class BaseStore:
         return chunk
 
     def timed(self, *keys: ChunkKey) -> contextlib.AbstractContextManager[None]:
-        """Measure a block that computes missing chunks and puts them: later requests wait no longer than that for one.
-
-        Args:
-            *keys: of the chunks, all of one model.
-
-        Returns:
-            A context manager.
-        """
+        """Measure a block that computes and puts missing chunks: later requests wait no longer than that for one."""
         return self._compute_times.timed(*keys)
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
@@ -304,12 +303,7 @@ class BaseStore:
         return bool(self.remove([key.digest]))
 
     def reject(self, key: ChunkKey, reason: str) -> None:
-        """Count a chunk that was fetched as a miss after all, and make room for one that is right.
-
-        Args:
-            key: which chunk.
-            reason: one word for `misses`, such as "canary".
-        """
+        """Count a chunk that was fetched as a miss after all, and make room for one that is right."""
         self._stats.count("misses", reason)
         with contextlib.suppress(StoreError):
             self.delete(key)
@@ -322,21 +316,13 @@ class BaseStore:
     def note(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
         """Say how much attention a chunk's tokens got in a request; kept as a moving average, over restarts too.
 
-        Args:
-            key: which chunk.
-            scores: `[tokens]`, attention as a multiple of what a stored token of the prompt got on average.
-            important_ratio: share of the tokens that were among the important ones of the prompt, 0 to 1.
+        Shapes: scores `[tokens]`, as multiples of what a stored token of the prompt got on average.
         """
         self.importance.note(key.digest, scores, min(1.0, max(0.0, important_ratio)))
         self.record_importance(key, important_ratio)
 
     def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
-        """Say which share of a chunk's tokens turned out to be important, for the policy "importance".
-
-        Args:
-            key: which chunk.
-            important_ratio: 0 to 1.
-        """
+        """Say which share of a chunk's tokens turned out to be important, for the policy "importance"."""
         important_ratio = min(1.0, max(0.0, important_ratio))
         for memory in self._memories:
             memory.use(key.digest, important_ratio)
@@ -399,13 +385,6 @@ class BaseStore:
 
         Memory that is smaller than the request then holds its first chunks, and a further request finds them. Without
         it each chunk would push out the one that the next request asks for first.
-
-        Args:
-            keys: of the chunks, stored already or not.
-            owner: the chunks may be evicted when it is gone, at the latest.
-
-        Returns:
-            Ends it; may be called again.
         """
         digests = [key.digest for key in keys]
         for memory in self._memories:
@@ -430,15 +409,7 @@ class BaseStore:
         self.set_pins([key.digest], False)
 
     def set_pins(self, digests: Iterable[str], pinned: bool) -> None:
-        """Pin chunks, or let them go, by their digests.
-
-        Args:
-            digests: as `entries` names them.
-            pinned: whether they may no longer be evicted.
-
-        Raises:
-            StoreError: the disk refuses.
-        """
+        """Pin chunks, or let them go, by their digests."""
         for digest in digests:
             try:
                 for memory in self._memories:

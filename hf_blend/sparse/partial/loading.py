@@ -65,24 +65,11 @@ def partial_loading(
     probes: int | None = None,
     watch: Watch | None = None,
 ) -> Iterator["PartialLoading"]:
-    """Load only the important blocks of stored chunks while the block runs.
+    """Load only the important blocks of stored chunks while the block runs; see `ChunkStore.open(partial=…)`.
 
-    Args:
-        model: the model that the cache is for.
-        cache: of one request, over a `PartialStore`, empty.
-        share: of the blocks that is loaded.
-        alpha: exponent of the threshold above which probe heads agree; larger accepts more, 0 nothing.
-        by_question: False loads the blocks that stand first in the store's order, whatever is asked: the static way.
-        fallback: see `PartialLoading`.
-        probes: how many KV heads of a layer say which blocks are important; None is three of thirty-two, two at least.
-        watch: is given each layer's number, the scores of its probe heads, `[probes, blocks]`, and how many blocks
-            are to be loaded.
-
-    Yields:
-        The loading, with its `report`.
-
-    Raises:
-        ConfigError: the cache is not over a `PartialStore`, or a number is out of range.
+    Without `by_question` the blocks that stand first in the store's order are loaded, whatever is asked. `probes` is
+    how many KV heads of a layer say which blocks are important; None is three of thirty-two, two at least. `watch` is
+    given each layer's number, the scores of its probe heads, `[probes, blocks]`, and how many blocks are to be loaded.
     """
     if not isinstance(cache.store, PartialStore):
         raise ConfigError(

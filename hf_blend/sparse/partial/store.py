@@ -167,6 +167,10 @@ class PartialStore(ChunkStore):
             return self.partial if self.partial.is_of(cache) else None
         return None if self._make_loader is None else self._make_loader(cache)
 
+    def at_hand(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
+        """Nothing: `stream` gives a chunk in blocks where there is one."""
+        return {}
+
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
     ) -> ChunkKV | None:
