@@ -138,7 +138,8 @@ class Prefill:
         """A forward over the same plan that recomputes nothing but the question, inside this one."""
         context = self.context
         keep_all = all(getattr(layer, "keeps_all", False) for layer in context.layers)
-        shares = keep_all and not self._buffers.used and context.loader is None
+        # what a corrector has changed in them would be changed again
+        shares = keep_all and not (self._buffers.used or context.loader or context.corrector.is_active)
         layers, report = context.layers if shares else spare_layers(), BlendReport(_costs=context.report._costs)
         self._kind.pause()  # its layer may be the one that this forward is in
         made = replace(context, layers=layers, report=report, observer=observer, is_probe=True, shares_layers=shares)
