@@ -16,6 +16,7 @@ __all__ = ["fit"]
 Output = Annotated[Path, typer.Option("--output", "-o", help="File to write, of less than 20 MB.")]
 Prompts = Annotated[int, typer.Option(min=1, help="How many prompts are put together from the corpus.")]
 Rank = Annotated[int, typer.Option(min=0, help="Of the map of each layer; 0 is 64, or less for a large model.")]
+Contexts = Annotated[int, typer.Option(min=0, help="Further prompts behind which each chunk is computed when stored.")]
 Seed = Annotated[int, typer.Option(help="Of the order in which texts are put together.")]
 
 
@@ -26,6 +27,7 @@ def fit(
     prompts: Prompts = 24,
     chunk_tokens: ChunkTokens = 192,
     rank: Rank = 0,
+    contexts: Contexts = 4,
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -33,9 +35,10 @@ def fit(
 ) -> None:
     """Fit a correction to a model, from text without labels; without a corpus, from the bundled handbook.
 
-    Texts are put together at random as prompts have them, and each is computed in its prompt and alone. A linear map a
-    layer says what the prompt adds. Use the file where a store is opened: ChunkStore.open(…, correction=FILE), or
-    --correction of other commands. Chunks are corrected when they are stored, which costs nothing in a prompt; those
+    Texts are put together at random as prompts have them. The first prompts, cut short, become contexts: a chunk is
+    computed behind each of them, and the mean is stored. A linear map a layer, found on the other prompts, adds what
+    is still missing. Use the file where a store is opened: ChunkStore.open(…, correction=FILE), or --correction of
+    other commands. It costs nothing in a prompt; storing a chunk costs as many forwards as there are contexts. Chunks
     that are stored without it, or with another, are not found. Some 30,000 tokens of text like yours do.
 
     Examples:
@@ -56,14 +59,16 @@ def fit(
     if len(texts) < 2:
         fail(f"The corpus has {len(texts)} text of up to {chunk_tokens} tokens, expected at least 2. Give more of it.")
     loaded, started = source.load(), time.perf_counter()
-    listed = list(prompts_of(source.tokenizer, texts, prompts, seed))
-    found = ContextCorrection.fit(loaded, progress(listed, "prompts", quiet=json), rank=rank or None)
+    listed = list(prompts_of(source.tokenizer, texts, prompts + contexts, seed))
+    given = progress(listed, "prompts", quiet=json)
+    found = ContextCorrection.fit(loaded, given, rank=rank or None, contexts=contexts)
     found.save(output)
     document = {
         "correction": str(output),
         "model": found.model,
         "layers": len(found.maps),
         "rank": next(iter(found.maps.values()))[0].shape[1],
+        "contexts": 0 if found.contexts is None else len(found.contexts),
         "texts": len(texts),
         "tokens": sum(len(ids) for ids, _ in listed),
         "nbytes": output.stat().st_size,

@@ -17,7 +17,7 @@ MOST = {
     "images": 666,
     "integrations": 1_866,
     "loading": 467,
-    "model": 4_269,
+    "model": 4_339,
     "offload": 995,
     "prefill": 2_706,
     "prompt": 697,
@@ -27,9 +27,9 @@ MOST = {
     "sparse": 2_656,
     "store": 6_382,
     "verify": 1_370,
-    "cli": 2_560,
+    "cli": 2_565,
     "evaluation": 5_896,
-    "tests": 34_295,
+    "tests": 34_366,
 }
 
 

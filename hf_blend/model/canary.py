@@ -54,10 +54,12 @@ def compute_chunks(
     model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str = "", correction: "ContextCorrection | None" = None
 ) -> "list[ChunkKV]":
     """Compute the chunks of some keys in one forward, to be stored under them; correct those whose keys say so."""
-    chunks = capture_chunks(model, keys)
-    if correction:
-        identity = correction.identity(fingerprint(model))
-        chunks = [correction.corrected(model, one) if one.key.fingerprint == identity else one for one in chunks]
+    identity = correction.identity(fingerprint(model)) if correction else ""
+    corrected = [key for key in keys if key.fingerprint == identity]
+    plain = [key for key in keys if key.fingerprint != identity]
+    chunks = capture_chunks(model, plain) if plain else []
+    if correction and corrected:
+        chunks += correction.compute(model, corrected)
     return _signed(model, chunks, tokenizer, correction)
 
 

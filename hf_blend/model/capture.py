@@ -11,7 +11,8 @@ packed with tokens that differ it keeps the same bits, and behind them it has th
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -69,6 +70,36 @@ def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
     return [cut_chunk(captured, key, start, end) for key, start, end in ends]
 
 
+def capture_behind(model: nn.Module, keys: Sequence[ChunkKey], contexts: Tensor) -> list[ChunkKV]:
+    """Compute the KV of chunks, each the mean behind several texts instead of behind what its key says.
+
+    The texts are as long as each other, so K has the same positions behind all of them and its mean needs no turning.
+
+    Shapes: contexts `[texts, tokens]`.
+    """
+    for key in keys:
+        check_chunk(model, key.token_ids, contexts[0].tolist())
+    before, found = full_cache(model), []
+    capture(model, contexts, cache=before)
+    for key in keys:
+        ids = torch.tensor([key.token_ids]).expand(len(contexts), -1)
+        captured = capture(model, ids, cache=deepcopy(before))
+        means = tuple(tuple(_mean(one) for one in states) for states in captured.layers)
+        alone = replace(key, chunk_prefix_ids=())
+        found.append(replace(cut_chunk(replace(captured, layers=means), alone, end=ids.shape[1]), key=key))
+    return found
+
+
+def _mean(states: Tensor) -> Tensor:
+    """The mean over the batch, summed in float32; the batch stays, with one entry."""
+    return states.float().mean(0, keepdim=True).to(states.dtype)
+
+
+def keeps_tokens_alone(model: nn.Module) -> bool:
+    """Return True if what every layer keeps of a text is something of each of its tokens, and nothing else."""
+    return {type(layer).__name__ for layer in stock_layers(text_config(model))} <= {*_OF_TOKENS_ALONE}
+
+
 def capture_image(model: nn.Module, key: ChunkKey, arguments: Mapping[str, Any]) -> ChunkKV:
     """Compute an image's KV behind a sink, and cut the sink off."""
     with canonical(model), notes_kept(model):
@@ -89,8 +120,9 @@ def capture(
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     starts: Sequence[int] = (),
+    cache: Any = None,
 ) -> Capture:
-    """Run the decoder once over some tokens and keep what its layers cached.
+    """Run the decoder once over some tokens, behind those of a cache, and keep what its layers cached of them.
 
     It runs without dropout, autocast and gradients, whatever the caller's state.
 
@@ -100,12 +132,13 @@ def capture(
     device = input_device(model)
     given = {"position_ids": position_ids, "attention_mask": attention_mask}
     given = {name: value.to(device) for name, value in given.items() if value is not None}
-    cache, tokens = full_cache(model), input_ids.shape[1]
+    past, tokens = 0 if cache is None else cache.get_seq_length(), input_ids.shape[1]
+    cache = full_cache(model) if cache is None else cache
     recorded = _recorded_extras(model, cache, tokens)
     separated = _separated(model, cache, tokens, starts) if len(starts) > 1 else nullcontext()
     with recorded as passes, canonical(model), _recorded_tables(layers, cache) as tables, separated:
         decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
-    return _captured(model, cache, tokens, tables, passes)
+    return _captured(model, cache, tokens, tables, passes, past)
 
 
 @torch.no_grad()
@@ -119,10 +152,16 @@ def capture_forward(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Cap
 
 
 def _captured(
-    model: nn.Module, cache: Any, tokens: int, tables: dict[int, Table | None], passes: dict[int, Recording]
+    model: nn.Module,
+    cache: Any,
+    tokens: int,
+    tables: dict[int, Table | None],
+    passes: dict[int, Recording],
+    past: int = 0,
 ) -> Capture:
     indices, stock = range(len(decoder_layers(model))), dict(enumerate(stock_layers(text_config(model))))
-    kept = tuple(_states(model, cache, index, tokens, passes.get(index), stock.get(index)) for index in indices)
+    all_kept = (_states(model, cache, index, past + tokens, passes.get(index), stock.get(index)) for index in indices)
+    kept = tuple(tuple(one[:, :, past:] for one in states) if past else states for states in all_kept)
     return Capture(kept, tuple(tables.get(index) for index in indices))
 
 
@@ -265,9 +304,8 @@ def _may_pack(model: nn.Module) -> bool:
 @finding
 def packed_chunks(model: nn.Module) -> CheckResult:
     """What a model keeps of a chunk does not depend on the chunks that are packed into one forward with it."""
-    others = [type(layer).__name__ for layer in stock_layers(text_config(model))]
     alone = CheckResult(float("inf"), 0.0, "its chunks are computed one by one.", refused=True, found=False)
-    if not _may_pack(model) or not {*others} <= {*_OF_TOKENS_ALONE}:
+    if not _may_pack(model) or not keeps_tokens_alone(model):
         return alone
     own, one, other = text_ids(model, 3 * PROBE_TOKENS).split(PROBE_TOKENS)
     places = torch.arange(PROBE_TOKENS).repeat(3)[None]
