@@ -135,10 +135,9 @@ class Prefill:
         return first_ratio, steps, sorted(selects)
 
     def probe(self, observer: AttentionObserver, spare_layers: Callable[[], Sequence[Any]]) -> "Prefill":
-        """A forward over the same plan that recomputes nothing but the question, inside this one."""
+        """A forward inside this one that recomputes the question alone; shared layers would be corrected twice."""
         context = self.context
         keep_all = all(getattr(layer, "keeps_all", False) for layer in context.layers)
-        # what a corrector has changed in them would be changed again
         shares = keep_all and not (self._buffers.used or context.loader or context.corrector.is_active)
         layers, report = context.layers if shares else spare_layers(), BlendReport(_costs=context.report._costs)
         self._kind.pause()  # its layer may be the one that this forward is in
