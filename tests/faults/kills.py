@@ -19,13 +19,11 @@ from typing import Any
 
 import torch
 
-from hf_blend import plugins
-from hf_blend.sparse.partial.store import DueOrder, PartialStore
-from hf_blend.store import ChunkKV, ChunkStore
+from hf_blend.store import ChunkStore
 
 from .damage import clear
 from .fault import FaultClass, Verdict
-from .world import drawn_chunk, is_same
+from .world import drawn_chunk
 
 KEPT = 12  # kills in one folder before it is emptied
 PINNED = 0
@@ -117,7 +115,7 @@ MODES = ("before", "after", "within")
 class CallKills(Killing):
     """The child counts its calls and kills itself at one that is drawn, before it, after it or within it."""
 
-    kill_share = 0.31
+    kill_share = 0.7
 
     def setup(self) -> None:
         self._calls, self._at, self._mode = 60, 1, MODES[0]
@@ -182,35 +180,7 @@ def _quietly(act: Callable[[], None]) -> None:
     _QUIET.pop()
 
 
-class RandomKills(Killing):
-    """The child stores chunk after chunk; half of the time in a store with room for a few only."""
-
-    kill_share = 0.45
-
-    def kill_one(self, capped: bool) -> list[int]:
-        first = self.outcome.kills * 1000
-
-        def act(tell: Callable[[int], None]) -> None:
-            with self.opened(capped) as store:
-                for number in range(first + 1, first + 1000):
-                    store.put(drawn_chunk(number))
-                    tell(number)
-                    if number % 5 == 0:
-                        store.put(drawn_chunk(number + 500))
-                        store.delete(drawn_chunk(number + 500).key)
-                        store.close()
-
-        child, pipe = self.fork(act)
-        waited = self.random.choice((0, 1, 2, 6))
-        told = b"".join(os.read(pipe, 4) for _ in range(waited))
-        time.sleep(self.random.uniform(0, 0.004))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return [int.from_bytes(told[at : at + 4], "little") for at in range(0, 4 * waited, 4)] + read_numbers(pipe)
-
-
 MOVED_CHUNKS = 40  # of one child
-BLOCK_TOKENS = 8
 
 
 class MovingKills(Killing):
@@ -233,7 +203,7 @@ class MovingKills(Killing):
 class Demotions(MovingKills):
     """Puts with background writes to a farther tier, and moves there and back: a chunk is in one tier, or in both."""
 
-    kill_share = 0.07
+    kill_share = 0.15
 
     def opened(self, capped: bool) -> ChunkStore:
         """A store on disk with another folder as its remote tier."""
@@ -264,7 +234,7 @@ class Demotions(MovingKills):
 class Placements(MovingKills):
     """Puts into a small disk before a large tier, which keep each chunk once: what is evicted and read moves."""
 
-    kill_share = 0.07
+    kill_share = 0.15
 
     def opened(self, capped: bool) -> ChunkStore:
         """A store with room for a few chunks on disk, and another folder as its remote tier."""
@@ -292,53 +262,6 @@ class Placements(MovingKills):
         found = Counter(path.stem for root in (self.folder, self._far) for path in root.rglob("*.safetensors"))
         wrong = [name for name in names if found[name] != 1]
         self.note("not in one tier", Verdict.LOST, str(wrong[:2]), count=len(wrong))
-
-
-class Reorders(MovingKills):
-    """Chunks in blocks whose order is written again beside puts: each is there, in its old order or the new one."""
-
-    kill_share = 0.1
-
-    def use(self, first: int, tell: Callable[[int], None]) -> None:
-        store = self._blocks()
-        bits = torch.Generator().manual_seed(first)
-        keys: list[Any] = []
-        for number in range(first + 1, first + MOVED_CHUNKS):
-            store.put(drawn_chunk(number))
-            tell(number)
-            keys.append(drawn_chunk(number).key)
-            for key in keys[-4:]:
-                store.note(key, torch.rand(len(key.token_ids), generator=bits), 0.5)
-                store.reordering.put(DueOrder(key))
-        while True:
-            store.reorder()
-            for key in keys:
-                store.note(key, torch.rand(len(key.token_ids), generator=bits), 0.5)
-
-    def _blocks(self) -> PartialStore:
-        tier = plugins.load("store.tiers", "disk")(self.folder / "blocks")
-        return PartialStore([]).keep_blocks(tier, BLOCK_TOKENS)
-
-    def check(self, acknowledged: list[int], capped: bool) -> None:
-        """Look at the blocks, not at chunks that are whole."""
-        super().check(acknowledged, capped=False)
-
-    def _look(self, acknowledged: list[int], capped: bool) -> Verdict:
-        store = self._blocks()
-        store._tier.remove_orphans()
-        verdicts = [self._found(store, drawn_chunk(number)) for number in acknowledged]
-        left = list((self.folder / "blocks").rglob("*.tmp"))
-        for verdict in (Verdict.WRONG, Verdict.LOST):
-            if verdict in verdicts:
-                return verdict
-        return Verdict.LOST if left or store.faults else Verdict.RIGHT
-
-    def _found(self, store: PartialStore, chunk: ChunkKV) -> Verdict:
-        got = store.stream(chunk.key, lambda: chunk)
-        if got is None:
-            return Verdict.LOST
-        whole = ChunkKV(got.key, tuple(got.layers), got.tables, got.layer_table)
-        return Verdict.RIGHT if is_same(whole, chunk) else Verdict.WRONG
 
 
 PROCESSES = 3

@@ -20,12 +20,11 @@ import torch
 from hf_blend import BlendCache, ChunkStore
 
 from .changes import Changes
-from .entries import Changing, Files, Planted, Signed
+from .entries import Changing, Files
 from .fault import BROKEN, FaultClass, Verdict
-from .kills import CallKills, Demotions, Placements, Races, RandomKills, Reorders
-from .requests import Partial, Prefills
-from .states import Checkpoints, Sessions
-from .tiers import FailingCalls, FaultyTierFaults, LostServer, Remote
+from .kills import CallKills, Demotions, Placements, Races
+from .requests import Prefills
+from .tiers import FailingCalls, FaultyTierFaults, Remote
 from .world import World
 
 PREFIX, QUESTION = [1, 3, 4, 5], list(range(80, 89))
@@ -82,23 +81,15 @@ AFTER = 20  # rounds between two looks at the process
 CLASSES: dict[str, type[FaultClass]] = {
     "files": Files,
     "changing-files": Changing,
-    "planted": Planted,
-    "signed": Signed,
-    "partial": Partial,
-    "checkpoints": Checkpoints,
-    "sessions": Sessions,
     "remote": Remote,
     "prefills": Prefills,
     "model-changes": Changes,
     "failing-calls": FailingCalls,
     "faulty-tier": FaultyTierFaults,
-    "lost-server": LostServer,
     "races": Races,
     "call-kills": CallKills,
-    "random-kills": RandomKills,
     "demotions": Demotions,
     "placements": Placements,
-    "reorders": Reorders,
 }
 
 

@@ -26,7 +26,6 @@ from .world import SECRET, ModelCache, drawn_chunk
 
 DURING = ("one bit of an answer", "zeros", "another object", "a short answer", "an error", "nothing in time")
 AFTERWARDS = ("other bytes after the first reading", "gone after the first reading")
-LOST = ("gone", "hangs", "forgets")
 HURRY_S, PATIENCE_S = 0.005, 60.0
 
 
@@ -34,22 +33,22 @@ class FaultyServer(RemoteTier):
     """Objects by name."""
 
     def __init__(self, objects: dict[str, bytes], way: str = "", draw: random.Random | None = None) -> None:
-        super().__init__("server", HURRY_S if way in ("hangs", "nothing in time") else PATIENCE_S)
+        super().__init__("server", HURRY_S if way == "nothing in time" else PATIENCE_S)
         self.objects, self.way, self.draw = objects, way, draw or random.Random(0)
         self.sent = 0  # bytes of objects, since it was opened
         self._answers, self._fails_at = 0, self.draw.randrange(3)
 
     def ask_ping(self) -> object:
-        return self._ask()
+        return self.objects
 
     def ask_stat(self, name: str) -> Found | None:
-        content = self._ask().get(name)
+        content = self.objects.get(name)
         if content is None or self._is_over(content):
             return None if content is None or self.way.startswith("gone") else self._found(content)
         return self._found(content)
 
     def ask_bytes(self, name: str, found: Found, start: int, stop: int) -> bytes:
-        content = self._ask()[name]
+        content = self.objects[name]
         is_over = self._is_over(content)
         answer = bytearray(content[start:stop])
         self.sent += len(answer)
@@ -61,17 +60,17 @@ class FaultyServer(RemoteTier):
         return bytes(answer)
 
     def ask_put(self, name: str, content: bytes) -> bool:
-        objects = self._ask()
+        objects = self.objects
         return name not in objects and objects.setdefault(name, content) is content
 
     def ask_delete(self, name: str, identity: object) -> bool:
-        return self._ask().pop(name, None) is not None
+        return self.objects.pop(name, None) is not None
 
     def ask_names(self, space: str) -> Sequence[str]:
-        return [name for name in self._ask() if name.startswith(space)]
+        return [name for name in self.objects if name.startswith(space)]
 
     def ask_all(self) -> Mapping[str, ObjectStat]:
-        return {name: ObjectStat(len(content), 0.0) for name, content in self._ask().items()}
+        return {name: ObjectStat(len(content), 0.0) for name, content in self.objects.items()}
 
     def _found(self, content: bytes) -> Found:
         return Found(ObjectStat(len(content), 0.0), hash(content))
@@ -94,15 +93,6 @@ class FaultyServer(RemoteTier):
         place = self.draw.randrange(len(answer))
         answer[place] ^= 1 << self.draw.randrange(8)
         return bytes(answer)
-
-    def _ask(self) -> dict[str, bytes]:
-        if self.way == "gone":
-            raise ConnectionRefusedError("nobody listens")
-        if self.way == "hangs":
-            time.sleep(4 * HURRY_S)
-        if self.way == "forgets":
-            self.objects.clear()
-        return self.objects
 
 
 COSTLY = {"put.lost", "put.flip", "put.torn", "put.full", "open.other", "read.flip", "read.zero", "read.truncate"}
@@ -156,38 +146,6 @@ class FaultyTierFaults(FaultClass):
         else:
             store.contains(chunk.key)
         return Verdict.MISS
-
-
-HARMLESS = ("gone", "hangs")  # what was stored before is there afterwards
-LOST_CHUNKS = 4
-OPERATIONS = 12
-
-
-class LostServer(FaultClass):
-    """Every use of the store while the server is lost counts as one fault."""
-
-    share = 0.03
-
-    def inject(self, count: int) -> None:
-        chunks = [drawn_chunk(number) for number in range(LOST_CHUNKS)]
-        for _ in range(-(-count // OPERATIONS)):
-            way, objects = self.random.choice(LOST), dict[str, bytes]()
-            with ChunkStore([], [FaultyServer(objects)]) as before:
-                for chunk in chunks[1:]:
-                    before.put(chunk)
-            lost = ChunkStore([], [FaultyServer(objects, way)])
-            for _ in range(OPERATIONS):
-                chunk = self.random.choice(chunks)
-                if self.random.random() < 0.3:
-                    self.judge(way, lambda: Verdict.MISS if lost.put(chunk) else Verdict.WRONG)  # noqa: B023
-                else:
-                    self.judge(way, lambda: self.expect(lost, chunk))  # noqa: B023
-            if way in HARMLESS:
-                after = ChunkStore([], [FaultyServer(objects)])
-                for chunk in chunks[1:]:
-                    verdict = self.find(after, chunk)
-                    if verdict is not Verdict.RIGHT:
-                        self.note(way, verdict, "looked for after the server came back")
 
 
 ASKING = ("get", "stream", "stream in any order", "stream read ahead", "two streams")

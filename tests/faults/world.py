@@ -23,7 +23,6 @@ from .damage import clear
 from .oracle import Truth, is_equal, stock_kv
 
 __all__ = [
-    "NEIGHBOURS",
     "SECRET",
     "WAYS",
     "Entry",
@@ -45,10 +44,6 @@ SHELVES: dict[str, dict[str, Any]] = {
     "int8": {"codec": "int8"},
     "signed int8": {"secret": SECRET, "codec": "int8"},
 }
-NEIGHBOURS = (
-    *("of another model", "behind another sink", "behind no sink", "of another tenant"),
-    "of tokens in another order",
-)
 WAYS = ("get", "stream", "stream in any order", "stream read ahead", "two streams", "new process")
 SMALL: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 DEEP: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4}  # 1.6 MB an entry
@@ -106,11 +101,6 @@ class World:
         self.chunks = [tuple(draw.randrange(3, 128) for _ in range(length)) for length in LENGTHS]
         truths = {ids: stock_kv(self.model, SINK, ids) for ids in self.chunks}
         self.shelves = {name: self._filled(name, self.model, truths, given) for name, given in SHELVES.items()}
-        self._neighbours: dict[tuple[str, int, str], bytes] = {}
-
-    @cached_property
-    def _other(self) -> LlamaForCausalLM:
-        return build_model(1, **SMALL)
 
     @cached_property
     def deep(self) -> ModelCache:
@@ -145,31 +135,6 @@ class World:
                 assert is_same(got, computed), "an entry is not what stock transformers computes"
             shelf.entries.append(Entry(computed, replace(got, layers=tuple(got.layers)), path, path.read_bytes()))
         return shelf
-
-    def neighbour(self, name: str, place: int, kind: str) -> bytes:
-        """The bytes of an entry that differs from one of a shelf in its model, sink, tenant or tokens."""
-        if (name, place, kind) not in self._neighbours:
-            ids = self.chunks[place]
-            model = self._other if kind == "of another model" else self.model
-            sink = {"behind another sink": (2,), "behind no sink": ()}.get(kind, SINK)
-            ids = ids[::-1] if kind == "of tokens in another order" else ids
-            with ChunkStore.open("memory://", namespace="other" if kind == "of another tenant" else "") as held:
-                (key,) = held.add(model, None, [ids], chunk_prefix_ids=sink)
-                chunk = held.get(key)
-            assert chunk is not None, "it is held in memory"
-            self._neighbours[name, place, kind] = self.written(name, chunk)
-        return self._neighbours[name, place, kind]
-
-    def written(self, name: str, chunk: ChunkKV, **settings: Any) -> bytes:
-        """What the file of a chunk holds, where a store with the settings of a shelf, or others, has put it."""
-        given = {**self.shelves[name].settings, **settings, "namespace": chunk.key.namespace}
-        folder = self.folder / "written"
-        with ChunkStore.open(folder, durability="none", **given) as store:
-            store.put(chunk)
-        (path,) = (folder / "objects").rglob("*.safetensors")
-        content = path.read_bytes()
-        path.unlink()
-        return content
 
 
 def take(store: ChunkStore, entry: Entry, way: str, draw: random.Random) -> tuple[list[ChunkKV], bool]:
