@@ -125,6 +125,15 @@ def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: st
     return ROW_MASK(mask, (rows + 1).clamp_max(keys - past - 1), past, keys, implementation)
 
 
+def first_key_unseen(mask: Any, *given: Any) -> Any:
+    made = ROW_MASK(mask, *given)
+    plain = torch.as_tensor(made).as_subclass(torch.Tensor)
+    visible = plain.clone() if plain.dtype == torch.bool else plain == 0
+    first = visible.long().argmax(-1, keepdim=True)
+    visible &= ~(torch.zeros_like(visible).scatter(-1, first, True) & (visible.sum(-1, keepdim=True) > 1))
+    return row_masks.RowMask.of(visible) if isinstance(made, row_masks.RowMask) else visible
+
+
 def without_padding(mask: Any, rows: Any, past: int, keys: int, implementation: str, *_: Any) -> Any:
     return ROW_MASK(None, rows, past, keys, implementation)
 
@@ -240,6 +249,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("moved_chunk", realign, "compose", one_step_each),
     ("prefix_cache", plan, "compute_chunks", stored_coarsely),
     ("ratio_1", row_masks, "row_mask", looking_ahead),
+    ("ratio_1", row_masks, "row_mask", first_key_unseen),
     ("ratio_1_batch", row_masks, "row_mask", without_padding),
     ("all_but_one", row_masks, "row_mask", looking_ahead),
     ("ratio_1_states", row_masks, "row_mask", looking_ahead),
