@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A bench times the model that is named, in place of a shape with random weights."""
+"""A bench times the model that is named, and counts what a prefill asks of the host: a GPU waits for every launch."""
 
 import json
 
@@ -9,6 +9,7 @@ import torch
 
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bench import shapes
+from hf_blend.evaluation.bench.overhead import KernelCount, OverheadPlan, measure_overhead
 from hf_blend.evaluation.bench.shapes import SHAPES, kv_bytes, timed_model
 
 SMALL = {
@@ -66,3 +67,25 @@ def test_bytes_of_k_and_v_are_those_of_a_stock_cache():
     cache = model(torch.zeros((1, 5), dtype=torch.long), use_cache=True).past_key_values
     assert kv_bytes(model, 5) == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert "head_dim" not in SHAPES["tiny"]
+
+
+WAITS = {"kv-deviation": 3, "boundary": 3}  # the ids, what the model is, whether layer 0 fits what is stored
+KERNELS = 1.15  # of a stock prefill
+
+
+@pytest.mark.parametrize("selector", WAITS)
+def test_a_layer_launches_hardly_more_kernels_than_a_stock_one_however_many_chunks_there_are(selector):
+    plan = OverheadPlan(tokens=160, short_tokens=32, chunks=(2, 16), settings=((selector, 0.15),), rounds=1)
+    few, many = measure_overhead(plan)["rows"]
+    assert many["kernels_per_layer"] <= KERNELS * many["stock_kernels_per_layer"]
+    assert many["kernels_per_layer"] == pytest.approx(few["kernels_per_layer"], rel=0.03)
+    assert few["syncs"] == many["syncs"] <= many["stock_syncs"] + WAITS[selector]
+
+
+def test_the_count_sees_kernels_and_waits_but_no_views():
+    states = torch.ones(4, 6)
+    with KernelCount().counting() as counted:
+        assert int((states.view(6, 4)[2:].transpose(0, 1) + 1).sum()) == 32
+        states.tolist()
+    assert counted.kernels == {"aten::add": 1, "aten::sum": 1}
+    assert sum(counted.syncs.values()) == 2

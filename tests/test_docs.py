@@ -1,16 +1,21 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the documents say runs: Python blocks in the order of the page, command lines against the real command line."""
+"""What the documents say runs, is so, and is what the committed results say, also in examples and in the guide."""
 
 import copy
+import importlib.util
+import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import measured
 import pictures
 import pytest
+import torch
 import typer
 from tables import PLACE, filled
 from worlds import reference_questions
@@ -18,7 +23,10 @@ from worlds import reference_questions
 import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
 from hf_blend.cli.main import build, commands
+from hf_blend.errors import PluginNotFoundError
+from hf_blend.evaluation.demo.wish import DemoRequest
 from hf_blend.verify.runner import check_names
+from tests.chat_templates import ASKED, CHATML, DOCUMENTS, small_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -153,3 +161,156 @@ def test_the_reference_names_no_method_that_is_not_there():
 
 def test_all_commands_are_spoken_of_somewhere():
     assert {line.split()[1] for line in LINES if line.startswith("hf-blend ")} >= set(commands()) - {"eval"}
+
+
+STEP = re.compile(r"^\* `([\w/]+\.py)` (`[\w.]+`(?:, `[\w.]+`)*)", re.MULTILINE)
+
+
+def traced() -> list[tuple[str, str]]:
+    """The functions of one prefill in the order of their first call."""
+    spec = importlib.util.spec_from_file_location("calls", ROOT / "benchmarks" / "calls.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return list(module.count_calls().counts)
+
+
+def told() -> list[tuple[str, str]]:
+    """The functions that the page names."""
+    page = (ROOT / "docs" / "life_of_a_request.md").read_text("utf-8")
+    assert page.count("\n## ") == 8
+    return [(file, name) for file, names in STEP.findall(page) for name in re.findall(r"`([\w.]+)`", names)]
+
+
+def test_the_page_names_what_is_called_in_the_order_in_which_it_is_called():
+    called, named = traced(), told()
+    assert not [entry for entry in named if entry not in called]
+    places = [called.index(entry) for entry in named]
+    assert places == sorted(places), [named[n] for n in range(1, len(named)) if places[n] < places[n - 1]]
+
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.mark.usefixtures("small_smollm2")
+@pytest.mark.parametrize("program", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
+def test_the_example_runs_and_says_something(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    runpy.run_path(str(program), run_name="__main__")
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_folder_for_custom_generate_takes_messages(tiny_model):
+    tokenizer = small_tokenizer("spaces")
+    model = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=2048)
+    folder = Path(__file__).resolve().parent.parent / "examples" / "custom_generate" / "custom_generate"
+    generate = runpy.run_path(str(folder / "generate.py"))["generate"]
+    store, settings = ChunkStore.open("memory://"), {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    given = {"tokenizer": tokenizer, "messages": [ASKED], "documents": DOCUMENTS, "recompute_ratio": 1.0}
+    tokenizer.chat_template = CHATML
+    try:
+        output = generate(model, store=store, **given, **settings)
+        expected = tokenizer.apply_chat_template([ASKED], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    finally:
+        tokenizer.chat_template = None
+    assert torch.equal(output, model.generate(expected, **settings))
+    assert len(store) == 4
+
+
+GUIDE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text("utf-8")
+(EVAL,) = re.findall(r"^hf-blend eval --method.*$", GUIDE, re.MULTILINE)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder, and the guide's file in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
+    code = re.search(r"Write this to `(\w+\.py)`:\n\n```python\n(.*?)```", GUIDE, re.DOTALL)
+    (tmp_path / code[1]).write_text(code[2])
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_smollm2")
+def test_the_frontier_is_plotted_and_an_edited_file_is_not_mixed_with_the_old_one(here, run):
+    words = shlex.split(EVAL)[1:]
+    words[words.index("--limit") + 1] = "2"
+    code, _, err = run(*words, "--ratio", "0.1")
+    assert code == 0, err
+    rows = json.loads((here / "run" / "summary.json").read_text())["rows"]
+    assert {row["ratio"] for row in rows if row["method"] == "./relative_value.py"} == {0.02, 0.05, 0.15, 0.3, 0.1}
+    assert (here / "run" / "quality-charged-budget.svg").read_text().startswith("<svg")
+    assert (here / "run" / "report.html").exists()
+    path = here / "relative_value.py"
+    path.write_text(path.read_text().replace("1e-12", "1e-6"))
+    code, _, err = run(*words, "--ratio", "0.1")
+    assert code == 2
+    assert "holds a run with files" in err
+
+
+def test_a_visitor_of_the_demo_cannot_name_a_file(here):
+    with pytest.raises(PluginNotFoundError, match="no selector"):
+        DemoRequest("a\nb", "c?", 0.1, "./relative_value.py").config()
+
+
+PAGE = (ROOT / "docs" / "measurements.md").read_text("utf-8")
+TEXTS = {path.name: path.read_text("utf-8") for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+TOYS = ("chain model", "chain-world", "`chains`", "reference model", "reference world", "reference-world")
+MOST_WORDS, MOST_COLUMNS, MOST_ROWS = 5000, 6, 8
+each = pytest.mark.parametrize("section", measured.SECTIONS, ids=lambda one: one.file)
+
+
+def document(section):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{section.file}.json").read_text("utf-8"))
+
+
+def tables(text):
+    """The lines of each table of a page, without its head."""
+    return [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
+
+
+def test_the_page_is_made_from_the_committed_results():
+    assert measured.page() == PAGE, "run make docs"
+
+
+def test_the_page_is_short_enough_to_be_read():
+    assert len(PAGE.split()) <= MOST_WORDS
+    long = [rows[0] for rows in tables(PAGE) if len(rows) - 2 > MOST_ROWS]
+    heads = [(name, rows[0]) for name, text in TEXTS.items() for rows in tables(text)]
+    assert (long, [one for one in heads if one[1].count("|") > MOST_COLUMNS + 1]) == ([], [])
+
+
+@each
+def test_a_section_has_its_verdict_first_and_says_how_often_and_what_it_cannot_show(section):
+    written = section.written(document(section))
+    assert re.match(rf"## {re.escape(section.title)}\n\n[^\n]+\? \*\*[^\n*]+\.\*\*\n\n\|", written)
+    assert re.search(r"(median|fastest) of \d|n = \d", written)
+    assert "annot show" in written
+    assert f"(../benchmarks/results/{section.file}.json)" in written
+    assert len(tables(written)) == 1
+
+
+@each
+def test_a_changed_figure_changes_table_and_verdict(section):
+    before, found = section.written(document(section)), tripled(document(section))
+    assert section.verdict(found) != section.verdict(document(section))
+    assert tables(section.written(found)) != tables(before)
+
+
+def tripled(value):
+    """The same document with other measurements; counts of what was asked for stay."""
+    if isinstance(value, float):
+        return 3 * value + 17
+    if isinstance(value, list):
+        return [tripled(one) for one in value]
+    if isinstance(value, dict):
+        kept = ("ratio", "rate_gb_s", "gpu_hour", "load_to_compute")
+        counts = {"right": 99, "break_even_tokens": {"any": 99}}
+        return {key: one if key in kept else counts.get(key, tripled(one)) for key, one in value.items()}
+    return value
+
+
+def test_no_page_shows_what_a_toy_model_answers():
+    told = {name: [toy for toy in TOYS if toy in text] for name, text in TEXTS.items() if name != "reference.md"}
+    assert {name: toys for name, toys in told.items() if toys} == {}

@@ -24,7 +24,7 @@ QUICK = (  # a second or two together: the plan, the rows, a store's chunks, and
     f"{BLEND}states_of_another_chunk_are_refused_and_computed_fresh",
     f"{BLEND}with_every_chunk_refused_the_request_is_a_full_prefill",
 )  # fmt: skip
-OF_THE_REPOSITORY = {"benchmarks", "examples", "eval_scores", "release", "imports", "plugins", "real_model", "style"}
+OF_THE_REPOSITORY = {"benchmarks", "eval_scores", "faults", "imports", "plugins", "real_model", "style"}
 ALONE = """
 import sys
 sys.meta_path[:] = [one for one in sys.meta_path if "Editable" not in str(one)]  # it would find what is absent

@@ -1,14 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Finding chunks by content: as a naive search would, only faster."""
+"""Finding chunks by content as a naive search would, only faster, also where first or last tokens differ."""
 
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_blend.store import ChunkKey
+from hf_blend.store.content import WindowFilter, hashes, unpack_tokens
 
 from .conftest import catalog_of
 
@@ -68,3 +71,83 @@ def test_thousands_of_chunks_with_one_beginning_cost_one_look_each():
     catalog = catalog_of(*chunks)
     prompt = [token for chunk in chunks[::100] for token in [9, *chunk]]
     assert len(found(catalog, "f", (1,), prompt)) == 30
+
+
+def matches(catalog, prompt):
+    found = catalog.match("f", (1,), prompt)
+    return [(one.start, list(unpack_tokens(one.packed)), one.first, one.tokens) for one in found]
+
+
+def drawn(seed, tokens, vocabulary=1000):
+    return random.Random(seed).choices(range(10, vocabulary), k=tokens)
+
+
+@given(st.integers(40, 90), st.integers(0, 8), st.integers(0, 8), st.integers(0, 20), st.integers(0, 999))
+def test_a_chunk_is_found_up_to_eight_other_tokens_at_either_end(length, head, tail, before, seed):
+    chunk = drawn(seed, length)
+    inside = chunk[head : length - tail]
+    prompt = [*[1] * before, *[2] * bool(head), *inside, *[3] * bool(tail), 4]
+    found = matches(catalog_of(chunk, drawn(seed + 1, 40)), prompt)
+    assert found == [(before + bool(head), chunk, head, length - head - tail)]
+
+
+@given(st.lists(st.tuples(st.integers(8, 40), st.integers(0, 6)), min_size=1, max_size=6), st.integers(0, 10**6))
+def test_what_is_found_is_in_the_prompt_without_overlap_and_cannot_be_longer(shapes, seed):
+    source = random.Random(seed)
+    chunks = [[source.randrange(10, 16) for _ in range(length)] for length, _ in shapes]
+    prompt = [token for chunk, (_, cut) in zip(chunks, shapes, strict=True) for token in [1, *chunk[cut:], 2]]
+    found, stop = matches(catalog_of(*chunks), prompt), 0
+    for start, chunk, first, tokens in found:
+        assert start >= stop, "from left to right, without overlap"
+        assert tokens > 0
+        assert prompt[start : start + tokens] == chunk[first : first + tokens]
+        stop = start + tokens
+    taken = {at for start, _, _, tokens in found for at in range(start, start + tokens)}
+    for start, chunk, first, tokens in found:
+        for place, inside in ((start - 1, first - 1), (start + tokens, first + tokens)):
+            is_inside = 0 <= place < len(prompt) and 0 <= inside < len(chunk)
+            assert not is_inside or place in taken or prompt[place] != chunk[inside], "it ends where a token differs"
+
+
+def test_of_chunks_with_one_beginning_the_one_that_agrees_the_furthest_is_found():
+    head = drawn(0, 30)
+    chunks = [[*head, *drawn(number, 20)] for number in range(1, 500)]
+    prompt = [1, 2, *chunks[77][3:-1], 5]
+    assert matches(catalog_of(*chunks), prompt) == [(2, chunks[77], 3, 46)]
+
+
+def test_the_second_of_two_overlapping_chunks_begins_where_the_first_ends_if_it_is_worth_reading():
+    text = drawn(0, 150)
+    first, second = text[:100], text[60:]
+    assert matches(catalog_of(first, second), [1, *text, 2]) == [(1, first, 0, 100), (101, second, 40, 50)]
+    first, second = text[:100], text[10:105]
+    assert matches(catalog_of(first, second), [1, *text, 2]) == [(1, first, 0, 100)]
+
+
+def test_a_beginning_that_is_cut_off_is_found_from_a_quarter_on_and_a_longer_run_goes_before_whole_chunks():
+    chunk = drawn(0, 100)
+    assert matches(catalog_of(chunk), [1, *chunk[:25], 2]) == [(1, chunk, 0, 25)]
+    assert matches(catalog_of(chunk), [1, *chunk[:24], 2]) == []
+    assert matches(catalog_of(chunk), [1, *chunk[40:], 2]) == [], "what was before these tokens is not there"
+    assert matches(catalog_of(chunk, chunk[10:13]), [1, *chunk[1:], 2]) == [(1, chunk, 1, 99)]
+
+
+@pytest.mark.parametrize("text", [[7] * 4000, [7, 8] * 2000, list(range(7, 12)) * 800])
+def test_text_that_repeats_itself_is_matched_without_end(text):
+    assert sum(tokens for *_, tokens in matches(catalog_of(text[:64], [*text[:50], 3]), [1, *text, 2])) > 3900
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=8, max_size=60), st.data())
+def test_the_filter_misses_no_window(prompt, data):
+    windows, ids = WindowFilter(), np.array(prompt, np.int32)
+    places = data.draw(st.sets(st.integers(0, len(prompt) - 8)))
+    for place in places:
+        windows.add(hashes(ids[place : place + 8], 8))
+    assert places <= set(windows.positions(ids).tolist())
+
+
+def test_the_filter_lets_few_positions_through():
+    windows, source = WindowFilter(), np.random.default_rng(0)
+    for row in source.integers(0, 32000, (5000, 8)):
+        windows.add(hashes(row.astype(np.int32), 8))
+    assert len(windows.positions(source.integers(0, 32000, 20000).astype(np.int32))) < 20000 / 7

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from hf_blend.errors import ConfigError, PromptError, StoreError
 from hf_blend.model.anatomy import default_sink
 from hf_blend.store import ChunkKey, ChunkStore
 from hf_blend.store.eviction.lru import Lru
-from hf_blend.store.memory import MemoryCache, default_memory_bytes
+from hf_blend.store.memory import MemoryCache, available_bytes, default_memory_bytes
 from hf_blend.store.tiers import files as files_module
 
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(1, 9)), max_size=40)
@@ -568,3 +569,45 @@ def test_a_hit_in_memory_takes_five_calls_of_ours_at_most(opened, chunk):
         sys.setprofile(None)
     assert found is not None
     assert len(calls) <= 5, calls
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """The machine has 64 GiB left, and this process holds 1."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("M", (), {"available": 64 * GIB}))
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: type("M", (), {"rss": GIB}))
+
+
+def groups(folder, own, **limits):
+    (folder / "own").write_text(own)
+    for path, limit in limits.items():
+        file = folder / path.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{limit}\n")
+    return available_bytes(folder, folder / "own") // GIB
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "expected"),
+    [
+        ("0::/\n", {}, 64),
+        ("0::/\n", {"memory.max": 8 * GIB}, 7),
+        ("0::/\n", {"memory.max": "max"}, 64),
+        ("0::/a/b\n", {"a__b__memory.max": "max", "a__memory.max": 4 * GIB, "memory.max": 16 * GIB}, 3),
+        ("0::/a\n", {"a__memory.max": GIB // 2}, 0),
+        ("5:cpu:/x\n4:memory:/docker/1\n0::/\n", {"memory__memory.limit_in_bytes": 8 * GIB}, 7),
+        ("4:memory,hugetlb:/d\n", {"memory__d__memory.limit_in_bytes": 2 * GIB}, 1),
+        ("4:memory:/\n", {"memory__memory.limit_in_bytes": 9223372036854771712}, 64),
+        ("0::/../..\n", {"memory.max": 8 * GIB}, 7),
+        ("what\n", {}, 64),
+    ],
+)
+def test_the_smallest_limit_of_all_groups_holds(own, limits, expected, tmp_path, process):
+    assert groups(tmp_path, own, **limits) == expected
+
+
+def test_where_there_are_no_groups_the_machine_holds(tmp_path, process):
+    assert available_bytes(tmp_path, tmp_path / "absent") == 64 * GIB
