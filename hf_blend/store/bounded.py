@@ -30,7 +30,7 @@ class BoundedTier(WrappedTier, Budget):
     several processes together may pass the cap by what they put in between.
 
     The cap is `cap_bytes`, or with `spare_bytes` so many more than there are. `owner` is of what is put, and of what
-    is there and begins with `claimed`; a quota is of the objects of one owner. `on_evicted` gets what had to leave.
+    is there and begins with `claimed`; a quota is of the objects of one owner.
     """
 
     def __init__(
@@ -44,11 +44,10 @@ class BoundedTier(WrappedTier, Budget):
         claimed: str | None = None,
         spare_bytes: int | None = None,
         quota_bytes: int | None = None,
-        on_evicted: Callable[[str], object] = lambda _: None,
     ) -> None:
         WrappedTier.__init__(self, tier)
         Budget.__init__(self, cap_bytes, policy, index)
-        self.owner, self.on_evicted = owner, on_evicted
+        self.owner = owner
         self.quota = None if quota_bytes is None else (owner, quota_bytes)
         self._totals |= {} if quota_bytes is None else {owner: 0}
         self.makes_room = True  # on a full device, by evicting; not where another tier takes what is refused
@@ -207,7 +206,7 @@ class BoundedTier(WrappedTier, Budget):
             Budget.set_pin(self, name, True)
             return
         self.remove(name)
-        self.on_evicted(name)
+        self.stats.count("evicted", self.name)
 
     def _entered(self, name: str, stamp_s: float) -> tuple[float, str, str | None]:
         is_ours = self._claimed is not None and name.startswith(self._claimed)

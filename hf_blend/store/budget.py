@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from .eviction.base import EvictionPolicy, State
 from .index import Index
 from .locks import new_lock
+from .stats import StoreStats
 
 __all__ = ["APPLY_EVERY", "Budget"]
 
@@ -22,9 +23,10 @@ class Budget:
     """Sizes, pins and an eviction policy. It moves no bytes itself; threads may share it."""
 
     owner = ""  # of what is added
+    name = ""  # of the tier, under which is counted what leaves it
 
     def __init__(self, cap_bytes: int | None, policy: EvictionPolicy, index: Index) -> None:
-        self.policy, self.index = policy, index
+        self.policy, self.index, self.stats = policy, index, StoreStats()
         self._cap_bytes = cap_bytes
         self._in_flight_bytes = 0
         self._totals: dict[str | None, int] = {None: 0}  # bytes of an owner that has a quota, and of all

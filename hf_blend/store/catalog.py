@@ -21,7 +21,7 @@ from .format import hash_namespace
 from .index import Group, Index
 from .seal import keyed
 from .stats import StoreStats
-from .tiers.base import EntryFault, ObjectStat
+from .tiers.base import EntryFault
 
 __all__ = ["Catalog", "Listed", "entry_name"]
 
@@ -70,24 +70,19 @@ class Catalog:
         found = next(filter(None, (self._key(tier, name) for tier in self._tiers)), None) if self._secret else None
         return found.digest if found else name[-64:]
 
-    def add(self, key: ChunkKey, stat: ObjectStat, where: str) -> None:
-        """Take up a chunk that a tier has."""
-        for tier in self._tiers:
-            if tier.name == where:
-                self._skipped.discard((where, self.name(key.digest)))
-                tier.know(self.name(key.digest), stat, key)
+    def add(self, tier: BoundedTier, key: ChunkKey) -> bool:
+        """Take up a chunk that was written to a tier; False if it is not there."""
+        name = self.name(key.digest)
+        stat = tier.stat(name)
+        if stat is not None:
+            self._skipped.discard((tier.name, name))
+            tier.know(name, stat, key)
+        return stat is not None
 
     def copied(self, name: str, near: BoundedTier, far: BoundedTier) -> None:
         """Take up an entry that another tier has now, too."""
-        key, stat = self._key(near, name), far.tier.stat(name)
-        if key is not None and stat is not None:
-            far.know(name, stat, key)
-
-    def forget(self, digest: str, tier: str | None = None) -> None:
-        """Drop a chunk that turned out to be gone from a tier, or from all."""
-        for one in self._tiers:
-            if tier in (None, one.name):
-                one.forget(self.name(digest))
+        if (key := self._key(near, name)) is not None:
+            self.add(far, key)
 
     def match(
         self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int], *, parts: bool = True

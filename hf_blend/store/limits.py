@@ -14,6 +14,7 @@ from .bounded import BoundedTier
 from .eviction.base import EvictionPolicy
 from .index import Index
 from .memory import MemoryCache, default_memory_bytes
+from .stats import StoreStats
 from .tiers.base import Tier
 
 __all__ = ["Limits"]
@@ -51,7 +52,6 @@ class Limits:
         tier: Tier,
         folder: Path | None,
         owner: str,
-        on_evicted: Callable[[str], object],
         on_fault: Callable[[str], object] | None = None,
         cap_bytes: int | None = None,
         claimed: str | None = None,
@@ -71,14 +71,13 @@ class Limits:
             claimed=claimed,
             spare_bytes=_spare_bytes(folder) if on_disk and folder and self.disk_bytes is None else None,
             quota_bytes=self.quota_bytes,
-            on_evicted=on_evicted,
         )
 
-    def bound_blocks(
-        self, tier: Tier, folder: Path | None, claimed: str, on_evicted: Callable[[str], object]
-    ) -> BoundedTier:
+    def bound_blocks(self, tier: Tier, folder: Path | None, claimed: str, stats: StoreStats) -> BoundedTier:
         """Put the tier that keeps chunks in blocks under a cap of its own: in memory that of memory."""
-        return self.bound(tier, folder, claimed, on_evicted, cap_bytes=self._memory_bytes, claimed=claimed)
+        bounded = self.bound(tier, folder, claimed, cap_bytes=self._memory_bytes, claimed=claimed)
+        bounded.name, bounded.stats = "blocks", stats
+        return bounded
 
     @property
     def _memory_bytes(self) -> int:

@@ -12,7 +12,6 @@ from .chunk import ChunkKey, ChunkKV, Layout
 from .eviction.base import EvictionPolicy
 from .guard import Guard
 from .index import Index
-from .stats import StoreStats
 
 __all__ = ["MemoryCache", "available_bytes", "default_memory_bytes"]
 
@@ -35,7 +34,6 @@ class MemoryCache(Budget):
         super().__init__(cap_bytes, policy, Index())
         self._uses = self._count_uses()
         self.name, self.device, self.ttl_s = name, device, ttl_s
-        self.stats = StoreStats()
         self._chunks: dict[str, tuple[ChunkKV, Guard, float]] = {}  # with the time at which it came
 
     def get(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
@@ -88,30 +86,30 @@ class MemoryCache(Budget):
             held = self._chunks.get(digest)
             return held is not None and (self.ttl_s is None or time.monotonic() - held[2] <= self.ttl_s)
 
-    def put(self, chunk: ChunkKV) -> list[str]:
-        """Take a chunk, unless what is pinned or protected leaves no room for it; gives what had to leave."""
+    def put(self, chunk: ChunkKV) -> None:
+        """Take a chunk, unless what is pinned or protected leaves no room for it."""
         digest = chunk.key.digest
         if not self._cap_bytes:
-            return []
+            return
         chunk = chunk.stacked()
         with self._lock:
             self.delete(digest)
-            gone = self._make_room(chunk.nbytes)
+            self._make_room(chunk.nbytes)
             if self.fits(chunk.nbytes) or not self._chunks:
                 mine = chunk.to(self.device) if self.device else chunk
                 self._chunks[digest] = mine, Guard(mine.buffers()), time.monotonic()
                 self.add(digest, chunk.nbytes)
                 self.index.describe(digest, chunk.key, "")
-            return gone
 
     @contextlib.contextmanager
-    def reserve(self, nbytes: int) -> Iterator[list[str]]:
-        """Count bytes that are about to be loaded, and make room for them first; yields what had to leave."""
+    def reserve(self, nbytes: int) -> Iterator[None]:
+        """Count bytes that are about to be loaded, and make room for them first."""
         with self._lock:
-            gone = self._make_room(nbytes) if self._cap_bytes else []
+            if self._cap_bytes:
+                self._make_room(nbytes)
             self._in_flight_bytes += nbytes
         try:
-            yield gone
+            yield
         finally:
             with self._lock:
                 self._in_flight_bytes -= nbytes
@@ -129,11 +127,10 @@ class MemoryCache(Budget):
             for digest in list(self._chunks):
                 self.delete(digest)
 
-    def _make_room(self, nbytes: int) -> list[str]:
-        gone = self.victims(nbytes)
-        for digest in gone:
+    def _make_room(self, nbytes: int) -> None:
+        for digest in self.victims(nbytes):
             self.delete(digest)
-        return gone
+            self.stats.count("evicted", self.name)
 
 
 def default_memory_bytes() -> int:

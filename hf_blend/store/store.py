@@ -126,15 +126,13 @@ class BaseStore:
         self._codec = codec
         self._stats = StoreStats()
         self._memories = tuple(memories)
-        for memory in memories:
-            memory.stats = self._stats
         self._blocks: Path | None = None  # where stores that load in part keep blocks; this one only removes them
         owner, folder = owner_of(secret, namespace), index.parent if index else None
         self.importance = TokenImportance(index / f"{owner}.importance" if index else None, secret)
         skipped = partial(self._stats.count, "skipped")
-        self._tiers = tuple(
-            limits.bound(tier, folder, owner, partial(self._was_evicted, tier.name), skipped) for tier in tiers
-        )
+        self._tiers = tuple(limits.bound(tier, folder, owner, skipped) for tier in tiers)
+        for one in (*self._memories, *self._tiers):
+            one.stats = self._stats
         self._home = next((tier for tier in self._tiers if tier.name == self.placement), None)
         self._moving = new_lock()  # taken before any tier's own; no chunk is moved by two threads at once
         for near, far in pairwise(self._tiers) if self._home else ():
@@ -560,13 +558,6 @@ class BaseStore:
             memory.clear()
         self.importance.save()
 
-    def _was_evicted(self, tier: str, _: str) -> None:
-        self._stats.count("evicted", tier)
-
-    def count_eviction(self, tier: str) -> None:
-        """Count an entry of another kind that had to leave a tier."""
-        self._stats.count("evicted", tier)
-
     def block_name(self, digest: str) -> str:
         """Name the entry of a chunk in blocks."""
         return entry_name(self.secret, f"{self.namespace}\0blocks", digest)
@@ -617,9 +608,7 @@ class BaseStore:
         content = source.release() if isinstance(source, RecordedSource) else None
         if content is not None:
             for other in self._nearer(tier):
-                stat = self._send(other, chunk, lambda: [content])
-                if stat is not None:
-                    self._catalog.add(chunk.key, stat, other.name)
+                self._send(other, chunk, lambda: [content])
         else:
             self._leave_others(chunk.key.digest, tier)
         return held
@@ -664,16 +653,13 @@ class BaseStore:
         digest = chunk.key.digest
         for memory in self._memories:
             try:
-                self._count_evicted(memory, memory.put(chunk))
+                memory.put(chunk)
                 if memory.reads_importance and (share := self.importance.share(digest)) is not None:
                     memory.use(digest, share)
             except (RuntimeError, MemoryError) as error:  # of a device that is full
                 self._stats.count("store_failures", type(error).__name__)
                 self._stats.warn_once(f"chunks cannot be held in the {memory.name} tier ({error})")
         return next((one for one in (memory.peek(digest) for memory in self._memories) if one), chunk)
-
-    def _count_evicted(self, memory: MemoryCache, gone: Sequence[str]) -> None:
-        self._stats.count("evicted", memory.name, len(gone))
 
     def _new_queue(self, tier: BoundedTier, queue_bytes: int) -> WriteQueue[PendingWrite]:
         def write(pending: PendingWrite) -> None:
@@ -691,7 +677,7 @@ class BaseStore:
         if not any(queue.contains(digest) for queue in self._queues.values()):
             self._queued.remove(digest)
 
-    def _send(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded, wait_s: float = 0.0) -> ObjectStat | None:
+    def _send(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded, wait_s: float = 0.0) -> bool:
         """Queue an entry for a tier, or write it now if there are no queues.
 
         Its digests are computed now: what is written to the tensors while they wait is noticed when they are read.
@@ -706,19 +692,15 @@ class BaseStore:
                 self._left_queue(pending.digest)  # it may have been written already
         except (OSError, MemoryError) as error:
             self._refuse_write(tier, error)
-        return None
+        return False
 
-    def _write_behind(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> ObjectStat | None:
+    def _write_behind(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> bool:
         """Write an entry to a tier; what the home of all chunks refuses goes to the nearest tier before it."""
         nearer = reversed(self._tiers[: self._tiers.index(tier)]) if tier is self._home else ()
-        for one in (tier, *nearer):
-            stat = self._write(one, chunk, encoded)
-            if stat is not None:
-                self._catalog.add(chunk.key, stat, one.name)
-                return stat if one is tier else None
-        return None
+        return any(self._write(one, chunk, encoded) for one in (tier, *nearer))
 
-    def _write(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> ObjectStat | None:
+    def _write(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> bool:
+        """Write an entry to a tier, and take it up in the catalog; False if the tier does not have it then."""
         name = self._catalog.name(chunk.key.digest)
         try:
             if not tier.contains(name):
@@ -729,10 +711,10 @@ class BaseStore:
                 self._stats.count("stored", tier.name, int(stored))
                 if tier.reads_importance and (share := self.importance.share(chunk.key.digest)) is not None:
                     tier.use(name, share)
-            return tier.stat(name)
+            return self._catalog.add(tier, chunk.key)
         except (OSError, MemoryError, EntryFault) as error:
             self._refuse_write(tier, error)
-            return None
+            return False
 
     def _refuse_write(self, tier: BoundedTier, error: Exception) -> None:
         reason = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
@@ -763,7 +745,7 @@ class BaseStore:
             try:
                 source = self._open(tier, key)
                 if source is None:
-                    self._catalog.forget(key.digest, tier.name)
+                    tier.forget(self._catalog.name(key.digest))
                     return None, "absent"
                 opened.callback(source.close)
                 if self._is_old(source.stat):
@@ -790,7 +772,7 @@ class BaseStore:
         deleted, reader = self._deleted, EntryReader(source, key, self.secret, layout)
         with contextlib.ExitStack() as reserved:
             for memory in self._memories[-1:]:
-                self._count_evicted(memory, reserved.enter_context(memory.reserve(reader.nbytes)))
+                reserved.enter_context(memory.reserve(reader.nbytes))
             chunk = reader.read()
         self._stats.count("loaded_bytes", tier.name, chunk.nbytes)
         stored = self._store_read(chunk, tier, source, deleted)
@@ -842,10 +824,7 @@ class BaseStore:
             return False
         if not target.put_if_absent(name, [content]) and not self._has_good(target, name):
             return False  # what has its name there is damaged, or cannot be read now
-        stat = target.stat(name)
-        if stat is not None:
-            self._catalog.add(key, stat, target.name)
-        return stat is not None
+        return self._catalog.add(target, key)
 
     def _demote(self, near: BoundedTier, far: BoundedTier, name: str) -> None:
         """Write what a full tier evicts to the next one; what that refuses is evicted all the same."""
@@ -874,7 +853,7 @@ class BaseStore:
                 with self._moving:
                     removed = there.contains(name) and other.delete(name)
                 self._stats.count("moved", there.name, int(removed))
-                self._catalog.forget(digest, other.name)
+                other.forget(name)
 
     def _remove(self, tier: BoundedTier, name: str, source: Source | None, cause: str) -> bool:
         """Make room for a good entry, unless another process already put one there."""
@@ -901,22 +880,18 @@ class BaseStore:
         return [*memories, *(("queue", queue) for queue in self._queues.values())]
 
     def _store(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
-        """Take a chunk into memory, write it to every tier or into its queue, and tell the catalog."""
+        """Take a chunk into memory, and write it to every tier or into its queue."""
         digest = chunk.key.digest
         here = (memory.peek(digest) for memory in self._memories if memory.device is None)
         mine = next((one for one in here if one and one.key == chunk.key), None) or chunk.own_copy()
         stored = stored_as(mine, self._codec)
         self._hold(stored)
         encoded = functools.cache(partial(encode_entry, mine, self.secret, self._codec))
-        stats: dict[str, ObjectStat | None] = {}
         for tier in self._tiers[self._tiers.index(self._home) :] if self._home else self._tiers:
             write = self._write if tier.is_local else partial(self._send, wait_s=wait_s)
-            stats[tier.name] = write(tier, stored, encoded)
-            if self._home and (stats[tier.name] or not tier.is_local):
+            is_there = write(tier, stored, encoded)
+            if self._home and (is_there or not tier.is_local):
                 break
-        for name, stat in stats.items():
-            if stat is not None:
-                self._catalog.add(chunk.key, stat, name)
         return chunk if stored is mine else stored
 
     def _move(self, digest: str, there: BoundedTier) -> bool:

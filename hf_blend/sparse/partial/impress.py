@@ -29,7 +29,7 @@ class Impress(PartialLoader):
         tier = plugins.load("store.tiers", "disk")(folder) if folder else plugins.load("store.tiers", "memory")()
         store: PartialStore = make(PartialStore)
         space = store.block_name("")[:3]
-        bounded = limits.bound_blocks(tier, folder, space, lambda _: store.count_eviction("blocks"))
+        bounded = limits.bound_blocks(tier, folder, space, store._stats)
         loader = partial(PartialLoading, share=share, alpha=alpha, fallback=fallback)
         return store.keep_blocks(bounded, block_tokens, loader, reorder)
 

@@ -9,28 +9,22 @@ order; chunks whose tokens were never weighed count as important throughout.
 
 import math
 
-from .base import EvictionPolicy, State
+from .base import EvictionPolicy, State, frequency
 
-_DECAY = math.log(2) / 512  # of the frequency, per use of the tier
 _NEW_SHARE = 0.3  # of the newest measurement in the moving average of the important share
 _LEAST_SHARE = 1e-3
 _UNKNOWN = -1.0  # share of a chunk that was never weighed
 
 
 class Importance(EvictionPolicy):
-    """The score is log(frequency × share), moved to a time before the first use, when all decays are alike."""
+    """The score is log(frequency × share)."""
 
     def updated(self, state: State | None, stamp_s: float, uses: float, important_ratio: float | None) -> State:
         """Score, log of the aged frequency, share of important tokens."""
-        frequency, share = (state[1], state[2]) if state else (-math.inf, _UNKNOWN)
+        used, share = (state[1], state[2]) if state else (-math.inf, _UNKNOWN)
         if important_ratio is not None:
             known = share if share >= 0 else important_ratio
             share = known + _NEW_SHARE * (important_ratio - known)
         if important_ratio is None or state is None:
-            high, low = max(frequency, _DECAY * uses), min(frequency, _DECAY * uses)
-            frequency = high + math.log1p(math.exp(low - high))
-        return (_score(frequency, share), frequency, share)
-
-
-def _score(frequency: float, share: float) -> float:
-    return frequency + (0.0 if share < 0 else math.log(max(share, _LEAST_SHARE)))
+            used = frequency(used, uses)
+        return (used + (0.0 if share < 0 else math.log(max(share, _LEAST_SHARE))), used, share)

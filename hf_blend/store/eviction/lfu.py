@@ -2,19 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunk that is used least often leaves first, recent uses counting more.
 
-The frequency is that of `importance`: a sum that halves with every 512 uses of the tier. What differs between the two
-is the share of important tokens alone.
+The frequency is that of `importance`. What differs between the two is the share of important tokens alone.
 """
 
 import math
 
-from .base import EvictionPolicy, State
-
-_DECAY = math.log(2) / 512  # of the frequency, per use of the tier
+from .base import EvictionPolicy, State, frequency
 
 
 class Lfu(EvictionPolicy):
-    """The score is the log of the frequency, moved to a time before the first use, when all decays are alike."""
+    """The score is the log of the frequency."""
 
     reads_importance = False
 
@@ -22,6 +19,4 @@ class Lfu(EvictionPolicy):
         """Log of the aged frequency; a report of important tokens is no use."""
         if state is not None and important_ratio is not None:
             return state
-        now = _DECAY * uses
-        high, low = (max(state[0], now), min(state[0], now)) if state else (now, -math.inf)
-        return (high + math.log1p(math.exp(low - high)),)
+        return (frequency(state[0] if state else -math.inf, uses),)
