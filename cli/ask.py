@@ -10,24 +10,7 @@ import typer
 
 from hf_blend.errors import ConfigError, PromptError
 
-from .options import (
-    RATIO,
-    SELECTOR,
-    Controller,
-    Correction,
-    Device,
-    Dtype,
-    IndexedTokens,
-    MaxNewTokens,
-    Model,
-    Partial,
-    Ratio,
-    Selector,
-    Store,
-    System,
-    TopK,
-    Unverified,
-)  # fmt: skip
+from . import options
 from .output import Json, humanise, interruptible, marked, say, show
 from .reading import read, say_limits, split
 
@@ -54,22 +37,22 @@ def ask(
     question: Question = None,
     files: Files = None,
     questions: Questions = None,
-    model: Model = None,
-    store: Store = None,
-    top_k: TopK = 8,
-    ratio: Ratio = RATIO,
-    selector: Selector = SELECTOR,
-    partial: Partial = None,
-    controller: Controller = False,
+    model: options.Model = None,
+    store: options.Store = None,
+    top_k: options.TopK = 8,
+    ratio: options.Ratio = options.RATIO,
+    selector: options.Selector = options.SELECTOR,
+    partial: options.Partial = None,
+    controller: options.Controller = False,
     compare: Compare = False,
     rounds: Rounds = 1,
-    chunk_tokens: IndexedTokens = None,
-    system: System = None,
-    max_new_tokens: MaxNewTokens = 256,
-    correction: Correction = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    allow_unverified: Unverified = False,
+    chunk_tokens: options.IndexedTokens = None,
+    system: options.System = None,
+    max_new_tokens: options.MaxNewTokens = 256,
+    correction: options.Correction = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    allow_unverified: options.Unverified = False,
     json: Json = False,
 ) -> None:
     """Answer from the pieces of documents that a question is about, and name their sources.

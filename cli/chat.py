@@ -10,22 +10,7 @@ import typer
 
 from hf_blend.errors import PromptError
 
-from .options import (
-    RATIO,
-    SELECTOR,
-    Correction,
-    Device,
-    Dtype,
-    IndexedTokens,
-    MaxNewTokens,
-    Model,
-    Ratio,
-    Selector,
-    Store,
-    System,
-    TopK,
-    Unverified,
-)  # fmt: skip
+from . import options
 from .output import Json, say, show
 from .reading import read, say_limits, split
 
@@ -43,19 +28,19 @@ WORDS = "Ask something. /sources names what the last answer read, /reset forgets
 
 def chat(
     corpus: Files = None,
-    model: Model = None,
-    store: Store = None,
-    top_k: TopK = 8,
+    model: options.Model = None,
+    store: options.Store = None,
+    top_k: options.TopK = 8,
     fixed: Fixed = False,
-    ratio: Ratio = RATIO,
-    selector: Selector = SELECTOR,
-    chunk_tokens: IndexedTokens = None,
-    system: System = None,
-    max_new_tokens: MaxNewTokens = 256,
-    correction: Correction = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    allow_unverified: Unverified = False,
+    ratio: options.Ratio = options.RATIO,
+    selector: options.Selector = options.SELECTOR,
+    chunk_tokens: options.IndexedTokens = None,
+    system: options.System = None,
+    max_new_tokens: options.MaxNewTokens = 256,
+    correction: options.Correction = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    allow_unverified: options.Unverified = False,
     json: Json = False,
 ) -> None:
     """Answer one question after the other, each from the pieces of documents that it is about.
