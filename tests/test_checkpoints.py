@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, PromptError, StateCheckpoints, UnsupportedModelError
-from hf_blend.context import handed, stock_form
+from hf_blend.context import stock_form
 from hf_blend.context.stock_form import StockForm
 from hf_blend.model.anatomy import stock_cache
 from tests import asking
@@ -107,41 +107,7 @@ def last_inputs_of_the_convolution_left_out(monkeypatch):
     left_at_zero(monkeypatch, "conv_states")
 
 
-def states_of_one_token_before(monkeypatch):
-    """K and V of one token more than the states have seen."""
-    take = StockForm.take
-    before = {}
-
-    def older(self, held, start, stop):
-        parts = take(self, held, start, stop)
-        if not before:
-            model = model_of("qwen3_next")
-            shorter = stock_cache(model)
-            with torch.no_grad():
-                model(prompt()[:, : stop - 1], past_key_values=shorter)
-            before.update(take(self, shorter, 0, stop - 1))
-        return {name: before[name] if name[-1].isdigit() else tensor for name, tensor in parts.items()}
-
-    monkeypatch.setattr(StockForm, "take", older)
-
-
-def another_models_file(monkeypatch):
-    monkeypatch.setattr(StateCheckpoints, "_identity", {"model": "any", "transformers": "any"})
-    monkeypatch.setattr(handed, "fingerprint", lambda _: "any")
-    made = StateCheckpoints.__init__
-
-    def for_the_other(self, model, folder, **options):
-        made(self, model if (folder / "once").exists() else tiny_model("qwen3_next", seed=1), folder, **options)
-        (folder / "once").touch()
-
-    monkeypatch.setattr(StateCheckpoints, "__init__", for_the_other)
-
-
-MISTAKES = (states_left_at_zero, last_inputs_of_the_convolution_left_out, states_of_one_token_before,
-            another_models_file)  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [states_left_at_zero, last_inputs_of_the_convolution_left_out])
 def test_a_mistake_shows_in_the_logits(tmp_path, monkeypatch, mistake):
     model = model_of("qwen3_next")
     StateCheckpoints(model, tmp_path / "other").resume(prompt())  # how it continues is found out without the mistake

@@ -18,6 +18,7 @@ from hf_blend.loading.controller import LoadingController, advise
 from hf_blend.loading.profile import Point, Profile, bytes_per_second, profile_of, tier_rates
 from hf_blend.prefill.report import Advice
 from hf_blend.store import ChunkStore
+from tests.asking import logits
 
 
 def cost(tokens: int, ratio: float) -> float:
@@ -103,11 +104,8 @@ def stored(model, path, chunks=(40, 50)):
 
 
 def answered(model, store, chunks=(40, 50), **settings):
-    cache = BlendCache(model, store, **settings)
-    given = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "output_logits": True}
-    inputs = cache.inputs(None, **request(chunks))
-    output = model.generate(**inputs, past_key_values=cache, **given, return_dict_in_generate=True)
-    return torch.stack(output.logits), cache.report
+    got, cache = logits(model, request(chunks), store=store, **settings)
+    return got, cache.report
 
 
 def test_controller_has_chunks_computed_where_loading_takes_longer(tmp_path, profile):
@@ -122,7 +120,7 @@ def test_controller_has_chunks_computed_where_loading_takes_longer(tmp_path, pro
         torch.tensor([[1, *request()["chunks"][0], *request()["chunks"][1], 7, 9, 11]]),
         max_new_tokens=3, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    torch.testing.assert_close(got, torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, torch.stack(plain.logits, 1), rtol=1e-4, atol=1e-4)
 
 
 def test_controller_counts_the_projections_of_a_hybrid(tmp_path, profile):

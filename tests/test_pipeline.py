@@ -14,11 +14,12 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ChunkStore, observer, plugins
+from hf_blend import ChunkStore, observer, plugins
 from hf_blend.prefill.pipeline import Pipeline
 from hf_blend.store import entry
 from hf_blend.store.stream import StreamedLayers
 from hf_blend.store.tiers.base import EntryFault
+from tests.asking import logits
 from tests.faults.faulty_tier import FaultyTier
 
 CHUNKS = [list(range(10, 42)), list(range(40, 90))]
@@ -32,12 +33,8 @@ def model():
 
 
 def answered(model: Any, store: ChunkStore, **settings: Any) -> tuple[torch.Tensor, Any]:
-    cache = BlendCache(model, store, recompute_ratio=0.2, **settings)
-    output = model.generate(
-        **cache.inputs(None, **PIECES), past_key_values=cache, max_new_tokens=4, do_sample=False, eos_token_id=None,
-        output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
-    return torch.stack(output.logits), cache.report
+    got, cache = logits(model, PIECES, store=store, tokens=4, recompute_ratio=0.2, **settings)
+    return got, cache.report
 
 
 def cold(tier: Any) -> ChunkStore:
