@@ -25,11 +25,11 @@ MOST = {
     "selectors": 716,
     "serving": 3_753,
     "sparse": 2_656,
-    "store": 6_382,
+    "store": 6_349,
     "verify": 1_370,
-    "cli": 2_565,
+    "cli": 2_533,
     "evaluation": 5_896,
-    "tests": 34_366,
+    "tests": 33_529,
 }
 
 
