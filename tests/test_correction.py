@@ -15,6 +15,7 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.indexing import Indexer
 from hf_blend.evaluation.retrieving import Piece
+from hf_blend.model import correction
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.canary import compute_chunks
 from hf_blend.model.correction import DECAYS, ContextCorrection
@@ -222,3 +223,17 @@ def test_contexts_of_a_fit_leave_room_for_chunks_in_a_model_of_few_positions(sha
     long = [(ids * 9, placed) for ids, placed in chunk_prompts(1, chunks=6)]
     made = ContextCorrection.fit(shared_model("llama"), [*long, *chunk_prompts(2)], contexts=1)
     assert made.contexts.shape == (1, shared_model("llama").config.max_position_embeddings // 4)
+
+
+def test_contexts_are_computed_once_and_not_by_a_model_that_changed(tiny_model, monkeypatch):
+    model, seen = tiny_model("llama"), []
+    made, compute = ContextCorrection.fit(model, chunk_prompts(4), contexts=2), correction.capture_texts
+    monkeypatch.setattr(correction, "capture_texts", lambda *given: seen.append(1) or compute(*given))
+    key = ChunkKey(made.identity(fingerprint(model)), (1,), tuple(random_ids(9, 1)))
+    chunks = [compute_chunks(model, [key], correction=made)[0] for _ in range(2)]
+    assert torch.equal(*(chunk.layers[-1][1] for chunk in chunks))
+    assert len(seen) == 1
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    with pytest.raises(ConfigError, match="fitted for the model"):
+        compute_chunks(model, [key], correction=made)

@@ -17,7 +17,7 @@ MOST = {
     "images": 666,
     "integrations": 1_866,
     "loading": 467,
-    "model": 4_339,
+    "model": 4_355,
     "offload": 995,
     "prefill": 2_706,
     "prompt": 697,
@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_370,
     "cli": 2_533,
     "evaluation": 5_896,
-    "tests": 33_529,
+    "tests": 33_544,
 }
 
 

@@ -70,19 +70,24 @@ def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
     return [cut_chunk(captured, key, start, end) for key, start, end in ends]
 
 
-def capture_behind(model: nn.Module, keys: Sequence[ChunkKey], contexts: Tensor) -> list[ChunkKV]:
+def capture_texts(model: nn.Module, texts: Tensor) -> Any:
+    """A cache that holds several texts, `[texts, tokens]`."""
+    cache = full_cache(model)
+    capture(model, texts, cache=cache)
+    return cache
+
+
+def capture_behind(model: nn.Module, keys: Sequence[ChunkKey], texts: Tensor, before: Any) -> list[ChunkKV]:
     """Compute the KV of chunks, each the mean behind several texts instead of behind what its key says.
 
     The texts are as long as each other, so K has the same positions behind all of them and its mean needs no turning.
 
-    Shapes: contexts `[texts, tokens]`.
+    Shapes: texts `[texts, tokens]`; `before` holds them.
     """
+    found = []
     for key in keys:
-        check_chunk(model, key.token_ids, contexts[0].tolist())
-    before, found = full_cache(model), []
-    capture(model, contexts, cache=before)
-    for key in keys:
-        ids = torch.tensor([key.token_ids]).expand(len(contexts), -1)
+        check_chunk(model, key.token_ids, texts[0].tolist())
+        ids = torch.tensor([key.token_ids]).expand(len(texts), -1)
         captured = capture(model, ids, cache=deepcopy(before))
         means = tuple(tuple(_mean(one) for one in states) for states in captured.layers)
         alone = replace(key, chunk_prefix_ids=())

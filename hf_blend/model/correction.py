@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ from ..rotary.base import RotaryStyle, compose
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import default_sink, text_config
 from .calibrate import rotary_styles
-from .capture import capture, capture_behind, capture_chunks, cut_chunk, keeps_tokens_alone, packs
+from .capture import capture, capture_behind, capture_chunks, capture_texts, cut_chunk, keeps_tokens_alone, packs
 from .fingerprint import fingerprint
 
 __all__ = ["ContextCorrection"]
@@ -154,7 +156,16 @@ class ContextCorrection:
         return [self.corrected(model, one) for one in self._captured(model, keys)]
 
     def _captured(self, model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
-        return capture_chunks(model, keys) if self.contexts is None else capture_behind(model, keys, self.contexts)
+        if self.contexts is None:
+            return capture_chunks(model, keys)
+        if model not in self._held:
+            self._held[model] = capture_texts(model, self.contexts)
+        return capture_behind(model, keys, self.contexts, self._held[model])
+
+    @cached_property
+    def _held(self) -> "WeakKeyDictionary[nn.Module, Any]":
+        """Caches that hold the contexts, by the model that computed them; one that changed is refused before."""
+        return WeakKeyDictionary()
 
     def corrected(self, model: nn.Module, chunk: ChunkKV) -> ChunkKV:
         """Add to a chunk computed alone, or behind the contexts, what a prompt is expected to add."""
