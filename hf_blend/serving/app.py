@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from ..errors import HfBlendError, PromptError
 from ..prompt.pieces import TextPrompt
 from .answers import Answering, Asked
-from .guard import Guard
+from .guard import Guard, respond
 from .meters import Meters
 from .prompts import chat_prompt, text_prompt
 from .sampling import make_sampling
@@ -45,7 +45,6 @@ STATUS: dict[type[BaseException], tuple[int, str, str]] = {
     HfBlendError: (400, "invalid_request_error", "bad_request"),
     Exception: (500, "server_error", "internal_error"),
 }
-RETRY_S = "1"
 
 
 class Server:
@@ -185,7 +184,7 @@ def _add_errors(app: FastAPI) -> None:
 
     async def ours(request: Request, error: Exception) -> Response:
         status, body = _failed(error, request.state.id)
-        return _respond(status, body)
+        return respond(status, body)
 
     for kind in STATUS:
         app.add_exception_handler(kind, ours)  # type: ignore[arg-type]
@@ -209,8 +208,4 @@ def _message(error: BaseException, request_id: str) -> str:
 
 
 def _error(status: int, message: str, kind: str, code: str | None = None, param: str | None = None) -> JSONResponse:
-    return _respond(status, error_body(message, kind, code, param))
-
-
-def _respond(status: int, body: dict[str, Any]) -> JSONResponse:
-    return JSONResponse(body, status, headers={"retry-after": RETRY_S} if status in (429, 503) else None)
+    return respond(status, error_body(message, kind, code, param))

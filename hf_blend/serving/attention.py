@@ -7,6 +7,9 @@ mask, although each request sees its own keys alone. Here each request's rows me
 computed are then the sum over the requests of rows x keys, and a request that decodes is one row, whose K and V need
 not be repeated for each query head. Kernels that take the lengths of the requests, as flash attention does, are left
 as they are.
+
+On a CPU, a copy of K and V out of the blocks is half of a decoding step. There a row of a `BlendedPagedCache`, where
+those of blocks in a row are a slice, meets them in place.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +17,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ..model.anatomy import LayerInfo, decoder_layers
 from ..model.attention import STOCK, hook_attention
+from .paged import BlendedPagedCache
 
 __all__ = ["attend_by_request", "walk_requests"]
 
 AttentionFn = Callable[..., tuple[Tensor, Tensor | None]]
+_Span = tuple[slice, slice, bool, list[slice]]  # rows, keys, whether causal, and where K is if a row meets it there
+
+MOST_SLICES = 12  # of a request's K that a row meets where they are; a copy of more scattered ones costs as much
+ROWS = 4  # of a matrix product: a CPU multiplies 2 or 3 more slowly
 
 
 def attend_by_request(
@@ -37,7 +46,7 @@ def attend_by_request(
     cu_seq_lens_q: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with the rows of each request to its own keys, by the stock function.
+    """Attend with the rows of each request to its own keys, by the stock function where these are copied.
 
     The mask of a request is its block of the step's mask. Where the last row sees the first key, the request is
     causal without a window, and one row, or as many rows as keys, need no mask.
@@ -45,28 +54,65 @@ def attend_by_request(
     Shapes: query `[1, heads, rows, head_dim]`, key and value `[1, kv_heads, rows, head_dim]`, attention_mask
     `[1, 1, rows, keys]`, cu_seq_lens_q `[requests + 1]` → `[1, rows, heads, head_dim]`.
     """
+    reads, lengths, blocks = torch.empty(0), kwargs["cu_seq_lens_k"], (key, value)
+    if isinstance(cache, BlendedPagedCache) and query.device.type == "cpu" and query.dtype == torch.float32:
+        reads, lengths, blocks = kwargs["read_index"][0], lengths["full_attention"], cache.rows(module.layer_idx)
+        copied = [
+            reads[keys] for _, keys, _, slices in _spans(attention_mask, cu_seq_lens_q, lengths, reads) if not slices
+        ]
+        kwargs["read_index"] = [torch.cat([reads[:0], *copied])]
     key, value = cache.update(key, value, module.layer_idx, kwargs)
-    outputs = []
-    for start, end, first, last, is_causal in _spans(attention_mask, cu_seq_lens_q, kwargs["cu_seq_lens_k"]):
-        mask = None if is_causal else attention_mask[:, :, start:end, first:last]
-        states = (query[:, :, start:end], key[:, :, first:last], value[:, :, first:last])
+    outputs, at = [], 0
+    for rows, keys, is_causal, slices in _spans(attention_mask, cu_seq_lens_q, kwargs["cu_seq_lens_k"], reads):
+        if slices:
+            outputs.append(_attend_in_place(query[:, :, rows], blocks, slices, kwargs.get("scaling")))
+            continue
+        own = slice(at, at := at + keys.stop - keys.start)
+        states = (query[:, :, rows], key[:, :, own], value[:, :, own])
+        mask = None if is_causal else attention_mask[:, :, rows, keys]
         outputs.append(stock(module, *states, mask, *args, **{**kwargs, "is_causal": is_causal})[0])
     return torch.cat(outputs, dim=1), None
 
 
-def _spans(mask: Tensor, rows: Tensor, keys: Tensor) -> Sequence[tuple[int, int, int, int, bool]]:
-    """Rows and keys of each request, and whether it needs no mask; a device is asked at a step's first layer alone.
+def _attend_in_place(
+    query: Tensor, blocks: tuple[Tensor, Tensor], slices: Sequence[slice], scaling: float | None
+) -> Tensor:
+    """Attend with one row to K and V in slices of the blocks.
 
-    Shapes: mask `[1, 1, rows, keys]`, rows `[requests + 1]`, keys `[requests + 1]`.
+    Shapes: query `[1, heads, 1, head_dim]`, blocks `[rows, kv_heads, head_dim]` each → `[1, 1, heads, head_dim]`.
+    """
+    keys, values = ([one[part].transpose(0, 1) for part in slices] for one in blocks)
+    rows = query.view(len(keys[0]), -1, query.shape[3]) * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    padded = functional.pad(rows, (0, 0, 0, -rows.shape[1] % ROWS))
+    shares = torch.cat([padded @ one.mT for one in keys], dim=2).softmax(dim=2)
+    parts = zip(shares.split([one.shape[1] for one in values], dim=2), values, strict=True)
+    found: Tensor = sum(share @ one for share, one in parts)
+    return found[:, : rows.shape[1]].reshape(1, 1, -1, query.shape[3])
+
+
+def _spans(mask: Tensor, rows: Tensor, keys: Tensor, reads: Tensor) -> list[_Span]:
+    """Find the rows and keys of each request; a device is asked at a step's first layer alone.
+
+    Shapes: mask `[1, 1, rows, keys]`, rows `[requests + 1]`, keys `[requests + 1]`, reads `[keys]` or `[0]`.
     """
     known = vars(mask)  # each step makes a mask of its own for each kind of layer
     if "spans" not in known:
-        starts, key_starts = rows.tolist(), keys.tolist()
+        known["spans"], ends, key_ends = [], rows.tolist(), keys.tolist()
         is_seen = (mask[0, 0, rows[1:] - 1, keys[:-1]] == 0).tolist()
-        bounds = zip(starts, starts[1:], key_starts, key_starts[1:], is_seen, strict=False)
-        known["spans"] = [(*one, sees and one[1] - one[0] in (1, one[3] - one[2])) for *one, sees in bounds]
-    found: Sequence[tuple[int, int, int, int, bool]] = known["spans"]
+        for start, end, first, last, sees in zip(ends, ends[1:], key_ends, key_ends[1:], is_seen, strict=False):
+            is_causal = sees and end - start in (1, last - first)
+            slices = _slices(reads[first:last]) if is_causal and end - start == 1 else []
+            known["spans"].append((slice(start, end), slice(first, last), is_causal, slices))
+    found: list[_Span] = known["spans"]
     return found
+
+
+def _slices(reads: Tensor) -> list[slice]:
+    """Cut what a request reads of the blocks into slices; none where it is too scattered."""
+    cuts = [0, *((reads.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(reads)]
+    if not len(reads) or len(cuts) > MOST_SLICES + 1:
+        return []
+    return [slice(at, at + end - cut) for at, cut, end in zip(reads[cuts[:-1]].tolist(), cuts, cuts[1:], strict=False)]
 
 
 def walk_requests(model: nn.Module) -> list[RemovableHandle]:

@@ -240,12 +240,12 @@ class BlendedBatching(ContinuousBatchingManager):
     def _create_batch_processor(self) -> Any:
         with _Untouched():
             processor = super()._create_batch_processor()
-        cache = BlendedPagedCache.adopt(processor.cache, self.prefills)
-        if list(cache.cache_allocators) != ["full_attention"]:
+        if list(processor.cache.cache_allocators) != ["full_attention"]:
             raise UnsupportedModelError(
-                f"the engine keeps {', '.join(cache.cache_allocators)} for {type(self.model).__name__}, but blended "
-                "blocks hold full attention alone. Use a BlendCache for each request."
+                f"the engine keeps {', '.join(processor.cache.cache_allocators)} for {type(self.model).__name__}, but "
+                "blended blocks hold full attention alone. Use a BlendCache for each request."
             )
+        cache = BlendedPagedCache.adopt(processor.cache, self.prefills)
         scheduler = BlendedScheduler.adopt(processor.scheduler, self.prefills)  # type: ignore[arg-type]
         scheduler.begin = self._advance
         self.prefills.attach(cache, processor.inputs_and_outputs.compute_stream, scheduler.may_grow)

@@ -8,7 +8,8 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from starlette.responses import JSONResponse
@@ -79,6 +80,7 @@ PLAIN = re.compile(r"[!-~]{1,128}")  # a client's name for its request, which go
 MOST_PATH = 200
 CUT = 499  # as a client that went away
 MOST_DIGITS = 18  # of a length; Python refuses to read thousands
+RETRY_S = "1"
 OPEN = ("/health", "/metrics")  # asked by machines that have no key
 
 
@@ -190,4 +192,9 @@ async def _answer(scope: Scope, receive: Receive, send: Send, refused: Refused) 
     is_stranger = refused.status == 401
     body = error_body(str(refused), "authentication_error" if is_stranger else "invalid_request_error", refused.code)
     headers = {"www-authenticate": "Bearer"} if is_stranger else {"connection": "close"}
-    await JSONResponse(body, refused.status, headers)(scope, receive, send)
+    await respond(refused.status, body, headers)(scope, receive, send)
+
+
+def respond(status: int, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> JSONResponse:
+    """Answer with an error; one that passes says when to ask again."""
+    return JSONResponse(body, status, {**headers, **({"retry-after": RETRY_S} if status in (429, 503) else {})})

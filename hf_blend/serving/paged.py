@@ -45,17 +45,44 @@ class BlendedPagedCache(PagedAttentionCache):
         cache.__class__ = cls
         adopted: BlendedPagedCache = cache  # type: ignore[assignment]
         adopted.guide, adopted.blended, adopted.tails = guide, {}, {}
+        adopted._keep_layers_together()
         return adopted
+
+    def _keep_layers_together(self) -> None:
+        """Let K, and V, of each layer lie behind each other in all blocks: those of blocks in a row are a slice.
+
+        The engine's own order has all layers of a block behind each other, so what a layer reads is always copied.
+        """
+        allocator, page = self.allocator, self.page
+        stored = allocator.cache_tensor
+        by_layer = stored.view(len(allocator.layer_indices), 2, -1, *stored.shape[2:])
+        allocator._kv_token_views = dict(zip(allocator.layer_indices, map(tuple, by_layer), strict=True))
+        allocator._copy_view = by_layer.view(2 * len(by_layer), by_layer.shape[2] // page, -1).transpose(0, 1)
+        allocator.block_physical_stride = page
+        allocator.write_trash_index = page * allocator.blocks_per_sector
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """Take blocks for tokens of a request, in a row if there are such; return False where too few are free."""
+        if request_len > self.page and not dry_run:
+            self._put_in_row(request_len // self.page)
+        return bool(super().can_store_request_tokens(state, request_len, dry_run))
+
+    def _put_in_row(self, blocks: int) -> None:
+        """Order what is free: the next taken are of the shortest row that is long enough, or of the longest ones."""
+        free, rows = sorted(self.pool.free_sectors), list[list[int]]()
+        for sector in free:
+            if rows and rows[-1][-1] + 1 == sector:
+                rows[-1].append(sector)
+            else:
+                rows.append([sector])
+        needed = blocks // self.allocator.blocks_per_sector
+        rows.sort(key=lambda row: (len(row) > needed, -len(row) if len(row) > needed else len(row)))
+        self.pool.free_sectors[:] = [sector for row in rows for sector in reversed(row)]  # the last is taken first
 
     @property
     def allocator(self) -> Any:
         """Of the full attention layers, which are all layers."""
         return self.cache_allocators["full_attention"]
-
-    @property
-    def capacity(self) -> int:
-        """How many tokens fit, of all requests together."""
-        return int(self.allocator.num_blocks) * self.page
 
     @property
     def blocks_in_use(self) -> int:
@@ -110,6 +137,11 @@ class BlendedPagedCache(PagedAttentionCache):
             self.pool.try_to_free_sectors()
             return bool(self.can_store_request_tokens(state, tokens))
         return False
+
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer in all blocks, `[rows, kv_heads, head_dim]` each."""
+        keys, values = self.allocator._kv_token_views[layer]
+        return keys, values
 
     def rows_of(self, request_id: str, tokens: int) -> Tensor:
         """Where the first tokens of a request that has blocks for them are kept, `[tokens]`."""

@@ -22,11 +22,15 @@ NAMES = {  # module: class or function: its methods, and attributes that it sets
         "mark_complete_blocks search_prefix_match cache_allocators device pool",
     },
     "cache_allocators.cache_allocator": {
-        "CacheAllocator": "acquire_prefix_blocks get_write_indices match_prefix_blocks update block_table "
-        "blocks_per_sector index ledger num_blocks tokens_per_page",
+        "CacheAllocator": "acquire_prefix_blocks get_write_indices match_prefix_blocks update block_physical_stride "
+        "block_table blocks_per_sector cache_tensor index layer_indices ledger num_blocks tokens_per_page "
+        "write_trash_index",
         "compute_block_hash": "",
     },
-    "cache_allocators.cache_pool": {"CachePool": "count_free_blocks free_blocks try_to_free_sectors num_free_sectors"},
+    "cache_allocators.cache_pool": {
+        "CachePool": "count_free_blocks free_blocks try_to_free_sectors free_sectors num_free_sectors",
+    },
+    "cache_allocators.full_attention": {"FullAttentionCacheAllocator": "_copy_view _kv_token_views"},
     "cb_logits_processors": {
         "ContinuousBatchingLogitsProcessor": "fill_defaults prepare_tensor_args",
         "ContinuousBatchingLogitsProcessorList": "_retrieve_processors_kwargs check_kwargs do_processing "

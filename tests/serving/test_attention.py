@@ -44,69 +44,97 @@ def answers(model, bench, prompts):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_walk_requests_gives_the_answers_of_stock_batching_and_of_lone_requests(family, shared_model, bench):
-    model, prompts = shared_model(family, **FAMILIES[family]), asked(bench)
-    stock = answers(model, bench, prompts)
-    with walking(model):
-        assert answers(model, bench, prompts) == stock
-    alone = [
-        model.generate(torch.tensor([ids]), generation_config=bench.generation())[0, len(ids) :] for ids in prompts
-    ]
-    assert [ids.tolist() for ids in alone] == stock
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attend_by_request_computes_what_the_mask_of_the_whole_step_says(family, shared_model, bench, monkeypatch):
-    model, seen, furthest = shared_model(family, **FAMILIES[family]), [], [0.0]
+def test_walk_requests_gives_the_answers_of_stock_batching_and_of_lone_requests(
+    family, shared_model, bench, monkeypatch
+):
+    model, prompts, seen = shared_model(family, **FAMILIES[family]), asked(bench), []
 
     def both(stock, module, query, key, value, mask, *args, cache, **kwargs):
         key, value = cache.update(key, value, module.layer_idx, kwargs)
         expected = stock(module, query, key, value, mask, *args, **kwargs)[0]
         updated = SimpleNamespace(update=lambda *given: (key, value))
         found = attend_by_request(stock, module, query, key, value, mask, *args, cache=updated, **kwargs)[0]
-        assert found.shape == expected.shape
-        furthest[0] = max(furthest[0], float((found - expected).abs().max() / expected.abs().max()))
+        assert float((found - expected).abs().max() / expected.abs().max()) < 2e-6
         seen.append(len(kwargs["cu_seq_lens_k"]) - 1)
-        return expected, None
+        return found, None
 
+    stock = answers(model, bench, prompts)
     monkeypatch.setattr(attention, "attend_by_request", both)
     with walking(model):
-        answers(model, bench, asked(bench))
+        assert answers(model, bench, prompts) == stock
     assert max(seen) > 3, "no step had several requests"
-    assert furthest[0] < 2e-6
+    alone = [
+        model.generate(torch.tensor([ids]), generation_config=bench.generation())[0, len(ids) :] for ids in prompts
+    ]
+    assert [ids.tolist() for ids in alone] == stock
 
 
 @contextmanager
-def counted(monkeypatch, model):
-    """Per attention call of a step: the scores that are computed for a head, and the sum over the requests."""
-    rows, own, now = [], functional.scaled_dot_product_attention, []
+def watched(monkeypatch, model):
+    """Per attention call of a step: the scores that are computed for a head, rows and keys of the requests, errors."""
+    calls, own, in_place, now = [], functional.scaled_dot_product_attention, attention._attend_in_place, []
 
     def scores(query, key, *args, **kwargs):
         if now:
-            now[-1] += query.shape[1] * query.shape[2] * key.shape[2] // model.config.num_attention_heads
+            now[-1].append(query.shape[1] * query.shape[2] * key.shape[2] // model.config.num_attention_heads)
         return own(query, key, *args, **kwargs)
 
-    def watch(stock, module, query, key, value, mask, *args, **kwargs):
-        now.append(0)
-        found = taken(stock, module, query, key, value, mask, *args, **kwargs)
-        rows.append((now.pop(), kwargs["cu_seq_lens_q"].diff(), kwargs["cu_seq_lens_k"]["full_attention"].diff()))
-        return found
+    def scores_in_place(query, blocks, slices, scaling):
+        now[-1].append(sum(one.stop - one.start for one in slices))
+        slices_of.append(len(slices))
+        return in_place(query, blocks, slices, scaling)
 
-    taken = attention.attend_by_request
+    def watch(stock, module, query, key, value, mask, *args, cache, **kwargs):
+        now.append([])
+        reads = kwargs["read_index"][0]
+        found = taken(stock, module, query, key, value, mask, *args, cache=cache, **kwargs)[0]
+        keys = kwargs["cu_seq_lens_k"]["full_attention"]
+        if len(reads):
+            key, value = (one[reads].transpose(0, 1)[None] for one in cache.rows(module.layer_idx))
+        groups = query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(groups, dim=1).double() for one in (key, value))
+        expected = ((query.double() @ key.mT) * kwargs["scaling"] + mask.double()).softmax(3) @ value
+        error = float((found - expected.transpose(1, 2)).abs().max() / expected.abs().max())
+        calls.append((sum(now.pop()), kwargs["cu_seq_lens_q"].diff(), keys.diff(), error))
+        return found, None
+
+    taken, slices_of = attention.attend_by_request, []
     monkeypatch.setattr(functional, "scaled_dot_product_attention", scores)
+    monkeypatch.setattr(attention, "_attend_in_place", scores_in_place)
     monkeypatch.setattr(attention, "attend_by_request", watch)
-    yield rows
+    yield calls, slices_of
 
 
-def test_a_step_computes_the_scores_of_each_request_alone(shared_model, bench, store, monkeypatch):
-    model = shared_model("llama")
+@pytest.mark.parametrize("most", [12, 1, 0])  # K and V of a row in several slices, in one, copied
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_step_computes_the_scores_of_each_request_alone(family, most, shared_model, bench, store, monkeypatch):
+    model = shared_model(family, **FAMILIES[family])
     store.add(model, None, bench.workload.library)
-    with counted(monkeypatch, model) as rows, bench.engine(model, store, recompute_ratio=0.3) as engine:
+    monkeypatch.setattr(attention, "MOST_SLICES", most)
+    long = bench.generation(max_new_tokens=24, eos_token_id=-1)  # they take blocks in turn
+    with watched(monkeypatch, model) as (calls, slices), bench.engine(
+        model, store, recompute_ratio=0.3, generation_config=long
+    ) as engine:  # fmt: skip
         bench.answers(engine, bench.workload.asks(6))
-    crowded = [row for row in rows if len(row[1]) > 2]
+    crowded = [call for call in calls if len(call[1]) > 2]
     assert len(crowded) >= model.config.num_hidden_layers
-    for scores, of_rows, of_keys in crowded:
-        assert scores == int((of_rows * of_keys).sum()) < int(of_rows.sum() * of_keys.sum())
+    for scores, rows, keys, _ in crowded:
+        assert scores == int((rows * keys).sum()) < int(rows.sum() * keys.sum())
+    assert max(error for *_, error in calls) < 2e-6
+    assert {1, 2} <= {*slices} if most == 12 else {*slices} == ({1} if most else set())
+
+
+def test_blocks_of_a_prompt_are_in_a_row_between_those_that_are_kept_of_others(shared_model, bench, store):
+    with bench.engine(shared_model("llama"), store, {"num_blocks": 24}) as engine:
+        prompts = [bench.Ask([1, *bench.draw(length, length)]) for length in (50, 20, 40, 60)]
+        assert len(bench.answers(engine, prompts, blend=False)) == 4
+        paged, free = engine.paged, set(range(2, 26)) - {*engine.paged.allocator.ledger.cached_blocks}
+        assert len(free) == 14
+        for tokens, name in ((6 * 16, "long"), (16 + 1, "short"), (16 + 1, "other")):
+            assert paged.reserve(SimpleNamespace(request_id=name, current_len=lambda: 0), tokens)
+        tables = [paged.allocator.block_table[name] for name in ("long", "short", "other")]
+        assert all(table == list(range(table[0], table[0] + len(table))) for table in tables)
+        assert {one for table in tables for one in table} < free
 
 
 def test_a_step_of_a_model_that_was_walked_is_stock_again(shared_model, bench, untouched):

@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_blend import BlendCache, ChunkStore, observer
-from hf_blend.errors import ConfigError, PromptError, StoreError, UnsupportedModelError
+from hf_blend.errors import ConfigError, HfBlendError, StoreError, UnsupportedModelError
 from hf_blend.serving import engine as batching
 from hf_blend.serving import prefills, scheduler, upstream
 from hf_blend.serving.shares import Shares
@@ -578,19 +578,6 @@ def test_a_name_is_refused_while_a_request_has_it_and_free_when_that_is_over(mod
         check_all_returned(engine)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error"), [({"temprature": 1}, ConfigError), ({"eos_token_id": "x"}, ConfigError)]
-)
-def test_a_request_with_a_setting_that_makes_no_sense_is_refused_and_leaves_nothing(
-    settings, error, model, bench, store
-):
-    with bench.engine(model, store) as engine:
-        with pytest.raises(error):
-            engine.add_request([1, 5, 6], "mine", **settings)
-        bench.answers(engine, [bench.Ask([1, 5, 6])], request_id="mine")
-        check_all_returned(engine)
-
-
 def test_a_transformers_without_cache_allocators_is_refused_by_name(monkeypatch):
     missing = "transformers.generation.continuous_batching.cache_allocators"
     for name in (missing, f"{missing}.cache_allocator"):
@@ -951,18 +938,14 @@ def test_an_engine_for_which_no_number_of_blocks_fits_says_that_none_was_given(m
         bench.engine(model, store).start()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "new", "words"),
-    [(0, 4, "0 tokens"), (500, 40, "512 positions"), (300, 20, "256 tokens of cache")],
-)
-def test_a_prompt_that_does_not_fit_is_refused_before_it_reaches_the_engine(tokens, new, words, model, bench, store):
+def test_a_request_that_makes_no_sense_is_refused_before_it_reaches_the_engine_and_leaves_nothing(model, bench, store):
+    long, short = bench.draw(500, 0), [1, 5, 6, 7]
+    rows = [([], {"max_new_tokens": 4}, "0 tokens"), (long, {"max_new_tokens": 40}, "512 positions")]
+    rows += [(long[:300], {"max_new_tokens": 20}, "256 tokens of cache"), (short, {"temprature": 1}, "temprature")]
+    rows += [(short, {"max_new_tokens": new}, "expected a whole number from 1 on") for new in (0, -3, 2.5)]
     with bench.engine(model, store, {"num_blocks": 16}) as engine:
-        with pytest.raises(PromptError, match=words):
-            engine.add_request(bench.draw(tokens, 0), max_new_tokens=new)
-        assert bench.answers(engine, [bench.Ask([1, 5, 6, 7])])
-
-
-@pytest.mark.parametrize("new", [0, -3, 2.5])
-def test_an_answer_without_tokens_is_refused(new, model, bench, store):
-    with bench.engine(model, store) as engine, pytest.raises(PromptError, match="expected a whole number from 1 on"):
-        engine.add_request([1, 5, 6, 7], max_new_tokens=new)
+        for tokens, settings, words in [*rows, (short, {"eos_token_id": "x"}, "eos_token_id='x'")]:
+            with pytest.raises(HfBlendError, match=words):
+                engine.add_request(tokens, "mine", **settings)
+        assert bench.answers(engine, [bench.Ask(short)], request_id="mine")
+        check_all_returned(engine)
