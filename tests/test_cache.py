@@ -97,6 +97,11 @@ def test_plain_ids_and_built_inputs_are_the_same_request(shared_model, pieces, t
     assert torch.equal(first, generate(model, found, ids_of(request)))
     assert found.report.chosen_columns == built.report.chosen_columns
     assert found.report.exact_tokens == built.report.exact_tokens == 5
+    other = BlendCache(model, kept)
+    other.inputs(tokenizer, **request)
+    generate(model, other, ids_of(request).flip(1))
+    assert "other ids than those of the prompt" in other.report.notice
+    assert not built.report.notice
 
 
 def test_a_prompt_without_stored_chunks_is_a_plain_request(shared_model, pieces, untouched):

@@ -40,7 +40,7 @@ from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..prefill.blend import Prefill, PrefillContext
-from ..prefill.notices import other_tokenizers, too_small, why_nothing_found
+from ..prefill.notices import OTHER_IDS, other_tokenizers, too_small, why_nothing_found
 from ..prefill.observing import AttentionObserver, run_probe
 from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
@@ -664,13 +664,12 @@ class BlendCache(Cache):
         refuse_request_state(self.model, self._decoder_layers)
         identity = fingerprint(self.model)
         self._check_ms += 1e3 * (time.perf_counter() - began_s)
-        is_begun = known.pending.is_begun
-        if not known.pending:
-            known.tokenizer = ""
+        expected, is_begun = known.pending, known.pending.is_begun
+        known.tokenizer = known.tokenizer if expected else ""
         sink, ratio = tuple(self.chunk_prefix_ids), self.config.recompute_ratio
         planner = Planner(self.model, self.store, identity, sink, ratio, known.tokenizer)
         planner.images = {} if known.images is None else known.images.alone
-        plan, known.pending = known.pending.plan(planner, request, self._past)
+        plan, known.pending = expected.plan(planner, request, self._past)
         if known.pending.is_other:
             known.beginning = ()
         if not is_begun:
@@ -690,13 +689,13 @@ class BlendCache(Cache):
         )
         self._check_ms = 0.0
         self.report.advice = self.report.advice if plan.advice is None else asdict(plan.advice)
-        self._notice(plan, identity)
+        self._notice(plan, identity, OTHER_IDS if expected and known.pending.is_other else "")
         return plan
 
-    def _notice(self, plan: Plan, identity: str) -> None:
-        """Say, once of each kind, where the prompt and the store do not fit each other."""
+    def _notice(self, plan: Plan, identity: str, other: str) -> None:
+        """Say, once of each kind, where the prompt and the store, or what was expected, do not fit each other."""
         tokenizer = self._prompts.tokenizer
-        for notice in (other_tokenizers(plan.tokenizers, tokenizer), too_small(plan.kept_ratio)):
+        for notice in (other, other_tokenizers(plan.tokenizers, tokenizer), too_small(plan.kept_ratio)):
             if notice:
                 self.report.notice = " ".join(filter(None, (self.report.notice, notice)))
                 _warn_once(notice, "")

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from ..store import ChunkStore
 
-__all__ = ["other_tokenizers", "too_small", "why_nothing_found"]
+OTHER_IDS = (
+    "the model was called with other ids than those of the prompt that inputs() built, so only stored chunks are "
+    "reused, wherever they are found. Pass what inputs() returned."
+)
 
 
 def why_nothing_found(store: ChunkStore, fingerprint: str, chunk_prefix_ids: Sequence[int], tokenizer: str) -> str:

@@ -354,7 +354,7 @@ class Planner:
         for key in keys:
             chunk = held.get(key)
             if chunk is None:
-                compute = partial(_replace, plan.replaced, key, partial(self._compute_one, key))
+                compute = partial(_replace, plan.replaced, self._compute, key)
                 chunk = self._store.stream(key, compute, layout=layout)
             if chunk is not None and chunk.canary not in self._canaries and not is_of_model(self._model, chunk.canary):
                 self._store.reject(key, "canary")
@@ -367,9 +367,6 @@ class Planner:
             self._canaries.add(chunk.canary)
             self._fetched[key] = chunk
         return missing
-
-    def _compute_one(self, key: ChunkKey) -> ChunkKV:
-        return self._compute([key])[0]
 
     def _compute(self, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
         image = self.images.get(keys[0].token_ids)
@@ -398,7 +395,7 @@ def _real(
     return torch.from_numpy(real)
 
 
-def _replace(replaced: list[ChunkKey], key: ChunkKey, compute: Callable[[], ChunkKV]) -> ChunkKV:
+def _replace(replaced: list[ChunkKey], compute: Callable[..., list[ChunkKV]], key: ChunkKey) -> ChunkKV:
     """Compute a chunk alone. It knows no plan: the chunk keeps it, and would keep itself alive."""
     replaced.append(key)
-    return compute()
+    return compute([key])[0]

@@ -73,10 +73,12 @@ def sparse_decoding(
         )
     layers = decoder_layers(model)
     for index in session.layers:
-        if not LayerInfo.of(layers[index]).attention:
+        modules = LayerInfo.of(layers[index]).attention
+        if not modules or any(map(_repeats_keys, modules)):
             raise UnsupportedModelError(
-                f"layer {index} of {type(model).__name__} computes attention in code of its own, where no function of "
-                "transformers is looked up that could be taken. Decode without sparse."
+                f"layer {index} of {type(model).__name__} computes attention in code of its own, or of keys that it "
+                "repeats in its own code, but a function of transformers that is given the cache's keys is expected, "
+                "which could be taken. Decode without sparse."
             )
     hooks: list[SparseHooks] = []
     try:
@@ -88,6 +90,13 @@ def sparse_decoding(
         for one in hooks:
             one.remove()
         session.close()
+
+
+def _repeats_keys(module: Any) -> bool:
+    """Return True for attention of more heads than groups of key heads have: its keys are not the cache's (JetMoe)."""
+    heads: Any = getattr(module, "num_heads", None)
+    groups: Any = [getattr(module, f"num_key_value_{name}", None) for name in ("heads", "groups")]
+    return None not in (heads, *groups) and heads != groups[0] * groups[1]
 
 
 def _check_draft(model: nn.Module, draft: nn.Module | None, selects: bool) -> None:

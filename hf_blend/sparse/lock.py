@@ -54,11 +54,6 @@ class SelectionLock:
         self.age_steps = self.unchecked_steps = 0
 
     @property
-    def is_locked(self) -> bool:
-        """Whether a selection is held."""
-        return self.selection is not None
-
-    @property
     def is_due(self) -> bool:
         """Whether the next step needs to know what would be selected now."""
         if not self._config.lock or self.selection is None:

@@ -73,8 +73,7 @@ def partial_loading(
     """
     if not isinstance(cache.store, PartialStore):
         raise ConfigError(
-            f"the cache is over a {type(cache.store).__name__}, expected a PartialStore, which alone loads chunks in "
-            "part. Make the cache with one."
+            f"the cache is over a {type(cache.store).__name__}, but a PartialStore is expected. Use one."
         )
     if not 0 < share <= 1 or alpha < 0:
         raise ConfigError(f"share is {share} and alpha {alpha}, wanted above 0 and up to 1, and 0 or more.")
@@ -128,15 +127,10 @@ class PartialLoading(PartDecoding):
     def report(self) -> LoadReport:
         """What was loaded so far."""
         partial, fallback = self._counts
-        layers = len(self._cache.layers) * self._prompts
-        return LoadReport(
-            partial,
-            fallback,
-            layers - partial - fallback if self._readers else 0,
-            sum(one.loaded_bytes for one in self._readers.values()),
-            sum(one.nbytes for one in self._readers.values()),
-            self._unseen / layers,
-        )
+        layers, readers = len(self._cache.layers) * self._prompts, self._readers.values()
+        others = layers - partial - fallback if readers else 0
+        nbytes = sum(one.loaded_bytes for one in readers), sum(one.nbytes for one in readers)
+        return LoadReport(partial, fallback, others, *nbytes, self._unseen / layers)
 
     def _probes(self, kv_heads: int) -> int:
         """How many heads of a layer are probed."""
