@@ -23,7 +23,7 @@ MOST = {
     "prompt": 697,
     "rotary": 364,
     "selectors": 716,
-    "serving": 3_837,
+    "serving": 3_835,
     "sparse": 2_654,
     "store": 6_349,
     "verify": 1_370,

@@ -49,10 +49,7 @@ class BlendedPagedCache(PagedAttentionCache):
         return adopted
 
     def _keep_layers_together(self) -> None:
-        """Let K, and V, of each layer lie behind each other in all blocks: those of blocks in a row are a slice.
-
-        The engine's own order has all layers of a block behind each other, so what a layer reads is always copied.
-        """
+        """Order K, and V, by layers, not by blocks: those of a layer in blocks that are in a row are then a slice."""
         allocator, page = self.allocator, self.page
         stored = allocator.cache_tensor
         by_layer = stored.view(len(allocator.layer_indices), 2, -1, *stored.shape[2:])
@@ -64,18 +61,17 @@ class BlendedPagedCache(PagedAttentionCache):
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """Take blocks for tokens of a request, in a row if there are such; return False where too few are free."""
         if request_len > self.page and not dry_run:
-            self._put_in_row(request_len // self.page)
+            self._put_in_row(request_len // self.page // self.allocator.blocks_per_sector)
         return bool(super().can_store_request_tokens(state, request_len, dry_run))
 
-    def _put_in_row(self, blocks: int) -> None:
+    def _put_in_row(self, needed: int) -> None:
         """Order what is free: the next taken are of the shortest row that is long enough, or of the longest ones."""
-        free, rows = sorted(self.pool.free_sectors), list[list[int]]()
-        for sector in free:
+        rows = list[list[int]]()
+        for sector in sorted(self.pool.free_sectors):
             if rows and rows[-1][-1] + 1 == sector:
                 rows[-1].append(sector)
             else:
                 rows.append([sector])
-        needed = blocks // self.allocator.blocks_per_sector
         rows.sort(key=lambda row: (len(row) > needed, -len(row) if len(row) > needed else len(row)))
         self.pool.free_sectors[:] = [sector for row in rows for sector in reversed(row)]  # the last is taken first
 

@@ -21,7 +21,8 @@ class BlendedScheduler(FIFOScheduler):
     """First come, first served, but for requests whose blocks are being filled, and among tenants.
 
     The tenant that has had least of the model goes first. While it has prompts, those of others wait. Others that
-    decode stay in its steps as long as there is room, but in the step that brings its first tokens.
+    decode stay in its steps as long as there is room, but in the step that brings its first tokens. The step behind a
+    blend has no prompts of other tenants, whatever its own has had.
 
     As `BlendedPagedCache` it is made of the engine's own, because the engine knows its schedulers by name.
     """
@@ -134,16 +135,17 @@ class BlendedScheduler(FIFOScheduler):
         }
         least = min(had.values(), default=0.0)
         first = [state for state in states if had[state.request_id] == least]
-        decoding = [state for state in states if had[state.request_id] != least and self._is_one_row(state)]
-        room = max(0, self.max_requests_per_batch - len(first))
-        staying = {state.request_id for state in (*first, *decoding[:room])}
+        rows = [state for state in states if had[state.request_id] != least and self._is_one_row(state)]
+        staying = {state.request_id for state in (*first, *rows)[: max(len(first), self.max_requests_per_batch)]}
         turn = lambda state: (state.request_id not in staying, not self._is_one_row(state), had[state.request_id])  # noqa: E731
         ordered = sorted(states, key=turn)
         prompts = [state for state in first if not _decodes(state)]
         if not prompts or len(first) == len(states):
             return [ordered]
+        if not all(map(_decodes, rows)):  # a blend is done: its first token waits for no prompt of another
+            return [[state for state in ordered if self._is_one_row(state)], ordered]
         tokens = len(first) - len(prompts) + sum(map(self.prefills.left, prompts))
-        ahead = first if tokens <= token_budget else [*first, *decoding]
+        ahead = first if tokens <= token_budget else [*first, *rows]
         return [sorted(ahead, key=turn), ordered]
 
     def _is_one_row(self, state: Any) -> bool:

@@ -23,7 +23,7 @@ class Shares:
     def __init__(self) -> None:
         self._had: dict[str, float] = {}
         self._level = 0.0  # what those who ask have had at least; it never falls while one does
-        self._came: dict[str, float] = {}  # when each last asked
+        self._came: dict[str, float] = {}  # when each last asked, or was there
         self._lock = threading.Lock()
 
     def come(self, tenant: str, here: Iterable[str]) -> None:
@@ -31,7 +31,7 @@ class Shares:
         now, others = time.monotonic(), {*here}
         with self._lock:
             lately = {one: at for one, at in self._came.items() if now - at < LATELY_S}
-            self._came = {**lately, tenant: now}
+            self._came = {**lately, **dict.fromkeys(others, now), tenant: now}
             if not others:
                 self._had, self._level = {}, 0.0
             self._level = max(self._level, min((self._had.get(one, 0.0) for one in others), default=0.0))
@@ -50,5 +50,5 @@ class Shares:
 
     @property
     def are_several(self) -> bool:
-        """Whether more than one tenant has asked of late."""
+        """Whether more than one tenant has asked of late, or was there when another did."""
         return len(self._came) > 1

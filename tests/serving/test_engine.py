@@ -394,11 +394,8 @@ def test_prompts_of_a_tenant_that_had_more_wait_and_a_first_token_comes_alone(mo
     assert "waits" in dict(steps[2]), "its tenant has had less now, or nobody is before it"
 
 
-def test_one_whose_blend_is_done_joins_the_next_step_whatever_its_tenant_had(model, bench, store):
-    with (
-        ChunkStore.open("memory://", namespace="b") as other,
-        bench.engine(model, store) as engine,
-    ):
+def test_one_whose_blend_is_done_is_in_the_next_step_which_has_no_prompt_of_another_tenant(model, bench, store):
+    with ChunkStore.open("memory://", namespace="b") as other, bench.engine(model, store) as engine:
         chosen, held = engine.batch_processor.scheduler, engine.prefills
         rows = {"least": (store, 40), "done": (other, 40), "waits": (other, 40)}
         for name, (of, _) in rows.items():
@@ -410,9 +407,9 @@ def test_one_whose_blend_is_done_joins_the_next_step_whatever_its_tenant_had(mod
             for name, (_, left) in rows.items()
         ]
         first, then = chosen._in_turn(states, 32)
-        alone, _ = chosen._in_turn(states, 64)
+        alone, _ = chosen._in_turn([states[0], states[2]], 64)
         held.clear()
-    assert [state.request_id for state in first] == ["done", "least"]
+    assert [state.request_id for state in first] == ["done"]
     assert [state.request_id for state in then] == ["done", "least", "waits"]
     assert [state.request_id for state in alone] == ["least"]
 
@@ -465,6 +462,9 @@ def test_only_who_asked_of_late_is_remembered(monkeypatch):
     clock[0] += 100.0
     shares.come("one", [])
     assert not shares.are_several
+    clock[0] += 100.0
+    shares.come("two", ["one"])
+    assert shares.are_several, "what one asked is still under way"
 
 
 def test_what_is_reused_whole_is_charged_for_the_time_that_it_takes(model, bench):
