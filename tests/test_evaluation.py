@@ -1,16 +1,29 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The reference model is asked in earnest: answers, scores and timings come from real runs of it."""
+"""The reference models and what is asked of them are what they claim; answers and insides come from real runs."""
 
 import random
+from itertools import islice
+from random import Random
 
 import pytest
-from worlds import reference_questions
+import torch
+from world_scoring import score_examples
+from worlds import CHAIN_TASK, CHAINS, REFERENCE, REFERENCE_TASK, reference_questions
+from worlds.chains import sampling as chains
+from worlds.chains import tokens as chain_tokens
+from worlds.chains.words import KIND_OF
+from worlds.world import tokens
+from worlds.world.sampling import Example, sample_examples
+from worlds.world.story import Level, tell
 
-from hf_blend import BlendConfig, ChunkStore, ConfigError
+from hf_blend import BlendConfig, ChunkStore, ConfigError, plugins
+from hf_blend.errors import PromptError
 from hf_blend.evaluation import answering, asking
 from hf_blend.evaluation.bench.shapes import random_model
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
+from hf_blend.evaluation.bundled import load_model
+from hf_blend.evaluation.inspecting import Inspector, draw, rank_correlation
 from hf_blend.evaluation.summary import interval
 
 EVERYTHING = answering.Method("all", BlendConfig(recompute_ratio=1.0))
@@ -68,3 +81,111 @@ def test_the_bench_reports_every_ratio_beside_its_bound():
 def test_an_unknown_shape_gets_a_suggestion():
     with pytest.raises(ConfigError, match=r"smollm2_135.*Did you mean 'smollm2-135m'"):
         random_model("smollm2_135", None, "cpu")
+
+
+def read_back(chunks):
+    """The owner of every thing, found from the text alone: an oracle that knows nothing of how it was written."""
+    owners, last = {}, {}
+    for sentence in " ".join(chunks).split(" ."):
+        words = sentence.split()
+        if words[:1] != ["the"] or words[1] not in KIND_OF:
+            continue
+        owners[words[1]] = owners[last[words[-1]]] if "that" in words else words[-1]
+        last[KIND_OF[words[1]]] = words[1]
+    return owners
+
+
+@pytest.mark.parametrize("draw", [sample_examples, chains.sample_examples])
+def test_the_same_seed_gives_the_same_examples_and_an_unknown_split_is_refused(draw):
+    assert draw(5, seed=3) == draw(5, seed=3) != draw(5, seed=4)
+    with pytest.raises(ConfigError, match=r"'test'|expected one of train, heldout"):
+        draw(1, seed=0, split="test")
+
+
+def test_what_leans_on_another_chunk_does_not_name_its_subject():
+    random = Random(2)
+    for _ in range(20):
+        story = tell(random, Level(), heldout=True)
+        for fact in story.facts:
+            assert (fact.subject in story.chunks[fact.chunk]) == (fact.told_by == "explicit")
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_the_owner_can_be_read_from_the_text_alone(split):
+    for example in chains.sample_examples(20, seed=3, split=split):
+        assert read_back(example.chunks)[example.question.split()[3]] == example.answer
+
+
+@pytest.mark.parametrize(("folder", "world"), [(REFERENCE, tokens), (CHAINS, chain_tokens)])
+def test_the_tokenizer_of_the_model_is_the_one_that_the_world_builds(folder, world):
+    tokenizer = load_model(folder)[1]
+    assert tokenizer.get_vocab() == world.build_tokenizer().get_vocab() == world.vocabulary()
+
+
+def test_the_reference_model_reads_across_chunks_and_full_reuse_does_not(reference):
+    model, tokenizer = reference
+    scores = score_examples(model, sample_examples(60, seed=11))
+    assert scores["full"]["all"] >= 0.9
+    assert scores["reuse"]["all"] <= 0.7
+    named = [{key: one[key] for key in one if key != "story"} for one in reference_questions()]
+    asked = [Example(**{**one, "chunks": tuple(one["chunks"])}) for one in named]
+    scores = score_examples(model, asked)
+    assert (scores["full"]["all"], len(asked)) == (1, 16)
+    assert scores["reuse"]["all"] <= 0.25
+    ids = torch.tensor([tokenizer.encode("".join(asked[0].prompt_pieces))])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids))
+    assert tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip() == asked[0].answer
+
+
+@pytest.mark.parametrize("path", [REFERENCE_TASK, CHAIN_TASK])
+def test_a_task_may_be_a_file(path):
+    task = plugins.load("evaluation.tasks", path)(load_model(REFERENCE if path == REFERENCE_TASK else CHAINS)[1])
+    for row, sample in zip(islice(task.rows(), 3), task.samples(3), strict=True):
+        assert (sample.id, sample.answers) == (row["id"], tuple(row["answers"]))
+        assert sample.chunks == tuple(task.ids(chunk) for chunk in row["chunks"])
+
+
+@pytest.fixture(scope="module")
+def found(shared_model, pieces, untouched):
+    class Tokenizer:
+        bos_token_id = pad_token_id = 1
+
+        @staticmethod
+        def decode(ids):
+            return f"t{ids[0]}"
+
+    with untouched(shared_model()):
+        inspector = Inspector(shared_model(), Tokenizer, ChunkStore.open("memory://"), pieces())
+        return inspector.look(["kv-deviation", "boundary", "random"], 0.2, (0.0, 0.5, 1.0))
+
+
+def test_what_is_found_is_of_every_layer_selector_and_ratio(found):
+    assert max(found.deviation[0]) < 1e-5
+    assert all(max(row) > 0.01 for row in found.deviation[1:])
+    assert all(len(row) == len(found.tokens) == len(found.columns) for row in found.deviation)
+    assert list(found.chosen) == ["kv-deviation", "boundary", "random"]
+    assert {sum(chosen) for chosen in found.chosen.values()} == {-(-len(found.tokens) // 5)}
+    none, half, whole = found.attention_deviation.values()
+    assert whole < 1e-4 < half < none
+    assert len(found.sparsity) == len(found.deviation)
+    assert all(0 < share <= 1 for share in found.sparsity)
+
+
+def test_rank_correlation_by_hand():
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 400]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
+    assert rank_correlation([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9486833)
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_a_prompt_of_which_nothing_is_reused_is_refused(shared_model, pieces):
+    one = {**pieces(), "chunks": pieces()["chunks"][:1], "prefix": [1]}
+    with pytest.raises(PromptError, match="two chunks"):
+        Inspector(shared_model(), None, ChunkStore.open("memory://"), one)
+
+
+def test_the_picture_is_drawn(found, tmp_path):
+    pytest.importorskip("matplotlib")
+    draw(found, tmp_path / "inside.png")
+    assert (tmp_path / "inside.png").read_bytes().startswith(b"\x89PNG")

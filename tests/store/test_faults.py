@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from hf_blend.errors import ConfigError
 from hf_blend.store import ChunkStore, format
 from hf_blend.store.entry import EntryReader
 from hf_blend.store.slow import RecordedSource
@@ -181,10 +180,3 @@ def test_the_same_seed_fails_in_the_same_way(chunk):
         return [(store.put(chunk((1, n % 5))), store.get(chunk((1, n % 5)).key) is None)[1] for n in range(40)]
 
     assert run(1) == run(1) != run(2)
-
-
-def test_a_fault_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match=r"open\.oi.*open\.io"):
-        FaultyTier(MemoryTier(), rates={"open.oi": 0.1})
-    with pytest.raises(ConfigError, match="at most 1"):
-        FaultyTier(MemoryTier(), rates={"open.io": 0.7, "open.absent": 0.7})
