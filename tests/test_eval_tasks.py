@@ -444,7 +444,7 @@ def check_counts(samples, lines):
         known |= pieces
         by_method = {line["method"]: line for line in own}
         assert by_method["full-prefill"]["reused_tokens"] == 0
-        assert by_method["full-reuse"]["reused_tokens"] == by_method["auto"]["reused_tokens"] == behind
+        assert by_method["full-reuse"]["reused_tokens"] == by_method["kv-deviation"]["reused_tokens"] == behind
         assert by_method["prefix-caching"]["exact_output"]
         assert by_method["prefix-caching"]["reused_tokens"] in (0, 1 + len(sample.prefix), behind - sum(
             map(len, sample.chunks[1:])
