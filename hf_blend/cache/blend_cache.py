@@ -181,10 +181,10 @@ class BlendCache(Cache):
         self._layer = len(self._styles)  # the last one that was updated
         self._masked_before = 0  # tokens for which transformers made a mask before it called the model
         self._own_layers = cache_layers(model, len(self._styles), self.config, digest)
-        self._token_layers = [layer for layer in self._own_layers if hasattr(layer, "prefill_kind")]  # keep tokens
         self.kv_memory: Any = None  # of the K and V that are not all on their devices; None without `kv_device_map`
         if self.config.kv_device_map is not None:
             self.kv_memory = plugins.room("offload.layer").offload(self._own_layers, self.config)
+        self._token_layers = [layer for layer in self._own_layers if hasattr(layer, "prefill_kind")]  # keep tokens
         self._part: Any = None  # loads chunks in part, where the store does
         super().__init__(layers=[*self._own_layers])
 
