@@ -54,7 +54,7 @@ def attend_by_request(
     Shapes: query `[1, heads, rows, head_dim]`, key and value `[1, kv_heads, rows, head_dim]`, attention_mask
     `[1, 1, rows, keys]`, cu_seq_lens_q `[requests + 1]` → `[1, rows, heads, head_dim]`.
     """
-    reads, lengths, blocks = torch.empty(0), kwargs["cu_seq_lens_k"], (key, value)
+    reads, lengths, blocks = None, kwargs["cu_seq_lens_k"], (key, value)
     if isinstance(cache, BlendedPagedCache) and query.device.type == "cpu" and query.dtype == torch.float32:
         reads, lengths, blocks = kwargs["read_index"][0], lengths["full_attention"], cache.rows(module.layer_idx)
         copied = [
@@ -90,10 +90,10 @@ def _attend_in_place(
     return found[:, : rows.shape[1]].reshape(1, 1, -1, query.shape[3])
 
 
-def _spans(mask: Tensor, rows: Tensor, keys: Tensor, reads: Tensor) -> list[_Span]:
+def _spans(mask: Tensor, rows: Tensor, keys: Tensor, reads: Tensor | None) -> list[_Span]:
     """Find the rows and keys of each request; a device is asked at a step's first layer alone.
 
-    Shapes: mask `[1, 1, rows, keys]`, rows `[requests + 1]`, keys `[requests + 1]`, reads `[keys]` or `[0]`.
+    Shapes: mask `[1, 1, rows, keys]`, rows `[requests + 1]`, keys `[requests + 1]`, reads `[keys]`.
     """
     known = vars(mask)  # each step makes a mask of its own for each kind of layer
     if "spans" not in known:
@@ -101,7 +101,7 @@ def _spans(mask: Tensor, rows: Tensor, keys: Tensor, reads: Tensor) -> list[_Spa
         is_seen = (mask[0, 0, rows[1:] - 1, keys[:-1]] == 0).tolist()
         for start, end, first, last, sees in zip(ends, ends[1:], key_ends, key_ends[1:], is_seen, strict=False):
             is_causal = sees and end - start in (1, last - first)
-            slices = _slices(reads[first:last]) if is_causal and end - start == 1 else []
+            slices = _slices(reads[first:last]) if reads is not None and is_causal and end - start == 1 else []
             known["spans"].append((slice(start, end), slice(first, last), is_causal, slices))
     found: list[_Span] = known["spans"]
     return found
