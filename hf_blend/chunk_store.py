@@ -98,8 +98,9 @@ class ChunkStore(BaseStore):
                 others', and a full disk waits for the remote tier. What a remote tier refuses, as where it is full,
                 is kept on the disk; `rebalance` moves it later. None keeps a copy in every tier.
             correction: file of `hf-blend fit`: chunks are stored with what text before them is expected to add to K
-                and V, for the one model that it was fitted for. It is part of their keys, so chunks with and without
-                it never meet. None stores chunks as they are when computed alone.
+                and V, for the one model that it was fitted for. Contexts in it take the place of
+                `chunk_prefix_ids`. It is part of their keys, so chunks with and without it never meet. None stores
+                chunks as they are when computed alone.
 
         Returns:
             The store.

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import rotate_half
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.errors import ConfigError
+from hf_blend.errors import ConfigError, PromptError
 from hf_blend.evaluation.indexing import Indexer
 from hf_blend.evaluation.retrieving import Piece
 from hf_blend.model import correction
@@ -236,4 +236,13 @@ def test_contexts_are_computed_once_and_not_by_a_model_that_changed(tiny_model, 
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
     with pytest.raises(ConfigError, match="fitted for the model"):
+        compute_chunks(model, [key], correction=made)
+
+
+def test_contexts_that_the_model_has_no_ids_for_are_refused(shared_model):
+    model = shared_model("llama")
+    made = ContextCorrection.fit(model, chunk_prompts(2), rank=1)
+    made = replace(made, contexts=torch.tensor([[5, 6], [5, model.config.vocab_size]]))
+    key = ChunkKey(made.identity(fingerprint(model)), (1,), tuple(random_ids(9, 1)))
+    with pytest.raises(PromptError, match=str(model.config.vocab_size)):
         compute_chunks(model, [key], correction=made)

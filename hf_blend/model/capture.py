@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the KV of chunks, each alone: behind a fixed sink, with nothing else before it, the sink cut off.
 
-KV is never cut out of a live request: what another prompt put before a chunk would travel with it, unseen.
+KV is never cut out of a live request: what another prompt put before a chunk would travel with it, unseen. What is
+before it is fixed: a sink, or the texts of a correction that the caller named.
 
 Products of weights and tokens cost less per token, the more tokens there are. So a model's chunks are computed in one
 row of a batch, each at positions of its own, kept apart by masks, where a probe shows that none depends on the others:
@@ -71,7 +72,9 @@ def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
 
 
 def capture_texts(model: nn.Module, texts: Tensor) -> Any:
-    """A cache that holds several texts, `[texts, tokens]`."""
+    """A cache that holds several texts, `[texts, tokens]`; refuses ids that the model does not have."""
+    for ids in texts.tolist():
+        check_chunk(model, ids, (), "a context")
     cache = full_cache(model)
     capture(model, texts, cache=cache)
     return cache

@@ -41,7 +41,7 @@ RIDGE = 0.01  # of the mean square of each input
 RANK = 64  # of a map; 16 leaves as much on SmolLM2
 MAX_BYTES = 19_000_000
 PARTS = ("down", "up")  # of a layer, in the file
-CONTEXTS, CONTEXT_TOKENS = 4, 500  # more of either leave as much on SmolLM2
+CONTEXT_TOKENS = 500  # of each text that chunks are computed behind
 KV = tuple[Tensor, Tensor]
 
 
