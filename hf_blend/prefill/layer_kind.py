@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 class LayerKind:
     """A layer that hands K and V of each token to the cache."""
 
-    has_hooks = False  # True: a prefill calls the methods, besides `pause` and `resume`
+    has_hooks = False  # whether a prefill calls the methods: a kind that overrides one has hooks
     has_keys = True  # False: it keeps no K and V of its own
     has_states = True  # False: it keeps nothing at all
     attends = True  # False: it has no attention
     compares_keys = True  # False: at layer 0 it checks what is stored by something else
     parts: frozenset[str] = frozenset({"keys"})  # known when a look into the layer ends: see `Prefill.reach`
+
+    def __init_subclass__(cls) -> None:
+        """Find out whether a prefill has anything to call."""
+        own = (name for name, one in vars(cls).items() if callable(one))
+        cls.has_hooks = cls.has_hooks or not vars(LayerKind).keys().isdisjoint(own)
 
     def enter(self, prefill: "Prefill", index: int, call: LayerCall, table: Table | None) -> Table | None:
         """Begin a layer with the arguments that the model gave it, and the rotary table among them.
