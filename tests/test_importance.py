@@ -174,5 +174,10 @@ def test_token_importance_is_bounded_forgets_the_oldest_and_survives_damage(tmp_
         bad[place] ^= 0x41
         path.write_bytes(bad)
         assert TokenImportance(path).digests() == []
+    known._known[f"{4:064x}"].requests = 0
+    known._unsaved = 1
+    known.save()
+    assert TokenImportance(path).digests() == [], "no chunk was reported by no request"
     path.write_bytes(good)
+    assert TokenImportance(path).digests() == known.digests()
     assert TokenImportance(path, b"x" * 32).digests() == [], "not signed with the secret"

@@ -9,27 +9,27 @@ import lines
 import pytest
 
 MOST = {
-    "top": 1_234,
-    "cache": 2_047,
+    "top": 1_235,
+    "cache": 2_045,
     "context": 3_654,
     "correctors": 182,
     "hybrids": 946,
     "images": 666,
     "integrations": 1_866,
     "loading": 467,
-    "model": 4_355,
+    "model": 4_358,
     "offload": 995,
-    "prefill": 2_706,
+    "prefill": 2_711,
     "prompt": 697,
     "rotary": 364,
     "selectors": 716,
-    "serving": 3_835,
+    "serving": 3_837,
     "sparse": 2_654,
-    "store": 6_349,
+    "store": 6_351,
     "verify": 1_370,
     "cli": 2_533,
     "evaluation": 5_896,
-    "tests": 33_453,
+    "tests": 33_506,
 }
 
 

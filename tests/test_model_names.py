@@ -133,7 +133,7 @@ def test_the_converted_weights_are_those_of_the_file(empty_caches):
 
 
 def config_folder(path: Path, model_type: str, **fields: object) -> str:
-    """A folder with nothing but a config: whoever reads weights fails differently."""
+    """A folder with nothing but a config: reading its weights fails differently."""
     AutoConfig.for_model(model_type, **fields).save_pretrained(path)
     return str(path)
 

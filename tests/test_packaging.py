@@ -120,13 +120,13 @@ KEYS = {
 COLOURS = {"red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray"}
 
 
-def wanted(text):
+def required(text):
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return {canonicalize_name(one.name): one for one in map(Requirement, lines)}
 
 
-VERSIONS = wanted((ROOT / "constraints.txt").read_text("utf-8"))
-BROUGHT = wanted((ROOT / "app" / "requirements.txt").read_text("utf-8"))
+VERSIONS = required((ROOT / "constraints.txt").read_text("utf-8"))
+BROUGHT = required((ROOT / "app" / "requirements.txt").read_text("utf-8"))
 
 
 def test_the_front_matter_has_known_keys_and_values():
@@ -142,7 +142,7 @@ def test_the_space_brings_all_that_the_library_needs_in_the_tested_versions():
     assert f"=={CARD['sdk_version']}" == str(VERSIONS["gradio"].specifier)
     assert {name: str(one) for name, one in BROUGHT.items()} == {name: str(VERSIONS[name]) for name in BROUGHT}
     extras = (SETUP["options.extras_require"][name] for name in ("demo", "rag"))
-    assert set(wanted("\n".join([SETUP["options"]["install_requires"], *extras]))) == set(BROUGHT)
+    assert set(required("\n".join([SETUP["options"]["install_requires"], *extras]))) == set(BROUGHT)
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ AttentionFn = Callable[..., tuple[Tensor, Tensor | None]]
 _Span = tuple[slice, slice, bool, list[slice]]  # rows, keys, whether causal, and where K is if a row meets it there
 
 MOST_SLICES = 12  # of a request's K that a row meets where they are; a copy of more scattered ones costs as much
+SPECIAL = ("position_bias", "softcap", "s_aux")  # of attention; the stock function knows or refuses them
 ROWS = 4  # of a matrix product: a CPU multiplies 2 or 3 more slowly
 
 
@@ -55,7 +56,8 @@ def attend_by_request(
     `[1, 1, rows, keys]`, cu_seq_lens_q `[requests + 1]` → `[1, rows, heads, head_dim]`.
     """
     reads, lengths, blocks = None, kwargs["cu_seq_lens_k"], (key, value)
-    if isinstance(cache, BlendedPagedCache) and query.device.type == "cpu" and query.dtype == torch.float32:
+    is_plain = all(kwargs.get(name) is None for name in SPECIAL) and query.dtype == torch.float32
+    if isinstance(cache, BlendedPagedCache) and query.device.type == "cpu" and is_plain:
         reads, lengths, blocks = kwargs["read_index"][0], lengths["full_attention"], cache.rows(module.layer_idx)
         copied = [
             reads[keys] for _, keys, _, slices in _spans(attention_mask, cu_seq_lens_q, lengths, reads) if not slices

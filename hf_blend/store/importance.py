@@ -154,9 +154,11 @@ class TokenImportance:
             tensors = EntryFile(source, KIND, self._secret, 4 * self._cap_tokens + (1 << 26)).tensors()
         with as_fault("the importance of tokens"):
             digests, tokens, requests, shares, scores = (one.numpy() for one in tensors.values())
-            if not (np.isfinite(scores).all() and (shares >= 0).all() and (shares <= 1).all()):
-                raise EntryFault("format", "scores or shares cannot be those of tokens")
-            parts = np.split(scores.astype(np.float16), tokens.cumsum()[:-1])
+            scores = scores.astype(np.float16)
+            are_counts = (requests >= 1).all() and (tokens >= 0).all()
+            if not (are_counts and np.isfinite(scores).all() and (shares >= 0).all() and (shares <= 1).all()):
+                raise EntryFault("format", "scores, shares or counts cannot be those of tokens")
+            parts = np.split(scores, tokens.cumsum()[:-1])
             rows = zip(digests, tokens, requests, shares, parts, strict=True)
             found = [
                 (digest.tobytes().hex(), _Known(part, int(times), float(share)))

@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching import continuous_api
 
 from hf_blend.serving import attention
 from hf_blend.serving.attention import attend_by_request, walk_requests
+from hf_blend.serving.paged import BlendedPagedCache
 
 FAMILIES = {
     "llama": {},
@@ -122,6 +123,24 @@ def test_a_step_computes_the_scores_of_each_request_alone(family, most, shared_m
         assert scores == int((rows * keys).sum()) < int(rows.sum() * keys.sum())
     assert max(error for *_, error in calls) < 2e-6
     assert {1, 2} <= {*slices} if most == 12 else {*slices} == ({1} if most else set())
+
+
+@pytest.mark.parametrize("name", attention.SPECIAL)
+def test_a_row_meets_no_blocks_in_place_where_attention_has_more_than_scores(name, monkeypatch):
+    states, given = torch.randn(1, 2, 3, 4), {"scaling": 0.5, "cu_seq_lens_k": torch.tensor([0, 3]), name: 7.0}
+    cache = BlendedPagedCache.__new__(BlendedPagedCache)
+    cache.update = lambda *_: (states, states)
+    monkeypatch.setattr(attention, "_attend_in_place", None)
+
+    def stock(module, query, key, value, mask, **seen):
+        assert seen[name] == 7.0
+        return query.transpose(1, 2), None
+
+    found, _ = attend_by_request(
+        stock, SimpleNamespace(layer_idx=0), states[:, :, :1], states, states, torch.zeros(1, 1, 1, 3),
+        cache=cache, cu_seq_lens_q=torch.tensor([0, 1]), **given,
+    )  # fmt: skip
+    assert torch.equal(found, states[:, :, :1].transpose(1, 2))
 
 
 def test_blocks_of_a_prompt_are_in_a_row_between_those_that_are_kept_of_others(shared_model, bench, store):
