@@ -187,11 +187,11 @@ def opened_all(store: Any) -> Any:
 
 def test_a_damaged_block_is_computed_in_the_same_request(model, store):
     wanted, *_ = answered(model, store, 0.5, {"alpha": ANYHOW})
-    for name in list(store._tier.objects):
-        content = bytearray(store._tier.objects[name].content)
+    for name in list(store._tier.tier.objects):
+        content = bytearray(store._tier.tier.objects[name].content)
         content[-3] ^= 1
         content[len(content) // 2] ^= 1
-        store._tier.objects[name] = BytesSource(bytes(content))
+        store._tier.tier.objects[name] = BytesSource(bytes(content))
     got, *_ = answered(model, store, 0.5, {"alpha": ANYHOW})
     assert torch.equal(got, wanted)
 

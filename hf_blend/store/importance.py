@@ -99,15 +99,6 @@ class TokenImportance:
             self._load()
             return list(self._known)
 
-    def forget(self, digest: str) -> None:
-        """Drop what is known of a chunk."""
-        with self._lock:
-            self._load()
-            known = self._known.pop(digest, None)
-            if known is not None:
-                self._tokens -= len(known.scores)
-                self._unsaved += 1
-
     def save(self) -> None:
         """Write the file, if anything was reported since; a failure is logged and costs time later."""
         with self._lock:

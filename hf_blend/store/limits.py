@@ -14,7 +14,6 @@ from .bounded import BoundedTier
 from .eviction.base import EvictionPolicy
 from .index import Index
 from .memory import MemoryCache, default_memory_bytes
-from .stats import StoreStats
 from .tiers.base import Tier
 
 __all__ = ["Limits"]
@@ -73,11 +72,9 @@ class Limits:
             quota_bytes=self.quota_bytes,
         )
 
-    def bound_blocks(self, tier: Tier, folder: Path | None, claimed: str, stats: StoreStats) -> BoundedTier:
+    def bound_blocks(self, tier: Tier, folder: Path | None, claimed: str) -> BoundedTier:
         """Put the tier that keeps chunks in blocks under a cap of its own: in memory that of memory."""
-        bounded = self.bound(tier, folder, claimed, cap_bytes=self._memory_bytes, claimed=claimed)
-        bounded.name, bounded.stats = "blocks", stats
-        return bounded
+        return self.bound(tier, folder, claimed, cap_bytes=self._memory_bytes, claimed=claimed)
 
     @property
     def _memory_bytes(self) -> int:

@@ -12,67 +12,31 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from .chunk import ChunkKey, ChunkKV
-from .guard import Guard
+from .chunk import ChunkKey
 from .locks import new_lock
 from .tiers import circuit
 from .tiers.base import EntryFault, Source
 
-__all__ = ["ComputeTimes", "LateLoads", "PendingWrite", "RecordedSource", "WriteQueue"]
+__all__ = ["ComputeTimes", "LateLoads", "RecordedSource", "WriteQueue"]
 
 QUEUE_ENTRIES = 1024
 EXIT_S = 5.0  # how long a process that ends continues to write
 MOST_LATE = 4  # loads that nobody waits for any more; while there are so many, a slow tier is not asked
 _NEW_SHARE = 0.25  # of the newest time in the average
 Loaded = TypeVar("Loaded")
-Item = TypeVar("Item", bound="Pending")
+Item = TypeVar("Item")
 
 
-class Pending(Protocol):
-    """What waits in a queue."""
-
-    @property
-    def digest(self) -> str:
-        """Its name; the queue takes each once."""
-
-    @property
-    def nbytes(self) -> int:
-        """What it counts against the cap of the queue."""
-
-    @property
-    def guard(self) -> Guard:
-        """Notices what is written to it while it waits."""
-
-
-@dataclass(frozen=True)
-class PendingWrite:
-    """An entry that is not written yet."""
-
-    chunk: ChunkKV
-    parts: Sequence[memoryview]
-
-    @cached_property
-    def guard(self) -> Guard:
-        """Notices whether the chunk was written to since this was first asked for."""
-        return Guard(tensor for _, tensor in self.chunk.named_tensors())
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Size of the entry in bytes."""
-        return sum(map(len, self.parts))
-
-    @property
-    def digest(self) -> str:
-        """The name of the chunk."""
-        return self.chunk.key.digest
+class _Waiting(NamedTuple):
+    digest: str  # the queue takes each once
+    item: Any
+    nbytes: int  # against the cap
 
 
 class WriteQueue(Generic[Item]):
@@ -93,8 +57,8 @@ class WriteQueue(Generic[Item]):
         dropped: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._cap_bytes, self._write, self._left, self._dropped = cap_bytes, write, left, dropped
-        self._waiting: dict[str, Item] = {}
-        self._writing: Item | None = None
+        self._waiting: dict[str, _Waiting] = {}
+        self._writing: _Waiting | None = None
         self._thread: threading.Thread | None = None
         self._exit_by_s: float | None = None
         self._pid = os.getpid()
@@ -106,26 +70,25 @@ class WriteQueue(Generic[Item]):
         with self._own():
             return self._nbytes()
 
-    def put(self, pending: Item, wait_s: float | None = 0.0) -> bool:
+    def put(self, digest: str, item: Item, nbytes: int = 1, wait_s: float | None = 0.0) -> bool:
         """Take an entry, unless it is in the queue already."""
-        pending.guard.is_intact()  # from here on what is written to the chunk is noticed
         with self._own():
-            if self._find(pending.digest) is not None:
+            if self._find(digest) is not None:
                 return True
-            has_room = self._changed.wait_for(lambda: self._fits(pending.nbytes), wait_s)
+            has_room = self._changed.wait_for(lambda: self._fits(nbytes), wait_s)
             if has_room:
-                self._waiting[pending.digest] = pending
+                self._waiting[digest] = _Waiting(digest, item, nbytes)
                 if self._start():
                     return True
-                del self._waiting[pending.digest]
+                del self._waiting[digest]
         self._dropped("thread" if has_room else "full")
         return False
 
     def get(self, digest: str) -> Item | None:
-        """Find what is in the queue, unless it was written to."""
+        """Find what is in the queue."""
         with self._own():
             found = self._find(digest)
-            return found if found is not None and found.guard.is_intact() else None
+            return found.item if found else None
 
     def contains(self, digest: str) -> bool:
         """Say whether a chunk is in the queue."""
@@ -164,7 +127,7 @@ class WriteQueue(Generic[Item]):
             self._waiting.clear()
         return self._changed
 
-    def _find(self, digest: str) -> Item | None:
+    def _find(self, digest: str) -> _Waiting | None:
         is_first = self._writing is not None and self._writing.digest == digest
         return self._writing if is_first else self._waiting.get(digest)
 
@@ -189,7 +152,7 @@ class WriteQueue(Generic[Item]):
         try:
             while (one := self._next()) is not None:
                 try:
-                    self._write(one)
+                    self._write(one.item)
                 finally:
                     with self._changed:
                         self._writing = None
@@ -202,7 +165,7 @@ class WriteQueue(Generic[Item]):
                     self._start()
                 self._changed.notify_all()
 
-    def _next(self) -> Item | None:
+    def _next(self) -> _Waiting | None:
         if self._is_too_late():
             self.clear("exit")
         with self._changed:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary, finalize
 
 from torch import Tensor
@@ -34,7 +34,7 @@ from .limits import Limits
 from .locks import new_lock
 from .memory import MemoryCache
 from .seal import check_secret
-from .slow import ComputeTimes, LateLoads, PendingWrite, RecordedSource, WriteQueue
+from .slow import ComputeTimes, LateLoads, RecordedSource, WriteQueue
 from .stats import StoreStats
 from .stream import StreamedLayers
 from .tiers.base import EntryFault, ObjectStat, Source, Tier
@@ -50,6 +50,14 @@ FLUSH_S = 30.0
 DELETE_S = 60.0  # how long a delete waits for a write of the same chunk that is under way
 _UNLOCKED = contextlib.nullcontext()
 _COUNTED = ("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "dropped_writes", "evicted")
+
+
+class PendingWrite(NamedTuple):
+    """An entry that is not written yet."""
+
+    chunk: ChunkKV
+    parts: Sequence[memoryview]
+    guard: Guard  # notices what is written to the chunk while it waits
 
 
 @dataclass(frozen=True)
@@ -165,10 +173,7 @@ class BaseStore:
         if key.namespace != self.namespace:
             self._stats.count("misses", "namespace")
             return None
-        found = BaseStore.at_hand(self, (key,), layout).get(key)
-        return (
-            found or self._find_queued(key, layout) or self._fetch(key, partial(self._read, layout=layout), budget_s)
-        )
+        return self._ready(key, layout) or self._fetch(key, partial(self._read, layout=layout), budget_s)
 
     def at_hand(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
         """Fetch those of some chunks that are ready to use in memory; the others are for `stream`."""
@@ -180,17 +185,10 @@ class BaseStore:
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
     ) -> ChunkKV | None:
-        """Fetch a chunk whose layers may still be on their way; see `StreamingRead`.
+        """Fetch a chunk as `get` does; its layers may still be on their way, and after a fault it is recomputed.
 
-        Args:
-            key: which chunk.
-            recompute: computes it again after a fault.
-            budget_s: how long a tier on another machine is waited for, in seconds. None is as long as computing the
-                chunk takes, as far as `timed` blocks of the same model have shown.
-            layout: as in `get`.
-
-        Returns:
-            The chunk, or None for a miss.
+        A tier on another machine is waited for as long as computing the chunk takes, as far as `timed` blocks of the
+        same model have shown, or for `budget_s`.
         """
         budget_s = self._compute_times.expect_s(key) if budget_s is None else budget_s
         if key.namespace != self.namespace or not self.pipeline_depth:
@@ -198,11 +196,11 @@ class BaseStore:
         flying = self._flying.get(key.digest)
         if flying is not None and flying.key == key and flying.fits(layout):
             return flying
-        found = BaseStore.at_hand(self, (key,), layout).get(key) or self._find_queued(key, layout)
-        if found:
-            return found
-        take = partial(self._streamed, recompute=recompute, stop_s=time.monotonic() + budget_s, layout=layout)
-        chunk = self._fetch(key, take, budget_s)
+        if ready := self._ready(key, layout):
+            return ready
+        open_stream = partial(StreamingRead, self, recompute=recompute, layout=layout)
+        stop_s = time.monotonic() + budget_s
+        chunk = self._fetch(key, lambda *opened: open_stream(*opened).start(stop_s), budget_s)
         if chunk is not None and type(chunk.layers) is StreamedLayers:
             self._flying[key.digest] = chunk
         return chunk
@@ -258,26 +256,14 @@ class BaseStore:
         return [Found(run.start, key, run.first, run.tokens) for run, key in zip(runs, keys, strict=True)]
 
     def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> ChunkKey | None:
-        """Any chunk of a model behind a sink, for looking at what is stored; None if there is none.
-
-        Args:
-            fingerprint: of the model.
-            chunk_prefix_ids: tokens that stood before the chunk when it was computed.
-        """
+        """Give any chunk of a model behind a sink, for looking at what is stored; None if there is none."""
         packed = self._catalog.sample(fingerprint, chunk_prefix_ids)
         return (
             ChunkKey(fingerprint, tuple(chunk_prefix_ids), unpack_tokens(packed), self.namespace) if packed else None
         )
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
-        """How many chunks the store is known to hold.
-
-        Args:
-            fingerprint: of a model.
-
-        Returns:
-            Those of this model, and those of all models, in the store's namespace.
-        """
+        """Count the chunks of a model that are known, and those of all models, in the store's namespace."""
         return self._catalog.counts(fingerprint)
 
     def contains(self, key: ChunkKey) -> bool:
@@ -430,17 +416,7 @@ class BaseStore:
         return all(queue.flush(max(0.0, stop_s - time.monotonic())) for queue in self._queues.values())
 
     def remove(self, digests: Iterable[str]) -> int:
-        """Remove chunks from every tier by their digests.
-
-        Args:
-            digests: as `entries` names them.
-
-        Returns:
-            How many there were.
-
-        Raises:
-            StoreError: a tier refuses.
-        """
+        """Remove chunks from every tier by their digests, and count them; raises StoreError if a tier refuses."""
         removed, blocks = 0, self._block_tier()
         for digest in digests:
             if blocks is not None:
@@ -453,14 +429,7 @@ class BaseStore:
         return removed
 
     def check(self, *, repair: bool = False) -> Iterator[CheckResult]:
-        """Read every entry of this namespace in every tier and verify all of it.
-
-        Args:
-            repair: remove what can never become good.
-
-        Yields:
-            One finding for each entry, good or not.
-        """
+        """Read and verify every entry of this namespace; with `repair` what can never become good is removed."""
         self.flush()
         for tier in self._tiers:
             for name in self._catalog.names(tier):
@@ -469,19 +438,20 @@ class BaseStore:
     def collect(self, target_bytes: int | None = None) -> dict[str, int]:
         """Remove what writers that are gone left behind, what is too old, and what is above the caps.
 
-        Args:
-            target_bytes: evict until no more than this is left in each tier, all namespaces together.
-
-        Returns:
-            `orphans` and `expired` removed, and `freed_bytes` by eviction.
+        Then evict until no more than `target_bytes` are left in each tier, all namespaces together.
         """
         found = {"orphans": 0, "expired": 0, "freed_bytes": 0}
         self.flush()
         for tier in self._tiers:
             found["orphans"] += tier.remove_orphans(everywhere=True)
-            found["expired"] += self._expire(tier)
+            self._catalog.refresh(thorough=True)
+            for name in list(tier.index.owned(self._catalog.owner)):
+                with contextlib.suppress(OSError):
+                    is_old = self._is_old(tier.stat(name))
+                    found["expired"] += is_old and self._remove(tier, name, None, "expired")
             limits = [value for value in (target_bytes, tier.cap_bytes) if value is not None]
-            found["freed_bytes"] += self._shrink(tier, min(limits)) if limits else 0
+            with self._moving:
+                found["freed_bytes"] += tier.shrink(min(limits)) if limits else 0
         return found
 
     def tiers(self) -> list[Tier]:
@@ -585,17 +555,6 @@ class BaseStore:
             except (OSError, MemoryError) as error:
                 return CheckResult(digest, tier.name, 0, type(error).__name__)
 
-    def _expire(self, tier: BoundedTier) -> int:
-        """Remove the entries of this namespace that are too old from a tier, and count them."""
-        self._catalog.refresh(thorough=True)
-        names = list(tier.index.owned(self._catalog.owner))
-        return sum(self._remove(tier, name, None, "expired") for name in names if self._is_old(_stat(tier, name)))
-
-    def _shrink(self, tier: BoundedTier, most_bytes: int) -> int:
-        """Evict from a tier until no more than so many bytes are left; gives the bytes that left."""
-        with self._moving:
-            return tier.shrink(most_bytes)
-
     def _is_old(self, stat: ObjectStat | None) -> bool:
         """Return True for an entry that is too old; one from the future is as old as it is far off: clocks differ."""
         return self.ttl_s is not None and stat is not None and abs(time.time() - stat.created) > self.ttl_s
@@ -613,7 +572,9 @@ class BaseStore:
             self._leave_others(chunk.key.digest, tier)
         return held
 
-    def _refuse(self, tier: BoundedTier, key: ChunkKey, source: Source | None, fault: BaseException) -> str:
+    def _refuse(
+        self, tier: BoundedTier, key: ChunkKey, source: Source | None, fault: BaseException, name: str | None = None
+    ) -> str:
         """Count what was wrong with an entry, warn of it once, and remove what can never become good.
 
         What is not sealed as this store seals (reason secret) goes too: it is under a name that only a holder of the
@@ -623,17 +584,19 @@ class BaseStore:
         self._stats.count("load_failures", f"{tier.name}:{reason}")
         self._stats.warn_once(f"stored chunk {key.digest} is not used and will be computed again: {fault}")
         if isinstance(fault, EntryFault) and (fault.corrupt or reason == "secret"):
-            name = self._catalog.name(key.digest)
+            name = name or self._catalog.name(key.digest)
             self._remove(tier, name, source, "expired" if reason == "expired" else "corrupt")
         return reason
 
-    def _find_queued(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
-        """Find a chunk on its way to a tier."""
+    def _ready(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
+        """Find a chunk in memory, or on its way to a tier."""
+        if found := BaseStore.at_hand(self, (key,), layout).get(key):
+            return found
         for queue in self._queues.values():
-            pending = queue.get(key.digest)
-            if pending is not None and pending.chunk.key == key and pending.chunk.fits(layout):
+            waits = queue.get(key.digest)
+            if waits and waits.chunk.key == key and waits.chunk.fits(layout) and waits.guard.is_intact():
                 self._stats.count("hits", "queue")
-                return pending.chunk
+                return waits.chunk
         return None
 
     def _fetch(self, key: ChunkKey, take: Take, budget_s: float) -> ChunkKV | None:
@@ -685,11 +648,12 @@ class BaseStore:
         if not self._queues:
             return self._write_behind(tier, chunk, encoded)
         try:
-            pending = PendingWrite(chunk, encoded())
-            if self._queues[tier.name].put(pending, wait_s):
-                self._queued.enter(pending.digest, pending.nbytes, time.time(), 0.0, "", "")
-                self._queued.describe(pending.digest, chunk.key, "")
-                self._left_queue(pending.digest)  # it may have been written already
+            digest, parts = chunk.key.digest, encoded()
+            nbytes, guard = sum(map(len, parts)), Guard(tensor for _, tensor in chunk.named_tensors())
+            if self._queues[tier.name].put(digest, PendingWrite(chunk, parts, guard), nbytes, wait_s):
+                self._queued.enter(digest, nbytes, time.time(), 0.0, "", "")
+                self._queued.describe(digest, chunk.key, "")
+                self._left_queue(digest)  # it may have been written already
         except (OSError, MemoryError) as error:
             self._refuse_write(tier, error)
         return False
@@ -739,33 +703,31 @@ class BaseStore:
         self._stats.warn_once(f"chunks of the {tier.name} tier are computed where that is faster than loading them")
         return None, "slow"
 
-    def _load(self, tier: BoundedTier, key: ChunkKey, take: Take) -> tuple[ChunkKV | None, str]:
+    def _load(
+        self, tier: BoundedTier, key: ChunkKey, take: Take, name: str | None = None
+    ) -> tuple[ChunkKV | None, str]:
+        """As `_load_within`, from the entry of a name; its bytes are recorded if nearer tiers will have them too."""
+        name = name or self._catalog.name(key.digest)
         with self._stats.timed("load_seconds", tier.name), contextlib.ExitStack() as opened:
-            source = None
+            source: Source | None = None
             try:
-                source = self._open(tier, key)
+                source = tier.open(name)
                 if source is None:
-                    tier.forget(self._catalog.name(key.digest))
+                    tier.forget(name)
                     return None, "absent"
+                if tier in self._tiers and self._nearer(tier):
+                    with contextlib.suppress(MemoryError):
+                        source = RecordedSource(source)
                 opened.callback(source.close)
                 if self._is_old(source.stat):
                     raise EntryFault("expired", f"it was stored more than {self.ttl_s} s ago")
                 chunk = take(tier, key, source)
                 opened.pop_all()
                 return chunk, ""
-            except EntryFault as fault:
-                return None, self._refuse(tier, key, source, fault)
-            except (OSError, MemoryError) as error:
-                self._refuse(tier, key, source, error)
-                return None, "io" if isinstance(error, OSError) else "memory"
-
-    def _open(self, tier: BoundedTier, key: ChunkKey) -> Source | None:
-        """Open an entry, whose bytes are recorded if nearer tiers will have them too."""
-        source = tier.open(self._catalog.name(key.digest))
-        if source is not None and self._nearer(tier):
-            with contextlib.suppress(MemoryError):
-                return RecordedSource(source)
-        return source
+            except (EntryFault, OSError, MemoryError) as fault:
+                self._refuse(tier, key, source, fault, name)
+                reason = "io" if isinstance(fault, OSError) else "memory"
+                return None, fault.reason if isinstance(fault, EntryFault) else reason
 
     def _read(self, tier: BoundedTier, key: ChunkKey, source: Source, *, layout: Layout | None) -> ChunkKV:
         """Nothing that is read is used, or written to a nearer tier, before all of it was checked."""
@@ -778,21 +740,6 @@ class BaseStore:
         stored = self._store_read(chunk, tier, source, deleted)
         source.close()
         return stored
-
-    def _streamed(
-        self,
-        tier: BoundedTier,
-        key: ChunkKey,
-        source: Source,
-        *,
-        recompute: Recompute,
-        stop_s: float,
-        layout: Layout | None,
-    ) -> ChunkKV:
-        deleted, reader = self._deleted, EntryReader(source, key, self.secret, layout)
-        streaming = StreamingRead(self, tier, source, reader, recompute, deleted)
-        left_s = math.inf if tier.is_local else max(0.0, stop_s - time.monotonic())
-        return streaming.start(self.patience_s, left_s)
 
     def _verified(self, name: str, source: Source) -> ChunkKey:
         """Read all of an entry that should have a name; gives its key, or raises what is wrong."""
@@ -961,19 +908,22 @@ class StreamingRead:
         self,
         store: BaseStore,
         tier: BoundedTier,
+        key: ChunkKey,
         source: Source,
-        reader: EntryReader,
+        *,
         recompute: Recompute,
-        deleted: int,
+        layout: Layout | None,
     ) -> None:
-        self._store, self._tier, self._source, self._reader = store, tier, source, reader
-        self._recompute, self._deleted = recompute, deleted
-        self._tables = reader.tables()
+        self._store, self._tier, self._source, self._recompute = store, tier, source, recompute
+        self._deleted, self._reader = store._deleted, EntryReader(source, key, store.secret, layout)
+        self._tables = self._reader.tables()
         self._guards = [Guard(part for pair in self._tables for part in pair)]  # used before all of it is stored
         self._least_bytes = 0 if tier.is_local else READ_BYTES  # what is far away costs a round trip for each read
 
-    def start(self, patience_s: float, budget_s: float) -> ChunkKV:
-        """Give the chunk, whose layers are read when they are needed."""
+    def start(self, stop_s: float) -> ChunkKV:
+        """Give the chunk, whose layers are read when they are needed, and waited for until some time at most."""
+        patience_s = self._store.patience_s
+        budget_s = math.inf if self._tier.is_local else max(0.0, stop_s - time.monotonic())
         layers = StreamedLayers(
             len(self._reader.layer_table), self._read, self._replace, self._complete, patience_s, budget_s
         )
@@ -1006,9 +956,3 @@ class StreamingRead:
         store._stats.count("misses", store._refuse(self._tier, key, self._source, fault))
         with store._compute_times.timed(key):
             return store._store(self._recompute())
-
-
-def _stat(tier: BoundedTier, name: str) -> ObjectStat | None:
-    with contextlib.suppress(OSError):
-        return tier.tier.stat(name)
-    return None

@@ -71,7 +71,7 @@ def test_each_chunk_is_in_one_tier_and_whole_after_anything(opened, folders, chu
             store = opened(placement)
         elif act == "collect":
             store.collect()
-            store._shrink(store._tiers[0], draw.randrange(3) * len(content(one)))
+            store._tiers[0].shrink(draw.randrange(3) * len(content(one)))
         else:
             store.rebalance()
         assert store.flush()

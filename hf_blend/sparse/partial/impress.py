@@ -28,8 +28,7 @@ class Impress(PartialLoader):
         share, alpha, block_tokens, reorder, fallback = _checked(**settings)
         tier = plugins.load("store.tiers", "disk")(folder) if folder else plugins.load("store.tiers", "memory")()
         store: PartialStore = make(PartialStore)
-        space = store.block_name("")[:3]
-        bounded = limits.bound_blocks(tier, folder, space, store._stats)
+        bounded = limits.bound_blocks(tier, folder, store.block_name("")[:3])
         loader = partial(PartialLoading, share=share, alpha=alpha, fallback=fallback)
         return store.keep_blocks(bounded, block_tokens, loader, reorder)
 

@@ -2,10 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store that keeps chunks in blocks, too, and gives them out to be loaded in part."""
 
-import contextlib
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self, overload
 from weakref import finalize
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from ...store import ChunkStore
 from ...store.bounded import BoundedTier
 from ...store.chunk import ChunkKey, ChunkKV, Layout
-from ...store.guard import Guard
+from ...store.limits import Limits
 from ...store.slow import WriteQueue
 from ...store.store import Recompute
 from ...store.tiers.base import EntryFault, Source, Tier
@@ -27,20 +24,6 @@ BLOCK_TOKENS = 16
 NOTED_CHUNKS = 4096  # that `reorder` knows of
 CAP_CHUNKS = 1024  # that wait to be written in another order; what comes on top is due again later
 FIRST_REQUESTS = 4  # after which a chunk is ordered first; then after twice as many each time
-
-
-@dataclass(frozen=True)
-class DueOrder:
-    """A chunk that waits to be written in another order."""
-
-    key: ChunkKey
-    nbytes: int = 1
-    guard: Guard = field(default_factory=lambda: Guard(()))
-
-    @property
-    def digest(self) -> str:
-        """The name of the chunk."""
-        return self.key.digest
 
 
 class PartialLayers(Sequence[KV]):
@@ -146,13 +129,20 @@ class PartialStore(ChunkStore):
         reorders: bool = False,
     ) -> Self:
         """Say where blocks are, and how they are written and loaded; gives the store."""
-        self._tier, self._block_tokens, self._make_loader, self._reorders = tier, block_tokens, make_loader, reorders
+        self._block_tokens, self._make_loader, self._reorders = block_tokens, make_loader, reorders
+        self._tier = tier if isinstance(tier, BoundedTier) else Limits().bound(tier, None, "")
+        self._tier.name, self._tier.stats = "blocks", self._stats
         self.loads_in_part = make_loader is not None
-        self.reordering = WriteQueue[DueOrder](CAP_CHUNKS, lambda due: self._reorder(due.key))
-        self.faults: Counter[str] = Counter()  # by reason; what cannot become good was removed
+        self.reordering = WriteQueue[ChunkKey](CAP_CHUNKS, self._reorder)
         self._noted: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
         tier.remove_orphans()
         return self
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """Entries in blocks that could not be used, by reason; what cannot become good was removed."""
+        counted = self._stats.group("load_failures").items()
+        return {name.removeprefix("blocks:"): count for name, count in counted if name.startswith("blocks:")}
 
     def close(self) -> None:
         """As `ChunkStore.close`; the chunk that is being written in a new order is finished."""
@@ -175,17 +165,11 @@ class PartialStore(ChunkStore):
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
     ) -> ChunkKV | None:
         """A chunk whose layers can be loaded in part; all of it where its blocks cannot be used."""
-        are_refused = True
-        with contextlib.suppress(*FAULTS):
-            found = self._blocked(key, recompute, layout)
-            if found is not None:
-                return found
-            are_refused = False
-        found = self.get(key, layout=layout)
-        if found is not None:
+        found, reason = self._blocked(key, recompute, layout)
+        if found is None and (found := self.get(key, layout=layout)) is not None:
             self._write_blocks(found)
-            with contextlib.suppress(*FAULTS):
-                return found if are_refused else self._blocked(key, recompute, layout) or found
+            if reason == "absent":
+                return self._blocked(key, recompute, layout)[0] or found
         return found
 
     def _put(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
@@ -196,32 +180,25 @@ class PartialStore(ChunkStore):
     def _block_tier(self) -> Tier | None:
         return self._tier
 
-    def _blocked(self, key: ChunkKey, recompute: Recompute, layout: Layout | None) -> ChunkKV | None:
-        """A chunk in blocks, or None if there are none; raises one of `FAULTS`, counted, if they cannot be used."""
-        source = None
-        try:
-            source = self._tier.open(self.block_name(key.digest))
-            if source is None:
-                return None
-            if self._is_old(source.stat):
-                raise EntryFault("expired", f"it was stored more than {self.ttl_s} s ago")
+    def _blocked(self, key: ChunkKey, recompute: Recompute, layout: Layout | None) -> tuple[ChunkKV | None, str]:
+        """A chunk in blocks and "", or None and why not."""
+        name = self.block_name(key.digest)
+
+        def take(tier: BoundedTier, key: ChunkKey, source: Source) -> ChunkKV:
             reader = BlockReader(source, key, self.secret, layout)
-        except FAULTS as fault:
-            self._refuse_blocks(key, source, fault)
-            if source is not None:
-                source.close()
-            raise
 
-        def instead(fault: BaseException) -> ChunkKV:
-            is_removed, chunk = self._refuse_blocks(key, source, fault), recompute()
-            if is_removed:
-                self._write_blocks(chunk, order)
-            return chunk
+            def instead(fault: BaseException) -> ChunkKV:
+                self._refuse(tier, key, source, fault, name)
+                chunk = recompute()
+                if isinstance(fault, EntryFault):
+                    self._write_blocks(chunk, reader.order.tolist())
+                return chunk
 
-        order = reader.order.tolist()
-        layers = PartialLayers(reader, instead)
-        finalize(layers, source.close).atexit = False
-        return ChunkKV(key, layers, reader.tables, reader.layer_table)
+            layers = PartialLayers(reader, instead)
+            finalize(layers, source.close).atexit = False
+            return ChunkKV(key, layers, reader.tables, reader.layer_table)
+
+        return self._load(self._tier, key, take, name)
 
     def _write_blocks(self, chunk: ChunkKV, order: list[int] | None = None) -> None:
         """Write a chunk in one step: a reader, or a process that is killed, finds the old blocks or the new ones."""
@@ -232,10 +209,9 @@ class PartialStore(ChunkStore):
         try:
             self._tier.replace(self.block_name(digest), pieces)
         except OSError as error:
-            self._refuse_blocks(chunk.key, None, error)
+            self._refuse_write(self._tier, error)
             return
-        share = self.importance.share(digest)
-        if share is not None:
+        if (share := self.importance.share(digest)) is not None:
             self._use(chunk.key, share)
 
     def _order(self, chunk: ChunkKV) -> list[int]:
@@ -253,7 +229,7 @@ class PartialStore(ChunkStore):
         if len(self._noted) > NOTED_CHUNKS:
             del self._noted[next(iter(self._noted))]
         if self._reorders and is_due(self.importance.requests(key.digest)):
-            self.reordering.put(DueOrder(key))
+            self.reordering.put(key.digest, key)
 
     def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
         """As `ChunkStore.record_importance`, for the blocks too."""
@@ -265,21 +241,20 @@ class PartialStore(ChunkStore):
         return sum(map(self._reorder, list(self._noted.values())))
 
     def stats(self) -> dict[str, Any]:
-        """As `ChunkStore.stats`, with `blocks` among the tiers where they have a cap."""
+        """As `ChunkStore.stats`, with `blocks` among the tiers."""
         found = super().stats()
-        if isinstance(self._tier, BoundedTier):
-            found["bytes"]["blocks"] = self._tier.nbytes
-            found["pinned_bytes"]["blocks"] = self._tier.pinned_bytes
-            found["capacity_bytes"]["blocks"] = self._tier.cap_bytes
+        found["bytes"]["blocks"] = self._tier.nbytes
+        found["pinned_bytes"]["blocks"] = self._tier.pinned_bytes
+        found["capacity_bytes"]["blocks"] = self._tier.cap_bytes
         return found
 
     def _reorder(self, key: ChunkKey) -> bool:
         if self.ttl_s is not None:  # a file that is written again looks young
             return False
+        chunk, _ = self._blocked(key, lambda: _lost(key.digest), None)
+        if chunk is None:
+            return False
         try:
-            chunk = self._blocked(key, lambda: _lost(key.digest), None)
-            if chunk is None:
-                return False
             chunk = ChunkKV(chunk.key, tuple(chunk.layers), chunk.tables, chunk.layer_table)
         except FAULTS:
             return False
@@ -287,17 +262,8 @@ class PartialStore(ChunkStore):
         return True
 
     def _use(self, key: ChunkKey, important_ratio: float) -> None:
-        if isinstance(self._tier, BoundedTier) and self._tier.reads_importance:
+        if self._tier.reads_importance:
             self._tier.use(self.block_name(key.digest), min(1.0, max(0.0, important_ratio)))
-
-    def _refuse_blocks(self, key: ChunkKey, source: Source | None, fault: BaseException) -> bool:
-        """Count a fault, and remove what can never become good, as `BaseStore._refuse` does."""
-        self.faults[fault.reason if isinstance(fault, EntryFault) else type(fault).__name__] += 1
-        is_damaged = isinstance(fault, EntryFault) and (fault.corrupt or fault.reason == "secret")
-        if is_damaged:
-            with contextlib.suppress(OSError):
-                self._tier.delete(self.block_name(key.digest), source)
-        return is_damaged
 
 
 def is_due(requests: int) -> bool:
