@@ -28,12 +28,11 @@ from .folder import RunFolder, place_of
 from .methods.base import EvalMethod, Outcome
 from .scores.base import Score
 from .tasks.base import Sample, Shape, Task
-from .throttled import ThrottledTier
 
 FULL = "full-prefill"
 WARM = "full-reuse"
 TIMED = 10  # samples that are answered alone too, where others are answered side by side
-ADDED = {"partial", "read_gb_s", "times_batches"}  # settings that runs without them did not note
+ADDED = {"partial", "times_batches"}  # settings that runs without them did not note
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class EvalConfig:
     device: str = "cpu"
     most_chunks: int | None = None
     partial: float | None = None
-    read_gb_s: float | None = None
     times_batches: bool = False
 
     def __post_init__(self) -> None:
@@ -69,11 +67,13 @@ class EvalConfig:
                 raise ConfigError(f"the data {path!r} of {task} is no file. Give a JSONL file.")
         if any(not 0 <= ratio <= 1 for ratio in self.ratios):
             raise ConfigError(f"ratios are {self.ratios}, wanted numbers from 0 to 1.")
-        if self.read_gb_s is not None and (self.partial is not None or self.read_gb_s <= 0):
-            raise ConfigError(f"read_gb_s is {self.read_gb_s}, expected a number above 0, and chunks loaded whole.")
         if self.batch < 1 or (self.limit is not None and self.limit < 1):
             raise ConfigError(f"limit is {self.limit} and batch {self.batch}, wanted 1 or more.")
         self.shape()
+
+    def open_store(self) -> ChunkStore:
+        """Open the store that a task's chunks are kept in."""
+        return ChunkStore.open("memory://", partial=self.partial)
 
     def shape(self) -> Shape:
         """How chunks are cut and ordered."""
@@ -145,7 +145,7 @@ class _Bench:
         folder: Any,
     ) -> None:
         self._trial, self._names, self._folder = trial, (task_name, model_name), folder
-        store = _store(trial)
+        store = trial.open_store()
         given = (model, tokenizer, store, task.max_new_tokens)
         self._ways: list[tuple[str, float | None, EvalMethod]] = [
             (name, ratio, approach(name, ratio, *given)) for name, ratio in trial.ways()
@@ -216,12 +216,6 @@ class _Bench:
             "top1": top1,
             "exact_output": one.ids == full.ids,
         }
-
-
-def _store(trial: EvalConfig) -> ChunkStore:
-    if trial.read_gb_s is None:
-        return ChunkStore.open("memory://", partial=trial.partial)
-    return ChunkStore([], [ThrottledTier(plugins.load("store.tiers", "memory")(), 1e9 * trial.read_gb_s)])
 
 
 def agreement(logits: Tensor | None, full: Tensor | None) -> tuple[float | None, float | None]:

@@ -6,20 +6,17 @@ import json
 
 import pytest
 import torch
+from benches.overhead import KernelCount, OverheadPlan, measure_overhead
 
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bench import shapes
-from hf_blend.evaluation.bench.overhead import KernelCount, OverheadPlan, measure_overhead
 from hf_blend.evaluation.bench.shapes import SHAPES, kv_bytes, timed_model
 
 SMALL = {
     "ttft": "--chunks 2 --chunk-tokens 24 --question-tokens 4 --ratios 0.2 --rounds 1",
-    "decode": "--context 32 --tokens 2 --rounds 1",
-    "overhead": "--tokens 64 --chunks 2 --rounds 1",
     "break-even": "--tokens 32 --rounds 1",
 }
-FAST = ("ttft", "decode")
-EACH = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+EACH = ["ttft", pytest.param("break-even", marks=pytest.mark.slow)]
 
 
 def names(found):

@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from throttled import ThrottledTier
 from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, plugins
 from hf_blend.evaluation.planning import planned
-from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading import profile as profiling
 from hf_blend.loading.controller import LoadingController, advise
 from hf_blend.loading.estimator import (

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
+from benches.decode import fill, step
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.evaluation.bench.decode import fill, step
 from hf_blend.evaluation.bench.shapes import kv_bytes, timed_model, wait_for
 
 OURS, RESIDENT, DYNAMIC, STOCK = "kv_device_map", "blend", "DynamicCache", "OffloadedCache"

@@ -16,13 +16,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from throttled import ThrottledTier
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benches.store import forget
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.evaluation.bench.store import forget
 from hf_blend.evaluation.bench.ttft import Clock
-from hf_blend.evaluation.throttled import ThrottledTier
 
 GB = 1e9
 WIDTH = 1024

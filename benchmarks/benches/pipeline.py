@@ -23,12 +23,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from throttled import ThrottledTier
 from torch import Tensor, nn
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore, observer, plugins
 from hf_blend.evaluation.bench.shapes import random_model
 from hf_blend.evaluation.bench.ttft import TtftPlan, made_up
-from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading.controller import LoadingController
 from hf_blend.loading.profile import Profile, profile_of, tier_rates
 from hf_blend.model.anatomy import decoder_layers

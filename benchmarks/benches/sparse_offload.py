@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benches.decode import fill, step
 from hf_blend import BlendCache, ChunkStore, sparse_decoding
-from hf_blend.evaluation.bench.decode import fill, step
 from hf_blend.evaluation.bench.shapes import kv_bytes, timed_model, wait_for
 
 DENSE = "dense"

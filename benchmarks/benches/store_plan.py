@@ -20,11 +20,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from throttled import ThrottledTier
 from torch import nn
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.evaluation.bench.shapes import random_model
-from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading.estimator import (
     DELAY_SHARE,
     HOUR_S,

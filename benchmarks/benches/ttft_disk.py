@@ -14,14 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from throttled import ThrottledTier
 from torch import nn
 
+from benches.store import forget as forget_entries
 from hf_blend import ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.evaluation.bench.shapes import text_config, timed_model
-from hf_blend.evaluation.bench.store import forget as forget_entries
 from hf_blend.evaluation.bench.ttft import TtftPlan, _run, machine, made_up
-from hf_blend.evaluation.throttled import ThrottledTier
 from hf_blend.loading.controller import advise
 from hf_blend.loading.profile import bytes_per_second, profile_of
 

@@ -17,6 +17,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from throttled import ThrottledTier
+
+from hf_blend import ChunkStore, plugins
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
@@ -33,6 +36,17 @@ BASELINES = ("prefix-caching", "full-reuse", "unaligned-reuse", "map-reduce", "m
 BLEND = "kv-deviation"
 CUT, CHUNKS = 256, 8  # tokens of a chunk where their number varies; how many chunks where nothing else is said
 Progress = Callable[[str, Iterator[Any], int], Any]
+
+
+@dataclass(frozen=True)
+class ReadAtRate(EvalConfig):
+    """A run whose chunks are read from a storage of some rate, in 10^9 bytes a second."""
+
+    read_gb_s: float = 1.0
+
+    def open_store(self) -> ChunkStore:
+        """Open a store that keeps nothing ready to use."""
+        return ChunkStore([], [ThrottledTier(plugins.load("store.tiers", "memory")(), 1e9 * self.read_gb_s)])
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ def cacheblend(base: EvalConfig, is_small: bool = False) -> list[Figure]:
                tuple((f"batch of {size}", replace(compared, batch=size, times_batches=True))
                      for size in few((1, 2, 4)))),
         Figure("storage", "Rate of the storage that chunks are read from (figure 17)",
-               tuple((f"{rate} GB/s", replace(compared, read_gb_s=rate)) for rate in few((0.5, 1.0, 4.0)))),
+               tuple((f"{rate} GB/s", ReadAtRate(**vars(compared), read_gb_s=rate)) for rate in few((0.5, 1.0, 4.0)))),
     ]  # fmt: skip
 
 

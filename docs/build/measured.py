@@ -243,7 +243,7 @@ SECTIONS = (
             "as a "
             f"`DynamicCache`, and {found['rows'][-1]['vs_static']:.2f} times as a `StaticCache`."
         ),
-        lambda found: f"`hf-blend bench decode`: {_setting(found)}; each cache holds the same K and V.",
+        lambda found: f"`benchmarks/bench.py decode`: {_setting(found)}; each cache holds the same K and V.",
         {
             "context": text("context"),
             "tokens/s": number("blend_tokens_s", ".1f"),
@@ -458,7 +458,7 @@ SECTIONS = (
             f"{_share(1 - found['warm']['share_of_raw_read'])} of the rate from the page cache."
         ),
         lambda found: (
-            f"`hf-blend bench store`: entries of {found['plan']['tokens']} tokens of a model of "
+            f"`benchmarks/bench.py store`: entries of {found['plan']['tokens']} tokens of a model of "
             f"{found['plan']['layers']} "
             f"layers, {found['threads']} threads, median of {found['plan']['rounds']}. A store of "
             f"{found['open_entries']:,} "

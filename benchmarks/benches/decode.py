@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, StaticCache
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.evaluation.bench.shapes import head_width, text_config, timed_model, wait_for
 from hf_blend.model.placement import input_device
-
-from .shapes import head_width, text_config, timed_model, wait_for
 
 OURS, DYNAMIC, STATIC = "blend", "dynamic", "static"
 

@@ -21,11 +21,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend import BlendCache, BlendConfig, ChunkStore, observer
+from hf_blend.evaluation.bench.shapes import first_token, full_inputs, random_pieces, text_config, timed_model
 from hf_blend.model import row_masks
 from hf_blend.prefill.report import BlendReport
-
-from .shapes import first_token, full_inputs, random_pieces, text_config, timed_model
 
 WAITING = (
     *("tolist", "item", "cpu", "numpy", "nonzero", "equal", "unique"),
@@ -77,7 +76,7 @@ class KernelCount:
                     syncs[func.__name__] += 1
                 return func(*args, **(kwargs or {}))
 
-        with Dispatched(), Called():
+        with observer(Dispatched()), observer(Called()):
             yield self
 
 
