@@ -20,7 +20,7 @@ from ..prompt.pieces import TextPrompt
 from .answers import Answering, Asked
 from .guard import Guard, respond
 from .meters import Meters
-from .prompts import chat_prompt, text_prompt
+from .prompts import chat_prompt, most_chars, text_prompt
 from .sampling import make_sampling
 from .service import Busy, Service, ServiceError, Stopping
 from .structured import Follows
@@ -128,28 +128,29 @@ def make_app(service: Service) -> Any:
 
 def _add_endpoints(app: FastAPI, server: Server) -> None:
     service = server.service
+    longest = getattr(service.engine.model.config.get_text_config(), "max_position_embeddings", None)
+    documents, chars = service.limits.documents, most_chars(service.tokenizer, longest)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, fields: ChatRequest) -> Response:
         def build() -> list[TextPrompt]:
             messages = [message.for_template() for message in fields.messages]
             template = {**fields.chat_template_kwargs, **({"tools": _tools(fields)} if fields.callable else {})}
-            return [chat_prompt(service.tokenizer, messages, fields.documents, service.limits.documents, template)]
+            return [chat_prompt(service.tokenizer, messages, fields.documents, documents, template, chars)]
 
         return await server.answer(request, fields, build)
 
     @app.post("/v1/completions")
     async def complete(request: Request, fields: CompletionRequest) -> Response:
         def build_one(prompt: str | list[int]) -> TextPrompt:
-            documents = list(fields.documents)
+            given = list(fields.documents)
             if fields.chunk_separator and isinstance(prompt, str):
                 parts = prompt.split(fields.chunk_separator)
-                prompt, documents = "".join(parts), [*documents, *filter(None, parts[1:-1])]
-            return text_prompt(service.tokenizer, prompt, documents, service.limits.documents)
+                prompt, given = "".join(parts), [*given, *filter(None, parts[1:-1])]
+            return text_prompt(service.tokenizer, prompt, given, documents, chars)
 
         return await server.answer(request, fields, lambda: [build_one(prompt) for prompt in fields.prompts])
 
-    longest = getattr(service.engine.model.config.get_text_config(), "max_position_embeddings", None)
     row = {"id": service.name, "object": "model", "created": 0, "owned_by": "hf-blend", "max_model_len": longest}
 
     @app.get("/v1/models")

@@ -8,7 +8,8 @@
         print(output.generated_tokens, engine.outcome(request))
 
 The engine's steps are stock, but that each request attends to its own keys alone. Between two of them a blended
-prefill runs for `stall_s` and up to a layer, or in proportion to what the steps of those that decode take.
+prefill runs for `stall_s` and up to a layer, or in proportion to what the steps of those that decode take. That of a
+tenant that has had less than the others in a step does not wait for its end: it runs between two layers of it.
 """
 
 import copy
@@ -16,11 +17,12 @@ import inspect
 import mmap
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -28,7 +30,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..errors import ConfigError, HfBlendError, PromptError, UnsupportedModelError
-from ..model.anatomy import text_config
+from ..model.anatomy import decoder_layers, text_config
 from ..model.attention import STOCK, is_flash
 from ..model.canary import canary_of
 from ..model.fingerprint import fingerprint
@@ -41,11 +43,16 @@ from .upstream import check_names
 check_names()
 
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager  # noqa: E402
-from transformers.generation.continuous_batching.requests import RequestState  # noqa: E402
+from transformers.generation.continuous_batching.requests import (  # noqa: E402
+    FutureRequestState,
+    RequestState,
+    RequestStatus,
+)
+from transformers.generation.continuous_batching.utils import drain_queue  # noqa: E402
 
 from .attention import walk_requests  # noqa: E402
 from .paged import BlendedPagedCache  # noqa: E402
-from .prefills import BlendedPrefills, Prefilled, Reuse  # noqa: E402
+from .prefills import BlendedPrefills, Prefilled, Reuse, Token  # noqa: E402
 from .sampling import NotNumbers, Watch  # noqa: E402
 from .scheduler import BlendedScheduler  # noqa: E402
 
@@ -92,6 +99,8 @@ class BlendedBatching(ContinuousBatchingManager):
         self.store, self.stall_s = store, stall_s
         self._due_s = 0.0  # what a prefill may take of the time between two steps
         self._given_s = 0.0  # what prefills took since the last step
+        self._lent_s = 0.0  # what they took of this step, by the clock of the work
+        self._stepping: int | None = None  # the thread that runs a step now
         self._failures, self._begun = 0, time.monotonic()
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.Lock()
@@ -101,7 +110,10 @@ class BlendedBatching(ContinuousBatchingManager):
         self._watch = Watch()
         self.logit_processor.logits_processor.insert(0, self._watch)
         self.logit_processor.do_processing = True
-        self.prefills = BlendedPrefills(model, self.blend_config, lambda: Turns(self._wake_up_loop.set, self._settle))
+        self._clock = time.thread_time if model.device.type == "cpu" else time.monotonic  # of the work that is shared
+        self.prefills = BlendedPrefills(
+            model, self.blend_config, lambda: Turns(self._wake_up_loop.set, self._settle, self._clock)
+        )
 
     def add_request(  # type: ignore[override]
         self,
@@ -186,7 +198,11 @@ class BlendedBatching(ContinuousBatchingManager):
                     "num_blocks=None came, with which transformers fits the cache into the memory that is left, but "
                     f"it found no number of blocks that does: {type(error).__name__}: {error} Pass num_blocks."
                 ) from error
-        self._hooks = self._hooks or walk_requests(self.model)
+        if not self._hooks:
+            configs = {id(one): one for one in (self.model.config, text_config(self.model))}
+            self._configs = [(one, vars(one).get("is_causal")) for one in configs.values()]
+            self._hooks = walk_requests(self.model)
+            self._hooks += [one.register_forward_pre_hook(self._overtake) for one in decoder_layers(self.model)]
         super().start()
 
     def stop(self, *args: Any, **settings: Any) -> None:
@@ -248,7 +264,8 @@ class BlendedBatching(ContinuousBatchingManager):
         cache = BlendedPagedCache.adopt(processor.cache, self.prefills)
         scheduler = BlendedScheduler.adopt(processor.scheduler, self.prefills)  # type: ignore[arg-type]
         scheduler.begin = self._advance
-        self.prefills.attach(cache, processor.inputs_and_outputs.compute_stream, scheduler.may_grow)
+        stream = processor.inputs_and_outputs.compute_stream
+        self.prefills.attach(cache, stream, scheduler.may_grow, self._draw, self._enter)
         return processor
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
@@ -263,8 +280,6 @@ class BlendedBatching(ContinuousBatchingManager):
             return True
         finally:
             took = time.monotonic() - self._begun - self._given_s
-            if scheduler.in_step:
-                scheduler.charge(took)
         self._due_s = TURN_STEPS * took + min(0.0, self._due_s) if is_decoding else 0.0
         scheduler.passed()
         if scheduler.in_step:
@@ -290,9 +305,56 @@ class BlendedBatching(ContinuousBatchingManager):
             self.on_stall(took)
 
     def _generation_step(self) -> None:
-        super()._generation_step()
         scheduler: Any = self.batch_processor.scheduler if self.batch_processor else None
+        self._stepping, begun, self._lent_s = threading.get_ident(), self._clock(), 0.0
+        try:
+            super()._generation_step()
+        finally:
+            self._stepping = None
+            scheduler.charge(self._clock() - begun - self._lent_s)
         self._watch.check(sum(one.has_new_token for one in scheduler.in_step))
+
+    def _overtake(self, module: nn.Module, args: Any) -> None:
+        """At a layer of a step, let prefills of tenants go first that have had less than the others in it."""
+        if self._stepping != threading.get_ident() or self.batch_processor is None:
+            return
+        scheduler: Any = self.batch_processor.scheduler
+        for state in drain_queue(self.input_queue):
+            scheduler.add_waiting_request(state)
+        if not self.prefills.are_ahead(scheduler.tokens):
+            return
+        begun, spent = time.monotonic(), self._clock()
+        with _as_between_steps(self._configs):
+            self.prefills.overtake(scheduler.tokens)
+        took = time.monotonic() - begun
+        self._lent_s += self._clock() - spent
+        self._given_s += took
+        self.on_stall(took)
+
+    def _draw(self, state: RequestState, logits: Tensor) -> Token:
+        """Draw a request's next token as a step does, from `[1, vocabulary]` logits."""
+        processors, runner = self.logit_processor, self.batch_processor.model_runner  # type: ignore[union-attr]
+        last = torch.tensor(state.initial_tokens[-1:], device=logits.device)
+        arguments = torch.zeros(processors.tensors_required, 1, dtype=torch.int32, device=logits.device)
+        processors.prepare_tensor_args([FutureRequestState(state, True, {}, 1)], arguments)
+        scores = processors(last, logits.float(), arguments)
+        self._watch.check(1)
+        found = torch.zeros(2, 1, dtype=torch.int32, device=logits.device)
+        runner._sample(scores[None], found)
+        return int(found[0]), float(found[1].view(torch.float32)) if runner.return_logprobs else None
+
+    def _enter(self, state: RequestState, first: Token) -> None:
+        """Let a request decode whose blocks are filled, and whose first token is drawn."""
+        scheduler: Any = self.batch_processor.scheduler  # type: ignore[union-attr]
+        scheduler.take_up(state)
+        state.remaining_prefill_tokens, state.position_offset = [], len(state.initial_tokens)
+        state.status = RequestStatus.DECODING
+        is_over = state.update_and_check_completion(*first)
+        if is_over:
+            scheduler.finish_request(state.request_id)
+            scheduler.block_new_requests = False
+        if is_over or state.streaming:
+            self.output_router.deliver(state.to_generation_output())
 
     def _recover(self, processor: Any, error: Exception) -> None:
         """Fail the request whose fault it is, and serve on; a stock engine ends here.
@@ -333,6 +395,22 @@ class BlendedBatching(ContinuousBatchingManager):
             stream = self.batch_processor.inputs_and_outputs.compute_stream
             if stream is not None:
                 stream.synchronize()
+
+
+@contextmanager
+def _as_between_steps(configs: Sequence[tuple[Any, bool | None]]) -> Iterator[None]:
+    """Put back what a step sets in a model's configs while it lasts; other masks are built with that."""
+    during = [vars(config).pop("is_causal", None) for config, _ in configs]
+    try:
+        for config, value in configs:
+            if value is not None:
+                config.is_causal = value
+        yield
+    finally:
+        for (config, _), value in zip(configs, during, strict=True):
+            vars(config).pop("is_causal", None)
+            if value is not None:
+                config.is_causal = value
 
 
 class _Untouched(TorchFunctionMode):

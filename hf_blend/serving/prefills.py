@@ -8,8 +8,9 @@ model goes first, also before a prefill of another that is under way.
 
 Why not inside `PagedAttentionCache.search_prefix_match`, where the engine asks what is there of a prompt: an answer is
 due at once, and 0 means "compute it", so every request that waits would be blended within one step, and nobody's next
-token would come before all of them were done. Here a request is held back from the engine until its blocks are filled;
-then that method answers "all but the last token".
+token would come before all of them were done. Here a request is held back from the engine until its blocks are filled.
+Its first token is drawn from the logits of the blend, and it joins those that decode. Where the blocks are those of an
+earlier request there are no logits: then that method answers up to where these blocks go.
 """
 
 import hashlib
@@ -17,13 +18,13 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import plugins
 from ..cache.blend_cache import BlendCache
@@ -45,10 +46,10 @@ logger = logging.getLogger(__name__)
 
 KEPT_REPORTS = 4096
 LANES = 4  # prefills under way, each of another tenant
-LOOK_S = 0.05  # how long the engine waits for a prefill that it began to ask for the model, while several tenants ask
 FETCH_S = 2.0  # how long a chunk on another machine is waited for; a later one is computed
 
 Spans = Sequence[Found]
+Token = tuple[int, float | None]  # and its log probability, where the engine gives these
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class _Held:
     since: float = field(default_factory=time.monotonic)
     is_found: Future[bool] | None = None  # whether there is something to blend
     identity: str = ""  # the model's fingerprint, looked at between two steps
+    first: Token | None = None  # which its blend has drawn
 
     @property
     def tenant(self) -> str:
@@ -112,6 +114,8 @@ class BlendedPrefills:
         self._paged: BlendedPagedCache | None = None
         self._stream: Any = None
         self._may_grow: Callable[[], bool] = lambda: True
+        self._draw: Callable[[Any, Tensor], Token]
+        self._enter: Callable[[Any, Token], Any]
         self._reuse: dict[str, Reuse] = {}  # of the requests that are not over
         self._finished: tuple[str, Reuse] | None = None  # the last one that ended; the engine may put it back
         self._held: OrderedDict[str, _Held] = OrderedDict()
@@ -135,9 +139,17 @@ class BlendedPrefills:
         reuse = self._reuse.get(request_id)
         return "" if reuse is None else reuse.store.namespace
 
-    def attach(self, paged: BlendedPagedCache, compute_stream: Any, may_grow: Callable[[], bool]) -> None:
-        """Work for an engine."""
+    def attach(
+        self,
+        paged: BlendedPagedCache,
+        compute_stream: Any,
+        may_grow: Callable[[], bool],
+        draw: Callable[[Any, Tensor], Token],
+        enter: Callable[[Any, Token], Any],
+    ) -> None:
+        """Work for an engine, which draws from logits, and lets a request decode that has its first token."""
         self._paged, self._stream, self._may_grow = paged, compute_stream, may_grow
+        self._draw, self._enter = draw, enter
 
     def expect(self, request_id: str, reuse: Reuse) -> None:
         """A request is about to be added; one under way of a tenant that had more yields. Called from any thread."""
@@ -223,17 +235,44 @@ class BlendedPrefills:
         self._take_over()
         self._look_up()
         while (held := self._next()) is not None:
-            lane = self._begin(held)
-            if self.shares.are_several:
-                lane.await_ask(LOOK_S)
+            self._begin(held)
         asking = sorted((lane for lane in self._running if lane.is_asking), key=self._had)
         for lane in asking if seconds >= 0 else ():
-            begun = time.monotonic()
-            has_moved = lane.give(seconds)
-            self.shares.add(self._running[lane].tenant, time.monotonic() - begun)
-            if has_moved:  # else it waits for blocks, which another may have
+            if self._give(lane, seconds):  # else it waits for blocks, which another may have
                 break
         self._take_over()
+
+    def are_ahead(self, tenants: Iterable[str]) -> bool:
+        """Whether a request is held of a tenant that had less than the others of these."""
+        asking = {held.tenant for held in self._held.values()} if self.shares.are_several else ()
+        return any(self._lead(tenant, tenants) > 0 for tenant in asking)
+
+    def overtake(self, tenants: Iterable[str]) -> None:
+        """Within a step of these tenants: let prefills of others go on until they have had as much.
+
+        None is waited for: it asks for the model by the next layer.
+        """
+        self._look_up()
+        while (held := self._next()) is not None and self._lead(held.tenant, tenants) > 0:
+            self._begin(held)
+        has_moved = True
+        while has_moved:
+            self._take_over()
+            asking = [lane for lane, held in self._running.items() if lane.is_asking]
+            lane = min(asking, key=self._had, default=None)
+            lead = 0.0 if lane is None else self._lead(self._running[lane].tenant, tenants)
+            has_moved = lane is not None and lead > 0 and self._give(lane, lead)
+
+    def _lead(self, tenant: str, tenants: Iterable[str]) -> float:
+        """By how much a tenant has had less than the others of these; 0 where there are none."""
+        least = min((self.shares.of(one) for one in tenants if one != tenant), default=0.0)
+        return max(0.0, least - self.shares.of(tenant))
+
+    def _give(self, lane: Turns, seconds: float) -> bool:
+        """Let a lane that asks run, and charge its tenant; return whether it had use for that."""
+        has_moved = lane.give(seconds)
+        self.shares.add(self._running[lane].tenant, lane.used_s)
+        return has_moved
 
     def _had(self, lane: Turns) -> float:
         return self.shares.of(self._running[lane].tenant)
@@ -244,7 +283,7 @@ class BlendedPrefills:
             if self.shares.of(held.tenant) > self.shares.of(tenant):
                 lane.hurry()
 
-    def _begin(self, held: _Held) -> Turns:
+    def _begin(self, held: _Held) -> None:
         """Begin with a request in a lane that is free."""
         if all(lane in self._running for lane in self._lanes):
             self._lanes.append(self._make_turns())
@@ -256,7 +295,6 @@ class BlendedPrefills:
             lane.start(lambda: self._run(held))
         except Exception as error:  # no thread can be made
             lane.error = error
-        return lane
 
     def _look_up(self) -> None:
         """Have looked up what is stored of each new request, and release those of which nothing is."""
@@ -313,7 +351,9 @@ class BlendedPrefills:
             logger.warning("request %s is computed in full: %s: %s", request_id, type(error).__name__, error)
             outcome.tokens, outcome.reason = 0, f"{type(error).__name__}: {error}"
             self._cache.free_blocks(request_id, no_cache=True)
-        if outcome.tokens:
+        if error is None and held.first is not None:
+            self._enter(held.state, held.first)
+        elif outcome.tokens:
             self._ready[request_id] = outcome.tokens
         else:
             outcome.how = "plain"
@@ -337,7 +377,6 @@ class BlendedPrefills:
         if not spans:
             return 0
         exact, least = spans[0].start, spans[-1].start + spans[-1].tokens
-        tokens = len(state.initial_tokens) - 1
         ids = salted(state.initial_tokens, reuse.salt)
         root = self._root(spans, reuse, state.initial_tokens)
         fetched = []
@@ -348,17 +387,17 @@ class BlendedPrefills:
         if paged.count_exact(ids) >= least:
             held.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
             return 0
-        shared = paged.share_blended(state, ids[:tokens], exact, root, least)
+        shared = paged.share_blended(state, ids[:-1], exact, root, least)
         if shared:
             held.outcome.how = "shared"
             return shared
-        while not self._reserve(state, tokens):
+        while not self._reserve(state, len(ids)):
             self.turns.checkpoint(end_turn=True)  # blocks come back as others finish
-        self._blend(held, tokens)
+        self._blend(held)
         del fetched
         is_planned = self._spans(reuse, spans[0].key.fingerprint, state.initial_tokens) == spans
-        paged.register(state.request_id, ids[:tokens] if is_planned else (), exact, root, least)
-        return tokens
+        paged.register(state.request_id, ids if is_planned else (), exact, root, least)
+        return len(ids)
 
     def _reserve(self, state: Any, tokens: int) -> bool:
         return self._may_grow() and self._cache.reserve(state, tokens)
@@ -390,18 +429,19 @@ class BlendedPrefills:
             keys.append(ChunkKey(identity, (), opening, namespace))
         return [key for key in dict.fromkeys(keys) if not reuse.store.contains(key)]
 
-    def _blend(self, held: _Held, tokens: int) -> None:
-        """Run the blended prefill of a whole prompt, and copy K and V of its first tokens."""
+    def _blend(self, held: _Held) -> None:
+        """Run the blended prefill of a whole prompt, copy its K and V, and draw the first token."""
         state, paged = held.state, self._cache
         cache = BlendCache(self._model, held.reuse.store, self._config)
         cache.get_seq_length()  # from here on it sees the model's call
         ids = torch.tensor([state.initial_tokens], device=paged.device)
-        self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         layers: list[Any] = cache.layers
-        rows = paged.rows_of(state.request_id, tokens)
+        rows = paged.rows_of(state.request_id, ids.shape[1])
         for index, layer in enumerate(layers):
             self.turns.checkpoint()
-            paged.write(index, rows, layer.keys[0, :, :tokens], layer.values[0, :, :tokens])
+            paged.write(index, rows, layer.keys[0], layer.values[0])
+        held.first = self._draw(state, output.logits[0, -1:])
         held.outcome.note(cache.report)
 
     def _root(self, spans: Spans, reuse: Reuse, token_ids: Sequence[int]) -> int:

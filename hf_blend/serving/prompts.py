@@ -12,7 +12,7 @@ from ..prompt.text import build_text
 from ..prompt.tokenizer import front_ids
 from .tools import check_rendered
 
-__all__ = ["chat_prompt", "text_prompt"]
+__all__ = ["chat_prompt", "most_chars", "text_prompt"]
 
 BETWEEN = "\n\n"
 
@@ -23,8 +23,12 @@ def chat_prompt(
     documents: Sequence[str],
     most: int | None = None,
     template: Mapping[str, Any] | None = None,
+    chars: int | None = None,
 ) -> TextPrompt:
-    """Render messages with the tokenizer's chat template; a last message of the assistant is continued."""
+    """Render messages with the tokenizer's chat template; a last message of the assistant is continued.
+
+    More documents than `most`, and texts of more characters than `chars`, are refused before they are tokenized.
+    """
     given = plain_messages(messages)
     last = next((message for message in reversed(given) if message.get("role") == "user"), None)
     if last is None:
@@ -32,6 +36,7 @@ def chat_prompt(
     has_template = getattr(tokenizer, "chat_template", None) is not None
     contents = [message["content"] for message in given]
     chunks, added = _added(documents, contents, BETWEEN if has_template else "\n")
+    _check_chars(chars, added, *contents)
     last["content"] = f"{added}{last['content']}"
     arguments = dict(template or {})
     if given[-1]["role"] == "assistant":
@@ -43,13 +48,32 @@ def chat_prompt(
 
 
 def text_prompt(
-    tokenizer: Any, prompt: str | Sequence[int], documents: Sequence[str], most: int | None = None
+    tokenizer: Any,
+    prompt: str | Sequence[int],
+    documents: Sequence[str],
+    most: int | None = None,
+    chars: int | None = None,
 ) -> TextPrompt:
     """A prompt of text or ids, behind documents."""
     if isinstance(prompt, str):
         chunks, added = _added(documents, [prompt], "\n")
+        _check_chars(chars, added, prompt)
         return build_text(tokenizer, f"{added}{prompt}", chunks, special=True, most=most)
+    _check_chars(chars, *documents)
     return _before_ids(tokenizer, _added(documents, [], "\n")[0], tuple(map(int, prompt)))
+
+
+def most_chars(tokenizer: Any, tokens: int | None) -> int | None:
+    """Count the characters that so many tokens can have; None where the tokens are not bounded."""
+    return None if tokens is None else tokens * max(map(len, tokenizer.get_vocab()))
+
+
+def _check_chars(most: int | None, *texts: str) -> None:
+    count = sum(map(len, texts))
+    if most is not None and count > most:
+        raise PromptError(
+            f"the prompt has {count} characters, expected at most {most}, which its positions can hold. Shorten it."
+        )
 
 
 def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) -> TextPrompt:

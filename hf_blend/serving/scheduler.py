@@ -21,8 +21,7 @@ class BlendedScheduler(FIFOScheduler):
     """First come, first served, but for requests whose blocks are being filled, and among tenants.
 
     The tenant that has had least of the model goes first. While it has prompts, those of others wait. Others that
-    decode stay in its steps as long as there is room, but in the step that brings its first tokens. The step behind a
-    blend has no prompts of other tenants, whatever its own has had.
+    decode stay in its steps as long as there is room, but in the step that brings its first tokens.
 
     As `BlendedPagedCache` it is made of the engine's own, because the engine knows its schedulers by name.
     """
@@ -78,6 +77,12 @@ class BlendedScheduler(FIFOScheduler):
         self.waiting_requests.pop(request_id, None)
         self._cleanup_waiting_queue(set(self.waiting_requests_order) - set(self.waiting_requests))
         self.finish_request(request_id)
+
+    def take_up(self, state: Any) -> None:
+        """Move a request from those that wait to those that are computed."""
+        del self.waiting_requests[state.request_id]
+        self._cleanup_waiting_queue({state.request_id})
+        self.active_requests[state.request_id] = state
 
     def put_back(self, state: Any, is_suspect: bool) -> None:
         """Have a request computed again, up to the tokens that it has."""
@@ -135,22 +140,16 @@ class BlendedScheduler(FIFOScheduler):
         }
         least = min(had.values(), default=0.0)
         first = [state for state in states if had[state.request_id] == least]
-        rows = [state for state in states if had[state.request_id] != least and self._is_one_row(state)]
+        rows = [state for state in states if had[state.request_id] != least and _decodes(state)]
         staying = {state.request_id for state in (*first, *rows)[: max(len(first), self.max_requests_per_batch)]}
-        turn = lambda state: (state.request_id not in staying, not self._is_one_row(state), had[state.request_id])  # noqa: E731
+        turn = lambda state: (state.request_id not in staying, not _decodes(state), had[state.request_id])  # noqa: E731
         ordered = sorted(states, key=turn)
         prompts = [state for state in first if not _decodes(state)]
         if not prompts or len(first) == len(states):
             return [ordered]
-        if not all(map(_decodes, rows)):  # a blend is done: its first token waits for no prompt of another
-            return [[state for state in ordered if self._is_one_row(state)], ordered]
         tokens = len(first) - len(prompts) + sum(map(self.prefills.left, prompts))
         ahead = first if tokens <= token_budget else [*first, *rows]
         return [sorted(ahead, key=turn), ordered]
-
-    def _is_one_row(self, state: Any) -> bool:
-        """Whether a request decodes, or its blend has left one token: it joins a step of any tenant."""
-        return _decodes(state) or self.prefills.left(state) == 1
 
     def _get_waiting_candidates(self) -> list[Any]:
         return [state for state in super()._get_waiting_candidates() if not self.prefills.holds(state.request_id)]

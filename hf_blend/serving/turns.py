@@ -32,14 +32,20 @@ class TaskCancelled(BaseException):
 class Turns:
     """One worker thread and the turns that the engine gives it."""
 
-    def __init__(self, wake: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> None:
-        self.wake, self._settle = wake, settle
+    def __init__(
+        self,
+        wake: Callable[[], Any],
+        settle: Callable[[], Any] = lambda: None,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self.wake, self._settle, self._clock = wake, settle, clock
         self._moved = threading.Condition()
         self._task: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self._asks = self._holds = self._is_cancelled = self._is_closed = self._is_stalled = False
         self._deadline = NEVER
         self.turns = 0  # given so far
+        self.used_s = self._since = 0.0  # what the last turn took by the clock, and when it began
         self.on_ask: Callable[[], Any] = lambda: None
         self.error: BaseException | None = None  # what the last task ended with
         self.moved = time.monotonic()  # when a task last began, ended, or came to a place where it may be stopped
@@ -76,6 +82,7 @@ class Turns:
         Whether it had use for the turn is returned.
         """
         with self._moved:
+            self.used_s = 0.0
             if not self._asks:
                 return False
             self.turns += 1
@@ -88,11 +95,6 @@ class Turns:
     def hurry(self) -> None:
         """Let a turn under way end at the next layer."""
         self._deadline = -NEVER
-
-    def await_ask(self, seconds: float) -> None:
-        """Wait until the task asks for a turn or is over, but no longer than so."""
-        with self._moved:
-            self._moved.wait_for(lambda: self._asks or self._task is None, seconds)
 
     def cancel(self) -> None:
         """Let the task end at the next place where it may be stopped. Called by the engine."""
@@ -122,7 +124,7 @@ class Turns:
                 self.on_ask()
                 self.wake()
                 self._moved.wait_for(lambda: self._holds or self._is_cancelled)
-                self._asks = False
+                self._asks, self._since = False, self._clock()
             if self._is_cancelled:
                 raise TaskCancelled
 
@@ -151,8 +153,12 @@ class Turns:
     def _end_turn(self) -> None:
         self._settle()
         with self._moved:
-            self._holds = False
+            self._end()
             self._moved.notify_all()
+
+    def _end(self) -> None:
+        if self._holds:
+            self._holds, self.used_s = False, self._clock() - self._since
 
     def _run(self) -> None:
         while True:
@@ -167,7 +173,8 @@ class Turns:
             except BaseException as error:  # the thread ends by `close` alone, so that `start` need not ask for it
                 found = error
             with self._moved:
-                self._task, self._holds, self._asks = None, False, False
+                self._end()
+                self._task, self._asks = None, False
                 self.error, self.moved = found, time.monotonic()
                 self._moved.notify_all()
             self.wake()

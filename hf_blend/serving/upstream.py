@@ -34,21 +34,23 @@ NAMES = {  # module: class or function: its methods, and attributes that it sets
     "cb_logits_processors": {
         "ContinuousBatchingLogitsProcessor": "fill_defaults prepare_tensor_args",
         "ContinuousBatchingLogitsProcessorList": "_retrieve_processors_kwargs check_kwargs do_processing "
-        "logits_processor tensors_required",
+        "logits_processor prepare_tensor_args tensors_required",
     },
     "continuous_api": {
-        "ContinuousBatchProcessor": "_handle_request_error has_pending_requests cache inputs_and_outputs scheduler",
+        "ContinuousBatchProcessor": "_handle_request_error has_pending_requests cache inputs_and_outputs model_runner "
+        "scheduler",
         "ContinuousBatchingManager": "_create_batch_processor _generation_loop_body _generation_step add_request "
         "cancel_request destroy is_running register_result_handler start stop _request_counter _wake_up_loop "
-        "batch_processor continuous_batching_config current_batch generation_config logit_processor model "
+        "batch_processor continuous_batching_config current_batch generation_config input_queue logit_processor model "
         "output_router",
-        "OutputRouter": "_lock result_handlers",
+        "OutputRouter": "_lock deliver result_handlers",
     },
     "input_outputs": {"ContinuousBatchingIOs": "compute_stream"},
+    "model_runner": {"ModelRunner": "_sample return_logprobs"},
     "requests": {
         "FutureRequestState": "has_new_token state",
         "RequestState": "create_equivalent_initial_request generated_tokens initial_tokens logit_processor_kwargs "
-        "request_id status",
+        "position_offset remaining_prefill_tokens request_id status to_generation_output update_and_check_completion",
     },
     "scheduler": {
         "FIFOScheduler": "",
@@ -56,7 +58,7 @@ NAMES = {  # module: class or function: its methods, and attributes that it sets
         "add_waiting_request clear_cancelled_requests finish_request schedule_batch _cancellation_lock "
         "_requests_to_cancel active_requests block_new_requests waiting_requests waiting_requests_order",
     },
-    "utils": {"stream_context": ""},
+    "utils": {"drain_queue": "", "stream_context": ""},
 }
 
 

@@ -328,6 +328,43 @@ def test_plain_prompts_of_a_tenant_that_had_least_go_before_those_that_came_earl
     assert [name for name in first if name != "b"] == names[:4]
 
 
+@pytest.mark.parametrize("had", [1e6, -1e6], ids=["less", "more"])
+def test_a_blend_of_a_tenant_that_had_less_runs_between_two_layers_of_a_step_of_another(had, tiny_model, bench, store):
+    model = tiny_model("llama", num_hidden_layers=8)
+    asks = [[1, *bench.draw(50, 3)], [1, *bench.workload.library[0], *bench.workload.library[3], 3, 4, 5]]
+    within = []
+    with (
+        ChunkStore.open("memory://", namespace="b") as other,
+        bench.engine(model, store, recompute_ratio=RATIO) as engine,
+    ):
+        other.add(model, None, bench.workload.library)
+
+        def at_layer(layer, args):
+            if engine._stepping != threading.get_ident() or len(within) == 8:
+                return
+            if not within:
+                engine.add_request(asks[1], "b", store=other)
+                engine.prefills.shares.add("", had)
+            lanes, held = engine.prefills._running, engine.prefills._held
+            wait_for(lambda: all(one.is_found is None or one.is_found.done() for one in held.values()), "the look-up")
+            wait_for(lambda: all(lane.is_asking or not lane.is_busy for lane in lanes), "what needs no model")
+            outcome = engine.outcome("b")
+            within.append(outcome.how if outcome else "not taken up")
+
+        hooks = [layer.register_forward_pre_hook(observer(at_layer)) for layer in model.model.layers]
+        try:
+            found = bench.collect(engine, [engine.add_request(asks[0], "a", blend=False), "b"])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        check_all_returned(engine)
+        alone = bench.lone_answer(model, other, asks[1], recompute_ratio=RATIO)
+    assert within[0] == "not taken up"
+    assert within[-1] == ("blended" if had > 0 else "waiting"), "before the step of the other was over"
+    assert found["a"].generated_tokens == bench.lone_answer(model, ChunkStore.open("memory://"), asks[0])
+    assert found["b"].generated_tokens == alone
+
+
 def test_a_blend_that_waits_for_blocks_lets_that_of_another_tenant_come_to_its_end(model, bench, store):
     chunks = [bench.draw(40, 60 + number) for number in range(2)]
     ids, stood = [1, 7, *chunks[0], *chunks[1], 9, 9], []
@@ -394,26 +431,6 @@ def test_prompts_of_a_tenant_that_had_more_wait_and_a_first_token_comes_alone(mo
     assert "waits" in dict(steps[2]), "its tenant has had less now, or nobody is before it"
 
 
-def test_one_whose_blend_is_done_is_in_the_next_step_which_has_no_prompt_of_another_tenant(model, bench, store):
-    with ChunkStore.open("memory://", namespace="b") as other, bench.engine(model, store) as engine:
-        chosen, held = engine.batch_processor.scheduler, engine.prefills
-        rows = {"least": (store, 40), "done": (other, 40), "waits": (other, 40)}
-        for name, (of, _) in rows.items():
-            held.expect(name, prefills.Reuse(of, prefills.TextPrompt((1, 2))))
-        held.shares.add("b", 1e6)
-        held._ready["done"] = 39
-        states = [
-            SimpleNamespace(request_id=name, status=None, remaining_prefill_tokens=[5] * left)
-            for name, (_, left) in rows.items()
-        ]
-        first, then = chosen._in_turn(states, 32)
-        alone, _ = chosen._in_turn([states[0], states[2]], 64)
-        held.clear()
-    assert [state.request_id for state in first] == ["done"]
-    assert [state.request_id for state in then] == ["done", "least", "waits"]
-    assert [state.request_id for state in alone] == ["least"]
-
-
 def test_a_turn_ends_at_the_next_layer_when_a_request_of_one_who_had_less_comes():
     turns, reached = Turns(lambda: None), threading.Event()
 
@@ -423,7 +440,7 @@ def test_a_turn_ends_at_the_next_layer_when_a_request_of_one_who_had_less_comes(
             reached.set()
 
     turns.start(task)
-    turns.await_ask(30)
+    wait_for(lambda: turns.is_asking, "the task")
     given = threading.Thread(target=turns.give, args=(1e6,))
     given.start()
     assert reached.wait(30)
@@ -475,10 +492,53 @@ def test_what_is_reused_whole_is_charged_for_the_time_that_it_takes(model, bench
         store.add(model, None, bench.workload.library)
         add, charged = engine.prefills.shares.add, []
         engine.prefills.shares.add = lambda *given: (charged.append(given), add(*given))
-        bench.answers(engine, [bench.Ask([1, *bench.workload.library[0], 5, 6])], max_new_tokens=1)
+        bench.answers(engine, [bench.Ask([1, *bench.workload.library[0], 5, 6])], max_new_tokens=2)
     assert len(charged) >= 2, "turns of the blend, and the step"
     assert {tenant for tenant, _ in charged} == {"c"}, "also of a request that is over with its step"
     assert min(seconds for _, seconds in charged) > 0
+
+
+def test_what_a_turn_took_is_counted_by_the_clock_of_its_thread_without_what_is_done_beside_the_engine(
+    bench, model, store
+):
+    clock = [0.0]
+    turns = Turns(lambda: None, clock=lambda: clock[0])
+
+    def task():
+        for seconds in (2.0, 3.0):
+            turns.checkpoint()
+            clock[0] += seconds
+            turns.release()
+            clock[0] += 100.0
+        turns.checkpoint()
+        clock[0] += 5.0
+
+    turns.start(task)
+    used = []
+    for _ in range(3):
+        wait_for(lambda: turns.is_asking, "the task")
+        turns.give(1e6)
+        used.append(turns.used_s)
+    turns.close()
+    assert used == [2.0, 3.0, 5.0]
+    assert bench.engine(model, store)._clock is time.thread_time, "of a model on the CPU"
+
+
+@pytest.mark.parametrize("new", [1, 4])
+def test_the_first_token_of_a_blended_request_comes_from_its_blend_and_takes_no_step(
+    new, model, bench, store, monkeypatch
+):
+    store.add(model, None, bench.workload.library)
+    ids = [1, *bench.workload.library[0], *bench.workload.library[3], *bench.draw(6, 70)]
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        steps = steps_of(engine, monkeypatch)
+        name = engine.add_request(ids, "one", new)
+        output = bench.collect(engine, [name])[name]
+        check_all_returned(engine)
+        outcome = engine.outcome(name)
+    assert steps == [[(name, 1)]] * (new - 1)
+    assert (outcome.how, outcome.tokens) == ("blended", len(ids))
+    assert output.generated_tokens == bench.lone_answer(model, store, ids, new=new, recompute_ratio=RATIO)
 
 
 @pytest.mark.parametrize(("selector", "is_shared"), [("boundary", True), ("query-attention", False)])
@@ -614,9 +674,9 @@ def test_a_cancelled_request_leaves_nothing_behind_and_others_go_on(when, model,
             monkeypatch.setattr(
                 type(engine.prefills),
                 "_blend",
-                lambda self, held, tokens: (
+                lambda self, held: (
                     cancel_now(engine) if held.state.request_id == "victim" else None,
-                    write(self, held, tokens),
+                    write(self, held),
                 )[1],
             )
         names = [engine.add_request(ask.ids, f"other {n}") for n, ask in enumerate(asks[1:])]
@@ -678,10 +738,10 @@ def test_a_prefill_that_fails_is_computed_in_full_by_the_engine(model, bench, st
     asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
     blend = prefills.BlendedPrefills._blend
 
-    def failing(self, held, tokens):
+    def failing(self, held):
         if held.state.request_id == "unlucky":
             raise StoreError("the disk is gone")
-        blend(self, held, tokens)
+        blend(self, held)
 
     monkeypatch.setattr(prefills.BlendedPrefills, "_blend", failing)
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:

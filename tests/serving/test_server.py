@@ -27,7 +27,7 @@ from hf_blend.errors import ConfigError, PromptError
 from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.serving import app, service
 from hf_blend.serving.guard import Doors, Guard, Refused
-from hf_blend.serving.prompts import chat_prompt, text_prompt
+from hf_blend.serving.prompts import chat_prompt, most_chars, text_prompt
 from hf_blend.serving.run import ServerPlan, make_service, serve
 from hf_blend.serving.service import Tenant, read_tenants
 from hf_blend.serving.wire import Limits
@@ -296,6 +296,24 @@ def test_a_bad_request_gets_a_clear_4xx(what, http, server):
     assert len(error["message"]) < 400
     assert code is None or error["code"] == code
     assert "Traceback" not in response.text
+
+
+def test_a_text_that_no_prompt_can_hold_is_refused_before_it_is_tokenized(loaded, monkeypatch):
+    tokenizer, made = loaded[1], []
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda self, text, **given: made.append(text))
+    most = most_chars(tokenizer, 100)
+    assert all(len(tokenizer.decode([token])) * 100 <= most for token in range(len(tokenizer)))
+    asked = {"chars": most, "documents": []}
+    for build in (
+        lambda: chat_prompt(tokenizer, messages("a" * (most + 1)), **asked),
+        lambda: chat_prompt(tokenizer, messages("a"), **{**asked, "documents": ["b" * most]}),
+        lambda: text_prompt(tokenizer, "a" * (most + 1), **asked),
+        lambda: text_prompt(tokenizer, [5], **{**asked, "documents": ["b" * most, "c"]}),
+    ):
+        with pytest.raises(PromptError, match=rf"characters, expected at most {most}, which"):
+            build()
+    assert not made
+    assert most_chars(tokenizer, None) is None
 
 
 @pytest.mark.parametrize(("length", "refused"), [("\xb2", False), ("9" * 5000, True), ("4", False), ("x", False)])
