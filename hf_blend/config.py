@@ -19,7 +19,9 @@ class Options(Mapping[str, Any]):
     """A mapping that cannot change: JSON values, with lists kept as tuples. Hashable, equal to an equal dict."""
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        self._items = {_string(name): _frozen(value) for name, value in (options or {}).items()}
+        self._items = {
+            _instance("the name of an option", name, str): _frozen(value) for name, value in (options or {}).items()
+        }
 
     def __getitem__(self, name: str) -> Any:
         return self._items[name]
@@ -336,10 +338,6 @@ def _options(name: str, value: Any) -> Options:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is {value!r}, but names with values are wanted. Give a dict, or leave it out.")
     return Options(value)
-
-
-def _string(name: Any) -> str:
-    return _instance("the name of an option", name, str)
 
 
 def _frozen(value: Any) -> Any:

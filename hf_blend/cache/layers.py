@@ -38,27 +38,16 @@ class Columns:
 
 
 class MadeStates:
-    """`keys` and `values` of a layer that makes them at every look: None where it holds nothing."""
+    """Makes `keys` and `values` at every look, `[batch, kv_heads, tokens, head_dim]`; None where it holds nothing.
 
-    @property
-    def keys(self) -> Tensor | None:
-        """All K that are shown, `[batch, kv_heads, tokens, head_dim]`, rotated for their positions."""
-        return self._look(0)
+    To set them does nothing: what is held has another form.
+    """
 
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        """Nothing: what is held has another form."""
-
-    @property
-    def values(self) -> Tensor | None:
-        """All V that are shown, `[batch, kv_heads, tokens, head_dim]`."""
-        return self._look(1)
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        """Nothing: what is held has another form."""
+    keys = property(lambda self: self._look(0), lambda self, _: None)
+    values = property(lambda self: self._look(1), lambda self, _: None)
 
     def _look(self, index: int) -> Tensor | None:
+        """K (0), rotated for its positions, or V (1)."""
         raise NotImplementedError
 
 

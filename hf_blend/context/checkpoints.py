@@ -38,7 +38,7 @@ from ..store.catalog import entry_name
 from ..store.format import EntryFile, pack_entry
 from ..store.seal import check_secret, keyed
 from ..store.tiers.base import EntryFault, ObjectStat, Tier, as_fault
-from .continuing import Continuing, advance, continuing
+from .continuing import Continuing, continuing
 from .handed import complaint, handed
 from .stock_form import Parts
 from .tables import regime_tokens
@@ -167,7 +167,7 @@ class StateCheckpoints:
             )
         self._refuse_crossing(len(ids))
         held, cache = self._longest(ids, max(ends))
-        fork = self._fork(ids[: max(ends)])
+        fork = max((_in_common(ids[: max(ends)], known.ids) for known in self._known.values()), default=0)
         stops = {*ends, fork} if fork - held >= LEAST_FORK_TOKENS else {*ends}
         for start, end in pairwise([held, *sorted(stop for stop in stops if stop > held)]):
             self._advance(cache, ids[start:end])
@@ -273,13 +273,10 @@ class StateCheckpoints:
                 "rotary frequencies of this model are others. Prefill longer prompts as a whole."
             )
 
-    @torch.no_grad()
     def _advance(self, cache: Any, ids: Tensor) -> None:
         """Let a cache hold some more tokens."""
-        at_once = self._way.at_once or not cache.get_seq_length()
         with canonical(self.model), notes_kept(self.model):
-            for piece in ids.split(len(ids) if at_once else 1):
-                advance(self.model, cache, piece[None])
+            self._way.advance(self.model, cache, ids)
 
     def _longest(self, ids: Tensor, most: int) -> tuple[int, Any]:
         """The longest saved prefix with at most so many tokens: their number, and a cache that holds it."""
@@ -359,16 +356,14 @@ class StateCheckpoints:
         if needed > self.max_bytes:
             raise OSError(f"with what it continues it takes {needed} of {self.max_bytes} bytes")
         excess = nbytes + sum(stat.nbytes for stat in entries.values()) - self.max_bytes
-        for name in sorted(entries.keys() - {*chain}, key=lambda name: self._last_use(entries[name])):
+        most = self.max_bytes  # what is larger than all may be together is damaged, and leaves first
+        uses = {name: (stat.nbytes <= most, stat.created) for name, stat in entries.items() if name not in chain}
+        for name in sorted(uses, key=lambda name: uses[name]):
             if excess <= 0:
                 break
             self._remove(name)
             excess -= entries[name].nbytes
             self.stats.evicted += 1
-
-    def _last_use(self, stat: ObjectStat) -> tuple[bool, float]:
-        """When an entry was used last; what is larger than all may be together is damaged, and leaves first."""
-        return self.max_bytes is None or stat.nbytes <= self.max_bytes, stat.created
 
     def _remove(self, name: str) -> None:
         with suppress(OSError):
@@ -386,10 +381,6 @@ class StateCheckpoints:
         """The entries of the longest prefix that this process has read or written, and that are still there."""
         known = (self._known.get(names[tokens]) for tokens in sorted(names, reverse=True))
         return next((one.chain for one in known if one is not None and entries.keys() >= {*one.chain}), ())
-
-    def _fork(self, ids: Tensor) -> int:
-        """How many tokens a prompt has in common with another one that this process has read or written."""
-        return max((_in_common(ids, known.ids) for known in self._known.values()), default=0)
 
     def _entries(self) -> dict[str, ObjectStat]:
         """All checkpoints in the folder, of all models."""

@@ -28,6 +28,7 @@ from ..model.checks import (
     relative_error,
     violations,
 )
+from ..model.hooks import hooked
 from ..model.placement import input_device
 from .self_extend import self_extend as extended
 from .sequence_cache import SequenceCache
@@ -209,35 +210,22 @@ def _watched(
         call = LayerCall.bind(layer, args, kwargs)
         return call if any(value is cache for value in call.arguments.values()) else None
 
-    def before(index: int) -> Callable[..., Any]:
-        def hook(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-            call = bound(layer, args, kwargs)
-            if call is None or inputs is None:
-                return None
-            rows, whole = call.hidden.shape[1], inputs[index]
-            call.arguments[call.hidden_name] = whole[:, -1:] if rows == 1 else whole[:, :rows]
-            return call.as_hook_result()
+    def before(index: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = bound(layer, args, kwargs)
+        if call is None or inputs is None:
+            return None
+        rows, whole = call.hidden.shape[1], inputs[index]
+        return (whole[:, -1:] if rows == 1 else whole[:, :rows],), call.arguments
 
-        return hook
+    def after(index: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = bound(layer, args, kwargs)
+        if call is not None:
+            left = output[0] if isinstance(output, tuple) else output
+            contributed[index] = call.hidden.clone(), left - call.hidden
 
-    def after(index: int) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = bound(layer, args, kwargs)
-            if call is not None:
-                left = output[0] if isinstance(output, tuple) else output
-                contributed[index] = call.hidden.clone(), left - call.hidden
-
-        return hook
-
-    handles = []
-    try:
-        for index, layer in enumerate(decoder_layers(model)):
-            handles.append(layer.register_forward_pre_hook(before(index), with_kwargs=True))
-            handles.append(layer.register_forward_hook(after(index), with_kwargs=True))
+    layers = list(enumerate(decoder_layers(model)))
+    with hooked(layers, before), hooked(layers, after, behind=True):
         yield contributed
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _ids(subject: CheckedModel) -> Tensor:

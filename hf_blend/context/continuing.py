@@ -42,6 +42,13 @@ class Continuing:
     form: StockForm
     at_once: bool
 
+    @torch.no_grad()
+    def advance(self, model: nn.Module, cache: Any, ids: Tensor) -> None:
+        """Let a cache hold more tokens, `[tokens]`: one by one where several would be computed wrongly."""
+        size = len(ids) if self.at_once or not cache.get_seq_length() else 1
+        for piece in ids.split(size) if len(ids) else ():
+            advance(model, cache, piece[None])
+
 
 @PerStructure
 def continuing(model: nn.Module) -> Continuing:

@@ -18,7 +18,7 @@ from ..model.anatomy import refuse_extended, stock_cache, text_config
 from ..model.fingerprint import fingerprint
 from ..model.placement import input_device
 from ..store.tiers.base import EntryFault
-from .continuing import advance, continuing
+from .continuing import continuing
 from .sequence_cache import check_window
 
 END = 1 << 31  # of ids
@@ -54,7 +54,7 @@ class StateCache:
         ids = self._fitting([*self._ids, *token_ids], new)
         cache, held = self._begun(ids)
         if held and not self._way.at_once:
-            self._advance(cache, ids[held:-1])
+            self._way.advance(self.model, cache, torch.tensor(ids[held:-1]))
         prompt = torch.tensor([ids], device=input_device(self.model))
         given = {"attention_mask": torch.ones_like(prompt), **options}
         output: list[int] = self.model.generate(prompt, past_key_values=cache, **given)[0].tolist()
@@ -64,7 +64,7 @@ class StateCache:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hold some more tokens."""
-        self._advance(self._cache, token_ids)
+        self._way.advance(self.model, self._cache, torch.tensor(token_ids))
         self._ids += token_ids
 
     def refuse_extended(self) -> None:
@@ -110,10 +110,3 @@ class StateCache:
         if self._ids and ids[: len(self._ids)] == self._ids:
             return copy.deepcopy(self._cache), len(self._ids)
         return stock_cache(self.model), 0
-
-    @torch.no_grad()
-    def _advance(self, cache: Any, token_ids: Sequence[int]) -> None:
-        """Let a cache hold more tokens."""
-        size = len(token_ids) if self._way.at_once or not cache.get_seq_length() else 1
-        for piece in torch.tensor([list(token_ids)]).split(max(1, size), dim=1) if len(token_ids) else ():
-            advance(self.model, cache, piece)

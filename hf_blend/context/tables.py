@@ -8,7 +8,6 @@ receives is the very object that some module returned. A layer that receives non
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +28,7 @@ from ..model.anatomy import (
     windowed_layer,
 )
 from ..model.calibrate import rotary_styles
+from ..model.hooks import hooked
 from ..model.placement import input_device
 from ..rotary.base import RotaryStyle, compose
 from ..rotary.tables import Table, own_table, rotary_table
@@ -176,24 +176,17 @@ def _find_makers(model: nn.Module) -> tuple[Maker | None, ...]:
     received: dict[int, dict[str, Any]] = {}
     thread = threading.get_ident()  # others may run the model meanwhile
 
-    def made(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def made(_: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if threading.get_ident() == thread:
             results.append(result)
             makers[id(result)] = _maker(module, args, kwargs)
 
-    def given(index: int) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() == thread:
-                received[index] = LayerCall.bind(layer, args, kwargs).arguments
+    def given(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            received[index] = LayerCall.bind(layer, args, kwargs).arguments
 
-        return hook
-
-    with ExitStack() as stack, torch.no_grad():
-        for module in outer:
-            stack.callback(module.register_forward_hook(made, with_kwargs=True).remove)
-        for index, layer in enumerate(layers):
-            stack.callback(layer.register_forward_pre_hook(given(index), with_kwargs=True).remove)
-        ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device=input_device(model))
+    ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device=input_device(model))
+    with hooked(((None, one) for one in outer), made, behind=True), hooked(enumerate(layers), given), torch.no_grad():
         decoder_of(model)(input_ids=ids, use_cache=False)
     return tuple(_known_maker(model, index, received.get(index, {}), makers) for index in range(len(layers)))
 

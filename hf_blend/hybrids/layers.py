@@ -67,11 +67,11 @@ class MixerKind(LayerKind):
 
     def snapshot(self, layer: Any) -> Any:
         """The state of the mixer."""
-        return layer.snapshot_mixer()
+        return MixerLayer.snapshot(layer)
 
     def restore(self, layer: Any, snapshot: Any) -> None:
         """The mixer ran as a look only: take its state back."""
-        layer.restore_mixer(snapshot)
+        MixerLayer.restore(layer, snapshot)
 
     def pause(self) -> None:
         """Take the hooks out."""
@@ -103,15 +103,12 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
     has_only_state = True
     prefill_kind: type[LayerKind] = MixerKind
 
-    def settle(self) -> None:
-        """The state is its own; nothing to forget."""
-
-    def snapshot_mixer(self) -> Any:
-        """What `restore_mixer` needs to take back every token that comes from now on: a copy of the states."""
+    def snapshot(self) -> Any:
+        """What `restore` needs to take back every token that comes from now on: a copy of the states."""
         states = tuple({at: _copied(one) for at, one in getattr(self, name).items()} for name in STATES)
         return states, tuple(dict(getattr(self, name)) for name in FLAGS), (self.dtype, self.device)
 
-    def restore_mixer(self, snapshot: Any) -> None:
+    def restore(self, snapshot: Any) -> None:
         """Be as at a snapshot, which may be used again."""
         states, flags, (self.dtype, self.device) = snapshot
         for name, snapshot_states in zip(STATES, states, strict=True):
@@ -121,21 +118,13 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
 
     def suspend(self, snapshot: Any, past: int) -> Any:
         """Be as at a snapshot while another forward runs; gives what `resume` needs."""
-        states = self.snapshot_mixer()
-        self.restore_mixer(snapshot)
+        states = MixerLayer.snapshot(self)
+        MixerLayer.restore(self, snapshot)
         return states
 
     def resume(self, suspended: Any) -> None:
         """Be as when it was suspended."""
-        self.restore_mixer(suspended)
-
-    def snapshot(self) -> Any:
-        """What `restore` needs to take back every token that comes from now on."""
-        return self.snapshot_mixer()
-
-    def restore(self, snapshot: Any) -> None:
-        """Be as at a snapshot."""
-        self.restore_mixer(snapshot)
+        MixerLayer.restore(self, suspended)
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Refuse a `crop` that this layer could not do."""
@@ -185,26 +174,18 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):
         else:
             MixerLayer.lazy_initialization(self, **kwargs)
 
-    def settle(self) -> None:
-        """See `BlendLayer.settle`."""
-        self._attention.settle(self)
-
-    def get_max_length(self) -> int:
-        """See `BlendLayer.get_max_length`."""
-        return self._attention.get_max_length(self)
-
     def suspend(self, snapshot: Any, past: int) -> Any:
         """Of the mixer."""
         return MixerLayer.suspend(self, snapshot[0], past)
 
     def snapshot(self) -> Any:
         """Of both."""
-        return self.snapshot_mixer(), self._attention.snapshot(self)
+        return MixerLayer.snapshot(self), self._attention.snapshot(self)
 
     def restore(self, snapshot: Any) -> None:
         """Both."""
         self._attention.restore(self, snapshot[1])
-        self.restore_mixer(snapshot[0])
+        MixerLayer.restore(self, snapshot[0])
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Refuse a `crop` that one of the two could not do."""

@@ -78,16 +78,11 @@ class _Found:
 _CACHE = object()  # stands for the cache among the arguments of a call
 
 
-def has_mixers(model: nn.Module) -> bool:
-    """Return True if some layers keep a state that every token before has gone into, as transformers sees it."""
-    return any(hasattr(layer, "recurrent_states") for layer in stock_layers(text_config(model)))
-
-
 @finding
 def mixers_of(model: nn.Module) -> CheckResult:
     """The rows of every mixer that are computed among stored ones are those of a plain forward."""
     layers = decoder_layers(model)
-    if not has_mixers(model):
+    if not any(hasattr(layer, "recurrent_states") for layer in stock_layers(text_config(model))):
         return CheckResult(0.0, 0.0, found=(None,) * len(layers))
     with canonical(model):
         calls = _calls(model, _modules(model, layers))
@@ -305,7 +300,9 @@ def _tried(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expected
     if not mixer.width:
         return "no projection of it is felt by another token", 0.0
     cache, rows = full_cache(model), ActiveRows(None, TOKENS, {})
-    states = _recorded(model, call, mixer, cache, rows, hidden)
+    run = MixerPass(mixer, cache, rows)
+    _passed(model, call, run, hidden, cache)
+    states: Tensor = run.states
     columns = torch.tensor([ACTIVE], device=hidden.device)
     rows = ActiveRows(columns, TOKENS, {})
     cache, given = full_cache(model), states.clone()
@@ -325,12 +322,6 @@ def _tried(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expected
     if not _change(run.states, states) <= allowed_of(CHANGE, states.dtype):
         return "its projections of some rows are not those of a plain forward", error
     return "", error
-
-
-def _recorded(model: nn.Module, call: _Call, mixer: Mixer, cache: Any, rows: ActiveRows, hidden: Tensor) -> Tensor:
-    run = MixerPass(mixer, cache, rows)
-    _passed(model, call, run, hidden, cache)
-    return run.states
 
 
 def _passed(model: nn.Module, call: _Call, run: MixerPass, hidden: Tensor, cache: Any) -> Tensor:

@@ -60,9 +60,14 @@ class RowLines(ABC):
     def cut(self, rows: slice, keys: slice) -> Tensor:
         """The mask of some rows and keys, `[batch, heads or 1, rows, keys]`, in `dtype`."""
 
-    @abstractmethod
     def to(self, device: torch.device) -> "RowLines":
         """The same lines on another device."""
+        moved, found = copy(self), ("blocks", "masks", "spans")
+        held = {name: value for name, value in vars(self).items() if name not in found}
+        held |= {name: value.to(device) for name, value in held.items() if isinstance(value, Tensor | RowLines)}
+        vars(moved).clear()
+        vars(moved).update(held, device=device, _biases={})
+        return moved
 
     def plain(self) -> Tensor:
         """The whole mask."""
@@ -130,10 +135,6 @@ class MadeLines(RowLines):
         """See `RowLines.cut`; a view."""
         return self._mask[:, :, rows, keys]
 
-    def to(self, device: torch.device) -> "MadeLines":
-        """See `RowLines.to`."""
-        return MadeLines(self._mask.to(device))
-
 
 class ModelLines(RowLines):
     """Some rows' lines of the mask that a model made for all of them."""
@@ -150,10 +151,6 @@ class ModelLines(RowLines):
             return mask.index_select(2, places[0])
         mask = mask.expand(places.shape[0], *mask.shape[1:])
         return torch.take_along_dim(mask, places[:, None, :, None], dim=2)
-
-    def to(self, device: torch.device) -> "ModelLines":
-        """See `RowLines.to`."""
-        return ModelLines(self._mask.to(device), self._rows)
 
 
 class LocalLines(RowLines):
@@ -179,10 +176,6 @@ class LocalLines(RowLines):
             real = self._real[:, -self.shape[3] :][:, None, None, keys]
             seen = seen & real.to(device=seen.device, dtype=torch.bool)
         return seen
-
-    def to(self, device: torch.device) -> "LocalLines":
-        """See `RowLines.to`."""
-        return LocalLines(self._columns.to(device), self.shape[3], self._window, self._real)
 
 
 class PackedLines(RowLines):
@@ -219,13 +212,6 @@ class PackedLines(RowLines):
         seen, own = self._lines.cut(rows, keys), self._chunks[rows, None] == self._chunks[keys]
         return seen & own if seen.dtype == torch.bool else seen.masked_fill(~own, torch.finfo(seen.dtype).min)
 
-    def to(self, device: torch.device) -> "PackedLines":
-        """See `RowLines.to`."""
-        moved = copy(self)
-        moved.device, moved._lines, moved._chunks = device, self._lines.to(device), self._chunks.to(device)
-        moved._biases = {}
-        return moved
-
 
 class CausalLines(LocalLines):
     """Each row of one batch entry sees the keys up to its own column; the host knows which that is."""
@@ -261,10 +247,6 @@ class CausalLines(LocalLines):
 
     def _ends(self, cut: list[slice]) -> list[tuple[int, int]]:
         return [(0, self._numbers[rows.stop - 1] + 1) for rows in cut]
-
-    def to(self, device: torch.device) -> "CausalLines":
-        """See `RowLines.to`."""
-        return CausalLines(self._columns.to(device), self.shape[3], ask=self._ask)
 
 
 def _runs(numbers: list[int], least: int) -> list[slice]:

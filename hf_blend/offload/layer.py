@@ -18,6 +18,7 @@ from ..cache.layers import BlendLayer, MadeStates
 from ..config import BlendConfig
 from ..errors import ConfigError
 from .memory import GROW_TOKENS, KVMemory, round_up
+from .states import AwayLayer
 
 
 def offload(layers: list[Any], config: BlendConfig) -> KVMemory | None:
@@ -47,8 +48,8 @@ class OffloadedLayer(MadeStates, BlendLayer):
     keeps_all = False
 
     def __init__(self, memory: KVMemory, index: int) -> None:
-        self._memory, self._index = memory, index
-        self._away = 0  # tokens that are in the memory
+        self.memory, self._index = memory, index
+        self.away_tokens = 0  # so many of the first tokens are in the memory
         self._held = 0  # tokens in the memory or in `_recent`
         self._recent: tuple[Tensor, Tensor] | None = None
         self._opened: tuple[Tensor, Tensor] | None = None  # `[rows, batch, kv_heads, head_dim]`
@@ -73,7 +74,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + tokens
-        stays = self._memory.is_resident(self._index, end, key_states, value_states)
+        stays = self.memory.is_resident(self._index, end, key_states, value_states)
         if self._buffers is not None or (stays and not self._held):
             if self._buffers is None or self._buffers[0].shape[2] < end:
                 self._move(key_states, value_states, round_up(end), slice(0, start))
@@ -106,14 +107,14 @@ class OffloadedLayer(MadeStates, BlendLayer):
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         """Put tokens behind those of a layer that is away, `[new, batch, kv_heads, head_dim]`; blocks go away."""
-        first, end = self._held - self._away, self._held - self._away + len(keys)
+        first, end = self._held - self.away_tokens, self._held - self.away_tokens + len(keys)
         self.length = self._held = self._held + len(keys)
         if end >= GROW_TOKENS:
             rows = (keys, values)
             if self._recent is not None:
                 rows = tuple(torch.cat([old[:first], new]) for old, new in zip(self._recent, rows, strict=True))
-            self._memory.put(self._index, *rows)
-            self._away, self._recent = self._held, None
+            self.memory.put(self._index, *rows)
+            self.away_tokens, self._recent = self._held, None
         elif len(keys):
             if self._recent is None:
                 self._recent = _room(keys), _room(values)
@@ -127,39 +128,30 @@ class OffloadedLayer(MadeStates, BlendLayer):
         if start == end:
             keys, values = self._like()
             return keys[:, :, :0], values[:, :, :0]
-        if start < min(end, self._away):
-            parts.append(self._memory.read(self._index, start, min(end, self._away)))
-        if end > self._away and self._recent is not None:
-            first, behind = max(start, self._away) - self._away, end - self._away
+        if start < min(end, self.away_tokens):
+            parts.append(self._there.read(start, min(end, self.away_tokens)))
+        if end > self.away_tokens and self._recent is not None:
+            first, behind = max(start, self.away_tokens) - self.away_tokens, end - self.away_tokens
             parts.append((self._recent[0][first:behind], self._recent[1][first:behind]))
         keys, values = (torch.cat(some) if len(parts) > 1 else some[0] for some in zip(*parts, strict=True))
         return _as_states(keys), _as_states(values)
 
     def blocks(self, rows: Sequence[Sequence[int]], size: int) -> list[tuple[Tensor, Tensor]]:
         """Some blocks of each request in host memory, `[blocks, size, kv_heads, head_dim]`; see `AwayLayer.blocks`."""
-        return self._memory.blocks(self._index, rows, size)
+        return self._there.blocks(rows, size)
 
     def blocks_ahead(self, rows: Sequence[Sequence[int]], size: int) -> Future[list[tuple[Tensor, Tensor]]]:
         """The same, read on another thread."""
-        return self._memory.blocks_ahead(self._index, rows, size)
-
-    @property
-    def away_tokens(self) -> int:
-        """How many of the first tokens are away."""
-        return self._away
+        return self.memory.reading().submit(self._there.blocks, rows, size)
 
     def count(self, what: str, nbytes: int) -> None:
         """Note how many bytes of something of this layer are on its device."""
-        self._memory.count((what, self._index), nbytes)
-
-    def release(self) -> None:
-        """Drop what was brought of any layer for steps that look at all of it."""
-        self._memory.release()
+        self.memory.count((what, self._index), nbytes)
 
     def settle(self) -> None:
         """Put away what shall not stay on the device."""
         if self._buffers is not None:
-            if not self._memory.is_resident(self._index, self.length, *self._buffers):
+            if not self.memory.is_resident(self._index, self.length, *self._buffers):
                 rows = tuple(buffer[:, :, : self.length].permute(2, 0, 1, 3) for buffer in self._buffers)
                 self._buffers = None
                 self._keep(*rows)
@@ -199,27 +191,32 @@ class OffloadedLayer(MadeStates, BlendLayer):
         self._shortened()
         if self._buffers is None:
             self._held = length
-            if length < self._away:
-                self._memory.crop(self._index, length)
-                self._away, self._recent = length, None
+            if length < self.away_tokens:
+                self.memory.crop(self._index, length)
+                self.away_tokens, self._recent = length, None
         self._count()
 
     def reset(self) -> None:
         """Forget everything, and delete what is away."""
         super().reset()
         self._recent = self._opened = None
-        self._away = self._held = 0
-        self._memory.remove(self._index)
+        self.away_tokens = self._held = 0
+        self.memory.remove(self._index)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only some batch entries; nothing is read where they all stay as they are."""
         if not torch.equal(indices.cpu(), torch.arange(self.batch_size)):
             super().batch_select_indices(indices)
 
+    @property
+    def _there(self) -> AwayLayer:
+        """The tokens that are in the memory."""
+        return self.memory.away[self._index]
+
     def _like(self) -> tuple[Tensor, Tensor]:
         """Any K and V of the layer, while it holds some outside of buffers."""
         if self._recent is None:
-            return self._memory.like(self._index)
+            return self._there.like
         return _as_states(self._recent[0]), _as_states(self._recent[1])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -237,10 +234,10 @@ class OffloadedLayer(MadeStates, BlendLayer):
 
     def _brought(self, rows: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All tokens on the device, in the caller's hands, `[rows or more, batch, kv_heads, head_dim]`."""
-        brought = self._memory.bring(self._index, rows, keys, values)
-        if self._recent is not None and self._held > self._away:
+        brought = self.memory.bring(self._index, rows, keys, values)
+        if self._recent is not None and self._held > self.away_tokens:
             for states, recent in zip(brought, self._recent, strict=True):
-                states[self._away : self._held] = recent[: self._held - self._away]
+                states[self.away_tokens : self._held] = recent[: self._held - self.away_tokens]
         return brought
 
     def _look(self, which: int) -> Tensor | None:
@@ -263,11 +260,11 @@ class OffloadedLayer(MadeStates, BlendLayer):
         self.length = length
 
     def _count(self) -> None:
-        self._memory.count(("held", self._index), self.nbytes)
+        self.memory.count(("held", self._index), self.nbytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedLayer":
         """The same tokens in a copy of the memory; those that a forward has opened are left out."""
-        twin = OffloadedLayer(copy.deepcopy(self._memory, memo), self._index)
+        twin = OffloadedLayer(copy.deepcopy(self.memory, memo), self._index)
         length = self.length if self._buffers is not None else self._held
         if length:
             keys, values = (states[:, :, :length] for states in self._shown_or_brought())

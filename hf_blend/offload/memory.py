@@ -45,9 +45,10 @@ class KVMemory:
         self._states = States(folder)
         self._shapes: dict[int, Shapes] = {}  # of the layers that were seen, for `_room` tokens
         self._room = 0  # tokens that the present map is for
-        self._away: dict[int, AwayLayer] = {}
+        self.away: dict[int, AwayLayer] = {}  # by the number of the layer
         self._counts: dict[Any, int] = {}
-        self._resident = 0  # the sum of these
+        # of the placed layers on the devices that compute them, and of a layer that was brought until the next one is
+        self.resident_bytes = 0
         self._ahead: tuple[int, int, Future[tuple[Tensor, Tensor]]] | None = None
         self._reader: ThreadPoolExecutor | None = None
         self.peak_resident_bytes = self.loads = self.prefetched = 0
@@ -62,28 +63,16 @@ class KVMemory:
             _device(place)
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes of K and V of the placed layers on the devices that compute them, layers that were brought included.
-
-        A layer that was brought counts until the next one is.
-        """
-        return self._resident
-
-    @property
     def disk_bytes(self) -> int:
         """Bytes on disk."""
         return self._states.disk_bytes
 
     def count(self, what: Any, nbytes: int) -> None:
         """Note how many bytes of something are on a device."""
-        self._resident += nbytes - self._counts.pop(what, 0)
+        self.resident_bytes += nbytes - self._counts.pop(what, 0)
         if nbytes:
             self._counts[what] = nbytes
-        self.peak_resident_bytes = max(self.peak_resident_bytes, self._resident)
-
-    def like(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of no token of a layer that is away, `[batch, kv_heads, 0, head_dim]` each."""
-        return self._away[index].like
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
     def is_resident(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> bool:
         """Whether the K and V of a layer shall stay on its device once it holds so many tokens.
@@ -102,7 +91,8 @@ class KVMemory:
             return
         room = max(room, self._room)
         self._room, self._shapes[index] = room, seen
-        shapes = {one: _resized(self._shapes.get(one, seen), room) for one in self._layers}
+        known = {one: self._shapes.get(one, seen) for one in self._layers}
+        shapes = {one: ((room, *k[1:]), (room, *v[1:]), dtype) for one, (k, v, dtype) in known.items()}
         if not self._shapes.keys() >= shapes.keys():
             self._shapes = dict(shapes)
         self.device_map = place_layers(shapes, self._budget)
@@ -118,18 +108,18 @@ class KVMemory:
         Shapes: keys `[new, batch, kv_heads, head_dim]`, values `[new, batch, kv_heads, head_dim]`.
         """
         self._forget_ahead(index)
-        if index not in self._away:
+        if index not in self.away:
             place = self.device_map[index]
             device = None if place == DISK else _device(place)
-            self._away[index] = AwayLayer(index, self._states, keys, values, device)
-        self._away[index].append(keys, values)
+            self.away[index] = AwayLayer(index, self._states, keys, values, device)
+        self.away[index].append(keys, values)
 
     def bring(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of a layer on its device, in the caller's hands, with room for so many tokens.
 
         Shapes: keys `[batch, kv_heads, rows, head_dim]` → `[rows, batch, kv_heads, head_dim]`.
         """
-        layer = self._away.get(index)
+        layer = self.away.get(index)
         self.count("at work", 0)
         if layer is None or not layer.tokens:
             rows = round_up(tokens)
@@ -156,16 +146,17 @@ class KVMemory:
 
     def _read_ahead(self, index: int) -> None:
         """Have the next layer that is away read, the first after the last."""
-        order = [one for one in self._layers if one in self._away and self._away[one].tokens]
+        order = [one for one in self._layers if one in self.away and self.away[one].tokens]
         later = next((one for one in order if one > index), order[0] if order else index)
         if later == index or self._ahead is not None:
             return
-        layer = self._away[later]
+        layer = self.away[later]
         rows = layer.tokens + GROW_TOKENS
-        self._ahead = (later, rows, self._reading().submit(_on_side_stream, layer, rows))
+        self._ahead = (later, rows, self.reading().submit(_on_side_stream, layer, rows))
         self.count("ahead", rows * layer.row_bytes)
 
-    def _reading(self) -> ThreadPoolExecutor:
+    def reading(self) -> ThreadPoolExecutor:
+        """The thread that reads ahead."""
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix=READER)
             weakref.finalize(self, _end, self._reader)
@@ -176,20 +167,6 @@ class KVMemory:
         self._forget_ahead()
         self.count("at work", 0)
 
-    def read(self, index: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """K and V of some tokens of a layer that is away, on its device, `[tokens, batch, kv_heads, head_dim]`."""
-        return self._away[index].read(start, end)
-
-    def blocks(self, index: int, rows: Sequence[Sequence[int]], size: int) -> list[tuple[Tensor, Tensor]]:
-        """Some blocks of a layer that is away, in host memory; see `AwayLayer.blocks`."""
-        return self._away[index].blocks(rows, size)
-
-    def blocks_ahead(
-        self, index: int, rows: Sequence[Sequence[int]], size: int
-    ) -> Future[list[tuple[Tensor, Tensor]]]:
-        """The same, read on another thread."""
-        return self._reading().submit(self._away[index].blocks, rows, size)
-
     def _forget_ahead(self, index: int | None = None) -> None:
         """Drop what was read ahead, of a layer that changes or of any."""
         if self._ahead is not None and index in (None, self._ahead[0]):
@@ -199,18 +176,18 @@ class KVMemory:
 
     def crop(self, index: int, tokens: int) -> None:
         """Keep the first so many tokens of what is away of a layer."""
-        if index in self._away:
+        if index in self.away:
             self._forget_ahead(index)
-            self._away[index].crop(tokens)
+            self.away[index].crop(tokens)
 
     def remove(self, index: int) -> None:
         """Forget all that is away of a layer, and what was decided with it."""
         self._forget_ahead(index)
-        if index in self._away:
-            self._away.pop(index).remove()
+        if index in self.away:
+            self.away.pop(index).remove()
         for what in ("at work", ("held", index)):
             self.count(what, 0)
-        if not self._away and self._is_auto:
+        if not self.away and self._is_auto:
             self._room = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVMemory":
@@ -260,10 +237,6 @@ def _is_same(device: torch.device, other: torch.device) -> bool:
 
 def _sized(states: Tensor, rows: int) -> tuple[int, ...]:
     return (rows, *states.shape[:2], states.shape[3])
-
-
-def _resized(shapes: Shapes, rows: int) -> Shapes:
-    return (rows, *shapes[0][1:]), (rows, *shapes[1][1:]), shapes[2]
 
 
 def _widths(shapes: Shapes | None) -> Any:

@@ -252,11 +252,6 @@ def _bytes(states: Tensor) -> Any:
     return states.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data if states.numel() else b""
 
 
-def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    """Memory of the host with undefined contents; pinned memory is copied to a GPU without the host waiting."""
-    return torch.empty(shape, dtype=dtype, pin_memory=is_pinned and torch.cuda.is_available())
-
-
 class AwayLayer:
     """K and V of one layer away from its device; brought by accelerate's hook for one use at a time."""
 
@@ -335,7 +330,8 @@ class AwayLayer:
         found = self._states.read(name, [(block * size, block * size + size) for block in some])
         places = {block: place for place, block in enumerate(some)}
         for row, blocks in enumerate(rows):
-            gathered = host_tensor((len(blocks), size, *like.shape[2:]), like.dtype, like.is_cuda)
+            shape, is_pinned = (len(blocks), size, *like.shape[2:]), like.is_cuda and torch.cuda.is_available()
+            gathered = torch.empty(shape, dtype=like.dtype, pin_memory=is_pinned)  # a copy from there need not wait
             for target, block in zip(gathered, blocks, strict=True):
                 target.copy_(found[places[block]][:, row])
             yield gathered

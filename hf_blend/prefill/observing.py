@@ -136,7 +136,8 @@ class WholeChunks:
         self._chunks = {row: list(chunks) for row, chunks in by_row}
         stops = [chunks[-1].columns.stop for chunks in self._chunks.values()]
         self._rows = min([ROWS, *(plan.real.shape[1] - stop for stop in stops)])
-        deep = [index for index, layer in enumerate(context.layers) if index > after and not _is_windowed(layer)]
+        is_full = [getattr(one, "keeps_all", False) and not one.is_sliding for one in context.layers]
+        deep = [index for index, full in enumerate(is_full) if index > after and full]
         deep = deep[:-1] or deep  # past the K and V of the last layer only the last row is computed
         if self._rows > 0 and stops:
             self._layers = frozenset(deep[::-1][:: max(1, len(deep) // LAYERS)][:LAYERS])
@@ -201,8 +202,3 @@ def report_importance(store: Any, chunks: Sequence[PlacedChunk], scores: Tensor)
             store.note(placed.chunk.key, scores[here], share)
         else:
             store.record_importance(placed.chunk.key, share)
-
-
-def _is_windowed(layer: Any) -> bool:
-    """Whether a layer keeps no K and V, or not of all tokens as they are."""
-    return getattr(layer, "is_sliding", True) or not getattr(layer, "keeps_all", False)

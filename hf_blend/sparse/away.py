@@ -47,7 +47,7 @@ class AwayBlocks(BlockedLayer):
     def begin(self) -> None:
         """A step that looks at blocks begins."""
         super().begin()
-        self._layer.release()
+        self._layer.memory.release()
         self._layer.sees_blocks, self._has_stepped = self._layer.visible is None, True
 
     def settle(self) -> None:
