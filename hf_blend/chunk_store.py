@@ -143,7 +143,7 @@ class ChunkStore(BaseStore):
                 "a disk. Give a directory, and remote=URL."
             )
         settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
-        in_part: Self = plugins.load("sparse.partial", "impress")().open(make, blocks, limits, **settings)
+        in_part: Self = plugins.room("sparse.partial.impress").open_partial(make, blocks, limits, settings)
         in_part.correction = fitted
         return in_part
 

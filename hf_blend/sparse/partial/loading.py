@@ -157,9 +157,9 @@ class PartialLoading(PartDecoding):
         """
         if len(opened) == 1:  # of a mixer
             return realigner.mismatches(0, chunks, *opened)
-        found = []
+        found, rotates_keys = list[float](), realigner.styles[0].slot == 0
         for chunk in chunks:
-            in_blocks = isinstance(chunk.chunk.layers, PartialLayers) and chunk.is_whole and realigner.rotates_keys(0)
+            in_blocks = isinstance(chunk.chunk.layers, PartialLayers) and chunk.is_whole and rotates_keys
             if not in_blocks or _layers(chunk).is_whole(0):
                 found += realigner.mismatches(0, [chunk], *opened)
                 continue
@@ -174,15 +174,15 @@ class PartialLoading(PartDecoding):
     def write(self, index: int, chunks: Sequence[PlacedChunk], realigner: Realigner, opened: KV) -> None:
         """Write a layer of stored chunks; where it is loaded in part, probe heads of those in blocks only."""
         if chunks and index == self._index:
-            self._chunks = (
-                [chunk for chunk in self._chunks if chunk in chunks] if realigner.rotates_keys(index) else []
-            )
-            self._index = index if realigner.rotates_keys(index) else -1
+            rotates_keys = realigner.styles[index].slot == 0  # not what is in the place of the values
+            self._chunks = [chunk for chunk in self._chunks if rotates_keys and chunk in chunks]
+            self._index = index if rotates_keys else -1
+            part = _LayerPart(index, realigner, *opened)
             for chunk in self._chunks:
                 for states in opened:
                     states[chunk.row, :, chunk.columns] = 0
                 if self._by_question:
-                    self._write_keys(index, chunk, range(self._probes(opened[0].shape[1])), realigner, opened[0])
+                    part.write(chunk, 0, range(self._probes(opened[0].shape[1])), _every(chunk))
             chunks = [one for one in chunks if one not in self._chunks]
         realigner.write(index, chunks, *opened)
 
@@ -203,13 +203,12 @@ class PartialLoading(PartDecoding):
                     f"those of its cache are expected, {tuple(layer.keys.shape)}: it cannot be loaded in part. "
                     "Open the store without partial."
                 )
-            self._index = -1
-            scaling = given.get("scaling") or query.shape[-1] ** -0.5
+            self._index, part = -1, _LayerPart(index, realigner, key, value, past)
+            question = _Question(query, rows, given.get("scaling") or query.shape[-1] ** -0.5)
             there = torch.ones(key.shape[0], key.shape[1], key.shape[2], dtype=torch.bool)
             for row in sorted({chunk.row for chunk in chunks}):
                 mine = [chunk for chunk in chunks if chunk.row == row]
-                chosen = self._choose(index, query[row], key[row], rows, mine, scaling, past)
-                self._load(index, chosen, mine, rows, realigner, (query, key, value), past, scaling, there)
+                self._load(part, question, self._choose(part, question, mine), mine, there)
             layer.visible = _compact(there, key.device)
             return attend_part(stock, module, query, key, value, mask, layer.visible, given)
 
@@ -224,85 +223,52 @@ class PartialLoading(PartDecoding):
         self._sums.clear()
 
     def _choose(
-        self,
-        index: int,
-        query: Tensor,
-        key: Tensor,
-        rows: Rows,
-        chunks: Sequence[PlacedChunk],
-        scaling: float,
-        past: int,
+        self, part: "_LayerPart", question: "_Question", chunks: Sequence[PlacedChunk]
     ) -> list[list[int]] | None:
         """The blocks of each chunk of one prompt; None if the heads do not agree."""
         readers = [_layers(chunk).reader for chunk in chunks]
         count = math.ceil(self._share * sum(reader.blocks for reader in readers))
         if not self._by_question:
             return [list(range(math.ceil(self._share * reader.blocks))) for reader in readers]
-        scores = self._scores(query, key, rows, chunks, scaling, past, self._probes(key.shape[0]))
+        scores = question.scores(part, chunks, self._probes(part.keys.shape[1]))
         for chunk, own in zip(chunks, scores.mean(dim=0).split([chunk.tokens for chunk in chunks]), strict=True):
             before = self._sums.get(id(chunk))
             self._sums[id(chunk)] = chunk, own if before is None else before[1] + own
         by_block = _by_block(scores, chunks)
         if self._watch is not None:
-            self._watch(index, by_block, count)
+            self._watch(part.index, by_block, count)
         found = agreed(by_block, count, self._alpha)
         return None if found is None else _by_chunk(found, chunks)
 
-    def _scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        rows: Rows,
-        chunks: Sequence[PlacedChunk],
-        scaling: float,
-        past: int,
-        heads: int,
-    ) -> Tensor:
-        """`[heads, tokens of the chunks]`: what the question of one prompt looks at, on the CPU."""
-        columns = torch.cat([torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]).to(key.device)
-        asks = rows.columns[chunks[0].row] >= chunks[-1].columns.stop
-        asks = asks if rows.filler is None else asks & ~rows.filler[chunks[0].row]
-        asked = asks.nonzero()[:, 0].to(query.device)
-        group = query.shape[0] // key.shape[0]
-        return importance(query[: heads * group, asked], key[:heads, columns + past], scaling).cpu()
-
     def _load(
         self,
-        index: int,
+        part: "_LayerPart",
+        question: "_Question",
         chosen: list[list[int]] | None,
         chunks: Sequence[PlacedChunk],
-        rows: Rows,
-        realigner: Realigner,
-        states: tuple[Tensor, Tensor, Tensor],
-        past: int,
-        scaling: float,
         there: Tensor,
     ) -> None:
         """Write the chosen blocks of a prompt, and clear what is not loaded in `there`, `[batch, kv_heads, keys]`."""
-        query, keys, values = states
-        row, heads = chunks[0].row, keys.shape[1]
+        row, heads, index = chunks[0].row, part.keys.shape[1], part.index
         self._counts[chosen is None] += 1
-        fresh = torch.zeros(keys.shape[2], dtype=torch.bool)
-        fresh[(rows.columns if self._fresh is None else self._fresh)[row].cpu() + past] = True
+        fresh = torch.zeros(part.keys.shape[2], dtype=torch.bool)
+        fresh[(question.rows.columns if self._fresh is None else self._fresh)[row].cpu() + part.past] = True
         first = self._probes(heads) if self._by_question else 0
-        each: list[list[list[int]]] = [
-            chosen or [list(range(_layers(chunk).reader.blocks)) for chunk in chunks]
-        ] * heads
+        each: list[list[list[int]]] = [chosen or [list(_every(chunk)) for chunk in chunks]] * heads
         if chosen is None and self._fallback == "values":
             for chunk in chunks:
-                self._write_keys(index, chunk, range(first, heads), realigner, keys, fresh, past)
-            scores = self._scores(query[row], keys[row], rows, chunks, scaling, past, heads)
-            blocks = _by_block(scores, chunks)
+                part.write(chunk, 0, range(first, heads), _every(chunk), fresh)
+            blocks = _by_block(question.scores(part, chunks, heads), chunks)
             count = math.ceil(self._share * blocks.shape[1])
             each = [_by_chunk(sorted(one.topk(count).indices.tolist()), chunks) for one in blocks]
             first = heads
         for place, chunk in enumerate(chunks):
             self._expect(index, chunk, [one[place] for one in each], first, self._probes(heads))
-            there[row, :, chunk.start + past : chunk.columns.stop + past] = False
-            for group, blocks_of in _alike([one[place] for one in each]):
-                self._write_blocks(
-                    index, chunk, blocks_of, group, first, realigner, (keys, values), fresh, past, there
-                )
+            there[row, :, chunk.start + part.past : chunk.columns.stop + part.past] = False
+            for group, some in _alike([one[place] for one in each]):
+                there[row, group.start : group.stop, part.columns(chunk, some)] = True
+                part.write(chunk, 1, group, some, fresh)
+                part.write(chunk, 0, range(max(first, group.start), group.stop), some, fresh)
         there[row] |= fresh
         self._unseen += float((~there[row]).sum()) / heads / sum(chunk.tokens for chunk in chunks)
 
@@ -316,57 +282,61 @@ class PartialLoading(PartDecoding):
         if index + 1 < reader.layers:
             reader.expect(index + 1, 0, range(min(first, probes)), range(reader.blocks))
 
-    def _write_keys(
-        self,
-        index: int,
-        chunk: PlacedChunk,
-        heads: range,
-        realigner: Realigner,
-        keys: Tensor,
-        fresh: Tensor | None = None,
-        past: int = 0,
-    ) -> None:
-        """Write all keys of some heads, but not over `fresh` ones; the prompt begins behind `past` columns."""
-        if not len(heads):
-            return
-        every = range(_layers(chunk).reader.blocks)
-        states = _layers(chunk).part(index, 0, heads, every).to(keys.device)
-        moved = realigner.rotated(index, chunk, states, torch.arange(chunk.tokens, device=keys.device))
-        columns = torch.arange(chunk.start + past, chunk.columns.stop + past)
-        stale = slice(None) if fresh is None else (~fresh[columns]).nonzero()[:, 0]
-        keys[chunk.row, heads.start : heads.stop].index_copy_(1, columns[stale].to(keys.device), moved[:, stale])
 
-    @staticmethod
-    def _write_blocks(
-        index: int,
-        chunk: PlacedChunk,
-        blocks: list[int],
-        heads: range,
-        first: int,
-        realigner: Realigner,
-        states: KV,
-        fresh: Tensor,
-        past: int,
-        there: Tensor,
+@dataclass(frozen=True)
+class _LayerPart:
+    """K and V of a layer to which some blocks are written, `[batch, kv_heads, columns, head_dim]` each."""
+
+    index: int
+    realigner: Realigner
+    keys: Tensor
+    values: Tensor
+    past: int = 0  # columns before those of the prompt
+
+    def columns(self, chunk: PlacedChunk, blocks: Sequence[int]) -> Tensor:
+        """Where the tokens of some blocks go, in the order in which `PartialLayers.part` gives them."""
+        reader = _layers(chunk).reader
+        is_all = len(blocks) == reader.blocks
+        return (torch.arange(chunk.tokens) if is_all else reader.tokens_of(blocks)) + chunk.start + self.past
+
+    def write(
+        self, chunk: PlacedChunk, which: int, heads: range, blocks: Sequence[int], fresh: Tensor | None = None
     ) -> None:
-        """Write some blocks of neighbouring heads; keys only of those from `first` on."""
-        if not blocks:
+        """Write some blocks of K (0) or V (1) of neighbouring heads, but not over `fresh` columns."""
+        if not len(heads) or not len(blocks):
             return
-        keys, values = states
-        device, layers = keys.device, _layers(chunk)
-        every = len(blocks) == layers.reader.blocks
-        tokens = torch.arange(chunk.tokens) if every else layers.reader.tokens_of(blocks)
-        columns = tokens + chunk.start + past
-        there[chunk.row, heads.start : heads.stop, columns] = True
-        stale = (~fresh[columns]).nonzero()[:, 0]
-        target = columns[stale].to(device)
-        found = layers.part(index, 1, heads, blocks).to(device)
-        values[chunk.row, heads.start : heads.stop].index_copy_(1, target, found[:, stale])
-        others = range(max(first, heads.start), heads.stop)
-        if len(others):
-            found = layers.part(index, 0, others, blocks).to(device)
-            moved = realigner.rotated(index, chunk, found, tokens.to(device))
-            keys[chunk.row, others.start : others.stop].index_copy_(1, target, moved[:, stale])
+        states, columns = (self.values if which else self.keys), self.columns(chunk, blocks)
+        stale = slice(None) if fresh is None else (~fresh[columns]).nonzero()[:, 0]
+        found = _layers(chunk).part(self.index, which, heads, blocks).to(states.device)
+        if which == 0:
+            tokens = (columns - chunk.start - self.past).to(states.device)
+            found = self.realigner.rotated(self.index, chunk, found, tokens)
+        into = states[chunk.row, heads.start : heads.stop]
+        into.index_copy_(1, columns[stale].to(states.device), found[:, stale])
+
+
+@dataclass(frozen=True)
+class _Question:
+    """The queries of a layer, `[batch, heads, rows, head_dim]`, and the rows that they are of."""
+
+    query: Tensor
+    rows: Rows
+    scaling: float
+
+    def scores(self, part: _LayerPart, chunks: Sequence[PlacedChunk], heads: int) -> Tensor:
+        """`[heads, tokens of the chunks]`: what the question of one prompt looks at, on the CPU."""
+        query, key, rows = self.query[chunks[0].row], part.keys[chunks[0].row], self.rows
+        columns = torch.cat([torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]).to(key.device)
+        asks = rows.columns[chunks[0].row] >= chunks[-1].columns.stop
+        asks = asks if rows.filler is None else asks & ~rows.filler[chunks[0].row]
+        asked = asks.nonzero()[:, 0].to(query.device)
+        group = query.shape[0] // key.shape[0]
+        return importance(query[: heads * group, asked], key[:heads, columns + part.past], self.scaling).cpu()
+
+
+def _every(chunk: PlacedChunk) -> range:
+    """All blocks of a chunk."""
+    return range(_layers(chunk).reader.blocks)
 
 
 def _by_block(scores: Tensor, chunks: Sequence[PlacedChunk]) -> Tensor:

@@ -251,7 +251,11 @@ class PartialStore(ChunkStore):
     def _reorder(self, key: ChunkKey) -> bool:
         if self.ttl_s is not None:  # a file that is written again looks young
             return False
-        chunk, _ = self._blocked(key, lambda: _lost(key.digest), None)
+
+        def lost() -> ChunkKV:
+            raise EntryFault("digest", f"chunk {key.digest} is damaged", corrupt=False)
+
+        chunk, _ = self._blocked(key, lost, None)
         if chunk is None:
             return False
         try:
@@ -269,7 +273,3 @@ class PartialStore(ChunkStore):
 def is_due(requests: int) -> bool:
     """Return True if a chunk should be ordered after so many reports: 4, 8, 16, …, so that it is written seldom."""
     return requests >= FIRST_REQUESTS and requests & (requests - 1) == 0
-
-
-def _lost(digest: str) -> ChunkKV:
-    raise EntryFault("digest", f"chunk {digest} is damaged", corrupt=False)
