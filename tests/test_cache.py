@@ -275,7 +275,7 @@ def test_hooks_that_end_in_the_middle_of_another_call_do_no_harm(tiny_model, pie
     def end_the_other(index, call):
         if index == 1:
             ending._hooks.leave()  # as another thread's last layer does
-        return layer_begins(index, call)
+        layer_begins(index, call)
 
     monkeypatch.setattr(runner, "layer_begins", end_the_other)
     got = model(**inputs[0], past_key_values=runner, logits_to_keep=1)

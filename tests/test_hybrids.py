@@ -27,7 +27,7 @@ from hf_blend.hybrids.mixer_probe import mixers_of
 from hf_blend.model import anatomy
 from hf_blend.model.calibrate import ignores_states, rotary_styles
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.prefill import observing
+from hf_blend.prefill import observing, realign
 from hf_blend.prefill.realign import Realigner
 from hf_blend.selectors.kv_deviation import KvDeviation
 from hf_blend.sparse.partial.blocked import encode_blocks
@@ -134,7 +134,8 @@ def convolution_tail_missing(monkeypatch):
 
 
 def keys_of_the_indexer_unmoved(monkeypatch):
-    monkeypatch.setattr(Realigner, "_rotation_beside", lambda *_: None)
+    of = Realigner._rotation
+    monkeypatch.setattr(Realigner, "_rotation", lambda *given: None if given[-1] == realign.BESIDE else of(*given))
 
 
 @pytest.mark.parametrize(

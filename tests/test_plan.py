@@ -28,9 +28,10 @@ def planner(shared_model):
     return make
 
 
-def plan(planner, *rows, known=None, at_beginning=True):
+def plan(planner, *rows, known=(None, None), at_beginning=True):
     width = max(map(len, rows))
-    return planner.plan(rows, [width - len(row) for row in rows], width, known, at_beginning)
+    made = [PromptRow(row, len(row), width - len(row), spans=one) for row, one in zip(rows, known, strict=False)]
+    return planner.plan(made, width, at_beginning)
 
 
 def slots(made):
@@ -93,7 +94,7 @@ def test_places_inside_a_chunk_are_counted_from_its_stored_beginning(planner):
 def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
     one, row = planner(A, LONG), (*BOS, 5, *A, *LONG, *Q)
     known = [[Span(3, A, 1, 6)]]
-    searched = one.plan([row], [0], len(row), known, True, [PromptRow(row, prefix=0, is_searched=True)])
+    searched = one.plan([PromptRow(row, len(row), 0, spans=known[0], prefix=0, is_searched=True)], len(row), True)
     assert parts(searched) == [(3, 1, 6, False), (9, 0, 40, False)]
     assert parts(plan(one, row, known=known)) == [(0, 0, 3, True), (3, 1, 6, False)], "what is before it is an entry"
 

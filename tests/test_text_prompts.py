@@ -15,7 +15,7 @@ from hf_blend import BlendCache, ChunkStore, PromptError, blended
 from hf_blend.cache import blend_cache
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.prefill.plan import Planner
+from hf_blend.prefill.plan import Planner, PromptRow
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.prompt.text import build_text
 from hf_blend.prompt.tokenizer import tokenizer_digest
@@ -281,7 +281,7 @@ def test_plan_reuses_nearly_all_of_published_passages_however_they_are_joined(na
     planner = Planner(model, store, fingerprint(model), default_sink(model))
     for texts, (join, joined) in itertools.product(chunks, JOINS.items()):
         ids = tokenizer(f"Answer.\n\n{joined(texts)}\n\nQuestion:")["input_ids"]
-        made = planner.plan([ids], [0], len(ids), None, True)
+        made = planner.plan([PromptRow(tuple(ids), len(ids), 0)], len(ids), True)
         stored = sum(len(tokenize(tokenizer, text)) for text in texts)
         assert sum(slot.tokens for slot in made.chunks if not slot.exact) >= 0.97 * stored, join
         assert len({slot.chunk.key for slot in made.chunks}) >= len(texts), join

@@ -138,16 +138,16 @@ def without_padding(mask: Any, rows: Any, past: int, keys: int, implementation: 
     return ROW_MASK(None, rows, past, keys, implementation)
 
 
-def values_shifted(self: Any, layer: int, slots: Any, keys: Any, values: Any) -> None:
-    WRITE(self, layer, slots, keys, values)
-    for slot in slots:
-        values[slot.row, :, slot.columns] = values[slot.row, :, slot.columns].roll(1, dims=1)
+def values_shifted(self: Any, layer: int, slots: Any, *states: Any, first: int = 0) -> None:
+    WRITE(self, layer, slots, *states, first=first)
+    for values in (states[-1][..., slot.row, :, slot.columns, :] for slot in slots):
+        values.copy_(values.roll(1, dims=-2))
 
 
-def store_written(self: Any, layer: int, slots: Any, which: int, *states: Any) -> None:
-    WRITE_PART(self, layer, slots, which, *states)
+def store_written(self: Any, layer: int, slots: Any, *states: Any, first: int = 0) -> None:
+    WRITE(self, layer, slots, *states, first=first)
     for slot in slots:
-        slot.chunk.layers[layer][which].mul_(1.0001)
+        slot.chunk.layers[layer][first].mul_(1.0001)
 
 
 def stored_coarsely(*arguments: Any) -> list[Any]:
@@ -233,8 +233,7 @@ def seeing_ahead(self: Any, hidden_states: Any, *given: Any, **kwargs: Any) -> A
 
 
 FORWARD = LlamaAttention.forward
-COMPOSE, ROW_MASK, HIGHEST = realign.compose, row_masks.row_mask, selection.highest
-WRITE, WRITE_PART = realign.Realigner.write, realign.Realigner.write_part
+COMPOSE, WRITE, ROW_MASK, HIGHEST = realign.compose, realign.Realigner.write, row_masks.row_mask, selection.highest
 COMPUTE_CHUNKS, BEGIN = plan.compute_chunks, blend.Prefill._begin
 TAKE_ROWS = LayerCall.take_rows
 WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.ForwardHooks._ended, layers.BlendLayer.update
@@ -260,7 +259,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("question_is_fresh", blend.Prefill, "_begin", question_from_a_stale_place),
     ("unchosen_bytes", plan, "compute_chunks", stored_coarsely),
     ("causality", row_masks, "row_mask", looking_ahead),
-    ("store_bytes", realign.Realigner, "write_part", store_written),
+    ("store_bytes", realign.Realigner, "write", store_written),
     ("same_bits", selection, "highest", by_lot),
     ("selection", Selector, "count", one_too_few),
     ("selection", selection, "highest", by_lot),

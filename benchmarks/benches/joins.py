@@ -132,11 +132,11 @@ class _Bench:
 
     def _plan(self, ids: list[int], known: Any = None) -> Plan:
         planner = Planner(self._model, self._store, fingerprint(self._model), default_sink(self._model))
-        return planner.plan([ids], [0], len(ids), known, True, [PromptRow(tuple(ids), prefix=0)])
+        return planner.plan([PromptRow(tuple(ids), len(ids), 0, spans=known, prefix=0)], len(ids), True)
 
     def _named(self, prompt: str, texts: Sequence[str]) -> Plan:
         made = build_text(self._tokenizer, prompt, texts, special=True)
-        return self._plan(list(made.ids), [made.spans()])
+        return self._plan(list(made.ids), made.spans())
 
     @staticmethod
     def _reused(plan: Plan) -> dict[Any, int]:

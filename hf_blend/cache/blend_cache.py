@@ -531,9 +531,10 @@ class BlendCache(Cache):
         else:
             self._fall_back(request)
 
-    def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
+    def layer_begins(self, index: int, call: LayerCall) -> None:
         """Called by the hook on a decoder layer."""
-        return call if self._forward is None else self._forward.prefill.enter(index, call)
+        if self._forward is not None:
+            self._forward.prefill.enter(index, call)
 
     def layer_ends(self, index: int, output: Any) -> Any:
         """Called by the hook behind a decoder layer, except the last."""
@@ -616,7 +617,7 @@ class BlendCache(Cache):
             return
         if request.others and known.images is not None:
             request = known.images.name(request)
-        before = known.pending, copy.copy(self.report)
+        before = known.pending, self.report
         plan = self._plan(request) if all(room.can_blend(self, request) for room in rooms) else None
         if plan is None or not plan.chunks:
             known.pending = known.pending if plan is not None else PendingPrompt()
@@ -672,7 +673,9 @@ class BlendCache(Cache):
         plan, known.pending = expected.plan(planner, request, self._past)
         if known.pending.is_other:
             known.beginning = ()
-        if not is_begun:
+        if is_begun:
+            self.report = copy.copy(self.report)  # the old one comes back after a failure
+        else:
             nominal = plan.settings(self.config).nominal_ratio(len(self._own_layers))
             self.report = BlendReport(nominal, past_tokens=self._past, _costs=layer_costs(self.model))
         self.report.planned(

@@ -24,10 +24,10 @@ class IndexedKind(LayerKind):
 
     def enter(self, prefill: Any, index: int, call: LayerCall, table: Table | None) -> Table | None:
         """Return the new tokens' part of the table; a layer that rotates stored keys has those before them too."""
-        self._table = None
-        if prefill.context.realigner.has_beside(index):
+        self._table, beside = None, prefill.context.realigner.styles[index].beside
+        if beside is not None:
             self.parts = frozenset({"keys", "indexer"})
-        if table is None or not prefill.context.realigner.is_unrotated_beside(index):
+        if table is None or beside is None or beside.turns:
             return table
         self._table = table
         return table[0][:, -prefill.tokens :], table[1][:, -prefill.tokens :]

@@ -230,12 +230,12 @@ def _looks_up(module: nn.Module) -> bool:
 class LayerCall:
     """The arguments of one call of a decoder layer, by the names of its `forward`; `mask_name` is its attention's.
 
-    `arguments` may be changed; `given` are those of the model.
+    `hidden`, the states `[batch, rows, width]`, and the other `arguments` may be changed; `given` are the model's.
     """
 
     layer: nn.Module
+    hidden: Tensor
     arguments: dict[str, Any]
-    hidden_name: str
     mask_name: str
     given: dict[str, Any]
 
@@ -246,7 +246,8 @@ class LayerCall:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         # where a mixer beside the attention has a mask of its own, that of the attention is the causal one
         mask_name = "causal_mask" if "causal_mask" in given else "attention_mask"
-        return cls(layer, {**given}, names[0], mask_name, given)
+        others = {name: value for name, value in given.items() if name != names[0]}
+        return cls(layer, given[names[0]], others, mask_name, given)
 
     @property
     def cache(self) -> Any:
@@ -254,11 +255,6 @@ class LayerCall:
         from transformers import Cache
 
         return next((value for value in self.arguments.values() if isinstance(value, Cache)), None)
-
-    @property
-    def hidden(self) -> Tensor:
-        """The hidden states, `[batch, rows, width]`."""
-        return self.arguments[self.hidden_name]
 
     def take_rows(
         self, index: Tensor, total: int, columns: Tensor, taken: dict[tuple[int, int], Any], with_hidden: bool = True
@@ -270,10 +266,10 @@ class LayerCall:
 
         Shapes: index `[batch, kept]`, columns `[batch, kept]`.
         """
+        if with_hidden:  # `[…, batch, rows, width]`: several streams in Gemma 3n
+            self.hidden = gather_rows(self.hidden, index, self.hidden.dim() - 2)
         for name, value in self.arguments.items():
-            if name == self.hidden_name:  # `[…, batch, rows, width]`: several streams in Gemma 3n
-                self.arguments[name] = gather_rows(value, index, value.dim() - 2) if with_hidden else value
-            elif name != self.mask_name and isinstance(value, (Tensor, tuple, list)):
+            if name != self.mask_name and isinstance(value, (Tensor, tuple, list)):
                 given = self.given[name]
                 place = (id(given), id(columns))
                 if place not in taken:  # both are kept alive, or their ids would be used again
@@ -282,14 +278,7 @@ class LayerCall:
 
     def run(self, **changes: Any) -> Any:
         """Call the layer's own forward, past its hooks."""
-        arguments = {**self.arguments, **changes}
-        hidden = arguments.pop(self.hidden_name)
-        return self.layer.forward(hidden, **arguments)
-
-    def as_hook_result(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments in the form that a forward pre-hook returns."""
-        arguments = dict(self.arguments)
-        return (arguments.pop(self.hidden_name),), arguments
+        return self.layer.forward(self.hidden, **{**self.arguments, **changes})
 
 
 @lru_cache(maxsize=256)

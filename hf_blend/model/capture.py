@@ -224,7 +224,7 @@ def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int])
             lines = PackedLines(given, starts, tokens, call.hidden.device)
             masks[id(given)] = RowMask.of(lines), given
         call.arguments[call.mask_name] = masks[id(given)][0]
-        return call.as_hook_result()
+        return (call.hidden,), call.arguments
 
     with _at_layers(decoder_layers(model), cache, separate):
         yield

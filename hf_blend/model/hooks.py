@@ -31,8 +31,8 @@ class HookedCache(Protocol):
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """The model is called with these arguments, by name; gives back those that it shall see, None for the same."""
 
-    def layer_begins(self, index: int, call: LayerCall) -> LayerCall:
-        """A decoder layer is called; gives back the call that shall run."""
+    def layer_begins(self, index: int, call: LayerCall) -> None:
+        """A decoder layer is called; the arguments of the call may be changed."""
 
     def layer_ends(self, index: int, output: Any) -> Any:
         """A decoder layer is done; gives back the output that the model shall see, None for the layer's own."""
@@ -146,7 +146,9 @@ class ForwardHooks:
         cache = self._cache()
         if kwargs is None or cache is None or all(one is not cache for one in (*args, *kwargs.values())):
             return None
-        return cache.layer_begins(index, LayerCall.bind(layer, args, kwargs)).as_hook_result()
+        call = LayerCall.bind(layer, args, kwargs)
+        cache.layer_begins(index, call)
+        return (call.hidden,), call.arguments
 
     def _layer_ends(self, index: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         cache = self._own(args, rest[0] if len(rest) == 2 else None)

@@ -100,9 +100,10 @@ class Prefill:
         if self._loader is None or context.observer is not None:
             self._loader = WholeChunks(context, max(self._checks, default=-1))
         self._buffers = LayerBuffers(context, self._last, self._loader)
-        self._counts_positions = bool(getattr(text_config(context.model), "attn_temperature_tuning", False))
+        config = text_config(context.model)
+        self._counts_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # a layer counts for all entries
-        self._masks = RowMasks(context.model, layers, context.past, self.tokens)
+        self._masks = RowMasks(config, layers, context.past, self.tokens)
         self._taken: dict[tuple[int, int], Any] = {}  # rows of arguments that several layers are given
         self._tables: dict[int, tuple[Any, Table | None]] = {}  # by the id of what several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
@@ -163,7 +164,7 @@ class Prefill:
         columns = self._rows.columns[0]
         return self.context.past + columns - torch.arange(len(columns), device=columns.device)
 
-    def enter(self, index: int, call: LayerCall) -> LayerCall:
+    def enter(self, index: int, call: LayerCall) -> None:
         """Make a layer's arguments ready: only the active rows, with their own lines of the mask."""
         context, plan = self.context, self.context.plan
         self._buffers.settle(index)
@@ -194,7 +195,6 @@ class Prefill:
         ends = self._capture_attention(index, call) if context.observer is not None or self._loader.listens else False
         columns = None if self._rows is None else self._rows.columns
         context.report._work.append(Work(index, ends, columns, plan.reusable, plan.real, context.past))
-        return call
 
     def leave(self, output: Any) -> Any:
         """Put the rows that left a layer back to their columns, where a decoder may add to them between its layers.
@@ -252,8 +252,9 @@ class Prefill:
         self.context.realigner.close()
         self._buffers.settle(len(self._kinds))
         self._loader.finish()
-        replaced = len(plan.replaced)
-        self.context.report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
+        if plan.replaced:
+            replaced = len(plan.replaced)
+            self.context.report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
         plan.close()
 
     def close_doors(self) -> None:

@@ -62,11 +62,18 @@ class PlacedChunk:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """The prompt that a row of new tokens belongs to."""
+    """New tokens of one batch entry, which begin at column `start`, and the prompt that they continue.
+
+    They are its tokens from `before` to `end`; `columns` are those of tokens that padding separates. The chunks are at
+    `spans`, where they are known, and an entry of `prefix` tokens before them; None: all that is there.
+    """
 
     ids: tuple[int, ...]
+    end: int
+    start: int
     before: int = 0
     columns: tuple[int, ...] = ()
+    spans: Sequence[Span] | None = None
     prefix: int | None = None
     is_searched: bool = False
 
@@ -215,33 +222,20 @@ class Planner:
         self._config = text_config(model)
         self._frequencies: set[tuple[int, ...]] = set()  # those of the forward that is planned
 
-    def plan(
-        self,
-        rows: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        width: int,
-        known: Sequence[Sequence[Span]] | None,
-        at_beginning: bool,
-        prompt_rows: Sequence[PromptRow] | None = None,
-    ) -> Plan:
-        """Decide which columns are reused."""
-        prompt_rows = [PromptRow(tuple(ids)) for ids in rows] if prompt_rows is None else prompt_rows
-        plan = Plan([], _real(rows, starts, width, prompt_rows), list(map(len, rows)), store=self._store)
-        longest = max(prompt_row.before + len(new) for new, prompt_row in zip(rows, prompt_rows, strict=True))
-        ends = {longest, max(prompt_row.before for prompt_row in prompt_rows) + width}
+    def plan(self, rows: Sequence[PromptRow], width: int, at_beginning: bool) -> Plan:
+        """Decide which of `width` new columns are reused."""
+        plan = Plan([], _real(rows, width), [row.end - row.before for row in rows], store=self._store)
+        ends = {max(row.end for row in rows), max(row.before for row in rows) + width}
         self._frequencies = {frequency_regime(self._config, end) for end in ends}
-        given = [None] * len(prompt_rows) if known is None else known
-        found = [
-            self._spans(spans, prompt_row, at_beginning) for spans, prompt_row in zip(given, prompt_rows, strict=True)
-        ]
+        found = [self._spans(row, at_beginning) for row in rows]
         unloaded = set[ChunkKey]()
         if self._store.controller is not None:
             unloaded = self._advised(plan, [span.key for spans in found for span in spans])
         plan.protect({span.key for spans in found for span in spans} - unloaded)
         placed = list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]()
-        for row, (new, start, prompt_row) in enumerate(zip(rows, starts, prompt_rows, strict=True)):
-            spans = [span for span in found[row] if span.key not in unloaded]
-            placed += self._placed_chunks(plan, row, start, len(new), prompt_row, spans, at_beginning)
+        for number, row in enumerate(rows):
+            spans = [span for span in found[number] if span.key not in unloaded]
+            placed += self._placed_chunks(plan, number, row, spans, at_beginning)
         first = {spans[0].key for spans in found if spans and spans[0].start == 0}
         self._fetch(plan, [key for key, _ in placed], first)
         plan.chunks += [make(self._fetched[key]) for key, make in placed]
@@ -261,22 +255,22 @@ class Planner:
         plan.advice = self._store.controller.decide(chunks, self._least_ratio) if chunks else None
         return set() if plan.advice is None else {*chunks} - {chunks[number] for number in plan.advice.loaded}
 
-    def _spans(self, known: Sequence[Span] | None, prompt_row: PromptRow, at_beginning: bool) -> list[Found]:
+    def _spans(self, row: PromptRow, at_beginning: bool) -> list[Found]:
         """The chunks of one prompt, from left to right."""
-        given = list(known or ())
+        given = list(row.spans or ())
         spans = []
         for one in given:
             identity = self._fingerprint if one.token_ids in self.images else self._identity
             key = _known_key(identity, tuple(self._chunk_prefix_ids), one.token_ids, self._store.namespace)
             spans.append(Found(one.start, key, one.first, one.tokens))
-        if known is None or prompt_row.is_searched:
-            found = self._store.find(self._identity, self._chunk_prefix_ids, prompt_row.ids)
+        if row.spans is None or row.is_searched:
+            found = self._store.find(self._identity, self._chunk_prefix_ids, row.ids)
             spans = sorted(spans + [one for one in found if not _overlaps(one, given)], key=lambda one: one.start)
         if at_beginning and given and given[0].start == given[0].first == 0:  # nothing is before it, so it is exact
             key = _known_key(self._fingerprint, (), given[0].token_ids, self._store.namespace)
             spans[0] = spans[0]._replace(key=key)
-        first = prompt_row.ids[: spans[0].start] if spans and at_beginning else ()
-        prefix = first if known is not None and prompt_row.prefix is None else first[: prompt_row.prefix or 0]
+        first = row.ids[: spans[0].start] if spans and at_beginning else ()
+        prefix = first if row.spans is not None and row.prefix is None else first[: row.prefix or 0]
         if not prefix and first == self._chunk_prefix_ids:
             prefix = first
         if prefix:  # an entry of its own, computed behind nothing
@@ -288,37 +282,30 @@ class Planner:
         return [span for span in spans if self._placeholders.isdisjoint(span.key.token_ids)]
 
     def _placed_chunks(
-        self,
-        plan: Plan,
-        row: int,
-        start: int,
-        new: int,
-        prompt_row: PromptRow,
-        spans: list[Found],
-        beginning: bool,
+        self, plan: Plan, number: int, row: PromptRow, spans: list[Found], beginning: bool
     ) -> list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]:
         """The chunks of one row that are needed, and what makes the placed chunk of each."""
         exact_until, found = 0 if beginning else -1, list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]()
-        for number, (offset, key, inside, tokens) in enumerate(spans):
+        for index, (offset, key, inside, tokens) in enumerate(spans):
             end = offset + tokens
-            if end >= max(len(prompt_row.ids), prompt_row.before + new):
+            if end >= max(len(row.ids), row.end):
                 continue  # the last token is always computed: its output is expected
-            is_behind_same = inside == 0 and prompt_row.ids[:offset] == key.chunk_prefix_ids
+            is_behind_same = inside == 0 and row.ids[:offset] == key.chunk_prefix_ids
             is_plain = key.fingerprint == self._fingerprint  # not corrected
             exact = offset == exact_until and is_behind_same and is_plain
             if exact:  # if it is computed by the frequencies of this forward
                 stored = len(key.chunk_prefix_ids) + len(key.token_ids)
                 exact = self._frequencies == {frequency_regime(self._config, stored)}
             exact_until = end if exact else exact_until
-            first = max(offset, prompt_row.before)
-            count = min(end, prompt_row.before + new - 1) - first  # the last token of a part is computed, too
-            column: int | None = start + first - prompt_row.before
-            if prompt_row.columns:
-                column = prompt_row.column_of(first - prompt_row.before, count) if count > 0 else None
+            first = max(offset, row.before)
+            count = min(end, row.end - 1) - first  # the last token of a part is computed, too
+            column: int | None = row.start + first - row.before
+            if row.columns:
+                column = row.column_of(first - row.before, count) if count > 0 else None
             if count > 0 and column is not None:
                 here = inside + first - offset
                 kind = partial(PlacedChunk, is_image=key.token_ids in self.images)
-                made = partial(kind, row, column, exact=exact, number=number, first=here, count=count)
+                made = partial(kind, number, column, exact=exact, number=index, first=here, count=count)
                 found.append((key, made))
                 if first == offset and key.chunk_prefix_ids == self._chunk_prefix_ids:
                     plan.seam_tokens += len(key.token_ids) - tokens
@@ -385,13 +372,11 @@ def _overlaps(one: Found, spans: Sequence[Span]) -> bool:
     return any(one.start < span.stop and span.start < one.start + one.tokens for span in spans)
 
 
-def _real(
-    rows: Sequence[Sequence[int]], starts: Sequence[int], width: int, prompt_rows: Sequence[PromptRow]
-) -> Tensor:
-    """`[batch, width]`: where the tokens of each entry are."""
+def _real(rows: Sequence[PromptRow], width: int) -> Tensor:
+    """`[batch, width]`: where the new tokens of each entry are."""
     real = np.zeros((len(rows), width), dtype=bool)
-    for row, (new, start) in enumerate(zip(rows, starts, strict=True)):
-        real[row, list(prompt_rows[row].columns) or slice(start, start + len(new))] = True
+    for line, row in zip(real, rows, strict=True):
+        line[list(row.columns) or slice(row.start, row.start + row.end - row.before)] = True
     return torch.from_numpy(real)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from .plan import PlacedChunk
 from .report import BlendReport
 
 KV = tuple[Tensor, Tensor]
+BESIDE = -1  # among the parts of a layer: what is stored beside K (0) and V (1)
 AHEAD = (StackedLayers, StreamedLayers, tuple)  # layers that are read ahead; others have to be computed
 MANY = 8
 GROUP_BYTES = 4 << 20  # of keys that are written at a time: as many layers as fit, where all chunks are in memory
@@ -90,6 +92,22 @@ class Placement:
         return table[self.row if table.shape[0] > 1 else 0][self.columns]
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """What moves the tokens of some chunks in a layer, `[tokens, pairs]` each."""
+
+    style: type[RotaryStyle]
+    cos: Tensor
+    sin: Tensor
+
+    def move(self, parts: Sequence[Tensor], device: torch.device, out: Tensor | None = None) -> Tensor:
+        """Rotate states `[layers, heads, tokens of one chunk, width]` side by side."""
+        states = _cat(parts, device)
+        out = torch.empty_like(states) if out is None else out
+        self.style.move(states, (self.cos.to(device), self.sin.to(device)), out=out)
+        return out
+
+
 class Realigner:
     """Writes stored chunks into a layer's buffers. A rotation is composed once per rotary table and kept."""
 
@@ -97,12 +115,12 @@ class Realigner:
         self, styles: Sequence[type[RotaryStyle]], report: BlendReport, chunks: Sequence[PlacedChunk] = ()
     ) -> None:
         """Prepare for one forward."""
-        self._styles, self._report = styles, report
+        self.styles, self._report = styles, report
         self._all, self._starts = tuple(chunks), [0, *accumulate(one.tokens for one in chunks)]
         self._first = {id(one): number for number, one in enumerate(self._all)}
         self._joined_states: dict[tuple[int, torch.device], Tensor | None] = {}
         self._placements: dict[tuple[int, ...], Placement] = {}
-        self._rotations: dict[tuple[object, ...], KV] = {}
+        self._rotations: dict[tuple[object, ...], Rotation] = {}
         self._tables: dict[int, Table | None] = {}
         self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
         self._alive: list[Table] = []
@@ -127,9 +145,9 @@ class Realigner:
         stop = layer + 1
         if placed is None or not placed.layer_bytes:
             return range(layer, stop)
-        chunk, style = placed.chunks[0].chunk, self._styles[layer]
+        chunk, style = placed.chunks[0].chunk, self.styles[layer]
         while stop <= last and placed.layer_bytes * (stop - layer) < GROUP_BYTES:
-            if self._styles[stop] is not style or chunk.layer_table[stop] != chunk.layer_table[layer]:
+            if self.styles[stop] is not style or chunk.layer_table[stop] != chunk.layer_table[layer]:
                 break
             stop += 1
         return range(layer, stop)
@@ -154,29 +172,25 @@ class Realigner:
         own, table = self._tables.get(layer), self._tables.get(first)
         return own is table or (own is not None and table is not None and own[0] is table[0])
 
-    def write(self, layer: int, chunks: Sequence[PlacedChunk], keys: Tensor, values: Tensor) -> None:
-        """Write stored chunks to their columns.
+    def write(self, layer: int, chunks: Sequence[PlacedChunk], *parts: Tensor, first: int = 0) -> None:
+        """Write stored K and V of chunks to their columns, or with `first` what is there from V (1) on.
 
-        Shapes: keys `[batch, kv_heads, tokens, head_dim]`; of several layers `[layers, batch, …]`.
+        Shapes: *parts `[batch, kv_heads, tokens, head_dim]`; of several layers `[layers, batch, …]`.
         """
-        self.write_part(layer, chunks, 0, keys, values)
-
-    def write_part(self, layer: int, chunks: Sequence[PlacedChunk], first: int, *parts: Tensor) -> None:
-        """As `write`, for K (0) or V (1) alone, or for what is there from the first on."""
         if not chunks:
             return
-        started, style, device = time.perf_counter(), self._styles[layer], parts[0].device
+        started, device = time.perf_counter(), parts[0].device
         placed = self._placed(chunks, device)
         for which, states in enumerate(parts, first):
             states = states if states.dim() == 5 else states[None]
             stored = self._parts(placed, range(layer, layer + states.shape[0]), which, device)
-            rotation = self._rotation(layer, placed, style) if which == style.slot else None
+            rotation = self._rotation(layer, placed, which) if which == self.styles[layer].slot else None
             if rotation is None:
                 placed.write_parts(states, stored)
             elif isinstance(placed.columns, slice) and not states.requires_grad:
-                _rotated(style, rotation, stored, device, states[:, placed.row, :, placed.columns])
+                rotation.move(stored, device, states[:, placed.row, :, placed.columns])
             else:
-                placed.write(states, _rotated(style, rotation, stored, device))
+                placed.write(states, rotation.move(stored, device))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
     def write_beside(self, layer: int, chunks: Sequence[PlacedChunk], states: Tensor, spans: Spans = ()) -> None:
@@ -187,10 +201,10 @@ class Realigner:
         if not chunks:
             return
         placed = self._placed(chunks, states.device)
-        rotation = self._rotation_beside(layer, placed)
-        parts = self._parts(placed, range(layer, layer + 1), -1, states.device)
+        rotation = self._rotation(layer, placed, BESIDE)
+        parts = self._parts(placed, range(layer, layer + 1), BESIDE, states.device)
         if rotation is not None:
-            placed.write(states[None], _rotated(*rotation, parts, states.device))
+            placed.write(states[None], rotation.move(parts, states.device))
             return
         for columns, stored in spans or ((slice(None), slice(None)),):
             placed.write_parts(states[None, ..., columns], [part[..., stored] for part in parts])
@@ -200,9 +214,8 @@ class Realigner:
 
         Shapes: *states `[kv_heads, tokens, head_dim]`.
         """
-        device = states[0].device
-        found = self._gathered(layer, self._placed([one], device), device)
-        return tuple(one.to(like.dtype) for one, like in zip(found, states, strict=True))
+        placed = self._placed([one], states[0].device)
+        return tuple(self._stored(layer, placed, *part).to(part[1].dtype) for part in _numbered(states))
 
     @torch.no_grad()
     def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *computed: Tensor) -> list[float]:
@@ -218,10 +231,8 @@ class Realigner:
         total = sum(one.tokens for one in chunks)
         number = torch.arange(count, device=device).repeat_interleave(lengths, output_size=total)
         worst = torch.zeros(count, device=device)
-        is_mixer = len(computed) == 1
-        expected = (self._beside(layer, placed, device),) if is_mixer else self._gathered(layer, placed, device)
-        for states, stored in zip(computed, expected, strict=True):
-            fresh = placed.read(states).float()
+        for which, states in _numbered(computed):
+            fresh, stored = placed.read(states).float(), self._stored(layer, placed, which, states)
             error = torch.linalg.vector_norm(fresh - stored, dim=(0, 2), dtype=torch.float32)
             size = torch.linalg.vector_norm(fresh, dim=(0, 2)).square_()
             mean = torch.zeros(count, device=device).index_add_(0, number, size) / lengths
@@ -235,25 +246,13 @@ class Realigner:
 
         Shapes: keys `[heads, tokens, head_dim]`.
         """
-        rotation = self._rotation(layer, self._placed([one], keys.device), self._styles[layer])
+        style = self.styles[layer]
+        rotation = self._rotation(layer, self._placed([one], keys.device), style.slot)
         if rotation is None:
             return keys
         out = torch.empty_like(keys)
-        self._styles[layer].move(keys, (rotation[0][tokens], rotation[1][tokens]), out=out)
+        style.move(keys, (rotation.cos[tokens], rotation.sin[tokens]), out=out)
         return out
-
-    def has_beside(self, layer: int) -> bool:
-        """Return True if a layer stores something beside K and V."""
-        return self._styles[layer].beside is not None
-
-    def is_unrotated_beside(self, layer: int) -> bool:
-        """Return True if a layer stores something beside K and V that carries no position."""
-        beside = self._styles[layer].beside
-        return beside is not None and not beside.turns
-
-    def rotates_keys(self, layer: int) -> bool:
-        """Return True if a layer rotates its keys, or nothing; not what is in place of values."""
-        return self._styles[layer].slot == 0
 
     def derotated(self, layer: int, keys: Tensor, back: bool = False) -> Tensor:
         """Keys of all new tokens as they would be at position 0.
@@ -264,9 +263,9 @@ class Realigner:
         if table is None:
             return keys.clone()
         zero = (torch.ones_like(table[0]), torch.zeros_like(table[1]))
-        rotation = compose(self._styles[layer], *((zero, table) if back else (table, zero)))
+        rotation = compose(self.styles[layer], *((zero, table) if back else (table, zero)))
         out = torch.empty_like(keys)
-        self._styles[layer].move(keys, (rotation[0][:, None], rotation[1][:, None]), out=out)
+        self.styles[layer].move(keys, (rotation[0][:, None], rotation[1][:, None]), out=out)
         return out
 
     def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
@@ -279,46 +278,29 @@ class Realigner:
             self._placements[key] = placed
         return self._placements[key]
 
-    def _beside(self, layer: int, placed: Placement, device: torch.device) -> Tensor:
-        """What is stored beside K and V of all tokens of some chunks, `[1, tokens, width]`, moved if it turns."""
-        parts = self._parts(placed, range(layer, layer + 1), -1, device)
-        rotation = self._rotation_beside(layer, placed)
-        return (_cat(parts, device) if rotation is None else _rotated(*rotation, parts, device))[0]
+    def _stored(self, layer: int, placed: Placement, which: int, like: Tensor) -> Tensor:
+        """What is stored of all tokens of some chunks, `[heads, tokens, width]`, rotated for this prompt."""
+        parts = self._parts(placed, range(layer, layer + 1), which, like.device)
+        turns = which in (BESIDE, self.styles[layer].slot)
+        rotation = self._rotation(layer, placed, which) if turns else None
+        return (_cat(parts, like.device) if rotation is None else rotation.move(parts, like.device))[0]
 
-    def _rotation_beside(self, layer: int, placed: Placement) -> tuple[type[RotaryStyle], KV] | None:
-        """The style and rotation of what is stored beside some chunks' K and V; None where it is not rotated."""
-        style = self._styles[layer].beside
-        if style is None or not style.turns:
-            return None
-        rotation = self._rotation(layer, placed, style)
-        return None if rotation is None else (style, rotation)
-
-    def _gathered(self, layer: int, placed: Placement, device: torch.device) -> tuple[Tensor, ...]:
-        """K and V of all tokens of some chunks, `[heads, tokens, width]` each, rotated for this prompt."""
-        if len(placed.chunks[0].chunk.layers[layer]) == 1:
-            return (self._beside(layer, placed, device),)
-        style, found = self._styles[layer], []
-        rotation = self._rotation(layer, placed, style)
-        for which in (0, 1):
-            parts = self._parts(placed, range(layer, layer + 1), which, device)
-            if rotation is None or which != style.slot:
-                found.append(_cat(parts, device)[0])
-            else:
-                found.append(_rotated(style, rotation, parts, device)[0])
-        return found[0], found[1]
-
-    def _rotation(self, layer: int, placed: Placement, style: type[RotaryStyle]) -> KV | None:
-        """The rotation of some chunks' keys in a layer, `[tokens, pairs]` each; None where the layer has none."""
+    def _rotation(self, layer: int, placed: Placement, which: int) -> Rotation | None:
+        """What moves K, what is in the place of V, or beside both, of some chunks; None where that has no position."""
+        style = self.styles[layer].beside if which == BESIDE else self.styles[layer]
         table, number = self._tables.get(layer), placed.chunks[0].chunk.layer_table[layer]
-        if table is None or number < 0:
+        if style is None or not style.turns or table is None or number < 0:
             return None
         key = (id(placed), number, id(table[0]), style)
         if key not in self._rotations:
             if placed.part is None or len(placed.chunks) == len(self._all):
-                self._rotations[key] = self._composed(layer, placed, table, style)
+                new = (placed.take(table[0]), placed.take(table[1]))
+                known = [(one.chunk.tables[one.chunk.layer_table[layer]], one.inside) for one in placed.chunks]
+                cos, sin = (torch.cat([pair[n][part].to(new[0].device) for pair, part in known]) for n in (0, 1))
+                self._rotations[key] = Rotation(style, *compose(style, (cos, sin), new))
             else:
-                cos, sin = self._rotation(layer, self._placed(self._all, table[0].device), style)  # type: ignore[misc]
-                self._rotations[key] = cos[placed.part], sin[placed.part]
+                every: Any = self._rotation(layer, self._placed(self._all, table[0].device), which)
+                self._rotations[key] = Rotation(style, every.cos[placed.part], every.sin[placed.part])
         return self._rotations[key]
 
     def _parts(self, placed: Placement, layers: range, which: int, device: torch.device | None = None) -> list[Tensor]:
@@ -360,26 +342,15 @@ class Realigner:
         key = (which, device)
         if key not in self._joined_states:
             placed = self._placed(self._all, device)
-            is_small = 0 < placed.layer_bytes * len(self._styles) <= GROUP_BYTES
-            parts = self._parts(placed, range(len(self._styles)), which) if is_small else []
+            is_small = 0 < placed.layer_bytes * len(self.styles) <= GROUP_BYTES
+            parts = self._parts(placed, range(len(self.styles)), which) if is_small else []
             self._joined_states[key] = _cat(parts, parts[0].device).to(device) if parts else None
         return self._joined_states[key]
 
-    def _composed(self, layer: int, placed: Placement, table: Table, style: type[RotaryStyle]) -> KV:
-        new = (placed.take(table[0]), placed.take(table[1]))
-        known = [(one.chunk.tables[one.chunk.layer_table[layer]], one.inside) for one in placed.chunks]
-        old = tuple(torch.cat([table[which][part].to(new[0].device) for table, part in known]) for which in (0, 1))
-        return compose(style, (old[0], old[1]), new)
 
-
-def _rotated(
-    style: type[RotaryStyle], rotation: KV, parts: Sequence[Tensor], device: torch.device, out: Tensor | None = None
-) -> Tensor:
-    """Rotate states `[layers, heads, tokens of one chunk, width]` side by side."""
-    states, (cos, sin) = _cat(parts, device), rotation
-    out = torch.empty_like(states) if out is None else out
-    style.move(states, (cos.to(device), sin.to(device)), out=out)
-    return out
+def _numbered(states: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """K and V by their numbers; one tensor alone is a mixer's."""
+    return [(BESIDE, states[0])] if len(states) == 1 else list(enumerate(states))
 
 
 def _cat(parts: Sequence[Tensor], device: torch.device) -> Tensor:

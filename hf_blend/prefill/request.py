@@ -56,7 +56,8 @@ class Request:
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         states = ids if ids is not None else arguments.get("inputs_embeds")
         width = 0 if states is None else states.shape[1]
-        _refuse_held_tokens(ids, arguments.get("position_ids"), held)
+        if held:
+            _refuse_held_tokens(ids, arguments.get("position_ids"), held)
         arguments = {name: value for name, value in arguments.items() if not hasattr(value, "get_mask_sizes")}
         if masked_before == width:
             arguments["attention_mask"] = mask = _column_mask(mask, width, pending)
@@ -114,19 +115,18 @@ class PendingPrompt:
 
     def plan(self, planner: Planner, request: Request, past: int) -> tuple[Plan, "PendingPrompt"]:
         """Plan a forward; gives what is expected after it, too."""
-        rows, starts, width = request.rows, request.starts, request.width
-        prompts = None if self.batch is None else self.batch.find(rows, request.before)
+        prompts = None if self.batch is None else self.batch.find(request.rows, request.before)
+        new = list(zip(request.rows, request.starts, request.columns, strict=True))
         if prompts is None:
-            others = [PromptRow(tuple(row), 0, columns) for row, columns in zip(rows, request.columns, strict=True)]
-            return planner.plan(rows, starts, width, None, past == 0, others), PendingPrompt(is_other=True)
-        known = [
-            PromptRow(prompt.ids, before, columns, prompt.opening, prompt.is_searched)
-            for prompt, before, columns in zip(prompts, request.before, request.columns, strict=True)
+            others = [PromptRow(tuple(ids), len(ids), start, 0, columns) for ids, start, columns in new]
+            return planner.plan(others, request.width, past == 0), PendingPrompt(is_other=True)
+        rows = [
+            PromptRow(one.ids, before + len(ids), start, before, columns, one.spans(), one.opening, one.is_searched)
+            for one, before, (ids, start, columns) in zip(prompts, request.before, new, strict=True)
         ]
         beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
-        plan = planner.plan(rows, starts, width, [prompt.spans() for prompt in prompts], beginning, known)
-        ends = [before + len(row) for row, before in zip(rows, request.before, strict=True)]
-        if all(end >= len(prompt.ids) for end, prompt in zip(ends, prompts, strict=True)):
+        plan = planner.plan(rows, request.width, beginning)
+        if all(row.end >= len(row.ids) for row in rows):
             return plan, PendingPrompt()
         rest = PendingPrompt(self.batch, self.held)
         rest.is_begun = True
@@ -175,7 +175,7 @@ def _why_plain(arguments: Mapping[str, Any], config: Any) -> str:
 
 def _refuse_held_tokens(ids: Tensor | None, positions: Tensor | None, held: int) -> None:
     """Refuse a forward that brings what is in the cache again, as stock assisted decoding does on a filled cache."""
-    if not held or ids is None or positions is None or positions.dim() != 2 or ids.shape[0] != 1:
+    if ids is None or positions is None or positions.dim() != 2 or ids.shape[0] != 1:
         return
     if ids.shape[1] > held and int(positions[0, -1]) + 1 == ids.shape[1]:
         raise PromptError(

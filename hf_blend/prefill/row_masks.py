@@ -11,10 +11,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
 from ..errors import UnsupportedModelError
-from ..model.anatomy import LayerCall, LayerInfo, text_config
+from ..model.anatomy import LayerCall, LayerInfo
 from ..model.attention import STOCK, is_flash, open_door
 from ..model.row_masks import RowMask, row_mask
 from .rows import Rows
@@ -27,9 +25,8 @@ _told: set[str] = set()  # attention implementations that were spoken of
 class RowMasks:
     """Makes each mask once, for each mask of the model and each set of rows."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[Any], past: int, tokens: int) -> None:
-        """Prepare for one forward."""
-        config = text_config(model)
+    def __init__(self, config: Any, layers: Sequence[Any], past: int, tokens: int) -> None:
+        """Prepare for one forward of a model with this config."""
         self._implementation = config._attn_implementation or "eager"
         self._seen = [layers[index] for index in kv_sources(layers, getattr(config, "layer_types", None))]
         self._past, self._tokens, self._is_flash = past, tokens, is_flash(self._implementation)
@@ -58,10 +55,7 @@ class RowMasks:
         if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == columns.shape[1] < self._tokens:
             # Gemma 4 has cut it: behind its last K and V it goes on with the rows that are asked for
             return RowMask.of(model_mask) if self._implementation == STOCK else model_mask
-        number = lambda: rows.numbers[0]  # noqa: E731
-        if not self._is_flash:
-            return row_mask(model_mask, columns, past, keys, self._implementation, number)
-        if self._implementation not in _told:
+        if self._is_flash and self._implementation not in _told:
             _told.add(self._implementation)
             logger.warning(
                 "attention is %s, which cannot see scattered rows: in a prefill that reuses chunks the layers that "
@@ -69,7 +63,8 @@ class RowMasks:
                 self._implementation,
                 self._implementation,
             )
-        return row_mask(model_mask, columns, past, keys, STOCK, number, window)
+        name, window = (STOCK, window) if self._is_flash else (self._implementation, None)
+        return row_mask(model_mask, columns, past, keys, name, lambda: rows.numbers[0], window)
 
 
 def kv_sources(layers: Sequence[Any], kinds: Sequence[str] | None) -> list[int]:

@@ -142,14 +142,14 @@ class Selection:
     def _stored(self, index: int, states: KV, part: int) -> Tensor:
         """A copy of K (0) or V (1) of all new tokens with the stored chunks over it, realigned; or of projections."""
         chunks = [placed for placed in self._plan.chunks if not placed.exact]
-        if len(self._plan.chunks[0].chunk.layers[index]) == 1:
+        if len(self._plan.chunks[0].chunk.layout.layers[index]) == 1:
             projections = states[part].clone()
             self._realigner.write_beside(index, chunks, projections)
             return projections
         stored, given = self._plan.chunks[0].states(index)[part], states[part]
         form = (given.shape[0], stored.shape[0], given.shape[2], stored.shape[2])
         filled = given.clone() if given.shape == form else given.new_zeros(form, dtype=stored.dtype)
-        self._realigner.write_part(index, chunks, part, filled)
+        self._realigner.write(index, chunks, filled, first=part)
         return filled
 
     def _alone(self, layer: int) -> KV:

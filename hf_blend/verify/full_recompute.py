@@ -226,8 +226,7 @@ def _inputs(subject: ModelUnderTest, change: Callable[[int, Tensor], Tensor]) ->
 
     def enter(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = LayerCall.bind(layer, args, kwargs)
-        call.arguments[call.hidden_name] = change(index, call.hidden)
-        return call.as_hook_result()
+        return (change(index, call.hidden),), call.arguments
 
     mixers = [None if mixer is None else mixer.module for mixer in subject.mixers]
     entered = enumerate([*decoder_layers(subject.model), *mixers])
