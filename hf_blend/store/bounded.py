@@ -78,23 +78,18 @@ class BoundedTier(WrappedTier, Budget):
 
     def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Make room, then store; raises OSError(ENOSPC) if what is pinned and in flight leaves no room."""
-        nbytes, stored = sum(map(len, parts)), False
-        self._reserve(nbytes)
-        try:
+        nbytes = sum(map(len, parts))
+        with self.reserve(nbytes):
             stored = self._put(name, parts, nbytes)
-        finally:
-            self._release(nbytes)
         self.know(name, self.tier.stat(name) if stored else None)
         return stored
 
     def replace(self, name: str, parts: Sequence[memoryview]) -> None:
         """Make room, then store whether the object is there or not; errors as in `put_if_absent`."""
-        nbytes = sum(map(len, parts))
-        self._reserve(nbytes)
         try:
-            self.tier.replace(name, parts)
+            with self.reserve(sum(map(len, parts))):
+                self.tier.replace(name, parts)
         finally:
-            self._release(nbytes)
             self.know(name, self.tier.stat(name))
 
     def know(self, name: str, stat: ObjectStat | None, key: ChunkKey | None = None) -> None:
@@ -153,23 +148,17 @@ class BoundedTier(WrappedTier, Budget):
             self.index.close()
         self.tier.close()
 
-    def _reserve(self, nbytes: int) -> None:
-        with self._lock:
-            self._look()
-            for quota in (self.quota, None):
-                if quota is not None or self._cap_bytes is not None:
-                    self._evict(nbytes, quota)
-            if not self.fits(nbytes):
-                raise OSError(
-                    errno.ENOSPC,
-                    f"{nbytes} bytes do not fit: of {self._cap_bytes} bytes {self.pinned_bytes} are pinned and "
-                    f"{self._in_flight_bytes} are being written",
-                )
-            self._in_flight_bytes += nbytes
-
-    def _release(self, nbytes: int) -> None:
-        with self._lock:
-            self._in_flight_bytes -= nbytes
+    def _make_room(self, nbytes: int) -> None:
+        self._look()
+        for quota in (self.quota, None):
+            if quota is not None or self._cap_bytes is not None:
+                self._evict(nbytes, quota)
+        if not self.fits(nbytes):
+            raise OSError(
+                errno.ENOSPC,
+                f"{nbytes} bytes do not fit: of {self._cap_bytes} bytes {self.pinned_bytes} are pinned and "
+                f"{self._in_flight_bytes} are being written",
+            )
 
     def _put(self, name: str, parts: Sequence[memoryview], nbytes: int) -> bool:
         """Store; on a full device once more, after as much was evicted as is needed."""
@@ -183,20 +172,19 @@ class BoundedTier(WrappedTier, Budget):
         return self.tier.put_if_absent(name, parts)
 
     def _evict(self, nbytes: int, quota: tuple[str, int] | None = None) -> None:
-        """Delete what leaves, until enough is gone; what cannot be deleted stays and counts as pinned from then on."""
+        """As in `Budget`; sizes are read again first where more has to leave than comes."""
         if self._excess(nbytes, quota) > max(nbytes, 1) and time.monotonic() > self._next_recount_s:
             self._next_recount_s = time.monotonic() + _RECOUNT_S
             self.index.distrust()  # more has to leave than this one takes: are the sizes right?
             self._next_look_s = -1.0
             self._look()
-        while names := self.victims(nbytes, quota):
-            for name in names:
-                self._evict_one(name)
+        super()._evict(nbytes, quota)
 
-    def _evict_one(self, name: str) -> None:
+    def _let_go(self, name: str) -> bool:
+        """As in `Budget`; what cannot be deleted counts as pinned from then on."""
         if not is_name(name):  # what a file says that anybody may have written
             self.remove(name)
-            return
+            return False
         self.before_eviction(name)
         try:
             self.tier.delete(name)
@@ -204,9 +192,9 @@ class BoundedTier(WrappedTier, Budget):
             logger.warning("chunk %s cannot be evicted (%s) and stays", name[-64:], error)
             self._stuck |= {name}
             Budget.set_pin(self, name, True)
-            return
+            return False
         self.remove(name)
-        self.stats.count("evicted", self.name)
+        return True
 
     def _entered(self, name: str, stamp_s: float) -> tuple[float, str, str | None]:
         is_ours = self._claimed is not None and name.startswith(self._claimed)

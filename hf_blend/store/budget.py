@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from .eviction.base import EvictionPolicy, State
 from .index import Index
@@ -122,6 +122,32 @@ class Budget:
                         if excess <= 0:
                             break
             return chosen
+
+    @contextlib.contextmanager
+    def reserve(self, nbytes: int) -> Iterator[None]:
+        """Count bytes that are about to come, and make room for them first."""
+        with self._lock:
+            self._make_room(nbytes)
+            self._in_flight_bytes += nbytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_flight_bytes -= nbytes
+
+    def _make_room(self, nbytes: int) -> None:
+        """Evict for what is about to come; may raise OSError where that leaves no room."""
+        self._evict(nbytes)
+
+    def _evict(self, nbytes: int, quota: tuple[str, int] | None = None) -> None:
+        """Let go of what leaves, until enough is gone."""
+        while names := self.victims(nbytes, quota):
+            for name in names:
+                self.stats.count("evicted", self.name, int(self._let_go(name)))
+
+    def _let_go(self, name: str) -> bool:
+        """Delete an object and strike it off; False if it was none, or stays and does not count as one that may."""
+        raise NotImplementedError
 
     def _look(self) -> None:
         """Count what is really there, where others may change it."""

@@ -14,51 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Run", "WindowFilter", "hashes", "longest_run", "pack_tokens", "unpack_tokens", "window_of"]
+__all__ = ["Run", "hashes", "longest_run", "pack_tokens", "unpack_tokens", "window_of"]
 
 WINDOW = 8  # tokens; stored chunks are recognised by windows of so many, and whole ones by so many of their first
 EDGE_TOKENS = 8  # so many of the first tokens may differ
 _LEAST_TOKENS = 16  # a shorter run is used only where nearly all of the chunk is in it
 _LEAST_SHARE = 4  # … and one of less than a quarter never: reading the entry would cost more than it saves
 _WIDTH = 4  # bytes of a packed token
-_LEAST_BITS, _LOAD = 16, 16  # the table has at least 2**16 entries, and 16 for each window
 _FACTORS = np.random.default_rng(0).integers(1, 1 << 62, WINDOW, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)
-
-
-class WindowFilter:
-    """Says at which positions a window of 8 tokens may be one that was added; never misses one.
-
-    Windows are hashed into a table of booleans. One that is gone leaves its mark there: the filter only saves looking
-    at positions, and what it lets through is compared in full.
-    """
-
-    def __init__(self) -> None:
-        self._hashes: list[np.ndarray] = []
-        self._count = 0
-        self._bits, self._table = 0, np.zeros(0, bool)
-
-    def add(self, found: np.ndarray) -> None:
-        """Take up the hashes of windows."""
-        self._hashes.append(new := found.astype(np.uint64))
-        self._count += len(new)
-        bits = max(_LEAST_BITS, (_LOAD * self._count - 1).bit_length())
-        if bits > self._bits:
-            self._bits, self._table, new = bits, np.zeros(1 << bits, bool), np.concatenate(self._hashes)
-            self._hashes = [new]
-        self._table[self._slots_of(new)] = True
-
-    def positions(self, ids: np.ndarray) -> np.ndarray:
-        """Where a window may begin.
-
-        Shapes: ids `[tokens]`.
-        """
-        found = hashes(ids, WINDOW)
-        return np.flatnonzero(self._table[self._slots_of(found)]) if self._count else np.zeros(0, np.int64)
-
-    def _slots_of(self, found: np.ndarray) -> np.ndarray:
-        mixed: np.ndarray = (found ^ (found >> np.uint64(29))) * _SPREAD >> np.uint64(64 - self._bits)
-        return mixed
 
 
 class Run(NamedTuple):

@@ -28,7 +28,7 @@ import xxhash
 
 from ..errors import ConfigError
 from .chunk import ChunkKey
-from .content import WINDOW, Run, WindowFilter, hashes, longest_run, pack_tokens, unpack_tokens, window_of
+from .content import WINDOW, Run, hashes, longest_run, pack_tokens, unpack_tokens, window_of
 from .locks import new_lock
 from .tiers.base import Tier
 
@@ -106,7 +106,7 @@ class Index:
         self._groups: dict[tuple[str, str, bytes], int] = {}
         self._parts: dict[str, str] = {}  # stamps of what is known to be in step
         self._checked: set[str] = set()  # those whose rows were compared with their digest
-        self._windows, self._newest = WindowFilter(), 0
+        self._windows, self._newest = np.zeros(1, np.uint64), 0  # hashes of heads and windows, sorted; of which chunk
         self._doubted = False  # sizes that are known
 
     def enter(self, name: str, nbytes: int, created: float, *entered: float | str | None) -> None:
@@ -377,15 +377,17 @@ class Index:
         return self._groups[named]
 
     def _positions(self, ids: np.ndarray) -> np.ndarray:
-        """Where in a prompt a head or a window may stand, of any chunk; anywhere until the filter knows all."""
+        """Where in a prompt a head or a window stands, of any chunk there was; anywhere until all of them are read."""
         stop_s = time.monotonic() + _WARM_S
         while time.monotonic() < stop_s:
             sql = "SELECT max(id), group_concat(head || coalesce(inside, head), '') FROM (SELECT * FROM chunks WHERE"
             ((newest, found),) = self._read(f"{sql} id > ? AND width = {WINDOW} LIMIT {_PAGE})", self._newest)
             if newest is None:
-                return self._windows.positions(ids)
+                at = hashes(ids, WINDOW)
+                return np.flatnonzero(self._windows.take(np.searchsorted(self._windows, at), mode="clip") == at)
             with contextlib.suppress(ValueError):  # digits that are none, in a file that was damaged
-                self._windows.add(np.frombuffer(bytes.fromhex(found), ">u8"))
+                new = np.sort(np.frombuffer(bytes.fromhex(found), ">u8").astype(np.uint64))
+                self._windows = np.insert(self._windows, np.searchsorted(self._windows, new), new)
             self._newest = newest
         return np.arange(len(ids))
 

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verified chunks ready to use, in the memory of the machine or of a device."""
 
-import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -101,19 +100,6 @@ class MemoryCache(Budget):
                 self.add(digest, chunk.nbytes)
                 self.index.describe(digest, chunk.key, "")
 
-    @contextlib.contextmanager
-    def reserve(self, nbytes: int) -> Iterator[None]:
-        """Count bytes that are about to be loaded, and make room for them first."""
-        with self._lock:
-            if self._cap_bytes:
-                self._make_room(nbytes)
-            self._in_flight_bytes += nbytes
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._in_flight_bytes -= nbytes
-
     def delete(self, digest: str) -> bool:
         """Drop a chunk; False if it was not there."""
         with self._lock:
@@ -127,10 +113,8 @@ class MemoryCache(Budget):
             for digest in list(self._chunks):
                 self.delete(digest)
 
-    def _make_room(self, nbytes: int) -> None:
-        for digest in self.victims(nbytes):
-            self.delete(digest)
-            self.stats.count("evicted", self.name)
+    def _let_go(self, name: str) -> bool:
+        return self.delete(name)
 
 
 def default_memory_bytes() -> int:

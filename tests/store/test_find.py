@@ -5,13 +5,12 @@
 import random
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_blend.store import ChunkKey
-from hf_blend.store.content import WindowFilter, hashes, unpack_tokens
+from hf_blend.store.content import unpack_tokens
 
 from .conftest import catalog_of
 
@@ -135,19 +134,3 @@ def test_a_beginning_that_is_cut_off_is_found_from_a_quarter_on_and_a_longer_run
 @pytest.mark.parametrize("text", [[7] * 4000, [7, 8] * 2000, list(range(7, 12)) * 800])
 def test_text_that_repeats_itself_is_matched_without_end(text):
     assert sum(tokens for *_, tokens in matches(catalog_of(text[:64], [*text[:50], 3]), [1, *text, 2])) > 3900
-
-
-@given(st.lists(st.integers(0, 2**31 - 1), min_size=8, max_size=60), st.data())
-def test_the_filter_misses_no_window(prompt, data):
-    windows, ids = WindowFilter(), np.array(prompt, np.int32)
-    places = data.draw(st.sets(st.integers(0, len(prompt) - 8)))
-    for place in places:
-        windows.add(hashes(ids[place : place + 8], 8))
-    assert places <= set(windows.positions(ids).tolist())
-
-
-def test_the_filter_lets_few_positions_through():
-    windows, source = WindowFilter(), np.random.default_rng(0)
-    for row in source.integers(0, 32000, (5000, 8)):
-        windows.add(hashes(row.astype(np.int32), 8))
-    assert len(windows.positions(source.integers(0, 32000, 20000).astype(np.int32))) < 20000 / 7
