@@ -105,7 +105,7 @@ class BoundedTier(WrappedTier, Budget):
     def describe(self, said: Sequence[tuple[str, ChunkKey]], is_ours: bool = False) -> None:
         """Enter which chunks objects are that were entered, and whether they counted as the owner's before."""
         with self._lock:
-            self.index.describe_all(said, self.owner)
+            self.index.describe(said, self.owner)
             if self.quota is not None and not is_ours:
                 self._count()
 

@@ -68,7 +68,8 @@ class Budget:
         with self._lock:
             now_s, known = self._now_s(), self.index.row(name)
             score, state, _ = self._entered(name, now_s)
-            self.index.enter(name, nbytes, now_s if created is None else created, score, state, self.owner)
+            created = now_s if created is None else created
+            self.index.enter([(name, nbytes, created, score, state, self.owner)])
             self._grow(nbytes - (known[0] if known else 0), known[2] if known else self.owner)
             if known:
                 self._note(name, None)

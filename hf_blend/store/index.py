@@ -109,12 +109,8 @@ class Index:
         self._windows, self._newest = np.zeros(1, np.uint64), 0  # hashes of heads and windows, sorted; of which chunk
         self._doubted = False  # sizes that are known
 
-    def enter(self, name: str, nbytes: int, created: float, *entered: float | str | None) -> None:
-        """Enter an object with score, state and owner, or correct its size and time."""
-        self.enter_all([(name, nbytes, created, *entered)])
-
-    def enter_all(self, rows: Iterable[tuple[object, ...]]) -> None:
-        """Enter objects, each with name, size, time, score, state and owner."""
+    def enter(self, rows: Iterable[tuple[object, ...]]) -> None:
+        """Enter objects, each with name, size, time, score, state and owner, or correct their size and time."""
         given = list(rows)
 
         def act(db: Any) -> None:
@@ -123,12 +119,8 @@ class Index:
 
         self._write(act)
 
-    def describe(self, name: str, key: ChunkKey, owner: str) -> None:
-        """Say which chunk an object is that was entered."""
-        self.describe_all([(name, key)], owner)
-
-    def describe_all(self, said: Iterable[tuple[str, ChunkKey]], owner: str) -> None:
-        """Say which chunks objects are."""
+    def describe(self, said: Iterable[tuple[str, ChunkKey]], owner: str) -> None:
+        """Say which chunks objects are that were entered."""
         rows = [(name, key, pack_tokens(key.token_ids)) for name, key in said]
 
         def act(db: Any) -> None:

@@ -98,7 +98,7 @@ class MemoryCache(Budget):
                 mine = chunk.to(self.device) if self.device else chunk
                 self._chunks[digest] = mine, Guard(mine.buffers()), time.monotonic()
                 self.add(digest, chunk.nbytes)
-                self.index.describe(digest, chunk.key, "")
+                self.index.describe([(digest, chunk.key)], "")
 
     def delete(self, digest: str) -> bool:
         """Drop a chunk; False if it was not there."""

@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from .chunk import ChunkKey
+from .index import Index
 from .locks import new_lock
 from .tiers import circuit
 from .tiers.base import EntryFault, Source
@@ -33,16 +34,10 @@ Loaded = TypeVar("Loaded")
 Item = TypeVar("Item")
 
 
-class _Waiting(NamedTuple):
-    digest: str  # the queue takes each once
-    item: Any
-    nbytes: int  # against the cap
-
-
 class WriteQueue(Generic[Item]):
     """What is to be written behind requests, such as entries on their way to one tier, the oldest first.
 
-    Threads may share it.
+    Threads may share it. `index` knows the chunks in it.
 
     The thread that writes lives only while something is in the queue. A process that ends goes on writing for
     `EXIT_S` and the call that is under way, and drops the rest. A forked child begins with an empty queue: what was in
@@ -53,12 +48,12 @@ class WriteQueue(Generic[Item]):
         self,
         cap_bytes: int,
         write: Callable[[Item], object],
-        left: Callable[[str], object] = lambda _: None,
         dropped: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._cap_bytes, self._write, self._left, self._dropped = cap_bytes, write, left, dropped
-        self._waiting: dict[str, _Waiting] = {}
-        self._writing: _Waiting | None = None
+        self._cap_bytes, self._write, self._dropped = cap_bytes, write, dropped
+        self.index = Index()
+        self._items: dict[str, tuple[Item, int]] = {}  # and the bytes of each
+        self._writing = ""  # digest of the one that is being written
         self._thread: threading.Thread | None = None
         self._exit_by_s: float | None = None
         self._pid = os.getpid()
@@ -68,75 +63,77 @@ class WriteQueue(Generic[Item]):
     def nbytes(self) -> int:
         """Bytes in the queue, those that are being written included."""
         with self._own():
-            return self._nbytes()
+            return sum(nbytes for _, nbytes in self._items.values())
 
-    def put(self, digest: str, item: Item, nbytes: int = 1, wait_s: float | None = 0.0) -> bool:
-        """Take an entry, unless it is in the queue already."""
+    def put(
+        self, digest: str, item: Item, nbytes: int = 1, wait_s: float | None = 0.0, key: ChunkKey | None = None
+    ) -> bool:
+        """Take an entry, unless it is in the queue already; with a key it is listed."""
         with self._own():
-            if self._find(digest) is not None:
+            if digest in self._items:
                 return True
             has_room = self._changed.wait_for(lambda: self._fits(nbytes), wait_s)
             if has_room:
-                self._waiting[digest] = _Waiting(digest, item, nbytes)
+                if key is not None:
+                    self.index.enter([(digest, nbytes, time.time(), 0.0, "", "")])
+                    self.index.describe([(digest, key)], "")
+                self._items[digest] = item, nbytes
                 if self._start():
                     return True
-                del self._waiting[digest]
+                self._remove(digest)
         self._dropped("thread" if has_room else "full")
         return False
 
     def get(self, digest: str) -> Item | None:
         """Find what is in the queue."""
         with self._own():
-            found = self._find(digest)
-            return found.item if found else None
+            return self._items[digest][0] if digest in self._items else None
 
     def contains(self, digest: str) -> bool:
         """Say whether a chunk is in the queue."""
-        with self._own():
-            return self._find(digest) is not None
+        return self.get(digest) is not None
 
     def cancel(self, digest: str, wait_s: float) -> bool:
         """Remove a chunk from the queue; if it is being written, wait until it was."""
         with self._own():
-            was_there = self._find(digest) is not None
-            self._waiting.pop(digest, None)
-            self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._find(digest) is None, wait_s):
+            was_there = digest in self._items
+            if digest != self._writing:
+                self._remove(digest)
+            if not self._changed.wait_for(lambda: digest not in self._items, wait_s):
                 raise TimeoutError(f"chunk {digest} is still being written after {wait_s} s")
             return was_there
 
     def flush(self, wait_s: float | None = None) -> bool:
         """Wait until the queue is empty."""
         with self._own():
-            return self._changed.wait_for(lambda: self._thread is None and not self._waiting, wait_s)
+            return self._changed.wait_for(lambda: self._thread is None and not self._items, wait_s)
 
     def clear(self, reason: str) -> None:
         """Drop what is not being written yet, for a reason."""
         with self._own():
-            gone = list(self._waiting)
-            self._waiting.clear()
-            self._changed.notify_all()
-        for digest in gone:
+            gone = [digest for digest in self._items if digest != self._writing]
+            self._remove(*gone)
+        for _ in gone:
             self._dropped(reason)
-            self._left(digest)
 
     def _own(self) -> threading.Condition:
         """The lock around all there is; a forked child has no thread, and the parent writes what is here."""
         if self._pid != os.getpid():
-            self._pid, self._writing, self._thread = os.getpid(), None, None
-            self._waiting.clear()
+            self._pid, self._writing, self._thread = os.getpid(), "", None
+            self._remove(*self._items)
         return self._changed
 
-    def _find(self, digest: str) -> _Waiting | None:
-        is_first = self._writing is not None and self._writing.digest == digest
-        return self._writing if is_first else self._waiting.get(digest)
-
-    def _nbytes(self) -> int:
-        return sum(one.nbytes for one in [*([self._writing] if self._writing else []), *self._waiting.values()])
+    def _remove(self, *digests: str) -> None:
+        with self._changed:
+            for digest in digests:
+                self._items.pop(digest, None)
+            with contextlib.suppress(OSError):
+                self.index.remove(*digests)
+            self._changed.notify_all()
 
     def _fits(self, nbytes: int) -> bool:
-        is_empty = self._writing is None and not self._waiting
-        return is_empty or (len(self._waiting) < QUEUE_ENTRIES and self._nbytes() + nbytes <= self._cap_bytes)
+        waiting = len(self._items) - bool(self._writing)
+        return not self._items or (waiting < QUEUE_ENTRIES and self.nbytes + nbytes <= self._cap_bytes)
 
     def _start(self) -> bool:
         """Start the thread unless it runs. It is no daemon: the interpreter waits for it before it ends."""
@@ -150,27 +147,26 @@ class WriteQueue(Generic[Item]):
 
     def _run(self) -> None:
         try:
-            while (one := self._next()) is not None:
+            while item := self._next():
                 try:
-                    self._write(one.item)
+                    self._write(item[0])
                 finally:
                     with self._changed:
-                        self._writing = None
-                        self._changed.notify_all()
-                    self._left(one.digest)
+                        done, self._writing = self._writing, ""
+                        self._remove(done)
         finally:
             with self._changed:
                 self._thread = None
-                if self._waiting:  # it came while this thread ended, or `write` failed
+                if self._items:  # it came while this thread ended, or `write` failed
                     self._start()
                 self._changed.notify_all()
 
-    def _next(self) -> _Waiting | None:
+    def _next(self) -> tuple[Item, int] | None:
         if self._is_too_late():
             self.clear("exit")
         with self._changed:
-            self._writing = self._waiting.pop(next(iter(self._waiting))) if self._waiting else None
-            return self._writing
+            self._writing = next(iter(self._items), "")
+            return self._items.get(self._writing)
 
     def _is_too_late(self) -> bool:
         if threading.main_thread().is_alive():

@@ -29,7 +29,6 @@ from .content import unpack_tokens
 from .entry import EntryReader, encode_entry, read_key, stored_as
 from .guard import Guard
 from .importance import TokenImportance
-from .index import Index
 from .limits import Limits
 from .locks import new_lock
 from .memory import MemoryCache
@@ -148,8 +147,7 @@ class BaseStore:
             far.makes_room = far is not self._home
         queued = self._tiers if limits.queue_bytes else ()
         self._queues = {tier.name: self._new_queue(tier, limits.queue_bytes) for tier in queued}
-        self._queued = Index()  # of what waits in the queues
-        at_hand = [*(memory.index for memory in memories), self._queued]
+        at_hand = [*(memory.index for memory in memories), *(queue.index for queue in self._queues.values())]
         self._catalog = Catalog(namespace, self._tiers, at_hand, secret=secret, stats=self._stats)
         self._compute_times, self._late = ComputeTimes(), LateLoads()
         self._deleted = 0  # deletes so far: what was read before one is not stored after it
@@ -634,11 +632,7 @@ class BaseStore:
             self._stats.count("dropped_writes", f"{tier.name}:{reason}")
             self._stats.warn_once(f"chunks are not written to the {tier.name} tier ({reason}); see dropped_writes")
 
-        return WriteQueue(queue_bytes, write, self._left_queue, drop)
-
-    def _left_queue(self, digest: str) -> None:
-        if not any(queue.contains(digest) for queue in self._queues.values()):
-            self._queued.remove(digest)
+        return WriteQueue(queue_bytes, write, drop)
 
     def _send(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded, wait_s: float = 0.0) -> bool:
         """Queue an entry for a tier, or write it now if there are no queues.
@@ -650,10 +644,7 @@ class BaseStore:
         try:
             digest, parts = chunk.key.digest, encoded()
             nbytes, guard = sum(map(len, parts)), Guard(tensor for _, tensor in chunk.named_tensors())
-            if self._queues[tier.name].put(digest, PendingWrite(chunk, parts, guard), nbytes, wait_s):
-                self._queued.enter(digest, nbytes, time.time(), 0.0, "", "")
-                self._queued.describe(digest, chunk.key, "")
-                self._left_queue(digest)  # it may have been written already
+            self._queues[tier.name].put(digest, PendingWrite(chunk, parts, guard), nbytes, wait_s, chunk.key)
         except (OSError, MemoryError) as error:
             self._refuse_write(tier, error)
         return False
@@ -862,7 +853,6 @@ class BaseStore:
         """Remove a chunk from every queue and tier; raises OSError if one refuses, or takes too long to write it."""
         self._deleted += 1
         removed = [queue.cancel(digest, DELETE_S) for queue in self._queues.values()]  # may itself wait for `_moving`
-        self._queued.remove(digest)
         with self._moving:
             removed += [tier.delete(self._catalog.name(digest)) for tier in self._tiers]
         removed += [memory.delete(digest) for memory in self._memories]
