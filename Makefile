@@ -110,4 +110,4 @@ KILLS ?= 1000
 FAULTS_ARGS ?=
 
 faults: $(STAMP) ## inject FAULTS faults and KILLS kills into stores and models, and write what was found to benchmarks/results
-	$(BIN)/python -m tests.faults --faults $(FAULTS) --kills $(KILLS) --output benchmarks/results/faults.json $(FAULTS_ARGS)
+	$(BIN)/python -m benchmarks.faults --faults $(FAULTS) --kills $(KILLS) --output benchmarks/results/faults.json $(FAULTS_ARGS)

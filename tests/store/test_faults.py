@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import faults
 import pytest
 
 from hf_blend.store import ChunkStore, format
@@ -42,7 +43,7 @@ def test_every_class_has_its_share_of_a_round(run):
 
 def test_a_run_ends_with_a_report_of_what_was_found(tmp_path):
     with Run(seed=3, folder=tmp_path, only=["faulty-tier"]) as one:
-        report = one.until(1, 0, 0)
+        report = faults.until(one, 1, 0, 0, lambda line: None)
     assert report["faults"] == sum(report[verdict] for verdict in Verdict) >= ROUND
     assert (report["broken"], report["rounds"], report["after"]["leaks"]) == (0, 1, 0)
     assert report["classes"]["faulty-tier"]["faults"] == report["faults"]
