@@ -270,7 +270,7 @@ def test_a_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_pa
             store.reorder()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     with ChunkStore.open(tmp_path, partial={**ANYHOW, "reorder": False}, memory_bytes=0) as store:
-        store._put_blocks = None  # the blocks are there, old or new, and need not be made again
+        store._write_blocks = None  # the blocks are there, old or new, and need not be made again
         cache, got = asked(model, store)
         assert cache.report.computed_chunks == 0
         assert not store.faults
