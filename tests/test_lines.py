@@ -25,11 +25,11 @@ MOST = {
     "selectors": 716,
     "serving": 3_992,
     "sparse": 2_561,
-    "store": 6_246,
+    "store": 6_188,
     "verify": 1_369,
     "cli": 2_413,
     "evaluation": 5_441,
-    "tests": 33_578,
+    "tests": 33_421,
 }
 
 
