@@ -6,10 +6,12 @@ python benchmarks/bench.py fairness > benchmarks/results/fairness.json
 
 A server of its own process, with two tenants, on 127.0.0.1. One asks about documents that are stored, reads the
 answer, pauses for some seconds of the server, and asks again. Blocks of these requests take turns: alone, beside one
-stream of the other tenant, and beside the worst that it may send: long prompts, prompts of many new documents, streams
-that are abandoned, streams that are read slowly, hostile schemas, eight answers with all log probabilities, and
-prompts so long that they are refused. The clock is the CPU time of the server, what it did until the first token; wall
-seconds stand beside. Without a pause a tenant asks for more than its share, and has to wait for that of the other.
+stream of the other tenant, and beside the worst that it may send: long prompts, new documents of nearly the model's
+full length, prompts of many new documents, streams that are abandoned, streams that are read slowly, hostile schemas,
+eight answers with all log probabilities, and prompts so long that they are refused. Two clocks: seconds that pass, as
+a client sees it, and the CPU time of the server's process, all that it did until the first token, for this tenant or
+for others, on whichever core. Without a pause a tenant asks for more than its share, and has to wait for that of the
+other.
 """
 
 import json
@@ -21,7 +23,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,13 +42,14 @@ class FairnessPlan:
     """What is measured."""
 
     model: str = "smollm2"
-    blocks: int = 2
+    blocks: int = 6
     requests: int = 10
-    attackers: int = 7
+    attackers: int = 8
     library: int = 12
     documents: int = 4
     words: int = 60
     long_words: int = 1200
+    longest_words: int = 7500
     body_words: int = 200_000
     pause_s: float = 1.0
     cache_tokens: int = 32768
@@ -79,7 +82,20 @@ def measure_fairness(plan: FairnessPlan, progress: Callable[[str], Any] | None =
             row |= {f"{clock}_p{share}": _interval(times, lambda drawn, share=share: _percentile(drawn, share))
                     for share in (50, 95)}  # fmt: skip
         table.append(row)
-    return {"plan": asdict(plan), "rows": table, "sent": dict(sent), "first_tokens": rows}
+    ratios = {clock: {name: _ratio(rows, name, clock) for name in ("beside a stream", "attacked")}
+              for clock in ("cpu_s", "wall_s")}  # fmt: skip
+    return {"plan": asdict(plan), "rows": table, "p95_ratios": ratios, "sent": dict(sent), "first_tokens": rows}
+
+
+def _ratio(rows: dict[str, list[list[dict[str, float]]]], name: str, clock: str) -> list[float]:
+    """The p95 of an arm over that of the one alone, with the interval of blocks that are drawn again in pairs."""
+    pairs = [[pair] for pair in zip(rows["alone"], rows[name], strict=True)]
+
+    def figure(drawn: Sequence[Any]) -> float:
+        alone, other = ([one[clock] for block in side for one in block] for side in zip(*drawn, strict=True))
+        return _percentile(other, 95) / _percentile(alone, 95)
+
+    return _interval(pairs, figure)
 
 
 @contextmanager
@@ -195,6 +211,7 @@ KINDS: dict[str, Callable[[FairnessPlan, str], dict[str, Any]]] = {
         **_asked(seed, 4),
         "documents": [text(f"{seed} {one}", 20) for one in range(plan.long_words // 20)],
     },
+    "longest": lambda plan, seed: {**_asked(seed, 1), "documents": [text(seed, plan.longest_words)]},
     "abandoned": lambda plan, seed: {**_asked(text(seed, 100), 200), "stream": True},
     "slow": lambda plan, seed: {**_asked(text(seed, 20), 200), "stream": True},
     "schema": _schema,

@@ -265,7 +265,7 @@ class BlendedBatching(ContinuousBatchingManager):
         scheduler = BlendedScheduler.adopt(processor.scheduler, self.prefills)  # type: ignore[arg-type]
         scheduler.begin = self._advance
         stream = processor.inputs_and_outputs.compute_stream
-        self.prefills.attach(cache, stream, scheduler.may_grow, self._draw, self._enter)
+        self.prefills.attach(cache, stream, scheduler.may_grow, self._draw, self._enter, self._take_up)
         return processor
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
@@ -318,9 +318,8 @@ class BlendedBatching(ContinuousBatchingManager):
         """At a layer of a step, let prefills of tenants go first that have had less than the others in it."""
         if self._stepping != threading.get_ident() or self.batch_processor is None:
             return
+        self._take_up()
         scheduler: Any = self.batch_processor.scheduler
-        for state in drain_queue(self.input_queue):
-            scheduler.add_waiting_request(state)
         if not self.prefills.are_ahead(scheduler.tokens):
             return
         begun, spent = time.monotonic(), self._clock()
@@ -330,6 +329,11 @@ class BlendedBatching(ContinuousBatchingManager):
         self._lent_s += self._clock() - spent
         self._given_s += took
         self.on_stall(took)
+
+    def _take_up(self) -> None:
+        """Take up new requests, as the engine does before each step."""
+        for state in drain_queue(self.input_queue):
+            self.batch_processor.scheduler.add_waiting_request(state)  # type: ignore[union-attr]
 
     def _draw(self, state: RequestState, logits: Tensor) -> Token:
         """Draw a request's next token as a step does, from `[1, vocabulary]` logits."""

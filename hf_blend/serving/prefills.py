@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_REPORTS = 4096
 LANES = 4  # prefills under way, each of another tenant
+LOOK_S = 0.001  # how often the engine looks who asks, while it waits for one that finishes a layer
 FETCH_S = 2.0  # how long a chunk on another machine is waited for; a later one is computed
 
 Spans = Sequence[Found]
@@ -116,6 +117,7 @@ class BlendedPrefills:
         self._may_grow: Callable[[], bool] = lambda: True
         self._draw: Callable[[Any, Tensor], Token]
         self._enter: Callable[[Any, Token], Any]
+        self._take_up: Callable[[], Any]
         self._reuse: dict[str, Reuse] = {}  # of the requests that are not over
         self._finished: tuple[str, Reuse] | None = None  # the last one that ended; the engine may put it back
         self._held: OrderedDict[str, _Held] = OrderedDict()
@@ -146,10 +148,11 @@ class BlendedPrefills:
         may_grow: Callable[[], bool],
         draw: Callable[[Any, Tensor], Token],
         enter: Callable[[Any, Token], Any],
+        take_up: Callable[[], Any],
     ) -> None:
-        """Work for an engine, which draws from logits, and lets a request decode that has its first token."""
+        """Work for an engine: it draws from logits, lets those decode that have a token, and takes up new requests."""
         self._paged, self._stream, self._may_grow = paged, compute_stream, may_grow
-        self._draw, self._enter = draw, enter
+        self._draw, self._enter, self._take_up = draw, enter, take_up
 
     def expect(self, request_id: str, reuse: Reuse) -> None:
         """A request is about to be added; one under way of a tenant that had more yields. Called from any thread."""
@@ -238,8 +241,9 @@ class BlendedPrefills:
             self._begin(held)
         asking = sorted((lane for lane in self._running if lane.is_asking), key=self._had)
         for lane in asking if seconds >= 0 else ():
-            if self._give(lane, seconds):  # else it waits for blocks, which another may have
+            if lane.give(seconds):  # else it waits for blocks, which another may have
                 break
+        self._await_turns()
         self._take_over()
 
     def are_ahead(self, tenants: Iterable[str]) -> bool:
@@ -252,6 +256,17 @@ class BlendedPrefills:
 
         None is waited for: it asks for the model by the next layer.
         """
+        self._let_pass(tenants)
+        self._await_turns()
+
+    def _await_turns(self) -> None:
+        """Wait for those that yield. While they finish a layer, prefills of tenants that had less run beside it."""
+        while holding := [lane for lane in self._running if lane.has_turn]:
+            self._take_up()
+            self._let_pass({self._running[lane].tenant for lane in holding})
+            holding[0].await_end(LOOK_S)
+
+    def _let_pass(self, tenants: Iterable[str]) -> None:
         self._look_up()
         while (held := self._next()) is not None and self._lead(held.tenant, tenants) > 0:
             self._begin(held)
@@ -261,18 +276,12 @@ class BlendedPrefills:
             asking = [lane for lane, held in self._running.items() if lane.is_asking]
             lane = min(asking, key=self._had, default=None)
             lead = 0.0 if lane is None else self._lead(self._running[lane].tenant, tenants)
-            has_moved = lane is not None and lead > 0 and self._give(lane, lead)
+            has_moved = lane is not None and lead > 0 and lane.give(lead)
 
     def _lead(self, tenant: str, tenants: Iterable[str]) -> float:
         """By how much a tenant has had less than the others of these; 0 where there are none."""
         least = min((self.shares.of(one) for one in tenants if one != tenant), default=0.0)
         return max(0.0, least - self.shares.of(tenant))
-
-    def _give(self, lane: Turns, seconds: float) -> bool:
-        """Let a lane that asks run, and charge its tenant; return whether it had use for that."""
-        has_moved = lane.give(seconds)
-        self.shares.add(self._running[lane].tenant, lane.used_s)
-        return has_moved
 
     def _had(self, lane: Turns) -> float:
         return self.shares.of(self._running[lane].tenant)
@@ -290,6 +299,7 @@ class BlendedPrefills:
         lane = next(lane for lane in self._lanes if lane not in self._running)
         self._running[lane] = held
         lane.on_ask = lambda: self._hurry(held.tenant)
+        lane.on_turn = lambda seconds: self.shares.add(held.tenant, seconds)
         try:
             held.identity = fingerprint(self._model)
             lane.start(lambda: self._run(held))

@@ -42,11 +42,12 @@ class Turns:
         self._moved = threading.Condition()
         self._task: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
-        self._asks = self._holds = self._is_cancelled = self._is_closed = self._is_stalled = False
+        self._asks = self._holds = self._is_cancelled = self._is_closed = self._is_stalled = self._is_in_layer = False
         self._deadline = NEVER
         self.turns = 0  # given so far
-        self.used_s = self._since = 0.0  # what the last turn took by the clock, and when it began
+        self._since = 0.0  # up to when the clock was read in a turn
         self.on_ask: Callable[[], Any] = lambda: None
+        self.on_turn: Callable[[float], Any] = lambda seconds: None  # told what a turn took by the clock
         self.error: BaseException | None = None  # what the last task ended with
         self.moved = time.monotonic()  # when a task last began, ended, or came to a place where it may be stopped
 
@@ -59,6 +60,11 @@ class Turns:
     def is_asking(self) -> bool:
         """Whether the task waits for a turn."""
         return self._asks
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether the task runs in a turn, which may be one that was hurried."""
+        return self._holds
 
     @property
     def is_mine(self) -> bool:
@@ -79,22 +85,29 @@ class Turns:
     def give(self, seconds: float) -> bool:
         """Let the task run, if it waits for a turn; returns when it reached a layer after `seconds`, or has no use.
 
-        Whether it had use for the turn is returned.
+        If it is hurried, within a layer, this returns at once: the turn ends with the layer. Whether the task had use
+        for the turn is returned.
         """
         with self._moved:
-            self.used_s = 0.0
             if not self._asks:
                 return False
             self.turns += 1
             self._asks, self._holds, self._deadline = False, True, time.monotonic() + seconds
             self._is_stalled = False
             self._moved.notify_all()
-            self._moved.wait_for(lambda: not self._holds)
+            self._moved.wait_for(lambda: not self._holds or (self._is_in_layer and self._deadline == -NEVER))
             return not self._is_stalled
 
     def hurry(self) -> None:
         """Let a turn under way end at the next layer."""
-        self._deadline = -NEVER
+        with self._moved:
+            self._deadline = -NEVER
+            self._moved.notify_all()
+
+    def await_end(self, seconds: float) -> None:
+        """Wait until the turn is over, but no longer than so."""
+        with self._moved:
+            self._moved.wait_for(lambda: not self._holds, seconds)
 
     def cancel(self) -> None:
         """Let the task end at the next place where it may be stopped. Called by the engine."""
@@ -114,17 +127,21 @@ class Turns:
     def checkpoint(self, end_turn: bool = False) -> None:
         """Have the turn from here on, in the worker; waits where there is none, or where its time is up."""
         self.moved = time.monotonic()
+        self._charge()
         if self._holds and (end_turn or time.monotonic() >= self._deadline):
             self._is_stalled = end_turn
             self._end_turn()
         with self._moved:
-            if not self._holds and not self._is_cancelled:
-                self._asks = True
-                self._moved.notify_all()
-                self.on_ask()
-                self.wake()
-                self._moved.wait_for(lambda: self._holds or self._is_cancelled)
-                self._asks, self._since = False, self._clock()
+            is_asking = self._asks = not self._holds and not self._is_cancelled
+            self._moved.notify_all()
+        if is_asking:
+            self.on_ask()
+            self.wake()
+        with self._moved:
+            self._moved.wait_for(lambda: self._holds or self._is_cancelled)
+            self._asks = False
+            if is_asking:
+                self._since = self._clock()
             if self._is_cancelled:
                 raise TaskCancelled
 
@@ -142,11 +159,18 @@ class Turns:
         def begin(module: nn.Module, args: Any) -> None:
             if threading.get_ident() == own:
                 self.checkpoint()
+                self._is_in_layer = True
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() == own:
+                self._is_in_layer = False
 
         handles = [layer.register_forward_pre_hook(begin) for layer in layers]
+        handles += [layer.register_forward_hook(end) for layer in layers]
         try:
             yield
         finally:
+            self._is_in_layer = False
             for handle in handles:
                 handle.remove()
 
@@ -157,8 +181,13 @@ class Turns:
             self._moved.notify_all()
 
     def _end(self) -> None:
+        self._charge()
+        self._holds = False
+
+    def _charge(self) -> None:
         if self._holds:
-            self._holds, self.used_s = False, self._clock() - self._since
+            before, self._since = self._since, self._clock()
+            self.on_turn(self._since - before)
 
     def _run(self) -> None:
         while True:

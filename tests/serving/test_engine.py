@@ -274,7 +274,7 @@ def test_tenants_are_blended_in_turn(model, bench, store, monkeypatch):
     assert [name for name in begun if name[0] == "a"] == names[:3]
 
 
-def test_a_tenant_that_had_nothing_is_blended_while_a_long_blend_of_another_stands(model, bench, store):
+def test_a_tenant_that_had_nothing_is_blended_beside_a_layer_of_a_blend_of_another(model, bench, store):
     chunks = [bench.draw(40, 60 + number) for number in range(3)]
     store.add(model, None, chunks)
     asks = [[1, 7, *chunks[0], *chunks[1], 9, 9], [1, 8, *chunks[2], 3, 4, 5]]
@@ -288,12 +288,11 @@ def test_a_tenant_that_had_nothing_is_blended_while_a_long_blend_of_another_stan
         def stand(layer, args):
             lane = engine.prefills.turns
             if lane.is_mine and lane is engine.prefills._lanes[0] and not stood:
-                stood.append(engine.add_request(asks[1], "b", store=other))
-                lane.release()
+                engine.prefills.shares.add("", 1e6)
+                stood.append(engine.add_request(asks[1], "b", 1, store=other))
                 wait_for(lambda: "b" in found, "the answer of the other tenant")
-                lane.checkpoint()
 
-        hook = model.model.layers[1].register_forward_pre_hook(observer(stand))
+        hook = model.model.layers[1].self_attn.register_forward_pre_hook(observer(stand))
         try:
             engine.add_request(asks[0], "a")
             for name in ("b", "a"):
@@ -304,8 +303,8 @@ def test_a_tenant_that_had_nothing_is_blended_while_a_long_blend_of_another_stan
         assert engine.prefills.failures == 0
         assert [engine.outcome(name).how for name in "ab"] == ["blended"] * 2
     assert stood == ["b"]
-    for name, ids in zip("ab", asks, strict=True):
-        assert found[name] == bench.lone_answer(model, store, ids, recompute_ratio=RATIO)
+    for name, ids, new in zip("ab", asks, (6, 1), strict=True):
+        assert found[name] == bench.lone_answer(model, store, ids, new=new, recompute_ratio=RATIO)
 
 
 def test_plain_prompts_of_a_tenant_that_had_least_go_before_those_that_came_earlier(model, bench, store, monkeypatch):
@@ -513,14 +512,14 @@ def test_what_a_turn_took_is_counted_by_the_clock_of_its_thread_without_what_is_
         turns.checkpoint()
         clock[0] += 5.0
 
-    turns.start(task)
     used = []
+    turns.on_turn = used.append
+    turns.start(task)
     for _ in range(3):
         wait_for(lambda: turns.is_asking, "the task")
         turns.give(1e6)
-        used.append(turns.used_s)
     turns.close()
-    assert used == [2.0, 3.0, 5.0]
+    assert [one for one in used if one] == [2.0, 3.0, 5.0]
     assert bench.engine(model, store)._clock is time.thread_time, "of a model on the CPU"
 
 
