@@ -111,9 +111,8 @@ class BlendedBatching(ContinuousBatchingManager):
         self.logit_processor.logits_processor.insert(0, self._watch)
         self.logit_processor.do_processing = True
         self._clock = time.thread_time if model.device.type == "cpu" else time.monotonic  # of the work that is shared
-        self.prefills = BlendedPrefills(
-            model, self.blend_config, lambda: Turns(self._wake_up_loop.set, self._settle, self._clock)
-        )
+        make_turns = lambda: Turns(self._wake_up_loop.set, self._settle, self._clock)  # noqa: E731
+        self.prefills = BlendedPrefills(self, self.blend_config, make_turns)
 
     def add_request(  # type: ignore[override]
         self,
@@ -261,11 +260,9 @@ class BlendedBatching(ContinuousBatchingManager):
                 f"the engine keeps {', '.join(processor.cache.cache_allocators)} for {type(self.model).__name__}, but "
                 "blended blocks hold full attention alone. Use a BlendCache for each request."
             )
-        cache = BlendedPagedCache.adopt(processor.cache, self.prefills)
+        BlendedPagedCache.adopt(processor.cache, self.prefills)
         scheduler = BlendedScheduler.adopt(processor.scheduler, self.prefills)  # type: ignore[arg-type]
         scheduler.begin = self._advance
-        stream = processor.inputs_and_outputs.compute_stream
-        self.prefills.attach(cache, stream, scheduler.may_grow, self._draw, self._enter, self._take_up)
         return processor
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
@@ -318,7 +315,7 @@ class BlendedBatching(ContinuousBatchingManager):
         """At a layer of a step, let prefills of tenants go first that have had less than the others in it."""
         if self._stepping != threading.get_ident() or self.batch_processor is None:
             return
-        self._take_up()
+        self.take_up()
         scheduler: Any = self.batch_processor.scheduler
         if not self.prefills.are_ahead(scheduler.tokens):
             return
@@ -330,12 +327,12 @@ class BlendedBatching(ContinuousBatchingManager):
         self._given_s += took
         self.on_stall(took)
 
-    def _take_up(self) -> None:
+    def take_up(self) -> None:
         """Take up new requests, as the engine does before each step."""
         for state in drain_queue(self.input_queue):
             self.batch_processor.scheduler.add_waiting_request(state)  # type: ignore[union-attr]
 
-    def _draw(self, state: RequestState, logits: Tensor) -> Token:
+    def draw(self, state: RequestState, logits: Tensor) -> Token:
         """Draw a request's next token as a step does, from `[1, vocabulary]` logits."""
         processors, runner = self.logit_processor, self.batch_processor.model_runner  # type: ignore[union-attr]
         last = torch.tensor(state.initial_tokens[-1:], device=logits.device)
@@ -347,7 +344,7 @@ class BlendedBatching(ContinuousBatchingManager):
         runner._sample(scores[None], found)
         return int(found[0]), float(found[1].view(torch.float32)) if runner.return_logprobs else None
 
-    def _enter(self, state: RequestState, first: Token) -> None:
+    def enter(self, state: RequestState, first: Token) -> None:
         """Let a request decode whose blocks are filled, and whose first token is drawn."""
         scheduler: Any = self.batch_processor.scheduler  # type: ignore[union-attr]
         scheduler.take_up(state)

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers.generation.continuous_batching.utils import stream_context
 
 from .. import plugins
 from ..cache.blend_cache import BlendCache
@@ -36,7 +37,7 @@ from ..prefill.report import BlendReport
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, Found
-from .paged import BlendedPagedCache, salted
+from .paged import salted
 from .shares import Shares
 from .turns import Turns
 
@@ -104,20 +105,16 @@ class _Held:
 class BlendedPrefills:
     """The requests that are held back, and the threads that fill their blocks."""
 
-    def __init__(self, model: nn.Module, config: BlendConfig, make_turns: Callable[[], Turns]) -> None:
-        self._model, self._config, self._make_turns = model, config, make_turns
+    def __init__(self, engine: Any, config: BlendConfig, make_turns: Callable[[], Turns]) -> None:
+        """`engine` is a `BlendedBatching`."""
+        self._engine, self._config, self._make_turns = engine, config, make_turns
+        self._model: nn.Module = engine.model
         self._lanes = [make_turns()]
         self._running: dict[Turns, _Held] = {}  # whose blocks each lane fills
         self.shares = Shares()
         selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
         self._sees_question = bool(selector.needs_question or selector.needs_full_prefill)
-        self._sink = default_sink(model) if config.chunk_prefix_ids is None else config.chunk_prefix_ids
-        self._paged: BlendedPagedCache | None = None
-        self._stream: Any = None
-        self._may_grow: Callable[[], bool] = lambda: True
-        self._draw: Callable[[Any, Tensor], Token]
-        self._enter: Callable[[Any, Token], Any]
-        self._take_up: Callable[[], Any]
+        self._sink = default_sink(self._model) if config.chunk_prefix_ids is None else config.chunk_prefix_ids
         self._reuse: dict[str, Reuse] = {}  # of the requests that are not over
         self._finished: tuple[str, Reuse] | None = None  # the last one that ended; the engine may put it back
         self._held: OrderedDict[str, _Held] = OrderedDict()
@@ -140,19 +137,6 @@ class BlendedPrefills:
         """Whose request it is, by the namespace of the store."""
         reuse = self._reuse.get(request_id)
         return "" if reuse is None else reuse.store.namespace
-
-    def attach(
-        self,
-        paged: BlendedPagedCache,
-        compute_stream: Any,
-        may_grow: Callable[[], bool],
-        draw: Callable[[Any, Tensor], Token],
-        enter: Callable[[Any, Token], Any],
-        take_up: Callable[[], Any],
-    ) -> None:
-        """Work for an engine: it draws from logits, lets those decode that have a token, and takes up new requests."""
-        self._paged, self._stream, self._may_grow = paged, compute_stream, may_grow
-        self._draw, self._enter, self._take_up = draw, enter, take_up
 
     def expect(self, request_id: str, reuse: Reuse) -> None:
         """A request is about to be added; one under way of a tenant that had more yields. Called from any thread."""
@@ -262,7 +246,7 @@ class BlendedPrefills:
     def _await_turns(self) -> None:
         """Wait for those that yield. While they finish a layer, prefills of tenants that had less run beside it."""
         while holding := [lane for lane in self._running if lane.has_turn]:
-            self._take_up()
+            self._engine.take_up()
             self._let_pass({self._running[lane].tenant for lane in holding})
             holding[0].await_end(LOOK_S)
 
@@ -360,9 +344,9 @@ class BlendedPrefills:
             self.failures += 1
             logger.warning("request %s is computed in full: %s: %s", request_id, type(error).__name__, error)
             outcome.tokens, outcome.reason = 0, f"{type(error).__name__}: {error}"
-            self._cache.free_blocks(request_id, no_cache=True)
+            self._engine.paged.free_blocks(request_id, no_cache=True)
         if error is None and held.first is not None:
-            self._enter(held.state, held.first)
+            self._engine.enter(held.state, held.first)
         elif outcome.tokens:
             self._ready[request_id] = outcome.tokens
         else:
@@ -375,14 +359,15 @@ class BlendedPrefills:
 
     def _run(self, held: _Held) -> None:
         """In the thread: fill the blocks of one request."""
-        with torch.no_grad(), self._on_stream(), self.turns.at_layers(decoder_layers(self._model)):
+        stream = self._engine.batch_processor.inputs_and_outputs.compute_stream
+        with torch.no_grad(), stream_context(stream), self.turns.at_layers(decoder_layers(self._model)):
             held.outcome.begun = time.perf_counter()
             held.outcome.tokens = self._filled(held)
             self.turns.checkpoint()  # from here to the end the engine waits
 
     def _filled(self, held: _Held) -> int:
         """How many of a prompt's first tokens are in its blocks now."""
-        state, reuse, paged = held.state, held.reuse, self._cache
+        state, reuse, paged = held.state, held.reuse, self._engine.paged
         spans = self._found(held)
         if not spans:
             return 0
@@ -410,7 +395,8 @@ class BlendedPrefills:
         return len(ids)
 
     def _reserve(self, state: Any, tokens: int) -> bool:
-        return self._may_grow() and self._cache.reserve(state, tokens)
+        may_grow = self._engine.batch_processor.scheduler.may_grow()
+        return bool(may_grow and self._engine.paged.reserve(state, tokens))
 
     def _found(self, held: _Held) -> Spans:
         """Where chunks stand in a prompt that are stored; those that must be are computed first."""
@@ -441,7 +427,7 @@ class BlendedPrefills:
 
     def _blend(self, held: _Held) -> None:
         """Run the blended prefill of a whole prompt, copy its K and V, and draw the first token."""
-        state, paged = held.state, self._cache
+        state, paged = held.state, self._engine.paged
         cache = BlendCache(self._model, held.reuse.store, self._config)
         cache.get_seq_length()  # from here on it sees the model's call
         ids = torch.tensor([state.initial_tokens], device=paged.device)
@@ -451,7 +437,7 @@ class BlendedPrefills:
         for index, layer in enumerate(layers):
             self.turns.checkpoint()
             paged.write(index, rows, layer.keys[0], layer.values[0])
-        held.first = self._draw(state, output.logits[0, -1:])
+        held.first = self._engine.draw(state, output.logits[0, -1:])
         held.outcome.note(cache.report)
 
     def _root(self, spans: Spans, reuse: Reuse, token_ids: Sequence[int]) -> int:
@@ -466,14 +452,3 @@ class BlendedPrefills:
         }
         digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "little")
-
-    @property
-    def _cache(self) -> BlendedPagedCache:
-        if self._paged is None:
-            raise RuntimeError("the engine has no cache yet: attach one first")
-        return self._paged
-
-    def _on_stream(self) -> Any:
-        from transformers.generation.continuous_batching.utils import stream_context
-
-        return stream_context(self._stream)
