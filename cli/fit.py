@@ -27,7 +27,7 @@ def fit(
     prompts: Prompts = 24,
     chunk_tokens: ChunkTokens = 192,
     rank: Rank = 0,
-    contexts: Contexts = 4,
+    contexts: Contexts = 0,
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -35,11 +35,11 @@ def fit(
 ) -> None:
     """Fit a correction to a model, from text without labels; without a corpus, from the bundled handbook.
 
-    Texts are put together at random as prompts have them. The first prompts, cut short, become contexts: a chunk is
-    computed behind each of them, and the mean is stored. A linear map a layer, found on the other prompts, adds what
-    is still missing. Use the file where a store is opened: ChunkStore.open(…, correction=FILE), or --correction of
-    other commands. It costs nothing in a prompt; storing a chunk costs as many forwards as there are contexts. Chunks
-    that are stored without it, or with another, are not found. Some 30,000 tokens of text like yours do.
+    Texts are put together at random as prompts have them, and a linear map a layer is found, which adds to a chunk
+    computed alone what a prompt would. Use the file where a store is opened: ChunkStore.open(…, correction=FILE), or
+    --correction of other commands. It costs nothing in a prompt. With --contexts, the first prompts, cut short, become
+    contexts: a chunk is computed behind each of them, and the mean is stored; that costs as many forwards. Chunks that
+    are stored without it, or with another, are not found. Some 30,000 tokens of text like yours do.
 
     Examples:
         hf-blend fit --prompts 1 --output correction.safetensors --json  # slow

@@ -77,8 +77,11 @@ ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
     "full reuse": "none=0",
     "full reuse, corrected": "none+context=0",
+    "full reuse, behind contexts": "none+contexts=0",
     "`boundary`": "boundary=0.1",
     "`boundary`, corrected": "boundary+context=0.1",
+    "`boundary`, behind contexts, 5 %": "boundary+contexts=0.05",
+    "`boundary`, behind contexts": "boundary+contexts=0.1",
     "`kv-deviation`": "kv-deviation=0.15",
 }
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
