@@ -46,6 +46,7 @@ from hf_blend.evaluation.tasks.samsum import Samsum
 RESULTS = Path(__file__).parent / "results"
 SYSTEM = "Answer the question from the documents. Reply with the answer only, in a few words."
 PLAIN = "Answer the question based on the passages.\n\n{}\n\nQuestion: {}\nShort answer:"
+TOGETHER = "together"  # in the place of a correction: the prompt's chunks were computed together, in another order
 ANSWER_TOKENS = 10  # over which the divergence is the mean
 TRIED_RATIOS = (0.03, 0.2)
 
@@ -149,7 +150,7 @@ class Bench:
         self.model, self.tokenizer = load_model(model)
         self.is_chat = bool(self.tokenizer.chat_template)
         self.contexts = {"": None, **{name: self._context(text) for name, text in contexts.items()}}
-        self.corrections: dict[str, str | None] = {"": None, **(corrections or {})}
+        self.corrections: dict[str, str | None] = {"": None, TOGETHER: None, **(corrections or {})}
         self.task = task
         self.score = plugins.load("evaluation.scores", task.score)(self.tokenizer) if task.score else None
         self._stores: dict[tuple[str, str, str], ChunkStore] = {}  # of the prompts that ratios are looked for on
@@ -302,7 +303,9 @@ def measured(
     answer, full, full_ms = bench.full(ids, bench.task.max_new_tokens)
     scores = {"full_score": round(bench.scored(row, answer), 4)} if bench.score else {}
     answer, full = answer[:ANSWER_TOKENS], full[:ANSWER_TOKENS]
-    for (context, _), store in stores.items():  # fill the stores
+    for (context, correction), store in stores.items():  # fill the stores
+        if correction == TOGETHER:
+            store.add_together(bench.model, bench.tokenizer, row["chunks"])
         bench.blended(row, answer[:1], store, context, {"recompute_ratio": 0.0})
     for method in random.Random(row["id"]).sample(methods, len(methods)):
         ratio = ratios[method.text]

@@ -684,6 +684,7 @@ class BlendCache(Cache):
             exact_tokens=sum(plan.exact_counts),
             computed_chunks=plan.computed,
             loaded_chunks=plan.loaded,
+            chunks_of_sets=plan.of_sets,
             seam_tokens=plan.seam_tokens,
             encoded_images=0 if is_begun or known.images is None else known.images.encoded,
             compute_ms=plan.compute_ms,

@@ -47,7 +47,7 @@ def compute_chunk(
     """Compute the chunk of a key, to be stored under it."""
     if image is None:
         return compute_chunks(model, [key], tokenizer, correction)[0]
-    return _signed(model, [capture_image(model, key, image)], tokenizer)[0]
+    return signed(model, [capture_image(model, key, image)], tokenizer)[0]
 
 
 def compute_chunks(
@@ -60,10 +60,10 @@ def compute_chunks(
     chunks = capture_chunks(model, plain) if plain else []
     if correction and corrected:
         chunks += correction.compute(model, corrected)
-    return _signed(model, chunks, tokenizer, correction)
+    return signed(model, chunks, tokenizer, correction)
 
 
-def _signed(
+def signed(
     model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str, correction: "ContextCorrection | None" = None
 ) -> "list[ChunkKV]":
     """Chunks with what the model says of itself; refuse them if it is no longer the one that was asked."""

@@ -172,14 +172,14 @@ class ContextCorrection:
         layers = list(chunk.layers)
         for layer, style in enumerate(rotary_styles(model)):
             if layer in self.maps:
-                known = _features(chunk, layer, style)
+                known = features_of(chunk, layer, style)
                 inputs, (down, up) = _beside(known), self.maps[layer]
                 if (len(down), up.shape[1]) != (inputs.shape[1], known.shape[1]):
                     raise ConfigError(
                         f"layer {layer} of the correction maps {len(down)} numbers to {up.shape[1]}, expected "
                         f"{inputs.shape[1]} to {known.shape[1]}. Fit one for this model with `hf-blend fit`."
                     )
-                moved = _states(known + inputs @ down.to(known.device) @ up.to(known.device), chunk, layer, style)
+                moved = states_of(known + inputs @ down.to(known.device) @ up.to(known.device), chunk, layer, style)
                 layers[layer] = (*moved, *layers[layer][2:])
         return replace(chunk, layers=tuple(layers))
 
@@ -229,9 +229,9 @@ class ContextCorrection:
                 )
                 for layer, style in enumerate(styles):
                     if _has_kv(there, layer):
-                        own = _features(alone[key], layer, style)
+                        own = features_of(alone[key], layer, style)
                         inputs = _beside(own)[first : first + count]
-                        target = _features(there, layer, style) - own[first : first + count]
+                        target = features_of(there, layer, style) - own[first : first + count]
                         sums.setdefault(layer, _Sums()).add(inputs, target)
         if not sums:
             raise UnsupportedModelError(
@@ -272,14 +272,14 @@ def _has_kv(chunk: ChunkKV, layer: int) -> bool:
     return len(chunk.layers[layer]) >= 2
 
 
-def _features(chunk: ChunkKV, layer: int, style: type[RotaryStyle]) -> Tensor:
+def features_of(chunk: ChunkKV, layer: int, style: type[RotaryStyle]) -> Tensor:
     """K as at position 0 and V of a layer, all heads side by side: `[tokens, outputs]` float32."""
     states = _rotated(chunk.layers[layer][:2], chunk, layer, style)
     return torch.cat([part.transpose(0, 1).flatten(1) for part in states], 1)
 
 
-def _states(features: Tensor, chunk: ChunkKV, layer: int, style: type[RotaryStyle]) -> Sequence[Tensor]:
-    """(K, V) as stored, `[kv_heads, tokens, head_dim]`: the way back from `_features`."""
+def states_of(features: Tensor, chunk: ChunkKV, layer: int, style: type[RotaryStyle]) -> Sequence[Tensor]:
+    """(K, V) as stored, `[kv_heads, tokens, head_dim]`: the way back from `features_of`."""
     like = chunk.layers[layer][:2]
     parts = features.split([one.shape[0] * one.shape[2] for one in like], 1)
     states = [part.unflatten(1, (one.shape[0], -1)).transpose(0, 1) for part, one in zip(parts, like, strict=True)]

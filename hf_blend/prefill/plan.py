@@ -18,6 +18,7 @@ from ..model.anatomy import text_config
 from ..model.canary import canary_of, compute_chunk, compute_chunks, is_of_model
 from ..model.capture import packs
 from ..model.modality import placeholder_ids
+from ..model.together import compute_together, set_identity
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
@@ -92,6 +93,7 @@ class Plan:
     counts: list[int] = field(default_factory=list)
     computed: int = 0
     loaded: int = 0
+    of_sets: int = 0
     tokenizers: set[str] = field(default_factory=set)
     seam_tokens: int = 0
     replaced: list[ChunkKey] = field(default_factory=list)
@@ -216,6 +218,7 @@ class Planner:
         self._model, self._store = model, store
         self._fingerprint, self._chunk_prefix_ids = fingerprint, chunk_prefix_ids
         self._identity = store.identity(fingerprint)  # of chunks; what a prompt begins with is never corrected
+        self._sets: dict[str, list[ChunkKey]] = {}  # of chunks that were computed together, by what names them
         self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
@@ -266,6 +269,7 @@ class Planner:
         if row.spans is None or row.is_searched:
             found = self._store.find(self._identity, self._chunk_prefix_ids, row.ids)
             spans = sorted(spans + [one for one in found if not _overlaps(one, given)], key=lambda one: one.start)
+        spans = self._of_set(spans)
         if at_beginning and given and given[0].start == given[0].first == 0:  # nothing is before it, so it is exact
             key = _known_key(self._fingerprint, (), given[0].token_ids, self._store.namespace)
             spans[0] = spans[0]._replace(key=key)
@@ -280,6 +284,16 @@ class Planner:
             found = self._store.find(self._fingerprint, (), first)[:1]
             spans = [one for one in found if one.start == one.first == 0] + spans
         return [span for span in spans if self._placeholders.isdisjoint(span.key.token_ids)]
+
+    def _of_set(self, spans: list[Found]) -> list[Found]:
+        """The same chunks as they are among each other, where this set of them was computed together."""
+        keys = list(dict.fromkeys(span.key for span in spans))
+        identity = set_identity(keys)
+        if len(keys) < 2 or self._store.sample(identity, self._chunk_prefix_ids) is None:
+            return spans
+        self._sets[identity] = keys
+        together = [span._replace(key=replace(span.key, fingerprint=identity)) for span in spans]
+        return [one if self._store.contains(one.key) else span for one, span in zip(together, spans, strict=True)]
 
     def _placed_chunks(
         self, plan: Plan, number: int, row: PromptRow, spans: list[Found], beginning: bool
@@ -323,7 +337,9 @@ class Planner:
         missing = self._load(plan, list(dict.fromkeys(keys)), layout)
         if not missing:
             return
-        alone = [key for key in missing if key in first or key.token_ids in self.images]
+        alone = [
+            key for key in missing if key in first or key.token_ids in self.images or key.fingerprint in self._sets
+        ]
         with plan.timed("check_ms"):
             together = packs(self._model, [key for key in missing if key not in alone])
             canary_of(self._model)  # found here once, and known where the chunks are computed
@@ -350,12 +366,16 @@ class Planner:
                 missing.append(key)
                 continue
             plan.loaded += 1
+            plan.of_sets += key.fingerprint in self._sets
             plan.tokenizers |= {chunk.tokenizer} - {""}
             self._canaries.add(chunk.canary)
             self._fetched[key] = chunk
         return missing
 
     def _compute(self, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
+        if keys[0].fingerprint in self._sets:
+            computed = compute_together(self._model, self._sets[keys[0].fingerprint], self._tokenizer)
+            return [chunk for chunk in computed if chunk.key in keys]
         image = self.images.get(keys[0].token_ids)
         if image is not None:
             return [compute_chunk(self._model, keys[0], self._tokenizer, image)]
