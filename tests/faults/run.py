@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .changes import Changes
 from .entries import Changing, Files
 from .fault import FaultClass, Verdict
 from .kills import CallKills, Demotions, Placements, Races
@@ -26,7 +25,6 @@ CLASSES: dict[str, type[FaultClass]] = {
     "changing-files": Changing,
     "remote": Remote,
     "prefills": Prefills,
-    "model-changes": Changes,
     "failing-calls": FailingCalls,
     "faulty-tier": FaultyTierFaults,
     "races": Races,
