@@ -44,11 +44,10 @@ class WriteQueue(Generic[Item]):
     it is written by the parent.
     """
 
+    name = "queue"
+
     def __init__(
-        self,
-        cap_bytes: int,
-        write: Callable[[Item], object],
-        dropped: Callable[[str], object] = lambda _: None,
+        self, cap_bytes: int, write: Callable[[Item], object], dropped: Callable[[str], object] = lambda _: None
     ) -> None:
         self._cap_bytes, self._write, self._dropped = cap_bytes, write, dropped
         self.index = Index()

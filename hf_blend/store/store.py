@@ -147,7 +147,9 @@ class BaseStore:
             far.makes_room = far is not self._home
         queued = self._tiers if limits.queue_bytes else ()
         self._queues = {tier.name: self._new_queue(tier, limits.queue_bytes) for tier in queued}
-        at_hand = [*(memory.index for memory in memories), *(queue.index for queue in self._queues.values())]
+        self._at_hand: tuple[MemoryCache | WriteQueue[PendingWrite], ...]  # where a chunk is found without reading
+        self._at_hand = (*self._memories, *self._queues.values())
+        at_hand = [one.index for one in self._at_hand]
         self._catalog = Catalog(namespace, self._tiers, at_hand, secret=secret, stats=self._stats)
         self._compute_times, self._late = ComputeTimes(), LateLoads()
         self._deleted = 0  # deletes so far: what was read before one is not stored after it
@@ -369,9 +371,11 @@ class BaseStore:
         it each chunk would push out the one that the next request asks for first.
         """
         digests = [key.digest for key in keys]
+        protected = contextlib.ExitStack()
         for memory in self._memories:
             memory.protect(digests)
-        release = finalize(owner, self._release, digests)
+            protected.callback(memory.release, digests)
+        release = finalize(owner, protected.close)
         release.atexit = False
         return release
 
@@ -458,9 +462,9 @@ class BaseStore:
 
     def tier_of(self, key: ChunkKey) -> str | None:
         """Name the nearest tier that has a chunk; None if none has it, or says so now."""
-        for name, held in self._at_hand():
+        for held in self._at_hand:
             if held.contains(key.digest):
-                return name
+                return held.name
         for tier in self._tiers:
             with contextlib.suppress(OSError):
                 if tier.contains(self._catalog.name(key.digest)):
@@ -475,7 +479,7 @@ class BaseStore:
         """Walk over what is stored in this namespace, in the order of digests."""
         pins = {name for tier in self._tiers for name in tier.pins()}
         for digest, record in self._catalog.items().items():
-            held = [name for name, tier in self._at_hand() if tier.contains(digest)]
+            held = [one.name for one in self._at_hand if one.contains(digest)]
             yield EntryInfo(
                 digest,
                 record.key.fingerprint,
@@ -601,10 +605,19 @@ class BaseStore:
         """Ask the tiers that keep bytes, and count the hit or the miss."""
         reasons = []
         for tier in self._tiers:
-            chunk, reason = self._load_within(tier, key, take, budget_s)
+            if tier.is_local or math.isinf(budget_s):
+                loaded = self._load(tier, key, take)
+            else:
+                loaded = self._late.run(partial(self._load, tier, key, take), budget_s) or (None, "slow")
+            chunk, reason = loaded
             if chunk is not None:
                 self._stats.count("hits", tier.name)
                 return chunk
+            if reason == "slow":
+                self._stats.count("load_failures", f"{tier.name}:slow")
+                self._stats.warn_once(
+                    f"chunks of the {tier.name} tier are computed where that is faster than loading them"
+                )
             reasons.append(reason)
         self._stats.count("misses", next((reason for reason in reasons if reason != "absent"), "absent"))
         return None
@@ -681,23 +694,10 @@ class BaseStore:
         nearer = [other for other in self._tiers[: self._tiers.index(tier)] if other.is_local]
         return nearer if self._home is None else [other for other in nearer if other is self._home]
 
-    def _load_within(
-        self, tier: BoundedTier, key: ChunkKey, take: Take, budget_s: float
-    ) -> tuple[ChunkKV | None, str]:
-        """The chunk and "", or None and why not."""
-        if tier.is_local or math.isinf(budget_s):
-            return self._load(tier, key, take)
-        loaded = self._late.run(lambda: self._load(tier, key, take), budget_s)
-        if loaded is not None:
-            return loaded
-        self._stats.count("load_failures", f"{tier.name}:slow")
-        self._stats.warn_once(f"chunks of the {tier.name} tier are computed where that is faster than loading them")
-        return None, "slow"
-
     def _load(
         self, tier: BoundedTier, key: ChunkKey, take: Take, name: str | None = None
     ) -> tuple[ChunkKV | None, str]:
-        """As `_load_within`, from the entry of a name; its bytes are recorded if nearer tiers will have them too."""
+        """Give a chunk and "", or None and why not; bytes are recorded if nearer tiers will have them too."""
         name = name or self._catalog.name(key.digest)
         with self._stats.timed("load_seconds", tier.name), contextlib.ExitStack() as opened:
             source: Source | None = None
@@ -740,10 +740,6 @@ class BaseStore:
         EntryReader(source, key, self.secret).read()
         return key
 
-    def _has_good(self, tier: BoundedTier, name: str) -> bool:
-        """Return True if a tier has an entry that is good; what can never become good is removed."""
-        return self._verify(tier, name, repair=True).reason == ""
-
     def _copy(self, tier: BoundedTier, target: BoundedTier, name: str) -> bool:
         """Write the bytes of one tier's entry to another tier, once all of them were verified."""
         source = tier.open(name)
@@ -760,7 +756,7 @@ class BaseStore:
             recorded.close()
         if content is None:
             return False
-        if not target.put_if_absent(name, [content]) and not self._has_good(target, name):
+        if not target.put_if_absent(name, [content]) and self._verify(target, name, repair=True).reason:
             return False  # what has its name there is damaged, or cannot be read now
         return self._catalog.add(target, key)
 
@@ -801,21 +797,9 @@ class BaseStore:
             self._stats.count("removed", cause, int(removed))
         return removed
 
-    def _release(self, digests: Sequence[str]) -> None:
-        """Take one `protect` back."""
-        for memory in self._memories:
-            memory.release(digests)
-
     def _is_held(self, digest: str) -> bool:
         """Return True if a chunk is ready to use."""
-        return any(held.contains(digest) for _, held in self._at_hand())
-
-    def _at_hand(self) -> list[tuple[str, MemoryCache | WriteQueue[PendingWrite]]]:
-        """Give what a chunk is found in without reading, by name, the nearest first."""
-        memories: list[tuple[str, MemoryCache | WriteQueue[PendingWrite]]] = [
-            (memory.name, memory) for memory in self._memories
-        ]
-        return [*memories, *(("queue", queue) for queue in self._queues.values())]
+        return any(one.contains(digest) for one in self._at_hand)
 
     def _store(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
         """Take a chunk into memory, and write it to every tier or into its queue."""
@@ -837,7 +821,8 @@ class BaseStore:
         name, others = self._catalog.name(digest), [tier for tier in self._tiers if tier is not there]
         try:
             with self._moving:
-                is_there = self._has_good(there, name) or any(self._copy(tier, there, name) for tier in others)
+                is_good = not self._verify(there, name, repair=True).reason
+                is_there = is_good or any(self._copy(tier, there, name) for tier in others)
             for other in others if is_there else ():
                 if other.name in self._queues:
                     self._queues[other.name].cancel(digest, DELETE_S)  # what is being written may wait for `_moving`
