@@ -88,19 +88,18 @@ def ask(
         interruptible(lambda: shown.kept(len(asks))),
     ):
         asks = _asks(given, documents, source, opened, top_k, chunk_tokens, system, max_new_tokens)
-        loaded = source.load()
-        opened.controller = LoadingController(loaded, opened, config) if controller else None
+        asker = asking.Asker(source.load(), source.tokenizer, opened)
+        opened.controller = LoadingController(asker.model, opened, config) if controller else None
         for asked in asks:
-            told = (loaded, source.tokenizer, opened, asked)
-            if compare and (report := asking.warm(*told, Method("blend", config))):
+            if compare and (report := asker.warm(asked, Method("blend", config))):
                 shown.reports.append(report)
             shown.begin(asked)
-            replies = [asking.ask(*told, way, max_new_tokens, shown.stream) for way in ways]
+            replies = [asker.ask(asked, way, max_new_tokens, shown.stream) for way in ways]
             shown.end(asked, replies)
             if compare:
                 pairs = list(zip(ways, replies, strict=True))
-                asking.time_again(*told, pairs, rounds)
-                asking.diverge(*told, pairs)
+                asker.time_again(asked, pairs, rounds)
+                asker.diverge(asked, pairs)
         shown.result(opened)
 
 

@@ -55,7 +55,7 @@ def chat(
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation.answering import blend_config
-    from hf_blend.evaluation.asking import Chat
+    from hf_blend.evaluation.asking import Asker, Chat
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.evaluation.indexing import bundled_pieces
     from hf_blend.evaluation.retrieving import Retriever
@@ -69,7 +69,8 @@ def chat(
         ours = bundled_pieces(source.tokenizer)
         pieces = split(documents, source, chunk_tokens, store=opened) if names else list(ours)
         retriever = Retriever(pieces, top_k)
-        talk = Chat(source.load(), source, opened, retriever, config, system, max_new_tokens, fixed)
+        asker = Asker(source.load(), source.tokenizer, opened)
+        talk = Chat(asker, source, retriever, config, system, max_new_tokens, fixed)
         rows = list(_talk(talk, json))
     if json:
         show({"rows": rows}, as_json=True)

@@ -4,7 +4,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.placement import input_device
 from hf_blend.prefill.report import BlendReport
+from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.prompt.messages import build_messages, render
 from hf_blend.prompt.pieces import build
 
@@ -93,7 +94,6 @@ def _has_system_role(tokenizer: Any, told: str) -> bool:
 
 
 MAX_NEW_TOKENS = 16
-HALF_A_LETTER = "\ufffd"  # what tokenizers decode to where a letter's other bytes are in the next token
 
 
 @dataclass(frozen=True)
@@ -148,36 +148,27 @@ class Answer:
     logits: Tensor | None = None
 
 
-@dataclass
 class AnswerStreamer:
     """A streamer that passes the answer on while it is written, and notes when it began."""
 
-    tokenizer: Any
-    tell: Callable[[str], None] | None = None
-    first: float | None = None
-    _ids: list[int] = field(default_factory=list)
-    _told: str = ""
-    _prompt_seen: bool = False
+    def __init__(self, tokenizer: Any, tell: Callable[[str], None] | None = None) -> None:
+        self.first: float | None = None
+        self._tell, self._text = tell, Detokenizer(tokenizer, ())
+        self._ids: list[int] = []
+        self._is_prompt_seen = False
 
     def put(self, value: Tensor) -> None:
         """Take new tokens; the first call brings the prompt."""
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        if self.first is None:
-            self.first = time.perf_counter()
-        self._ids += value.flatten().tolist()
-        self._say(self.tokenizer.decode(self._ids, skip_special_tokens=True) if self.tell else "")
+        if self._is_prompt_seen:
+            self.first = self.first or time.perf_counter()
+            self._ids += value.flatten().tolist()
+            self.end(is_last=False)
+        self._is_prompt_seen = True
 
-    def end(self) -> None:
-        """Pass on what was held back."""
-        self._say(self.tokenizer.decode(self._ids, skip_special_tokens=True) if self.tell else "", is_last=True)
-
-    def _say(self, text: str, is_last: bool = False) -> None:
-        """Pass on what is new; half a letter waits for its other half."""
-        if self.tell and (is_last or not text.endswith(HALF_A_LETTER)):
-            self.tell(text[len(self._told) :])
-            self._told = text
+    def end(self, is_last: bool = True) -> None:
+        """Pass on what is new, at the end also what was held back."""
+        if self._tell and (new := self._text.feed(self._ids, is_last)):
+            self._tell(new)
 
 
 def answer(

@@ -56,79 +56,71 @@ def methods(config: BlendConfig, compare: bool) -> list[Method]:
     return [FULL_PREFILL, FULL_REUSE, blend] if compare else [blend]
 
 
-def warm(model: nn.Module, tokenizer: Any, store: ChunkStore, asked: Asked, method: Method) -> BlendReport | None:
-    """Answer once without looking at the time, so that every chunk is stored and the model is known."""
-    return answer(model, tokenizer, store, method, asked.pieces, max_new_tokens=1).report
+@dataclass(frozen=True)
+class Asker:
+    """Asks a model, whose chunks are in a store."""
 
+    model: nn.Module
+    tokenizer: Any
+    store: ChunkStore
 
-def ask(
-    model: nn.Module,
-    tokenizer: Any,
-    store: ChunkStore,
-    asked: Asked,
-    method: Method,
-    max_new_tokens: int,
-    tell: Callable[[str], None] | None = None,
-) -> Reply:
-    """Answer one question by one method."""
-    kept = FORCED_TOKENS if method.config is None else 0
-    got = answer(model, tokenizer, store, method, asked.pieces, tell, max_new_tokens, kept)
-    row: dict[str, Any] = {
-        "method": method.name,
-        "question": asked.question,
-        "answer": got.text,
-        "is_cut": got.is_cut,
-        "ttft_ms": got.ttft_ms,
-        "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
-        "sources": [{"name": one.name, "start": one.start, "stop": one.stop} for one in asked.sources],
-    }
-    if store.loads_in_part:
-        partial = (got.report and got.report.partial) or {}
-        row |= {name: partial.get(name, 0) for name in ("loaded_bytes", "all_bytes")}
-    if got.report and got.report.advice:
-        row["advice"] = got.report.advice
-    chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
-    ids = got.input_ids.tolist()
-    end = documents_end(tokenizer, asked.pieces)
-    tokens = [(tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids[:end])]
-    return Reply(row, tokens, got)
+    def warm(self, asked: Asked, method: Method) -> BlendReport | None:
+        """Answer once without looking at the time, so that every chunk is stored and the model is known."""
+        return self.answer(asked, method, max_new_tokens=1).report
 
+    def ask(
+        self, asked: Asked, method: Method, max_new_tokens: int, tell: Callable[[str], None] | None = None
+    ) -> Reply:
+        """Answer one question by one method."""
+        kept = FORCED_TOKENS if method.config is None else 0
+        got = self.answer(asked, method, tell=tell, max_new_tokens=max_new_tokens, first_logits=kept)
+        row: dict[str, Any] = {
+            "method": method.name,
+            "question": asked.question,
+            "answer": got.text,
+            "is_cut": got.is_cut,
+            "ttft_ms": got.ttft_ms,
+            "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
+            "sources": [{"name": one.name, "start": one.start, "stop": one.stop} for one in asked.sources],
+        }
+        if self.store.loads_in_part:
+            partial = (got.report and got.report.partial) or {}
+            row |= {name: partial.get(name, 0) for name in ("loaded_bytes", "all_bytes")}
+        if got.report and got.report.advice:
+            row["advice"] = got.report.advice
+        chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
+        ids = got.input_ids.tolist()[: documents_end(self.tokenizer, asked.pieces)]
+        return Reply(row, [(self.tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids)], got)
 
-def time_again(
-    model: nn.Module,
-    tokenizer: Any,
-    store: ChunkStore,
-    asked: Asked,
-    replies: Sequence[tuple[Method, Reply]],
-    rounds: int,
-) -> None:
-    """Measure the first token of methods in turns; the median counts, of these and of the time that is there."""
-    times = [[reply.row["ttft_ms"]] for _, reply in replies]
-    for _ in range(rounds - 1):
-        for (method, _), taken in zip(replies, times, strict=True):
-            taken.append(answer(model, tokenizer, store, method, asked.pieces, max_new_tokens=1).ttft_ms)
-    for (_, reply), taken in zip(replies, times, strict=True):
-        reply.row.update(ttft_ms=statistics.median(taken), rounds_ms=taken)
+    def time_again(self, asked: Asked, replies: Sequence[tuple[Method, Reply]], rounds: int) -> None:
+        """Measure the first token of methods in turns; the median counts, of these and of the time that is there."""
+        times = [[reply.row["ttft_ms"]] for _, reply in replies]
+        for _ in range(rounds - 1):
+            for (method, _), taken in zip(replies, times, strict=True):
+                taken.append(self.answer(asked, method, max_new_tokens=1).ttft_ms)
+        for (_, reply), taken in zip(replies, times, strict=True):
+            reply.row.update(ttft_ms=statistics.median(taken), rounds_ms=taken)
 
+    def diverge(self, asked: Asked, replies: Sequence[tuple[Method, Reply]]) -> None:
+        """Measure how far methods are from a full prefill over the first tokens of its answer: `kl` of their rows.
 
-def diverge(
-    model: nn.Module, tokenizer: Any, store: ChunkStore, asked: Asked, replies: Sequence[tuple[Method, Reply]]
-) -> None:
-    """Measure how far methods are from a full prefill over the first tokens of its answer: `kl` of their rows.
+        It is None where nothing of the prompt can be chosen from, as all of it is exact or computed.
+        """
+        full = next(reply.answer for method, reply in replies if method.config is None)
+        logits = torch.empty(0) if full.logits is None else full.logits
+        reference = Full(tuple(full.ids[: len(logits)].tolist()), logits.double().log_softmax(-1), full.ttft_ms)
+        measure, prompt = Measure(self.model, self.tokenizer, self.store), Prompt(asked.question, asked.pieces)
+        for method, reply in replies:
+            report, kl = reply.answer.report, None
+            if method.config is None:
+                kl = 0.0
+            elif report is not None and report.reusable_tokens:
+                kl = measure.loss(prompt, reference, method.config).kl
+            reply.row["kl"] = kl
 
-    It is None where nothing of the prompt can be chosen from, as all of it is exact or computed.
-    """
-    full = next(reply.answer for method, reply in replies if method.config is None)
-    logits = torch.empty(0) if full.logits is None else full.logits
-    reference = Full(tuple(full.ids[: len(logits)].tolist()), logits.double().log_softmax(-1), full.ttft_ms)
-    measure, prompt = Measure(model, tokenizer, store), Prompt(asked.question, asked.pieces)
-    for method, reply in replies:
-        report, kl = reply.answer.report, None
-        if method.config is None:
-            kl = 0.0
-        elif report is not None and report.reusable_tokens:
-            kl = measure.loss(prompt, reference, method.config).kl
-        reply.row["kl"] = kl
+    def answer(self, asked: Asked, method: Method, **settings: Any) -> Answer:
+        """Answer by one method; settings are those of `answering.answer`."""
+        return answer(self.model, self.tokenizer, self.store, method, asked.pieces, **settings)
 
 
 def prepare(
@@ -164,9 +156,8 @@ def prepare(
 class Chat:
     """A conversation."""
 
-    model: nn.Module
+    asker: Asker
     source: ModelSource
-    store: ChunkStore
     retriever: Retriever
     config: BlendConfig
     system: str | None = None
@@ -191,6 +182,6 @@ class Chat:
     def answer(self, asked: Asked, tell: Callable[[str], None] | None = None) -> Answer:
         """Answer, and remember question and answer."""
         method = Method("blend", self.config)
-        got = answer(self.model, self.source.tokenizer, self.store, method, asked.pieces, tell, self.max_new_tokens)
+        got = self.asker.answer(asked, method, tell=tell, max_new_tokens=self.max_new_tokens)
         self.turns.append(Turn(asked.question, got.text))
         return got

@@ -138,8 +138,9 @@ def test_the_kl_is_that_of_two_forced_answers(smollm2):
     chunks = ["The light of Skerry is kept by Una Moss.\n\n", "A lantern costs four pounds.\n\n"]
     made = asking.Asked(request(tokenizer, chunks, "Who keeps the light?", None), "")
     ways, opened = asking.methods(BlendConfig(0.15), compare=True), ChunkStore.open("memory://")
-    pairs = [(way, asking.ask(model, tokenizer, opened, made, way, 12)) for way in ways]
-    asking.diverge(model, tokenizer, opened, made, pairs)
+    asker = asking.Asker(model, tokenizer, opened)
+    pairs = [(way, asker.ask(made, way, 12)) for way in ways]
+    asker.diverge(made, pairs)
     full, reused = (reply for _, reply in pairs[:2])
     ids, prompt = full.answer.ids[:10], full.answer.input_ids
     cache = BlendCache(model, opened, recompute_ratio=0.0, selector="none")
@@ -180,9 +181,9 @@ def make(source, model):
         encode = source.tokenizer.encode
         found = [Piece(name, 0, text, tuple(encode(text, add_special_tokens=False))) for name, text in TEXTS.items()]
         source.tokenizer.chat_template = template
-        store = ChunkStore.open("memory://")
-        return Chat(model, source, store, Retriever(found, top_k), BlendConfig(recompute_ratio=1.0),
-                    max_new_tokens=new_tokens, **settings)  # fmt: skip
+        asker = asking.Asker(model, source.tokenizer, ChunkStore.open("memory://"))
+        retriever, config = Retriever(found, top_k), BlendConfig(recompute_ratio=1.0)
+        return Chat(asker, source, retriever, config, max_new_tokens=new_tokens, **settings)
 
     return made
 
@@ -231,7 +232,7 @@ def test_what_was_said_is_never_stored(make):
     talk = make()
     for number in range(3):
         talk.answer(talk.prepare(f"Who keeps the light, number {number}?"))
-    assert len(talk.store) <= 1 + len(TEXTS)
+    assert len(talk.asker.store) <= 1 + len(TEXTS)
 
 
 def test_the_oldest_turns_leave_when_there_is_no_room(make):

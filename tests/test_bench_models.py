@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
+from benches.decode import kv_bytes
 from benches.overhead import KernelCount, OverheadPlan, measure_overhead
 
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bench import shapes
-from hf_blend.evaluation.bench.shapes import SHAPES, kv_bytes, timed_model
+from hf_blend.evaluation.bench.shapes import SHAPES, timed_model
 
 SMALL = {
     "ttft": "--chunks 2 --chunk-tokens 24 --question-tokens 4 --ratios 0.2 --rounds 1",

@@ -17,7 +17,7 @@ from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError, UnsupportedModelError
 from hf_blend.evaluation import svg
 from hf_blend.evaluation.answering import Method
-from hf_blend.evaluation.asking import warm
+from hf_blend.evaluation.asking import Asker
 from hf_blend.evaluation.bundled import REAL
 from hf_blend.evaluation.demo import drawing, page
 from hf_blend.evaluation.demo import shelf as models
@@ -85,7 +85,7 @@ def test_what_is_stored_before_is_what_the_answers_use(bundled, store, wish):
     *_, first = compare(bundled, store, wish, Limits())
     entries = len(list(store.entries()))
     asked = prepare(bundled, wish, Limits())
-    report = warm(bundled.model, bundled.tokenizer, store, asked, Method("blend", wish.config()))
+    report = Asker(bundled.model, bundled.tokenizer, store).warm(asked, Method("blend", wish.config()))
     assert (report.computed_chunks, report.loaded_chunks) == (0, entries)
     *_, second = compare(bundled, store, wish, Limits())
     assert len(list(store.entries())) == entries
@@ -156,7 +156,7 @@ def test_a_prompt_is_no_longer_than_what_a_visitors_store_holds(model_folder, sh
     with ChunkStore.open("memory://", memory_bytes=limits.store_bytes) as store:
         list(compare(own, store, largest, limits))
         asked = prepare(own, largest, limits)
-        report = warm(own.model, own.tokenizer, store, asked, Method("blend", largest.config()))
+        report = Asker(own.model, own.tokenizer, store).warm(asked, Method("blend", largest.config()))
     assert (report.computed_chunks, report.notice) == (0, "")
 
 

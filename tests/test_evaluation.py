@@ -58,7 +58,7 @@ def test_a_reply_marks_the_recomputed_tokens_and_no_others(reference):
     question = reference_questions()[0]
     asked = asking.Asked({name: question[name] for name in ("prefix", "chunks", "question")}, "?", question["answer"])
     blend = answering.Method("blend", BlendConfig(recompute_ratio=0.2))
-    reply = asking.ask(*reference, ChunkStore.open("memory://"), asked, blend, 8)
+    reply = asking.Asker(*reference, ChunkStore.open("memory://")).ask(asked, blend, 8)
     marked = sum(chosen for _, chosen in reply.tokens)
     assert marked == len(reply.answer.report.chosen_columns[0]) > 0
     assert marked < len(reply.tokens)

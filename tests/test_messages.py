@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from hf_blend import BlendCache, ChunkStore, PromptError
 from hf_blend.config import BlendConfig
 from hf_blend.evaluation.answering import FULL_PREFILL, INSTRUCTION, Turn, ids_of, inputs_of, request
-from hf_blend.evaluation.asking import Asked, Method, ask
+from hf_blend.evaluation.asking import Asked, Asker, Method
 from hf_blend.evaluation.documents import Document
 from hf_blend.evaluation.indexing import Indexer
 from hf_blend.evaluation.retrieving import Splitter
@@ -290,7 +290,7 @@ def test_asking_gives_the_answer_of_a_full_prefill_at_ratio_1_and_marks_document
     asked = Asked(request(tokenizer, [piece.prompt_text for piece in split(tokenizer, 24)], QUESTION, None), QUESTION)
     store = ChunkStore.open("memory://")
     ways = (FULL_PREFILL, Method("blend", BlendConfig(1.0)))
-    full, blend = (ask(model, tokenizer, store, asked, way, 6) for way in ways)
+    full, blend = (Asker(model, tokenizer, store).ask(asked, way, 6) for way in ways)
     assert torch.equal(full.answer.input_ids, blend.answer.input_ids)
     assert full.row["answer"] == blend.row["answer"]
     shown = tokenizer.decode(full.answer.input_ids[: len(full.tokens)])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, StaticCache
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.evaluation.bench.shapes import head_width, text_config, timed_model, wait_for
+from hf_blend.evaluation.bench.shapes import text_config, timed_model, wait_for
 from hf_blend.model.placement import input_device
 
 OURS, DYNAMIC, STATIC = "blend", "dynamic", "static"
@@ -94,3 +94,14 @@ def step(model: nn.Module, cache: Cache, place: int) -> Tensor:
     ids, positions = torch.tensor([[[7]], [[place]]], device=input_device(model))
     output: Tensor = model(ids, past_key_values=cache, position_ids=positions, use_cache=True).logits
     return output
+
+
+def head_width(config: Any) -> int:
+    """Return how wide K and V of a head are."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def kv_bytes(model: nn.Module, tokens: int) -> int:
+    """Count the bytes of K and V of some tokens, in the model's dtype."""
+    config, itemsize = text_config(model), next(model.parameters()).element_size()
+    return int(2 * tokens * config.num_key_value_heads * head_width(config) * itemsize * config.num_hidden_layers)

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from benches.decode import fill, step
+from benches.decode import fill, kv_bytes, step
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.evaluation.bench.shapes import kv_bytes, timed_model, wait_for
+from hf_blend.evaluation.bench.shapes import timed_model, wait_for
 
 OURS, RESIDENT, DYNAMIC, STOCK = "kv_device_map", "blend", "DynamicCache", "OffloadedCache"
 

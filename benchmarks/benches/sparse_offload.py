@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benches.decode import fill, step
+from benches.decode import fill, kv_bytes, step
 from hf_blend import BlendCache, ChunkStore, sparse_decoding
-from hf_blend.evaluation.bench.shapes import kv_bytes, timed_model, wait_for
+from hf_blend.evaluation.bench.shapes import timed_model, wait_for
 
 DENSE = "dense"
 

@@ -84,17 +84,6 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def head_width(config: Any) -> int:
-    """Return how wide K and V of a head are."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def kv_bytes(model: nn.Module, tokens: int) -> int:
-    """Count the bytes of K and V of some tokens, in the model's dtype."""
-    config, itemsize = text_config(model), next(model.parameters()).element_size()
-    return int(2 * tokens * config.num_key_value_heads * head_width(config) * itemsize * config.num_hidden_layers)
-
-
 def random_model(shape: str, dtype: torch.dtype, device: str, seed: int = 0) -> nn.Module:
     """Build a model of a known shape with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM

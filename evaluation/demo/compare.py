@@ -12,7 +12,7 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.errors import PromptError
 
 from ..answering import FULL_PREFILL, FULL_REUSE, Method, chunks_of
-from ..asking import Asked, Reply, ask, warm
+from ..asking import Asked, Asker, Reply
 from ..documents import unknown_words
 from ..inspecting import Inspector
 from .shelf import Loaded, ModelCache
@@ -59,9 +59,10 @@ def compare(loaded: Loaded, store: ChunkStore, wish: DemoRequest, limits: Limits
     kept = yield from _store(loaded, store, asked, scene)
     scene = replace(scene, status="Asking three ways …")
     yield scene
-    report = warm(loaded.model, loaded.tokenizer, store, asked, methods[-1])
+    asker = Asker(loaded.model, loaded.tokenizer, store)
+    report = asker.warm(asked, methods[-1])
     for place, method in enumerate(methods):
-        for told in _one(loaded, store, asked, (place, method), limits, scene):
+        for told in _one(asker, asked, (place, method), limits, scene):
             yield told
         scene = told
     said = [_verdict(scene), kept, _too_short(scene), "" if report is None else report.notice, strange]
@@ -72,9 +73,11 @@ def again(
     loaded: Loaded, store: ChunkStore, wish: DemoRequest, limits: Limits, scene: DemoState
 ) -> Iterator[DemoState]:
     """Answer once more by blending alone, after a slider was moved."""
-    asked = prepare(loaded, wish, limits)
-    method = Method("blend", wish.config())
-    yield from _one(loaded, store, asked, (len(scene.panels) - 1, method), limits, scene)
+    asker, which = (
+        Asker(loaded.model, loaded.tokenizer, store),
+        (len(scene.panels) - 1, Method("blend", wish.config())),
+    )
+    yield from _one(asker, prepare(loaded, wish, limits), which, limits, scene)
 
 
 def opening(shelf: ModelCache, limits: Limits, model: str = "") -> DemoState:
@@ -96,14 +99,14 @@ def _store(loaded: Loaded, store: ChunkStore, asked: Asked, scene: DemoState) ->
 
 
 def _one(
-    loaded: Loaded, store: ChunkStore, asked: Asked, which: tuple[int, Method], limits: Limits, scene: DemoState
+    asker: Asker, asked: Asked, which: tuple[int, Method], limits: Limits, scene: DemoState
 ) -> Iterator[DemoState]:
     """Let one method answer; the scene with its panel growing."""
     place, method = which
     text = ""
 
     def run(tell: Callable[[str], None]) -> Reply:
-        return ask(loaded.model, loaded.tokenizer, store, asked, method, limits.new_tokens, tell)
+        return asker.ask(asked, method, limits.new_tokens, tell)
 
     yield _with_panel(scene, place, Panel(method.name, "writing"))
     for told in streamed(run):
