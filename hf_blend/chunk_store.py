@@ -211,6 +211,7 @@ class ChunkStore(BaseStore):
         tokenizer: Any,
         chunks: Sequence[str | Sequence[int]],
         *,
+        separator: str | Sequence[int] = "\n\n",
         chunk_prefix_ids: Sequence[int] | None = None,
     ) -> list[ChunkKey]:
         """Compute and store chunks that are retrieved together, each as it is among the others.
@@ -222,6 +223,7 @@ class ChunkStore(BaseStore):
             model: the model that will use them.
             tokenizer: for chunks that are text; None if all are ids.
             chunks: two or more texts or token ids, none empty. Their order does not matter.
+            separator: text or ids that stand between two chunks in prompts; text needs a tokenizer.
             chunk_prefix_ids: tokens before the first of them; None is the model's BOS, if any.
 
         Returns:
@@ -232,16 +234,17 @@ class ChunkStore(BaseStore):
             StoreError: a chunk's KV holds NaN or infinity.
             UnsupportedModelError: the model keeps a state beside K and V, or changes while it is used.
         """
-        from .model.together import compute_together, set_identity
-        from .prompt.pieces import tokenizer_digest
+        from .model.together import compute_together, set_key
+        from .prompt.pieces import tokenize, tokenizer_digest
 
         alone = list(dict.fromkeys(self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)))
         if len(alone) < 2:
             raise PromptError(f"a set has {len(alone)} different chunk, expected two or more. Store one with `add`.")
-        keys = [replace(key, fingerprint=set_identity(alone)) for key in alone]
+        between = tokenize(tokenizer, separator) if len(separator) else ()
+        keys = [set_key(key, alone, between) for key in alone]
         if not all(map(self.contains, keys)):
             known = tokenizer_digest(tokenizer) if all(isinstance(chunk, str) for chunk in chunks) else ""
-            for chunk in compute_together(model, alone, known):
+            for chunk in compute_together(model, alone, between, known):
                 self._put(chunk, wait_s=ADD_S)
             self.flush(ADD_S)
         return keys

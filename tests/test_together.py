@@ -3,6 +3,7 @@
 """Chunks that were computed together: what is stored of them, which prompts reuse it, and what where it is missing."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from tests.conftest import random_ids, random_pieces
 
 CHUNKS = [random_ids(23, seed) for seed in (1, 2, 3)]  # the one in the middle stays where it is in the reverse order
 
+BETWEEN = [7, 9]
+
 
 @pytest.fixture
 def store():
@@ -25,11 +28,12 @@ def store():
 
 def among(model, order):
     """K and V that stock leaves of each chunk of a prompt, by layer."""
-    cache, sink = DynamicCache(), list(default_sink(model))  # without windows, so that it keeps all
+    cache, ids, columns = DynamicCache(), list(default_sink(model)), {}  # without windows, so that it keeps all
+    for one in order:
+        columns[one] = slice(len(ids), len(ids) + len(CHUNKS[one]))
+        ids += CHUNKS[one] + BETWEEN
     with torch.no_grad():
-        model(torch.tensor([sink + sum((CHUNKS[one] for one in order), [])]), past_key_values=cache)
-    ends = itertools.accumulate((len(CHUNKS[one]) for one in order), initial=len(sink))
-    columns = dict(zip(order, itertools.starmap(slice, itertools.pairwise(ends)), strict=True))
+        model(torch.tensor([ids]), past_key_values=cache)
     return {
         one: [(layer.keys[0, :, at], layer.values[0, :, at]) for layer in cache.layers] for one, at in columns.items()
     }
@@ -55,7 +59,7 @@ def test_chunk_of_a_set_is_stored_as_the_mean_of_what_stock_leaves_in_an_order_a
     shared_model, store, family
 ):
     model = shared_model(family)
-    stored = [store.get(key) for key in store.add_together(model, None, CHUNKS)]
+    stored = [store.get(key) for key in store.add_together(model, None, CHUNKS, separator=BETWEEN)]
     order = sorted(range(3), key=lambda one: store.keys(model, None, CHUNKS)[one].digest)
     there, back = among(model, order), among(model, order[::-1])
     for number, chunk in enumerate(stored):
@@ -71,7 +75,7 @@ def test_chunk_of_a_set_is_stored_as_the_mean_of_what_stock_leaves_in_an_order_a
 def test_keys_of_a_set_are_turned_to_one_position_before_their_mean(shared_model, store, family):
     model = shared_model(family)
     first = []
-    for prepare in (store.add, store.add_together):
+    for prepare in (store.add, partial(store.add_together, separator=BETWEEN)):
         prepare(model, None, CHUNKS)
         first.append(blend(model, store, CHUNKS, of="keys")[1][0])
     torch.testing.assert_close(*first, rtol=1e-4, atol=1e-4)  # of layer 0 all are the same in every prompt
@@ -79,8 +83,8 @@ def test_keys_of_a_set_are_turned_to_one_position_before_their_mean(shared_model
 
 def test_prompt_with_the_set_in_any_order_reuses_it_and_other_prompts_do_not(shared_model, store):
     model = shared_model("llama")
-    keys = store.add_together(model, None, CHUNKS)
-    assert store.add_together(model, None, CHUNKS[::-1]) == keys[::-1], "nothing is computed again"
+    keys = store.add_together(model, None, CHUNKS, separator=BETWEEN)
+    assert store.add_together(model, None, CHUNKS[::-1], separator=BETWEEN) == keys[::-1], "nothing is computed again"
     store.add(model, None, [*CHUNKS, random_ids(9, 4)])
     for order in itertools.permutations(range(3)):
         _, values, report = blend(model, store, [CHUNKS[one] for one in order])
@@ -94,7 +98,7 @@ def test_prompt_with_the_set_in_any_order_reuses_it_and_other_prompts_do_not(sha
 
 def test_chunk_of_a_set_that_is_gone_is_reused_as_it_is_alone(shared_model, store):
     model = shared_model("llama")
-    keys, [alone, *_] = store.add_together(model, None, CHUNKS), store.add(model, None, CHUNKS)
+    keys, [alone, *_] = store.add_together(model, None, CHUNKS, separator=BETWEEN), store.add(model, None, CHUNKS)
     store.delete(keys[0])
     _, values, report = blend(model, store, CHUNKS)
     assert report.chunks_of_sets == 2
@@ -105,7 +109,7 @@ def test_chunk_of_a_set_that_is_gone_is_reused_as_it_is_alone(shared_model, stor
 def test_chunk_of_a_set_that_is_damaged_is_computed_again_with_the_others(shared_model, tmp_path):
     model = shared_model("llama")
     with ChunkStore.open(tmp_path) as store:
-        keys = store.add_together(model, None, CHUNKS)
+        keys = store.add_together(model, None, CHUNKS, separator=BETWEEN)
         expected = [store.get(key).layers[-1][1].clone() for key in keys]
     for file in tmp_path.rglob(f"*{keys[0].digest}*"):
         raw = bytearray(file.read_bytes())
@@ -119,7 +123,7 @@ def test_chunk_of_a_set_that_is_damaged_is_computed_again_with_the_others(shared
 
 def test_everything_recomputed_is_a_full_prefill_also_with_a_set(shared_model, store):
     model = shared_model("llama")
-    store.add_together(model, None, CHUNKS)
+    store.add_together(model, None, CHUNKS, separator=BETWEEN)
     logits, _, report = blend(model, store, CHUNKS, ratio=1.0)
     pieces = {**random_pieces(), "chunks": CHUNKS}
     inputs = BlendCache(model, store).inputs(None, **pieces)
@@ -135,7 +139,7 @@ def test_set_brings_a_prompt_nearer_to_full_prefill(shared_model, store):
     whole = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=whole)
-    for prepare in (store.add, store.add_together):
+    for prepare in (store.add, partial(store.add_together, separator=BETWEEN)):
         prepare(model, None, chunks)
         _, values, _ = blend(model, store, chunks)
         true = [layer.values[0, :, 5 : 5 + 69] for layer in whole.layers]
@@ -147,9 +151,11 @@ def test_sets_that_cannot_be_are_refused(shared_model, store):
     model = shared_model("llama")
     most = model.config.max_position_embeddings
     with pytest.raises(PromptError, match="1 different chunk"):
-        store.add_together(model, None, [CHUNKS[0], CHUNKS[0]])
+        store.add_together(model, None, [CHUNKS[0], CHUNKS[0]], separator=())
+    with pytest.raises(PromptError, match="came without a tokenizer"):
+        store.add_together(model, None, CHUNKS)
     with pytest.raises(PromptError, match="positions"):
-        store.add_together(model, None, [random_ids(most // 2, seed) for seed in (1, 2)])
+        store.add_together(model, None, [random_ids(most // 2, seed) for seed in (1, 2)], separator=())
     with pytest.raises(UnsupportedModelError, match="state beside K and V"):
-        store.add_together(tiny_model("qwen3_next"), None, CHUNKS)
+        store.add_together(tiny_model("qwen3_next"), None, CHUNKS, separator=())
     assert len(store) == 0

@@ -12,7 +12,6 @@ Source: ours; Kamera and Cache-Craft keep what one prompt left.
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -31,27 +30,35 @@ def set_identity(keys: Iterable[ChunkKey]) -> str:
     return hashlib.sha256("\0".join(["together", *sorted({key.digest for key in keys})]).encode()).hexdigest()
 
 
-def compute_together(model: nn.Module, keys: Sequence[ChunkKey], tokenizer: str = "") -> list[ChunkKV]:
+def set_key(key: ChunkKey, keys: Iterable[ChunkKey], separator: Sequence[int]) -> ChunkKey:
+    """The key of a chunk among the others, which the separator keeps apart; keys are those of chunks alone."""
+    return ChunkKey(set_identity(keys), tuple(separator), key.token_ids, key.namespace)
+
+
+def compute_together(
+    model: nn.Module, keys: Sequence[ChunkKey], separator: Sequence[int], tokenizer: str = ""
+) -> list[ChunkKV]:
     """Compute chunks, given by their keys when alone, among each other: the mean over an order and its reverse.
 
     The order is that of their digests, so that everybody stores the same.
     """
-    listed, identity = sorted({*keys}, key=lambda key: key.digest), set_identity(keys)
-    sink = listed[0].chunk_prefix_ids
+    listed, sink = sorted({*keys}, key=lambda key: key.digest), keys[0].chunk_prefix_ids
     if not keeps_tokens_alone(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps a state beside K and V, expected K and V of each token alone: they are "
             "what chunks that were computed together can be cut into. Store its chunks with `add`."
         )
-    check_chunk(model, [token for key in listed for token in key.token_ids], sink, "a set of chunks")
+    check_chunk(model, [token for key in listed for token in (*separator, *key.token_ids)], sink, "a set of chunks")
     found: dict[ChunkKey, list[ChunkKV]] = {key: [] for key in listed}
     for order in (listed, listed[::-1]):
-        captured = capture(model, torch.tensor([[*sink, *(token for key in order for token in key.token_ids)]]))
-        ends = accumulate((len(key.token_ids) for key in order), initial=len(sink))
-        for key, (start, end) in zip(order, pairwise(ends), strict=True):
+        tokens = [*sink, *(token for key in order for token in (*key.token_ids, *separator))]
+        captured, start = capture(model, torch.tensor([tokens])), len(sink)
+        for key in order:
+            end = start + len(key.token_ids)
             found[key].append(cut_chunk(captured, ChunkKey(fingerprint(model), (), key.token_ids), start, end))
+            start = end + len(separator)
     means = signed(model, [_mean(model, *pair) for pair in found.values()], tokenizer)
-    return [replace(one, key=replace(key, fingerprint=identity)) for key, one in zip(listed, means, strict=True)]
+    return [replace(one, key=set_key(key, keys, separator)) for key, one in zip(listed, means, strict=True)]
 
 
 def _mean(model: nn.Module, one: ChunkKV, other: ChunkKV) -> ChunkKV:

@@ -18,7 +18,7 @@ from ..model.anatomy import text_config
 from ..model.canary import canary_of, compute_chunk, compute_chunks, is_of_model
 from ..model.capture import packs
 from ..model.modality import placeholder_ids
-from ..model.together import compute_together, set_identity
+from ..model.together import compute_together, set_identity, set_key
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
@@ -288,11 +288,12 @@ class Planner:
     def _of_set(self, spans: list[Found]) -> list[Found]:
         """The same chunks as they are among each other, where this set of them was computed together."""
         keys = list(dict.fromkeys(span.key for span in spans))
-        identity = set_identity(keys)
-        if len(keys) < 2 or self._store.sample(identity, self._chunk_prefix_ids) is None:
+        separator = self._store.prefix_of(set_identity(keys)) if len(keys) > 1 else None
+        if separator is None:
             return spans
-        self._sets[identity] = keys
-        together = [span._replace(key=replace(span.key, fingerprint=identity)) for span in spans]
+        known = {key: set_key(key, keys, separator) for key in keys}
+        self._sets[known[keys[0]].fingerprint] = keys
+        together = [span._replace(key=known[span.key]) for span in spans]
         return [one if self._store.contains(one.key) else span for one, span in zip(together, spans, strict=True)]
 
     def _placed_chunks(
@@ -374,7 +375,8 @@ class Planner:
 
     def _compute(self, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
         if keys[0].fingerprint in self._sets:
-            computed = compute_together(self._model, self._sets[keys[0].fingerprint], self._tokenizer)
+            of_set, separator = self._sets[keys[0].fingerprint], keys[0].chunk_prefix_ids
+            computed = compute_together(self._model, of_set, separator, self._tokenizer)
             return [chunk for chunk in computed if chunk.key in keys]
         image = self.images.get(keys[0].token_ids)
         if image is not None:

@@ -112,6 +112,12 @@ class Catalog:
         found = (index.sample(group) for index, group in self._groups(fingerprint, chunk_prefix_ids))
         return next(filter(None, found), b"")
 
+    def prefix(self, fingerprint: str) -> bytes | None:
+        """The packed ids of the tokens before a chunk of a fingerprint; None if there is no such chunk."""
+        shelves = [*((index, "") for index in self._at_hand), *((tier.index, self.owner) for tier in self._tiers)]
+        found = (index.prefix(owner, fingerprint) for index, owner in shelves)
+        return next((one for one in found if one is not None), None)
+
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """How many chunks of a model are known, and how many of all models."""
         shelves = [*((index, "") for index in self._at_hand), *((tier.index, self.owner) for tier in self._tiers)]

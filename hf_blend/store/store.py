@@ -262,6 +262,11 @@ class BaseStore:
             ChunkKey(fingerprint, tuple(chunk_prefix_ids), unpack_tokens(packed), self.namespace) if packed else None
         )
 
+    def prefix_of(self, fingerprint: str) -> tuple[int, ...] | None:
+        """Give the tokens that stood before a chunk of a fingerprint; None if there is no such chunk."""
+        packed = self._catalog.prefix(fingerprint)
+        return None if packed is None else unpack_tokens(packed)
+
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """Count the chunks of a model that are known, and those of all models, in the store's namespace."""
         return self._catalog.counts(fingerprint)
