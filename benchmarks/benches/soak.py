@@ -74,7 +74,7 @@ def measure_soak(plan: SoakPlan, progress: Callable[[str], Any] | None = None) -
         found["parts"].append(_run(plan, say, None))
     if plan.redis_s:
         with tempfile.TemporaryDirectory() as folder:
-            redis = _Redis(plan.redis, folder)
+            redis = RedisServer(plan.redis, folder)
             try:
                 found["parts"].append(_run(plan, say, redis))
             finally:
@@ -82,7 +82,7 @@ def measure_soak(plan: SoakPlan, progress: Callable[[str], Any] | None = None) -
     return found
 
 
-def _run(plan: SoakPlan, say: Callable[[str], Any], redis: "_Redis | None") -> dict[str, Any]:
+def _run(plan: SoakPlan, say: Callable[[str], Any], redis: "RedisServer | None") -> dict[str, Any]:
     tenants = [
         {"name": f"tenant{number}", "api_key": _key(number), "quota_bytes": plan.quota_bytes}
         for number in range(plan.tenants)
@@ -234,7 +234,7 @@ KINDS: dict[str, Callable[[str, list[str]], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class _Redis:
+class RedisServer:
     """A server of Redis on a port that it keeps; what it holds is lost when it is killed."""
 
     def __init__(self, command: str, folder: str) -> None:

@@ -3,28 +3,29 @@
 """Put a server together and run it until it is asked to stop."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+import uvicorn
 from torch import nn
 from transformers import ContinuousBatchingConfig
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..config import BlendConfig
-from ..errors import ConfigError, import_extra
+from ..errors import ConfigError
 from ..model.anatomy import text_config
 from ..store import ChunkStore
 from ..store.memory import available_bytes
+from .app import make_app
 from .engine import BlendedBatching
 from .sampling import add_sampling, greedy
 from .service import Service, Tenant, Tenants
 from .wire import Limits
 
 __all__ = ["ServerPlan", "make_service", "serve"]
-
-logger = logging.getLogger(__name__)
 
 OnStart: TypeAlias = Callable[[str, Callable[[], None]], None]
 
@@ -93,13 +94,6 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
 
 def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start: OnStart | None = None) -> None:
     """Serve until SIGINT or SIGTERM; requests under way are answered first."""
-    uvicorn: Any = import_extra("uvicorn", extra="serve", wanted_by="hf-blend serve")
-    import_extra("fastapi", extra="serve", wanted_by="hf-blend serve")
-    import_extra("prometheus_client", extra="serve", wanted_by="hf-blend serve")
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-    from .app import make_app
-
     app = make_app(service)
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
@@ -110,7 +104,7 @@ def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start
     except SystemExit as error:
         service.close(0.0)
         raise ConfigError(f"port {port} of {host} cannot be listened at. Choose another with --port.") from error
-    server = _draining(uvicorn.Server)(config, service, patience_s)
+    server = _Draining(config, service, patience_s)
 
     def stop() -> None:
         server.should_exit = True
@@ -123,25 +117,20 @@ def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start
         server.run(sockets=[listener])
 
 
-def _draining(base: Any) -> Any:
+class _Draining(uvicorn.Server):
     """A server that, when it has to stop, answers what is under way, and after a time says that it ends."""
 
-    class Draining(base):
-        """See above."""
+    def __init__(self, config: uvicorn.Config, service: Service, patience_s: int) -> None:
+        super().__init__(config)
+        self._service, self._patience_s = service, patience_s
 
-        def __init__(self, config: Any, service: Service, patience_s: int) -> None:
-            super().__init__(config)
-            self._service, self._patience_s = service, patience_s
-
-        async def shutdown(self, sockets: Any = None) -> None:
-            self._service.drain()
-            ending = asyncio.get_running_loop().call_later(self._patience_s, self._service.give_up)
-            try:
-                await super().shutdown(sockets)
-            finally:
-                ending.cancel()
-
-    return Draining
+    async def shutdown(self, sockets: Any = None) -> None:
+        self._service.drain()
+        ending = asyncio.get_running_loop().call_later(self._patience_s, self._service.give_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
 
 def _batching(tokens: int, plan: ServerPlan) -> ContinuousBatchingConfig:
@@ -159,8 +148,6 @@ def _cache_tokens(model: nn.Module, plan: ServerPlan, fitting: int) -> int:
     if plan.cache_tokens is not None:
         return plan.cache_tokens
     if model.device.type == "cuda":
-        import torch
-
         fitting = torch.cuda.mem_get_info(model.device)[0] // 2 // _bytes_per_token(model)
     most = PROMPTS_AT_ONCE * (getattr(text_config(model), "max_position_embeddings", None) or 4096)
     return int(max(plan.page_tokens, min(fitting, most)))

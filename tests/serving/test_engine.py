@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -69,6 +70,34 @@ def test_each_answer_is_that_of_a_lone_request_with_the_same_plan(family, count,
     assert kinds >= {"blended", "plain"}
     for ask, answer in zip(asks, answers, strict=True):  # what was new is stored by now
         assert answer == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_answers_of_tenants_whose_blends_overtake_each_other_are_those_of_lone_requests(
+    count, tiny_model, bench, monkeypatch
+):
+    model, draw, names, gave = tiny_model("llama", num_hidden_layers=6), random.Random(1), [], []
+    given = Turns.give
+    monkeypatch.setattr(
+        Turns, "give", lambda self, s: (gave.append(threading.get_ident() == busy()), given(self, s))[1]
+    )
+    with ExitStack() as stack:
+        stores = [stack.enter_context(ChunkStore.open("memory://", namespace=name)) for name in "abc"]
+        for one in stores:
+            one.add(model, None, bench.workload.library)
+        engine = stack.enter_context(bench.engine(model, stores[0], recompute_ratio=RATIO))
+        busy = lambda: engine._stepping  # noqa: E731
+        rows = [(ask, draw.choice(stores)) for ask in bench.workload.asks(count)]
+        for ask, of in rows:
+            names.append(engine.add_request(ask.prompt, store=of))
+            engine.prefills.shares.add(draw.choice("abc"), draw.random() / 10)
+            time.sleep(draw.choice([0, 0, 0.002, 0.02]))
+        found = bench.collect(engine, names, 120)
+        check_all_returned(engine)
+        assert engine.prefills.failures == 0
+        for (ask, of), name in zip(rows, names, strict=True):
+            assert found[name].generated_tokens == bench.lone_answer(model, of, ask.ids, recompute_ratio=RATIO)
+    assert any(gave), "a blend ran within a step"
 
 
 def test_served_answers_over_corrected_chunks_are_those_of_lone_requests(model, bench, fitted_correction):
