@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a model over HTTP, as OpenAI's API, with documents whose KV is reused."""
 
-import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -146,8 +145,6 @@ def serve(
 
     if access_log and not check:
         _log_requests()
-    gc.collect()
-    gc.freeze()  # to collect among 400,000 objects of the libraries stops all threads for 0.25 s: as long as a blend
     _run(service, host, port, started)
     if check and not (answers and answers[0].get("choices")):
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")

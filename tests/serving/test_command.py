@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-blend serve`: where its options come from, and what reaches the model, the service and the log."""
 
-import gc
 import logging
 
 import pytest
@@ -102,16 +101,8 @@ def test_requests_are_logged_by_default(reached, access, monkeypatch):
     from hf_blend.cli import serve as module
 
     monkeypatch.setattr(module, "_service", lambda *given: type("Service", (), {"name": "x", "memory": "y"}))
-    frozen = []
-
-    def run(*given):
-        frozen.append(gc.get_freeze_count())
-        gc.unfreeze()
-        raise Reached
-
-    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module, "_run", lambda *given: (_ for _ in ()).throw(Reached))
     reached("--no-access-log")
-    assert frozen[0] > 10_000, "what is there before the first request is in no collection"
     assert not access.isEnabledFor(logging.INFO)
     reached()
     assert access.isEnabledFor(logging.INFO)
