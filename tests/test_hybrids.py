@@ -28,7 +28,6 @@ from hf_blend.model import anatomy
 from hf_blend.model.calibrate import ignores_states, rotary_styles
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill import observing, realign
-from hf_blend.prefill.realign import Realigner
 from hf_blend.selectors.kv_deviation import KvDeviation
 from hf_blend.sparse.partial.blocked import encode_blocks
 from hf_blend.store.chunk import ChunkKey
@@ -123,19 +122,19 @@ def test_question_is_fresh_is_not_judged_where_a_scan_cannot_be_cut(name):
 
 
 def convolution_tail_missing(monkeypatch):
-    lay = Realigner.write_beside
+    lay = realign.Realigner.write_beside
 
     def without_tails(self, layer, slots, states, *spans):
         lay(self, layer, slots, states, *spans)
         for slot in slots:
             states[slot.row, :, slot.columns.stop - 2 : slot.columns.stop] = 0
 
-    monkeypatch.setattr(Realigner, "write_beside", without_tails)
+    monkeypatch.setattr(realign.Realigner, "write_beside", without_tails)
 
 
 def keys_of_the_indexer_unmoved(monkeypatch):
-    of = Realigner._rotation
-    monkeypatch.setattr(Realigner, "_rotation", lambda *given: None if given[-1] == realign.BESIDE else of(*given))
+    beside, of = realign.BESIDE, realign.Realigner._rotation
+    monkeypatch.setattr(realign.Realigner, "_rotation", lambda *given: None if given[-1] == beside else of(*given))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +277,7 @@ def test_cache_of_a_hybrid_can_be_reset_and_copied_and_cropped_where_it_keeps_ke
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize(("name", "has_past"), [("qwen3_next", False), ("deepseek_v32", True)])
+@pytest.mark.parametrize(("name", "has_past"), [("qwen3_next", False), ("deepseek_v32", True), ("falcon_h1", False)])
 def test_forward_that_fails_leaves_states_and_indexer_keys_as_they_were(name, has_past):
     model, store, found = subject_of(name).model, memory(), []
 
@@ -298,7 +297,7 @@ def test_forward_that_fails_leaves_states_and_indexer_keys_as_they_were(name, ha
                 model(rest, past_key_values=blended, use_cache=True, logits_to_keep=1)
             handle.remove()
             assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.model.layers.modules())
-        with torch.no_grad():
+        with torch.set_grad_enabled(fails is None):
             blended.get_seq_length()
             found.append(model(rest, past_key_values=blended, use_cache=True, logits_to_keep=1).logits)
         assert blended.report.reusable_tokens == 35

@@ -10,15 +10,15 @@ import pytest
 
 MOST = {
     "top": 1_277,
-    "cache": 2_038,
+    "cache": 2_034,
     "context": 3_626,
     "correctors": 182,
-    "hybrids": 918,
+    "hybrids": 932,
     "images": 666,
     "integrations": 1_866,
     "loading": 467,
     "model": 4_402,
-    "offload": 961,
+    "offload": 959,
     "prefill": 2_684,
     "prompt": 697,
     "rotary": 364,

@@ -121,8 +121,8 @@ class BlendCache(Cache):
     a mask, so `torch.compile` compiles a step once for all tokens and all such caches of one size: `generate` does so
     by itself on a GPU, as for transformers' static cache, and elsewhere with a `compile_config`. The prefill is never
     compiled. What does not fit is refused before anything is written. Layers with a window hold all tokens then, and
-    chunks are loaded whole, also from a store that loads them in part. The state of a mixer is as large
-    behind any prompt; a mixer beside attention in one layer, and attention in chunks (Llama 4), are refused.
+    chunks are loaded whole, also from a store that loads them in part. The state of a mixer is as large behind any
+    prompt; attention by an indexer, and attention in chunks (Llama 4), are refused.
 
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
     every other, copies included; a copy that `torch.compile` has compiled is not noticed.

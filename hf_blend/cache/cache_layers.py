@@ -45,7 +45,7 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
         full = partial(StaticLayer, most) if kv_bits is None else partial(QuantisedStaticLayer, most, kv_bits)
         sliding = partial(StaticSlidingLayer, most)
     layers: list[Any] = [
-        _like(stock[index], full, sliding) if index < len(stock) else full() for index in range(count)
+        _like(stock[index], full, sliding, most) if index < len(stock) else full() for index in range(count)
     ]
     for layer in layers:
         if most is not None and getattr(layer, "has_only_state", False):
@@ -64,8 +64,6 @@ def _kept(stock: Any, is_chunked: bool) -> str:
     """What a layer keeps other than K and V of all tokens, or of a window; empty where nothing."""
     if is_chunked and getattr(stock, "is_sliding", False):
         return "K and V of a chunk, for whose mask transformers 5.17 fails"
-    if hasattr(stock, "recurrent_states") and isinstance(stock, cache_utils.CacheLayerMixin):
-        return "the state of a mixer beside K and V"
     return "the keys of an indexer" if has_indexer(stock) else ""
 
 
@@ -80,8 +78,8 @@ def check_masked(model: nn.Module, max_tokens: int) -> None:
         )
 
 
-def _like(stock: Any, full: Callable[[], BlendLayer], sliding: Callable[[int], BlendLayer]) -> Any:
-    added = next((made for room in rooms() if (made := room.make_layer(stock)) is not None), None)
+def _like(stock: Any, full: Callable[[], BlendLayer], sliding: Callable[[int], BlendLayer], most: int | None) -> Any:
+    added = next((made for room in rooms() if (made := room.make_layer(stock, most)) is not None), None)
     if added is not None:
         return added
     if has_indexer(stock):

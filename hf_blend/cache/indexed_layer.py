@@ -101,9 +101,8 @@ class IndexedLayer(BlendLayer):
         """Bytes held, spare columns included."""
         return super().nbytes + (0 if self.indexer_keys is None else self.indexer_keys.nbytes)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens."""
-        super().crop(tokens_to_remove)
+    def _forget(self, removed: int) -> None:
+        super()._forget(removed)
         self._change(lambda keys: keys[:, : self.length])
 
     def reset(self) -> None:

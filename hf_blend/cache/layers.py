@@ -195,7 +195,7 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
 
     def restore(self, snapshot: Any) -> None:
         """Forget the tokens that came since a snapshot; nothing else may have happened in between."""
-        self.crop(snapshot - self.length)
+        self._forget(snapshot - self.length)
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Refuse a `crop` that this layer could not do."""
@@ -204,7 +204,10 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens."""
-        removed = self.check_crop(tokens_to_remove)
+        self._forget(self.check_crop(tokens_to_remove))
+
+    def _forget(self, removed: int) -> None:
+        """Forget the last tokens, whose number is negative."""
         if self.is_initialized:
             self._show(self.length + removed)
             self._shortened()
@@ -336,9 +339,8 @@ class BlendSlidingLayer(BlendLayer):
             )
         return removed
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, and all that no later token can see; see `BlendLayer.crop`."""
-        removed = self.check_crop(tokens_to_remove)
+    def _forget(self, removed: int) -> None:
+        """Forget all that no later token can see, too."""
         if self.is_initialized:
             self.length += removed
             self._end = max(self._start, self._end + removed)

@@ -281,9 +281,7 @@ class QuantisedLayer(MadeStates, BlendLayer):
         if self._cells.held.packed > packed:
             self.unchanged_tokens = min(self.unchanged_tokens, packed)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens."""
-        removed = self.check_crop(tokens_to_remove)
+    def _forget(self, removed: int) -> None:
         if self._cells is not None and removed:
             self.length += removed
             self._shortened()
@@ -355,10 +353,10 @@ class QuantisedStaticLayer(QuantisedLayer, StaticLayer):
         super().settle()
         self._fill_ring()
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def _forget(self, removed: int) -> None:
         """Forget the last tokens; those in front of them in a packed group are unpacked for good."""
         self._read_ring()
-        super().crop(tokens_to_remove)
+        super()._forget(removed)
         self._fill_ring()
 
     def snapshot(self) -> Any:

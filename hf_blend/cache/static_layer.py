@@ -116,16 +116,15 @@ class StaticLayer(MadeStates, BlendLayer):
         """How many tokens there is room for."""
         return self.max_tokens
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; see `BlendLayer.crop`."""
+    def _forget(self, removed: int) -> None:
         end = self.length
-        super().crop(tokens_to_remove)
+        super()._forget(removed)
         for buffer in self._buffers or ():
             buffer[:, :, self.length : end] = 0  # what a mask hides must be finite
 
     def reset(self) -> None:
         """Forget everything, and keep the buffers: what was compiled for them serves the next prompt too."""
-        self.crop(-self.length)
+        self._forget(-self.length)
         self.visible = None
 
     def _announce(self, tokens: int) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..cache.layers import BatchOfRequests, BlendLayer, BlendSlidingLayer
+from ..cache.static_layer import StaticLayer
 from ..errors import ConfigError
 from ..model.anatomy import LayerCall
 from ..model.extras import Spans
@@ -163,6 +164,7 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):
     _attention: type[BlendLayer] = BlendLayer
 
     def __init__(self, number_of_states: int = 1, *given: Any) -> None:
+        CacheLayerMixin.__init__(self)
         self._attention.__init__(self, *given)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         self.dtype = self.device = None
@@ -194,8 +196,7 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, in both."""
-        self.check_crop(tokens_to_remove)
-        self._attention.crop(self, tokens_to_remove)
+        self._forget(self.check_crop(tokens_to_remove))
         MixerLayer.crop(self, tokens_to_remove)
 
     def reset(self) -> None:
@@ -216,6 +217,17 @@ class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):
 
     def __init__(self, sliding_window: int, number_of_states: int = 1) -> None:
         super().__init__(number_of_states, sliding_window)
+
+
+class MixerStaticLayer(MixerAttentionLayer, StaticLayer):
+    """K and V in buffers that never move, and the state of a mixer beside them; with `sliding_window` a mask hides."""
+
+    is_compileable = True
+    _attention = StaticLayer
+
+    def __init__(self, max_tokens: int, number_of_states: int = 1, sliding_window: int | None = None) -> None:
+        super().__init__(number_of_states, max_tokens)
+        self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
 
 
 def _copied(state: Tensor | None) -> Tensor | None:

@@ -177,9 +177,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
             self.length = min(self.length, self._held)
         self._shorten(min(snapshot, self.length))
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; see `BlendLayer.crop`."""
-        removed = self.check_crop(tokens_to_remove)
+    def _forget(self, removed: int) -> None:
         if self.is_initialized and removed:
             self._shorten(self.length + removed)
 
