@@ -34,11 +34,11 @@ LEFT = {
     "picked": 1,
     "weigh": 1,
     "reclaim": 1,
-    "expect": 5,
+    "expect": 4,
     "few": 3,
     "shown": 13,
     "asked": 46,
-    "place": 49,
+    "place": 47,
     "places": 23,
     "regime": 1,
     "seen": 21,
@@ -53,7 +53,7 @@ LEFT = {
     "shelf": 2,
     "scene": 20,
     "approach": 1,
-    "trial": 7,
+    "trial": 6,
 }
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:home|root|mnt|work|Users|tmp)/\w+")
 
