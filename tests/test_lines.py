@@ -25,7 +25,7 @@ MOST = {
     "selectors": 716,
     "serving": 3_999,
     "sparse": 2_561,
-    "store": 6_189,
+    "store": 6_186,
     "verify": 1_369,
     "cli": 2_413,
     "evaluation": 5_415,

@@ -22,7 +22,7 @@ def open_tiers(
     if _is_remote(location):
         if remote:
             raise ConfigError(
-                "location and remote are both URLs, wanted one of them (not shown: they may hold a password). Give "
+                "location and remote are both URLs, expected one of them (not shown: they may hold a password). Give "
                 'ChunkStore.open a directory, or "memory://", and remote=URL.'
             )
         return None, [open_remote(str(location), deadline_s)]
@@ -56,13 +56,10 @@ def _is_remote(location: str | Path | None) -> bool:
 def _resolve(location: str | Path | None) -> Path | None:
     if location is None:
         return _default_root()
-    if not isinstance(location, str | os.PathLike):
+    is_path = isinstance(location, str | os.PathLike)
+    if not is_path or not str(location).strip() or "\0" in str(location):
         raise ConfigError(f'location is {location!r}, expected a directory, "memory://" or None for the default.')
-    if _SCHEME.fullmatch(str(location)):
-        return None
-    if not str(location).strip() or "\0" in str(location):
-        raise ConfigError(f'location is {str(location)!r}, wanted a directory, "memory://" or None for the default.')
-    return Path(location).expanduser()
+    return None if _SCHEME.fullmatch(str(location)) else Path(location).expanduser()
 
 
 def _default_root() -> Path:

@@ -302,7 +302,7 @@ def test_neither_files_nor_logs_hold_the_namespace(opened, root, chunk, files, c
 def test_open_refuses_what_it_cannot_use_and_shows_no_password(root):
     for text, location, wrong in (
         *((f"kind {scheme} ", f"{scheme}://user:hunter2@host/bucket", {}) for scheme in ("gopher", "sqlite", "MEM-X")),
-        *(("wanted a directory", location, {}) for location in ("", " ", "a\0b")),
+        *(("expected a directory", location, {}) for location in ("", " ", "a\0b")),
         (r"'fulll'.*Did you mean 'full'", root, {"durability": "fulll"}),
         ("memory_bytes is -1", root, {"memory_bytes": -1}),
     ):
