@@ -156,6 +156,6 @@ def test_sets_that_cannot_be_are_refused(shared_model, store):
         store.add_together(model, None, CHUNKS)
     with pytest.raises(PromptError, match="positions"):
         store.add_together(model, None, [random_ids(most // 2, seed) for seed in (1, 2)], separator=())
-    with pytest.raises(UnsupportedModelError, match="a state (beside|of another kind)"):
+    with pytest.raises(UnsupportedModelError, match=r"a state (beside|of another kind)"):
         store.add_together(tiny_model("qwen3_next"), None, CHUNKS, separator=())
     assert len(store) == 0
