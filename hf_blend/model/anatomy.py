@@ -271,10 +271,10 @@ class LayerCall:
         for name, value in self.arguments.items():
             if name != self.mask_name and isinstance(value, (Tensor, tuple, list)):
                 given = self.given[name]
-                place = (id(given), id(columns))
-                if place not in taken:  # both are kept alive, or their ids would be used again
-                    taken[place] = (_rows(value, index, total), given, columns)
-                self.arguments[name] = taken[place][0]
+                key = (id(given), id(columns))
+                if key not in taken:  # both are kept alive, or their ids would be used again
+                    taken[key] = (_rows(value, index, total), given, columns)
+                self.arguments[name] = taken[key][0]
 
     def run(self, **changes: Any) -> Any:
         """Call the layer's own forward, past its hooks."""

@@ -90,8 +90,8 @@ class RowLines(ABC):
 
         Shape: `[batch or 1, heads or 1, repeats * rows, keys]`.
         """
-        place = (block.rows.start, block.rows.stop, block.shared, dtype, repeats)
-        if place not in self._biases:
+        key = (block.rows.start, block.rows.stop, block.shared, dtype, repeats)
+        if key not in self._biases:
             keys = slice(max(block.keys.start, block.shared), block.keys.stop)
             if self.dtype == torch.bool:
                 hidden = self._hidden(block.rows, keys)
@@ -103,8 +103,8 @@ class RowLines(ABC):
             made = made.repeat(1, 1, repeats, 1) if repeats > 1 else made
             if sum(bias.nbytes for bias in self._biases.values()) + made.nbytes > KEPT_BYTES:
                 return made
-            self._biases[place] = made
-        return self._biases[place]
+            self._biases[key] = made
+        return self._biases[key]
 
     def _hidden(self, rows: slice, keys: slice) -> Tensor:
         """Where a boolean mask hides a key."""
@@ -146,11 +146,11 @@ class ModelLines(RowLines):
 
     def cut(self, rows: slice, keys: slice) -> Tensor:
         """See `RowLines.cut`."""
-        mask, places = self._mask[..., keys], self._rows[:, rows]
-        if places.shape[0] == 1:
-            return mask.index_select(2, places[0])
-        mask = mask.expand(places.shape[0], *mask.shape[1:])
-        return torch.take_along_dim(mask, places[:, None, :, None], dim=2)
+        mask, index = self._mask[..., keys], self._rows[:, rows]
+        if index.shape[0] == 1:
+            return mask.index_select(2, index[0])
+        mask = mask.expand(index.shape[0], *mask.shape[1:])
+        return torch.take_along_dim(mask, index[:, None, :, None], dim=2)
 
 
 class LocalLines(RowLines):
@@ -168,10 +168,10 @@ class LocalLines(RowLines):
 
     def cut(self, rows: slice, keys: slice) -> Tensor:
         """See `RowLines.cut`."""
-        places, own = torch.arange(keys.start, keys.stop, device=self.device), self._columns[:, None, rows, None]
-        seen = places <= own
+        columns, own = torch.arange(keys.start, keys.stop, device=self.device), self._columns[:, None, rows, None]
+        seen = columns <= own
         if self._window is not None:
-            seen &= places > own - self._window
+            seen &= columns > own - self._window
         if self._real is not None:
             real = self._real[:, -self.shape[3] :][:, None, None, keys]
             seen = seen & real.to(device=seen.device, dtype=torch.bool)
@@ -219,8 +219,8 @@ class CausalLines(LocalLines):
     knows_columns = True
 
     def _hidden(self, rows: slice, keys: slice) -> Tensor:
-        places = torch.arange(keys.start, keys.stop, device=self.device)
-        return places > self._columns[:, None, rows, None]
+        columns = torch.arange(keys.start, keys.stop, device=self.device)
+        return columns > self._columns[:, None, rows, None]
 
     @cached_property
     def _numbers(self) -> list[int]:
@@ -251,7 +251,7 @@ class CausalLines(LocalLines):
 
 def _runs(numbers: list[int], least: int) -> list[slice]:
     """Where at least so many numbers are neighbours."""
-    gaps = [0, *(place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1] + 1), len(numbers)]
+    gaps = [0, *(at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1), len(numbers)]
     return [slice(start, stop) for start, stop in pairwise(gaps) if stop - start >= least]
 
 
@@ -403,12 +403,12 @@ def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int, inside: 
 
 def _cut_blocks(model_mask: BlockMask, rows: Tensor, keys: int) -> BlockMask:
     """The same mask, asked at the rows' places."""
-    places = rows.to(model_mask.kv_num_blocks.device)
+    index = rows.to(model_mask.kv_num_blocks.device)
 
     def at_rows(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return model_mask.mask_mod(batch, head, places[batch, row], key)
+        return model_mask.mask_mod(batch, head, index[batch, row], key)
 
-    return create_block_mask(at_rows, rows.shape[0], None, rows.shape[1], keys, device=places.device)
+    return create_block_mask(at_rows, rows.shape[0], None, rows.shape[1], keys, device=index.device)
 
 
 class RowMask(Tensor):

@@ -36,11 +36,11 @@ class RowMasks:
     def give(self, index: int, call: LayerCall, model_mask: Any, rows: Rows) -> None:
         """Put its rows' lines of the mask into a call."""
         window = getattr(self._seen[index], "sliding_window", None)  # says how many keys a row of a mask has
-        place = (id(model_mask), id(rows), window)
-        if place not in self._made:
+        key = (id(model_mask), id(rows), window)
+        if key not in self._made:
             mask = self._lines(model_mask, rows, self._seen[index], window)
-            self._made[place] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
-        call.arguments[call.mask_name] = self._made[place][0]
+            self._made[key] = (mask, (model_mask, rows))  # kept alive, or the ids would be used again
+        call.arguments[call.mask_name] = self._made[key][0]
         if self._is_flash and not LayerInfo.of(call.layer).attention:
             raise UnsupportedModelError(
                 f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go through "

@@ -262,10 +262,10 @@ class PartialLoading(PartDecoding):
             count = math.ceil(self._share * blocks.shape[1])
             each = [_by_chunk(sorted(one.topk(count).indices.tolist()), chunks) for one in blocks]
             first = heads
-        for place, chunk in enumerate(chunks):
-            self._expect(index, chunk, [one[place] for one in each], first, self._probes(heads))
+        for number, chunk in enumerate(chunks):
+            self._expect(index, chunk, [one[number] for one in each], first, self._probes(heads))
             there[row, :, chunk.start + part.past : chunk.columns.stop + part.past] = False
-            for group, some in _alike([one[place] for one in each]):
+            for group, some in _alike([one[number] for one in each]):
                 there[row, group.start : group.stop, part.columns(chunk, some)] = True
                 part.write(chunk, 1, group, some, fresh)
                 part.write(chunk, 0, range(max(first, group.start), group.stop), some, fresh)
@@ -329,9 +329,9 @@ class _Question:
         columns = torch.cat([torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]).to(key.device)
         asks = rows.columns[chunks[0].row] >= chunks[-1].columns.stop
         asks = asks if rows.filler is None else asks & ~rows.filler[chunks[0].row]
-        asked = asks.nonzero()[:, 0].to(query.device)
+        index = asks.nonzero()[:, 0].to(query.device)
         group = query.shape[0] // key.shape[0]
-        return importance(query[: heads * group, asked], key[:heads, columns + part.past], self.scaling).cpu()
+        return importance(query[: heads * group, index], key[:heads, columns + part.past], self.scaling).cpu()
 
 
 def _every(chunk: PlacedChunk) -> range:
