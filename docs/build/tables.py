@@ -7,6 +7,8 @@ python docs/build/tables.py
 
 import json
 import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ SOURCES = {
     "choosing": "real_selectors",
     "scored": "real_selectors",
     "ends": "real_selectors",
+    "together": "frontier",
 }
 CHARGES = (0.0, 0.05, 0.15, 0.3, 1.15)  # at which selectors are compared on the page; 1.15: behind a full prefill
 ENDS = {  # rows of the short table: selector and the charge that was asked for
@@ -72,6 +75,12 @@ FRONTIER = (  # rows of the table of corrected chunks: name, selector, the charg
     ("`boundary`, corrected", "boundary+context", 0.15),
     ("`kv-deviation`, corrected", "kv-deviation+context", 0.15),
     ("`query-attention`, corrected", "query-attention+context", 0.15),
+)
+TOGETHER = (  # rows of the table of chunks that were computed together
+    ("full reuse", "none+together", 0.0),
+    ("`boundary`", "boundary+together", 0.02),
+    ("`boundary`", "boundary+together", 0.05),
+    ("`boundary`", "boundary+together", 0.1),
 )
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
@@ -137,17 +146,18 @@ def _left(row: dict[str, Any]) -> str:
     return f"{spent}; {row['ttft_ms'] / 1e3:.1f} s"
 
 
-def _frontier(document: dict[str, Any]) -> list[str]:
+def _frontier(document: dict[str, Any], rows: Sequence[tuple[str, str, float]] = FRONTIER) -> list[str]:
     """What is left of full reuse's KL divergence where chunks are corrected when they are stored, and where not."""
     found = {
         (row["model"], row["task"], row["selector"], row["target"]): row
         for row in document["rows"]
         if row["half"] == "both"
     }
-    asked = list(dict.fromkeys((model, task) for model, task, _, _ in found))
+    selectors = {name for _, name, _ in rows}
+    asked = list(dict.fromkeys((model, task) for model, task, name, _ in found if name in selectors))
     header = " | ".join(f"{model}, {task}" for model, task in asked)
     lines = [f"| chunks, selector | charged | {header} |", "|---" * (2 + len(asked)) + "|"]
-    for name, *key in FRONTIER:
+    for name, *key in rows:
         own = [found.get((*one, *key)) for one in asked]
         cells = [
             f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}" if row else ""
@@ -287,6 +297,7 @@ TABLES = {
     "families": _families,
     "frontier": _frontier,
     "real_answers": _answers,
+    "together": partial(_frontier, rows=TOGETHER),
     "scored": _scored,
     "images_read": _images_read,
     "support": _support,
