@@ -3,6 +3,7 @@
 """Served with others, a request gets the answer that it gets alone; the engine survives what befalls its requests."""
 
 import importlib
+import itertools
 import json
 import random
 import sys
@@ -108,6 +109,20 @@ def test_served_answers_over_corrected_chunks_are_those_of_lone_requests(model, 
         assert {outcome.how for outcome in outcomes} >= {"blended"}
         for ask, answer in zip(asks, answers, strict=True):
             assert answer == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+
+
+def test_served_answers_over_a_set_that_was_computed_together_are_those_of_lone_requests(model, bench, store):
+    chunks, found = bench.workload.library[:3], []
+    asks = [
+        bench.Ask([1, *bench.draw(4, 7), *a, *b, *c, *bench.draw(9, 3)]) for a, b, c in itertools.permutations(chunks)
+    ]
+    store.add(model, None, chunks)
+    for _ in range(2):
+        answers, _ = serve_at_random(bench, model, store, asks, 6, recompute_ratio=RATIO, stall_s=0.0)
+        found.append(answers)
+        assert answers == [bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO) for ask in asks]
+        store.add_together(model, None, chunks, separator=())
+    assert found[0] != found[1], "the second time they are as they are among each other"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
