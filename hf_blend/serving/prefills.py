@@ -264,8 +264,8 @@ class BlendedPrefills:
 
     def _lead(self, tenant: str, tenants: Iterable[str]) -> float:
         """By how much a tenant has had less than the others of these; 0 where there are none."""
-        least = min((self.shares.of(one) for one in tenants if one != tenant), default=0.0)
-        return max(0.0, least - self.shares.of(tenant))
+        others = [self.shares.of(one) for one in tenants if one != tenant]
+        return max(0.0, min(others) - self.shares.of(tenant)) if others else 0.0
 
     def _had(self, lane: Turns) -> float:
         return self.shares.of(self._running[lane].tenant)
@@ -294,7 +294,11 @@ class BlendedPrefills:
         """Have looked up what is stored of each new request, and release those of which nothing is."""
         for held in list(self._held.values()):
             if held.is_found is None:
-                held.is_found = self._find(held.reuse)
+                try:
+                    held.is_found = self._find(held.reuse)
+                except Exception as fault:  # no thread can be made, or the model is refused: not the fault of a step
+                    held.is_found = Future()
+                    held.is_found.set_exception(fault)
             if held in self._running.values() or not held.is_found.done():
                 continue
             error = held.is_found.exception()

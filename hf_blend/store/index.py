@@ -377,16 +377,19 @@ class Index:
     def _positions(self, ids: np.ndarray) -> np.ndarray:
         """Where in a prompt a head or a window stands, of any chunk there was; anywhere until all of them are read."""
         stop_s = time.monotonic() + _WARM_S
-        while time.monotonic() < stop_s:
-            sql = "SELECT max(id), group_concat(head || coalesce(inside, head), '') FROM (SELECT * FROM chunks WHERE"
-            ((newest, found),) = self._read(f"{sql} id > ? AND width = {WINDOW} LIMIT {_PAGE})", self._newest)
-            if newest is None:
-                at = hashes(ids, WINDOW)
-                return np.flatnonzero(self._windows.take(np.searchsorted(self._windows, at), mode="clip") == at)
-            with contextlib.suppress(ValueError):  # digits that are none, in a file that was damaged
-                new = np.sort(np.frombuffer(bytes.fromhex(found), ">u8").astype(np.uint64))
-                self._windows = np.insert(self._windows, np.searchsorted(self._windows, new), new)
-            self._newest = newest
+        with self._lock:
+            while time.monotonic() < stop_s:
+                sql = (
+                    "SELECT max(id), group_concat(head || coalesce(inside, head), '') FROM (SELECT * FROM chunks WHERE"
+                )
+                ((newest, found),) = self._read(f"{sql} id > ? AND width = {WINDOW} LIMIT {_PAGE})", self._newest)
+                if newest is None:
+                    at = hashes(ids, WINDOW)
+                    return np.flatnonzero(self._windows.take(np.searchsorted(self._windows, at), mode="clip") == at)
+                with contextlib.suppress(ValueError):  # digits that are none, in a file that was damaged
+                    new = np.sort(np.frombuffer(bytes.fromhex(found), ">u8").astype(np.uint64))
+                    self._windows = np.insert(self._windows, np.searchsorted(self._windows, new), new)
+                self._newest = newest
         return np.arange(len(ids))
 
     def _like(self, number: int | None, window: str, offset: int, raw: bytes, at: int) -> Iterator[bytes]:

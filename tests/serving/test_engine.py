@@ -136,6 +136,24 @@ def test_with_every_token_recomputed_the_answers_are_those_of_stock_batching(fam
     assert sum(outcome.how == "blended" for outcome in outcomes) > 3
 
 
+def test_tenant_that_is_alone_leads_nobody(model, bench, store):
+    with bench.engine(model, store) as engine:
+        engine.prefills.shares.come("a", [])
+        assert engine.prefills._lead("a", {"a"}) == 0.0
+        assert engine.prefills._lead("a", {"a", "b"}) == -engine.prefills.shares.of("a") > 0.0
+
+
+def test_request_whose_chunks_cannot_be_looked_up_is_computed_in_full(model, bench, store, monkeypatch):
+    store.add(model, None, bench.workload.library)
+    ask = bench.Ask([1, *bench.draw(4, 7), *bench.workload.library[0], *bench.draw(9, 3)])
+    with bench.engine(model, store) as engine:
+        monkeypatch.setattr(engine.prefills, "_find", lambda reuse: 1 / 0)
+        [answer] = bench.answers(engine, [ask])
+        check_all_returned(engine)
+    stock = model.generate_batch([ask.ids], bench.generation(), bench.batching(), warmup=False)
+    assert [answer] == [output.generated_tokens for output in stock.values()]
+
+
 def test_the_model_is_left_as_it_was(model, bench, store, untouched):
     store.add(model, None, bench.workload.library)
     with untouched(model), bench.engine(model, store) as engine:
