@@ -99,7 +99,7 @@ class BlendedBatching(ContinuousBatchingManager):
         self.store, self.stall_s = store, stall_s
         self._due_s = 0.0  # what a prefill may take of the time between two steps
         self._given_s = 0.0  # what prefills took since the last step
-        self._lent_s = 0.0  # what they took of this step, by the clock of the work
+        self._charged = 0.0  # up to when this step is charged, by the clock of the work
         self._stepping: int | None = None  # the thread that runs a step now
         self._failures, self._begun = 0, time.monotonic()
         self._hooks: list[RemovableHandle] = []
@@ -303,27 +303,35 @@ class BlendedBatching(ContinuousBatchingManager):
 
     def _generation_step(self) -> None:
         scheduler: Any = self.batch_processor.scheduler if self.batch_processor else None
-        self._stepping, begun, self._lent_s = threading.get_ident(), self._clock(), 0.0
+        self._stepping, self._charged = threading.get_ident(), self._clock()
         try:
             super()._generation_step()
         finally:
             self._stepping = None
-            scheduler.charge(self._clock() - begun - self._lent_s)
+            self._charge()
+            scheduler.fit()
         self._watch.check(sum(one.has_new_token for one in scheduler.in_step))
+
+    def _charge(self) -> None:
+        """Charge the tenants of the step under way what it took since they were charged last."""
+        scheduler: Any = self.batch_processor.scheduler  # type: ignore[union-attr]
+        since, self._charged = self._charged, self._clock()
+        scheduler.charge(self._charged - since)
 
     def _overtake(self, module: nn.Module, args: Any) -> None:
         """At a layer of a step, let prefills of tenants go first that have had less than the others in it."""
         if self._stepping != threading.get_ident() or self.batch_processor is None:
             return
+        self._charge()
         self.take_up()
         scheduler: Any = self.batch_processor.scheduler
         if not self.prefills.are_ahead(scheduler.tokens):
             return
-        begun, spent = time.monotonic(), self._clock()
+        begun = time.monotonic()
         with _as_between_steps(self._configs):
             self.prefills.overtake(scheduler.tokens)
         took = time.monotonic() - begun
-        self._lent_s += self._clock() - spent
+        self._charged = self._clock()  # what was lent is none of the step's
         self._given_s += took
         self.on_stall(took)
 

@@ -223,10 +223,8 @@ class BlendedPrefills:
         self._look_up()
         while (held := self._next()) is not None:
             self._begin(held)
-        asking = sorted((lane for lane in self._running if lane.is_asking), key=self._had)
-        for lane in asking if seconds >= 0 else ():
-            if lane.give(seconds):  # else it waits for blocks, which another may have
-                break
+        if seconds >= 0:
+            any(lane.give(seconds) for lane in self._asking())  # one that waits for blocks does not move
         self._await_turns()
         self._take_over()
 
@@ -257,10 +255,10 @@ class BlendedPrefills:
         has_moved = True
         while has_moved:
             self._take_over()
-            asking = [lane for lane, held in self._running.items() if lane.is_asking]
-            lane = min(asking, key=self._had, default=None)
-            lead = 0.0 if lane is None else self._lead(self._running[lane].tenant, tenants)
-            has_moved = lane is not None and lead > 0 and lane.give(lead)
+            has_moved = any(
+                (lead := self._lead(self._running[lane].tenant, tenants)) > 0 and lane.give(lead)
+                for lane in self._asking()  # one that waits for blocks does not move
+            )
 
     def _lead(self, tenant: str, tenants: Iterable[str]) -> float:
         """By how much a tenant has had less than the others of these; 0 where there are none."""
@@ -269,6 +267,10 @@ class BlendedPrefills:
 
     def _had(self, lane: Turns) -> float:
         return self.shares.of(self._running[lane].tenant)
+
+    def _asking(self) -> list[Turns]:
+        """Those that wait for a turn, the one of the tenant that had least first."""
+        return sorted((lane for lane in self._running if lane.is_asking), key=self._had)
 
     def _hurry(self, tenant: str) -> None:
         """Let those under way of tenants that had more yield at their next layer."""

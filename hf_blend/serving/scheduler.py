@@ -32,6 +32,7 @@ class BlendedScheduler(FIFOScheduler):
     begin: Callable[[], Any]  # called when new requests were taken up, before the next step is chosen
     shared_step: int  # tokens of a step while several tenants ask
     tokens: Counter[str]  # of each tenant in the last step
+    took: float  # seconds of it that were charged
 
     @classmethod
     def adopt(cls, scheduler: FIFOScheduler, prefills: BlendedPrefills) -> "BlendedScheduler":
@@ -39,7 +40,7 @@ class BlendedScheduler(FIFOScheduler):
         scheduler.__class__ = cls
         adopted: BlendedScheduler = scheduler  # type: ignore[assignment]
         adopted.prefills, adopted.in_step, adopted.suspects = prefills, [], set()
-        adopted.begin, adopted.shared_step, adopted.tokens = lambda: None, LEAST_STEP, Counter()
+        adopted.begin, adopted.shared_step, adopted.tokens, adopted.took = lambda: None, LEAST_STEP, Counter(), 0.0
         return adopted
 
     def add_waiting_request(self, state: Any) -> None:
@@ -58,13 +59,16 @@ class BlendedScheduler(FIFOScheduler):
         self.suspects -= {one.state.request_id for one in self.in_step if one.has_new_token}
 
     def charge(self, seconds: float) -> None:
-        """Charge the tenants of the last step what it took."""
-        tokens = sum(self.tokens.values())
+        """Charge the tenants of the step so many more seconds of it."""
+        tokens, self.took = sum(self.tokens.values()), self.took + seconds
         for tenant, own in self.tokens.items():
             self.prefills.shares.add(tenant, seconds * own / tokens)
-        if seconds > SHARED_STEP_S:
+
+    def fit(self) -> None:
+        """Let the next steps be shorter if the last one took long, or longer if it did not and was full."""
+        if self.took > SHARED_STEP_S:
             self.shared_step = max(LEAST_STEP, self.shared_step // 2)
-        elif tokens >= self.shared_step:
+        elif self.tokens.total() >= self.shared_step:
             self.shared_step *= 2
 
     def unfinished(self) -> list[FutureRequestState]:
@@ -112,7 +116,7 @@ class BlendedScheduler(FIFOScheduler):
         self.begin()
         budget = min(token_budget, self.shared_step) if self.prefills.shares.are_several else token_budget
         found = super().schedule_batch(budget, cache_budget)
-        self.in_step, self.tokens = found[0] or [], Counter()
+        self.in_step, self.tokens, self.took = found[0] or [], Counter(), 0.0
         for one in self.in_step:
             self.tokens[self.prefills.tenant_of(one.state.request_id)] += one.query_length
         return found

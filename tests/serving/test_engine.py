@@ -455,6 +455,49 @@ def test_a_blend_that_waits_for_blocks_lets_that_of_another_tenant_come_to_its_e
     assert stood == ["b"]
 
 
+class Lane:
+    """Asks for turns until it has had some; for one that waits for blocks none is of use."""
+
+    is_busy, has_turn = True, False
+
+    def __init__(self, turns):
+        self.left, self.asked = turns, 0
+
+    @property
+    def is_asking(self):
+        return self.left != 0
+
+    def give(self, seconds):
+        self.asked, self.left = self.asked + 1, max(self.left - 1, -1)
+        return self.left >= 0
+
+
+def test_within_a_step_a_blend_that_waits_for_blocks_lets_that_of_another_tenant_move(model, bench, store):
+    prefills, lanes = bench.engine(model, store).prefills, {"waits": Lane(-1), "moves": Lane(3), "had more": Lane(3)}
+    prefills._running = {lane: SimpleNamespace(tenant=name) for name, lane in lanes.items()}
+    for tenant, had in {"waits": 1.0, "moves": 2.0, "in the step": 3.0, "had more": 4.0}.items():
+        prefills.shares.add(tenant, had)
+    prefills.overtake({"in the step"})
+    assert [lane.left for lane in lanes.values()] == [-1, 0, 3]
+    assert lanes["waits"].asked == 4, "each time before the other"
+
+
+def test_a_step_is_charged_up_to_the_layer_where_a_blend_runs_and_not_for_that(tiny_model, bench, store, monkeypatch):
+    model, clock, seen = tiny_model("llama", num_hidden_layers=4), [0.0], []
+    tick = lambda seconds: clock.insert(0, clock[0] + seconds)  # noqa: E731
+    hooks = [layer.register_forward_hook(observer(lambda *given: tick(1.0))) for layer in model.model.layers]
+    with bench.engine(model, store) as engine:
+        monkeypatch.setattr(engine, "_clock", lambda: clock[0])
+        shares = engine.prefills.shares
+        monkeypatch.setattr(engine.prefills, "are_ahead", lambda tenants: seen.append(shares.of("")) is None)
+        monkeypatch.setattr(engine.prefills, "overtake", lambda tenants: tick(100.0))
+        bench.answers(engine, [bench.Ask([1, *bench.draw(9, 3)])], max_new_tokens=1)
+        wait_for(lambda: shares.of("") == 3.0, "the end of the step")
+    for hook in hooks:
+        hook.remove()
+    assert seen == [-1.0, 0.0, 1.0, 2.0], "one who comes begins a second ahead"
+
+
 def steps_of(engine, monkeypatch):
     """The rows of each step from now on: (request, tokens)."""
     found, step = [], engine._generation_step
