@@ -115,6 +115,7 @@ def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start
         number = listener.getsockname()[1]
         if on_start is not None:
             on_start(f"http://{f'[{host}]' if ':' in host else host}:{number}", stop)
+        gc.collect()
         gc.freeze()  # a collection among 400,000 objects of libraries stops all threads for 0.25 s, as a blend takes
         try:
             server.run(sockets=[listener])

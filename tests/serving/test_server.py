@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -552,9 +553,13 @@ def test_an_answer_that_takes_too_long_is_given_up(server, client, monkeypatch, 
 
 
 def test_a_server_that_is_told_to_stop_answers_what_is_under_way(loaded, tmp_path):
-    found = []
+    found, garbage = [], contextlib.ExitStack()
+    garbage.own, is_there = garbage, weakref.ref(garbage)
+    gc.collect()  # into the generation that is seldom looked at
+    del garbage
     with running(loaded, tmp_path, limits=LIMITS) as service:
         wait_for(gc.get_freeze_count, "that what is there from the start is in no collection")
+        assert is_there() is None, "what nobody has is not kept"
         asked = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none is needed", max_retries=0)
         stream = asked.completions.create(model=MODEL, prompt="the the", max_tokens=12, temperature=2, stream=True)
         found.append(next(iter(stream)))
