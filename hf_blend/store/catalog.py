@@ -91,8 +91,10 @@ class Catalog:
 
         Without `parts` whole ones alone: the longest at a place, no overlap.
         """
-        self.refresh()
         ids = np.frombuffer(pack_tokens(token_ids), np.int32)
+        return self._settled(lambda: self._match(fingerprint, chunk_prefix_ids, ids, parts), thorough=False)
+
+    def _match(self, fingerprint: str, chunk_prefix_ids: Sequence[int], ids: np.ndarray, parts: bool) -> list[Run]:
         starts, runs = set[tuple[int, int]](), set[Run]()
         is_stored = functools.cache(functools.partial(self._is_stored, fingerprint, tuple(chunk_prefix_ids)))
         for index, group in self._groups(fingerprint, chunk_prefix_ids):
@@ -133,11 +135,11 @@ class Catalog:
     def __len__(self) -> int:
         return self._settled(self._count)
 
-    def _settled(self, count: Callable[[], Answer]) -> Answer:
-        """Ask indexes that are in step with their tiers, and once more if one turns out to be damaged."""
+    def _settled(self, count: Callable[[], Answer], thorough: bool = True) -> Answer:
+        """Ask indexes that are in step with their tiers, and once more if one was made again meanwhile."""
         for _ in range(3):
             doubts = sum(tier.index.doubts for tier in self._tiers)
-            self.refresh(thorough=True)
+            self.refresh(thorough)
             found = count()
             if doubts == sum(tier.index.doubts for tier in self._tiers):
                 break

@@ -196,8 +196,9 @@ class Index:
         """
         doubts = -1
         while doubts != self.doubts:  # a file that is made again meanwhile knows nothing of the first parts
-            doubts, found = self.doubts, dict(tier.shards(space))
-            for (prefix,) in self._within("SELECT prefix FROM parts", space, "prefix"):
+            doubts, parts = self.doubts, self._within("SELECT prefix FROM parts", space, "prefix")
+            found = dict(tier.shards(space))  # after the parts: another store may list one that is made meanwhile
+            for (prefix,) in parts:
                 if prefix not in found and "" not in found:
                     self._list(tier, prefix, None, enter)
             for prefix, stamp in found.items():
@@ -323,14 +324,14 @@ class Index:
         rows = self._within("SELECT name, nbytes, created FROM objects", prefix)
         known = {name: (nbytes, created) for name, nbytes, created in rows}
         there = {} if stamp is None else dict(tier.listing(prefix, () if self._doubted else known))
-        gone = [(name,) for name in known if name not in there]
+        gone = [(name, *row) for name, row in known.items() if name not in there]
         new = [(one.created, name, one.nbytes) for name, one in there.items() if one is not None]
         changed = [row for row in sorted(new) if known.get(row[1]) != (row[2], row[0])]
 
         def act(db: Any) -> None:
             if doubts != self.doubts:  # the file was made again: what changed is not what changed in this one
                 return
-            db.executemany("DELETE FROM objects WHERE name = ?", gone)
+            db.executemany("DELETE FROM objects WHERE name = ? AND nbytes IS ? AND created IS ?", gone)
             db.executemany(
                 _ENTER, [(name, nbytes, created, *enter(name, created)) for created, name, nbytes in changed]
             )
@@ -346,7 +347,10 @@ class Index:
 
         def act(db: Any) -> None:
             sql = "SELECT 1 FROM parts WHERE prefix = ? AND digest NOT IN (?, '')"
-            if db.execute(sql, (prefix, _digest(db, prefix))).fetchone():
+            with db:  # what others write is not between the two
+                db.execute("BEGIN")
+                found = db.execute(sql, (prefix, _digest(db, prefix))).fetchone()
+            if found:
                 raise sqlite3.DatabaseError(f"its rows of {prefix} are others")
 
         if prefix not in self._checked:
@@ -450,8 +454,8 @@ class Index:
         self._begin()
         if attempt:
             self._path = None
-        elif self._path is not None:
-            _clear(self._path)
+        elif self._path is not None and getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_READONLY_DBMOVED:
+            _clear(self._path)  # but for a new one that another process made in its place
             self._path = None if self._path.exists() else self._path
 
     def _connected(self) -> Any:
@@ -492,16 +496,18 @@ def _prepared(db: Any) -> Any:
     """Make the tables, or refuse a file that has others."""
     for setting in ("trusted_schema = OFF", "cell_size_check = ON", "synchronous = OFF", "journal_mode = TRUNCATE"):
         db.execute(f"PRAGMA {setting}")
-    made = {row[0] for row in db.execute("SELECT sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'")}
-    (version,) = db.execute("PRAGMA user_version").fetchone()
+    with db:  # others may be making the tables, and are not between the two
+        db.execute("BEGIN")
+        made = {row[0] for row in db.execute("SELECT sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'")}
+        (version,) = db.execute("PRAGMA user_version").fetchone()
     if not made and version == 0:
-        db.execute("BEGIN IMMEDIATE")  # another process may do the same
-        if not db.execute("SELECT 1 FROM sqlite_schema").fetchone():
-            for one in _SCHEMA:
-                db.execute(one)
-            db.execute("INSERT INTO policy VALUES ('', 0)")
-            db.execute(f"PRAGMA user_version = {_FORMAT}")
-        db.execute("COMMIT")
+        with db:
+            db.execute("BEGIN IMMEDIATE")  # another process may do the same
+            if not db.execute("SELECT 1 FROM sqlite_schema").fetchone():
+                for one in _SCHEMA:
+                    db.execute(one)
+                db.execute("INSERT INTO policy VALUES ('', 0)")
+                db.execute(f"PRAGMA user_version = {_FORMAT}")
     elif made != {*_SCHEMA} or version != _FORMAT:
         db.close()
         raise sqlite3.DatabaseError(f"tables of form {version} are not those of form {_FORMAT}")

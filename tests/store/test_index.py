@@ -4,15 +4,19 @@
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import sqlite3
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
+from hf_blend.store.index import Index
+from hf_blend.store.tiers.base import ObjectStat
 from hf_blend.store.tiers.disk import DiskTier
 
 
@@ -218,6 +222,92 @@ def test_many_threads_and_stores_share_one_folder(tmp_path, chunk):
     for thread in threads:
         thread.join()
     assert len(listed(tmp_path / "s")) == 16
+
+
+def test_what_another_store_lists_while_folders_are_looked_at_stays(tmp_path, chunk, monkeypatch):
+    with ChunkStore.open(tmp_path) as store, ChunkStore.open(tmp_path) as other:
+        shards = DiskTier.shards
+
+        def looked_at(tier, space=""):
+            found = shards(tier, space)
+            monkeypatch.setattr(DiskTier, "shards", shards)
+            other.put(chunk())
+            assert len(other) == 1
+            return found
+
+        monkeypatch.setattr(DiskTier, "shards", looked_at)
+        assert len(store) == 1
+
+
+def tier_of(*names, stamp="", meanwhile=lambda: None):
+    """A tier of one folder, and what happens once that is listed."""
+
+    def listing(*_):
+        meanwhile()
+        return [(name, ObjectStat(3, 1.0)) for name in names]
+
+    return SimpleNamespace(shards=lambda _: {"aa/bb/": stamp}, listing=listing)
+
+
+def bring_in_step(index, tier):
+    index.sync(tier, "aa", lambda *_: (0.0, "", None), thorough=True)
+
+
+def test_a_row_that_another_store_writes_while_its_folder_is_listed_stays(tmp_path):
+    index, other = Index(tmp_path / "index"), Index(tmp_path / "index")
+    bring_in_step(index, tier_of("aa/bb/1"))
+    entered = [("aa/bb/1", 3, 2.0, 0.0, "", None)]  # removed and put again
+    bring_in_step(index, tier_of(meanwhile=lambda: other.enter(entered)))
+    assert "aa/bb/1" in other
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_made"),
+    [("PRAGMA user_version", False), ("SELECT 1 FROM parts WHERE prefix = ? AND digest", True)],
+)
+def test_what_others_write_while_an_index_is_looked_at_is_no_damage(tmp_path, monkeypatch, statement, is_made):
+    path, faults, waiting = tmp_path / "index", [], []
+
+    def write():
+        with contextlib.suppress(OSError):  # who reads keeps who writes waiting
+            bring_in_step(Index(path), tier_of("aa/bb/1", "aa/bb/2", stamp="2"))
+
+    class Connection(sqlite3.Connection):
+        def execute(self, sql, *given):
+            if waiting and sql.startswith(statement):
+                waiting.pop()()
+            return super().execute(sql, *given)
+
+    if is_made:
+        bring_in_step(Index(path), tier_of("aa/bb/1", stamp="1"))
+    monkeypatch.setattr("hf_blend.store.index.BUSY_S", 0.05)
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Connection))
+    waiting.append(write)
+    bring_in_step(Index(path, faults.append), tier_of("aa/bb/1", stamp="1"))
+    assert waiting == faults == []
+
+
+def test_a_file_that_another_process_made_again_is_not_removed(tmp_path):
+    index, other = Index(tmp_path / "index"), Index(tmp_path / "index")
+    for one in (index, other):
+        one.enter([("aa/bb/0", 3, 1.0, 0.0, "", None)])
+    other.remake()
+    for one, name in ((other, "aa/bb/1"), (index, "aa/bb/2")):
+        one.enter([(name, 3, 1.0, 0.0, "", None)])
+    assert other.names("aa") == index.names("aa") == ["aa/bb/1", "aa/bb/2"]
+
+
+def test_an_index_that_is_made_again_while_chunks_are_looked_for_hides_none(root, monkeypatch):
+    starts = Index.starts
+
+    def made_again(index, *given):
+        monkeypatch.setattr(Index, "starts", starts)
+        store._tiers[0].index.remake()
+        return starts(index, *given)
+
+    with ChunkStore.open(root, memory_bytes=0) as store:
+        monkeypatch.setattr(Index, "starts", made_again)
+        assert store.find("0" * 64, (), [9, 5, 0, 9])
 
 
 def test_damaged_and_misplaced_entries_are_not_listed(root):
