@@ -20,7 +20,7 @@ from ..prompt.pieces import TextPrompt
 from .answers import Answering, Asked
 from .guard import Guard, respond
 from .meters import Meters
-from .prompts import chat_prompt, most_chars, text_prompt
+from .prompts import chat_prompt, text_prompt
 from .sampling import make_sampling
 from .service import Busy, Service, ServiceError, Stopping
 from .structured import Follows
@@ -129,14 +129,14 @@ def make_app(service: Service) -> Any:
 def _add_endpoints(app: FastAPI, server: Server) -> None:
     service = server.service
     longest = getattr(service.engine.model.config.get_text_config(), "max_position_embeddings", None)
-    documents, chars = service.limits.documents, most_chars(service.tokenizer, longest)
+    documents = service.limits.documents
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, fields: ChatRequest) -> Response:
         def build() -> list[TextPrompt]:
             messages = [message.for_template() for message in fields.messages]
             template = {**fields.chat_template_kwargs, **({"tools": _tools(fields)} if fields.callable else {})}
-            return [chat_prompt(service.tokenizer, messages, fields.documents, documents, template, chars)]
+            return [chat_prompt(service.tokenizer, messages, fields.documents, documents, template, longest)]
 
         return await server.answer(request, fields, build)
 
@@ -147,7 +147,7 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
             if fields.chunk_separator and isinstance(prompt, str):
                 parts = prompt.split(fields.chunk_separator)
                 prompt, given = "".join(parts), [*given, *filter(None, parts[1:-1])]
-            return text_prompt(service.tokenizer, prompt, given, documents, chars)
+            return text_prompt(service.tokenizer, prompt, given, documents, longest)
 
         return await server.answer(request, fields, lambda: [build_one(prompt) for prompt in fields.prompts])
 

@@ -12,9 +12,12 @@ from ..prompt.text import build_text
 from ..prompt.tokenizer import front_ids
 from .tools import check_rendered
 
-__all__ = ["chat_prompt", "most_chars", "text_prompt"]
+__all__ = ["chat_prompt", "text_prompt"]
 
 BETWEEN = "\n\n"
+CHARS_PER_TOKEN = 8  # a text of more than that may be too long; it is tokenized by parts first
+PART = 1 << 14  # characters: 5,000 tokens of prose, and 20 ms
+SEAM = 64  # tokens that a part may have more because it was cut off
 
 
 def chat_prompt(
@@ -23,11 +26,11 @@ def chat_prompt(
     documents: Sequence[str],
     most: int | None = None,
     template: Mapping[str, Any] | None = None,
-    chars: int | None = None,
+    tokens: int | None = None,
 ) -> TextPrompt:
     """Render messages with the tokenizer's chat template; a last message of the assistant is continued.
 
-    More documents than `most`, and texts of more characters than `chars`, are refused before they are tokenized.
+    More documents than `most`, and texts of more than `tokens`, are refused before all of them is tokenized.
     """
     given = plain_messages(messages)
     last = next((message for message in reversed(given) if message.get("role") == "user"), None)
@@ -36,7 +39,7 @@ def chat_prompt(
     has_template = getattr(tokenizer, "chat_template", None) is not None
     contents = [message["content"] for message in given]
     chunks, added = _added(documents, contents, BETWEEN if has_template else "\n")
-    _check_chars(chars, added, *contents)
+    _check_fits(tokenizer, tokens, added, *contents)
     last["content"] = f"{added}{last['content']}"
     arguments = dict(template or {})
     if given[-1]["role"] == "assistant":
@@ -52,28 +55,32 @@ def text_prompt(
     prompt: str | Sequence[int],
     documents: Sequence[str],
     most: int | None = None,
-    chars: int | None = None,
+    tokens: int | None = None,
 ) -> TextPrompt:
     """A prompt of text or ids, behind documents."""
     if isinstance(prompt, str):
         chunks, added = _added(documents, [prompt], "\n")
-        _check_chars(chars, added, prompt)
+        _check_fits(tokenizer, tokens, added, prompt)
         return build_text(tokenizer, f"{added}{prompt}", chunks, special=True, most=most)
-    _check_chars(chars, *documents)
+    _check_fits(tokenizer, tokens, *documents)
     return _before_ids(tokenizer, _added(documents, [], "\n")[0], tuple(map(int, prompt)))
 
 
-def most_chars(tokenizer: Any, tokens: int | None) -> int | None:
-    """Count the characters that so many tokens can have; None where the tokens are not bounded."""
-    return None if tokens is None else tokens * max(map(len, tokenizer.get_vocab()))
+def _check_fits(tokenizer: Any, most: int | None, *texts: str) -> None:
+    """Refuse texts of more tokens at the part where they are too many: a body of megabytes takes seconds.
 
-
-def _check_chars(most: int | None, *texts: str) -> None:
-    count = sum(map(len, texts))
-    if most is not None and count > most:
-        raise PromptError(
-            f"the prompt has {count} characters, expected at most {most}, which its positions can hold. Shorten it."
-        )
+    Characters say too little: a tokenizer may drop white space or marks, or make one token of all that it lacks.
+    """
+    text, count = "".join(texts), 0
+    if most is None or len(text) <= CHARS_PER_TOKEN * most:
+        return
+    for start in range(0, len(text), PART):
+        count += max(0, len(tokenize(tokenizer, text[start : start + PART])) - SEAM)
+        if count > most:
+            raise PromptError(
+                f"the first {start + PART} of {len(text)} characters of the prompt have more than {most} tokens, "
+                "expected at most so many, which its positions can hold. Shorten it."
+            )
 
 
 def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) -> TextPrompt:

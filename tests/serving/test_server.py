@@ -22,6 +22,8 @@ import openai
 import psutil
 import pytest
 import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from worlds import reference_questions
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
@@ -29,7 +31,7 @@ from hf_blend.errors import ConfigError, PromptError
 from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.serving import app, service
 from hf_blend.serving.guard import Doors, Guard, Refused
-from hf_blend.serving.prompts import chat_prompt, most_chars, text_prompt
+from hf_blend.serving.prompts import chat_prompt, text_prompt
 from hf_blend.serving.run import ServerPlan, make_service, serve
 from hf_blend.serving.service import Tenant, read_tenants
 from hf_blend.serving.wire import Limits
@@ -300,22 +302,32 @@ def test_a_bad_request_gets_a_clear_4xx(what, http, server):
     assert "Traceback" not in response.text
 
 
-def test_a_text_that_no_prompt_can_hold_is_refused_before_it_is_tokenized(loaded, monkeypatch):
-    tokenizer, made = loaded[1], []
-    monkeypatch.setattr(type(tokenizer), "__call__", lambda self, text, **given: made.append(text))
-    most = most_chars(tokenizer, 100)
-    assert all(len(tokenizer.decode([token])) * 100 <= most for token in range(len(tokenizer)))
-    asked = {"chars": most, "documents": []}
+@pytest.mark.parametrize("shown", ["\u0301", "\u2603", "\n \t"], ids=["marks", "unknown characters", "white space"])
+def test_a_text_that_no_prompt_can_hold_is_refused_before_all_of_it_is_tokenized(shown, monkeypatch):
+    made, tokens = [], 100
+    small = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "a": 2}, unk_token="<unk>"))
+    small.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    small.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=small, unk_token="<unk>")
+    encode = type(tokenizer).encode
+    monkeypatch.setattr(
+        type(tokenizer), "encode", lambda self, text, **given: (made.append(len(text)), encode(self, text, **given))[1]
+    )
+    padded, long, asked = f"the {shown * 100_000} the", "a the " * 100_000, {"tokens": tokens, "documents": []}
+    assert len(text_prompt(tokenizer, padded, **asked).ids) <= 3
+    assert len(chat_prompt(tokenizer, messages(padded), **asked).ids) <= 3
+    assert len(text_prompt(tokenizer, [1], tokens=tokens, documents=[padded]).ids) <= 4
+    made.clear()
     for build in (
-        lambda: chat_prompt(tokenizer, messages("a" * (most + 1)), **asked),
-        lambda: chat_prompt(tokenizer, messages("a"), **{**asked, "documents": ["b" * most]}),
-        lambda: text_prompt(tokenizer, "a" * (most + 1), **asked),
-        lambda: text_prompt(tokenizer, [5], **{**asked, "documents": ["b" * most, "c"]}),
+        lambda: chat_prompt(tokenizer, messages(long), **asked),
+        lambda: chat_prompt(tokenizer, messages("a"), tokens=tokens, documents=[long]),
+        lambda: text_prompt(tokenizer, long, **asked),
+        lambda: text_prompt(tokenizer, [1], tokens=tokens, documents=[long]),
     ):
-        with pytest.raises(PromptError, match=rf"characters, expected at most {most}, which"):
+        with pytest.raises(PromptError, match=f"of 6000.. characters of the prompt have more than {tokens} tokens"):
             build()
-    assert not made
-    assert most_chars(tokenizer, None) is None
+    assert max(made) < 20_000
+    assert len(text_prompt(tokenizer, "a " * 30_000, []).ids) == 30_000, "where positions are not bounded"
 
 
 @pytest.mark.parametrize(("length", "refused"), [("\xb2", False), ("9" * 5000, True), ("4", False), ("x", False)])
