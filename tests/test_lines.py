@@ -19,17 +19,17 @@ MOST = {
     "loading": 467,
     "model": 4_402,
     "offload": 959,
-    "prefill": 2_684,
+    "prefill": 2_696,
     "prompt": 697,
     "rotary": 364,
     "selectors": 716,
-    "serving": 4_025,
+    "serving": 4_026,
     "sparse": 2_561,
-    "store": 6_197,
+    "store": 6_194,
     "verify": 1_369,
     "cli": 2_413,
     "evaluation": 5_415,
-    "tests": 33_505,
+    "tests": 33_540,
 }
 
 

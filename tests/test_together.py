@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import PromptError, UnsupportedModelError
 from hf_blend.model.anatomy import default_sink
+from hf_blend.prefill.plan import of_set
 from tests.conftest import random_ids, random_pieces
 
 CHUNKS = [random_ids(23, seed) for seed in (1, 2, 3)]  # the one in the middle stays where it is in the reverse order
@@ -94,6 +95,18 @@ def test_prompt_with_the_set_in_any_order_reuses_it_and_other_prompts_do_not(sha
     for others in (CHUNKS[:2], [*CHUNKS, random_ids(9, 4)]):
         assert blend(model, store, others)[2].chunks_of_sets == 0
     assert "as they are among each other" in str(report)
+
+
+def test_of_sets_with_several_separators_that_between_the_chunks_of_the_prompt_is_reused(shared_model, store):
+    model, separators = shared_model("llama"), [(7, 9), (9, 7), (7,), ()]
+    [alone, *_] = store.add(model, None, CHUNKS)
+    keys = {one: store.add_together(model, None, CHUNKS, separator=one) for one in separators}
+    rows = [([*one], [*one], one) for one in separators]
+    rows += [([7, 9], [9, 7], (7,)), ([8, 7, 9, 8], [5], (7, 9)), ([3], [4], ())]
+    for left, right, expected in rows:
+        ids = [1, *CHUNKS[0], *left, *CHUNKS[1], *right, *CHUNKS[2], 11, 12]
+        spans = of_set(store, store.find(alone.fingerprint, alone.chunk_prefix_ids, ids), ids)
+        assert [span.key for span in spans] == keys[expected]
 
 
 def test_chunk_of_a_set_that_is_gone_is_reused_as_it_is_alone(shared_model, store):

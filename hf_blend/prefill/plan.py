@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -269,7 +270,9 @@ class Planner:
         if row.spans is None or row.is_searched:
             found = self._store.find(self._identity, self._chunk_prefix_ids, row.ids)
             spans = sorted(spans + [one for one in found if not _overlaps(one, given)], key=lambda one: one.start)
-        spans = self._of_set(spans)
+        alone = list(dict.fromkeys(span.key for span in spans))
+        spans = of_set(self._store, spans, row.ids)
+        self._sets.update({span.key.fingerprint: alone for span in spans if span.key not in alone})
         if at_beginning and given and given[0].start == given[0].first == 0:  # nothing is before it, so it is exact
             key = _known_key(self._fingerprint, (), given[0].token_ids, self._store.namespace)
             spans[0] = spans[0]._replace(key=key)
@@ -284,17 +287,6 @@ class Planner:
             found = self._store.find(self._fingerprint, (), first)[:1]
             spans = [one for one in found if one.start == one.first == 0] + spans
         return [span for span in spans if self._placeholders.isdisjoint(span.key.token_ids)]
-
-    def _of_set(self, spans: list[Found]) -> list[Found]:
-        """The same chunks as they are among each other, where this set of them was computed together."""
-        keys = list(dict.fromkeys(span.key for span in spans))
-        separator = self._store.prefix_of(set_identity(keys)) if len(keys) > 1 else None
-        if separator is None:
-            return spans
-        known = {key: set_key(key, keys, separator) for key in keys}
-        self._sets[known[keys[0]].fingerprint] = keys
-        together = [span._replace(key=known[span.key]) for span in spans]
-        return [one if self._store.contains(one.key) else span for one, span in zip(together, spans, strict=True)]
 
     def _placed_chunks(
         self, plan: Plan, number: int, row: PromptRow, spans: list[Found], beginning: bool
@@ -382,6 +374,26 @@ class Planner:
         if image is not None:
             return [compute_chunk(self._model, keys[0], self._tokenizer, image)]
         return compute_chunks(self._model, keys, self._tokenizer, self._store.correction)
+
+
+def of_set(store: ChunkStore, spans: list[Found], ids: Sequence[int]) -> list[Found]:
+    """The same chunks as they are among each other, where this set of them was computed together.
+
+    If it was with several separators, the one that most tokens between them in the prompt are of, or the shortest.
+    """
+    keys = list(dict.fromkeys(span.key for span in spans))
+    separators = store.prefixes_of(set_identity(keys)) if len(keys) > 1 else set[tuple[int, ...]]()
+    if not separators:
+        return spans
+    gaps = [tuple(ids[left.start + left.tokens : right.start]) for left, right in pairwise(spans)]
+    separator = max(separators, key=lambda one: (len(one) * sum(_holds(gap, one) for gap in gaps), -len(one), one))
+    together = [span._replace(key=set_key(span.key, keys, separator)) for span in spans]
+    return [one if store.contains(one.key) else span for one, span in zip(together, spans, strict=True)]
+
+
+def _holds(ids: tuple[int, ...], part: tuple[int, ...]) -> bool:
+    """Whether some ids are in a row among others."""
+    return any(ids[at : at + len(part)] == part for at in range(len(ids) - len(part) + 1))
 
 
 @lru_cache(maxsize=1024)

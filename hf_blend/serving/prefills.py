@@ -33,6 +33,7 @@ from ..config import BlendConfig
 from ..model.anatomy import decoder_layers, default_sink
 from ..model.canary import compute_chunk
 from ..model.fingerprint import fingerprint
+from ..prefill.plan import of_set
 from ..prefill.report import BlendReport
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
@@ -396,7 +397,7 @@ class BlendedPrefills:
             self.turns.checkpoint(end_turn=True)  # blocks come back as others finish
         self._blend(held)
         del fetched
-        is_planned = self._spans(reuse, spans[0].key.fingerprint, state.initial_tokens) == spans
+        is_planned = self._spans(reuse, reuse.store.identity(held.identity), state.initial_tokens) == spans
         paged.register(state.request_id, ids if is_planned else (), exact, root, least)
         return len(ids)
 
@@ -418,7 +419,7 @@ class BlendedPrefills:
 
     def _spans(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> Spans:
         """The chunks of a prompt that are stored now; one may be evicted, or come from another server, at any time."""
-        spans = reuse.store.find(identity, self._sink, token_ids)
+        spans = of_set(reuse.store, reuse.store.find(identity, self._sink, token_ids), token_ids)
         return [span for span in spans if span.start + span.tokens < len(token_ids)]
 
     def _missing(self, reuse: Reuse, identity: str) -> list[ChunkKey]:

@@ -114,11 +114,10 @@ class Catalog:
         found = (index.sample(group) for index, group in self._groups(fingerprint, chunk_prefix_ids))
         return next(filter(None, found), b"")
 
-    def prefix(self, fingerprint: str) -> bytes | None:
-        """The packed ids of the tokens before a chunk of a fingerprint; None if there is no such chunk."""
+    def prefixes(self, fingerprint: str) -> list[bytes]:
+        """The packed ids of the tokens before chunks of a fingerprint; one may come from several tiers."""
         shelves = [*((index, "") for index in self._at_hand), *((tier.index, self.owner) for tier in self._tiers)]
-        found = (index.prefix(owner, fingerprint) for index, owner in shelves)
-        return next((one for one in found if one is not None), None)
+        return [packed for index, owner in shelves for packed in index.prefixes(owner, fingerprint)]
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """How many chunks of a model are known, and how many of all models."""

@@ -297,11 +297,10 @@ class Index:
         found = self._read("SELECT CAST(ids AS BLOB) FROM chunks JOIN texts USING(id) WHERE grp = ? LIMIT 1", number)
         return bytes(found[0][0]) if found else b""
 
-    def prefix(self, owner: str, fingerprint: str) -> bytes | None:
-        """Packed ids of the tokens before a chunk of a fingerprint; None if there is no such chunk."""
+    def prefixes(self, owner: str, fingerprint: str) -> list[bytes]:
+        """Packed ids of the tokens before chunks of a fingerprint."""
         groups = "groups g WHERE owner = ? AND fingerprint = ? AND EXISTS (SELECT 1 FROM chunks WHERE grp = g.id)"
-        found = self._read(f"SELECT CAST(prefix AS BLOB) FROM {groups} LIMIT 1", owner, fingerprint)
-        return bytes(found[0][0]) if found else None
+        return [bytes(row[0]) for row in self._read(f"SELECT CAST(prefix AS BLOB) FROM {groups}", owner, fingerprint)]
 
     def close(self) -> None:
         """Let go of the file; it is opened again when it is needed."""

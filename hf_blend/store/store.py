@@ -262,10 +262,9 @@ class BaseStore:
             ChunkKey(fingerprint, tuple(chunk_prefix_ids), unpack_tokens(packed), self.namespace) if packed else None
         )
 
-    def prefix_of(self, fingerprint: str) -> tuple[int, ...] | None:
-        """Give the tokens that stood before a chunk of a fingerprint; None if there is no such chunk."""
-        packed = self._catalog.prefix(fingerprint)
-        return None if packed is None else unpack_tokens(packed)
+    def prefixes_of(self, fingerprint: str) -> set[tuple[int, ...]]:
+        """Give the tokens that stood before chunks of a fingerprint, each once; empty if there is no such chunk."""
+        return set(map(unpack_tokens, self._catalog.prefixes(fingerprint)))
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """Count the chunks of a model that are known, and those of all models, in the store's namespace."""

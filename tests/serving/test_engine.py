@@ -125,6 +125,23 @@ def test_served_answers_over_a_set_that_was_computed_together_are_those_of_lone_
     assert found[0] != found[1], "the second time they are as they are among each other"
 
 
+def test_of_sets_with_several_separators_each_prompt_gets_its_own(model, bench, store):
+    chunks, separators = bench.workload.library[:3], [(7, 9), (9, 7), (), (7,)]
+    asks = [
+        bench.Ask([1, *bench.draw(4, 7), *chunks[0], *one, *chunks[1], *one, *chunks[2], *bench.draw(9, 3)])
+        for one in [*separators, (5, 6)]
+    ]
+    found = []
+    store.add(model, None, chunks)
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+        for new in ([], separators[:2], separators[2:]):  # blocks are kept from each round to the next
+            for one in new:
+                store.add_together(model, None, chunks, separator=one)
+            found.append(bench.answers(engine, asks))
+            assert found[-1] == [bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO) for ask in asks]
+    assert found[0] != found[1] != found[2]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_every_token_recomputed_the_answers_are_those_of_stock_batching(family, shared_model, bench, store):
     model = shared_model(family, **bench.FAMILIES[family])
@@ -143,13 +160,18 @@ def test_tenant_that_is_alone_leads_nobody(model, bench, store):
         assert engine.prefills._lead("a", {"a", "b"}) == -engine.prefills.shares.of("a") > 0.0
 
 
-def test_request_whose_chunks_cannot_be_looked_up_is_computed_in_full(model, bench, store, monkeypatch):
+@pytest.mark.parametrize("where", ["_find", "_spans"], ids=["in the engine's thread", "in that of look-ups"])
+def test_request_whose_chunks_cannot_be_looked_up_is_computed_in_full(where, model, bench, store, monkeypatch, caplog):
     store.add(model, None, bench.workload.library)
     ask = bench.Ask([1, *bench.draw(4, 7), *bench.workload.library[0], *bench.draw(9, 3)])
     with bench.engine(model, store) as engine:
-        monkeypatch.setattr(engine.prefills, "_find", lambda reuse: 1 / 0)
+        monkeypatch.setattr(engine.prefills, where, lambda *given: 1 / 0)
         [answer] = bench.answers(engine, [ask])
         check_all_returned(engine)
+        [outcome] = engine.prefills.outcomes.values()
+        assert engine.prefills.failures == 1
+    assert (outcome.how, outcome.reason) == ("plain", "ZeroDivisionError: division by zero")
+    assert "is computed in full: ZeroDivisionError" in caplog.text
     stock = model.generate_batch([ask.ids], bench.generation(), bench.batching(), warmup=False)
     assert [answer] == [output.generated_tokens for output in stock.values()]
 
