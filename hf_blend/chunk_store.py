@@ -211,7 +211,7 @@ class ChunkStore(BaseStore):
         tokenizer: Any,
         chunks: Sequence[str | Sequence[int]],
         *,
-        separator: str | Sequence[int] = "\n\n",
+        separator: str | Sequence[int] | None = "\n\n",
         chunk_prefix_ids: Sequence[int] | None = None,
     ) -> list[ChunkKey]:
         """Compute and store chunks that are retrieved together, each as it is among the others.
@@ -223,7 +223,7 @@ class ChunkStore(BaseStore):
             model: the model that will use them.
             tokenizer: for chunks that are text; None if all are ids.
             chunks: two or more texts or token ids, none empty. Their order does not matter.
-            separator: text or ids that stand between two chunks in prompts; text needs a tokenizer.
+            separator: text or ids between two chunks in prompts; text needs a tokenizer. None is no separator.
             chunk_prefix_ids: tokens before the first of them; None is the model's BOS, if any.
 
         Returns:
@@ -234,14 +234,14 @@ class ChunkStore(BaseStore):
             StoreError: a chunk's KV holds NaN or infinity.
             UnsupportedModelError: the model keeps a state beside K and V, or changes while it is used.
         """
-        from .model.together import compute_together, set_key
+        from .model.together import compute_together, set_keys
         from .prompt.pieces import tokenize, tokenizer_digest
 
         alone = list(dict.fromkeys(self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)))
         if len(alone) < 2:
             raise PromptError(f"a set has {len(alone)} different chunk, expected two or more. Store one with `add`.")
-        between = tokenize(tokenizer, separator) if len(separator) else ()
-        keys = [set_key(key, alone, between) for key in alone]
+        between = tokenize(tokenizer, separator) if separator is not None and len(separator) else ()
+        keys = set_keys(alone, between)
         if not all(map(self.contains, keys)):
             known = tokenizer_digest(tokenizer) if all(isinstance(chunk, str) for chunk in chunks) else ""
             for chunk in compute_together(model, alone, between, known):

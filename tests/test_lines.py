@@ -17,19 +17,19 @@ MOST = {
     "images": 666,
     "integrations": 1_866,
     "loading": 467,
-    "model": 4_402,
+    "model": 4_403,
     "offload": 959,
-    "prefill": 2_696,
+    "prefill": 2_697,
     "prompt": 697,
     "rotary": 364,
     "selectors": 716,
     "serving": 4_026,
     "sparse": 2_561,
-    "store": 6_194,
+    "store": 6_201,
     "verify": 1_369,
     "cli": 2_413,
     "evaluation": 5_415,
-    "tests": 33_540,
+    "tests": 33_578,
 }
 
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import PromptError, UnsupportedModelError
+from hf_blend.model import together
 from hf_blend.model.anatomy import default_sink
 from hf_blend.prefill.plan import of_set
 from tests.conftest import random_ids, random_pieces
@@ -158,6 +159,23 @@ def test_set_brings_a_prompt_nearer_to_full_prefill(shared_model, store):
         true = [layer.values[0, :, 5 : 5 + 69] for layer in whole.layers]
         errors.append(sum(float((one - other).square().sum()) for one, other in zip(values, true, strict=True)))
     assert errors[1] < 0.8 * errors[0], errors
+
+
+def test_set_without_a_separator_is_reused_where_there_is_none(shared_model, store):
+    model = shared_model("llama")
+    keys = store.add_together(model, None, CHUNKS, separator=None)
+    assert {key.chunk_prefix_ids for key in keys} == {()}
+    assert keys == store.add_together(model, None, CHUNKS, separator=())
+    assert blend(model, store, CHUNKS)[2].chunks_of_sets == 3
+
+
+def test_set_is_named_once_however_many_chunks_it_has(shared_model, store, monkeypatch):
+    named = []
+    for name in ("set_identity", "fingerprint"):
+        real = getattr(together, name)
+        monkeypatch.setattr(together, name, lambda *given, real=real: [named.append(real.__name__), real(*given)][1])
+    store.add_together(shared_model("llama"), None, CHUNKS, separator=())
+    assert sorted(named) == ["fingerprint", "set_identity", "set_identity"]  # of the keys, and of what is computed
 
 
 def test_sets_that_cannot_be_are_refused(shared_model, store):

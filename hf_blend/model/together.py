@@ -30,9 +30,10 @@ def set_identity(keys: Iterable[ChunkKey]) -> str:
     return hashlib.sha256("\0".join(["together", *sorted({key.digest for key in keys})]).encode()).hexdigest()
 
 
-def set_key(key: ChunkKey, keys: Iterable[ChunkKey], separator: Sequence[int]) -> ChunkKey:
-    """The key of a chunk among the others, which the separator keeps apart; keys are those of chunks alone."""
-    return ChunkKey(set_identity(keys), tuple(separator), key.token_ids, key.namespace)
+def set_keys(keys: Sequence[ChunkKey], separator: Sequence[int]) -> list[ChunkKey]:
+    """The keys of chunks among each other, which the separator keeps apart; given are those of chunks alone."""
+    identity = set_identity(keys)
+    return [ChunkKey(identity, tuple(separator), key.token_ids, key.namespace) for key in keys]
 
 
 def compute_together(
@@ -40,7 +41,7 @@ def compute_together(
 ) -> list[ChunkKV]:
     """Compute chunks, given by their keys when alone, among each other: the mean over an order and its reverse.
 
-    The order is that of their digests, so that everybody stores the same.
+    The order is that of their digests, so that every process stores the same.
     """
     listed, sink = sorted({*keys}, key=lambda key: key.digest), keys[0].chunk_prefix_ids
     if not keeps_tokens_alone(model):
@@ -49,16 +50,16 @@ def compute_together(
             "what chunks that were computed together can be cut into. Store its chunks with `add`."
         )
     check_chunk(model, [token for key in listed for token in (*separator, *key.token_ids)], sink, "a set of chunks")
-    found: dict[ChunkKey, list[ChunkKV]] = {key: [] for key in listed}
+    found, identity = {key: list[ChunkKV]() for key in listed}, fingerprint(model)
     for order in (listed, listed[::-1]):
         tokens = [*sink, *(token for key in order for token in (*key.token_ids, *separator))]
         captured, start = capture(model, torch.tensor([tokens])), len(sink)
         for key in order:
             end = start + len(key.token_ids)
-            found[key].append(cut_chunk(captured, ChunkKey(fingerprint(model), (), key.token_ids), start, end))
+            found[key].append(cut_chunk(captured, ChunkKey(identity, (), key.token_ids), start, end))
             start = end + len(separator)
     means = signed(model, [_mean(model, *pair) for pair in found.values()], tokenizer)
-    return [replace(one, key=set_key(key, keys, separator)) for key, one in zip(listed, means, strict=True)]
+    return [replace(one, key=key) for key, one in zip(set_keys(listed, separator), means, strict=True)]
 
 
 def _mean(model: nn.Module, one: ChunkKV, other: ChunkKV) -> ChunkKV:

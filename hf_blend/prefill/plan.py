@@ -19,7 +19,7 @@ from ..model.anatomy import text_config
 from ..model.canary import canary_of, compute_chunk, compute_chunks, is_of_model
 from ..model.capture import packs
 from ..model.modality import placeholder_ids
-from ..model.together import compute_together, set_identity, set_key
+from ..model.together import compute_together, set_identity, set_keys
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
@@ -387,7 +387,8 @@ def of_set(store: ChunkStore, spans: list[Found], ids: Sequence[int]) -> list[Fo
         return spans
     gaps = [tuple(ids[left.start + left.tokens : right.start]) for left, right in pairwise(spans)]
     separator = max(separators, key=lambda one: (len(one) * sum(_holds(gap, one) for gap in gaps), -len(one), one))
-    together = [span._replace(key=set_key(span.key, keys, separator)) for span in spans]
+    known = dict(zip(keys, set_keys(keys, separator), strict=True))
+    together = [span._replace(key=known[span.key]) for span in spans]
     return [one if store.contains(one.key) else span for one, span in zip(together, spans, strict=True)]
 
 

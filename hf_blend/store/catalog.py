@@ -18,7 +18,7 @@ from .chunk import ChunkKey
 from .content import Run, pack_tokens, unpack_tokens, without_overlap
 from .entry import read_key
 from .format import hash_namespace
-from .index import Group, Index
+from .index import Index
 from .seal import keyed
 from .stats import StoreStats
 from .tiers.base import EntryFault
@@ -97,7 +97,8 @@ class Catalog:
     def _match(self, fingerprint: str, chunk_prefix_ids: Sequence[int], ids: np.ndarray, parts: bool) -> list[Run]:
         starts, runs = set[tuple[int, int]](), set[Run]()
         is_stored = functools.cache(functools.partial(self._is_stored, fingerprint, tuple(chunk_prefix_ids)))
-        for index, group in self._groups(fingerprint, chunk_prefix_ids):
+        for index, owner in self._shelves():
+            group = (owner, fingerprint, chunk_prefix_ids)
             with contextlib.suppress(OSError):
                 starts |= {(start, -tokens) for start, tokens in index.starts(group, ids)}
                 runs.update(index.inside(group, ids) if parts else ())
@@ -111,19 +112,17 @@ class Catalog:
 
     def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> bytes:
         """The packed ids of any chunk of a model and sink; empty if there is none."""
-        found = (index.sample(group) for index, group in self._groups(fingerprint, chunk_prefix_ids))
+        found = (index.sample((owner, fingerprint, chunk_prefix_ids)) for index, owner in self._shelves())
         return next(filter(None, found), b"")
 
     def prefixes(self, fingerprint: str) -> list[bytes]:
         """The packed ids of the tokens before chunks of a fingerprint; one may come from several tiers."""
-        shelves = [*((index, "") for index in self._at_hand), *((tier.index, self.owner) for tier in self._tiers)]
-        return [packed for index, owner in shelves for packed in index.prefixes(owner, fingerprint)]
+        return [packed for index, owner in self._shelves() for packed in index.prefixes(owner, fingerprint)]
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """How many chunks of a model are known, and how many of all models."""
-        shelves = [*((index, "") for index in self._at_hand), *((tier.index, self.owner) for tier in self._tiers)]
         here, everywhere = zip(
-            *((index.count(owner, fingerprint), index.count(owner)) for index, owner in shelves), strict=True
+            *((index.count(owner, fingerprint), index.count(owner)) for index, owner in self._shelves()), strict=True
         )
         return max(here), max(everywhere)
 
@@ -185,11 +184,10 @@ class Catalog:
             except OSError as error:
                 logger.info("the entries of the %s tier cannot be listed now (%s)", tier.name, error)
 
-    def _groups(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> Iterator[tuple[Index, Group]]:
-        for index in self._at_hand:
-            yield index, ("", fingerprint, chunk_prefix_ids)
-        for tier in self._tiers:
-            yield tier.index, (self.owner, fingerprint, chunk_prefix_ids)
+    def _shelves(self) -> Iterator[tuple[Index, str]]:
+        """Every index, the nearest first, and what this namespace is called there."""
+        yield from ((index, "") for index in self._at_hand)
+        yield from ((tier.index, self.owner) for tier in self._tiers)
 
     def _is_stored(self, fingerprint: str, chunk_prefix_ids: tuple[int, ...], packed: bytes) -> bool:
         """Whether there is an object of the name that a chunk of these tokens has: so it is what its row says."""

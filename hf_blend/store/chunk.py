@@ -27,7 +27,11 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """Everything that chunk KV depends on: two chunks with equal keys have the same KV."""
+    """Everything that chunk KV depends on: two chunks with equal keys have the same KV.
+
+    Of an entry of a set `fingerprint` is the identity of the set, which names the model by the digests of its chunks
+    alone, and `chunk_prefix_ids` is the separator.
+    """
 
     fingerprint: str
     chunk_prefix_ids: tuple[int, ...]
@@ -117,7 +121,7 @@ class StackedLayers(Sequence[KV]):
 
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
-    """The keys and values of one chunk computed alone behind the sink, with the sink cut off.
+    """The keys and values of one chunk computed alone behind the sink, with the sink cut off, or among those of a set.
 
     The tensors are shared with whoever asked for the chunk: never write to them.
     """

@@ -380,19 +380,24 @@ class Index:
     def _positions(self, ids: np.ndarray) -> np.ndarray:
         """Where in a prompt a head or a window stands, of any chunk there was; anywhere until all of them are read."""
         stop_s = time.monotonic() + _WARM_S
-        with self._lock:
-            while time.monotonic() < stop_s:
-                sql = (
-                    "SELECT max(id), group_concat(head || coalesce(inside, head), '') FROM (SELECT * FROM chunks WHERE"
-                )
-                ((newest, found),) = self._read(f"{sql} id > ? AND width = {WINDOW} LIMIT {_PAGE})", self._newest)
-                if newest is None:
-                    at = hashes(ids, WINDOW)
-                    return np.flatnonzero(self._windows.take(np.searchsorted(self._windows, at), mode="clip") == at)
-                with contextlib.suppress(ValueError):  # digits that are none, in a file that was damaged
-                    new = np.sort(np.frombuffer(bytes.fromhex(found), ">u8").astype(np.uint64))
-                    self._windows = np.insert(self._windows, np.searchsorted(self._windows, new), new)
-                self._newest = newest
+        said = "max(id), group_concat(head || coalesce(inside, head), '')"
+        page = f"SELECT {said} FROM (SELECT * FROM chunks WHERE id > ? AND width = {WINDOW} LIMIT {_PAGE})"
+        while time.monotonic() < stop_s:
+            with self._lock:
+                windows, newest = self._windows, self._newest
+            ((newest, found),) = self._read(page, newest)
+            merged = windows
+            with contextlib.suppress(ValueError, TypeError):  # no page, or no digits in a file that was damaged
+                new = np.sort(np.frombuffer(bytes.fromhex(found), ">u8").astype(np.uint64))
+                merged = np.insert(windows, np.searchsorted(windows, new), new)
+            with self._lock:
+                if self._windows is not windows:  # another thread was faster, or the file was made again
+                    continue
+                if newest is not None:
+                    self._windows, self._newest = merged, newest
+                    continue
+            at = hashes(ids, WINDOW)
+            return np.flatnonzero(windows.take(np.searchsorted(windows, at), mode="clip") == at)
         return np.arange(len(ids))
 
     def _like(self, number: int | None, window: str, offset: int, raw: bytes, at: int) -> Iterator[bytes]:

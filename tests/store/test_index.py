@@ -9,8 +9,10 @@ import os
 import shutil
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -197,6 +199,24 @@ def test_chunks_are_found_before_the_filter_has_all_of_them(root, monkeypatch):
         assert [found.start for found in cold] == [1, 26]
         monkeypatch.setattr("hf_blend.store.index._WARM_S", 60.0)
         assert store.find("0" * 64, (), prompt) == cold
+
+
+def test_threads_that_read_the_filter_at_once_do_not_wait_for_each_other_and_lose_nothing(root, monkeypatch):
+    prompt, insert, found = [7, *long_chunk(19).key.token_ids, 9, *long_chunk(0).key.token_ids], np.insert, []
+
+    def read_meanwhile(*given):
+        monkeypatch.setattr(np, "insert", insert)
+        found.append(pool.submit(store.find, "0" * 64, (), prompt).result(10))
+        return insert(*given)
+
+    with ThreadPoolExecutor(1) as pool, ChunkStore.open(root, memory_bytes=0) as store:
+        for number in range(20):
+            store.put(long_chunk(number))
+        monkeypatch.setattr("hf_blend.store.index._PAGE", 2)
+        monkeypatch.setattr("hf_blend.store.index._WARM_S", 60.0)
+        monkeypatch.setattr(np, "insert", read_meanwhile)
+        found.append(store.find("0" * 64, (), prompt))
+    assert [[one.start for one in each] for each in found] == [[1, 26]] * 2
 
 
 def test_rows_that_changed_in_the_file_are_not_counted(root):
