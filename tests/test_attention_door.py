@@ -31,7 +31,7 @@ KINDS = [("llama", "sdpa"), ("gpt_neox", "eager"), ("gemma3_text", "sdpa"), ("de
 @contextmanager
 def frozen(model):
     """Raise where an attribute of one of the model's configs is written."""
-    configs = list(configs_inside(model.config))
+    configs = configs_inside(model.config)
 
     def refuse(config, name, value):
         if any(config is one for one in configs):

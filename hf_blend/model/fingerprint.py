@@ -60,11 +60,6 @@ _lock = threading.RLock()
 
 def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
     """Say who a model is, in 64 hex digits; equal across processes, devices and machines."""
-    return describe_fingerprint(model, reread=reread)["fingerprint"]
-
-
-def describe_fingerprint(model: nn.Module, *, reread: bool = False) -> dict[str, Any]:
-    """Show what a fingerprint is made of."""
     with _lock:
         known = _structure_of(model)
         refuse_extended(model)
@@ -75,7 +70,14 @@ def describe_fingerprint(model: nn.Module, *, reread: bool = False) -> dict[str,
         if known.parts is None:
             parts = {**known.structure, **(known.weights or {})}
             known.parts = {**parts, "fingerprint": _sha256(parts)}
-        return dict(known.parts)
+        return str(known.parts["fingerprint"])
+
+
+def describe_fingerprint(model: nn.Module, *, reread: bool = False) -> dict[str, Any]:
+    """Show what a fingerprint is made of."""
+    with _lock:
+        fingerprint(model, reread=reread)
+        return dict(_known[model].parts or {})
 
 
 class PerStructure(Generic[T]):

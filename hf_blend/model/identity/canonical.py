@@ -111,7 +111,7 @@ def refuse_modes() -> None:
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
         return
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
-        if not is_library(type(mode).__module__) and not is_observer(mode):
+        if not is_library(type(mode).__module__) and getattr(mode, _MARK, False) is not True:
             raise ConfigError(
                 f"the mode {qualified_name(type(mode))} is active, through which each call of torch goes, so it may "
                 "change keys and values unseen. Leave its block, or mark the mode with hf_blend.observer if it only "
@@ -145,37 +145,28 @@ def observer(hook: Hook) -> Hook:
     return hook
 
 
-def is_observer(hook: Any) -> bool:
-    """Return True if a hook, or a mode of torch, was marked by `observer`."""
-    return getattr(hook, _MARK, False) is True
-
-
 def refuse_foreign_hooks(modules: Iterable[nn.Module]) -> None:
     """Refuse forward hooks that are neither ours nor the libraries'."""
     everywhere = (torch_hooks._global_forward_pre_hooks, torch_hooks._global_forward_hooks)
     hooked = [one for one in modules if one.__dict__["_forward_hooks"] or one.__dict__["_forward_pre_hooks"]]
-    for module in hooked:
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            _refuse_foreign(hook, f"a {type(module).__name__}")
-    for hook in (hook for hooks in everywhere for hook in hooks.values()):
-        _refuse_foreign(hook, "every module")
-
-
-def _refuse_foreign(hook: Any, place: str) -> None:
-    if is_observer(hook):
-        return
-    inner = hook.func if isinstance(hook, functools.partial) else hook
-    home = getattr(inner, "__module__", None) or type(inner).__module__
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    package = str(home).partition(".")[0]
-    if package in KNOWN or name.rpartition(".")[2] in HARMLESS:
-        return
-    if package == "peft":
+    placed = [
+        (hook, f"a {type(module).__name__}")
+        for module in hooked
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    ]
+    for hook, place in (*placed, *((hook, "every module") for hooks in everywhere for hook in hooks.values())):
+        inner = hook.func if isinstance(hook, functools.partial) else hook
+        home = getattr(inner, "__module__", None) or type(inner).__module__
+        name = getattr(inner, "__qualname__", type(inner).__qualname__)
+        package = str(home).partition(".")[0]
+        if package in KNOWN or name.rpartition(".")[2] in HARMLESS or getattr(hook, _MARK, False) is True:
+            continue
+        if package == "peft":
+            raise UnsupportedModelError(
+                f"{place} has the forward hook {name} of PEFT: an adapter was chosen for this request alone "
+                "(adapter_names=…), which no stored chunk can be told by. Choose it for the model with set_adapter."
+            )
         raise UnsupportedModelError(
-            f"{place} has the forward hook {name} of PEFT: an adapter was chosen for this request alone "
-            "(adapter_names=…), which no stored chunk can be told by. Choose it for the model with set_adapter."
+            f"{place} has the forward hook {home}.{name}, which may change keys and values unseen. Remove it for "
+            "blending (handle.remove()), or mark it with hf_blend.observer if it only looks."
         )
-    raise UnsupportedModelError(
-        f"{place} has the forward hook {home}.{name}, which may change keys and values unseen. Remove it for blending "
-        "(handle.remove()), or mark it with hf_blend.observer if it only looks."
-    )

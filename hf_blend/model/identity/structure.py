@@ -127,7 +127,7 @@ class Structure:
         """Walk over a model."""
         _refuse_compiled(model)
         self.paths = {id(module): path for path, module in model.named_modules()}
-        self.configs = {id(one): "config" for one in configs_inside(getattr(model, "config", None))}
+        self.configs = {id(one) for one in configs_inside(getattr(model, "config", None))}
         self.is_foreign = False  # code was met that is no library's own
         self._open: list[int] = []
         self._codes: dict[int, Any] = {}
@@ -317,19 +317,19 @@ class Structure:
         return found
 
 
-def configs_inside(config: Any) -> Iterator[Any]:
+def configs_inside(config: Any) -> list[Any]:
     """A config and those inside it, each once."""
-    open_, seen = [config], set()
+    open_, found = [config], dict[int, Any]()
     while open_:
         one = open_.pop()
         if isinstance(one, (list, tuple)):
             open_ += one
         elif isinstance(one, dict):
             open_ += one.values()
-        elif hasattr(one, "to_dict") and id(one) not in seen:
-            seen.add(id(one))
-            yield one
+        elif hasattr(one, "to_dict") and id(one) not in found:
+            found[id(one)] = one
             open_ += getattr(one, "__dict__", {}).values()
+    return list(found.values())
 
 
 def foreign_attention(model: nn.Module) -> dict[str, Any]:

@@ -95,27 +95,27 @@ class StructureWatch:
         self._spaces = [(one, dict(vars(one))) for one in structure.namespaces if _is_lasting(one)]
         found: list[Any] = [*model.modules()]
         self._torch = _torch_functions(vars(torch))
-        self._modules = [_noted(module, found) for module in tuple(found)]
+        self._notes = [_noted(module, found) for module in tuple(found)]
         if has_moving_rotary_tables(model):
-            for note in self._modules:
+            for note in self._notes:
                 buffers = note.frozen[1]  # see `_counted`
                 moving = {name: _Moving() for name in buffers if name.endswith("inv_freq")}
                 buffers.update(moving)
                 if moving:  # the tensor goes away when the frequencies change, and the model is the same
                     note.ids, note.alive = None, ()
-        self._objects, seen = list[_Note](), {id(module) for module in model.modules()}
+        seen = {id(module) for module in model.modules()}
         found += configs_inside(getattr(model, "config", None))
         while found:
             one = found.pop()
             if id(one) not in seen:
                 seen.add(id(one))
-                self._objects.append(_noted(one, found))
+                self._notes.append(_noted(one, found))
 
     def is_same(self, hooked: list[nn.Module]) -> bool:
         """Whether the model has the structure still; cheap where all of its code is the libraries' own."""
         try:
-            same = _are_same(self._modules, hooked) and _are_same(self._objects)
-            same = same and all(one() is not None for note in self._modules for one in note.alive)
+            same = _are_same(self._notes, hooked)
+            same = same and all(one() is not None for note in self._notes for one in note.alive)
             same = same and all(held == vars(space) for space, held in self._spaces)
             same = same and self._torch == _torch_functions(vars(torch))
             same = same and foreign_attention(self._model()).keys() == self._attention
@@ -164,7 +164,7 @@ def _reference(value: Any) -> Callable[[], Any] | None:
         return lambda: (value,)
 
 
-def _are_same(notes: list[_Note], hooked: list[nn.Module] | None = None) -> bool:
+def _are_same(notes: list[_Note], hooked: list[nn.Module]) -> bool:
     for note in notes:
         owner = note.owner()
         held = owner.__dict__
@@ -177,7 +177,7 @@ def _are_same(notes: list[_Note], hooked: list[nn.Module] | None = None) -> bool
         # what was noted is on the left: a tensor there would compare its values
         if (ids is None or note.ids != ids) and note.frozen != values:
             return False
-        if hooked is not None and (held["_forward_hooks"] or held["_forward_pre_hooks"]):
+        if isinstance(owner, nn.Module) and (held["_forward_hooks"] or held["_forward_pre_hooks"]):
             hooked.append(owner)
     return True
 
