@@ -44,7 +44,7 @@ def laid(model, chunk, start, total, slots=None):
     tables = capture(model, torch.full((1, total), 5)).tables
     realigner, states = Realigner(rotary_styles(model), BlendReport()), []
     for layer, (keys, values) in enumerate(chunk.layers):
-        realigner.set_table(layer, tables[layer])
+        realigner.tables[layer] = tables[layer]
         whole = tuple(torch.full((1, part.shape[0], total, part.shape[2]), 7.0) for part in (keys, values))
         realigner.write(layer, slots or [PlacedChunk(0, start, chunk, False, 0)], *whole)
         states.append(whole)

@@ -411,7 +411,7 @@ class BlendCache(Cache):
         if self._forward is not None:
             return self._forward.prefill.past
         length = super().get_seq_length(layer_idx)
-        if length == 0 or self._prompts.pending:
+        if length == 0 or self.is_expecting:
             self._hooks.watch_model()
         return length
 
@@ -466,7 +466,7 @@ class BlendCache(Cache):
         """
         if super().is_compileable:  # first: in compiled code a length is a tensor
             return True
-        if self.model.device.type != "cpu" or self._prompts.pending or not super().get_seq_length():
+        if self.model.device.type != "cpu" or self.is_expecting or not super().get_seq_length():
             return False
         config = text_config(self.model)
         if getattr(config, "attention_chunk_size", None) is not None:
@@ -487,7 +487,7 @@ class BlendCache(Cache):
     @property
     def is_expecting(self) -> bool:
         """Whether the next forward is known to bring stored chunks."""
-        return bool(self._prompts.pending)
+        return self._prompts.pending.batch is not None
 
     def __bool__(self) -> bool:
         """Whether there is anything in the cache; some models drop a cache that is true too early."""
@@ -554,7 +554,7 @@ class BlendCache(Cache):
                     layer.restore(snapshot)
                 known.pending, self.report = forward.pending, forward.report
         self._forward, self._is_seen = None, False
-        known.images = known.images if known.pending else None
+        known.images = known.images if known.pending.batch else None
         self._hooks.leave(watching=known.pending.is_begun and not failed)
 
     def _check_forward(self, keys: Tensor) -> None:
@@ -562,7 +562,7 @@ class BlendCache(Cache):
         try:
             is_own = self._is_seen or self._hooks.check_caller()
         except ConfigError:
-            self._hooks.leave(watching=bool(self._prompts.pending))
+            self._hooks.leave(watching=self.is_expecting)
             raise
         if self._advised is not None:  # the next step: a device has answered by now
             self.store.controller.observe(self._advised[0], time.perf_counter() - self._advised[1])
@@ -593,7 +593,7 @@ class BlendCache(Cache):
     def _fall_back(self, request: Request) -> None:
         """Compute every token of this forward, and report why if chunks might have been reused."""
         past, known, reason = super().get_seq_length(), self._prompts, request.fallback_reason
-        is_begun, is_told = known.pending.is_begun, bool(reason and (known.pending or not past))
+        is_begun, is_told = known.pending.is_begun, bool(reason and (known.pending.batch or not past))
         if request.width > 1:
             known.beginning = ()
         if is_told and not is_begun:
@@ -666,7 +666,7 @@ class BlendCache(Cache):
         identity = fingerprint(self.model)
         self._check_ms += 1e3 * (time.perf_counter() - began_s)
         expected, is_begun = known.pending, known.pending.is_begun
-        known.tokenizer = known.tokenizer if expected else ""
+        known.tokenizer = known.tokenizer if expected.batch else ""
         sink, ratio = tuple(self.chunk_prefix_ids), self.config.recompute_ratio
         planner = Planner(self.model, self.store, identity, sink, ratio, known.tokenizer)
         planner.images = {} if known.images is None else known.images.alone
@@ -693,7 +693,7 @@ class BlendCache(Cache):
         )
         self._check_ms = 0.0
         self.report.advice = self.report.advice if plan.advice is None else asdict(plan.advice)
-        self._notice(plan, identity, OTHER_IDS if expected and known.pending.is_other else "")
+        self._notice(plan, identity, OTHER_IDS if expected.batch and known.pending.is_other else "")
         return plan
 
     def _notice(self, plan: Plan, identity: str, other: str) -> None:

@@ -96,14 +96,14 @@ def expect_images(cache: BlendCache, inputs: Mapping[str, Any]) -> Mapping[str, 
     refuse_beside_images(inputs)
     known = cache._prompts
     pending = known.pending if known.pending.is_of(inputs["input_ids"]) else PendingPrompt()
-    if held and not pending:
+    if held and pending.batch is None:
         raise PromptError(
             f"images came for a cache that holds {held} tokens, but a prompt of inputs(history=…) is expected "
             "there. Call reset() and pass the whole conversation: its images are reused from the store."
         )
     images = name_images(cache.model, cache.store, cache.chunk_prefix_ids, inputs, held)
     prompts = images.prompts(pending.batch)
-    if not pending:
+    if pending.batch is None:
         check_lengths([TextPrompt(tuple(ids)) for ids in images.given], held, text_config(cache.model))
         cache._check_room(held + max(map(len, images.given)), 0)
         known.history, known.tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""

@@ -84,9 +84,8 @@ class ForwardHooks:
     def leave(self, watching: bool = False, stop: bool = False) -> None:
         """Remove every hook, but on the model where it is watched still."""
         self._stays = self._stays and not stop
-        _remove(self._inner, self._after, raising=self._is_raising)
-        if not (watching or self._stays):
-            _remove(self._before)
+        before = () if watching or self._stays else (self._before,)
+        _remove(self._inner, self._after, *before, raising=self._is_raising)
 
     @contextmanager
     def inside(self) -> Iterator[None]:

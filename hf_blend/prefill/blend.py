@@ -94,13 +94,16 @@ class Prefill:
         self._kinds: list[LayerKind] = [getattr(layer, "prefill_kind", StatelessKind)() for layer in layers]
         self._with_keys = [index for index, kind in enumerate(self._kinds) if kind.has_keys]
         self._last = max((index for index, kind in enumerate(self._kinds) if kind.has_states), default=-1)
-        self._selection = Selection(context)
+        self._selection = Selection(context, self._with_keys)
         self._first_ratio, self._schedule, self._checks = self._scheduled()
         self._loader = context.loader
         if self._loader is None or context.observer is not None:
             self._loader = WholeChunks(context, max(self._checks, default=-1))
         self._buffers = LayerBuffers(context, self._last, self._loader)
         config = text_config(context.model)
+        # tokens in the cache before the new ones; for layers that scale their queries by positions which they count
+        # themselves what added to `arange(rows)` gives the positions of the rows, `[rows]`
+        self.past: int | Tensor = context.past
         self._counts_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # a layer counts for all entries
         self._masks = RowMasks(config, layers, context.past, self.tokens)
@@ -153,21 +156,11 @@ class Prefill:
         self.context.report.charge(lambda: report.flops)
         self._buffers.take_over(probe._buffers)
 
-    @property
-    def past(self) -> int | Tensor:
-        """Tokens in the cache before the new ones, or what added to `arange(rows)` gives the positions of the rows.
-
-        The tensor, `[rows]`, is for layers that scale their queries by positions which they count themselves.
-        """
-        if self._rows is None or not self._counts_positions:
-            return self.context.past
-        columns = self._rows.columns[0]
-        return self.context.past + columns - torch.arange(len(columns), device=columns.device)
-
     def enter(self, index: int, call: LayerCall) -> None:
         """Make a layer's arguments ready: only the active rows, with their own lines of the mask."""
         context, plan = self.context, self.context.plan
-        self._buffers.settle(index)
+        if self._buffers.settles:
+            self._buffers.settle(index)
         if self._kind.has_hooks or self._capture is not None:
             self.close_doors()
         self._kind, self._model_mask = self._kinds[index], call.arguments.get(call.mask_name)
@@ -177,7 +170,9 @@ class Prefill:
         table = self._tables[id(given)][1]
         if self._kind.has_hooks:
             table = self._kind.enter(self, index, call, table)
-        context.realigner.set_table(index, table, context.is_probe)
+        if context.is_probe:
+            table = context.realigner.known_table(index, table)
+        context.realigner.tables.setdefault(index, table)
         if index == 0:
             self._begin(call)
         if self._rows is not None:
@@ -259,7 +254,8 @@ class Prefill:
 
     def close_doors(self) -> None:
         """Take the hooks out of the layer that runs and of its attention."""
-        self._kind.leave()
+        if self._kind.has_hooks:
+            self._kind.leave()
         if self._capture is not None:
             self._capture.close()
             self._capture = None
@@ -354,6 +350,9 @@ class Prefill:
         before = self.tokens if is_all else self._rows.columns.shape[1]  # type: ignore[union-attr]
         call.take_rows(remaining, before, rows.columns, self._taken, with_hidden)
         self._rows = rows
+        if self._counts_positions:
+            columns = rows.columns[0]
+            self.past = self.context.past + columns - torch.arange(len(columns), device=columns.device)
         if self._kind.has_hooks:
             self._kind.take_rows(self, call, rows)
         if self._kind.attends:

@@ -26,10 +26,10 @@ class LayerBuffers:
         self._loader, self._layers = loader, context.layers
         self._plan, self._realigner = context.plan, context.realigner
         self._tokens, self._last, self._is_shared = context.plan.real.shape[1], last, context.shares_layers
+        self.settles = not all(getattr(layer, "keeps_all", True) for layer in context.layers)  # some give back
         self.open: dict[int, KV] = {}
         self.used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
         self._first: dict[int, int] = {}  # layer → the first of those that were written with it
-        self._settled = 0  # the layers before this one are done
         devices = {*getattr(context.model, "hf_device_map", {}).values()}
         self._opens_several = len(devices) < 2
 
@@ -48,7 +48,8 @@ class LayerBuffers:
         """
         self.used.add(index)
         if index in self.open:
-            is_ready = self._realigner.has_same_table(index, self._first[index])
+            own, first = (self._realigner.tables[one] for one in (index, self._first[index]))
+            is_ready = own is first or (own is not None and first is not None and own[0] is first[0])
             ahead = self.open[index][0]
             if ahead.device != keys.device or ahead.dtype != keys.dtype:
                 is_ready = False
@@ -92,12 +93,9 @@ class LayerBuffers:
 
     def settle(self, index: int) -> None:
         """The layers before this one are done: what they hold beyond their windows is given back."""
-        if self._is_shared:
-            return
-        for done in range(self._settled, index):
-            if self.open.pop(done, None) is not None and not self._layers[done].keeps_all:
-                self._layers[done].settle()
-        self._settled = max(self._settled, index)
+        for done in [one for one in self.open if one < index and not self._layers[one].keeps_all]:
+            del self.open[done]
+            self._layers[done].settle()
 
     def take_over(self, other: "LayerBuffers") -> None:
         """Keep what another forward has opened of the same layers."""

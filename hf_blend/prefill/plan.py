@@ -3,7 +3,7 @@
 """Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -108,7 +108,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._host_real = self.real  # stays with the host when `real` goes to the device
-        self._release: Callable[[], object] = lambda: None
+        self.release: Callable[[], object] = lambda: None  # the store may evict the chunks
         self._padding: dict[torch.device, Tensor] = {}
         self.begin(1)
 
@@ -126,14 +126,9 @@ class Plan:
         if streamed and depth:
             self.pipeline = Pipeline(streamed, depth)
 
-    def protect(self, keys: Iterable[ChunkKey]) -> None:
-        """Keep the chunks in the store's memory until `close`."""
-        if self.store is not None:
-            self._release = self.store.protect(keys, self)
-
     def close(self) -> None:
         """Nothing more is read ahead, and the chunks may be evicted."""
-        self._release()
+        self.release()
         if self.pipeline is not None:
             self.pipeline.close()
             self.pipeline = None
@@ -147,6 +142,7 @@ class Plan:
     def begin(self, logits_rows: int) -> None:
         """Mark the new tokens that have stored KV; those whose logits are asked for are computed in any case."""
         self.end = self.real.shape[1] - min(logits_rows, self.real.shape[1])
+        self._table: Tensor | None = None  # see `token_table`
         self.has_padding = min(self.counts, default=0) < self.real.shape[1]
         self._marks = np.zeros((2, *self.real.shape), dtype=bool)  # on the host: exact, reusable
         exact, reusable = self._marks
@@ -177,6 +173,8 @@ class Plan:
 
     def token_table(self) -> Tensor:
         """`[4, batch, tokens]`: number of the chunk, place in it, its length, 1 for an image; -1: cannot be chosen."""
+        if self._table is not None:
+            return self._table
         table = np.full((4, *self.real.shape), -1, dtype=np.int64)
         known = [
             (one.tokens, one.row, one.start, one.number, one.first, one.chunk.tokens, one.is_image)
@@ -188,11 +186,14 @@ class Plan:
             row, start, number, first, tokens, image = (np.repeat(part, counts) for part in parts)
             offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
             table[:, row, start + offset] = number, first + offset, tokens, image
-        return torch.from_numpy(table)
+        self._table = torch.from_numpy(table).to(self.reusable.device)
+        self._table[0].masked_fill_(~self.reusable, -1)
+        return self._table
 
     def drop(self, placed: PlacedChunk) -> None:
         """Treat a chunk as if it had not been stored: its tokens are computed like a question's."""
         self.chunks.remove(placed)
+        self._table = None
         self._marks[:, placed.row, placed.columns] = False
         self.reusable[placed.row, placed.columns] = self.exact[placed.row, placed.columns] = False
         tokens = max(0, min(placed.columns.stop, self.end) - placed.start)
@@ -235,7 +236,7 @@ class Planner:
         unloaded = set[ChunkKey]()
         if self._store.controller is not None:
             unloaded = self._advised(plan, [span.key for spans in found for span in spans])
-        plan.protect({span.key for spans in found for span in spans} - unloaded)
+        plan.release = self._store.protect({span.key for spans in found for span in spans} - unloaded, plan)
         placed = list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]()
         for number, row in enumerate(rows):
             spans = [span for span in found[number] if span.key not in unloaded]

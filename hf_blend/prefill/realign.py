@@ -72,10 +72,10 @@ class Placement:
     def write_parts(self, states: Tensor, parts: Sequence[Tensor]) -> None:
         """As `write`, for tensors `[layers, heads, tokens of one chunk, width]` side by side."""
         fits = isinstance(self.columns, slice) and not states.requires_grad
-        if fits and all(part.dtype == states.dtype and part.device == states.device for part in parts):
+        if fits and all(part.dtype == states.dtype for part in parts):
             torch.cat([*parts], dim=2, out=states[:, self.row, :, self.columns])
         else:
-            self.write(states, _cat(parts, states.device))
+            self.write(states, parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2))
 
     def read(self, states: Tensor) -> Tensor:
         """`[heads, tokens, width]` of `[batch, heads, columns, width]`."""
@@ -100,11 +100,11 @@ class Rotation:
     cos: Tensor
     sin: Tensor
 
-    def move(self, parts: Sequence[Tensor], device: torch.device, out: Tensor | None = None) -> Tensor:
+    def move(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """Rotate states `[layers, heads, tokens of one chunk, width]` side by side."""
-        states = _cat(parts, device)
+        states = parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2)
         out = torch.empty_like(states) if out is None else out
-        self.style.move(states, (self.cos.to(device), self.sin.to(device)), out=out)
+        self.style.move(states, (self.cos.to(states.device), self.sin.to(states.device)), out=out)
         return out
 
 
@@ -121,23 +121,23 @@ class Realigner:
         self._joined_states: dict[tuple[int, torch.device], Tensor | None] = {}
         self._placements: dict[tuple[int, ...], Placement] = {}
         self._rotations: dict[tuple[object, ...], Rotation] = {}
-        self._tables: dict[int, Table | None] = {}
+        self.tables: dict[int, Table | None] = {}  # by layer, of the new tokens; the first that it was given
         self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
         self._alive: list[Table] = []
         self._copies: Copies | None = None  # opened where there is something to bring
 
-    def set_table(self, layer: int, table: Table | None, is_again: bool = False) -> None:
-        """Remember the rotary table that the model hands to a layer for the new tokens; the first is kept.
+    def known_table(self, layer: int, table: Table | None) -> Table | None:
+        """The table of a layer that is made again, as it was made first: rotations stay the same.
 
-        A table that is made again is that of a layer whose table is known: rotations stay the same.
-
-        Shapes: table `[batch or 1, tokens, width]`.
+        Shapes: table `[batch or 1, tokens, width]` → the same.
         """
-        known = self._tables.get(layer)
-        if is_again and table is not None and known is not None:
+        known = self.tables.get(layer)
+        if table is None:
+            return None
+        if known is not None:
             self._alike[id(table[0])] = known
             self._alive.append(table)
-        self._tables.setdefault(layer, table if table is None else self._alike.get(id(table[0]), table))
+        return self._alike.get(id(table[0]), table)
 
     def group(self, layer: int, chunks: Sequence[PlacedChunk], last: int, device: torch.device) -> range:
         """This layer, and those behind it that can be written with it."""
@@ -167,11 +167,6 @@ class Realigner:
         if self._copies is not None:
             self._copies.close()
 
-    def has_same_table(self, layer: int, first: int) -> bool:
-        """Return True if a layer that was written with the first of its group is rotated by the same table."""
-        own, table = self._tables.get(layer), self._tables.get(first)
-        return own is table or (own is not None and table is not None and own[0] is table[0])
-
     def write(self, layer: int, chunks: Sequence[PlacedChunk], *parts: Tensor, first: int = 0) -> None:
         """Write stored K and V of chunks to their columns, or with `first` what is there from V (1) on.
 
@@ -188,9 +183,9 @@ class Realigner:
             if rotation is None:
                 placed.write_parts(states, stored)
             elif isinstance(placed.columns, slice) and not states.requires_grad:
-                rotation.move(stored, device, states[:, placed.row, :, placed.columns])
+                rotation.move(stored, states[:, placed.row, :, placed.columns])
             else:
-                placed.write(states, rotation.move(stored, device))
+                placed.write(states, rotation.move(stored))
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
     def write_beside(self, layer: int, chunks: Sequence[PlacedChunk], states: Tensor, spans: Spans = ()) -> None:
@@ -204,7 +199,7 @@ class Realigner:
         rotation = self._rotation(layer, placed, BESIDE)
         parts = self._parts(placed, range(layer, layer + 1), BESIDE, states.device)
         if rotation is not None:
-            placed.write(states[None], rotation.move(parts, states.device))
+            placed.write(states[None], rotation.move(parts))
             return
         for columns, stored in spans or ((slice(None), slice(None)),):
             placed.write_parts(states[None, ..., columns], [part[..., stored] for part in parts])
@@ -215,7 +210,8 @@ class Realigner:
         Shapes: *states `[kv_heads, tokens, head_dim]`.
         """
         placed = self._placed([one], states[0].device)
-        return tuple(self._stored(layer, placed, *part).to(part[1].dtype) for part in _numbered(states))
+        parts = enumerate(states, 0 if len(states) > 1 else BESIDE)
+        return tuple(self._stored(layer, placed, which, one).to(one.dtype) for which, one in parts)
 
     @torch.no_grad()
     def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *computed: Tensor) -> list[float]:
@@ -231,7 +227,7 @@ class Realigner:
         total = sum(one.tokens for one in chunks)
         number = torch.arange(count, device=device).repeat_interleave(lengths, output_size=total)
         worst = torch.zeros(count, device=device)
-        for which, states in _numbered(computed):
+        for which, states in enumerate(computed, 0 if len(computed) > 1 else BESIDE):
             fresh, stored = placed.read(states).float(), self._stored(layer, placed, which, states)
             error = torch.linalg.vector_norm(fresh - stored, dim=(0, 2), dtype=torch.float32)
             size = torch.linalg.vector_norm(fresh, dim=(0, 2)).square_()
@@ -259,7 +255,7 @@ class Realigner:
 
         Shapes: keys `[batch, kv_heads, tokens, head_dim]`.
         """
-        table = self._tables.get(layer)
+        table = self.tables.get(layer)
         if table is None:
             return keys.clone()
         zero = (torch.ones_like(table[0]), torch.zeros_like(table[1]))
@@ -283,12 +279,14 @@ class Realigner:
         parts = self._parts(placed, range(layer, layer + 1), which, like.device)
         turns = which in (BESIDE, self.styles[layer].slot)
         rotation = self._rotation(layer, placed, which) if turns else None
-        return (_cat(parts, like.device) if rotation is None else rotation.move(parts, like.device))[0]
+        if rotation is not None:
+            return rotation.move(parts)[0]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[0]
 
     def _rotation(self, layer: int, placed: Placement, which: int) -> Rotation | None:
         """What moves K, what is in the place of V, or beside both, of some chunks; None where that has no position."""
         style = self.styles[layer].beside if which == BESIDE else self.styles[layer]
-        table, number = self._tables.get(layer), placed.chunks[0].chunk.layer_table[layer]
+        table, number = self.tables.get(layer), placed.chunks[0].chunk.layer_table[layer]
         if style is None or not style.turns or table is None or number < 0:
             return None
         key = (id(placed), number, id(table[0]), style)
@@ -325,7 +323,8 @@ class Realigner:
                     return []
                 states = pair[which][None]
             found.append(states if one.is_whole else states[:, :, one.inside])
-        return found
+        is_there = device is None or all(one.device == device for one in found)
+        return found if is_there else [one.to(device, non_blocking=True) for one in found]
 
     def _ready(self, part: slice, layers: range, which: int, device: torch.device) -> Tensor | None:
         """The tokens at `part` of what was joined, or copied to the device, for all chunks."""
@@ -344,16 +343,6 @@ class Realigner:
             placed = self._placed(self._all, device)
             is_small = 0 < placed.layer_bytes * len(self.styles) <= GROUP_BYTES
             parts = self._parts(placed, range(len(self.styles)), which) if is_small else []
-            self._joined_states[key] = _cat(parts, parts[0].device).to(device) if parts else None
+            here = [part.to(parts[0].device) for part in parts]
+            self._joined_states[key] = torch.cat(here, dim=2).to(device) if parts else None
         return self._joined_states[key]
-
-
-def _numbered(states: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """K and V by their numbers; one tensor alone is a mixer's."""
-    return [(BESIDE, states[0])] if len(states) == 1 else list(enumerate(states))
-
-
-def _cat(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    if any(part.device != device for part in parts):
-        parts = [part.to(device, non_blocking=True) for part in parts]
-    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2)

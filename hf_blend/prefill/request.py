@@ -71,7 +71,7 @@ class Request:
         both = torch.cat((ids, mask.to(ids.dtype)), dim=1).cpu().numpy()  # the device is asked once
         new, own, past = both[:, :width], both[:, -width:] != 0, both[:, width:-width] != 0
         gaps = (own[:, 1:] < own[:, :-1]).any(axis=1)
-        if gaps.any() and not (pending and own[:, -1].all()):
+        if gaps.any() and not (pending.batch and own[:, -1].all()):
             return cls(arguments, width, PADDED_INSIDE, ids, mask)
         rows = [row[keep].tolist() for row, keep in zip(new, own, strict=True)]
         columns = [tuple(np.flatnonzero(keep).tolist()) if gap else () for keep, gap in zip(own, gaps, strict=True)]
@@ -104,10 +104,6 @@ class PendingPrompt:
     def __init__(self, batch: PromptBatch | None = None, held: int = 0, is_other: bool = False) -> None:
         self.batch, self.held, self.is_other = batch, held, is_other
         self.is_begun = False  # a part of the prompts has come, and more will
-
-    def __bool__(self) -> bool:
-        """Return True if a prompt is expected."""
-        return self.batch is not None
 
     def is_of(self, input_ids: Tensor) -> bool:
         """Return True if the prompts that are expected are these, `[batch, tokens]`."""

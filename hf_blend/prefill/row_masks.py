@@ -48,8 +48,8 @@ class RowMasks:
             )
 
     def _lines(self, model_mask: Any, rows: Rows, layer: Any, window: int | None) -> Any:
-        keys, offset = self._past + self._tokens, 0  # of a place holder: all
-        if hasattr(layer, "sizes_behind"):
+        keys, offset = self._past + self._tokens, 0  # all, but of a window
+        if window is not None:
             keys, offset = layer.sizes_behind(self._past, self._tokens)
         past, columns = self._past - offset, rows.columns
         if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == columns.shape[1] < self._tokens:

@@ -5,7 +5,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,10 +29,11 @@ class Select:
 class Selection:
     """Asks a selector on behalf of one forward."""
 
-    def __init__(self, context: "PrefillContext") -> None:
+    def __init__(self, context: "PrefillContext", with_keys: Sequence[int]) -> None:
+        """Prepare for one forward, some of whose layers keep K and V; a selector counts these only."""
+        self._with_keys = with_keys
         self._context, self._selector, self._plan = context, context.selector, context.plan
         self._realigner, self._report = context.realigner, context.report
-        self._table: tuple[int, Tensor] | None = None
         self._first_scores: Tensor | None = None
         self._is_first = True
         one = context.selector
@@ -69,7 +69,13 @@ class Selection:
         """
         started = time.perf_counter()
         view = self._view(index, rows, fresh if self._first_scores is None else None)
-        scores = self._scores(view, rows) if any(counts) else torch.zeros_like(view.reusable, dtype=torch.float32)
+        if not any(counts):
+            scores = torch.zeros_like(view.reusable, dtype=torch.float32)
+        elif self._first_scores is not None:
+            scores = rows.take(self._first_scores)
+        else:
+            scores = self._selector.score(view)
+            self._first_scores = None if self._sees_layers else scores
         selected = highest(scores.to(view.reusable.device), view.reusable, counts)
         if self._is_first:
             self._report.chose(rows.columns, selected, self._context.past)
@@ -77,17 +83,8 @@ class Selection:
         self._report.select_ms += 1e3 * (time.perf_counter() - started)
         return selected
 
-    def _scores(self, view: TokenView, rows: Rows) -> Tensor:
-        """Scores of the rows; a selector that scores before the first layer, and so all tokens, keeps to them."""
-        if self._first_scores is not None:
-            return rows.take(self._first_scores)
-        scores = self._selector.score(view)
-        if not self._sees_layers:
-            self._first_scores = scores
-        return scores
-
     def _view(self, index: int, rows: Rows, fresh: KV | None) -> TokenView:
-        table = self._token_table()
+        table = self._plan.token_table()
         kinds = table if rows.is_all else table.gather(2, rows.columns.expand(4, *rows.columns.shape))
         chunk, offset, tokens, image = kinds
         chunk = chunk if rows.filler is None else chunk.masked_fill(rows.filler, -1)
@@ -125,30 +122,17 @@ class Selection:
         (fresh_keys, keys), (fresh_values, values) = pair(0), pair(1)
         return replace(view, fresh=(fresh_keys, fresh_values), stored=(keys, values))
 
-    def _token_table(self) -> Tensor:
-        """`[4, batch, tokens]`: see `Plan.token_table`; made once, and again after a chunk was refused."""
-        known = len(self._plan.chunks)
-        if self._table is None or self._table[0] != known:
-            table = self._plan.token_table().to(self._plan.reusable.device)
-            table[0].masked_fill_(~self._plan.reusable, -1)
-            self._table = known, table
-        return self._table[1]
-
-    @cached_property
-    def _with_keys(self) -> list[int]:
-        """The layers that keep K and V; a selector counts these only."""
-        return [index for index, states in enumerate(self._plan.chunks[0].chunk.layout.layers) if len(states) > 1]
-
     def _stored(self, index: int, states: KV, part: int) -> Tensor:
         """A copy of K (0) or V (1) of all new tokens with the stored chunks over it, realigned; or of projections."""
         chunks = [placed for placed in self._plan.chunks if not placed.exact]
-        if len(self._plan.chunks[0].chunk.layout.layers[index]) == 1:
+        layout = self._plan.chunks[0].chunk.layout.layers[index]
+        if len(layout) == 1:
             projections = states[part].clone()
             self._realigner.write_beside(index, chunks, projections)
             return projections
-        stored, given = self._plan.chunks[0].states(index)[part], states[part]
-        form = (given.shape[0], stored.shape[0], given.shape[2], stored.shape[2])
-        filled = given.clone() if given.shape == form else given.new_zeros(form, dtype=stored.dtype)
+        (heads, width, dtype), given = layout[part], states[part]
+        form = (given.shape[0], heads, given.shape[2], width)
+        filled = given.clone() if given.shape == form else given.new_zeros(form, dtype=dtype)
         self._realigner.write(index, chunks, filled, first=part)
         return filled
 
@@ -166,7 +150,7 @@ class Selection:
         self._report.full_prefills += 1
         truth = full_prefill(self._context)
         for layer, table in enumerate(truth.tables):
-            self._realigner.set_table(layer, table)
+            self._realigner.tables.setdefault(layer, table)
         pairs, past = [truth.layers[index][:2] for index in self._with_keys], self._context.past
         return [(keys[:, :, past:], values[:, :, past:]) for keys, values in pairs]
 

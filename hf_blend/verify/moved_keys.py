@@ -96,7 +96,7 @@ def layer_0(subject: ModelUnderTest) -> CheckResult:
     prompt = subject.prompts[0]
     expected = _layer_0_of(subject)
     realigner = Realigner(subject.styles, BlendReport())
-    realigner.set_table(0, subject.prompt_tables([prompt])[0])
+    realigner.tables[0] = subject.prompt_tables([prompt])[0]
     errors = [0.0]
     for number, (start, ids, *_) in enumerate(prompt.spans()):
         placed = PlacedChunk(0, start, subject.chunk(ids), False, number)
@@ -132,7 +132,7 @@ def _moved(subject: ModelUnderTest, chunk: ChunkKV, start: int) -> ChunkKV:
     realigner, placed = Realigner(subject.styles, BlendReport()), PlacedChunk(0, 0, chunk, False, 0)
     tables, layers = list(chunk.tables), []
     for index, table in enumerate(subject.tables_at(start, chunk.tokens)):
-        realigner.set_table(index, table)
+        realigner.tables[index] = table
         into = [torch.full_like(states, float("nan"))[None] for states in chunk.layers[index]]
         if len(into) > 1:
             realigner.write(index, [placed], *into[:2])

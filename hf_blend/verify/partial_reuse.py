@@ -80,7 +80,7 @@ def unchosen_bytes(subject: ModelUnderTest) -> CheckResult:
     for index in range(got.cache.config.check_layers[0] + 1, subject.num_layers):
         if not got.layers[index]:
             continue
-        realigner.set_table(index, tables[index])
+        realigner.tables[index] = tables[index]
         expected = tuple(torch.zeros_like(states) for states in got.layers[index])
         realigner.write(index, chunks, *expected)
         for name, mine, stored in zip("KV", got.layers[index], expected, strict=True):
