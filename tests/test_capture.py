@@ -9,8 +9,11 @@ from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import PromptError, UnsupportedModelError
+from hf_blend.model import capture as capturing
 from hf_blend.model.anatomy import decoder_layers, decoder_of
 from hf_blend.model.capture import PACK_TOKENS, _recorded_tables, capture, capture_chunk, capture_chunks, packs
+from hf_blend.model.checks import KV, allowed_of, relative_error
+from hf_blend.model.row_masks import PackedLines
 from hf_blend.store.chunk import ChunkKey
 
 CHUNK = tuple(range(10, 40))
@@ -24,11 +27,28 @@ KINDS = {  # models whose chunks are packed
 }
 
 
+SHARED = {  # what a row holds is longer than a window of 16, and shorter than one of 128
+    **KINDS,
+    "gemma3_text of long windows": {**WINDOWS, "sliding_window": 128},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+}
+PREFIX = (1, *range(40, 51))
+
+
 def keys_of(*lengths: int, sink: tuple[int, ...] = (1,)) -> list[ChunkKey]:
     """Chunks of random tokens."""
     draw = torch.Generator().manual_seed(0)
     ids = (torch.randint(3, 128, (length,), generator=draw).tolist() for length in lengths)
     return [ChunkKey("f" * 64, sink, tuple(one)) for one in ids]
+
+
+def tokens_of_calls(model) -> list[int]:
+    """How many tokens each later forward of a model has."""
+    calls: list[int] = []
+    look = observer(lambda _, __, given: calls.append(given["input_ids"].shape[1]))
+    decoder_of(model).register_forward_pre_hook(look, with_kwargs=True)
+    return calls
 
 
 @torch.no_grad()
@@ -139,6 +159,72 @@ def test_capture_chunks_lets_no_bit_depend_on_what_the_others_say(shared_model):
         assert all(torch.equal(got, again) for pair in pairs for got, again in zip(*pair, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SHARED)
+def test_capture_chunks_behind_a_prefix_that_all_share_gives_each_what_it_has_alone(tiny_model, kind, dtype):
+    model, keys = tiny_model(kind.partition(" ")[0], **SHARED[kind]).to(dtype), keys_of(9, 31, 1, 18, sink=PREFIX)
+    assert packs(model, keys) == [keys]
+    calls = tokens_of_calls(model)
+    chunks = capture_chunks(model, keys)
+    assert calls == [len(PREFIX) + 9 + 31 + 1 + 18]
+    for key, chunk in zip(keys, chunks, strict=True):
+        assert chunk.key == key
+        chunk.check()
+        (one,) = capture_chunks(model, [key])
+        assert chunk.layer_table == one.layer_table
+        pairs = zip(chunk.tables, one.tables, strict=True)
+        assert all(torch.equal(got, own) for pair in pairs for got, own in zip(*pair, strict=True))
+        for states, expected in zip(chunk.layers, one.layers, strict=True):
+            for got, own in zip(states, expected, strict=True):
+                assert relative_error(got, own) <= (1e-5 if dtype == torch.float32 else allowed_of(KV, dtype))
+
+
+def test_capture_chunks_behind_a_shared_prefix_lets_no_bit_depend_on_what_the_others_say(shared_model):
+    for model in (shared_model(), shared_model("mistral", sliding_window=8)):
+        first, middle, last, other = keys_of(31, 18, 7, 18, sink=PREFIX)
+        one, two = (capture_chunks(model, [first, between, last]) for between in (middle, other))
+        for place in (0, 2):
+            pairs = zip(one[place].layers, two[place].layers, strict=True)
+            assert all(torch.equal(got, again) for pair in pairs for got, again in zip(*pair, strict=True))
+
+
+def test_packed_lines_are_those_of_each_text_alone_by_its_positions():
+    starts, ends, before, tokens = [0, 5, 14, 16], [5, 14, 16, 27], 5, 27
+    row, key = torch.arange(tokens)[:, None], torch.arange(tokens)
+    for seen in (key > row - 4, key // 4 == row // 4, key >= 0):  # a window, attention in chunks, all
+        for shared in (0, before):
+            alone = seen & (key <= row)
+            slopes = torch.where(alone, key.float(), torch.finfo(torch.float32).min)
+            for mask in (alone[None, None], slopes[None, None]):
+                lines = PackedLines(mask, starts, tokens, mask.device, shared)
+                expected = torch.full_like(mask, 0 if mask.dtype == torch.bool else torch.finfo(torch.float32).min)
+                for block, own, start, end in zip(lines.blocks, lines.masks, starts, ends, strict=True):
+                    first = shared if start >= shared else 0
+                    columns = torch.cat((torch.arange(first), torch.arange(start, end)))
+                    part = mask[:, :, first : first + end - start, : first + end - start]
+                    expected[:, :, start:end, columns] = part
+                    assert torch.equal(lines.seen_of(key[None, None], block)[0, 0], columns)
+                    assert own is None or torch.equal(own, part)
+                assert torch.equal(lines.plain(), expected)
+
+
+def test_packs_hold_one_shared_prefix_and_count_it_once(tiny_model, monkeypatch):
+    model, half = tiny_model(), PACK_TOKENS // 2
+    one, two = keys_of(half, half - len(PREFIX), sink=PREFIX)
+    other, none = keys_of(7, sink=(1,))[0], keys_of(8, sink=())[0]
+    assert packs(model, [one, other, none, two]) == [[one, two], [other], [none]]
+    mixed = [*keys_of(9, 11, sink=PREFIX), other]
+    calls = tokens_of_calls(model)
+    chunks = {chunk.key: chunk for chunk in capture_chunks(model, mixed)}
+    assert calls == [2 * len(PREFIX) + 9 + 11 + 1 + 7], "each behind what its own key says"
+    for key in mixed:
+        (plain,) = capture_chunks(model, [key])
+        pairs = zip(chunks[key].layers, plain.layers, strict=True)
+        assert all(relative_error(got, own) <= 1e-5 for pair in pairs for got, own in zip(*pair, strict=True))
+    monkeypatch.setattr(capturing, "shared_prefix", lambda _: False)
+    assert packs(model, [one, other, none, two]) == [[one, other, none], [two]]
+
+
 def test_packs_have_a_limit_and_one_rotary_regime(shared_model, tiny_model):
     half, whole = PACK_TOKENS // 2, PACK_TOKENS
     keys = keys_of(half - 1, half - 1, 3, whole, 5, 6)
@@ -185,7 +271,7 @@ def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, p
     )
     with torch.no_grad():
         model(**inputs, past_key_values=cache, logits_to_keep=1)
-        prefix, chunks = 5, 3 + 17 + 23 + 31  # three chunks behind BOS; the prefix is what a prefix cache holds
+        prefix, chunks = 5, 1 + 17 + 23 + 31  # three chunks behind one BOS; the prefix is what a prefix cache holds
         assert calls == [prefix, chunks, inputs["input_ids"].shape[1]]
         report = cache.report
         assert (report.computed_chunks, report.loaded_chunks) == (4, 0)

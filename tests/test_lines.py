@@ -17,7 +17,7 @@ MOST = {
     "images": 666,
     "integrations": 1_866,
     "loading": 467,
-    "model": 4_395,
+    "model": 4_446,
     "offload": 959,
     "prefill": 2_664,
     "prompt": 697,
@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_369,
     "cli": 2_413,
     "evaluation": 5_415,
-    "tests": 33_578,
+    "tests": 33_665,
 }
 
 

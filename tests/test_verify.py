@@ -66,7 +66,7 @@ def test_every_check_holds_for_a_llama(dtype, attention):
     verdict = climbed("llama", dtype, attention, None)
     assert verdict.supported, verdict.reason
     assert [one.name for one in verdict.checks] == list(check_names())
-    assert [one.name for one in verdict.refused] == ["packed_chunks"] * (attention == "eager")
+    assert [one.name for one in verdict.refused] == ["packed_chunks", "shared_prefix"] * (attention == "eager")
 
 
 @pytest.mark.slow
@@ -278,6 +278,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("causal", LlamaAttention, "forward", seeing_ahead),
     ("rotary_styles", calibrate, "compose", wrong_turn),
     ("packed_chunks", capture, "_separated", lambda *_: nullcontext()),
+    ("shared_prefix", capture, "_separated", lambda *_: nullcontext()),
     ("mixers_of", mixer.MixerPass, "enter", hold),
     ("ignores_states", calibrate, "HELD_TOKENS", calibrate.HELD_TOKENS),  # jamba's own code is the break
 ]  # fmt: skip

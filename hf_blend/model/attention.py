@@ -101,11 +101,11 @@ def _attend(
         return take(again, module, query, key, value, attention_mask, **kwargs)
     if not isinstance(attention_mask, RowMask):
         return stock(module, query, key, value, attention_mask, **kwargs)
-    if isinstance(attention_mask.lines, PackedLines) and kwargs.get("position_bias") is None:
-        states = (query, key, value)
+    lines = attention_mask.lines
+    if isinstance(lines, PackedLines) and kwargs.get("position_bias") is None:
         outputs = [
-            stock(module, *(one[:, :, block.rows] for one in states), own, **kwargs)[0]
-            for block, own in zip(attention_mask.lines.blocks, attention_mask.lines.masks, strict=True)
+            stock(module, query[:, :, one.rows], lines.seen_of(key, one), lines.seen_of(value, one), own, **kwargs)[0]
+            for one, own in zip(lines.blocks, lines.masks, strict=True)
         ]
         return torch.cat(outputs, dim=1), None
     special = [name for name in ("position_bias", "softcap", "s_aux", "indices") if kwargs.get(name) is not None]
@@ -118,7 +118,7 @@ def _attend(
     if special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
-    return attend(query, key, value, attention_mask.lines, dropout, scaling).transpose(1, 2).contiguous(), None
+    return attend(query, key, value, lines, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
 def with_taker(keys: Tensor, take: Take) -> Tensor:

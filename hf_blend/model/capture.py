@@ -7,14 +7,15 @@ before it is fixed: a sink, the texts of a correction that the caller named, or 
 
 Products of weights and tokens cost less per token, the more tokens there are. So a model's chunks are computed in one
 row of a batch, each at positions of its own, kept apart by masks, where a probe shows that none depends on the others:
-packed with tokens that differ it keeps the same bits, and behind them it has the K and V that it has first.
+packed with tokens that differ it keeps the same bits, and behind them it has the K and V that it has first. What is
+before all of them is computed once, at the beginning of the row.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -60,15 +61,34 @@ def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
     """Compute the KV of several chunks in one forward, in which no chunk sees another."""
     for key in keys:
         check_chunk(model, key.token_ids, key.chunk_prefix_ids)
-    rows = [[*key.chunk_prefix_ids, *key.token_ids] for key in keys]
-    *starts, tokens = accumulate(map(len, rows), initial=0)
-    ids = torch.tensor([[token for row in rows for token in row]])
     if len(keys) == 1:
-        return [cut_chunk(capture(model, ids), keys[0])]
-    places = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    captured = capture(model, ids, places, starts=starts)
-    ends = zip(keys, starts, [*starts[1:], tokens], strict=True)
-    return [cut_chunk(captured, key, start, end) for key, start, end in ends]
+        return [cut_chunk(capture(model, torch.tensor([_tokens(keys[0])])), keys[0])]
+    shared, *others = {_shared(model, key) for key in keys}
+    if others or not shared:
+        captured, ends = _in_one_row(model, [_tokens(key) for key in keys])
+        return [cut_chunk(captured, key, *end) for key, end in zip(keys, ends, strict=True)]
+    captured, (_, *ends) = _in_one_row(model, [shared, *(key.token_ids for key in keys)], len(shared))
+    own = zip(keys, ends, strict=True)
+    return [cut_chunk(captured, key, start - len(shared), end) for key, (start, end) in own]
+
+
+def _tokens(key: ChunkKey) -> tuple[int, ...]:
+    return (*key.chunk_prefix_ids, *key.token_ids)
+
+
+def _shared(model: nn.Module, key: ChunkKey) -> tuple[int, ...]:
+    """What the chunks of a row that have it before them share."""
+    return key.chunk_prefix_ids if shared_prefix(model) else ()
+
+
+def _in_one_row(
+    model: nn.Module, texts: Sequence[Sequence[int]], shared: int = 0
+) -> tuple[Capture, list[tuple[int, int]]]:
+    """Run several texts in one forward, each behind the first alone, if that is shared; gives where each is, too."""
+    ends = list(pairwise(accumulate(map(len, texts), initial=0)))
+    positions = [torch.arange(len(text)) + (shared if at else 0) for at, text in enumerate(texts)]
+    ids, starts = torch.tensor([[token for text in texts for token in text]]), [start for start, _ in ends]
+    return capture(model, ids, torch.cat(positions)[None], starts=starts, shared=shared), ends
 
 
 def capture_texts(model: nn.Module, texts: Tensor) -> Any:
@@ -129,8 +149,11 @@ def capture(
     attention_mask: Tensor | None = None,
     starts: Sequence[int] = (),
     cache: Any = None,
+    shared: int = 0,
 ) -> Capture:
     """Run the decoder once over some tokens, behind those of a cache, and keep what its layers cached of them.
+
+    Texts that begin at `starts` do not see each other, but for the first, of `shared` tokens, which all of them see.
 
     It runs without dropout, autocast and gradients, whatever the caller's state.
 
@@ -143,7 +166,7 @@ def capture(
     past, tokens = 0 if cache is None else cache.get_seq_length(), input_ids.shape[1]
     cache = full_cache(model) if cache is None else cache
     recorded = _recorded_extras(model, cache, tokens)
-    separated = _separated(model, cache, tokens, starts) if len(starts) > 1 else nullcontext()
+    separated = _separated(model, cache, tokens, starts, shared) if len(starts) > 1 else nullcontext()
     with recorded as passes, canonical(model), _recorded_tables(layers, cache) as tables, separated:
         decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
     return _captured(model, cache, tokens, tables, passes, past)
@@ -213,15 +236,15 @@ def _recorded_tables(layers: list[nn.Module], cache: object) -> Iterator[dict[in
 
 
 @contextmanager
-def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int]) -> Iterator[None]:
-    """In calls with this cache, a token sees nothing before the last of `starts` that is not behind it."""
+def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int], shared: int) -> Iterator[None]:
+    """In calls with this cache, a token sees nothing before the last of `starts` not behind it, but what is shared."""
     masks = dict[int, tuple[RowMask, Any]]()
     open_door(STOCK)
 
     def separate(index: int, call: LayerCall) -> Any:
         given = call.arguments.get(call.mask_name)
         if id(given) not in masks:  # the model's is kept alive, or its id would be used again
-            lines = PackedLines(given, starts, tokens, call.hidden.device)
+            lines = PackedLines(given, starts, tokens, call.hidden.device, shared)
             masks[id(given)] = RowMask.of(lines), given
         call.arguments[call.mask_name] = masks[id(given)][0]
         return (call.hidden,), call.arguments
@@ -292,16 +315,16 @@ def packs(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
         return [[key] for key in listed]
     most = min(PACK_TOKENS, getattr(config, "attention_chunk_size", None) or PACK_TOKENS)
     found: list[list[ChunkKey]] = []
-    last: dict[tuple[int, ...], tuple[int, list[ChunkKey]]] = {}  # by regime, the pack that is filled, and its tokens
+    last: dict[object, tuple[int, list[ChunkKey]]] = {}  # by regime and what is shared: the pack to fill, its tokens
     for key in listed:
-        tokens = len(key.chunk_prefix_ids) + len(key.token_ids)
-        regime = frequency_regime(config, tokens)
-        before, pack = last.get(regime, (most, []))
-        if before + tokens > most:
-            before, pack = 0, []
+        tokens, shared = len(_tokens(key)), _shared(model, key)
+        kind = frequency_regime(config, tokens), shared
+        before, pack = last.get(kind, (most, []))
+        if before + tokens - len(shared) > most:
+            before, pack = len(shared), []
             found.append(pack)
         pack.append(key)
-        last[regime] = before + tokens, pack
+        last[kind] = before + tokens - len(shared), pack
     return found
 
 
@@ -312,17 +335,25 @@ def _may_pack(model: nn.Module) -> bool:
 @finding
 def packed_chunks(model: nn.Module) -> CheckResult:
     """What a model keeps of a chunk does not depend on the chunks that are packed into one forward with it."""
-    alone = CheckResult(float("inf"), 0.0, "its chunks are computed one by one.", refused=True, found=False)
+    return _packed(model, "its chunks are computed one by one.")
+
+
+@finding
+def shared_prefix(model: nn.Module) -> CheckResult:
+    """Where packed chunks share the tokens before them, what a model keeps of one depends on no other either."""
+    return _packed(model, "what is before a chunk is computed again for each.", PROBE_TOKENS)
+
+
+def _packed(model: nn.Module, otherwise: str, shared: int = 0) -> CheckResult:
+    alone = CheckResult(float("inf"), 0.0, otherwise, refused=True, found=False)
     if not _may_pack(model) or not keeps_tokens_alone(model):
         return alone
-    own, one, other = text_ids(model, 3 * PROBE_TOKENS).split(PROBE_TOKENS)
-    places = torch.arange(PROBE_TOKENS).repeat(3)[None]
-    starts = [0, PROBE_TOKENS, 2 * PROBE_TOKENS]
-    first, second = (
-        capture(model, torch.cat((own, between, own))[None], places, starts=starts).layers for between in (one, other)
-    )
-    parts = slice(0, PROBE_TOKENS), slice(2 * PROBE_TOKENS, None)
-    ends, again = ([one[..., part, :] for layer in run for one in layer for part in parts] for run in (first, second))
-    errors = [relative_error(last, start) for start, last in zip(ends[::2], ends[1::2], strict=True)]
+    own, one, other, *before = text_ids(model, 3 * PROBE_TOKENS + shared).split(PROBE_TOKENS)
+    ends, again = list[Tensor](), list[Tensor]()
+    for between, found in ((one, ends), (other, again)):
+        captured, columns = _in_one_row(model, [text.tolist() for text in (*before, own, between, own)], shared)
+        parts = slice(*columns[-3]), slice(*columns[-1])
+        found += (states[..., part, :] for layer in captured.layers for states in layer for part in parts)
+    errors = [relative_error(last, first) for first, last in zip(ends[::2], ends[1::2], strict=True)]
     result = CheckResult(max(errors), allowed_of(KV, ends[0].dtype), found=True)
     return result if result.passed and all(map(torch.equal, ends, again)) else alone

@@ -179,38 +179,58 @@ class LocalLines(RowLines):
 
 
 class PackedLines(RowLines):
-    """Each row sees nothing but its own chunk of several that are computed in one row of a batch."""
+    """Each row sees nothing but its own of several texts in one row of a batch, and what all of them share before it.
 
-    def __init__(self, mask: Tensor | None, starts: Sequence[int], tokens: int, device: torch.device) -> None:
-        """Describe the lines.
+    The mask that the model made is read at the positions of tokens, where it is that of each text alone.
+    """
+
+    def __init__(
+        self, mask: Tensor | None, starts: Sequence[int], tokens: int, device: torch.device, shared: int = 0
+    ) -> None:
+        """Describe the lines; where tokens are shared, they are the first of the texts.
 
         Shapes: mask `[1, heads or 1, tokens, tokens]`.
         """
         columns = torch.arange(tokens, device=device)
         lines = LocalLines(columns[None], tokens) if mask is None else MadeLines(mask)
         super().__init__((1, *lines.shape[1:]), lines.dtype, lines.device)
-        self._lines, self._starts, self._is_plain = lines, tuple(starts), mask is None
-        self._chunks = torch.bucketize(columns, torch.tensor(self._starts, device=device), right=True)
+        self._lines, self._starts, self._shared, self._is_plain = lines, tuple(starts), shared, mask is None
+        self._columns, firsts = columns, torch.tensor(self._starts, device=device)
+        self._texts = torch.bucketize(columns, firsts, right=True)
+        self._positions = columns - firsts[self._texts - 1] + shared * (columns >= shared)
 
     @cached_property
     def blocks(self) -> list[RowBlock]:
-        """See `RowLines.blocks`; one for each chunk."""
-        ends = (*self._starts[1:], self.shape[2])
-        return [RowBlock(slice(*ends), slice(*ends)) for ends in zip(self._starts, ends, strict=True)]
+        """See `RowLines.blocks`; one for each text."""
+        ends = pairwise((*self._starts, self.shape[2]))
+        return [RowBlock(slice(*end), slice(0 if self._shared else end[0], end[1])) for end in ends]
 
     @cached_property
     def masks(self) -> list[Tensor | None]:
-        """The mask of each block as the model makes it for its chunk alone; None where a causal kernel does."""
-        if self._is_plain:
-            return [None] * len(self._starts)
-        cut = [self._lines.cut(block.rows, block.keys) for block in self.blocks]
-        is_causal = (one.dtype == torch.bool and torch.equal(one, torch.ones_like(one).tril()) for one in cut)
-        return [None if plain else one for one, plain in zip(cut, is_causal, strict=True)]
+        """The mask of what `seen_of` gives each block, as the model makes it; None where a causal kernel does."""
+        return [self._mask(self._before(block), block.rows.stop - block.rows.start) for block in self.blocks]
+
+    def seen_of(self, states: Tensor, block: RowBlock) -> Tensor:
+        """The columns of keys or values that a block may look at: what is shared, and its own."""
+        own, before = states[:, :, block.rows], self._before(block)
+        return torch.cat((states[:, :, :before], own), dim=2) if before else own
 
     def cut(self, rows: slice, keys: slice) -> Tensor:
         """See `RowLines.cut`."""
-        seen, own = self._lines.cut(rows, keys), self._chunks[rows, None] == self._chunks[keys]
+        seen = self._lines.plain()[:, :, self._positions[rows]][..., self._positions[keys]]
+        own = (self._texts[rows, None] == self._texts[keys]) | (self._columns[keys] < self._shared)
         return seen & own if seen.dtype == torch.bool else seen.masked_fill(~own, torch.finfo(seen.dtype).min)
+
+    def _before(self, block: RowBlock) -> int:
+        return self._shared if block.rows.start >= self._shared else 0
+
+    def _mask(self, before: int, tokens: int) -> Tensor | None:
+        if self._is_plain and not before:
+            return None
+        end = before + tokens
+        made = self._lines.cut(slice(before, end), slice(0, end))
+        is_causal = not before and made.dtype == torch.bool and torch.equal(made, torch.ones_like(made).tril())
+        return None if is_causal else made
 
 
 class CausalLines(LocalLines):
