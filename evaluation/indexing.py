@@ -13,7 +13,6 @@ from torch import nn
 from hf_blend import ChunkStore
 from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, StoreError
-from hf_blend.model.anatomy import default_sink
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.store import ChunkKey
@@ -83,7 +82,7 @@ class Indexer:
         self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: Sequence[Piece], shard: Shard = Shard()
     ) -> None:
         self.model, self.tokenizer, self.store = model, tokenizer, store
-        self.fingerprint, sink = store.identity(fingerprint(model)), default_sink(model)
+        self.fingerprint, sink = store.identity(fingerprint(model)), store.default_prefix(model, tokenizer)
         self._names = [(piece.name, ChunkKey(self.fingerprint, sink, piece.ids, store.namespace)) for piece in pieces]
         self._texts = {key: piece.prompt_text for (_, key), piece in zip(self._names, pieces, strict=True)}
         self.keys = list(self._texts)

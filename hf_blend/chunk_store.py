@@ -161,6 +161,37 @@ class ChunkStore(BaseStore):
         """
         return self.correction.identity(fingerprint) if self.correction else fingerprint
 
+    def default_prefix(self, model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+        """The tokens that chunks are computed behind where nothing else is said.
+
+        Args:
+            model: the model that will use them.
+            tokenizer: the model's.
+
+        Returns:
+            The model's BOS, if any, and a short text. BOS alone without a tokenizer, with a correction, which was
+            fitted so, and for models that the text does not suit: few positions, the state of a mixer, or a tokenizer
+            without its words.
+        """
+        from .model.anatomy import default_sink
+        from .model.context import default_prefix
+
+        return default_sink(model) if self.correction else default_prefix(model, tokenizer)
+
+    def stored_prefix(self, model: nn.Module, fingerprint: str) -> tuple[int, ...]:
+        """The tokens that stored chunks of a model are behind, for prompts that no tokenizer is known of.
+
+        Args:
+            model: the model that will use them.
+            fingerprint: of the model.
+
+        Returns:
+            The most tokens where there are several such; the model's BOS, if any, where nothing is stored.
+        """
+        from .model.anatomy import default_sink
+
+        return self.longest_prefix(self.identity(fingerprint)) or default_sink(model)
+
     def add(
         self,
         model: nn.Module,
@@ -175,9 +206,9 @@ class ChunkStore(BaseStore):
 
         Args:
             model: the model that will use them.
-            tokenizer: for chunks that are text; None if all are ids.
+            tokenizer: the model's. None is for chunks that are ids, and computes them behind BOS alone.
             chunks: texts or token ids, none empty.
-            chunk_prefix_ids: tokens before each chunk while it is computed; None is the model's BOS, if any.
+            chunk_prefix_ids: tokens before each chunk while it is computed; None is `default_prefix`.
 
         Returns:
             The keys of the chunks, in their order.
@@ -224,7 +255,7 @@ class ChunkStore(BaseStore):
             tokenizer: for chunks that are text; None if all are ids.
             chunks: two or more texts or token ids, none empty. Their order does not matter.
             separator: text or ids between two chunks in prompts; text needs a tokenizer. None is no separator.
-            chunk_prefix_ids: tokens before the first of them; None is the model's BOS, if any.
+            chunk_prefix_ids: tokens before the first of them; None is `default_prefix`.
 
         Returns:
             The keys of what is stored, a key for each different chunk.
@@ -305,14 +336,13 @@ class ChunkStore(BaseStore):
         Raises:
             PromptError: `chunks` is not a list.
         """
-        from .model.anatomy import default_sink
         from .model.fingerprint import fingerprint
         from .prompt.pieces import tokenize
 
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, expected a list of chunks. Write [text].")
         identity = self.identity(fingerprint(model))
-        sink = default_sink(model) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
+        sink = self.default_prefix(model, tokenizer) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
         return [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
 
     def close(self) -> None:

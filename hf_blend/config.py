@@ -61,7 +61,8 @@ class BlendConfig:
         layer_ratios: share kept from each check layer on, never increasing; None derives it from recompute_ratio.
         gradual: gradual filtering (CacheBlend, section 4.3): choose more at the first check layer, fewer at each
             later one, so that the mean over the layers is recompute_ratio.
-        chunk_prefix_ids: tokens that stand before each chunk while it is precomputed; None is the model's BOS, if any.
+        chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, and for a
+            prompt of which no tokenizer is known what the model's stored chunks are behind.
         kv_bits: 8 or 4 to decode from K and V in so many bits; None keeps them in the model's dtype. The prefill is
             the same.
         kv_device_map: where the K and V of each layer are kept: "auto" lets accelerate decide by `max_memory`; "cpu"

@@ -89,12 +89,12 @@ def opening(shelf: ModelCache, limits: Limits, model: str = "") -> DemoState:
 
 def _store(loaded: Loaded, store: ChunkStore, asked: Asked, scene: DemoState) -> Generator[DemoState, None, str]:
     """Store the pieces that are missing, one by one, and say so; the result is a sentence."""
-    keys = list(dict.fromkeys(store.keys(loaded.model, None, chunks_of(loaded.tokenizer, asked.pieces))))
+    keys = list(dict.fromkeys(store.keys(loaded.model, loaded.tokenizer, chunks_of(loaded.tokenizer, asked.pieces))))
     missing = [key for key in keys if not store.contains(key)]
     present = len(keys) - len(missing)
     for number, key in enumerate(missing):
         yield replace(scene, status=f"{present + number} of {len(keys)} pieces stored …")
-        store.add(loaded.model, None, [key.token_ids])
+        store.add(loaded.model, loaded.tokenizer, [key.token_ids])
     return f"{len(missing)} pieces stored now, {present} before."
 
 

@@ -359,6 +359,8 @@ class BlendCache(Cache):
         """Put prompts side by side and wait for them."""
         check_lengths(prompts, held, text_config(self.model))
         self._check_room(held + max(len(prompt.ids) for prompt in prompts), 0)
+        if self.config.chunk_prefix_ids is None:
+            self.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         made = batch(prompts, 0 if pad_id is None else pad_id, history)
         self._prompts = KnownPrompts(
@@ -667,6 +669,8 @@ class BlendCache(Cache):
         self._check_ms += 1e3 * (time.perf_counter() - began_s)
         expected, is_begun = known.pending, known.pending.is_begun
         known.tokenizer = known.tokenizer if expected.batch else ""
+        if not expected.batch and known.images is None and self.config.chunk_prefix_ids is None:
+            self.chunk_prefix_ids = self.store.stored_prefix(self.model, identity)
         sink, ratio = tuple(self.chunk_prefix_ids), self.config.recompute_ratio
         planner = Planner(self.model, self.store, identity, sink, ratio, known.tokenizer)
         planner.images = {} if known.images is None else known.images.alone

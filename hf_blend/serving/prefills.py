@@ -115,7 +115,6 @@ class BlendedPrefills:
         self.shares = Shares()
         selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
         self._sees_question = bool(selector.needs_question or selector.needs_full_prefill)
-        self._sink = default_sink(self._model) if config.chunk_prefix_ids is None else config.chunk_prefix_ids
         self._reuse: dict[str, Reuse] = {}  # of the requests that are not over
         self._finished: tuple[str, Reuse] | None = None  # the last one that ended; the engine may put it back
         self._held: OrderedDict[str, _Held] = OrderedDict()
@@ -419,18 +418,23 @@ class BlendedPrefills:
 
     def _spans(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> Spans:
         """The chunks of a prompt that are stored now; one may be evicted, or come from another server, at any time."""
-        spans = of_set(reuse.store, reuse.store.find(identity, self._sink, token_ids), token_ids)
+        spans = of_set(reuse.store, reuse.store.find(identity, self._prefix(reuse, identity), token_ids), token_ids)
         return [span for span in spans if span.start + span.tokens < len(token_ids)]
 
     def _missing(self, reuse: Reuse, identity: str) -> list[ChunkKey]:
         """Chunks of a request, and what comes before the first of them, that are not stored."""
-        sink, namespace = tuple(self._sink), reuse.store.namespace
-        chunks = reuse.store.identity(identity)
-        keys = [ChunkKey(chunks, sink, span.token_ids, namespace) for span in reuse.prompt.spans()]
+        chunks, namespace = reuse.store.identity(identity), reuse.store.namespace
+        prefix = self._prefix(reuse, chunks)
+        keys = [ChunkKey(chunks, prefix, span.token_ids, namespace) for span in reuse.prompt.spans()]
         opening = reuse.prompt.ids[: reuse.prompt.opening]
-        if len(opening) > len(self._sink):
+        if len(opening) > len(default_sink(self._model)):
             keys.append(ChunkKey(identity, (), opening, namespace))
         return [key for key in dict.fromkeys(keys) if not reuse.store.contains(key)]
+
+    def _prefix(self, reuse: Reuse, identity: str) -> tuple[int, ...]:
+        """What chunks are behind, as a lone cache would take it."""
+        given = self._config.chunk_prefix_ids
+        return reuse.store.longest_prefix(identity) or default_sink(self._model) if given is None else tuple(given)
 
     def _blend(self, held: _Held) -> None:
         """Run the blended prefill of a whole prompt, copy its K and V, and draw the first token."""

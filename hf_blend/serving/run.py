@@ -72,10 +72,13 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
 
     tenants = Tenants(rows, open_store)
     try:
+        store = next(iter(tenants.stores.values()))
+        prefix = plan.blend.chunk_prefix_ids
         engine = BlendedBatching(
             model,
-            next(iter(tenants.stores.values())),
+            store,
             plan.blend,
+            chunk_prefix_ids=store.default_prefix(model, tokenizer) if prefix is None else prefix,
             generation_config=greedy(model, plan.limits.new_tokens),
             batching=_batching(tokens, plan),
             stall_s=plan.stall_s,

@@ -266,6 +266,10 @@ class BaseStore:
         """Give the tokens that stood before chunks of a fingerprint, each once; empty if there is no such chunk."""
         return set(map(unpack_tokens, self._catalog.prefixes(fingerprint)))
 
+    def longest_prefix(self, fingerprint: str) -> tuple[int, ...]:
+        """Give the most tokens that chunks of a fingerprint are behind; empty if there is no such chunk."""
+        return max(self.prefixes_of(fingerprint), key=lambda ids: (len(ids), ids), default=())
+
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """Count the chunks of a model that are known, and those of all models, in the store's namespace."""
         return self._catalog.counts(fingerprint)

@@ -15,7 +15,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from ...cache.blend_cache import BlendCache
 from ...config import BlendConfig
 from ...errors import ConfigError, HfBlendError, UnsupportedModelError
-from ...model.anatomy import default_sink
 from ...model.canary import COARSE_TOLERANCE, TOLERANCE
+from ...model.context import default_prefix
 from ...model.fingerprint import fingerprint
 from ...prompt.pieces import Span
 from ...store import ChunkStore
@@ -292,7 +292,7 @@ class Scheduler:
 
     def _load_tokenizer(self) -> Any:
         if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._model_config.tokenizer)
+            self._tokenizer = load_tokenizer(self._model_config)
         return self._tokenizer
 
     def allocated(self, request: Any, blocks: list[int], tokens: int) -> None:
@@ -360,7 +360,10 @@ class Worker:
         ids = tuple(range(3 * LEAST_CHECKED))
         with ChunkStore.open("memory://") as store:  # refuses what cannot be blended, and finds out about the model
             self._blend(ids, (Span.whole(LEAST_CHECKED, ids[LEAST_CHECKED : 2 * LEAST_CHECKED]),), store)
-        self.identity = Identity(fingerprint(self.model), default_sink(self.model))
+        if self._config.chunk_prefix_ids is None:
+            prefix = default_prefix(self.model, load_tokenizer(self._vllm_config.model_config))
+            self._config = replace(self._config, chunk_prefix_ids=prefix)
+        self.identity = Identity(fingerprint(self.model), self._config.chunk_prefix_ids)
         logger.info("blends %s, fingerprint %.12s…", type(self.model).__name__, self.identity.fingerprint)
 
     def load(self, load: Load) -> None:
@@ -431,6 +434,13 @@ class Worker:
         tokens = torch.arange(start, stop)
         indices = torch.tensor(blocks)[tokens // self._block_size] * self._block_size + tokens % self._block_size
         return indices.to(self.model.device)
+
+
+def load_tokenizer(model_config: Any) -> Any:
+    """The tokenizer that vLLM was started with; None if it was told to load none."""
+    if model_config.skip_tokenizer_init:
+        return None
+    return AutoTokenizer.from_pretrained(model_config.tokenizer)
 
 
 def _write(layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:

@@ -1,0 +1,105 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What chunks are computed behind where nothing is said: which tokens, that they are used, and who finds them."""
+
+import zlib
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import DynamicCache
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.model.context import LEAST_POSITIONS, MOST_TOKENS, TEXT, default_prefix
+from hf_blend.model.fingerprint import fingerprint
+from tests.conftest import random_ids, random_pieces
+
+CHUNKS = [random_ids(20, seed) for seed in (1, 2)]
+
+
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    unk_token_id = 2
+    pad_token_id = 0
+
+    def encode(self, text, add_special_tokens=True):
+        assert not add_special_tokens
+        return [3 + zlib.crc32(word.encode()) % 50 for word in text.split()]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama", max_position_embeddings=2048)
+
+
+@pytest.fixture
+def store():
+    with ChunkStore.open("memory://") as opened:
+        yield opened
+
+
+def prefix_of(model):
+    return (model.config.bos_token_id, *Words().encode(TEXT, add_special_tokens=False))
+
+
+def test_default_prefix_is_bos_and_the_text_in_the_ids_of_the_tokenizer(model, store):
+    assert default_prefix(model, Words()) == prefix_of(model)
+    (key,) = store.add(model, Words(), CHUNKS[:1])
+    assert key.chunk_prefix_ids == prefix_of(model)
+
+
+@pytest.mark.parametrize("why", ["no tokenizer", "unknown words", "a letter a token", "few positions", "a mixer"])
+def test_default_prefix_is_bos_alone_where_the_text_does_not_suit(model, why):
+    tokenizer = None if why == "no tokenizer" else Words()
+    if why == "unknown words":
+        tokenizer.unk_token_id = Words().encode(TEXT, add_special_tokens=False)[7]
+    if why == "a letter a token":
+        tokenizer.encode = lambda text, add_special_tokens: [5] * len(text)
+        assert len(TEXT) > MOST_TOKENS
+    if why == "few positions":
+        model = tiny_model("llama", max_position_embeddings=LEAST_POSITIONS - 1)
+    if why == "a mixer":
+        model = tiny_model("qwen3_next", max_position_embeddings=2048)
+    assert default_prefix(model, tokenizer) == (model.config.bos_token_id,)
+
+
+def test_chunks_of_a_store_with_a_correction_are_behind_bos_as_it_was_fitted(model, store, monkeypatch):
+    monkeypatch.setattr(store, "correction", object())
+    assert store.default_prefix(model, Words()) == (model.config.bos_token_id,)
+
+
+def test_stored_chunk_has_the_kv_that_stock_leaves_behind_the_text(model, store):
+    pieces = {**random_pieces(), "chunks": CHUNKS[:1]}
+    store.add(model, Words(), CHUNKS[:1])
+    cache, stock = BlendCache(model, store, recompute_ratio=0.0), DynamicCache()
+    inputs = cache.inputs(Words(), **pieces)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache, logits_to_keep=1)
+        model(torch.tensor([[*prefix_of(model), *CHUNKS[0]]]), past_key_values=stock)
+    assert cache.report.loaded_chunks == 1  # the prefix is computed
+    start = inputs["input_ids"][0].tolist().index(CHUNKS[0][0], len(pieces["prefix"]))
+    for own, whole in zip(cache.layers, stock.layers, strict=True):
+        torch.testing.assert_close(own.values[:, :, start : start + 20], whole.values[:, :, -20:])
+
+
+def test_prompt_of_which_no_tokenizer_is_known_finds_what_is_behind_the_text(model, store):
+    keys = store.add(model, Words(), CHUNKS)
+    assert store.stored_prefix(model, fingerprint(model)) == prefix_of(model)
+    ids = torch.tensor([[1, *random_ids(9, 5), *CHUNKS[1], *CHUNKS[0], *random_ids(6, 6)]])
+    cache = BlendCache(model, store, recompute_ratio=0.0)
+    cache.get_seq_length()  # from here on it sees the model's call
+    with torch.no_grad():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    assert cache.report.loaded_chunks == len(keys)
+    with ChunkStore.open("memory://") as empty:
+        assert empty.stored_prefix(model, fingerprint(model)) == (model.config.bos_token_id,)
+
+
+def test_config_that_names_tokens_is_obeyed(model, store):
+    store.add(model, Words(), CHUNKS, chunk_prefix_ids=(1, 9))
+    cache = BlendCache(model, store, chunk_prefix_ids=(1, 9))
+    inputs = cache.inputs(Words(), **{**random_pieces(), "chunks": CHUNKS})
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache, logits_to_keep=1)
+    assert (cache.chunk_prefix_ids, cache.report.loaded_chunks) == ((1, 9), 2)
