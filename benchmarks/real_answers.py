@@ -113,7 +113,9 @@ def _answers(
         logits = bench.model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]
         yield {"method": "full", "answer": most_likely(bench, logits, cache, years), "charged": 1.0}
     for method in methods:
-        blended = BlendCache(bench.model, stores[method.correction], **method.settings(ratios[method.text]))
+        store = stores[method.correction]
+        behind = store.correction.prefix if store.correction else bench.contexts[method.context]
+        blended = BlendCache(bench.model, store, chunk_prefix_ids=behind, **method.settings(ratios[method.text]))
         inputs = bench.inputs(blended, row)
         logits = bench.model(**inputs, past_key_values=blended, logits_to_keep=1).logits[0, -1]
         charged = round(blended.report.charged_budget, 5)

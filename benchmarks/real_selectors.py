@@ -42,10 +42,13 @@ from hf_blend.errors import HfBlendError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.summary import interval
 from hf_blend.evaluation.tasks.samsum import Samsum
+from hf_blend.model.anatomy import default_sink
+from hf_blend.model.context import default_prefix
 
 RESULTS = Path(__file__).parent / "results"
 SYSTEM = "Answer the question from the documents. Reply with the answer only, in a few words."
 PLAIN = "Answer the question based on the passages.\n\n{}\n\nQuestion: {}\nShort answer:"
+TEXT = "text"  # what the library computes chunks behind; without a context they are behind BOS alone
 TOGETHER = "together"  # in the place of a correction: the prompt's chunks were computed together, in another order
 ANSWER_TOKENS = 10  # over which the divergence is the mean
 TRIED_RATIOS = (0.03, 0.2)
@@ -136,7 +139,7 @@ class Bench:
 
     Args:
         model: name or folder.
-        contexts: name → text that each chunk is captured behind, instead of the default.
+        contexts: name → text that each chunk is computed behind, instead of BOS; `text` is the library's own.
         corrections: name → file of `hf-blend fit`.
         task: whose prompts are asked.
     """
@@ -149,7 +152,11 @@ class Bench:
         self.name = Path(model).name
         self.model, self.tokenizer = load_model(model)
         self.is_chat = bool(self.tokenizer.chat_template)
-        self.contexts = {"": None, **{name: self._context(text) for name, text in contexts.items()}}
+        self.contexts = {
+            "": default_sink(self.model),
+            TEXT: default_prefix(self.model, self.tokenizer),
+            **{name: self._context(text) for name, text in contexts.items()},
+        }
         self.corrections: dict[str, str | None] = {"": None, TOGETHER: None, **(corrections or {})}
         self.task = task
         self.score = plugins.load("evaluation.scores", task.score)(self.tokenizer) if task.score else None
@@ -220,7 +227,8 @@ class Bench:
             Log probabilities of each answer token `[tokens, words]`, CPU milliseconds to the first, the report, and
             the score of the answer that this prefill writes itself, where the task has one.
         """
-        cache = BlendCache(self.model, store, chunk_prefix_ids=self.contexts[context], **settings)
+        behind = store.correction.prefix if store.correction else self.contexts[context]
+        cache = BlendCache(self.model, store, chunk_prefix_ids=behind, **settings)
         inputs, began = self.inputs(cache, row), time.process_time()
         first = self.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1:]
         spent, report = 1e3 * (time.process_time() - began), cache.report
@@ -305,7 +313,8 @@ def measured(
     answer, full = answer[:ANSWER_TOKENS], full[:ANSWER_TOKENS]
     for (context, correction), store in stores.items():  # fill the stores
         if correction == TOGETHER:
-            store.add_together(bench.model, bench.tokenizer, row["chunks"])
+            behind = bench.contexts[context]
+            store.add_together(bench.model, bench.tokenizer, row["chunks"], chunk_prefix_ids=behind)
         bench.blended(row, answer[:1], store, context, {"recompute_ratio": 0.0})
     for method in random.Random(row["id"]).sample(methods, len(methods)):
         ratio = ratios[method.text]

@@ -16,7 +16,6 @@ __all__ = ["fit"]
 Output = Annotated[Path, typer.Option("--output", "-o", help="File to write, of less than 20 MB.")]
 Prompts = Annotated[int, typer.Option(min=1, help="How many prompts are put together from the corpus.")]
 Rank = Annotated[int, typer.Option(min=0, help="Of the map of each layer; 0 is 64, or less for a large model.")]
-Contexts = Annotated[int, typer.Option(min=0, help="Further prompts behind which each chunk is computed when stored.")]
 Seed = Annotated[int, typer.Option(help="Of the order in which texts are put together.")]
 
 
@@ -27,7 +26,6 @@ def fit(
     prompts: Prompts = 24,
     chunk_tokens: ChunkTokens = 192,
     rank: Rank = 0,
-    contexts: Contexts = 0,
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -35,11 +33,10 @@ def fit(
 ) -> None:
     """Fit a correction to a model, from text without labels; without a corpus, from the bundled handbook.
 
-    Texts are put together at random as prompts have them, and a linear map a layer is found, which adds to a chunk
-    computed alone what a prompt would. Use the file where a store is opened: ChunkStore.open(…, correction=FILE), or
-    --correction of other commands. It costs nothing in a prompt. With --contexts, the first prompts, cut short, become
-    contexts: a chunk is computed behind each of them, and the mean is stored; that costs as many forwards. Chunks that
-    are stored without it, or with another, are not found. Some 30,000 tokens of text like yours do.
+    Texts are put together at random as prompts have them, and a linear map a layer is found, which adds to a stored
+    chunk what a prompt would. Use the file where a store is opened: ChunkStore.open(…, correction=FILE), or
+    --correction of other commands. It costs nothing in a prompt. Chunks that are stored without it, or with another,
+    are not found. Some 30,000 tokens of text like yours do.
 
     Examples:
         hf-blend fit --prompts 1 --output correction.safetensors --json  # slow
@@ -50,6 +47,7 @@ def fit(
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.evaluation.fitting import prompts_of
     from hf_blend.evaluation.indexing import bundled_pieces
+    from hf_blend.model.context import default_prefix
     from hf_blend.model.correction import ContextCorrection
 
     documents = read(corpus or [])
@@ -59,16 +57,17 @@ def fit(
     if len(texts) < 2:
         fail(f"The corpus has {len(texts)} text of up to {chunk_tokens} tokens, expected at least 2. Give more of it.")
     loaded, started = source.load(), time.perf_counter()
-    listed = list(prompts_of(source.tokenizer, texts, prompts + contexts, seed))
+    listed = list(prompts_of(source.tokenizer, texts, prompts, seed))
     given = progress(listed, "prompts", quiet=json)
-    found = ContextCorrection.fit(loaded, given, rank=rank or None, contexts=contexts)
+    prefix = default_prefix(loaded, source.tokenizer)
+    found = ContextCorrection.fit(loaded, given, chunk_prefix_ids=prefix, rank=rank or None)
     found.save(output)
     document = {
         "correction": str(output),
         "model": found.model,
         "layers": len(found.maps),
         "rank": next(iter(found.maps.values()))[0].shape[1],
-        "contexts": 0 if found.contexts is None else len(found.contexts),
+        "prefix_tokens": len(found.prefix),
         "texts": len(texts),
         "tokens": sum(len(ids) for ids, _ in listed),
         "nbytes": output.stat().st_size,

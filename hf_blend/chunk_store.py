@@ -98,9 +98,8 @@ class ChunkStore(BaseStore):
                 others', and a full disk waits for the remote tier. What a remote tier refuses, as where it is full,
                 is kept on the disk; `rebalance` moves it later. None keeps a copy in every tier.
             correction: file of `hf-blend fit`: chunks are stored with what text before them is expected to add to K
-                and V, for the one model that it was fitted for. Contexts in it take the place of
-                `chunk_prefix_ids`. It is part of their keys, so chunks with and without it never meet. None stores
-                chunks as they are when computed alone.
+                and V, for the one model that it was fitted for. It is part of their keys, so chunks with and without
+                it never meet. None stores chunks as they are computed.
 
         Returns:
             The store.
@@ -169,14 +168,13 @@ class ChunkStore(BaseStore):
             tokenizer: the model's.
 
         Returns:
-            The model's BOS, if any, and a short text. BOS alone without a tokenizer, with a correction, which was
-            fitted so, and for models that the text does not suit: few positions, the state of a mixer, or a tokenizer
-            without its words.
+            The model's BOS, if any, and a short text. BOS alone without a tokenizer, and for models that the text does
+            not suit: few positions, the state of a mixer, or a tokenizer without its words. With a correction what
+            that was fitted behind.
         """
-        from .model.anatomy import default_sink
         from .model.context import default_prefix
 
-        return default_sink(model) if self.correction else default_prefix(model, tokenizer)
+        return self.correction.prefix if self.correction else default_prefix(model, tokenizer)
 
     def stored_prefix(self, model: nn.Module, fingerprint: str) -> tuple[int, ...]:
         """The tokens that stored chunks of a model are behind, for prompts that no tokenizer is known of.

@@ -64,11 +64,6 @@ def test_default_prefix_is_bos_alone_where_the_text_does_not_suit(model, why):
     assert default_prefix(model, tokenizer) == (model.config.bos_token_id,)
 
 
-def test_chunks_of_a_store_with_a_correction_are_behind_bos_as_it_was_fitted(model, store, monkeypatch):
-    monkeypatch.setattr(store, "correction", object())
-    assert store.default_prefix(model, Words()) == (model.config.bos_token_id,)
-
-
 def test_stored_chunk_has_the_kv_that_stock_leaves_behind_the_text(model, store):
     pieces = {**random_pieces(), "chunks": CHUNKS[:1]}
     store.add(model, Words(), CHUNKS[:1])

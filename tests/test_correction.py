@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import tiny_model
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import rotate_half
 
@@ -15,9 +14,9 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.evaluation.indexing import Indexer
 from hf_blend.evaluation.retrieving import Piece
-from hf_blend.model import correction
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.canary import compute_chunks
+from hf_blend.model.capture import capture_chunks
 from hf_blend.model.correction import DECAYS, ContextCorrection
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
@@ -142,8 +141,7 @@ def test_correction_of_another_model_and_files_that_hold_none_are_refused_by_nam
     save_file({"0.down": torch.ones(3, 2)}, tmp_path / "other")
     (tmp_path / "text").write_text("no tensors")
     replace(fitted, maps={0: (torch.full((3, 2), torch.nan), torch.ones(2, 2))}).save(tmp_path / "nan")
-    replace(fitted, contexts=torch.ones(4, dtype=torch.int64)).save(tmp_path / "contexts")
-    for name in ("other", "text", "nan", "contexts", "nothing"):
+    for name in ("other", "text", "nan", "nothing"):
         with pytest.raises(ConfigError, match=r"correction|format"):
             ChunkStore.open("memory://", correction=tmp_path / name)
 
@@ -173,76 +171,22 @@ def test_documents_indexed_with_and_without_a_correction_are_listed_beside_each_
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text"])
-def test_chunk_is_stored_as_the_mean_of_what_stock_leaves_behind_each_context(shared_model, family):
-    model, contexts, chunk = shared_model(family), [random_ids(21, 5), random_ids(21, 6)], random_ids(40, 7)
-    plain = ContextCorrection.fit(model, chunk_prompts(2), rank=1)
-    zero = {layer: (down * 0, up) for layer, (down, up) in plain.maps.items()}
-    made = ContextCorrection(fingerprint(model), zero, torch.tensor(contexts))
-    key = ChunkKey(made.identity(fingerprint(model)), default_sink(model), tuple(chunk))
-    [stored] = compute_chunks(model, [key], correction=made)
-    behind = []
-    for context in contexts:
-        cache = DynamicCache()  # without windows, so that it keeps all
-        with torch.no_grad():
-            model(torch.tensor([context + chunk]), past_key_values=cache)
-        behind.append([(one.keys[0, :, len(context) :], one.values[0, :, len(context) :]) for one in cache.layers])
-    for layer, (keys, values) in enumerate(stored.layers):
-        torch.testing.assert_close(values, (behind[0][layer][1] + behind[1][layer][1]) / 2, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(keys, (behind[0][layer][0] + behind[1][layer][0]) / 2, rtol=1e-4, atol=1e-4)
-        assert (behind[0][layer][1] - values).abs().max() > 1e-2 or layer == 0
-    assert stored.key == key
-
-
-def test_fitted_contexts_bring_chunks_nearer_and_are_kept_in_the_file(shared_model, tmp_path):
-    model, errors = shared_model("llama"), {"alone": 0.0, "behind": 0.0}
-    made = ContextCorrection.fit(model, chunk_prompts(9), contexts=3)
+def test_chunks_of_a_correction_are_behind_what_it_was_fitted_behind(shared_model, tmp_path):
+    model, prefix = shared_model("llama"), (1, *random_ids(8, 4))
+    made = ContextCorrection.fit(model, chunk_prompts(3), chunk_prefix_ids=prefix)
     made.save(tmp_path / "file")
-    loaded = ContextCorrection.load(tmp_path / "file")
-    assert loaded.digest == made.digest
-    assert loaded.contexts.tolist() == [ids for ids, _ in list(chunk_prompts(3))]
-    assert replace(loaded, contexts=loaded.contexts[:2]).digest != made.digest
-    for ids, placed in list(chunk_prompts(12))[9:]:  # not fitted
-        whole = DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(torch.tensor([ids]), past_key_values=whole)
-        for start, tokens, _, _ in placed:
-            for name, identity in (("alone", fingerprint(model)), ("behind", made.identity(fingerprint(model)))):
-                [stored] = compute_chunks(model, [ChunkKey(identity, (1,), tokens)], correction=made)
-                for (_, values), layer in zip(stored.layers, whole.layers, strict=True):
-                    true = layer.values[0, :, start : start + len(tokens)]
-                    errors[name] += float((values - true).square().sum())
-    assert errors["behind"] < 0.98 * errors["alone"]
+    with ChunkStore.open("memory://", correction=tmp_path / "file") as store:
+        assert store.correction.digest == made.digest
+        [key] = store.add(model, None, [random_ids(9, 1)])
+        assert key.chunk_prefix_ids == store.default_prefix(model, None) == prefix
+        [plain] = capture_chunks(model, [key])
+        assert torch.equal(store.get(key).layers[-1][1], made.corrected(model, plain).layers[-1][1])
+    assert replace(made, prefix=(1,)).digest != made.digest
 
 
-def test_model_that_keeps_a_state_has_no_contexts():
-    assert ContextCorrection.fit(tiny_model("qwen3_next"), chunk_prompts(2), contexts=1).contexts is None
-
-
-def test_contexts_of_a_fit_leave_room_for_chunks_in_a_model_of_few_positions(shared_model):
-    long = [(ids * 9, placed) for ids, placed in chunk_prompts(1, chunks=6)]
-    made = ContextCorrection.fit(shared_model("llama"), [*long, *chunk_prompts(2)], contexts=1)
-    assert made.contexts.shape == (1, shared_model("llama").config.max_position_embeddings // 4)
-
-
-def test_contexts_are_computed_once_and_not_by_a_model_that_changed(tiny_model, monkeypatch):
-    model, seen = tiny_model("llama"), []
-    made, compute = ContextCorrection.fit(model, chunk_prompts(4), contexts=2), correction.capture_texts
-    monkeypatch.setattr(correction, "capture_texts", lambda *given: seen.append(1) or compute(*given))
-    key = ChunkKey(made.identity(fingerprint(model)), (1,), tuple(random_ids(9, 1)))
-    chunks = [compute_chunks(model, [key], correction=made)[0] for _ in range(2)]
-    assert torch.equal(*(chunk.layers[-1][1] for chunk in chunks))
-    assert len(seen) == 1
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
-    with pytest.raises(ConfigError, match="fitted for the model"):
-        compute_chunks(model, [key], correction=made)
-
-
-def test_contexts_that_the_model_has_no_ids_for_are_refused(shared_model):
+def test_prefix_that_the_model_has_no_ids_for_is_refused(shared_model):
     model = shared_model("llama")
     made = ContextCorrection.fit(model, chunk_prompts(2), rank=1)
-    made = replace(made, contexts=torch.tensor([[5, 6], [5, model.config.vocab_size]]))
-    key = ChunkKey(made.identity(fingerprint(model)), (1,), tuple(random_ids(9, 1)))
+    key = ChunkKey(made.identity(fingerprint(model)), (model.config.vocab_size,), tuple(random_ids(9, 1)))
     with pytest.raises(PromptError, match=str(model.config.vocab_size)):
         compute_chunks(model, [key], correction=made)

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 
 from hf_blend import BlendCache, ChunkStore, PromptError, blended
 from hf_blend.cache import blend_cache
-from hf_blend.model.anatomy import default_sink
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill.plan import Planner, PromptRow
 from hf_blend.prompt.pieces import tokenize
@@ -230,7 +229,7 @@ def test_fallback_reason_names_a_store_of_another_model_or_sink(known, tiny_mode
     store, asked = memory(), tokenizer(QUESTION, return_tensors="pt")
     store.add(tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, seed=1), tokenizer, DOCUMENTS)
     for says in ("holds 3 chunks, but none of this model", r"but none behind chunk_prefix_ids=\(1,\)"):
-        cache = BlendCache(model, store)
+        cache = BlendCache(model, store, chunk_prefix_ids=(1,))
         model.generate(**asked, past_key_values=cache, max_new_tokens=1)
         assert re.search(says, cache.report.fallback_reason)
         store.add(model, tokenizer, DOCUMENTS, chunk_prefix_ids=(1, 5))
@@ -241,13 +240,14 @@ def test_fallback_reason_and_notice_name_another_tokenizer(models, tmp_path, cap
     assert tokenizer_digest(tokenizer) == tokenizer_digest(tokenizer) != tokenizer_digest(other) != ""
     with ChunkStore.open(tmp_path) as store:
         store.add(model, other, DOCUMENTS)
+        store.add(model, other, DOCUMENTS, chunk_prefix_ids=(1,))
     with ChunkStore.open(tmp_path) as store, caplog.at_level(logging.WARNING):
         cache = BlendCache(model, store)
         inputs = cache.inputs_from_text(tokenizer, f"{JOINED}\n{QUESTION}")
         model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
         named = f"nother tokenizer ({tokenizer_digest(other)}) than this one ({tokenizer_digest(tokenizer)})"
         assert named in cache.report.fallback_reason
-        cache = BlendCache(model, store)
+        cache = BlendCache(model, store, chunk_prefix_ids=(1,))
         inputs = cache.inputs(tokenizer, chunks=[tokenize(other, one) for one in DOCUMENTS], question=QUESTION)
         model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
     assert named in cache.report.notice
@@ -278,7 +278,7 @@ def test_plan_reuses_nearly_all_of_published_passages_however_they_are_joined(na
     store = memory()
     for texts in chunks:
         store.add(model, tokenizer, texts)
-    planner = Planner(model, store, fingerprint(model), default_sink(model))
+    planner = Planner(model, store, fingerprint(model), store.default_prefix(model, tokenizer))
     for texts, (join, joined) in itertools.product(chunks, JOINS.items()):
         ids = tokenizer(f"Answer.\n\n{joined(texts)}\n\nQuestion:")["input_ids"]
         made = planner.plan([PromptRow(tuple(ids), len(ids), 0)], len(ids), True)

@@ -27,7 +27,7 @@ from hf_blend.evaluation.methods.base import Blended, Outcome
 from hf_blend.evaluation.summary import interval
 from hf_blend.evaluation.tasks.base import Sample
 from hf_blend.evaluation.trial import FULL, WARM, EvalConfig, load_task
-from hf_blend.model.anatomy import decoder_layers, default_sink, text_config
+from hf_blend.model.anatomy import decoder_layers, text_config
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prompt.tokenizer import front_ids
 from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
@@ -163,7 +163,7 @@ class _Bench:
     def __init__(self, names: tuple[str, str], model: nn.Module, tokenizer: Any, task: Any, folder: RunFolder) -> None:
         self._names, self._model, self._tokenizer, self._task, self._folder = names, model, tokenizer, task, folder
         self._rule = plugins.load("evaluation.scores", task.score)(tokenizer)
-        self._fingerprint, self._sink = fingerprint(model), default_sink(model)
+        self._fingerprint = fingerprint(model)
 
     @torch.no_grad()
     def answer(self, sample: Sample, other: tuple[int, ...], ways: Sequence[Way]) -> None:
@@ -191,7 +191,7 @@ class _Bench:
         """The sample's chunks as blocks, in the order that another question found important if that is asked."""
         blocks = PartialStore(Limits().memories()).keep_blocks(MemoryTier(), way.block_tokens)
         before = (*front_ids(self._tokenizer), *sample.prefix)
-        keys = [ChunkKey(self._fingerprint, self._sink, ids) for ids in sample.chunks]
+        keys = store.keys(self._model, self._tokenizer, sample.chunks)
         for key in [*keys, *([ChunkKey(self._fingerprint, (), before)] if before else [])]:
             chunk = store.get(key)
             if chunk is not None:

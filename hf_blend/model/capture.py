@@ -3,7 +3,7 @@
 """Compute the KV of chunks, each alone: behind a fixed sink, with nothing else before it, the sink cut off.
 
 KV is never cut out of a live request: what another prompt put before a chunk would travel with it, unseen. What is
-before it is fixed: a sink, the texts of a correction that the caller named, or the others of its set (`together`).
+before it is fixed: BOS and a short text (`context`), what the caller named, or the others of its set (`together`).
 
 Products of weights and tokens cost less per token, the more tokens there are. So a model's chunks are computed in one
 row of a batch, each at positions of its own, kept apart by masks, where a probe shows that none depends on the others:
@@ -13,8 +13,7 @@ before all of them is computed once, at the beginning of the row.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -89,38 +88,6 @@ def _in_one_row(
     positions = [torch.arange(len(text)) + (shared if at else 0) for at, text in enumerate(texts)]
     ids, starts = torch.tensor([[token for text in texts for token in text]]), [start for start, _ in ends]
     return capture(model, ids, torch.cat(positions)[None], starts=starts, shared=shared), ends
-
-
-def capture_texts(model: nn.Module, texts: Tensor) -> Any:
-    """A cache that holds several texts, `[texts, tokens]`; refuses ids that the model does not have."""
-    for ids in texts.tolist():
-        check_chunk(model, ids, (), "a context")
-    cache = full_cache(model)
-    capture(model, texts, cache=cache)
-    return cache
-
-
-def capture_behind(model: nn.Module, keys: Sequence[ChunkKey], texts: Tensor, before: Any) -> list[ChunkKV]:
-    """Compute the KV of chunks, each the mean behind several texts instead of behind what its key says.
-
-    The texts are as long as each other, so K has the same positions behind all of them and its mean needs no turning.
-
-    Shapes: texts `[texts, tokens]`; `before` holds them.
-    """
-    found = []
-    for key in keys:
-        check_chunk(model, key.token_ids, texts[0].tolist())
-        ids = torch.tensor([key.token_ids]).expand(len(texts), -1)
-        captured = capture(model, ids, cache=deepcopy(before))
-        means = tuple(tuple(_mean(one) for one in states) for states in captured.layers)
-        alone = replace(key, chunk_prefix_ids=())
-        found.append(replace(cut_chunk(replace(captured, layers=means), alone, end=ids.shape[1]), key=key))
-    return found
-
-
-def _mean(states: Tensor) -> Tensor:
-    """The mean over the batch, summed in float32; the batch stays, with one entry."""
-    return states.float().mean(0, keepdim=True).to(states.dtype)
 
 
 def keeps_tokens_alone(model: nn.Module) -> bool:

@@ -2,24 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What text before a chunk adds to its K and V: a linear map a layer, fitted once per model, applied at storing.
 
-A chunk is computed alone, so its first tokens take the place of the prompt's beginning (an attention sink), and all
-others look at less than they would. Much of what that changes is the same whatever the other text is. So a chunk is
-computed behind several texts, the contexts, and the mean of its K, as at position 0, and V is stored. What is left on
-average can be read off these K and V: a map is found by reduced rank regression on unlabelled text, chunks behind the
-contexts against the same chunks in prompts. Both cost nothing when a prompt is blended.
+A chunk is computed behind a short text (`context`), so its tokens look at less than they would in a prompt. Much of
+what that changes is the same whatever the other text is, and can be read off its own K, as at position 0, and V:
+a map is found by reduced rank regression on unlabelled text, chunks as they are stored against the same chunks in
+prompts. It costs nothing when a prompt is blended.
 
-Source: ours; FusionRAG (arXiv 2601.12904) computes a chunk behind its nearest neighbours.
-Measured beside the published rules in benchmarks/results/frontier.json.
+Source: ours. Measured beside the published rules in benchmarks/results/frontier.json.
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,20 +23,19 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..prompt.pieces import Span
 from ..rotary.base import RotaryStyle, compose
 from ..store.chunk import ChunkKey, ChunkKV
-from .anatomy import default_sink, text_config
+from .anatomy import default_sink
 from .calibrate import rotary_styles
-from .capture import capture, capture_behind, capture_chunks, capture_texts, cut_chunk, keeps_tokens_alone, packs
+from .capture import capture, capture_chunks, cut_chunk, packs
 from .fingerprint import fingerprint
 
 __all__ = ["ContextCorrection"]
 
-FORMATS = ("hf_blend.correction/1", "hf_blend.correction/2")  # without contexts, and with them
+FORMAT = "hf_blend.correction/3"
 DECAYS = (2.0, 8.0, 32.0)  # tokens over which the beginning of a chunk is known from the rest
 RIDGE = 0.01  # of the mean square of each input
 RANK = 64  # of a map; 16 leaves as much on SmolLM2
 MAX_BYTES = 19_000_000
 PARTS = ("down", "up")  # of a layer, in the file
-CONTEXT_TOKENS = 500  # of each text that chunks are computed behind
 KV = tuple[Tensor, Tensor]
 
 
@@ -54,16 +48,12 @@ class ContextCorrection:
         maps: layer → (`[inputs, rank]`, `[rank, outputs]`) float32. The inputs are K of all heads as at position 0,
             V of all heads, 1, and how near the token is to the beginning of its chunk; the outputs are what is added
             to K and V.
-        contexts: `[texts, tokens]`, the ids of texts behind which a chunk is computed; None: it is computed alone.
+        prefix: the tokens that chunks were computed behind when it was fitted, and are computed behind with it.
     """
 
     model: str
     maps: dict[int, KV]
-    contexts: Tensor | None = None
-
-    @property
-    def _format(self) -> str:
-        return FORMATS[self.contexts is not None]
+    prefix: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, path: str | Path) -> "ContextCorrection":
@@ -88,7 +78,7 @@ class ContextCorrection:
             raise ConfigError(
                 f"the correction {str(path)!r} cannot be read: {error}. Expected a file of `hf-blend fit`."
             ) from error
-        contexts = tensors.pop("contexts", None)
+        prefix = tensors.pop("prefix", torch.ones(1))
         tensors = {name: one.float() for name, one in tensors.items()}
         layers = sorted(int(name.removesuffix(".down")) for name in tensors if name.removesuffix(".down").isdecimal())
         maps = {one: (tensors[f"{one}.down"], tensors.get(f"{one}.up", torch.empty(0))) for one in layers}
@@ -96,13 +86,13 @@ class ContextCorrection:
             down.dim() == up.dim() == 2 and down.shape[1] == up.shape[0] and bool((down.sum() + up.sum()).isfinite())
             for down, up in maps.values()
         )
-        is_text = contexts is None or (contexts.dim() == 2 and contexts.numel() and contexts.dtype == torch.int64)
-        if not is_text or about.get("format") != FORMATS[contexts is not None] or not maps or not are_maps:
+        is_text = prefix.dim() == 1 and prefix.dtype == torch.int64
+        if not is_text or about.get("format") != FORMAT or not maps or not are_maps:
             raise ConfigError(
                 f"the file {str(path)!r} holds {len(tensors)} tensors of the format {about.get('format')!r}, expected "
-                f"a finite map a layer of the format {FORMATS[-1]!r}. Fit one with `hf-blend fit`."
+                f"a finite map a layer of the format {FORMAT!r}. Fit one with `hf-blend fit`."
             )
-        return cls(about.get("model", ""), maps, contexts)
+        return cls(about.get("model", ""), maps, tuple(prefix.tolist()))
 
     def save(self, path: str | Path) -> None:
         """Write it to a file of at most 20 MB.
@@ -112,7 +102,7 @@ class ContextCorrection:
         """
         from safetensors.torch import save_file
 
-        save_file(self._tensors, Path(path).expanduser(), {"format": self._format, "model": self.model})
+        save_file(self._tensors, Path(path).expanduser(), {"format": FORMAT, "model": self.model})
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
@@ -122,12 +112,12 @@ class ContextCorrection:
             for name, part in zip(PARTS, pair, strict=True)
         }
         halves = {name: part.to(torch.float16).contiguous().cpu() for name, part in named.items()}
-        return halves if self.contexts is None else {**halves, "contexts": self.contexts}
+        return {**halves, "prefix": torch.tensor(self.prefix, dtype=torch.int64)}
 
     @cached_property
     def digest(self) -> str:
         """Name the content, in 64 hex digits."""
-        state = hashlib.sha256(f"{self._format}\0{self.model}".encode())
+        state = hashlib.sha256(f"{FORMAT}\0{self.model}".encode())
         for name, part in self._tensors.items():
             state.update(f"{name} {tuple(part.shape)}".encode() + part.numpy().tobytes())
         return state.hexdigest()
@@ -152,23 +142,11 @@ class ContextCorrection:
         return hashlib.sha256(f"{model}\0{self.digest}".encode()).hexdigest()
 
     def compute(self, model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
-        """Compute chunks alone or behind the contexts, and correct them."""
-        return [self.corrected(model, one) for one in self._captured(model, keys)]
-
-    def _captured(self, model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
-        if self.contexts is None:
-            return capture_chunks(model, keys)
-        if model not in self._held:
-            self._held[model] = capture_texts(model, self.contexts)
-        return capture_behind(model, keys, self.contexts, self._held[model])
-
-    @cached_property
-    def _held(self) -> "WeakKeyDictionary[nn.Module, Any]":
-        """Caches that hold the contexts, by the model that computed them; one that changed is refused before."""
-        return WeakKeyDictionary()
+        """Compute chunks and correct them."""
+        return [self.corrected(model, one) for one in capture_chunks(model, keys)]
 
     def corrected(self, model: nn.Module, chunk: ChunkKV) -> ChunkKV:
-        """Add to a chunk computed alone, or behind the contexts, what a prompt is expected to add."""
+        """Add to a chunk what a prompt is expected to add."""
         layers = list(chunk.layers)
         for layer, style in enumerate(rotary_styles(model)):
             if layer in self.maps:
@@ -192,17 +170,14 @@ class ContextCorrection:
         *,
         chunk_prefix_ids: Sequence[int] | None = None,
         rank: int | None = None,
-        contexts: int = 0,
     ) -> "ContextCorrection":
-        """Fit it to a model: chunks computed alone, or behind contexts, against the same chunks in prompts.
+        """Fit it to a model: chunks as they are stored against the same chunks in prompts.
 
         Args:
             model: the model, as it will be used.
             prompts: the ids of each prompt, and where its chunks are. Some 30,000 tokens of text of any kind.
-            chunk_prefix_ids: as in `ChunkStore.add`.
+            chunk_prefix_ids: what chunks are computed behind; None is the model's BOS, if any.
             rank: of each map; None is 64, or what keeps the file below 20 MB.
-            contexts: how many of the prompts, the first ones, become contexts. A chunk is then computed as many
-                times. A model that keeps more than K and V of tokens (a mixer's state) has none.
 
         Returns:
             The correction.
@@ -213,16 +188,11 @@ class ContextCorrection:
         """
         sink = default_sink(model) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
         identity, styles, sums = fingerprint(model), rotary_styles(model), dict[int, _Sums]()
-        given = iter(prompts)
-        texts = [ids for ids, _ in islice(given, contexts if keeps_tokens_alone(model) else 0)]
-        positions = getattr(text_config(model), "max_position_embeddings", None) or 4 * CONTEXT_TOKENS
-        length = min([CONTEXT_TOKENS, positions // 4, *map(len, texts)])
-        made = cls(identity, {}, torch.tensor([[*ids[:length]] for ids in texts]) if texts else None)
-        for ids, spans in given:
+        for ids, spans in prompts:
             captured = capture(model, torch.tensor([[*ids]]))
             keys = [ChunkKey(identity, sink, tokens) for _, tokens, _, _ in spans]
             listed = packs(model, dict.fromkeys(keys))
-            alone = {one.key: one for pack in listed for one in made._captured(model, pack)}
+            alone = {one.key: one for pack in listed for one in capture_chunks(model, pack)}
             for key, (start, tokens, first, count) in zip(keys, spans, strict=True):
                 there = cut_chunk(
                     captured, ChunkKey(identity, (), tokens[first : first + count]), start, start + count
@@ -239,7 +209,8 @@ class ContextCorrection:
                 "that keeps K and V of each token, and prompts with chunks. Use the store without a correction."
             )
         most = MAX_BYTES // (2 * sum(sum(one.cross.shape) for one in sums.values()))
-        return replace(made, maps={layer: one.solve(rank or max(min(RANK, most), 1)) for layer, one in sums.items()})
+        maps = {layer: one.solve(rank or max(min(RANK, most), 1)) for layer, one in sums.items()}
+        return cls(identity, maps, sink)
 
 
 class _Sums:

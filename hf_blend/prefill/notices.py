@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user should hear of a prompt and a store that do not fit each other."""
 
+import reprlib
 from collections.abc import Iterable, Sequence
 
 from ..store import ChunkStore
@@ -23,13 +24,15 @@ def why_nothing_found(store: ChunkStore, fingerprint: str, chunk_prefix_ids: Seq
             "the documents with this model."
         )
     key = store.sample(fingerprint, chunk_prefix_ids)
-    if key is None:
-        return (
-            f"the store holds {here} chunks of this model, but none behind "
-            f"chunk_prefix_ids={tuple(chunk_prefix_ids)}. Use the chunk_prefix_ids that they were added with."
-        )
-    chunk = store.get(key) if tokenizer else None
+    other = store.sample(fingerprint, store.prefix_of(fingerprint) or ()) if key is None else key
+    chunk = store.get(other) if tokenizer and other is not None else None
     named = other_tokenizers([chunk.tokenizer] if chunk is not None else (), tokenizer)
+    if key is None and not named:
+        return (
+            f"the store holds {here} chunks of this model, but none behind chunk_prefix_ids="
+            f"{reprlib.repr(tuple(chunk_prefix_ids))}. Use the chunk_prefix_ids and the tokenizer that they were added "
+            "with: without one they are behind BOS alone."
+        )
     return f"the store holds {here} chunks of this model, but none of them is in the prompt. " + (
         f"{named[0].upper()}{named[1:]}" if named else "Put the documents into it as they were added."
     )
