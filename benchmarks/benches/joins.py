@@ -15,7 +15,6 @@ import torch
 from hf_blend import BlendCache, ChunkStore, __version__
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bundled import handbook_questions
-from hf_blend.model.anatomy import default_sink
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill.plan import Plan, Planner, PromptRow
 from hf_blend.prompt.text import build_text
@@ -131,7 +130,8 @@ class _Bench:
         }
 
     def _plan(self, ids: list[int], known: Any = None) -> Plan:
-        planner = Planner(self._model, self._store, fingerprint(self._model), default_sink(self._model))
+        prefix = self._store.default_prefix(self._model, self._tokenizer)
+        planner = Planner(self._model, self._store, fingerprint(self._model), prefix)
         return planner.plan([PromptRow(tuple(ids), len(ids), 0, spans=known, prefix=0)], len(ids), True)
 
     def _named(self, prompt: str, texts: Sequence[str]) -> Plan:

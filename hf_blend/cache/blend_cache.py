@@ -709,7 +709,8 @@ class BlendCache(Cache):
                 _warn_once(notice, "")
         is_complete, used = not self._prompts.pending.is_begun, self.report.reusable_tokens + self.report.exact_tokens
         if is_complete and not used and not self.report.past_tokens:
-            reason = why_nothing_found(self.store, identity, tuple(self.chunk_prefix_ids), tokenizer)
+            chunks = self.store.identity(identity)
+            reason = why_nothing_found(self.store, chunks, tuple(self.chunk_prefix_ids), tokenizer)
             self.report.fallback_reason = reason
             if reason:
                 _warn_once(reason)

@@ -24,14 +24,14 @@ def why_nothing_found(store: ChunkStore, fingerprint: str, chunk_prefix_ids: Seq
             "the documents with this model."
         )
     key = store.sample(fingerprint, chunk_prefix_ids)
-    other = store.sample(fingerprint, store.prefix_of(fingerprint) or ()) if key is None else key
+    other = store.sample(fingerprint, store.longest_prefix(fingerprint)) if key is None else key
     chunk = store.get(other) if tokenizer and other is not None else None
     named = other_tokenizers([chunk.tokenizer] if chunk is not None else (), tokenizer)
     if key is None and not named:
         return (
             f"the store holds {here} chunks of this model, but none behind chunk_prefix_ids="
-            f"{reprlib.repr(tuple(chunk_prefix_ids))}. Use the chunk_prefix_ids and the tokenizer that they were added "
-            "with: without one they are behind BOS alone."
+            f"{reprlib.repr(tuple(chunk_prefix_ids))}. Use the chunk_prefix_ids that they were added with, or the "
+            "tokenizer: without one chunks are behind BOS alone."
         )
     return f"the store holds {here} chunks of this model, but none of them is in the prompt. " + (
         f"{named[0].upper()}{named[1:]}" if named else "Put the documents into it as they were added."
