@@ -80,7 +80,7 @@ def gain() -> str:
     """The first token by full prefill, blending and full reuse, as bars; light and dark as the page around it."""
     document = load_result("real_selectors")
     rows = first_task(document)
-    blend, reuse = rows[BlendConfig.selector, 0.15], rows["none", 0.0]
+    blend, reuse = rows[f"{BlendConfig.selector}@text", 0.15], rows["none@text", 0.0]
     bars = [("full prefill", 1.0, 0.0)]
     bars += [(name, row["speedup"], row["kl_nats"]) for name, row in (("blending", blend), ("full reuse", reuse))]
     parts = []
@@ -109,8 +109,8 @@ def frontier(model: str) -> str:
     """What is left of full reuse's KL divergence against the charge: means of two tasks."""
     rows = [row for row in load_result("frontier")["rows"] if row["half"] == "both" and row["model"] == model]
     tasks, lines = {row["task"] for row in rows}, []
-    for name in (*FRONTIER, *(f"{name}+context" for name in FRONTIER)):
-        kinds = (name, "none+context" if "+" in name else "none")
+    for name in (*(f"{name}@text" for name in FRONTIER), *FRONTIER):
+        kinds = (name, "none@text" if "@" in name else "none")
         own = [row for row in rows if row["selector"] in kinds and row["target"] <= MOST_CHARGED]
         points = []
         for target in sorted({row["target"] for row in own}):
@@ -119,7 +119,8 @@ def frontier(model: str) -> str:
                 points.append(
                     (statistics.fmean(row["charged"] for row in same), statistics.fmean(row["kl"] for row in same))
                 )
-        lines.append(Line(name.replace("+context", ", corrected"), tuple(points)))
+        label = name.removesuffix("@text") if "@" in name else f"{name}, behind BOS alone"
+        lines.append(Line(label, tuple(points)))
     return line_chart(
         lines, x_label=f"charged ({model})", y_label="KL divergence, of full reuse's", most_x=0.32, background=THEMED
     )

@@ -48,33 +48,32 @@ SOURCES = {
 }
 CHARGES = (0.0, 0.05, 0.15, 0.3, 1.15)  # at which selectors are compared on the page; 1.15: behind a full prefill
 ENDS = {  # rows of the short table: selector and the charge that was asked for
-    "full reuse": ("none", 0.0),
-    "blend, `boundary`": ("boundary", 0.05),
-    "blend, the default": ("boundary", 0.15),
-    "blend, `kv-deviation`": ("kv-deviation", 0.15),
-    "blend, 30 %": ("boundary", 0.3),
-    "as many tokens at random": ("random", 0.15),
+    "full reuse, chunks behind BOS alone": ("none", 0.0),
+    "full reuse": ("none@text", 0.0),
+    "blend, `boundary`": ("boundary@text", 0.05),
+    "blend, the default": ("boundary@text", 0.15),
+    "blend, 30 %": ("boundary@text", 0.3),
+    "`boundary`, behind BOS alone": ("boundary", 0.15),
+    "`kv-deviation`, behind BOS alone": ("kv-deviation", 0.15),
+    "tokens at random, behind BOS alone": ("random", 0.15),
 }
-FRONTIER = (  # rows of the table of corrected chunks: name, selector, the charge that was asked for
-    ("full reuse, corrected", "none+context", 0.0),
-    ("the same, behind contexts", "none+contexts", 0.0),
-    ("the same, contexts of the task's own texts", "none+own-contexts", 0.0),
-    ("`boundary`", "boundary", 0.05),
-    ("`boundary`, corrected", "boundary+context", 0.05),
-    ("the same, behind contexts", "boundary+contexts", 0.05),
-    ("the same, contexts of the task's own texts", "boundary+own-contexts", 0.05),
-    ("`boundary`", "boundary", 0.1),
-    ("`boundary`, corrected", "boundary+context", 0.1),
-    ("the same, behind contexts", "boundary+contexts", 0.1),
-    ("the same, contexts of the task's own texts", "boundary+own-contexts", 0.1),
-    ("`query-attention`, behind contexts", "query-attention+contexts", 0.1),
-    ("`boundary`, corrected, fitted on another kind of text", "boundary+pydoc", 0.1),
-    ("`boundary`", "boundary", 0.15),
-    ("`kv-deviation`", "kv-deviation", 0.15),
-    ("`query-attention`", "query-attention", 0.15),
-    ("`boundary`, corrected", "boundary+context", 0.15),
-    ("`kv-deviation`, corrected", "kv-deviation+context", 0.15),
-    ("`query-attention`, corrected", "query-attention+context", 0.15),
+FRONTIER = (  # rows of the table of what chunks are computed behind: name, selector, the charge that was asked for
+    ("full reuse", "none@text", 0.0),
+    ("full reuse, corrected", "none+map", 0.0),
+    ("`boundary`, behind BOS alone", "boundary", 0.05),
+    ("`boundary`", "boundary@text", 0.05),
+    ("`boundary`, corrected", "boundary+map", 0.05),
+    ("`boundary`, behind BOS alone", "boundary", 0.1),
+    ("the same, corrected", "boundary+context", 0.1),
+    ("`boundary`", "boundary@text", 0.1),
+    ("`boundary`, corrected", "boundary+map", 0.1),
+    ("`boundary`, behind BOS alone", "boundary", 0.15),
+    ("`kv-deviation`, behind BOS alone", "kv-deviation", 0.15),
+    ("`query-attention`, behind BOS alone", "query-attention", 0.15),
+    ("`boundary`, the default", "boundary@text", 0.15),
+    ("`kv-deviation`", "kv-deviation@text", 0.15),
+    ("`query-attention`", "query-attention@text", 0.15),
+    ("`boundary`", "boundary@text", 0.3),
 )
 TOGETHER = (  # rows of the table of chunks that were computed together
     ("full reuse", "none+together", 0.0),
@@ -84,14 +83,13 @@ TOGETHER = (  # rows of the table of chunks that were computed together
 )
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
-    "full reuse": "none=0",
-    "full reuse, corrected": "none+context=0",
-    "full reuse, behind contexts": "none+contexts=0",
-    "`boundary`": "boundary=0.1",
-    "`boundary`, corrected": "boundary+context=0.1",
-    "`boundary`, behind contexts, 5 %": "boundary+contexts=0.05",
-    "`boundary`, behind contexts": "boundary+contexts=0.1",
-    "`kv-deviation`": "kv-deviation=0.15",
+    "full reuse, behind BOS alone": "none=0",
+    "full reuse": "none@text=0",
+    "`boundary`, behind BOS alone": "boundary=0.1",
+    "the same, corrected": "boundary+context=0.1",
+    "`boundary`": "boundary@text=0.1",
+    "`boundary`, the default": "boundary@text=0.15",
+    "`kv-deviation`, behind BOS alone": "kv-deviation=0.15",
 }
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
@@ -147,7 +145,7 @@ def _left(row: dict[str, Any]) -> str:
 
 
 def _frontier(document: dict[str, Any], rows: Sequence[tuple[str, str, float]] = FRONTIER) -> list[str]:
-    """What is left of full reuse's KL divergence where chunks are corrected when they are stored, and where not."""
+    """What is left of full reuse's KL divergence by what chunks are computed behind."""
     found = {
         (row["model"], row["task"], row["selector"], row["target"]): row
         for row in document["rows"]
@@ -160,7 +158,7 @@ def _frontier(document: dict[str, Any], rows: Sequence[tuple[str, str, float]] =
     for name, *key in rows:
         own = [found.get((*one, *key)) for one in asked]
         cells = [
-            f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}" if row else ""
+            f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}; n = {row['n']}" if row else ""
             for row in own
         ]
         lines.append(f"| {name} | {100 * key[1]:.0f} % | {' | '.join(cells)} |")
