@@ -9,27 +9,27 @@ import lines
 import pytest
 
 MOST = {
-    "top": 1_277,
-    "cache": 2_034,
+    "top": 1_306,
+    "cache": 2_039,
     "context": 3_626,
     "correctors": 182,
     "hybrids": 932,
     "images": 666,
-    "integrations": 1_866,
+    "integrations": 1_876,
     "loading": 467,
-    "model": 4_446,
+    "model": 4_431,
     "offload": 959,
-    "prefill": 2_664,
+    "prefill": 2_667,
     "prompt": 697,
     "rotary": 364,
     "selectors": 716,
-    "serving": 4_026,
+    "serving": 4_033,
     "sparse": 2_561,
-    "store": 6_201,
+    "store": 6_205,
     "verify": 1_369,
-    "cli": 2_413,
-    "evaluation": 5_415,
-    "tests": 33_665,
+    "cli": 2_412,
+    "evaluation": 5_414,
+    "tests": 33_709,
 }
 
 

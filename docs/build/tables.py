@@ -158,7 +158,9 @@ def _frontier(document: dict[str, Any], rows: Sequence[tuple[str, str, float]] =
     for name, *key in rows:
         own = [found.get((*one, *key)) for one in asked]
         cells = [
-            f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}; n = {row['n']}" if row else ""
+            f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}; n = {row['n']}"
+            if row
+            else ""
             for row in own
         ]
         lines.append(f"| {name} | {100 * key[1]:.0f} % | {' | '.join(cells)} |")
