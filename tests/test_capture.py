@@ -11,7 +11,15 @@ from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import PromptError, UnsupportedModelError
 from hf_blend.model import capture as capturing
 from hf_blend.model.anatomy import decoder_layers, decoder_of
-from hf_blend.model.capture import PACK_TOKENS, _recorded_tables, capture, capture_chunk, capture_chunks, packs
+from hf_blend.model.capture import (
+    LEAST_SHARED,
+    PACK_TOKENS,
+    _recorded_tables,
+    capture,
+    capture_chunk,
+    capture_chunks,
+    packs,
+)
 from hf_blend.model.checks import KV, allowed_of, relative_error
 from hf_blend.model.row_masks import PackedLines
 from hf_blend.store.chunk import ChunkKey
@@ -33,7 +41,7 @@ SHARED = {  # what a row holds is longer than a window of 16, and shorter than o
     "qwen2": {},
     "qwen3": {"head_dim": 16},
 }
-PREFIX = (1, *range(40, 51))
+PREFIX = (1, *range(40, 40 + LEAST_SHARED))
 
 
 def keys_of(*lengths: int, sink: tuple[int, ...] = (1,)) -> list[ChunkKey]:
@@ -212,7 +220,7 @@ def test_packs_hold_one_shared_prefix_and_count_it_once(tiny_model, monkeypatch)
     model, half = tiny_model(), PACK_TOKENS // 2
     one, two = keys_of(half, half - len(PREFIX), sink=PREFIX)
     other, none = keys_of(7, sink=(1,))[0], keys_of(8, sink=())[0]
-    assert packs(model, [one, other, none, two]) == [[one, two], [other], [none]]
+    assert packs(model, [one, other, none, two]) == [[one, two], [other, none]]
     mixed = [*keys_of(9, 11, sink=PREFIX), other]
     calls = tokens_of_calls(model)
     chunks = {chunk.key: chunk for chunk in capture_chunks(model, mixed)}
@@ -271,7 +279,7 @@ def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, p
     )
     with torch.no_grad():
         model(**inputs, past_key_values=cache, logits_to_keep=1)
-        prefix, chunks = 5, 1 + 17 + 23 + 31  # three chunks behind one BOS; the prefix is what a prefix cache holds
+        prefix, chunks = 5, 3 + 17 + 23 + 31  # three chunks behind BOS; the prefix is what a prefix cache holds
         assert calls == [prefix, chunks, inputs["input_ids"].shape[1]]
         report = cache.report
         assert (report.computed_chunks, report.loaded_chunks) == (4, 0)

@@ -10,8 +10,10 @@ from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.model.capture import capture_chunks
 from hf_blend.model.context import LEAST_POSITIONS, MOST_TOKENS, TEXT, default_prefix
 from hf_blend.model.fingerprint import fingerprint
+from hf_blend.store.chunk import ChunkKey
 from tests.conftest import random_ids, random_pieces
 
 CHUNKS = [random_ids(20, seed) for seed in (1, 2)]
@@ -98,3 +100,11 @@ def test_config_that_names_tokens_is_obeyed(model, store):
     with torch.no_grad():
         model(**inputs, past_key_values=cache, logits_to_keep=1)
     assert (cache.chunk_prefix_ids, cache.report.loaded_chunks) == ((1, 9), 2)
+
+
+def test_chunk_has_the_same_bits_alone_and_among_others_behind_the_text(model):
+    keys = [ChunkKey(fingerprint(model), prefix_of(model), tuple(ids)) for ids in CHUNKS]
+    together, alone = capture_chunks(model, keys), [capture_chunks(model, [key])[0] for key in keys]
+    for one, other in zip(together, alone, strict=True):
+        for states in zip(one.layers, other.layers, strict=True):
+            assert all(map(torch.equal, *states))

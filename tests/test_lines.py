@@ -17,9 +17,9 @@ MOST = {
     "images": 666,
     "integrations": 1_876,
     "loading": 467,
-    "model": 4_431,
+    "model": 4_433,
     "offload": 959,
-    "prefill": 2_667,
+    "prefill": 2_671,
     "prompt": 697,
     "rotary": 364,
     "selectors": 716,
@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_369,
     "cli": 2_412,
     "evaluation": 5_414,
-    "tests": 33_709,
+    "tests": 33_727,
 }
 
 

@@ -84,11 +84,8 @@ TOGETHER = (  # rows of the table of chunks that were computed together
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
     "full reuse, behind BOS alone": "none=0",
-    "full reuse": "none@text=0",
     "`boundary`, behind BOS alone": "boundary=0.1",
     "the same, corrected": "boundary+context=0.1",
-    "`boundary`": "boundary@text=0.1",
-    "`boundary`, the default": "boundary@text=0.15",
     "`kv-deviation`, behind BOS alone": "kv-deviation=0.15",
 }
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)

@@ -36,6 +36,7 @@ from .placement import input_device
 from .row_masks import PackedLines, RowMask
 
 PACK_TOKENS = 2048  # more tokens are no faster
+LEAST_SHARED = 16  # tokens before chunks for which this pays
 PROBE_TOKENS = 8
 _OF_TOKENS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")  # cache layers without another state
 
@@ -60,9 +61,9 @@ def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
     """Compute the KV of several chunks in one forward, in which no chunk sees another."""
     for key in keys:
         check_chunk(model, key.token_ids, key.chunk_prefix_ids)
-    if len(keys) == 1:
-        return [cut_chunk(capture(model, torch.tensor([_tokens(keys[0])])), keys[0])]
     shared, *others = {_shared(model, key) for key in keys}
+    if len(keys) == 1 and not shared:
+        return [cut_chunk(capture(model, torch.tensor([_tokens(keys[0])])), keys[0])]
     if others or not shared:
         captured, ends = _in_one_row(model, [_tokens(key) for key in keys])
         return [cut_chunk(captured, key, *end) for key, end in zip(keys, ends, strict=True)]
@@ -76,8 +77,9 @@ def _tokens(key: ChunkKey) -> tuple[int, ...]:
 
 
 def _shared(model: nn.Module, key: ChunkKey) -> tuple[int, ...]:
-    """What the chunks of a row that have it before them share."""
-    return key.chunk_prefix_ids if shared_prefix(model) else ()
+    """What is computed once for the chunks that have it before them, also for one alone: so it keeps its bits."""
+    prefix = key.chunk_prefix_ids
+    return prefix if len(prefix) >= LEAST_SHARED and _may_pack(model) and shared_prefix(model) else ()
 
 
 def _in_one_row(
