@@ -138,7 +138,9 @@ class PartialLoading(PartDecoding):
 
     def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
         """A layer begins behind the last check layer: find out what of it can be loaded in part."""
-        chunks = [chunk for chunk in plan.chunks if chunk.start and isinstance(chunk.chunk.layers, PartialLayers)]
+        # what an entry begins with stays whole; padding may be before it
+        chunks = [chunk for chunk in plan.chunks if chunk.start > plan.real.shape[1] - plan.counts[chunk.row]]
+        chunks = [chunk for chunk in chunks if isinstance(chunk.chunk.layers, PartialLayers)]
         self._readers |= {id(chunk.chunk.layers): chunk.chunk.layers.reader for chunk in chunks}  # type: ignore[attr-defined]
         self._prompts = max(1, len({chunk.row for chunk in chunks}))
         for chunk in chunks:
