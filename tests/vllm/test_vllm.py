@@ -150,7 +150,7 @@ def test_at_15_percent_every_answer_is_that_of_a_lone_cache(model, requests, tmp
         for prefix, documents, question in requests:
             cache = BlendCache(plain_model, own, config)
             if documents:
-                inputs = cache.inputs(None, prefix=prefix, chunks=documents, question=question)
+                inputs = cache.inputs(model[1], prefix=prefix, chunks=documents, question=question)
             else:
                 inputs, cache = {"input_ids": torch.tensor([[*prefix, *question]])}, None
             output = plain_model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False)
