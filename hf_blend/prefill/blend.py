@@ -94,7 +94,7 @@ class Prefill:
         self._kinds: list[LayerKind] = [getattr(layer, "prefill_kind", StatelessKind)() for layer in layers]
         self._with_keys = [index for index, kind in enumerate(self._kinds) if kind.has_keys]
         self._last = max((index for index, kind in enumerate(self._kinds) if kind.has_states), default=-1)
-        self._selection = Selection(context)
+        self._selection = Selection(context, self._with_keys)
         self._first_ratio, self._schedule, self._checks = self._scheduled()
         self._loader = context.loader
         if self._loader is None or context.observer is not None:

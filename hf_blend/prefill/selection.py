@@ -5,7 +5,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +29,9 @@ class Select:
 class Selection:
     """Asks a selector on behalf of one forward."""
 
-    def __init__(self, context: "PrefillContext") -> None:
+    def __init__(self, context: "PrefillContext", with_keys: Sequence[int]) -> None:
+        """Prepare for one forward, some of whose layers keep K and V; a selector counts these only."""
+        self._with_keys = with_keys
         self._context, self._selector, self._plan = context, context.selector, context.plan
         self._realigner, self._report = context.realigner, context.report
         self._first_scores: Tensor | None = None
@@ -120,11 +121,6 @@ class Selection:
             return view
         (fresh_keys, keys), (fresh_values, values) = pair(0), pair(1)
         return replace(view, fresh=(fresh_keys, fresh_values), stored=(keys, values))
-
-    @cached_property
-    def _with_keys(self) -> list[int]:
-        """The layers that keep K and V; a selector counts these only."""
-        return [index for index, states in enumerate(self._plan.chunks[0].chunk.layout.layers) if len(states) > 1]
 
     def _stored(self, index: int, states: KV, part: int) -> Tensor:
         """A copy of K (0) or V (1) of all new tokens with the stored chunks over it, realigned; or of projections."""
