@@ -108,3 +108,14 @@ def test_chunk_has_the_same_bits_alone_and_among_others_behind_the_text(model):
     for one, other in zip(together, alone, strict=True):
         for states in zip(one.layers, other.layers, strict=True):
             assert all(map(torch.equal, *states))
+
+
+def test_chunk_that_fits_the_model_but_not_behind_the_text_is_computed_in_its_place(store):
+    model = tiny_model("llama", max_position_embeddings=LEAST_POSITIONS)
+    pieces = {**random_pieces(), "chunks": [random_ids(LEAST_POSITIONS - 60, 3), CHUNKS[0]]}
+    cache = BlendCache(model, store, recompute_ratio=0.0)
+    inputs = cache.inputs(Words(), **pieces)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache, logits_to_keep=1)
+    assert cache.chunk_prefix_ids == prefix_of(model)
+    assert cache.report.reusable_tokens == len(CHUNKS[0])

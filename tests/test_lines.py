@@ -19,7 +19,7 @@ MOST = {
     "loading": 467,
     "model": 4_433,
     "offload": 959,
-    "prefill": 2_671,
+    "prefill": 2_672,
     "prompt": 697,
     "rotary": 364,
     "selectors": 716,
@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_369,
     "cli": 2_412,
     "evaluation": 5_414,
-    "tests": 33_727,
+    "tests": 33_738,
 }
 
 

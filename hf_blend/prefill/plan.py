@@ -287,7 +287,12 @@ class Planner:
         elif first:  # as much of it as one entry has
             found = self._store.find(self._fingerprint, (), first)[:1]
             spans = [one for one in found if one.start == one.first == 0] + spans
-        return [span for span in spans if self._placeholders.isdisjoint(span.key.token_ids)]
+        return [one for one in spans if self._placeholders.isdisjoint(one.key.token_ids) and self._fits(one.key)]
+
+    def _fits(self, key: ChunkKey) -> bool:
+        """Whether the model has positions for a chunk behind its prefix; one without is computed in its place."""
+        longest = getattr(self._config, "max_position_embeddings", None)
+        return longest is None or len(key.chunk_prefix_ids) + len(key.token_ids) <= longest
 
     def _placed_chunks(
         self, plan: Plan, number: int, row: PromptRow, spans: list[Found], beginning: bool
