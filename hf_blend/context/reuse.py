@@ -60,20 +60,9 @@ def reuse_prefix(
 def blended(
     cache: SequenceCache, token_ids: Sequence[int], *, min_run_tokens: int = MIN_RUN_TOKENS, **settings: Any
 ) -> BlendCache:
-    """Make a blend cache for a prompt out of what a conversation's cache holds.
+    """Make a blend cache for a prompt out of what a conversation's cache holds, which stays as it is.
 
-    Args:
-        cache: left as it is.
-        token_ids: the new prompt; pass it to `generate` with the cache that is returned.
-        min_run_tokens: shorter matching runs are computed.
-        **settings: fields of `BlendConfig`, such as `recompute_ratio`.
-
-    Returns:
-        A cache that brings the matching runs along: the common prefix exactly, the others blended.
-
-    Raises:
-        ConfigError: `min_run_tokens` is below 1, or ids of what the cache holds are not known.
-        PromptError: the cache holds a token that stands for an image.
+    It brings the matching runs along: the common prefix exactly, the others blended. Shorter ones are computed.
     """
     cache.compact()
     held, expected = cache.tokens(), list(token_ids)

@@ -68,18 +68,8 @@ def load_session(
 ) -> None:
     """Let a cache hold what a file holds. If anything is wrong with the file, the cache stays as it was.
 
-    Args:
-        cache: for the model that the session was saved with.
-        path: of the file.
-        tokenizer: as in `save_session`.
-        secret: as in `save_session`.
-        sequence: take the file's only sequence up as this one, and keep the others; None: hold what the file holds
-            and nothing else.
-
-    Raises:
-        ConfigError: the secret is not bytes, or a sequence is named and the file holds several.
-        StoreError: the file cannot be read, is damaged, was not signed with the secret, belongs to another model,
-            tokenizer, rotary setting or `kv_bits`, or holds what a session of this model cannot hold.
+    With `sequence` the file's only sequence is taken up as this one, and the others stay; else the cache holds what
+    the file holds and nothing else.
     """
     check_secret(secret)
     (about, state), identity = _read(path, secret), _identity(cache, tokenizer)

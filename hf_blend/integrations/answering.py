@@ -33,12 +33,7 @@ PROBE = "hf_blend asks whether the template takes documents"
 class Answerer:
     """Answers with a model, and reuses what a store holds of the prompt.
 
-    Attributes:
-        model: a causal language model of transformers.
-        tokenizer: its tokenizer.
-        store: where the chunks are kept.
-        config: how to blend.
-        settings: arguments of `generate`, such as `max_new_tokens`; those of a call are added to them.
+    `settings` are arguments of `generate`, such as `max_new_tokens`; those of a call are added to them.
     """
 
     model: Any
@@ -55,22 +50,11 @@ class Answerer:
         stops: Sequence[str] = (),
         **settings: Any,
     ) -> "Answer":
-        """Answer messages by the model's own chat template.
+        """Answer messages by the model's own chat template; nothing is computed before the answer is iterated over.
 
-        Args:
-            messages: as for `apply_chat_template`, with texts as contents, or parts that are texts.
-            documents: retrieved texts, or dicts with a text. Those that are in no message are passed to a template
-                that takes documents, and put before the last message of the user for every other.
-            template: further arguments of `apply_chat_template`, such as `tools`.
-            stops: texts that end the answer, and are no part of it.
-            **settings: of `generate`.
-
-        Returns:
-            The answer; nothing is computed before it is iterated over.
-
-        Raises:
-            PromptError: a message has a part that is no text, or a document has no text.
-            ConfigError: a setting asks for more than one answer, or is set here.
+        Documents that are in no message are passed to a template that takes documents, and put before the last message
+        of the user for every other. `template` has further arguments of `apply_chat_template`; `stops` end the answer,
+        and are no part of it; `settings` are those of `generate`.
         """
         placed, named = self._placed(plain_messages(messages), documents, template or {})
         arguments = (self.tokenizer, placed, named)
@@ -79,17 +63,7 @@ class Answerer:
     def complete(
         self, text: str, documents: Sequence[Document] = (), stops: Sequence[str] = (), **settings: Any
     ) -> "Answer":
-        """Continue a text.
-
-        Args:
-            text: the prompt.
-            documents: as in `chat`; those that are not in the prompt are put before it.
-            stops: as in `chat`.
-            **settings: of `generate`.
-
-        Returns:
-            The answer.
-        """
+        """Continue a text, as `chat` answers; documents that are not in it are put before it."""
         texts = [_text_of(one) for one in documents]
         whole = BETWEEN.join([*(one for one in texts if one not in text), text])
         return self._answer(lambda cache: cache.inputs_from_text(self.tokenizer, whole, texts), stops, settings)
@@ -129,17 +103,7 @@ class Answerer:
 class Answer:
     """An answer, computed while it is iterated over; closing the iterator ends it at its next token.
 
-    Args:
-        by: who answers.
-        cache: of this request.
-        inputs: builds the prompt with the cache.
-        stops: texts that end the answer.
-        settings: of `generate`.
-
-    Attributes:
-        prompt_tokens: of the prompt.
-        tokens: ids of the answer so far, an end token among them.
-        text: of the answer so far.
+    `tokens` are the ids of the answer so far, an end token among them.
     """
 
     def __init__(

@@ -24,29 +24,12 @@ def index_dataset(
     batch_rows: int = BATCH_ROWS,
     threads: int = 1,
 ) -> Any:
-    """Compute and store the chunk of every row that is not stored yet.
+    """Compute and store the chunk of every row of a `datasets.Dataset` that is not stored yet.
 
-    Each process loads the model and opens the store once. With several processes, call this before the model runs in
-    the calling one: a forked child cannot use threads of torch that are there already.
-
-    Args:
-        dataset: a `datasets.Dataset`.
-        model: a path or hub id of a causal language model with its tokenizer; or what returns both, the tokenizer
-            None where rows are token ids.
-        store: location of the store, or the arguments of `ChunkStore.open`, such as a plan's.
-        column: of texts, or of lists of token ids, none empty: one chunk for each row.
-        num_proc: processes; None computes in this one.
-        batch_rows: rows that a process is given at a time.
-        threads: of torch in each process; left as it is where there is one.
-
-    Returns:
-        A dataset with a row for each: `digest`, and `state`: "computed", or "present" where it was stored already.
-
-    Raises:
-        MissingExtraError: datasets is not installed.
-        ConfigError: it is no `datasets.Dataset` or lacks the column, or a number makes no sense.
-        StoreError: the store did not keep every chunk: make room, and start again.
-        PromptError: as `ChunkStore.add`.
+    `model`, `store` and `column` are as in `IndexChunks`. Each process loads the model and opens the store once. With
+    several processes, call this before the model runs in the calling one: a forked child cannot use threads of torch
+    that are there already. Gives a dataset with a row for each: `digest`, and `state`: "computed", or "present" where
+    it was stored already.
     """
     _check(dataset, column, num_proc=num_proc, batch_rows=batch_rows, threads=threads)
     if not len(dataset):  # datasets would not ask for a row, and give no columns

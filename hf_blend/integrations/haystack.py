@@ -48,14 +48,8 @@ class BlendChatGenerator:
     ) -> None:
         """Prepare to answer.
 
-        Args:
-            model: a causal language model of transformers.
-            tokenizer: its tokenizer, with a chat template.
-            store: where the chunks are kept.
-            blend: how to blend.
-            generation_kwargs: arguments of `generate`, such as `max_new_tokens`; `temperature` 0 is greedy; `stop` has
-                texts that end the answer; `template` has arguments of the chat template.
-            streaming_callback: is given the answer piece by piece.
+        `generation_kwargs` are arguments of `generate`, such as `max_new_tokens`: `temperature` 0 is greedy; `stop`
+        has texts that end the answer; `template` has arguments of the chat template.
         """
         self._answerer = Answerer(model, tokenizer, store, blend or BlendConfig(), {"max_new_tokens": 256})
         self.generation_kwargs, self.streaming_callback = generation_kwargs or {}, streaming_callback
@@ -68,17 +62,7 @@ class BlendChatGenerator:
         generation_kwargs: dict[str, Any] | None = None,
         streaming_callback: StreamingCallbackT | None = None,
     ) -> dict[str, list[ChatMessage]]:
-        """Answer messages.
-
-        Args:
-            messages: the conversation.
-            documents: what was retrieved for it.
-            generation_kwargs: added to those of the component.
-            streaming_callback: in place of the component's.
-
-        Returns:
-            `replies`, one.
-        """
+        """Answer messages; arguments are added to those of the component, a callback takes the place of its own."""
         tell = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=False)
         settings = {**self.generation_kwargs, **(generation_kwargs or {})}
         template, stops = settings.pop("template", None), settings.pop("stop", ())

@@ -31,14 +31,10 @@ Store = str | PathLike[str] | Mapping[str, Any]
 class IndexChunks:
     """Stores the chunk of each row of a batch: for engines that keep an object in each process and give it batches.
 
-    It is pickled before anything is opened; a process loads the model and opens the store at its first batch.
-
-    Args:
-        model: a path or hub id of a causal language model with its tokenizer; or what returns both, the tokenizer
-            None where rows are token ids.
-        store: location of the store, or the arguments of `ChunkStore.open`.
-        column: of texts, or of lists of token ids, none empty: one chunk for each row.
-        threads: of torch in each process; None leaves them as they are.
+    It is pickled before anything is opened; a process loads the model and opens the store at its first batch. The
+    model is a path or hub id of a causal language model with its tokenizer; or what returns both, the tokenizer None
+    where rows are token ids. The store is its location, or the arguments of `ChunkStore.open`. The column holds texts,
+    or lists of token ids, none empty.
     """
 
     def __init__(self, model: Model, store: Store, column: str = "text", threads: int | None = None) -> None:
@@ -49,14 +45,9 @@ class IndexChunks:
         return {**self.__dict__, "_opened": None}
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Store the chunks of a batch.
+        """Store the chunks of a batch of columns by name; gives for each row its `digest`, and its `state`.
 
-        Args:
-            batch: columns by name: lists, arrays of NumPy, or a frame of pandas.
-
-        Returns:
-            For each row its `digest`, and `state`: "computed", "present" where it was stored already, or "refused"
-            where the store did not keep it.
+        The state is "computed", "present" where it was stored already, or "refused" where the store did not keep it.
         """
         model, tokenizer, store, locks = self._open()
         rows = [_plain(row) for row in _plain(batch[self._column])]

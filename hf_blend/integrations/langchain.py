@@ -36,16 +36,7 @@ class ChatBlend(BaseChatModel):
     no message are put before the last question, or passed to a chat template that takes documents. Without them,
     stored chunks are found in the messages. `template` has arguments of the chat template, such as `tools`; all other
     keywords are those of `generate`. `response_metadata["hf_blend"]` says what the prefill cost, and `usage_metadata`
-    counts the reused tokens as `cache_read`.
-
-    Attributes:
-        model: a causal language model of transformers.
-        tokenizer: its tokenizer, with a chat template.
-        store: a `ChunkStore`.
-        blend: how to blend.
-        max_new_tokens: where an answer is cut.
-        temperature: 0 is greedy; None is as the model's generation config says.
-        settings: further arguments of `generate`.
+    counts the reused tokens as `cache_read`. A `temperature` of 0 is greedy; None is as the generation config says.
     """
 
     model: Any

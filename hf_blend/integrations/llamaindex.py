@@ -47,16 +47,8 @@ class BlendLLM(CustomLLM):
     Stored nodes are found in any prompt that LlamaIndex writes: `StoreNodes` stores what was retrieved, `add_nodes`
     does it ahead of time. `complete`, `chat` and their streaming forms also take `documents`, a list of texts;
     `template`, arguments of the chat template; `stop`, texts that end the answer; all other keywords are those of
-    `generate`. `raw` of a response says what the prefill cost.
-
-    Attributes:
-        model: a causal language model of transformers.
-        tokenizer: its tokenizer. With a chat template, query engines use `chat`, without one `complete`.
-        store: a `ChunkStore`.
-        blend: how to blend.
-        max_new_tokens: where an answer is cut.
-        temperature: 0 is greedy; None is as the model's generation config says.
-        settings: further arguments of `generate`.
+    `generate`. `raw` of a response says what the prefill cost. With a chat template, query engines use `chat`, without
+    one `complete`. A `temperature` of 0 is greedy; None is as the generation config says.
     """
 
     model: Any
@@ -84,11 +76,7 @@ class BlendLLM(CustomLLM):
         )
 
     def add_nodes(self, nodes: Sequence[BaseNode]) -> None:
-        """Compute and store the KV of nodes; those that are stored already cost nothing.
-
-        Args:
-            nodes: of an index or of a retriever. Their text is the one that prompts have, metadata included.
-        """
+        """Compute and store the KV of nodes that are not stored yet. Their text is the one that prompts have."""
         texts = [node.get_content(metadata_mode=MetadataMode.LLM).strip() for node in nodes]
         self.store.add(self.model, self.tokenizer, [text for text in texts if text])
 
@@ -130,11 +118,7 @@ class BlendLLM(CustomLLM):
 
 
 class StoreNodes(BaseNodePostprocessor):
-    """Stores the KV of retrieved nodes that the store lacks, and passes the nodes on as they are.
-
-    Attributes:
-        llm: the model that will read them.
-    """
+    """Stores the KV of retrieved nodes that the store lacks, and passes the nodes on as they are."""
 
     llm: BlendLLM
 

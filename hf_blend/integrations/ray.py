@@ -27,27 +27,11 @@ def index_ray_dataset(
     threads: int | None = 1,
     **resources: Any,
 ) -> list[dict[str, str]]:
-    """Compute and store the chunk of every row of a Ray dataset that is not stored yet.
+    """Compute and store the chunk of every row of a Ray dataset that is not stored yet, by so many actors.
 
+    The other arguments are those of `IndexChunks`; `resources` of each actor are as `map_batches` takes them, such as
+    `num_gpus=1`. Gives a row for each: `digest`, and `state`: "computed", or "present" where it was stored already.
     For a result that stays in Ray, give `IndexChunks` itself to `Dataset.map_batches`.
-
-    Args:
-        dataset: a `ray.data.Dataset`.
-        model: as in `IndexChunks`.
-        store: as in `IndexChunks`.
-        column: as in `IndexChunks`.
-        actors: how many processes there are.
-        batch_rows: rows that an actor is given at a time.
-        threads: of torch in each actor.
-        **resources: of each actor, as `map_batches` takes them, such as `num_gpus=1`.
-
-    Returns:
-        A row for each: `digest`, and `state`: "computed", or "present" where it was stored already.
-
-    Raises:
-        MissingExtraError: ray is not installed.
-        ConfigError: it is no dataset of Ray.
-        StoreError: the store did not keep every chunk: make room, and start again.
     """
     data = import_extra("ray.data", extra="ray", wanted_by="index_ray_dataset")
     if not isinstance(dataset, data.Dataset):

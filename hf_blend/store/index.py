@@ -87,9 +87,7 @@ _SCHEMA = (
 class Index:
     """The objects of one tier. Threads may share it; what cannot be read or written now raises OSError.
 
-    Args:
-        path: of the file; None keeps it in memory.
-        on_fault: receives why a file was not used.
+    The file is at `path`, None keeps it in memory; `on_fault` receives why a file was not used.
     """
 
     def __init__(self, path: Path | None = None, on_fault: OnFault | None = None) -> None:

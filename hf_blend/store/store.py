@@ -86,25 +86,19 @@ class CheckResult:
 class BaseStore:
     """KV of chunks by what they were computed from; threads may share it.
 
-    Chunks are ready to use in memory, and behind it in tiers that keep bytes, the nearest first. A fault never leaves
-    here: it is a miss, counted, and warned of once. A chunk that comes from a farther tier is taken into memory, and
-    the bytes that were verified are written to the nearer ones. A chunk that is put goes to every tier: when `put`
-    returns, it is in those on this machine, and in the queue of the others. What is in a queue is found there.
+    Chunks are ready to use in `memories`, and behind them in `tiers` that keep bytes, the nearest first. A fault never
+    leaves here: it is a miss, counted, and warned of once. A chunk that comes from a farther tier is taken into
+    memory, and the bytes that were verified are written to the nearer ones. A chunk that is put goes to every tier:
+    when `put` returns, it is in those on this machine, and in the queue of the others. What is in a queue is found
+    there.
 
     With a placement each chunk is in one tier: it is put there, or, where that refuses it, in the nearest before it.
     What leaves it for want of room moves to the next tier behind it, and what is read from behind it moves back. A
     chunk is written before it leaves: a process that is killed in between leaves it twice, and the next one that reads
-    it removes the copy.
+    it removes the copy. "remote" is the first tier on another machine.
 
-    Args:
-        memories: the caches of chunks ready to use, which are asked first, the nearest first.
-        tiers: the tiers behind them that keep bytes, the nearest first.
-        namespace: only chunks of this namespace are seen.
-        index: folder for copies of the index and of the order of eviction, or None.
-        limits: caps, quotas and ages.
-        secret: signs entries, hides their names, and refuses what is not signed with it; None signs nothing.
-        codec: how K and V are packed in tiers that keep bytes.
-        placement: name of the tier that keeps each chunk alone; "remote" is the first on another machine.
+    `index` is a folder for copies of the index and of the order of eviction. The secret signs entries, hides their
+    names, and refuses what is not signed with it.
     """
 
     loads_in_part = False  # True where each request loads only the part of a chunk that matters to it
@@ -322,21 +316,10 @@ class BaseStore:
             tier.use(self._catalog.name(key.digest), important_ratio)
 
     def move(self, keys: Iterable[ChunkKey], tier: str) -> int:
-        """Keep chunks in one tier that keeps bytes, such as "disk", and no longer in the others.
+        """Keep chunks in one tier that keeps bytes, such as "disk", and in no other; gives how many are there now.
 
         A chunk is written to its tier, as durably as that one writes, before it leaves another: a process that is
         killed meanwhile leaves it in one of them, or in both. What memory holds stays.
-
-        Args:
-            keys: of the chunks.
-            tier: name of the tier, as `stats()["healthy"]` lists them.
-
-        Returns:
-            How many are there now; those that no tier has whole are not.
-
-        Raises:
-            ConfigError: the store has no such tier.
-            StoreError: a tier refuses.
         """
         names = [one.name for one in self._tiers]
         if tier not in names:
@@ -347,15 +330,8 @@ class BaseStore:
     def rebalance(self) -> dict[str, int]:
         """Move what is stored to the tier that `placement` names, as far as there is room, the newest first.
 
-        Copies in other tiers that a process left when it was killed in a move are removed, too.
-
-        Returns:
-            `moved` chunks, those that `stay` where they were for want of room or since no tier has them whole, and
-            those that were `placed` already.
-
-        Raises:
-            ConfigError: the store has no placement.
-            StoreError: a tier refuses.
+        Copies in other tiers that a process left when it was killed in a move are removed, too. Counts `moved` chunks,
+        those that `stay` for want of room or since no tier has them whole, and those that were `placed` already.
         """
         if self._home is None:
             raise ConfigError(
@@ -388,14 +364,7 @@ class BaseStore:
         return release
 
     def pin(self, key: ChunkKey) -> None:
-        """Keep a chunk from being evicted, also after a restart if it is on disk; it still counts against caps.
-
-        Args:
-            key: which chunk; it need not be stored yet.
-
-        Raises:
-            StoreError: the disk refuses.
-        """
+        """Keep a chunk from being evicted, also after a restart if it is on disk; it still counts against caps."""
         self.set_pins([key.digest], True)
 
     def unpin(self, key: ChunkKey) -> None:
@@ -414,14 +383,7 @@ class BaseStore:
                 raise _refused(f"the pin of chunk {digest} cannot be noted", error) from error
 
     def flush(self, wait_s: float = FLUSH_S) -> bool:
-        """Wait until what was put is written to every tier, or was refused by it.
-
-        Args:
-            wait_s: how long at most, in seconds.
-
-        Returns:
-            False if something still waits.
-        """
+        """Wait until what was put is written to every tier, or was refused by it; False if something still waits."""
         stop_s = time.monotonic() + wait_s
         return all(queue.flush(max(0.0, stop_s - time.monotonic())) for queue in self._queues.values())
 

@@ -45,17 +45,9 @@ def plan_salt(
     tenant: str = "",
     secret: bytes | None = None,
 ) -> str:
-    """The `cache_salt` that a request with documents needs while vLLM caches prefixes.
+    """Make the `cache_salt` that a request with documents needs while vLLM caches prefixes: 64 hex digits.
 
-    Args:
-        token_ids: of the whole prompt.
-        documents: as in `kv_transfer_params`, without texts.
-        config: how the connector blends.
-        tenant: whose request it is.
-        secret: the tenant's.
-
-    Returns:
-        64 hex digits.
+    `token_ids` are those of the whole prompt, documents are as in `kv_transfer_params`, without texts.
     """
     spans = _spans(documents, token_ids, None)
     about = {

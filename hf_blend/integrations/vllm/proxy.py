@@ -71,13 +71,7 @@ class Proxy:
 
 
 def make_proxy(upstream: str, proxy: Proxy, transport: Any = None) -> Starlette:
-    """Make the application.
-
-    Args:
-        upstream: address of vLLM's server, such as http://127.0.0.1:8001.
-        proxy: what a request becomes.
-        transport: of httpx, for tests.
-    """
+    """Make the application in front of vLLM's server at an address such as http://127.0.0.1:8001."""
     client = httpx.AsyncClient(base_url=upstream, timeout=None, transport=transport)
 
     async def forward(request: Request) -> Response:

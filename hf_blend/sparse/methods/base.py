@@ -21,27 +21,16 @@ class BlockMethod(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Check the options.
-
-        Args:
-            options: what the user set, by name; `defaults` fills in the rest.
-
-        Raises:
-            ConfigError: an option does not exist.
-        """
+        """Check the options, of which `defaults` fills in the rest."""
         for name in options:
             if name not in self.defaults:
                 raise ConfigError(f"{type(self).__name__} has no option {name!r}. {suggest(name, self.defaults)}")
         self.options = {**self.defaults, **options}
 
     def prepare(self, keys: Tensor) -> Any:
-        """What is found out once for a layer, from the keys of its first complete blocks.
+        """Find out once for a layer what the other two are given, from the keys of its first complete blocks.
 
-        Args:
-            keys: `[batch, kv_heads, blocks, block_tokens, head_dim]`, rotated for their positions.
-
-        Returns:
-            Anything; passed to the other two.
+        Shapes: keys `[batch, kv_heads, blocks, block_tokens, head_dim]`, rotated for their positions.
         """
         return None
 
@@ -49,23 +38,14 @@ class BlockMethod(ABC):
     def represent(self, keys: Tensor, prepared: Any) -> Tensor:
         """Make blocks small.
 
-        Args:
-            keys: `[batch, kv_heads, blocks, block_tokens, head_dim]`, rotated for their positions.
-            prepared: what `prepare` returned.
-
-        Returns:
-            `[batch, kv_heads, blocks, …]`.
+        Shapes: keys `[batch, kv_heads, blocks, block_tokens, head_dim]`, rotated for their positions → `[batch,
+        kv_heads, blocks, …]`.
         """
 
     @abstractmethod
     def score(self, queries: Tensor, blocks: Tensor, prepared: Any) -> Tensor:
-        """Say how much queries will look at blocks.
+        """Say how much queries will look at blocks, as `represent` gave them: more is higher.
 
-        Args:
-            queries: `[batch, kv_heads, group, rows, head_dim]`, rotated for their positions.
-            blocks: `[batch, kv_heads, blocks, …]`, what `represent` returned.
-            prepared: what `prepare` returned.
-
-        Returns:
-            `[batch, rows, blocks]`, higher for blocks that are looked at more.
+        Shapes: queries `[batch, kv_heads, group, rows, head_dim]`, rotated for their positions → `[batch, rows,
+        blocks]`.
         """

@@ -19,13 +19,7 @@ __all__ = ["Codec", "Part"]
 
 @dataclass(frozen=True)
 class Part:
-    """The form of one tensor that states are packed into.
-
-    Attributes:
-        suffix: what follows the name of the states, such as "" or ".scale".
-        axes: how many axes it has.
-        tokens_axis: which of them counts tokens, or None.
-    """
+    """The form of one tensor that states are packed into; the suffix, such as ".scale", is that of its name."""
 
     suffix: str = ""
     axes: int = 3
@@ -47,28 +41,14 @@ class Codec(ABC):
 
     @abstractmethod
     def pack(self, kind: str, states: Tensor) -> tuple[Tensor, ...]:
-        """Pack states.
+        """Pack states into a tensor for each of `parts`.
 
-        Args:
-            kind: "k", "v" or "p".
-            states: `[kv_heads, tokens, head_dim]`, keys rotated for the chunk's own positions.
-
-        Returns:
-            A tensor for each of `parts`.
+        Shapes: states `[kv_heads, tokens, head_dim]`, keys rotated for the chunk's own positions.
         """
 
     @abstractmethod
     def unpack(self, kind: str, packed: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Unpack states.
+        """Unpack states from the tensor of each part, by its suffix; raises StoreError where they do not fit together.
 
-        Args:
-            kind: "k", "v" or "p".
-            packed: the tensor of each part, by its suffix; they may be of any size, for an entry says so itself.
-            dtype: of the states.
-
-        Returns:
-            States, as in `pack`.
-
-        Raises:
-            StoreError: the tensors do not fit together.
+        They may be of any size, for an entry says so itself.
         """

@@ -22,17 +22,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def updated(self, state: State | None, stamp_s: float, uses: float, important_ratio: float | None) -> State:
-        """What is remembered of an object after a use.
+        """Give what is remembered of an object after a use: numbers, always as many, of which the first is the score.
 
-        Args:
-            state: after the use before, or None at the first.
-            stamp_s: when, in seconds since 1970; grows from use to use, except at a first use.
-            uses: how many uses of objects of the tier there were, with this one.
-            important_ratio: share of its tokens that were important, 0 to 1: tells of a use that was counted already.
-                None at a use.
-
-        Returns:
-            Numbers, always as many; the first is the score.
+        `state` is that after the use before, None at the first; `stamp_s`, since 1970, grows from use to use, except
+        at a first one; `uses` of objects of the tier there were, with this one. `important_ratio`, the share of its
+        tokens that were important, tells of a use that was counted already; it is None at a use.
         """
 
 

@@ -34,11 +34,10 @@ _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{64}")
 class EntryFault(Exception):
     """Why stored bytes were refused. It never leaves the store: there it becomes a miss.
 
-    Attributes:
-        reason: one word for counters: format, truncated, digest, fingerprint, key, namespace, codec, layout (another
-            shape than the model's), values (NaN, infinity or absurd), auth (does not fit its seal), secret (sealed
-            in another way than this store seals), foreign (no regular file), expired, late.
-        corrupt: true if the bytes can never become good, so that the entry should go.
+    `reason` is one word for counters: format, truncated, digest, fingerprint, key, namespace, codec, layout (another
+    shape than the model's), values (NaN, infinity or absurd), auth (does not fit its seal), secret (sealed in another
+    way than this store seals), foreign (no regular file), expired, late. `corrupt` bytes can never become good: they
+    go.
     """
 
     def __init__(self, reason: str, detail: str, *, corrupt: bool = True) -> None:
@@ -109,12 +108,8 @@ class Tier(ABC):
     """A place for immutable objects. Every method may raise OSError: that is a transient fault, not an absence.
 
     Threads share a tier, so every method may run in several at once. Nothing waits longer than a deadline of its own:
-    a tier whose server is gone says so by OSError, and soon.
-
-    Attributes:
-        name: what counters call it; no two tiers of a store have the same.
-        schemes: of the URLs that `from_url` understands, such as ("redis", "rediss"); none for a tier without URLs.
-        is_local: its bytes are on this machine, so that chunks from farther tiers are worth copying here.
+    a tier whose server is gone says so by OSError, and soon. No two tiers of a store have the same `name`; `schemes`
+    are those of the URLs of `from_url`, such as ("redis", "rediss").
     """
 
     name: str
@@ -130,9 +125,7 @@ class Tier(ABC):
     def from_url(cls, url: str, deadline_s: float | None = None) -> "Tier":
         """Open the tier that a URL names; must not fail, nor wait long, because a server is away.
 
-        Args:
-            url: of one of `schemes`.
-            deadline_s: how long a call may take besides its transfer, in seconds; None is what the tier thinks right.
+        `deadline_s` is how long a call may take besides its transfer; None is what the tier thinks right.
         """
         raise NotImplementedError(f"{cls.__name__} has no URLs")
 
@@ -149,10 +142,6 @@ class Tier(ABC):
 
         Sources that are open keep what they opened. A tier that cannot replace at once removes first: a process that
         is killed in between leaves no object, never a torn one.
-
-        Args:
-            name: of the object.
-            parts: its bytes, one part after the other.
         """
         self.delete(name)
         self.put_if_absent(name, parts)
@@ -162,13 +151,10 @@ class Tier(ABC):
         """Remove an object; with `source`, only if it is still that one. False if there was nothing to remove."""
 
     def shards(self, space: str = "") -> Mapping[str, str]:
-        """Beginnings of names by which the objects of a space, or of all, can be listed in parts.
+        """Give beginnings of names by which the objects of a space, or of all, are listed in parts, with stamps.
 
-        Args:
-            space: the first two digits of names.
-
-        Returns:
-            A stamp for each. Equal stamps, also in other processes, mean that nothing changed; "" that it may have.
+        A space is the first two digits of names. Equal stamps, also in other processes, mean that nothing changed; ""
+        that it may have.
         """
         return {f"{space}/" if space else "": ""}
 
@@ -199,14 +185,7 @@ class Tier(ABC):
         """Remember that an object was used at a time, as if it was written then; tiers that cannot do nothing."""
 
     def remove_orphans(self, everywhere: bool = False) -> int:
-        """Remove what writers that are gone left half-written.
-
-        Args:
-            everywhere: look also where it takes long.
-
-        Returns:
-            How many were removed.
-        """
+        """Remove what writers that are gone left half-written, with `everywhere` also where that takes long."""
         return 0
 
     def close(self) -> None:  # noqa: B027 (may do nothing)

@@ -23,12 +23,7 @@ _LISTING_DEADLINES = 20  # a listing comes in pages, each of which may take its 
 
 @dataclass(frozen=True)
 class Found:
-    """One object as the server knows it.
-
-    Attributes:
-        stat: its size and age.
-        identity: equal for equal generations of an object, never for different ones.
-    """
+    """One object as the server knows it; `identity` is equal for equal generations of it, never for different ones."""
 
     stat: ObjectStat
     identity: object
