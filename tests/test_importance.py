@@ -124,6 +124,15 @@ def test_note_gets_the_question_of_each_prompt_of_a_batch(model, monkeypatch):
         torch.testing.assert_close(first, alone[0][chunk][0][0], rtol=1e-3, atol=1e-3)
 
 
+def test_note_leaves_out_what_a_padded_prompt_begins_with(model, monkeypatch):
+    store = ChunkStore.open("memory://", eviction="importance")
+    batch = {**PIECES, "chunks": [CHUNKS, CHUNKS], "question": [[7, 8], [9, 10, 11]]}
+    asked(model, store, batch, recompute_ratio=0.3)
+    told = listened(monkeypatch, store)
+    asked(model, store, batch, recompute_ratio=0.3)
+    assert {chunk: len(notes) for chunk, notes in told.items()} == dict.fromkeys(map(tuple, CHUNKS), 2)
+
+
 def test_importance_outlives_eviction_and_restarts(model, tmp_path):
     given = {"eviction": "importance", "memory_bytes": 0}
     with ChunkStore.open(tmp_path, **given) as store:

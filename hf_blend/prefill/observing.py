@@ -131,7 +131,7 @@ class WholeChunks:
         if context.is_probe or context.loader is not None or plan.store is None or not plan.store.reads_importance:
             return
         # not what a prompt begins with, where attention rests in any case
-        said = [placed for placed in plan.chunks if placed.start or context.past or not placed.exact]
+        said = [one for one in plan.chunks if context.past or not one.exact or one.chunk.key.chunk_prefix_ids]
         by_row = groupby(said, lambda placed: placed.row)
         self._chunks = {row: list(chunks) for row, chunks in by_row}
         stops = [chunks[-1].columns.stop for chunks in self._chunks.values()]
