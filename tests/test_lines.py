@@ -21,7 +21,7 @@ MOST = {
     "offload": 959,
     "prefill": 2_672,
     "prompt": 697,
-    "rotary": 364,
+    "rotary": 338,
     "selectors": 716,
     "serving": 4_033,
     "sparse": 2_543,

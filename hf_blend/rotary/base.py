@@ -29,9 +29,8 @@ class RotaryStyle(ABC):
     beside: "ClassVar[type[RotaryStyle] | None]" = None
 
     @staticmethod
-    @abstractmethod
     def pairs(table: Tensor) -> Tensor:
-        """Reduce a table to one entry per pair.
+        """Reduce a table to one entry per pair: to its first half, where the second repeats it.
 
         Args:
             table: cos or sin as the model passes it, `[…, tokens, width]`.
@@ -39,6 +38,7 @@ class RotaryStyle(ABC):
         Returns:
             `[…, tokens, pairs]`, float32.
         """
+        return table[..., : table.shape[-1] // 2]
 
     @staticmethod
     @abstractmethod
@@ -75,6 +75,24 @@ class RotaryStyle(ABC):
             return
         to_first.copy_(torch.mul(first, cos).addcmul_(second, sin, value=-1))
         to_second.copy_(torch.mul(second, cos).addcmul_(first, sin))
+
+
+class HalfStyle(RotaryStyle):
+    """A dimension of the first half of those that turn, and the one at the same place in the second, form a pair."""
+
+    @staticmethod
+    def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+        """View `[…, tokens, head_dim]` as its first and second `pairs` dimensions."""
+        return keys[..., :pairs], keys[..., pairs : 2 * pairs]
+
+
+class InterleavedStyle(RotaryStyle):
+    """Neighbouring dimensions form a pair."""
+
+    @staticmethod
+    def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+        """View `[…, tokens, head_dim]` as its even and odd dimensions, as far as they turn."""
+        return keys[..., 0 : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]
 
 
 @cache

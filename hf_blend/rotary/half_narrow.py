@@ -4,18 +4,13 @@
 
 from torch import Tensor
 
-from .base import RotaryStyle
+from .base import HalfStyle
 
 
-class HalfNarrow(RotaryStyle):
+class HalfNarrow(HalfStyle):
     """As `half`, but the table is not doubled."""
 
     @staticmethod
     def pairs(table: Tensor) -> Tensor:
         """Keep all of `[…, tokens, width]`."""
         return table
-
-    @staticmethod
-    def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-        """View `[…, tokens, head_dim]` as its first and second `pairs` dimensions."""
-        return keys[..., :pairs], keys[..., pairs : 2 * pairs]

@@ -11,11 +11,6 @@ class HalfReversed(RotaryStyle):
     """As `half`, with the members of each pair in the other order."""
 
     @staticmethod
-    def pairs(table: Tensor) -> Tensor:
-        """Keep the first half of `[…, tokens, width]`, which the second repeats."""
-        return table[..., : table.shape[-1] // 2]
-
-    @staticmethod
     def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
         """View `[…, tokens, head_dim]` as its second and first `pairs` dimensions."""
         return keys[..., pairs : 2 * pairs], keys[..., :pairs]

@@ -4,18 +4,13 @@
 
 from torch import Tensor
 
-from .base import RotaryStyle
+from .base import InterleavedStyle
 
 
-class Interleaved(RotaryStyle):
+class Interleaved(InterleavedStyle):
     """The table repeats each angle twice in a row; with partial rotation only the first `width` dimensions turn."""
 
     @staticmethod
     def pairs(table: Tensor) -> Tensor:
         """Keep every second entry of `[…, tokens, width]`."""
         return table[..., ::2]
-
-    @staticmethod
-    def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-        """View `[…, tokens, head_dim]` as its even and odd dimensions, as far as they turn."""
-        return keys[..., 0 : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]

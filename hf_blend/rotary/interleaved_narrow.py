@@ -7,18 +7,13 @@ The first two hand complex numbers to their layers; see `hf_blend.rotary.tables`
 
 from torch import Tensor
 
-from .base import RotaryStyle
+from .base import InterleavedStyle
 
 
-class InterleavedNarrow(RotaryStyle):
+class InterleavedNarrow(InterleavedStyle):
     """As `interleaved`, but the table is not doubled."""
 
     @staticmethod
     def pairs(table: Tensor) -> Tensor:
         """Keep all of `[…, tokens, width]`."""
         return table
-
-    @staticmethod
-    def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-        """View `[…, tokens, head_dim]` as its even and odd dimensions, as far as they turn."""
-        return keys[..., 0 : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]
