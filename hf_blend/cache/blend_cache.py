@@ -35,7 +35,7 @@ from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import ForwardHooks
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
-from ..model.modality import placeholder_ids, refuse_placeholders
+from ..model.modality import placeholders_of, refuse_placeholders
 from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
@@ -161,12 +161,12 @@ class BlendCache(Cache):
             self.config.selector_options, seed=self.config.seed
         )
         self._corrector = plugins.load("correctors", self.config.corrector)(self.config.corrector_options)
-        self.model, self.store, self._decoder_layers = model, store, layers
+        self.model, self.store, self._decoder_layers, self._text_config = model, store, layers, text_config(model)
         self.chunk_prefix_ids = (
             default_sink(model) if self.config.chunk_prefix_ids is None else self.config.chunk_prefix_ids
         )
-        refuse_placeholders(model, self.chunk_prefix_ids, "chunk_prefix_ids")
-        self._placeholders = placeholder_ids(model.config)
+        self._placeholders = placeholders_of(model, digest)
+        refuse_placeholders(model, self.chunk_prefix_ids, "chunk_prefix_ids", self._placeholders)
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self, digest)
         self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified, digest)
@@ -326,8 +326,8 @@ class BlendCache(Cache):
 
     def _expect_texts(self, tokenizer: Any, prompts: Sequence[TextPrompt]) -> BatchEncoding:
         """Expect prompts that begin at position 0; what the cache holds of the same beginning stays."""
-        check_lengths(prompts, 0, text_config(self.model))
-        self._check_room(max(len(prompt.ids) for prompt in prompts), 0)
+        check_lengths(prompts, 0, self._text_config)
+        self._refuse_tokens(max(len(prompt.ids) for prompt in prompts), 0)
         held = self._keep_beginning(prompts)
         if not held:
             return self._await_prompts(tokenizer, prompts)
@@ -357,8 +357,8 @@ class BlendCache(Cache):
         self, tokenizer: Any, prompts: Sequence[Prompt | TextPrompt], held: int = 0, history: History | None = None
     ) -> BatchEncoding:
         """Put prompts side by side and wait for them."""
-        check_lengths(prompts, held, text_config(self.model))
-        self._check_room(held + max(len(prompt.ids) for prompt in prompts), 0)
+        check_lengths(prompts, held, self._text_config)
+        self._refuse_tokens(held + max(len(prompt.ids) for prompt in prompts), 0)
         if self.config.chunk_prefix_ids is None:
             self.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
@@ -470,7 +470,7 @@ class BlendCache(Cache):
             return True
         if self.model.device.type != "cpu" or self.is_expecting or not super().get_seq_length():
             return False
-        config = text_config(self.model)
+        config = self._text_config
         if getattr(config, "attention_chunk_size", None) is not None:
             return False  # transformers 5.17 fails to make masks of chunks
         heads = getattr(config, "num_attention_heads", None)
@@ -523,11 +523,10 @@ class BlendCache(Cache):
 
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """Called by the hook on the model, with the arguments of its forward."""
-        self._is_seen, held, config = True, super().get_seq_length(), text_config(self.model)
-        request = Request.parse(arguments, config, held, self._prompts.pending, self._masked_before)
+        self._is_seen, held = True, super().get_seq_length()
+        request = Request.parse(arguments, self._text_config, held, self._prompts.pending, self._masked_before)
         self._masked_before = 0
-        self._refuse_ignored_state(request.width)
-        self._check_room(request.width)
+        self._refuse_tokens(request.width, held)
         if request.rows:
             self._begin(request, held)
         else:
@@ -571,26 +570,23 @@ class BlendCache(Cache):
             self._advised = None
         if is_own:
             if not self._is_seen:
-                self._refuse_ignored_state(keys.shape[2])
+                self._refuse_tokens(keys.shape[2], super().get_seq_length())
                 self._fall_back(Request.unseen(keys))
             self._is_seen = False
             self._hooks.leave(watching=self._prompts.pending.is_begun)  # the model has asked for the length once more
 
-    def _refuse_ignored_state(self, tokens: int) -> None:
-        """Refuse several tokens behind others where the model's own code would compute them as if none were there."""
-        if self._ignores_states and tokens > 1 and super().get_seq_length():
+    def _refuse_tokens(self, tokens: int, held: int) -> None:
+        """Refuse tokens that static buffers have no room for, or that the model would compute as if none were held."""
+        if self.config.max_tokens is not None:
+            check_masked(self.model, self.config.max_tokens)
+            check_room(held, tokens, self.config.max_tokens)
+        if self._ignores_states and tokens > 1 and held:
             raise ConfigError(
-                f"{tokens} tokens came behind the {super().get_seq_length()} that the cache holds, but the code of "
-                f"{text_config(self.model).model_type} models takes the states of tokens before into account only "
+                f"{tokens} tokens came behind the {held} that the cache holds, but the code of "
+                f"{self._text_config.model_type} models takes the states of tokens before into account only "
                 "where one token comes at a time. reset() the cache and pass the whole conversation in one prompt, "
                 "without prefill_chunk_size."
             )
-
-    def _check_room(self, tokens: int, held: int | None = None) -> None:
-        """Refuse tokens behind those held for which static buffers have no room."""
-        if self.config.max_tokens is not None:
-            check_masked(self.model, self.config.max_tokens)
-            check_room(super().get_seq_length() if held is None else held, tokens, self.config.max_tokens)
 
     def _fall_back(self, request: Request) -> None:
         """Compute every token of this forward, and report why if chunks might have been reused."""
@@ -640,8 +636,6 @@ class BlendCache(Cache):
                 "partial."
             )
         self._part = self.store.loader(self)
-        if (logits_rows := int(request.arguments["logits_to_keep"])) > 1:
-            plan.begin(logits_rows)
         context = PrefillContext(
             self.model,
             self._own_layers,
@@ -673,6 +667,7 @@ class BlendCache(Cache):
             self.chunk_prefix_ids = self.store.stored_prefix(self.model, identity)
         sink, ratio = tuple(self.chunk_prefix_ids), self.config.recompute_ratio
         planner = Planner(self.model, self.store, identity, sink, ratio, known.tokenizer)
+        planner.placeholders = self._placeholders
         planner.images = {} if known.images is None else known.images.alone
         plan, known.pending = expected.plan(planner, request, self._past)
         if known.pending.is_other:

@@ -105,7 +105,7 @@ def expect_images(cache: BlendCache, inputs: Mapping[str, Any]) -> Mapping[str, 
     prompts = images.prompts(pending.batch)
     if pending.batch is None:
         check_lengths([TextPrompt(tuple(ids)) for ids in images.given], held, text_config(cache.model))
-        cache._check_room(held + max(map(len, images.given)), 0)
+        cache._refuse_tokens(held + max(map(len, images.given)), 0)
         known.history, known.tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
     known.pending = PendingPrompt(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), pending.held)
     known.images, known.beginning = images, ()

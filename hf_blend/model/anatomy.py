@@ -276,10 +276,6 @@ class LayerCall:
                     taken[key] = (_rows(value, index, total), given, columns)
                 self.arguments[name] = taken[key][0]
 
-    def run(self, **changes: Any) -> Any:
-        """Call the layer's own forward, past its hooks."""
-        return self.layer.forward(self.hidden, **{**self.arguments, **changes})
-
 
 @lru_cache(maxsize=256)
 def parameter_names(module_class: type[nn.Module]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PromptError
+from .fingerprint import PerStructure
 
 TEXT_ARGUMENTS = frozenset({
     "input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values", "layer_past", "inputs_embeds",
@@ -74,6 +75,12 @@ def placeholder_ids(config: Any) -> frozenset[int]:
     return frozenset(found)
 
 
+@PerStructure
+def placeholders_of(model: nn.Module) -> frozenset[int]:
+    """`placeholder_ids` of a model's config."""
+    return placeholder_ids(model.config)
+
+
 def text_ids(model: nn.Module, tokens: int, seed: int = 0) -> Tensor:
     """Random tokens of text, the same for each number of them and seed; `[tokens]`."""
     others, config = torch.tensor(sorted(placeholder_ids(model.config))), model.config
@@ -82,9 +89,11 @@ def text_ids(model: nn.Module, tokens: int, seed: int = 0) -> Tensor:
     return text[torch.randint(len(text), (tokens,), generator=torch.Generator().manual_seed(seed))]
 
 
-def refuse_placeholders(model: nn.Module, token_ids: Iterable[int], what: str) -> None:
-    """Refuse tokens whose K and V do not follow from their ids."""
-    found = placeholder_ids(model.config).intersection(token_ids)
+def refuse_placeholders(
+    model: nn.Module, token_ids: Iterable[int], what: str, placeholders: frozenset[int] | None = None
+) -> None:
+    """Refuse tokens whose K and V do not follow from their ids; the placeholders are looked for where not given."""
+    found = (placeholder_ids(model.config) if placeholders is None else placeholders).intersection(token_ids)
     if found:
         raise PromptError(
             f"{what} holds the placeholder token {min(found)}, where {type(model).__name__} puts an image, video or "

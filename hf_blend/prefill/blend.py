@@ -295,7 +295,7 @@ class Prefill:
     def _begin(self, call: LayerCall) -> None:
         """Leave out what needs no computing at all, and select at once if nothing must be seen for it."""
         context, plan, device = self.context, self.context.plan, call.hidden.device
-        plan.to(device)
+        plan.real, plan.exact, plan.reusable = (one.to(device) for one in (plan.real, plan.exact, plan.reusable))
         context.realigner.prefetch(range(1), device)
         if context.request.others:
             for placed in list(plan.chunks):  # in which a token sees others behind it than where it was computed
@@ -365,7 +365,7 @@ class Prefill:
         context.report._work.append(Work(index, True, columns, plan.reusable, plan.real, context.past))
         self._awaited, before = set(kind.parts), kind.snapshot(layer) if kind.has_hooks else None
         try:
-            call.run()
+            call.layer.forward(call.hidden, **call.arguments)  # past its hooks
         except StopForward:
             return
         finally:

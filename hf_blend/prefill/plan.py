@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from ..config import BlendConfig
 from ..model.anatomy import text_config
 from ..model.canary import canary_of, compute_chunk, compute_chunks, is_of_model
 from ..model.capture import packs
-from ..model.modality import placeholder_ids
 from ..model.together import compute_together, set_identity, set_keys
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
@@ -110,7 +110,8 @@ class Plan:
         self._host_real = self.real  # stays with the host when `real` goes to the device
         self.release: Callable[[], object] = lambda: None  # the store may evict the chunks
         self._padding: dict[torch.device, Tensor] = {}
-        self.begin(1)
+        if self.chunks:
+            self.begin()
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -139,8 +140,8 @@ class Plan:
             return config
         return replace(config, recompute_ratio=self.advice.ratio)
 
-    def begin(self, logits_rows: int) -> None:
-        """Mark the new tokens that have stored KV; those whose logits are asked for are computed in any case."""
+    def begin(self, logits_rows: int = 1) -> None:
+        """Mark the new tokens that have stored KV, but for those whose logits are asked for; all chunks are there."""
         self.end = self.real.shape[1] - min(logits_rows, self.real.shape[1])
         self._table: Tensor | None = None  # see `token_table`
         self.has_padding = min(self.counts, default=0) < self.real.shape[1]
@@ -154,11 +155,6 @@ class Plan:
         known = zip(self.counts, self.exact_counts, self.stored_counts, strict=True)
         self.fresh_counts = [count - sum(stored) for count, *stored in known]
         self.exact, self.reusable = torch.from_numpy(exact.copy()), torch.from_numpy(reusable.copy())
-
-    def to(self, device: torch.device) -> None:
-        """Bring the marks to the device that computes."""
-        self.real, self.exact = self.real.to(device), self.exact.to(device)
-        self.reusable = self.reusable.to(device)
 
     def fresh(self, with_reusable: bool) -> np.ndarray:
         """`[batch, tokens]`: True on columns that are not padding and have no exact KV; known to the host."""
@@ -215,19 +211,21 @@ class Planner:
         tokenizer: str = "",
     ) -> None:
         self._tokenizer = tokenizer  # digest of the one that made the prompt's ids; stored with what is computed
-        self._placeholders = placeholder_ids(model.config)  # no chunk that holds one is looked up, or computed alone
         self._least_ratio = least_ratio  # what a controller may raise
         self._model, self._store = model, store
         self._fingerprint, self._chunk_prefix_ids = fingerprint, chunk_prefix_ids
         self._identity = store.identity(fingerprint)  # of chunks; what a prompt begins with is never corrected
         self._sets: dict[str, list[ChunkKey]] = {}  # of chunks that were computed together, by what names them
+        self.placeholders = frozenset[int]()  # no chunk that holds one is looked up, or computed alone
         self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
         self._config = text_config(model)
+        longest = getattr(self._config, "max_position_embeddings", None)
+        self._most_tokens = math.inf if longest is None else longest  # of a chunk and its prefix, or it is computed
         self._frequencies: set[tuple[int, ...]] = set()  # those of the forward that is planned
 
-    def plan(self, rows: Sequence[PromptRow], width: int, at_beginning: bool) -> Plan:
+    def plan(self, rows: Sequence[PromptRow], width: int, at_beginning: bool, logits_rows: int = 1) -> Plan:
         """Decide which of `width` new columns are reused."""
         plan = Plan([], _real(rows, width), [row.end - row.before for row in rows], store=self._store)
         ends = {max(row.end for row in rows), max(row.before for row in rows) + width}
@@ -244,7 +242,7 @@ class Planner:
         first = {spans[0].key for spans in found if spans and spans[0].start == 0}
         self._fetch(plan, [key for key, _ in placed], first)
         plan.chunks += [make(self._fetched[key]) for key, make in placed]
-        plan.begin(1)
+        plan.begin(logits_rows)
         plan.read_ahead(self._store.pipeline_depth)
         if plan.computed:
             tokens = {key: len(key.token_ids) for key in self._fetched}
@@ -287,12 +285,9 @@ class Planner:
         elif first:  # as much of it as one entry has
             found = self._store.find(self._fingerprint, (), first)[:1]
             spans = [one for one in found if one.start == one.first == 0] + spans
-        return [one for one in spans if self._placeholders.isdisjoint(one.key.token_ids) and self._fits(one.key)]
-
-    def _fits(self, key: ChunkKey) -> bool:
-        """Whether the model has positions for a chunk behind its prefix; one without is computed in its place."""
-        longest = getattr(self._config, "max_position_embeddings", None)
-        return longest is None or len(key.chunk_prefix_ids) + len(key.token_ids) <= longest
+        sized = ((one, len(one.key.chunk_prefix_ids) + len(one.key.token_ids)) for one in spans)
+        fitting = [one for one, tokens in sized if tokens <= self._most_tokens]
+        return [one for one in fitting if self.placeholders.isdisjoint(one.key.token_ids)]
 
     def _placed_chunks(
         self, plan: Plan, number: int, row: PromptRow, spans: list[Found], beginning: bool

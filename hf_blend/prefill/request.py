@@ -112,16 +112,17 @@ class PendingPrompt:
     def plan(self, planner: Planner, request: Request, past: int) -> tuple[Plan, "PendingPrompt"]:
         """Plan a forward; gives what is expected after it, too."""
         prompts = None if self.batch is None else self.batch.find(request.rows, request.before)
+        logits_rows = int(request.arguments["logits_to_keep"])
         new = list(zip(request.rows, request.starts, request.columns, strict=True))
         if prompts is None:
             others = [PromptRow(tuple(ids), len(ids), start, 0, columns) for ids, start, columns in new]
-            return planner.plan(others, request.width, past == 0), PendingPrompt(is_other=True)
+            return planner.plan(others, request.width, past == 0, logits_rows), PendingPrompt(is_other=True)
         rows = [
             PromptRow(one.ids, before + len(ids), start, before, columns, one.spans(), one.opening, one.is_searched)
             for one, before, (ids, start, columns) in zip(prompts, request.before, new, strict=True)
         ]
         beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
-        plan = planner.plan(rows, request.width, beginning)
+        plan = planner.plan(rows, request.width, beginning, logits_rows)
         if all(row.end >= len(row.ids) for row in rows):
             return plan, PendingPrompt()
         rest = PendingPrompt(self.batch, self.held)

@@ -58,11 +58,6 @@ class Budget:
             self._look()
             return sum(row[0] for row in map(self.index.row, self._pins) if row)
 
-    @property
-    def reads_importance(self) -> bool:
-        """Whether the policy uses the share of an object's tokens that was important."""
-        return self.policy.reads_importance
-
     def add(self, name: str, nbytes: int, created: float | None = None) -> None:
         """Enter an object, or correct its size, and count a use of it."""
         with self._lock:

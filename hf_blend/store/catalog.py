@@ -7,7 +7,7 @@ import functools
 import heapq
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -59,6 +59,8 @@ class Catalog:
         self._tiers, self._at_hand = tuple(tiers), tuple(at_hand)
         self.space = self.name("")[:2]
         self.owner = owner_of(secret, namespace)
+        # every index, the nearest first, and what this namespace is called there
+        self._shelves = [*((one, "") for one in at_hand), *((tier.index, self.owner) for tier in tiers)]
         self._skipped: set[tuple[str, str]] = set()
 
     def name(self, digest: str) -> str:
@@ -97,7 +99,7 @@ class Catalog:
     def _match(self, fingerprint: str, chunk_prefix_ids: Sequence[int], ids: np.ndarray, parts: bool) -> list[Run]:
         starts, runs = set[tuple[int, int]](), set[Run]()
         is_stored = functools.cache(functools.partial(self._is_stored, fingerprint, tuple(chunk_prefix_ids)))
-        for index, owner in self._shelves():
+        for index, owner in self._shelves:
             group = (owner, fingerprint, chunk_prefix_ids)
             with contextlib.suppress(OSError):
                 starts |= {(start, -tokens) for start, tokens in index.starts(group, ids)}
@@ -112,17 +114,17 @@ class Catalog:
 
     def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> bytes:
         """The packed ids of any chunk of a model and sink; empty if there is none."""
-        found = (index.sample((owner, fingerprint, chunk_prefix_ids)) for index, owner in self._shelves())
+        found = (index.sample((owner, fingerprint, chunk_prefix_ids)) for index, owner in self._shelves)
         return next(filter(None, found), b"")
 
     def prefixes(self, fingerprint: str) -> list[bytes]:
         """The packed ids of the tokens before chunks of a fingerprint; one may come from several tiers."""
-        return [packed for index, owner in self._shelves() for packed in index.prefixes(owner, fingerprint)]
+        return [packed for index, owner in self._shelves for packed in index.prefixes(owner, fingerprint)]
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """How many chunks of a model are known, and how many of all models."""
         here, everywhere = zip(
-            *((index.count(owner, fingerprint), index.count(owner)) for index, owner in self._shelves()), strict=True
+            *((index.count(owner, fingerprint), index.count(owner)) for index, owner in self._shelves), strict=True
         )
         return max(here), max(everywhere)
 
@@ -183,11 +185,6 @@ class Catalog:
                     self._learn(tier, names[start : start + _PAGE], stop_s)
             except OSError as error:
                 logger.info("the entries of the %s tier cannot be listed now (%s)", tier.name, error)
-
-    def _shelves(self) -> Iterator[tuple[Index, str]]:
-        """Every index, the nearest first, and what this namespace is called there."""
-        yield from ((index, "") for index in self._at_hand)
-        yield from ((tier.index, self.owner) for tier in self._tiers)
 
     def _is_stored(self, fingerprint: str, chunk_prefix_ids: tuple[int, ...], packed: bytes) -> bool:
         """Whether there is an object of the name that a chunk of these tokens has: so it is what its row says."""

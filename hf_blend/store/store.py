@@ -102,6 +102,7 @@ class BaseStore:
     """
 
     loads_in_part = False  # True where each request loads only the part of a chunk that matters to it
+    reads_importance = False  # True where a tier reads which tokens were important (`note`, `record_importance`)
     patience_s = 10.0  # for a layer that a request waits for
 
     def __init__(
@@ -134,6 +135,7 @@ class BaseStore:
         self._tiers = tuple(limits.bound(tier, folder, owner, skipped) for tier in tiers)
         for one in (*self._memories, *self._tiers):
             one.stats = self._stats
+            self.reads_importance |= one.policy.reads_importance
         self._home = next((tier for tier in self._tiers if tier.name == self.placement), None)
         self._moving = new_lock()  # taken before any tier's own; no chunk is moved by two threads at once
         for near, far in pairwise(self._tiers) if self._home else ():
@@ -293,11 +295,6 @@ class BaseStore:
         self._stats.count("misses", reason)
         with contextlib.suppress(StoreError):
             self.delete(key)
-
-    @property
-    def reads_importance(self) -> bool:
-        """Whether a tier reads which tokens were important (`note`, `record_importance`)."""
-        return any(tier.reads_importance for tier in (*self._memories, *self._tiers))
 
     def note(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
         """Say how much attention a chunk's tokens got in a request; kept as a moving average, over restarts too.
@@ -598,7 +595,7 @@ class BaseStore:
         for memory in self._memories:
             try:
                 memory.put(chunk)
-                if memory.reads_importance and (share := self.importance.share(digest)) is not None:
+                if memory.policy.reads_importance and (share := self.importance.share(digest)) is not None:
                     memory.use(digest, share)
             except (RuntimeError, MemoryError) as error:  # of a device that is full
                 self._stats.count("store_failures", type(error).__name__)
@@ -647,7 +644,7 @@ class BaseStore:
                     if stored:
                         self._leave_others(chunk.key.digest, tier)
                 self._stats.count("stored", tier.name, int(stored))
-                if tier.reads_importance and (share := self.importance.share(chunk.key.digest)) is not None:
+                if tier.policy.reads_importance and (share := self.importance.share(chunk.key.digest)) is not None:
                     tier.use(name, share)
             return self._catalog.add(tier, chunk.key)
         except (OSError, MemoryError, EntryFault) as error:

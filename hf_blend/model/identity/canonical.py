@@ -36,7 +36,7 @@ def canonical(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        for kind in _autocast_kinds():
+        for kind in filter(torch.is_autocast_enabled, DEVICE_TYPES):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(_set_mode, training, True)
         _set_mode(training, False)
@@ -92,7 +92,7 @@ def refuse_request_state(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Refuse a forward that runs in another precision than the stored chunks, or that keeps no cache."""
     refuse_modes()
     own = {weight.device.type for layer in (layers[0], layers[-1]) for weight in layer.parameters()}
-    for kind in own.intersection(_autocast_kinds()):
+    for kind in filter(torch.is_autocast_enabled, own.intersection(DEVICE_TYPES)):
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         raise ConfigError(
             f"torch.autocast is on ({dtype} on {kind}), but stored chunks are computed in the model's own dtype "
@@ -117,11 +117,6 @@ def refuse_modes() -> None:
                 "change keys and values unseen. Leave its block, or mark the mode with hf_blend.observer if it only "
                 "looks."
             )
-
-
-def _autocast_kinds() -> list[str]:
-    """The types of device on which autocast is on in this thread."""
-    return [kind for kind in DEVICE_TYPES if torch.is_autocast_enabled(kind)]
 
 
 def _set_mode(modules: list[nn.Module], training: bool) -> None:

@@ -114,8 +114,21 @@ class StructureWatch:
     def is_same(self, hooked: list[nn.Module]) -> bool:
         """Whether the model has the structure still; cheap where all of its code is the libraries' own."""
         try:
-            same = _are_same(self._notes, hooked)
-            same = same and all(one() is not None for note in self._notes for one in note.alive)
+            for note in self._notes:
+                owner = note.owner()
+                held = owner.__dict__
+                if type(owner) is not note.kind or len(held) != note.size:
+                    return False
+                values, ids = note.get(held), None
+                if note.ids is not None:
+                    ids = [id(one) for table in _tables(held) for one in (*table, *table.values())]
+                    ids += map(id, values[len(TABLES) :])
+                # what was noted is on the left: a tensor there would compare its values
+                if (ids is None or note.ids != ids) and note.frozen != values:
+                    return False
+                if isinstance(owner, nn.Module) and (held["_forward_hooks"] or held["_forward_pre_hooks"]):
+                    hooked.append(owner)
+            same = all(one() is not None for note in self._notes for one in note.alive)
             same = same and all(held == vars(space) for space, held in self._spaces)
             same = same and self._torch == _torch_functions(vars(torch))
             same = same and foreign_attention(self._model()).keys() == self._attention
@@ -162,24 +175,6 @@ def _reference(value: Any) -> Callable[[], Any] | None:
         return weakref.ref(value)
     except TypeError:  # it is held: a number, a text
         return lambda: (value,)
-
-
-def _are_same(notes: list[_Note], hooked: list[nn.Module]) -> bool:
-    for note in notes:
-        owner = note.owner()
-        held = owner.__dict__
-        if type(owner) is not note.kind or len(held) != note.size:
-            return False
-        values, ids = note.get(held), None
-        if note.ids is not None:
-            ids = [id(one) for table in _tables(held) for one in (*table, *table.values())]
-            ids += map(id, values[len(TABLES) :])
-        # what was noted is on the left: a tensor there would compare its values
-        if (ids is None or note.ids != ids) and note.frozen != values:
-            return False
-        if isinstance(owner, nn.Module) and (held["_forward_hooks"] or held["_forward_pre_hooks"]):
-            hooked.append(owner)
-    return True
 
 
 class WeightWatch:

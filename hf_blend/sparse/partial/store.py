@@ -266,7 +266,7 @@ class PartialStore(ChunkStore):
         return True
 
     def _use(self, key: ChunkKey, important_ratio: float) -> None:
-        if self._tier.reads_importance:
+        if self._tier.policy.reads_importance:
             self._tier.use(self.block_name(key.digest), min(1.0, max(0.0, important_ratio)))
 
 
