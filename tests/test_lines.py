@@ -17,7 +17,7 @@ MOST = {
     "images": 666,
     "integrations": 1_743,
     "loading": 467,
-    "model": 4_428,
+    "model": 4_430,
     "offload": 959,
     "prefill": 2_668,
     "prompt": 697,
@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_369,
     "cli": 2_412,
     "evaluation": 5_414,
-    "tests": 33_747,
+    "tests": 33_755,
 }
 
 

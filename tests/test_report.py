@@ -47,6 +47,14 @@ def test_counting_the_cost_leaves_the_model_untouched(tiny_model, untouched):
         assert layer_costs(model) is layer_costs(model)
 
 
+def test_reusable_tokens_are_without_those_whose_logits_are_asked_for(shared_model):
+    model, cache = shared_model(), BlendCache(shared_model(), ChunkStore.open("memory://"))
+    inputs = cache.inputs(None, prefix=[1, 4], chunks=[range(10, 40)], question=[5, 6])
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache, logits_to_keep=10)
+    assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (2, 22)
+
+
 @pytest.mark.parametrize("ratio", [0.15, 0.5, 1.0])
 def test_the_charged_budget_is_what_a_count_by_hand_gives(report, ratio):
     got = report(recompute_ratio=ratio)

@@ -126,10 +126,12 @@ class StructureWatch:
                 # what was noted is on the left: a tensor there would compare its values
                 if (ids is None or note.ids != ids) and note.frozen != values:
                     return False
+                for one in note.alive:
+                    if one() is None:
+                        return False
                 if isinstance(owner, nn.Module) and (held["_forward_hooks"] or held["_forward_pre_hooks"]):
                     hooked.append(owner)
-            same = all(one() is not None for note in self._notes for one in note.alive)
-            same = same and all(held == vars(space) for space, held in self._spaces)
+            same = all(held == vars(space) for space, held in self._spaces)
             same = same and self._torch == _torch_functions(vars(torch))
             same = same and foreign_attention(self._model()).keys() == self._attention
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # gone, or no longer comparable
