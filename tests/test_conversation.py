@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from hf_blend import ChunkStore, ConfigError, PromptError, SequenceCache, ShiftCache
 from hf_blend.context.conversation import Conversation
-from hf_blend.context.reuse import blended, continued, reuse_prefix, take_back
+from hf_blend.context.reuse import blended, continued, take_back
 from hf_blend.store.tiers.base import EntryFault
 from tests.asking import apart, rotated
 
@@ -27,29 +27,6 @@ def filled(ids):
     with torch.no_grad(), cache:
         MODEL(torch.tensor([ids]), past_key_values=cache)
     return cache
-
-
-def test_a_prompt_that_goes_on_keeps_all_and_is_exact():
-    ids = prompt(50)
-    cache = filled(ids)
-    assert vars(reuse_prefix(cache, [*ids, 7, 8])) == {"prefix_tokens": 50, "moved_tokens": 0}
-    again = reuse_prefix(cache, ids)
-    assert (again.prefix_tokens, cache.get_seq_length()) == (49, 49)  # one token is left to compute
-
-
-def test_runs_behind_what_was_cut_out_move_up_unless_they_are_short():
-    ids = prompt(120)
-    cache, wanted = filled(ids), [*ids[:30], *ids[50:100], 5, 6]
-    assert vars(reuse_prefix(cache, wanted)) == {"prefix_tokens": 30, "moved_tokens": 50}
-    assert cache.tokens() == wanted[:80]
-    assert cache.positions() == list(range(80))
-    output = MODEL.generate(torch.tensor([wanted]), past_key_values=cache, max_new_tokens=3, do_sample=False)
-    assert output.shape[1] == len(wanted) + 3
-    ids = prompt(100)
-    cache = filled(ids)
-    assert reuse_prefix(cache, [*ids[:30], *ids[50:70], 5]).moved_tokens == 0
-    cache = filled(ids)
-    assert reuse_prefix(cache, [*ids[:30], *ids[50:70], 5], min_run_tokens=8).moved_tokens == 20
 
 
 @torch.no_grad()
@@ -257,5 +234,3 @@ def test_bad_input_changes_nothing(reference):
         chat.ask("\nWhat does Mara keep?", max_new_tokens=2, stopping_criteria=[lambda *_: 1 // 0])
     assert chat.cache.tokens() == before
     assert chat.ask("\nWhat does Mara keep?", max_new_tokens=2).startswith("goat")
-    with pytest.raises(ConfigError, match="min_run_tokens"):
-        reuse_prefix(SequenceCache(MODEL), [1, 2], min_run_tokens=0)

@@ -17,7 +17,7 @@ from tiny_image_models import tiny_image_model
 from transformers import AutoConfig, DynamicCache, LlavaForConditionalGeneration
 
 from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError, plugins
-from hf_blend.context.reuse import reuse_prefix
+from hf_blend.context.reuse import blended
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.images import encoder as images
 from hf_blend.images.encoder import ImageEncoder, digest_of
@@ -556,7 +556,7 @@ def test_what_keeps_or_moves_text_alone_names_the_placeholder():
             model(**inputs, past_key_values=cache, logits_to_keep=1)
         model(inputs["input_ids"], past_key_values=cache, logits_to_keep=1)
     with pytest.raises(PromptError, match="the cache holds the placeholder token 120"):
-        reuse_prefix(cache, inputs["input_ids"][0].tolist())
+        blended(cache, inputs["input_ids"][0].tolist())
 
 
 @needs_encoding

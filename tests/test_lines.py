@@ -11,11 +11,11 @@ import pytest
 MOST = {
     "top": 1_306,
     "cache": 2_034,
-    "context": 3_605,
+    "context": 3_555,
     "correctors": 182,
     "hybrids": 932,
     "images": 666,
-    "integrations": 1_743,
+    "integrations": 1_737,
     "loading": 467,
     "model": 4_430,
     "offload": 959,
@@ -23,13 +23,13 @@ MOST = {
     "prompt": 697,
     "rotary": 338,
     "selectors": 716,
-    "serving": 4_033,
-    "sparse": 2_543,
-    "store": 6_102,
+    "serving": 4_020,
+    "sparse": 2_538,
+    "store": 6_093,
     "verify": 1_369,
     "cli": 2_412,
     "evaluation": 5_414,
-    "tests": 33_755,
+    "tests": 33_717,
 }
 
 

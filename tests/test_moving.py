@@ -13,10 +13,9 @@ from tiny_models import tiny_model
 from hf_blend import BlendCache, ChunkStore, SequenceCache, ShiftCache, UnsupportedModelError, self_extend
 from hf_blend.context import checks, conversation, sequence_layer, tables
 from hf_blend.context import self_extend as extending
-from hf_blend.context.reuse import blended, reuse_prefix
+from hf_blend.context.reuse import blended
 from hf_blend.context.session import save_session
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.model.capture import capture
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import verify
 from tests.asking import filled, prompt
@@ -169,17 +168,6 @@ def test_self_tests_of_sequences_pass_in_sixteen_bits():
 
 
 # What is built on sequences.
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "gptj", "cohere_compass_text"])
-def test_a_fitted_cache_holds_the_keys_of_the_new_prompt(name):
-    model, ids = tiny_model(name), prompt(80)[0].tolist()
-    cache, shortened = filled(model, 80), [*ids[:10], *ids[30:]]
-    assert vars(reuse_prefix(cache, shortened)) == {"prefix_tokens": 10, "moved_tokens": 49}
-    direct = capture(model, torch.tensor([shortened[:-1]])).layers[0]
-    layer = cache.materialize()[0]
-    for got, expected in zip((layer.keys, layer.values), direct, strict=True):
-        assert float((got - expected).abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gptj"])

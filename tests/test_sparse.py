@@ -490,7 +490,6 @@ def test_selection_lock_does_what_is_described(config, program):
         assert got.blocks == plain.get(*one)
         assert bool(asked) == due, "a selection is made only when it is needed"
     assert {name: getattr(metrics, name) for name in plain.counts} == plain.counts
-    assert 0 <= metrics.update_rate <= 1
 
 
 def test_differences_counts_only_blocks_that_both_selections_could_choose():

@@ -2,13 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reusing a conversation's cache for a prompt that is almost the same: edited, cut, or with something put in.
 
-`reuse_prefix` is llama.cpp's `--cache-reuse`: the longest common prefix stays, matching runs behind it are moved up to
-it, and nothing is computed for them, so they remember what was cut out. `blended` finds matching runs at any later
-index too and has a share of their tokens recomputed, because they lost, or gained, what is before them.
+`blended` finds matching runs at any index and has a share of their tokens recomputed, because they lost, or gained,
+what is before them. llama.cpp's `--cache-reuse` only moves them, so that they remember what was cut out.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -27,50 +25,18 @@ from .tables import TableSource
 MIN_RUN_TOKENS = 32  # shorter runs are mostly chance, and moving them is not worth what it does to the answer
 
 
-@dataclass(frozen=True)
-class ReusedPrefix:
-    """What of a prompt a cache holds now: its first `prefix_tokens` exactly, `moved_tokens` behind them as moved."""
-
-    prefix_tokens: int
-    moved_tokens: int
-
-
-def reuse_prefix(
-    cache: SequenceCache, token_ids: Sequence[int], *, min_run_tokens: int = MIN_RUN_TOKENS
-) -> ReusedPrefix:
-    """Let a cache hold as much of a prompt as it can without computing anything.
-
-    Afterwards `generate` with all of `token_ids` and this cache computes only the rest; at least one token is left.
-    """
-    held, expected = cache.tokens(), list(token_ids)[:-1]
-    _check(cache, held, min_run_tokens)
-    prefix = _common(held, expected)
-    done, start = prefix, prefix  # tokens of the prompt, and the index behind them in what the cache held
-    while start < len(held) and done < len(expected):
-        run = _common(held[start:], expected[done:])
-        if run < min_run_tokens:
-            start += 1
-            continue
-        _close_up(cache, done, start - (len(held) - cache.get_seq_length()))
-        done, start = done + run, start + run
-    cache.crop(done - cache.get_seq_length())
-    return ReusedPrefix(prefix, done - prefix)
-
-
-def blended(
-    cache: SequenceCache, token_ids: Sequence[int], *, min_run_tokens: int = MIN_RUN_TOKENS, **settings: Any
-) -> BlendCache:
+def blended(cache: SequenceCache, token_ids: Sequence[int], **settings: Any) -> BlendCache:
     """Make a blend cache for a prompt out of what a conversation's cache holds, which stays as it is.
 
     It brings the matching runs along: the common prefix exactly, the others blended. Shorter ones are computed.
     """
     cache.compact()
     held, expected = cache.tokens(), list(token_ids)
-    _check(cache, held, min_run_tokens)
+    _refuse_unknown(cache, held)
     store = ChunkStore.open("memory://", memory_bytes=1 << 62)  # of this request alone: what is in it saw a context
     for start, at, tokens in SequenceMatcher(None, held, expected, autojunk=False).get_matching_blocks():
         is_prefix = start == at == 0
-        if tokens and (is_prefix or tokens >= min_run_tokens):
+        if tokens and (is_prefix or tokens >= MIN_RUN_TOKENS):
             store.put(chunk_of(cache, start, start + tokens))
     return BlendCache(cache.model, store, **{**settings, "chunk_prefix_ids": ()})
 
@@ -112,24 +78,8 @@ def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:
     return ChunkKV(ChunkKey(fingerprint(cache.model), (), ids), layers, tables, layer_table)
 
 
-def _close_up(cache: SequenceCache, end: int, start: int) -> None:
-    """Drop the columns from `end` to `start`, and move the rest up."""
-    positions = cache.positions()
-    if start > end:
-        cache.remove(cache.active, positions[end], positions[start])
-        cache.shift(cache.active, positions[start], None, positions[end] - positions[start])
-
-
-def _common(held: Sequence[int], expected: Sequence[int]) -> int:
-    """How many tokens agree from the first on."""
-    pairs = zip(held, expected, strict=False)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(held), len(expected)))
-
-
-def _check(cache: SequenceCache, held: list[int], min_run_tokens: int) -> None:
+def _refuse_unknown(cache: SequenceCache, held: list[int]) -> None:
     refuse_placeholders(cache.model, held, "the cache")
-    if min_run_tokens < 1:
-        raise ConfigError(f"min_run_tokens is {min_run_tokens}, expected 1 or more.")
     unknown = sum(token < 0 for token in held)
     if unknown:
         raise ConfigError(

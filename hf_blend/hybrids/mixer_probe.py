@@ -37,7 +37,7 @@ from .mixer import ActiveRows, Mixer, MixerPass, Projection, regular
 
 __all__ = ["mixers_of"]
 
-TOKENS, PADDING = 24, 3
+TOKENS = 24
 SEEN_FROM = (5, 11)  # the tokens whose columns are looked at from the others
 OFFSETS = (0.0, 0.0, -4.0, 4.0)  # the first stands for the outputs as they are
 ACTIVE = (0, 2, 3, 7, 8, 13, 20, 23)  # the rows of the trial

@@ -20,7 +20,7 @@ from ..prompt.detokenizer import Detokenizer
 from ..prompt.messages import plain_messages, render
 from ..store import ChunkStore
 
-__all__ = ["Answer", "Answerer", "Document"]
+__all__ = ["Answer", "Answerer", "Document", "titled"]
 
 Document = str | Mapping[str, Any]
 Inputs = Callable[[BlendCache], Mapping[str, Tensor]]
@@ -162,6 +162,13 @@ class Answer:
         shown = self._cache.report.as_dict()
         return {name: value for name, value in shown.items() if name != "chosen_columns"}
 
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Why it ended, its tokens as OpenAI counts them, and what the prefill cost."""
+        usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.tokens)}
+        details = {"prompt_tokens_details": {"cached_tokens": self.reused_tokens}}
+        return {"finish_reason": self.reason, "usage": {**usage, **details}, "hf_blend": self.report}
+
     def _generate(self, tell: Callable[[list[int]], None], gone: Event) -> None:
         inputs = self._inputs(self._cache)
         self.prompt_tokens = inputs["input_ids"].shape[1]
@@ -207,6 +214,11 @@ def _checked(settings: dict[str, Any], own: Any) -> dict[str, Any]:
     if temperature is None:
         return settings
     return {**settings, "do_sample": temperature > 0, **({"temperature": temperature} if temperature > 0 else {})}
+
+
+def titled(text: Any, title: Any) -> dict[str, Any]:
+    """Make a document for chat templates, with its title if it has one."""
+    return {**({"title": str(title)} if title else {}), "text": text}
 
 
 def _text_of(document: Document) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from ..config import BlendConfig
 from ..errors import import_extra
 from ..store import ChunkStore
-from .answering import Answer, Answerer
+from .answering import Answerer, titled
 
 try:
     from haystack import Document, component
@@ -67,20 +67,9 @@ class BlendChatGenerator:
         settings = {**self.generation_kwargs, **(generation_kwargs or {})}
         template, stops = settings.pop("template", None), settings.pop("stop", ())
         said = [one.to_openai_dict_format(require_tool_call_ids=False) for one in messages]
-        answer = self._answerer.chat(said, list(map(_document, documents or ())), template, stops, **settings)
+        given = [titled(one.content, one.meta.get("title") or one.meta.get("file_path")) for one in documents or ()]
+        answer = self._answerer.chat(said, given, template, stops, **settings)
         for number, text in enumerate(answer):
             if tell:
                 tell(StreamingChunk(text, index=0, start=number == 0))
-        return {"replies": [ChatMessage.from_assistant(answer.text, meta=_meta(answer))]}
-
-
-def _document(document: Document) -> dict[str, Any]:
-    """A document as a dict for chat templates."""
-    title = document.meta.get("title") or document.meta.get("file_path")
-    return {**({"title": str(title)} if title else {}), "text": document.content}
-
-
-def _meta(answer: Answer) -> dict[str, Any]:
-    usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": len(answer.tokens)}
-    usage["prompt_tokens_details"] = {"cached_tokens": answer.reused_tokens}  # type: ignore[assignment]
-    return {"finish_reason": answer.reason, "usage": usage, "hf_blend": answer.report}
+        return {"replies": [ChatMessage.from_assistant(answer.text, meta=answer.meta)]}

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import BlendConfig
 from ..errors import PromptError, import_extra
-from .answering import Answer, Answerer
+from .answering import Answer, Answerer, titled
 
 try:
     from langchain_core.callbacks import CallbackManagerForLLMRun
@@ -96,8 +96,7 @@ def _document(document: Any) -> Any:
     """A document of LangChain as a dict for chat templates; texts and dicts as they are."""
     if not isinstance(document, Document):
         return document
-    title = document.metadata.get("title") or document.metadata.get("source")
-    return {**({"title": str(title)} if title else {}), "text": document.page_content}
+    return titled(document.page_content, document.metadata.get("title") or document.metadata.get("source"))
 
 
 def _usage(answer: Answer) -> Any:

@@ -84,7 +84,7 @@ class BlendLLM(CustomLLM):
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Continue a text."""
         answer = self._complete(prompt, kwargs).whole()
-        return CompletionResponse(text=answer.text, raw=_raw(answer))
+        return CompletionResponse(text=answer.text, raw=answer.meta)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -96,7 +96,7 @@ class BlendLLM(CustomLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer messages by the model's own chat template."""
         answer = self._chat(messages, kwargs).whole()
-        return ChatResponse(message=_message(answer), raw=_raw(answer))
+        return ChatResponse(message=_message(answer), raw=answer.meta)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -143,9 +143,3 @@ def _said(message: ChatMessage) -> dict[str, Any]:
 
 def _message(answer: Answer) -> ChatMessage:
     return ChatMessage(role=MessageRole.ASSISTANT, content=answer.text)
-
-
-def _raw(answer: Answer) -> dict[str, Any]:
-    usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": len(answer.tokens)}
-    details = {"prompt_tokens_details": {"cached_tokens": answer.reused_tokens}}
-    return {"usage": {**usage, **details}, "finish_reason": answer.reason, "hf_blend": answer.report}

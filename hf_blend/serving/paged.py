@@ -20,8 +20,6 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 
 __all__ = ["BlendedPagedCache", "salted"]
 
-SALT_WORDS = 8
-
 
 def salted(token_ids: Sequence[int], salt: Sequence[int]) -> list[int]:
     """Token ids of which the first are changed by a salt."""

@@ -42,7 +42,9 @@ class Turns:
         self._moved = threading.Condition()
         self._task: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
-        self._asks = self._holds = self._is_cancelled = self._is_closed = self._is_stalled = self._is_in_layer = False
+        self.is_asking = False  # whether the task waits for a turn
+        self.has_turn = False  # whether it runs in one, which may have been hurried
+        self._is_cancelled = self._is_closed = self._is_stalled = self._is_in_layer = False
         self._deadline = NEVER
         self.turns = 0  # given so far
         self._since = 0.0  # up to when the clock was read in a turn
@@ -55,16 +57,6 @@ class Turns:
     def is_busy(self) -> bool:
         """Whether a task is under way."""
         return self._task is not None
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether the task waits for a turn."""
-        return self._asks
-
-    @property
-    def has_turn(self) -> bool:
-        """Whether the task runs in a turn, which may be one that was hurried."""
-        return self._holds
 
     @property
     def is_mine(self) -> bool:
@@ -89,13 +81,13 @@ class Turns:
         for the turn is returned.
         """
         with self._moved:
-            if not self._asks:
+            if not self.is_asking:
                 return False
             self.turns += 1
-            self._asks, self._holds, self._deadline = False, True, time.monotonic() + seconds
+            self.is_asking, self.has_turn, self._deadline = False, True, time.monotonic() + seconds
             self._is_stalled = False
             self._moved.notify_all()
-            self._moved.wait_for(lambda: not self._holds or (self._is_in_layer and self._deadline == -NEVER))
+            self._moved.wait_for(lambda: not self.has_turn or (self._is_in_layer and self._deadline == -NEVER))
             return not self._is_stalled
 
     def hurry(self) -> None:
@@ -107,7 +99,7 @@ class Turns:
     def await_end(self, seconds: float) -> None:
         """Wait until the turn is over, but no longer than so."""
         with self._moved:
-            self._moved.wait_for(lambda: not self._holds, seconds)
+            self._moved.wait_for(lambda: not self.has_turn, seconds)
 
     def cancel(self) -> None:
         """Let the task end at the next place where it may be stopped. Called by the engine."""
@@ -128,19 +120,19 @@ class Turns:
         """Have the turn from here on, in the worker; waits where there is none, or where its time is up."""
         self.moved = time.monotonic()
         self._charge()
-        if self._holds and (end_turn or time.monotonic() >= self._deadline):
+        if self.has_turn and (end_turn or time.monotonic() >= self._deadline):
             self._is_stalled = end_turn
             self._end_turn()
         with self._moved:
-            is_asking = self._asks = not self._holds and not self._is_cancelled
+            asks = self.is_asking = not self.has_turn and not self._is_cancelled
             self._moved.notify_all()
-        if is_asking:
+        if asks:
             self.on_ask()
             self.wake()
         with self._moved:
-            self._moved.wait_for(lambda: self._holds or self._is_cancelled)
-            self._asks = False
-            if is_asking:
+            self._moved.wait_for(lambda: self.has_turn or self._is_cancelled)
+            self.is_asking = False
+            if asks:
                 self._since = self._clock()
             if self._is_cancelled:
                 raise TaskCancelled
@@ -148,7 +140,7 @@ class Turns:
     def release(self) -> None:
         """Give the turn back, in the worker, if it has one: what comes next does not look at the model."""
         self.moved = time.monotonic()
-        if self._holds:
+        if self.has_turn:
             self._end_turn()
 
     @contextmanager
@@ -177,15 +169,12 @@ class Turns:
     def _end_turn(self) -> None:
         self._settle()
         with self._moved:
-            self._end()
+            self._charge()
+            self.has_turn = False
             self._moved.notify_all()
 
-    def _end(self) -> None:
-        self._charge()
-        self._holds = False
-
     def _charge(self) -> None:
-        if self._holds:
+        if self.has_turn:
             before, self._since = self._since, self._clock()
             self.on_turn(self._since - before)
 
@@ -202,8 +191,8 @@ class Turns:
             except BaseException as error:  # the thread ends by `close` alone, so that `start` need not ask for it
                 found = error
             with self._moved:
-                self._end()
-                self._task, self._asks = None, False
+                self._charge()
+                self._task, self.is_asking, self.has_turn = None, False, False
                 self.error, self.moved = found, time.monotonic()
                 self._moved.notify_all()
             self.wake()

@@ -39,11 +39,6 @@ class LockMetrics:
     changed: int = 0
     steps: int = 0
 
-    @property
-    def update_rate(self) -> float:
-        """Share of the checkpoints that changed the selection; 0 if there was none."""
-        return self.changed / max(1, self.kept + self.changed)
-
 
 class SelectionLock:
     """The selection of one request in one layer."""

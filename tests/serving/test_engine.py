@@ -278,7 +278,7 @@ def test_a_prefill_is_cut_into_turns_and_those_that_decode_go_on_between_them(ti
     long = bench.Ask([1, *(token for chunk in bench.workload.library for token in chunk), *bench.draw(5, 3)])
     at_turn = []
     given = Turns.give
-    monkeypatch.setattr(Turns, "give", lambda self, s: (at_turn.append((self._asks, s)), given(self, s))[1])
+    monkeypatch.setattr(Turns, "give", lambda self, s: (at_turn.append((self.is_asking, s)), given(self, s))[1])
     slow = bench.generation(max_new_tokens=60)
     with bench.engine(model, store, stall_s=0.0, recompute_ratio=RATIO, generation_config=slow) as engine:
         reader = engine.add_request([1, *bench.draw(9, 3)], streaming=True, blend=False)

@@ -11,7 +11,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from ...errors import ConfigError, HfBlendError
@@ -165,10 +164,6 @@ class Tier(ABC):
     @abstractmethod
     def stat(self, name: str) -> ObjectStat | None:
         """Size and age of an object, or None if there is none."""
-
-    def file(self, name: str) -> Path | None:
-        """The file on this machine that holds an object; None for a tier that keeps none."""
-        return None
 
     def contains(self, name: str) -> bool:
         """Say whether the object is there, without reading it."""

@@ -117,10 +117,6 @@ class DiskTier(Tier):
         """Where an object is kept."""
         return self.root / "objects" / f"{check_name(name)}{_SUFFIX}"
 
-    def file(self, name: str) -> Path:
-        """The file that holds an object."""
-        return self.path(name)
-
     def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
         """Walk over every object whose name begins so, with its size and age, or None for one that is known."""
         for shard in [prefix] if prefix.count("/") == 2 else sorted(self.shards(prefix[:2])):
