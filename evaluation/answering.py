@@ -18,7 +18,7 @@ from hf_blend.model.placement import input_device
 from hf_blend.prefill.report import BlendReport
 from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.prompt.messages import build_messages, render
-from hf_blend.prompt.pieces import build
+from hf_blend.prompt.pieces import Span, build
 
 INSTRUCTION = "Answer the question from the documents, in as few words as possible."
 
@@ -70,18 +70,20 @@ def ids_of(tokenizer: Any, given: dict[str, Any]) -> list[int]:
 
 def chunks_of(tokenizer: Any, given: dict[str, Any]) -> list[tuple[int, ...]]:
     """Token ids of each chunk of a request, as the store keeps them; some may be equal."""
-    if "messages" in given:
-        prompt = build_messages(tokenizer, given["messages"], given["documents"], {})
-        return [span.token_ids for span in prompt.spans()]
-    return list(build(tokenizer, given.get("prefix"), given["chunks"], given["question"]).chunks)
+    return [span.token_ids for span in _spans(tokenizer, given)]
 
 
 def documents_end(tokenizer: Any, given: dict[str, Any]) -> int:
     """How many of the tokens of a request stand before the question."""
+    spans = _spans(tokenizer, given)
+    return spans[-1].stop if spans else 0
+
+
+def _spans(tokenizer: Any, given: dict[str, Any]) -> list[Span]:
+    """Where the chunks of a request are."""
     if "messages" in given:
-        spans = build_messages(tokenizer, given["messages"], given["documents"], {}).spans()
-        return spans[-1].stop if spans else 0
-    return build(tokenizer, given.get("prefix"), given["chunks"], given["question"]).spans()[-1].stop
+        return build_messages(tokenizer, given["messages"], given["documents"], {}).spans()
+    return build(tokenizer, given.get("prefix"), given["chunks"], given["question"]).spans()
 
 
 def _has_system_role(tokenizer: Any, told: str) -> bool:

@@ -184,6 +184,15 @@ def tokenizer() -> type[IdTokenizer]:
     return IdTokenizer
 
 
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """Give an empty store in memory."""
+    from hf_blend import ChunkStore
+
+    with ChunkStore.open("memory://") as opened:
+        yield opened
+
+
 def random_ids(count: int, seed: int) -> list[int]:
     """Draw token ids that are no special tokens."""
     return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()

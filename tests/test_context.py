@@ -35,12 +35,6 @@ def model():
     return tiny_model("llama", max_position_embeddings=2048)
 
 
-@pytest.fixture
-def store():
-    with ChunkStore.open("memory://") as opened:
-        yield opened
-
-
 def prefix_of(model):
     return (model.config.bos_token_id, *Words().encode(TEXT, add_special_tokens=False))
 

@@ -47,11 +47,6 @@ def bundled(shelf):
     return shelf.take(REFERENCE)
 
 
-@pytest.fixture
-def store():
-    return ChunkStore.open("memory://")
-
-
 @pytest.fixture(scope="module")
 def wish():
     first = reference_questions()[0]

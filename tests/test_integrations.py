@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_blend import BlendConfig, ChunkStore
+from hf_blend import BlendConfig
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError
 from hf_blend.integrations.answering import Answerer
 from tests.chat_templates import CHATML, COMMAND_R, DOCUMENTS, JOINED, QUESTION, SYSTEM, TITLED, small_tokenizer
@@ -45,11 +45,6 @@ def tokenizer():
 @pytest.fixture
 def model(shared_model, tokenizer):
     return shared_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2048)
-
-
-@pytest.fixture
-def store():
-    return ChunkStore.open("memory://")
 
 
 def stock(model, tokenizer, messages, **template):

@@ -22,12 +22,6 @@ CHUNKS = [random_ids(23, seed) for seed in (1, 2, 3)]  # the one in the middle s
 BETWEEN = [7, 9]
 
 
-@pytest.fixture
-def store():
-    with ChunkStore.open("memory://") as opened:
-        yield opened
-
-
 def among(model, order):
     """K and V that stock leaves of each chunk of a prompt, by layer."""
     cache, ids, columns = DynamicCache(), list(default_sink(model)), {}  # without windows, so that it keeps all

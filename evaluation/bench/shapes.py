@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_blend.errors import ConfigError, suggest
+from hf_blend.model.anatomy import text_config
 from hf_blend.model.placement import input_device
 
 from ..answering import ids_of
@@ -76,12 +77,6 @@ def first_token(model: Any, cache: Any, inputs: Mapping[str, Any]) -> None:
     """Generate one token, and wait for it."""
     model.generate(**inputs, past_key_values=cache, max_new_tokens=1, min_new_tokens=1, do_sample=False)
     wait_for(model)
-
-
-def text_config(model: nn.Module) -> Any:
-    """Return the config of a model's decoder."""
-    config: Any = model.config
-    return config.get_text_config(decoder=True)
 
 
 def random_model(shape: str, dtype: torch.dtype, device: str, seed: int = 0) -> nn.Module:

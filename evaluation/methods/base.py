@@ -19,6 +19,7 @@ from transformers import Cache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
+from hf_blend.context.size import cache_size
 from hf_blend.model.anatomy import stock_cache
 from hf_blend.prefill.report import BlendReport
 from hf_blend.prompt.pieces import Prompt, batch
@@ -64,13 +65,9 @@ class EvalMethod(ABC):
         """
 
     @cached_property
-    @torch.no_grad()
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, all layers."""
-        cache: Any = stock_cache(self.model)
-        device = self.model.get_input_embeddings().weight.device
-        self.model(torch.zeros((1, 1), dtype=torch.long, device=device), past_key_values=cache, use_cache=True)
-        return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
+        return cache_size(self.model.config, context_tokens=1, dtype=self.model.dtype).bytes_per_token
 
     def prompt(self, sample: Sample) -> Prompt:
         """The ids of a sample, BOS in front if the tokenizer puts one there."""

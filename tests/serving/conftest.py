@@ -14,14 +14,10 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.prompt.pieces import Span, TextPrompt
+from tests.conftest import random_ids as draw
 
 NEW_TOKENS = 6
 FAMILIES = {"llama": {}, "qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
-
-
-def draw(count: int, seed: int) -> list[int]:
-    """Token ids that are no special tokens."""
-    return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @dataclass
@@ -110,16 +106,6 @@ def without_collection() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def loaded() -> tuple[Any, Any]:
-    """The small model that stands for the real one, and its tokenizer."""
-    from worlds import REFERENCE
-
-    from hf_blend.evaluation.bundled import load_model
-
-    return load_model(REFERENCE)
-
-
 class Bench:
     """What a test of the engine needs: requests, engines, and the answers of a lone cache."""
 
@@ -152,7 +138,7 @@ def bench() -> Bench:
 
 
 @pytest.fixture
-def store() -> Iterator[ChunkStore]:
-    """An empty store in memory."""
-    with ChunkStore.open("memory://") as opened:
+def other() -> Iterator[ChunkStore]:
+    """An empty store in memory, of the tenant b."""
+    with ChunkStore.open("memory://", namespace="b") as opened:
         yield opened

@@ -51,12 +51,12 @@ def server_process(folder, *words):
 
 
 @contextmanager
-def running(loaded, folder, patience_s=20, **settings):
+def running(reference, folder, patience_s=20, **settings):
     """A server in a thread, and its service."""
     from hf_blend.config import BlendConfig
     from hf_blend.serving.run import ServerPlan, make_service, serve
 
-    model, tokenizer = loaded
+    model, tokenizer = reference
     given = {"cache_tokens": 8192, "page_tokens": 16, "blend": BlendConfig(selector="kv-deviation"), **settings}
     service = make_service(model, tokenizer, ServerPlan(location=str(folder), **given))
     up, ends = threading.Event(), []

@@ -340,12 +340,9 @@ def test_a_request_with_nothing_to_blend_is_answered_before_blends_that_came_ear
     assert len(found) == 3
 
 
-def test_tenants_are_blended_in_turn(model, bench, store, monkeypatch):
+def test_tenants_are_blended_in_turn(model, bench, store, other, monkeypatch):
     begun, names = [], ["a1", "a2", "a3", "b1", "b2"]
-    with (
-        ChunkStore.open("memory://", namespace="b") as other,
-        bench.engine(model, store, recompute_ratio=RATIO) as engine,
-    ):
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
         release_first(engine, monkeypatch, lambda: len(engine.prefills.outcomes) == len(names))
         run = engine.prefills._run
         monkeypatch.setattr(engine.prefills, "_run", lambda held: (begun.append(held.state.request_id), run(held))[1])
@@ -358,15 +355,12 @@ def test_tenants_are_blended_in_turn(model, bench, store, monkeypatch):
     assert [name for name in begun if name[0] == "a"] == names[:3]
 
 
-def test_a_tenant_that_had_nothing_is_blended_beside_a_layer_of_a_blend_of_another(model, bench, store):
+def test_a_tenant_that_had_nothing_is_blended_beside_a_layer_of_a_blend_of_another(model, bench, store, other):
     chunks = [bench.draw(40, 60 + number) for number in range(3)]
     store.add(model, None, chunks)
     asks = [[1, 7, *chunks[0], *chunks[1], 9, 9], [1, 8, *chunks[2], 3, 4, 5]]
     found, stood = {}, []
-    with (
-        ChunkStore.open("memory://", namespace="b") as other,
-        bench.engine(model, store, recompute_ratio=RATIO) as engine,
-    ):
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
         other.add(model, None, chunks)
 
         def stand(layer, args):
@@ -391,13 +385,12 @@ def test_a_tenant_that_had_nothing_is_blended_beside_a_layer_of_a_blend_of_anoth
         assert found[name] == bench.lone_answer(model, store, ids, new=new, recompute_ratio=RATIO)
 
 
-def test_plain_prompts_of_a_tenant_that_had_least_go_before_those_that_came_earlier(model, bench, store, monkeypatch):
+def test_plain_prompts_of_a_tenant_that_had_least_go_before_those_that_came_earlier(
+    model, bench, store, other, monkeypatch
+):
     are_all_here, first = threading.Event(), []
     names = [*(f"a{number}" for number in range(4)), "b"]
-    with (
-        ChunkStore.open("memory://", namespace="b") as other,
-        bench.engine(model, store, {"max_batch_tokens": 32}) as engine,
-    ):
+    with bench.engine(model, store, {"max_batch_tokens": 32}) as engine:
         advance = engine.prefills.advance
         monkeypatch.setattr(engine.prefills, "advance", lambda seconds: (are_all_here.wait(30), advance(seconds)))
         for number, name in enumerate(names):
@@ -412,14 +405,13 @@ def test_plain_prompts_of_a_tenant_that_had_least_go_before_those_that_came_earl
 
 
 @pytest.mark.parametrize("had", [1e6, -1e6], ids=["less", "more"])
-def test_a_blend_of_a_tenant_that_had_less_runs_between_two_layers_of_a_step_of_another(had, tiny_model, bench, store):
+def test_a_blend_of_a_tenant_that_had_less_runs_between_two_layers_of_a_step_of_another(
+    had, tiny_model, bench, store, other
+):
     model = tiny_model("llama", num_hidden_layers=8)
     asks = [[1, *bench.draw(50, 3)], [1, *bench.workload.library[0], *bench.workload.library[3], 3, 4, 5]]
     within = []
-    with (
-        ChunkStore.open("memory://", namespace="b") as other,
-        bench.engine(model, store, recompute_ratio=RATIO) as engine,
-    ):
+    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
         other.add(model, None, bench.workload.library)
 
         def at_layer(layer, args):
@@ -448,13 +440,10 @@ def test_a_blend_of_a_tenant_that_had_less_runs_between_two_layers_of_a_step_of_
     assert found["b"].generated_tokens == alone
 
 
-def test_a_blend_that_waits_for_blocks_lets_that_of_another_tenant_come_to_its_end(model, bench, store):
+def test_a_blend_that_waits_for_blocks_lets_that_of_another_tenant_come_to_its_end(model, bench, store, other):
     chunks = [bench.draw(40, 60 + number) for number in range(2)]
     ids, stood = [1, 7, *chunks[0], *chunks[1], 9, 9], []
-    with (
-        ChunkStore.open("memory://", namespace="b") as other,
-        bench.engine(model, store, {"num_blocks": 9}, recompute_ratio=RATIO) as engine,
-    ):
+    with bench.engine(model, store, {"num_blocks": 9}, recompute_ratio=RATIO) as engine:
         for one in (store, other):
             one.add(model, None, chunks)
 
@@ -532,13 +521,10 @@ def steps_of(engine, monkeypatch):
     return found
 
 
-def test_prompts_of_a_tenant_that_had_more_wait_and_a_first_token_comes_alone(model, bench, store, monkeypatch):
+def test_prompts_of_a_tenant_that_had_more_wait_and_a_first_token_comes_alone(model, bench, store, other, monkeypatch):
     monkeypatch.setattr(scheduler, "SHARED_STEP_S", -1.0)  # no step is short enough to let the next be longer
     are_all_here, slow = threading.Event(), bench.generation(max_new_tokens=60)
-    with (
-        ChunkStore.open("memory://", namespace="b") as other,
-        bench.engine(model, store, generation_config=slow) as engine,
-    ):
+    with bench.engine(model, store, generation_config=slow) as engine:
         engine.add_request([1, *bench.draw(9, 3)], "reads", streaming=True, blend=False)
         assert engine.get_result(timeout=30).request_id == "reads"
         advance = engine.prefills.advance

@@ -50,8 +50,8 @@ QUESTION = reference_questions()[0]
 
 
 @pytest.fixture(scope="module")
-def server(loaded, tmp_path_factory):
-    with running(loaded, tmp_path_factory.mktemp("store"), tenants=TENANTS, limits=LIMITS) as service:
+def server(reference, tmp_path_factory):
+    with running(reference, tmp_path_factory.mktemp("store"), tenants=TENANTS, limits=LIMITS) as service:
         yield service
 
 
@@ -92,7 +92,7 @@ def check_idle(server):
     assert not engine.output_router.result_handlers
 
 
-def test_the_openai_client_gets_the_answer_of_a_lone_request_and_what_it_cost(client, server, loaded):
+def test_the_openai_client_gets_the_answer_of_a_lone_request_and_what_it_cost(client, server, reference):
     given = {"model": server.name, "messages": messages(), "temperature": 0, "max_tokens": 8}
     first = client.chat.completions.create(**given, extra_body={"documents": QUESTION["chunks"]})
     assert first.choices[0].message.content == QUESTION["answer"]
@@ -104,7 +104,7 @@ def test_the_openai_client_gets_the_answer_of_a_lone_request_and_what_it_cost(cl
     assert costs["reused_tokens"] > costs["recomputed_tokens"] > 0
     assert again.usage.prompt_tokens_details.cached_tokens == costs["reused_tokens"]
 
-    model, tokenizer = loaded
+    model, tokenizer = reference
     store = ChunkStore.open("memory://")
     prompt = chat_prompt(tokenizer, messages(), QUESTION["chunks"][::-1])
     store.add(model, None, [span.token_ids for span in prompt.spans()])
@@ -189,8 +189,8 @@ def pieces_of(given, tokens):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bundled", "spaces"])
-def test_the_pieces_of_an_answer_are_the_whole_of_it_whatever_the_tokens(kind, loaded):
-    tokenizer = {"bytes": Letters, "bundled": loaded[1], "spaces": small_tokenizer("spaces")}[kind]
+def test_the_pieces_of_an_answer_are_the_whole_of_it_whatever_the_tokens(kind, reference):
+    tokenizer = {"bytes": Letters, "bundled": reference[1], "spaces": small_tokenizer("spaces")}[kind]
     drawn, size = random.Random(0), 256 if kind == "bytes" else len(tokenizer)
     texts = ["naïve 日本語 🙂🙃 don't  \n\tx — ¾", "🙂" * 9, "the road was long"]
     rows = [list(text.encode()) if kind == "bytes" else tokenizer.encode(text) for text in texts]
@@ -231,10 +231,10 @@ def calls_of(do):
     return count[0]
 
 
-def test_finding_documents_twice_as_often_is_twice_the_work(loaded):
+def test_finding_documents_twice_as_often_is_twice_the_work(reference):
     def find(count):
         with pytest.raises(PromptError, match=f"{count} places.*at most 256"):
-            text_prompt(loaded[1], "ab" * count, ["a"], most=256)
+            text_prompt(reference[1], "ab" * count, ["a"], most=256)
 
     find(500)
     costs = [calls_of(lambda count=count: find(count)) for count in (1000, 2000)]
@@ -536,7 +536,7 @@ def test_a_connection_that_sends_no_request_is_cut(server, monkeypatch):
     asyncio.run(connect())
 
 
-def test_each_of_several_tenants_has_a_share_of_the_disk_or_its_quota(loaded, tmp_path, monkeypatch):
+def test_each_of_several_tenants_has_a_share_of_the_disk_or_its_quota(reference, tmp_path, monkeypatch):
     quotas, opened = {}, ChunkStore.open
 
     def noted(*given, quota_bytes=None, **settings):
@@ -545,7 +545,7 @@ def test_each_of_several_tenants_has_a_share_of_the_disk_or_its_quota(loaded, tm
 
     monkeypatch.setattr(ChunkStore, "open", noted)
     tenants = [*TENANTS, Tenant("carl", "key-of-carl-0123456789", quota_bytes=5000)]
-    service = make_service(*loaded, ServerPlan(location=str(tmp_path), tenants=tenants, cache_tokens=256))
+    service = make_service(*reference, ServerPlan(location=str(tmp_path), tenants=tenants, cache_tokens=256))
     service.close(0.0)
     assert quotas["carl"] == 5000
     assert 0 < quotas["anna"] == quotas["bert"] <= shutil.disk_usage(tmp_path).free // 6 + (1 << 30)
@@ -564,12 +564,12 @@ def test_an_answer_that_takes_too_long_is_given_up(server, client, monkeypatch, 
     check_idle(server)
 
 
-def test_a_server_that_is_told_to_stop_answers_what_is_under_way(loaded, tmp_path):
+def test_a_server_that_is_told_to_stop_answers_what_is_under_way(reference, tmp_path):
     found, garbage = [], contextlib.ExitStack()
     garbage.own, is_there = garbage, weakref.ref(garbage)
     gc.collect()  # into the generation that is seldom looked at
     del garbage
-    with running(loaded, tmp_path, limits=LIMITS) as service:
+    with running(reference, tmp_path, limits=LIMITS) as service:
         wait_for(gc.get_freeze_count, "that what is there from the start is in no collection")
         assert is_there() is None, "what nobody has is not kept"
         asked = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none is needed", max_retries=0)
@@ -584,8 +584,8 @@ def test_a_server_that_is_told_to_stop_answers_what_is_under_way(loaded, tmp_pat
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_takes_too_long_for_a_server_that_stops_is_told_so(stream, loaded, tmp_path, capfd, caplog):
-    with running(loaded, tmp_path, patience_s=0, limits=Limits(new_tokens=12)) as service:
+def test_who_takes_too_long_for_a_server_that_stops_is_told_so(stream, reference, tmp_path, capfd, caplog):
+    with running(reference, tmp_path, patience_s=0, limits=Limits(new_tokens=12)) as service:
         step = service.engine._generation_step
         service.engine._generation_step = lambda: (time.sleep(0.05), step())
         found, body = [], {**endless(), "stream": stream}
@@ -623,8 +623,8 @@ def test_histograms_count_who_was_given_up_too(server, http, no_end, monkeypatch
     assert [new - old for new, old in zip(counts(), before, strict=True)] == [2, 1, 2, 1, 1]
 
 
-def test_documents_are_chunks_wherever_they_are_in_a_prompt(loaded):
-    tokenizer = loaded[1]
+def test_documents_are_chunks_wherever_they_are_in_a_prompt(reference):
+    tokenizer = reference[1]
     one, two = "Rolf bought a satchel too.\n", "He lives in Kestrel.\n"
     before = chat_prompt(tokenizer, messages("Where?"), [one, two])
     inside = chat_prompt(tokenizer, messages(f"{one}{two}Where?"), [two, one])
@@ -673,15 +673,15 @@ def test_a_file_of_tenants_that_makes_no_sense_is_refused(content, words, tmp_pa
     assert "0123456789abcdef" not in str(refused.value)
 
 
-def test_a_port_that_is_taken_is_refused(loaded, tmp_path, server):
-    model, tokenizer = loaded
+def test_a_port_that_is_taken_is_refused(reference, tmp_path, server):
+    model, tokenizer = reference
     service = make_service(model, tokenizer, ServerPlan(location=str(tmp_path), blend=BlendConfig(), cache_tokens=256))
     with pytest.raises(ConfigError, match="cannot be listened at"):
         serve(service, "127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     assert not service.engine.is_running()
 
 
-def test_prompts_of_one_tenant_that_take_long_to_make_hold_no_other_up(loaded, tmp_path, monkeypatch):
+def test_prompts_of_one_tenant_that_take_long_to_make_hold_no_other_up(reference, tmp_path, monkeypatch):
     made, ends, begun = app.text_prompt, threading.Event(), []
 
     def slow(tokenizer, prompt, *given):
@@ -691,7 +691,7 @@ def test_prompts_of_one_tenant_that_take_long_to_make_hold_no_other_up(loaded, t
 
     monkeypatch.setattr(app, "text_prompt", slow)
     tenants = [Tenant(name, f"{name} has this key".replace(" ", "-"), b"x" * 32) for name in ("one", "two")]
-    with running(loaded, tmp_path, tenants=tenants) as service:
+    with running(reference, tmp_path, tenants=tenants) as service:
 
         def ask(tenant, prompt):
             headers = {"authorization": f"Bearer {tenant.api_key}"}

@@ -34,9 +34,9 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def server(loaded, tmp_path_factory):
+def server(reference, tmp_path_factory):
     limits = Limits(new_tokens=12, choices=6, stop_chars=64)
-    with running(loaded, tmp_path_factory.mktemp("store"), limits=limits) as service:
+    with running(reference, tmp_path_factory.mktemp("store"), limits=limits) as service:
         yield service
 
 
@@ -59,20 +59,20 @@ def texts(http, **fields):
     return [row["text"] for row in rows]
 
 
-def stock(loaded, **settings):
+def stock(reference, **settings):
     """What `generate` of transformers writes."""
-    model, tokenizer = loaded
+    model, tokenizer = reference
     ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     given = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1, "pad_token_id": 1, **settings}
     output = model.generate(ids, **given)
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_each_of_several_prompts_gets_its_answers_in_their_order(http, loaded):
+def test_each_of_several_prompts_gets_its_answers_in_their_order(http, reference):
     prompts = [PROMPT, "Ines lives in", "The miller"]
     lone = [texts(http, prompt=prompt, temperature=0)[0] for prompt in prompts]
     assert texts(http, prompt=prompts, temperature=0, n=2) == [text for text in lone for _ in range(2)]
-    ids = [loaded[1](prompt)["input_ids"] for prompt in prompts]
+    ids = [reference[1](prompt)["input_ids"] for prompt in prompts]
     answer = http.post("/v1/completions", json={**FREE, "prompt": ids, "temperature": 0}).json()
     assert [row["text"] for row in answer["choices"]] == lone
     assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
@@ -105,9 +105,9 @@ def test_equal_seeds_give_equal_texts_whatever_stands_beside(http):
         ({"logit_bias": {"200": 90, "201": -90}}, {"sequence_bias": [[[200], 90.0], [[201], -90.0]]}),
     ],
 )
-def test_a_greedy_answer_with_a_processor_is_that_of_generate(fields, settings, http, loaded):
+def test_a_greedy_answer_with_a_processor_is_that_of_generate(fields, settings, http, reference):
     found = texts(http, temperature=0, **fields)
-    assert found == [stock(loaded, **settings)]
+    assert found == [stock(reference, **settings)]
     assert found != texts(http, temperature=0)
 
 
@@ -143,8 +143,8 @@ def test_what_a_request_leaves_out_is_as_the_model_says():
     assert list(kinds(temperature=0)) == []
 
 
-def test_log_probabilities_are_those_of_the_model(client, loaded):
-    model, tokenizer = loaded
+def test_log_probabilities_are_those_of_the_model(client, reference):
+    model, tokenizer = reference
     given = {"temperature": 0, "max_tokens": 4, "extra_body": {"ignore_eos": True, "repetition_penalty": 2.0}}
     answer = client.completions.create(model=MODEL, prompt=PROMPT, logprobs=3, **given).choices[0]
     ids = tokenizer(PROMPT)["input_ids"]
