@@ -47,7 +47,7 @@ def split_examples(docstring: str) -> tuple[str, list[str]]:
     """Take a docstring apart into its help and its examples."""
     text, _, examples = inspect.cleandoc(docstring).partition("\nExamples:\n")
     lines = [line.strip() for line in examples.split("\n\n")[0].splitlines() if line.strip()]
-    return text.partition("\nArgs:")[0].strip(), lines
+    return text.strip(), lines
 
 
 def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import RATIO, REAL, SELECTOR, Correction, Device, Dtype
+from .options import RATIO, REAL, SELECTOR, Correction, Device, Dtype, Model, Ratio, Store, Unverified
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -50,12 +50,9 @@ ApiKey = Annotated[
 ]
 AccessLog = Annotated[bool, typer.Option(help="Say a line of each request, with its x-request-id, on stderr.")]
 
-Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is smollm2.")]
-Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
 Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it that servers share, such as redis://host.")]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for all who reach this machine.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 is any free one.")]
-Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
 Selector = Annotated[str, typer.Option(help="Which tokens are recomputed: a method, with its options.")]
 TenantsFile = Annotated[
     Path | None, typer.Option("--tenants", help="JSON file of tenants: name, api_key, secret of each.")
@@ -68,7 +65,6 @@ CacheTokens = Annotated[
 ]
 BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens of one step of the engine.")]
 StallMs = Annotated[float | None, typer.Option(min=0, help="How long a blend may hold a step up; else as steps take.")]
-Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
 ByTenant = Annotated[
     bool, typer.Option("--metrics-by-tenant", help="Say in /metrics, which asks for no key, what each tenant stores.")
 ]

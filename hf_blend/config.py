@@ -214,20 +214,11 @@ class BlendConfig:
         return found
 
     def ratios(self, num_layers: int) -> dict[int, float]:
-        """Say which share of the reusable tokens is kept from each check layer on.
+        """Say which share of the reusable tokens, 0–1, is kept from each check layer on.
 
         The K/V of layer `l` are recomputed for the tokens chosen at the last check layer before `l`. With `gradual`,
         the first check layer keeps twice the share of the last, and those between lie on a line; the scale is such
         that the mean over the layers after the first check layer is `recompute_ratio`. No share exceeds 1.
-
-        Args:
-            num_layers: how many decoder layers the model has.
-
-        Returns:
-            Check layer → share of the reusable tokens, 0–1.
-
-        Raises:
-            ConfigError: the model has no such layer.
         """
         if self.check_layers[-1] >= num_layers:
             raise ConfigError(
@@ -241,14 +232,7 @@ class BlendConfig:
         return dict.fromkeys(self.check_layers, self.recompute_ratio)
 
     def nominal_ratio(self, num_layers: int) -> float:
-        """The share that is asked for over all: the mean over the layers behind the first check layer.
-
-        Args:
-            num_layers: how many decoder layers the model has.
-
-        Returns:
-            `recompute_ratio`, unless `layer_ratios` say otherwise.
-        """
+        """Give the share that is asked for over all: the mean over the layers behind the first check layer."""
         if self.layer_ratios is None:
             return self.recompute_ratio
         spans = self._spans(num_layers)

@@ -141,11 +141,7 @@ CASES = {
 
 @functools.cache
 def small_tokenizer(kind: str = "bytes") -> PreTrainedTokenizerFast:
-    """Train a tokenizer on the documents: "bytes" as GPT-2's, "spaces" as those of SentencePiece, with BOS.
-
-    Args:
-        kind: of the tokenizer.
-    """
+    """Train a tokenizer on the documents: "bytes" as GPT-2's, "spaces" as those of SentencePiece, with BOS."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=kind == "spaces", unk_token="<unk>" if kind == "spaces" else None))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if kind == "bytes":

@@ -71,16 +71,9 @@ def _several(one: Any) -> tuple[Any, ...]:
 def build_tiny_model(
     model_type: str = "llama", *, seed: int = 0, weight_scale: float = 6.0, **config: Any
 ) -> PreTrainedModel:
-    """Build a random model that is small but not trivial.
+    """Build a random model, in float32 on the CPU, that is small but not trivial, with fields over those of `TINY`.
 
-    Args:
-        model_type: a name that `AutoConfig` knows.
-        seed: of the weights.
-        weight_scale: factor on every weight matrix; at 1 the attention would be nearly uniform.
-        config: fields over those of `TINY`.
-
-    Returns:
-        A float32 model in eval mode, on the CPU.
+    At a `weight_scale` of 1 the attention would be nearly uniform.
     """
     settings = AutoConfig.for_model(model_type, **{**TINY, **config})
     random_state = torch.random.get_rng_state()
@@ -136,11 +129,7 @@ def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 @contextmanager
 def leaves_untouched(model: PreTrainedModel) -> Iterator[None]:
-    """Check that what happens inside, even if it raises, leaves the model as it was.
-
-    Args:
-        model: on any device; one short forward is run before and one after.
-    """
+    """Check, by a forward before and after, that what happens inside, even if it raises, leaves a model as it was."""
     before = snapshot(model)
     try:
         yield

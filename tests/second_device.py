@@ -109,9 +109,7 @@ def place():
 class SecondDevice(TorchDispatchMode):
     """While it is entered, `device="cuda:0"` is one that computes.
 
-    Attributes:
-        asked: how often the host asked which value of it.
-        hosted: how often which function made a tensor on the host.
+    It counts how often the host `asked` which value of it, and which functions made a tensor on the host (`hosted`).
     """
 
     def __init__(self, asked=None, hosted=None):

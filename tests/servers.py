@@ -13,12 +13,7 @@ import pytest
 
 
 class Server:
-    """A server in a process of its own, on a port that it keeps when it is started again.
-
-    Args:
-        command: starts it on a port, as words.
-        folder: where it runs.
-    """
+    """A server in a process of its own, on a port that it keeps when it is started again."""
 
     def __init__(self, command: Callable[[int], list[str]], folder: Path) -> None:
         with socket.socket() as found:

@@ -16,33 +16,19 @@ AUTO_AWAY_TOKENS = 4096  # the same with K and V that are not on the device
 
 @dataclass(frozen=True)
 class SparseConfig:
-    """How many blocks a decoding step looks at, and how long a selection holds.
+    """How many blocks a decoding step looks at, and how long a selection holds."""
 
-    Attributes:
-        share: of a context's blocks that a step looks at, above 0 up to 1; 1 is dense, bit for bit.
-        block_tokens: tokens of a block.
-        method: name of the method in `hf_blend.sparse.methods` that scores blocks.
-        method_options: what that method takes, by name.
-        first_blocks: blocks at the beginning that are always looked at.
-        recent_blocks: complete blocks at the end that are always looked at; the unfinished one is, too.
-        min_tokens: contexts shorter than this are dense.
-        lock: hold a selection; False selects anew in every step.
-        checkpoint_interval: after this many steps a held selection is compared with a new one.
-        update_threshold: it is kept if at most this many blocks are in one of the two and not in the other.
-        lock_duration: after this many steps a selection is dropped, however well it compares.
-    """
-
-    share: float = 0.25
+    share: float = 0.25  # of a context's blocks that a step looks at, above 0 up to 1; 1 is dense, bit for bit
     block_tokens: int = 64
-    method: str = "gsa"
+    method: str = "gsa"  # of `hf_blend.sparse.methods`, which scores blocks
     method_options: Mapping[str, Any] = field(default_factory=Options)
-    first_blocks: int = 1
-    recent_blocks: int = 2
-    min_tokens: int = 2048
-    lock: bool = True
-    checkpoint_interval: int = 8
-    update_threshold: int = 2
-    lock_duration: int = 16
+    first_blocks: int = 1  # that are always looked at
+    recent_blocks: int = 2  # complete ones at the end that are always looked at; the unfinished one is, too
+    min_tokens: int = 2048  # contexts shorter than this are dense
+    lock: bool = True  # hold a selection; False selects in every step
+    checkpoint_interval: int = 8  # steps after which a held selection is compared with a new one
+    update_threshold: int = 2  # it is kept if at most so many blocks are in one of the two and not in the other
+    lock_duration: int = 16  # steps after which a selection is dropped, however well it compares
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""

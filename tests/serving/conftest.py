@@ -22,12 +22,7 @@ FAMILIES = {"llama": {}, "qwen3": {"head_dim": 16}, "mistral": {"sliding_window"
 
 @dataclass
 class Ask:
-    """One request.
-
-    Attributes:
-        ids: of its prompt.
-        chunks: those that the engine is told of; they may be missing from the store.
-    """
+    """One request; its chunks, of which the engine is told, may be missing from the store."""
 
     ids: list[int]
     chunks: list[list[int]] = field(default_factory=list)

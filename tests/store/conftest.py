@@ -193,10 +193,9 @@ def tier_factory(request, served_tier) -> Callable[[Path], Tier]:
 
 
 class Proxy:
-    """Stands between a client and a server, and passes on what the server says in a way that a test chooses.
+    """Stands between a client and a server, and passes on what the server says whole, or in a way that a test chooses.
 
-    Attributes:
-        way: "whole", "cut" (the connection ends in the middle), "drip" (a byte now and then), "garbage" (other bytes).
+    The ways are "cut" (the connection ends in the middle), "drip" (a byte now and then) and "garbage" (other bytes).
     """
 
     def __init__(self, port: int) -> None:

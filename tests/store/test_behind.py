@@ -31,10 +31,7 @@ WAIT_S = 60.0  # for what must happen; nothing here waits so long unless it fail
 class Far(WrappedTier):
     """A tier on another machine, in this process: counts calls and bytes, and answers when a test lets it.
 
-    Attributes:
-        calls: method and whether the thread of the test made the call → how often.
-        nbytes: that were read.
-        open_gate, read_gate, put_gate: let calls through while they are set.
+    `calls` has how often a method was called, by its name and by whether the thread of the test called it.
     """
 
     def __init__(self, tier=None):
