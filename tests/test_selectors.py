@@ -173,6 +173,14 @@ def test_boundary_takes_each_chunk_from_its_edge(edge, expected):
     assert marked[0].nonzero().flatten().tolist() == expected
 
 
+def test_ramp_takes_longer_heads_of_later_chunks():
+    """By hand: 3.5, 13 and 21.5 tokens up to the middle of the chunks, to the power of 1.5, over 6 and the place."""
+    for pad in (0, 3):
+        marked = chosen(selector("ramp"), view(pad=pad), 11 / sum(CHUNKS))[0].nonzero().flatten().tolist()
+        assert marked == [7, 8, 9, 10, 11, 12, *range(19, 24)]
+    assert chosen(selector("ramp"), view(), 16 / sum(CHUNKS))[0, :7].sum() == 0
+
+
 def test_random_differs_by_seed_and_looks_like_a_draw():
     draws = [selector("random", seed=seed).score(view())[0] for seed in range(3)]
     assert not torch.equal(draws[0], draws[1])
