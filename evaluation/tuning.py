@@ -26,7 +26,7 @@ from .kl import FORCED_TOKENS, REUSE, Loss, Measure, Prompt
 from .rows import ANSWERS, CHUNKS, QUESTION, read_rows
 from .summary import interval, share_interval
 
-SELECTORS = ("kv-deviation", "query-attention", "boundary")
+SELECTORS = ("kv-deviation", "query-attention", "ramp")
 RATIOS = (0.05, 0.15, 0.3)
 LEAVE = 0.5  # of full reuse's KL divergence
 LEAST_KL = 1e-6  # nats: where full reuse loses no more, there is nothing to repair

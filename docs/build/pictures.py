@@ -29,7 +29,7 @@ PIECES = (("prefix", 70), ("chunk A", 150), ("chunk B", 150), ("chunk C", 150), 
 LEFT = 130
 TAKEN = {1: (14, 96), 2: (4, 60, 128), 3: (30, 84)}  # by piece, where recomputed tokens stand in it
 CHARTED = ("kv-deviation", "boundary", "query-attention", "random")  # selectors on the page of the demo
-FRONTIER, MOST_CHARGED = ("boundary", "kv-deviation", "query-attention"), 0.3  # selectors, and the dearest of them
+FRONTIER, MOST_CHARGED = ("ramp@text", "boundary@text", "boundary", "kv-deviation", "query-attention"), 0.3
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 
 
@@ -109,7 +109,7 @@ def frontier(model: str) -> str:
     """What is left of full reuse's KL divergence against the charge: means of two tasks."""
     rows = [row for row in load_result("frontier")["rows"] if row["half"] == "both" and row["model"] == model]
     tasks, lines = {row["task"] for row in rows}, []
-    for name in (*(f"{name}@text" for name in FRONTIER), *FRONTIER):
+    for name in FRONTIER:
         kinds = (name, "none@text" if "@" in name else "none")
         own = [row for row in rows if row["selector"] in kinds and row["target"] <= MOST_CHARGED]
         points = []

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from .. import plugins
 from ..model.anatomy import LayerCall, decoder_layers, full_cache
 from ..model.checks import Blended, CheckResult, check, nothing_shown
 from ..model.hooks import hooked
@@ -93,7 +94,7 @@ def all_but_one(subject: ModelUnderTest) -> CheckResult:
 def fused_ratio(subject: ModelUnderTest) -> CheckResult:
     """Between 0 and 1 the sparse path equals a dense forward in which tokens not chosen have the stored K and V."""
     groups = [subject.prompts[:1], subject.prompts]
-    selectors = ["kv-deviation", "boundary"]  # which choose behind a layer, and before the first
+    selectors = ["kv-deviation", "ramp"]  # which choose behind a layer, and before the first
     errors = [_fused_error(subject, group, RATIO, selector) for group in groups for selector in selectors]
     return CheckResult(max(errors), subject.logit_tolerance)
 
@@ -180,7 +181,8 @@ def _stale_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: floa
 
 def _check_layer(got: Blended) -> int:
     """The last layer whose K and V are all fresh; those of layer 0 are, wherever tokens are chosen."""
-    return 0 if got.cache.config.selector == "boundary" else got.cache.config.check_layers[0]
+    selector = plugins.load("selectors", got.cache.config.selector)
+    return got.cache.config.check_layers[0] if selector.needs_kv else 0
 
 
 def _first_stale_layer(got: Blended) -> int:
