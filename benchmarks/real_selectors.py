@@ -52,6 +52,7 @@ TEXT = "text"  # what the library computes chunks behind; without a context they
 TOGETHER = "together"  # in the place of a correction: the prompt's chunks were computed together, in another order
 ANSWER_TOKENS = 10  # over which the divergence is the mean
 TRIED_RATIOS = (0.03, 0.2)
+BYTES = {"smollm2": 46_080, "gemma3": 36_864}  # of K and V of a token, in float32
 
 
 @dataclass(frozen=True)
@@ -351,7 +352,8 @@ def table(asked: argparse.Namespace) -> None:
         lines = [line for line in lines if line["id"] in first]
         for half in ("choose", "report", "both"):
             for found in summarised([line for line in lines if half in ("both", line["half"])]):
-                rows.append({"model": model, "task": task, "half": half, **found})
+                kept = BYTES.get(model, 0) * (2 if TOGETHER in found["selector"] else 1)  # alone, too
+                rows.append({"model": model, "task": task, "half": half, "bytes_per_token": kept, **found})
     settings = {
         "measure": __doc__.split("\n\n")[3].replace("\n", " "),
         "answer_tokens": ANSWER_TOKENS,
