@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recompute the first tokens of each chunk, and more of them the further back the chunk is in the prompt.
 
-What a token misses is the chunks before its own, and what a question looks at is rather near; what a token has is its own
-chunk's text before it. So a token counts by how much is before its chunk, over its place in the chunk.
+What a token misses is the chunks before its own, and a question looks rather at what is near; what a token has is the
+text of its own chunk before it. So a token counts by how much is before its chunk, over its place in the chunk.
 
 Source: ours, of EPIC's `boundary`, where all heads are equally long. Measured in benchmarks/results/frontier.json.
 """
