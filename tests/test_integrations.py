@@ -162,7 +162,7 @@ def test_langchain_answers_several_at_once_as_one_alone(model, tokenizer, store)
 
 def test_langchain_streams_in_pieces_and_counts_at_the_end(model, tokenizer, store):
     chat = framework("langchain").ChatBlend
-    llm = chat(model=model, tokenizer=tokenizer, store=store, temperature=0, settings=NEW)
+    llm = chat(model=model, tokenizer=tokenizer, store=store, blend=EVERYTHING, temperature=0, settings=NEW)
     chunks = list(llm.stream(QUESTION, documents=DOCUMENTS))
     assert len([chunk for chunk in chunks if chunk.content]) > 1
     whole = chunks[0]
