@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from worlds import REFERENCE, REFERENCE_TASK
 
 from hf_blend import ChunkStore
 from hf_blend.evaluation.blending import approach, method_names, takes_ratio
@@ -178,7 +179,7 @@ def test_prefix_caching_is_timed_before_it_has_seen_the_prompt_in_a_run_side_by_
     monkeypatch.setattr(
         PrefixCaching, "answer", lambda self, *given: answered.append(given[0][0].id) or answer(self, *given)
     )
-    trial = EvalConfig(methods=("prefix-caching",), limit=3, batch=3)
+    trial = EvalConfig((REFERENCE_TASK,), (REFERENCE,), ("prefix-caching",), limit=3, batch=3)
     with RunFolder(tmp_path / "run", trial.settings) as folder:
         run(trial, folder)
         times = {line["method"]: line["ttft_ms"] for line in folder.lines.values()}

@@ -289,10 +289,11 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         ChunkStore.open("memory://", remote="s3://bucket/never-opened-before")
 
 
-def test_a_corpus_is_indexed_into_a_server(served_tier, run):
+def test_a_corpus_is_indexed_into_a_server(served_tier, run, model_folder):
     url = _url_of(ChunkStore([], [served_tier("redis")]))
+    words = ("index", "--model", model_folder, "--store", "memory://", "--remote", url, "--json")
     for stored in (True, False):
-        said = json.loads(run("index", "--store", "memory://", "--remote", url, "--json")[1])
+        said = json.loads(run(*words)[1])
         assert (said["stored"] > 0, said["present"] > 0) == (stored, not stored)
     with ChunkStore.open(url) as store:
         assert len(store) > 10
