@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from hf_blend import ChunkStore
-from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, StoreError
 from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.size import cache_size
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.store import ChunkKey
 

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, suggest
 from hf_blend.loading.estimator import GB, Placement, StorageDevice, Workload, choose, place
+from hf_blend.model.size import cache_size
 from hf_blend.model_names import load_config
 
 from .bundled import KV_DTYPES, choose_dtype, load_model

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.context.size import cache_size
 from hf_blend.errors import ConfigError, HfBlendError, MissingExtraError
+from hf_blend.model.size import cache_size
 from hf_blend.model_names import PACKAGED, locate
 
 from ..bundled import REAL, ModelSource, first_line, open_model
