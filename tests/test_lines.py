@@ -19,7 +19,7 @@ MOST = {
     "loading": 467,
     "model": 4_575,
     "offload": 959,
-    "prefill": 2_668,
+    "prefill": 2_669,
     "prompt": 697,
     "rotary": 338,
     "selectors": 746,
@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_371,
     "cli": 2_408,
     "evaluation": 5_408,
-    "tests": 33_655,
+    "tests": 33_680,
 }
 
 

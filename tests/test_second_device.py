@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.model.anatomy import decoder_layers
@@ -152,6 +153,30 @@ def test_no_tensor_meets_one_of_another_device(models, pieces, tokenizer, said, 
     with second_device(), torch.no_grad():
         output, _ = generated(models[1], lambda one: one.inputs(tokenizer, **given), **settings)
     assert torch.equal(output.cpu(), expected)
+
+
+def carried(module, device):
+    """Let a module bring what it is given to a device first, as accelerate does."""
+    run, move_to = module.forward, lambda one: one.to(device) if isinstance(one, torch.Tensor) else one
+    module.forward = lambda *args, **kwargs: run(*tree_map(move_to, args), **tree_map(move_to, kwargs))
+
+
+@torch.no_grad()
+def test_a_model_on_two_devices_blends_chunks_that_have_other_tokens_between_them(said):
+    chunks, found = [[*range(start, start + 20)] for start in (5, 30, 55)], []
+    ids = torch.tensor([[1, *chunks[0], 90, *chunks[1], 91, *chunks[2], 92, 93]])
+    for is_spread in (False, True):
+        with second_device():
+            model, store = build_tiny_model(), ChunkStore.open("memory://")
+            for layer in decoder_layers(model)[2:] if is_spread else ():
+                carried(move(layer), DEVICE)
+            carried(model.model.norm, "cpu")
+            store.add(model, None, chunks)
+            cache = BlendCache(model, store, selector="kv-deviation", recompute_ratio=0.2)
+            output = model.generate(input_ids=ids, past_key_values=cache, **GREEDY)
+        assert cache.report.reusable_tokens == 40
+        found.append((output, *(part.cpu() for layer in cache.layers for part in (layer.keys, layer.values))))
+    assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(*found, strict=True))
 
 
 def test_a_second_device_refuses_what_a_real_one_refuses():

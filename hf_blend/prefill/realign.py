@@ -87,9 +87,10 @@ class Placement:
 
     def take(self, table: Tensor) -> Tensor:
         """`[tokens, width]` of a rotary table `[batch or 1, columns, width]`."""
+        columns = self.columns.to(table.device) if isinstance(self.columns, Tensor) else self.columns
         if self.rows is not None and table.shape[0] > 1:
-            return table[self.rows, self.columns]
-        return table[self.row if table.shape[0] > 1 else 0][self.columns]
+            return table[self.rows.to(table.device), columns]
+        return table[self.row if table.shape[0] > 1 else 0][columns]
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Realigner:
         self._all, self._starts = tuple(chunks), [0, *accumulate(one.tokens for one in chunks)]
         self._first = {id(one): number for number, one in enumerate(self._all)}
         self._joined_states: dict[tuple[int, torch.device], Tensor | None] = {}
-        self._placements: dict[tuple[int, ...], Placement] = {}
+        self._placements: dict[tuple[object, ...], Placement] = {}
         self._rotations: dict[tuple[object, ...], Rotation] = {}
         self.tables: dict[int, Table | None] = {}  # by layer, of the new tokens; the first that it was given
         self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
@@ -265,10 +266,10 @@ class Realigner:
         return out
 
     def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
-        key = tuple(map(id, chunks))
+        key = (device, *map(id, chunks))
         if key not in self._placements:
             placed = Placement.of(tuple(chunks), device)  # keeps the chunks, so their ids are not used again
-            start = self._first.get(key[0], 0)
+            start = self._first.get(id(chunks[0]), 0)
             if self._all and self._all[start : start + len(chunks)] == placed.chunks:
                 placed.part = slice(self._starts[start], self._starts[start + len(chunks)])
             self._placements[key] = placed
