@@ -13,6 +13,7 @@ import torch
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
+from hf_blend.prefill.blend import Prefill
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import hooks
 
@@ -270,14 +271,14 @@ def test_hooks_that_end_in_the_middle_of_another_call_do_no_harm(tiny_model, pie
     for cache in (runner, ending):
         cache.get_seq_length()
     ending._hooks.enter_layers(tokens=85)
-    layer_begins = runner.layer_begins
+    enter = Prefill.enter
 
-    def end_the_other(index, call):
-        if index == 1:
+    def end_the_other(prefill, index, call):
+        if index == 1 and prefill is runner.prefill:
             ending._hooks.leave()  # as another thread's last layer does
-        layer_begins(index, call)
+        enter(prefill, index, call)
 
-    monkeypatch.setattr(runner, "layer_begins", end_the_other)
+    monkeypatch.setattr(Prefill, "enter", end_the_other)
     got = model(**inputs[0], past_key_values=runner, logits_to_keep=1)
     assert got.logits.shape == wanted.logits.shape
     assert hooks(model) == 0

@@ -20,18 +20,15 @@ class Recorder(DynamicCache):
 
     def __init__(self):
         super().__init__()
-        self.told, self.hooks, self.enters_layers = [], None, True
+        self.told, self.hooks, self.enters_layers, self.prefill = [], None, True, self
 
     def forward_begins(self, arguments):
         self.told.append(("begins", sorted(arguments)))
         if self.enters_layers:
             self.hooks.enter_layers(tokens=6)
 
-    def layer_begins(self, index, call):
+    def enter(self, index, call):
         self.told.append(index)
-
-    def layer_ends(self, index, output):
-        return None
 
     def forward_ends(self, failed=False):
         self.told.append("failed" if failed else "ends")

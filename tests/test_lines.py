@@ -10,7 +10,7 @@ import pytest
 
 MOST = {
     "top": 1_290,
-    "cache": 2_034,
+    "cache": 2_025,
     "context": 3_410,
     "correctors": 182,
     "hybrids": 932,
@@ -19,7 +19,7 @@ MOST = {
     "loading": 467,
     "model": 4_575,
     "offload": 959,
-    "prefill": 2_669,
+    "prefill": 2_665,
     "prompt": 697,
     "rotary": 338,
     "selectors": 746,
@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_371,
     "cli": 2_408,
     "evaluation": 5_408,
-    "tests": 33_680,
+    "tests": 33_678,
 }
 
 

@@ -28,7 +28,7 @@ from transformers.tokenization_utils_base import BatchEncoding
 from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
-from ..model.anatomy import LayerCall, decoder_layers, default_sink, text_config
+from ..model.anatomy import decoder_layers, default_sink, text_config
 from ..model.calibrate import ensure_trusted, ignores_states
 from ..model.extras import extras_of
 from ..model.fingerprint import fingerprint, structure_digest
@@ -89,10 +89,9 @@ class KnownPrompts:
 
 
 @dataclass
-class BlendedForward:
-    """A forward that is a blended prefill, and what takes it back after a failure."""
+class BeforeBlending:
+    """What takes a blended prefill back after a failure."""
 
-    prefill: Prefill
     snapshots: list[Any]
     pending: PendingPrompt
     report: BlendReport
@@ -175,7 +174,8 @@ class BlendCache(Cache):
         self._hooks = ForwardHooks(self, model, layers)
         self.observer: AttentionObserver | None = None  # is given every layer's attention in a blended forward
         self._prompts = KnownPrompts()
-        self._forward: BlendedForward | None = None
+        self.prefill: Prefill | None = None  # of the forward that runs, if it is blended
+        self._before: Any = None  # a `BeforeBlending` where one is
         self._advised: tuple[Advice, float] | None = None  # by the store's controller, and when the forward began
         self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
@@ -383,8 +383,8 @@ class BlendCache(Cache):
         Shapes: both `[batch, kv_heads, rows, head_dim]`, K rotated for the rows' positions → `[batch, kv_heads,
         tokens, head_dim]`.
         """
-        if self._forward is not None:
-            return self._forward.prefill.update(layer_idx, key_states, value_states)
+        if self.prefill is not None:
+            return self.prefill.update(layer_idx, key_states, value_states)
         if not torch.compiler.is_compiling():
             is_first, self._layer = layer_idx <= self._layer, layer_idx
             if is_first:
@@ -402,16 +402,16 @@ class BlendCache(Cache):
 
         Shapes: `[batch, rows, width]` → `[batch, tokens, width]`.
         """
-        if self._forward is not None:
-            return self._forward.prefill.update_indexer(layer_idx, indexer_key_states)
+        if self.prefill is not None:
+            return self.prefill.update_indexer(layer_idx, indexer_key_states)
         return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens a layer holds. `generate` asks just before the prefill: the model is watched from here."""
         if torch.compiler.is_compiling():
             return super().get_seq_length(layer_idx)
-        if self._forward is not None:
-            return self._forward.prefill.past
+        if self.prefill is not None:
+            return self.prefill.past
         length = super().get_seq_length(layer_idx)
         if length == 0 or self.is_expecting:
             self._hooks.watch_model()
@@ -419,7 +419,7 @@ class BlendCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that new tokens will see. Models ask this before their first layer."""
-        if self._forward is not None and isinstance(self._own_layers[layer_idx], CacheLayerMixin):
+        if self.prefill is not None and isinstance(self._own_layers[layer_idx], CacheLayerMixin):
             return self._own_layers[layer_idx].sizes_behind(self._past, query_length)
         if not torch.compiler.is_compiling():
             self._masked_before = 0 if self._is_seen else query_length
@@ -428,7 +428,7 @@ class BlendCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Where new tokens are counted from; behind compiled steps a tensor, of which the device is not asked."""
         layer = self.layers[layer_idx]
-        if self._forward is None and isinstance(layer, StaticLayer):
+        if self.prefill is None and isinstance(layer, StaticLayer):
             return layer.get_query_offset()
         return super().get_query_offset(layer_idx)
 
@@ -453,7 +453,7 @@ class BlendCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""
-        if self._forward is not None:
+        if self.prefill is not None:
             self.forward_ends(failed=True)  # it was interrupted
         super().reset()
         self._hooks.leave()
@@ -532,29 +532,20 @@ class BlendCache(Cache):
         else:
             self._fall_back(request)
 
-    def layer_begins(self, index: int, call: LayerCall) -> None:
-        """Called by the hook on a decoder layer."""
-        if self._forward is not None:
-            self._forward.prefill.enter(index, call)
-
-    def layer_ends(self, index: int, output: Any) -> Any:
-        """Called by the hook behind a decoder layer, except the last."""
-        return None if self._forward is None else self._forward.prefill.leave(output)
-
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hook behind the model; after a failure the cache is as it was before."""
-        forward, known = self._forward, self._prompts
+        before, known = self._before, self._prompts
         if failed:
             self._advised = None
-        if forward is not None:
-            forward.prefill.end()
+        if self.prefill is not None:
+            self.prefill.end()
             if self._part is not None:
                 self.report.partial = vars(self._part.report)
             if failed:
-                for layer, snapshot in zip(self._token_layers, forward.snapshots, strict=True):
+                for layer, snapshot in zip(self._token_layers, before.snapshots, strict=True):
                     layer.restore(snapshot)
-                known.pending, self.report = forward.pending, forward.report
-        self._forward, self._is_seen = None, False
+                known.pending, self.report = before.pending, before.report
+        self.prefill, self._before, self._is_seen = None, None, False
         known.images = known.images if known.pending.batch else None
         self._hooks.leave(watching=known.pending.is_begun and not failed)
 
@@ -652,7 +643,8 @@ class BlendCache(Cache):
             self.observer,
             self._part,
         )
-        self._forward = BlendedForward(Prefill(context), [layer.snapshot() for layer in layers], pending, report)
+        self._before = BeforeBlending([layer.snapshot() for layer in layers], pending, report)
+        self.prefill = Prefill(context)
         self._hooks.enter_layers(request.width, between=bool(request.others))
 
     def _plan(self, request: Request) -> Plan:
@@ -712,11 +704,10 @@ class BlendCache(Cache):
 
     def _probe(self, hear: Hear, layers: Sequence[int], anchors: Tensor | None) -> None:
         """A pass of the question alone, in the middle of a forward."""
-        forward: Any = self._forward
-        request, own = forward.prefill.context.request, self._token_layers
-        suspended = [layer.suspend(known, self._past) for layer, known in zip(own, forward.snapshots, strict=True)]
-        probe = forward.prefill.probe(AttentionObserver(hear, layers, anchors), self._spare_layers)
-        self._forward = replace(forward, prefill=probe)
+        prefill: Any = self.prefill
+        request, own, snapshots = prefill.context.request, self._token_layers, self._before.snapshots
+        suspended = [layer.suspend(known, self._past) for layer, known in zip(own, snapshots, strict=True)]
+        self.prefill = probe = prefill.probe(AttentionObserver(hear, layers, anchors), self._spare_layers)
         try:
             with self._hooks.inside():
                 plan = probe.context.plan
@@ -724,8 +715,8 @@ class BlendCache(Cache):
                 given = request.arguments if request.others else None
                 run_probe(self.model, self, request.ids, None if is_plain else request.mask, given)
         finally:
-            self._forward = forward
-            forward.prefill.take_over(probe)
+            self.prefill = prefill
+            prefill.take_over(probe)
             for layer, known in zip(own, suspended, strict=True):
                 layer.resume(known)
 
@@ -733,7 +724,7 @@ class BlendCache(Cache):
         """Layers that hold what these held before the forward."""
         spare: list[Any] = copy.deepcopy(self._own_layers)
         held: list[Any] = [layer for layer in spare if hasattr(layer, "prefill_kind")]
-        for layer, snapshot in zip(held, self._forward.snapshots, strict=True):  # type: ignore[union-attr]
+        for layer, snapshot in zip(held, self._before.snapshots, strict=True):
             layer.restore(copy.deepcopy(snapshot))
         return spare
 

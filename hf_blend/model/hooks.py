@@ -26,16 +26,14 @@ Handles = list[tuple[nn.Module, RemovableHandle]]
 
 
 class HookedCache(Protocol):
-    """What the hooks serve: the cache of a request. Those of layers are called where layers are entered."""
+    """What the hooks serve: the cache of a request."""
+
+    # its `enter(index, call)` is called before a layer, and may change the arguments of the call, its `leave(output)`
+    # behind each but the last: gives the output that the model shall see, None for the layer's own
+    prefill: Any
 
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """The model is called with these arguments, by name; gives back those that it shall see, None for the same."""
-
-    def layer_begins(self, index: int, call: LayerCall) -> None:
-        """A decoder layer is called; the arguments of the call may be changed."""
-
-    def layer_ends(self, index: int, output: Any) -> Any:
-        """A decoder layer is done; gives back the output that the model shall see, None for the layer's own."""
 
     def forward_ends(self, failed: bool = False) -> None:
         """The model has returned, or an exception passed through."""
@@ -75,7 +73,7 @@ class ForwardHooks:
             begins = layer.register_forward_pre_hook(partial(self._layer_begins, index), with_kwargs=True)
             self._inner.append((layer, begins))
             if between and index < len(self._layers) - 1:
-                ends = layer.register_forward_hook(partial(self._layer_ends, index), with_kwargs=True)
+                ends = layer.register_forward_hook(self._layer_ends, with_kwargs=True)
                 self._inner.append((layer, ends))
         if wants_all_rows(self._model):
             ends = self._layers[-1].register_forward_hook(partial(self._fill_rows, tokens), with_kwargs=True)
@@ -145,13 +143,15 @@ class ForwardHooks:
         cache = self._cache()
         if kwargs is None or cache is None or all(one is not cache for one in (*args, *kwargs.values())):
             return None
+        if cache.prefill is None:  # it is over, and another call of the layer is under way
+            return None
         call = LayerCall.bind(layer, args, kwargs)
-        cache.layer_begins(index, call)
+        cache.prefill.enter(index, call)
         return (call.hidden,), call.arguments
 
-    def _layer_ends(self, index: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+    def _layer_ends(self, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         cache = self._own(args, rest[0] if len(rest) == 2 else None)
-        return None if cache is None else cache.layer_ends(index, rest[-1])
+        return None if cache is None or cache.prefill is None else cache.prefill.leave(rest[-1])
 
     def _fill_rows(self, tokens: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         is_own = self._own(args, rest[0] if len(rest) == 2 else None) is not None

@@ -308,8 +308,8 @@ class Prefill:
         if context.is_probe:
             counts = self._narrowed_to(nothing)
         elif self._first_ratio is not None:
-            counts = self._narrowed_to(self._selection.counts(self._first_ratio))
-            selected = self._selection.select(0, Rows.every(plan.reusable), None, counts)
+            selected, counts = self._selection.select(0, Rows.every(plan.reusable), None, self._first_ratio)
+            self._narrowed_to(counts)
         total = [fresh + stored for fresh, stored in zip(plan.fresh_counts, counts, strict=True)]
         if min(total) == self.tokens:
             return
@@ -381,10 +381,9 @@ class Prefill:
         """Let only the selected of the active rows go on, and those that are fresh in any case."""
         plan = self.context.plan
         rows = self._rows or Rows.every(plan.real)
-        counts, before = self._selection.counts(ratio), self._selected_counts
         computed = self._buffers.open.get(index) or self._kind.computed()
-        selected = self._selection.select(index, rows, computed, counts)
-        counts = self._narrowed_to([min(pair) for pair in zip(counts, before, strict=True)])
+        selected, counts = self._selection.select(index, rows, computed, ratio)
+        counts = self._narrowed_to([min(pair) for pair in zip(counts, self._selected_counts, strict=True)])
         total = [sum(pair) for pair in zip(plan.fresh_counts, counts, strict=True)]
         remaining = ~rows.take(plan.reusable) | selected
         if plan.has_padding:

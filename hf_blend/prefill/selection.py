@@ -58,16 +58,13 @@ class Selection:
                 found[index] = Select(ratio)
         return before, found
 
-    def counts(self, ratio: float) -> list[int]:
-        """How many tokens are selected in each batch entry; known before anything is computed."""
-        return [self._selector.count(ratio, tokens) for tokens in self._plan.stored_counts]
-
-    def select(self, index: int, rows: Rows, fresh: KV | None, counts: Sequence[int]) -> Tensor:
-        """Select the tokens that are computed from a layer on.
+    def select(self, index: int, rows: Rows, fresh: KV | None, ratio: float) -> tuple[Tensor, list[int]]:
+        """Select the tokens that are computed from a layer on; gives how many there are in each batch entry, too.
 
         Shapes: fresh `[batch, kv_heads, tokens, head_dim]` → `[batch, rows]`.
         """
         started = time.perf_counter()
+        counts = [self._selector.count(ratio, tokens) for tokens in self._plan.stored_counts]
         view = self._view(index, rows, fresh if self._first_scores is None else None)
         if not any(counts):
             scores = torch.zeros_like(view.reusable, dtype=torch.float32)
@@ -81,7 +78,7 @@ class Selection:
             self._report.chose(rows.columns, selected, self._context.past)
             self._is_first = False
         self._report.select_ms += 1e3 * (time.perf_counter() - started)
-        return selected
+        return selected, counts
 
     def _view(self, index: int, rows: Rows, fresh: KV | None) -> TokenView:
         table = self._plan.token_table()
