@@ -39,7 +39,7 @@ def view(seeds=(0,), pad=0):
     attention = _attention(seeds, columns, pad)
     return TokenView(
         CHECK, columns, number >= 0, number, offset, length,
-        fresh[CHECK], stored[CHECK], lambda: truth, lambda layer: stored[layer], lambda layer: stored[layer],
+        lambda part: (fresh[CHECK][part], stored[CHECK][part]), lambda: truth, stored.__getitem__, stored.__getitem__,
         lambda *given: _probe(attention, *given), LAYERS,
     )  # fmt: skip
 
@@ -85,16 +85,19 @@ def chosen(one, seen, ratio):
 @each
 def test_score_is_one_finite_float32_a_token_and_a_function_of_what_is_reusable(name):
     one, seen, other = selector(name), view(), view((8,))
-    before = [part.clone() for part in (seen.columns, seen.reusable, seen.chunk, *seen.fresh, *seen.stored)]
+    before = [part.clone() for part in (seen.columns, seen.reusable, seen.chunk, *seen.pair(0), *seen.pair(1))]
     scores = one.score(seen)
     assert (scores.shape, scores.dtype) == ((1, sum(CHUNKS) + QUESTION), torch.float32)
     assert torch.isfinite(scores[seen.reusable]).all()
-    after = (seen.columns, seen.reusable, seen.chunk, *seen.fresh, *seen.stored)
+    after = (seen.columns, seen.reusable, seen.chunk, *seen.pair(0), *seen.pair(1))
     assert all(torch.equal(was, now) for was, now in zip(before, after, strict=True)), "what is seen is not written"
     assert torch.equal(selector(name).score(view()), scores)
-    at = seen.reusable[:, None, :, None]
-    mixed = tuple(torch.where(at, *pair) for pair in zip(seen.fresh, other.fresh, strict=True))
-    two = chosen(selector(name), replace(seen, fresh=mixed), 0.3), chosen(selector(name), seen, 0.3)
+
+    def mixed(part):
+        (fresh, stored), (others, _) = seen.pair(part), other.pair(part)
+        return torch.where(seen.reusable[:, None, :, None], fresh, others), stored
+
+    two = chosen(selector(name), replace(seen, pair=mixed), 0.3), chosen(selector(name), seen, 0.3)
     assert torch.equal(*(one[seen.reusable] for one in two))
 
 
@@ -128,7 +131,7 @@ def test_score_needs_no_states_where_none_are_declared(name):
     one = selector(name)
     if one.needs_kv or one.needs_full_prefill:
         pytest.skip("it has to see K and V")
-    bare = replace(view(), fresh=None, stored=None, full_prefill=None, stored_at=None)
+    bare = replace(view(), pair=None, full_prefill=None, stored_at=None)
     if not one.needs_question:
         bare = replace(bare, probe=None)
     assert torch.equal(one.score(bare), one.score(view()))
@@ -145,16 +148,13 @@ def test_count_is_the_ceiling_of_the_share_without_the_noise_of_floating_point()
 def test_kv_deviation_is_the_squared_distance_over_heads_and_width(on, parts):
     seen, got = view(), selector("kv-deviation", on=on).score(view())
     for token in range(sum(CHUNKS)):
-        expected = sum(float(((seen.fresh[part] - seen.stored[part])[0, :, token] ** 2).sum()) for part in parts)
+        expected = sum(float((torch.sub(*seen.pair(part))[0, :, token] ** 2).sum()) for part in parts)
         assert math.isclose(float(got[0, token]), expected, rel_tol=1e-5)
 
 
 def test_kv_deviation_sums_in_float32():
     seen = view()
-    coarse = replace(
-        seen, fresh=tuple(map(torch.Tensor.half, seen.fresh)), stored=tuple(map(torch.Tensor.half, seen.stored))
-    )
-    huge = replace(coarse, fresh=tuple(part * 1000 for part in coarse.fresh))
+    huge = replace(seen, pair=lambda part: (seen.pair(part)[0].half() * 1000, seen.pair(part)[1].half()))
     assert torch.isfinite(selector("kv-deviation").score(huge)).all()
 
 

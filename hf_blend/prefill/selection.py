@@ -4,8 +4,8 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -85,7 +85,19 @@ class Selection:
         kinds = table if rows.is_all else table.gather(2, rows.columns.expand(4, *rows.columns.shape))
         chunk, offset, tokens, image = kinds
         chunk = chunk if rows.filler is None else chunk.masked_fill(rows.filler, -1)
-        view = TokenView(
+        given: dict[str, Any] = {"probe": self._context.probe} if self._selector.needs_question else {}
+        if fresh is not None:
+
+            def stored_at(layer: int) -> KV:
+                number = self._with_keys[layer]
+                return rows.take_pair((self._stored(number, fresh, 0), self._stored(number, fresh, 1)))
+
+            given |= {
+                "pair": lambda part: rows.take_pair((fresh[part], self._stored(index, fresh, part))),
+                "full_prefill": lambda: [rows.take_pair(states) for states in self._full_prefill()],
+                "stored_at": stored_at,
+            }
+        return TokenView(
             index,
             rows.columns,
             chunk >= 0,
@@ -95,29 +107,8 @@ class Selection:
             stored_alone=lambda layer: rows.take_pair(self._alone(self._with_keys[layer])),
             num_layers=len(self._with_keys),
             images=image > 0,
+            **given,
         )
-        if self._selector.needs_question:
-            view = replace(view, probe=self._context.probe)
-        if fresh is None:
-            return view
-
-        def pair(part: int) -> KV:
-            return rows.take_pair((fresh[part], self._stored(index, fresh, part)))
-
-        def stored_at(layer: int) -> KV:
-            number = self._with_keys[layer]
-            return rows.take_pair((self._stored(number, fresh, 0), self._stored(number, fresh, 1)))
-
-        view = replace(
-            view,
-            pairs=pair,
-            full_prefill=lambda: [rows.take_pair(states) for states in self._full_prefill()],
-            stored_at=stored_at,
-        )
-        if not self._selector.needs_pairs:
-            return view
-        (fresh_keys, keys), (fresh_values, values) = pair(0), pair(1)
-        return replace(view, fresh=(fresh_keys, fresh_values), stored=(keys, values))
 
     def _stored(self, index: int, states: KV, part: int) -> Tensor:
         """A copy of K (0) or V (1) of all new tokens with the stored chunks over it, realigned; or of projections."""

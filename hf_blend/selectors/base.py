@@ -42,10 +42,9 @@ class TokenView:
         chunk: `[batch, tokens]`, number of the token's chunk in its row; -1 where not reusable.
         offset: `[batch, tokens]`, place of the token in its chunk.
         chunk_tokens: `[batch, tokens]`, length of its chunk.
-        fresh: (K, V) computed in this prompt, `[batch, kv_heads, tokens, head_dim]`, K rotated for the prompt's
-            positions; None for a selector that declares `needs_kv = False`.
-        stored: (K, V) from the store, K realigned to the same positions; equal to `fresh` where not reusable.
-        pairs: gives (fresh, stored) of K (0) or V (1) alone; see `pair`.
+        pair: gives (fresh, stored) of K (0) or V (1), `[batch, kv_heads, tokens, head_dim]` each: what was computed in
+            this prompt, K rotated for the prompt's positions, and what is stored, realigned to the same positions;
+            equal where not reusable. An error for a selector that declares `needs_kv = False`.
         full_prefill: computes (K, V) of every layer as a full prefill would have them, for all columns; for research.
         stored_at: stored (K, V) of a layer at the tokens of this view, realigned.
         stored_alone: stored (K, V) of a layer at the tokens of this view, K rotated for where each chunk was computed,
@@ -63,15 +62,13 @@ class TokenView:
     chunk: Tensor
     offset: Tensor
     chunk_tokens: Tensor
-    fresh: KV | None = None
-    stored: KV | None = None
+    pair: Callable[[int], tuple[Tensor, Tensor]] = _unavailable
     full_prefill: Callable[[], Sequence[KV]] = _unavailable
     stored_at: Callable[[int], KV] = _unavailable
     stored_alone: Callable[[int], KV] = _unavailable
     probe: Callable[[Hear, Sequence[int], Tensor | None], None] = _no_question
     num_layers: int = 1
     images: Tensor | None = None
-    pairs: Callable[[int], tuple[Tensor, Tensor]] | None = None
 
     def is_question(self, columns: Tensor) -> Tensor:
         """Which columns stand behind the last token with stored KV of their entry.
@@ -93,24 +90,11 @@ class TokenView:
         """The entries of a `[batch, columns]` grid at the tokens of this view."""
         return grid.gather(1, self.columns.to(grid.device))
 
-    def pair(self, part: int) -> tuple[Tensor, Tensor]:
-        """(fresh, stored) K (0) or V (1) alone, `[batch, kv_heads, tokens, head_dim]`, made when it is asked for."""
-        if self.pairs is not None:
-            return self.pairs(part)
-        fresh, stored = self.both
-        return fresh[part], stored[part]
-
-    @property
-    def both(self) -> tuple[KV, KV]:
-        """(fresh, stored); an error for a selector that declares that it needs neither."""
-        return (self.fresh, self.stored) if self.fresh and self.stored else _unavailable()
-
 
 class Selector(ABC):
     """Gives every reusable token a score; the fusor takes the highest."""
 
     needs_kv = True  # False: the choice needs no computed layer, so it is made before the first
-    needs_pairs = True  # False: it does without `fresh` and `stored`, and asks for what it compares by `pair`
     needs_full_prefill = False  # True: for research; costs as much as what blending saves
     needs_question = False  # True: runs the question (`probe`), so that its choice depends on what follows the chunks
     defaults: ClassVar[Mapping[str, Any]] = {}

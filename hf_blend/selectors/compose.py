@@ -34,7 +34,7 @@ class Compose(Selector):
         """See `Selector`; what the inner selector needs, this one needs."""
         super().__init__(options, seed)
         self._inner: Selector = plugins.load("selectors", self.options["inner"])(self.options["inner_options"], seed)
-        for name in ("needs_kv", "needs_pairs", "needs_full_prefill", "needs_question"):
+        for name in ("needs_kv", "needs_full_prefill", "needs_question"):
             setattr(self, name, getattr(self._inner, name))
 
     def score(self, view: TokenView) -> Tensor:

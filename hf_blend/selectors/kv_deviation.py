@@ -18,7 +18,6 @@ from .base import Selector, TokenView, squared_distance
 class KvDeviation(Selector):
     """Squared distance, summed over heads and dimensions. Option `on`: "v" (as the released code), "k" or "kv"."""
 
-    needs_pairs = False
     defaults: ClassVar[Mapping[str, Any]] = {"on": "v"}
 
     def score(self, view: TokenView) -> Tensor:
