@@ -332,16 +332,16 @@ class ChunkStore(BaseStore):
             The keys, in the order of the chunks.
 
         Raises:
-            PromptError: `chunks` is not a list.
+            PromptError: `chunks` is not a list, or a chunk is empty.
         """
         from .model.fingerprint import fingerprint
-        from .prompt.pieces import tokenize
+        from .prompt.pieces import tokenize_chunks
 
         if isinstance(chunks, str):
             raise PromptError(f"chunks is the text {chunks!r:.60}, expected a list of chunks. Write [text].")
         identity = self.identity(fingerprint(model))
         sink = self.default_prefix(model, tokenizer) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
-        return [ChunkKey(identity, sink, tokenize(tokenizer, chunk), self.namespace) for chunk in chunks]
+        return [ChunkKey(identity, sink, ids, self.namespace) for ids in tokenize_chunks(tokenizer, chunks)]
 
     def close(self) -> None:
         """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""

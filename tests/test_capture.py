@@ -111,9 +111,8 @@ def test_capture_leaves_the_model_untouched_after_an_exception_too(tiny_model, u
 
 
 def test_capture_chunk_refuses_what_cannot_be_computed_and_fills_the_positions_to_the_last(shared_model):
-    for chunk, text in (((), "0 tokens"), ((5,) * 512, r"512 tokens behind a sink of 1.*512 positions.*Split")):
-        with pytest.raises(PromptError, match=text):
-            capture_chunk(shared_model(), chunk, (1,), "f")
+    with pytest.raises(PromptError, match=r"512 tokens behind a sink of 1.*512 positions.*Split"):
+        capture_chunk(shared_model(), (5,) * 512, (1,), "f")
     assert capture_chunk(shared_model(), (5,) * 511, (1,), "f").tokens == 511
 
 
@@ -290,6 +289,12 @@ def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, p
     handle.remove()
     assert calls == [inputs["input_ids"].shape[1]]
     assert (again.report.computed_chunks, again.report.compute_ms, again.report.store_ms) == (0, 0, 0)
+
+
+def test_add_refuses_an_empty_chunk_by_its_number(shared_model):
+    for add in (ChunkStore.open("memory://").add, ChunkStore.open("memory://").add_together):
+        with pytest.raises(PromptError, match=r"chunk 1 is \[\] and has no token"):
+            add(shared_model(), None, [CHUNK, []])
 
 
 def test_add_packs_missing_chunks_too(tiny_model):

@@ -128,7 +128,7 @@ def test_one_process_says_what_it_did_and_a_store_that_is_too_small_is_an_error(
         ([[5, 6]], {"threads": 0}, "threads is 0"),
         ([[5, 6], None], {}, "a piece is None, expected text or token ids"),
         ([[5.5, 6.5]], {}, "expected text or token ids: 'float' object"),
-        ([[5, 6], []], {}, "a chunk needs tokens, got none"),
+        ([[5, 6], []], {}, "chunk 1 is .* and has no token"),
         (["five"], {}, "'five' came without a tokenizer"),
     ],
 )

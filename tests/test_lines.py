@@ -17,10 +17,10 @@ MOST = {
     "images": 666,
     "integrations": 1_737,
     "loading": 467,
-    "model": 4_575,
+    "model": 4_559,
     "offload": 959,
     "prefill": 2_656,
-    "prompt": 697,
+    "prompt": 703,
     "rotary": 338,
     "selectors": 729,
     "serving": 4_020,
@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_371,
     "cli": 2_408,
     "evaluation": 5_408,
-    "tests": 33_678,
+    "tests": 33_683,
 }
 
 

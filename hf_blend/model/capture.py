@@ -50,11 +50,10 @@ class Capture:
 
 
 def capture_chunk(
-    model: nn.Module, token_ids: Sequence[int], chunk_prefix_ids: Sequence[int], fingerprint: str, namespace: str = ""
+    model: nn.Module, token_ids: Sequence[int], chunk_prefix_ids: Sequence[int], fingerprint: str
 ) -> ChunkKV:
     """Compute a chunk's KV behind a sink, and cut the sink off."""
-    check_chunk(model, token_ids, chunk_prefix_ids)
-    return capture_chunks(model, [ChunkKey(fingerprint, tuple(chunk_prefix_ids), tuple(token_ids), namespace)])[0]
+    return capture_chunks(model, [ChunkKey(fingerprint, tuple(chunk_prefix_ids), tuple(token_ids))])[0]
 
 
 def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
@@ -117,10 +116,9 @@ def capture(
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     starts: Sequence[int] = (),
-    cache: Any = None,
     shared: int = 0,
 ) -> Capture:
-    """Run the decoder once over some tokens, behind those of a cache, and keep what its layers cached of them.
+    """Run the decoder once over some tokens, and keep what its layers cached of them.
 
     Texts that begin at `starts` do not see each other, but for the first, of `shared` tokens, which all of them see.
 
@@ -128,41 +126,29 @@ def capture(
 
     Shapes: input_ids `[batch, tokens]`, position_ids `[batch, tokens]`, attention_mask `[batch, tokens]`.
     """
-    layers = decoder_layers(model)
     device = input_device(model)
-    given = {"position_ids": position_ids, "attention_mask": attention_mask}
+    given = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
     given = {name: value.to(device) for name, value in given.items() if value is not None}
-    past, tokens = 0 if cache is None else cache.get_seq_length(), input_ids.shape[1]
-    cache = full_cache(model) if cache is None else cache
-    recorded = _recorded_extras(model, cache, tokens)
-    separated = _separated(model, cache, tokens, starts, shared) if len(starts) > 1 else nullcontext()
-    with recorded as passes, canonical(model), _recorded_tables(layers, cache) as tables, separated:
-        decoder_of(model)(input_ids=input_ids.to(device), past_key_values=cache, use_cache=True, **given)
-    return _captured(model, cache, tokens, tables, passes, past)
+    with canonical(model):
+        return _captured(model, decoder_of(model), given, starts, shared)[0]
 
 
 @torch.no_grad()
 def capture_forward(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Capture, Any]:
     """Run the model once as it was called, images and all, through a plain cache of its own."""
-    cache, tokens = full_cache(model), arguments["input_ids"].shape[1]
-    recorded = _recorded_extras(model, cache, tokens)
-    with recorded as passes, _recorded_tables(decoder_layers(model), cache) as tables:
-        output = model(**{**arguments, "past_key_values": cache, "use_cache": True})
-    return _captured(model, cache, tokens, tables, passes), output
+    return _captured(model, model, arguments)
 
 
 def _captured(
-    model: nn.Module,
-    cache: Any,
-    tokens: int,
-    tables: dict[int, Table | None],
-    passes: dict[int, Recording],
-    past: int = 0,
-) -> Capture:
-    indices, stock = range(len(decoder_layers(model))), dict(enumerate(stock_layers(text_config(model))))
-    all_kept = (_states(model, cache, index, past + tokens, passes.get(index), stock.get(index)) for index in indices)
-    kept = tuple(tuple(one[:, :, past:] for one in states) if past else states for states in all_kept)
-    return Capture(kept, tuple(tables.get(index) for index in indices))
+    model: nn.Module, called: nn.Module, arguments: Mapping[str, Any], starts: Sequence[int] = (), shared: int = 0
+) -> tuple[Capture, Any]:
+    layers, cache, tokens = decoder_layers(model), full_cache(model), arguments["input_ids"].shape[1]
+    separated = _separated(model, cache, tokens, starts, shared) if len(starts) > 1 else nullcontext()
+    with _recorded_extras(model, cache, tokens) as passes, _recorded_tables(layers, cache) as tables, separated:
+        output = called(**{**arguments, "past_key_values": cache, "use_cache": True})
+    indices, stock = range(len(layers)), dict(enumerate(stock_layers(text_config(model))))
+    kept = (_states(model, cache, index, tokens, passes.get(index), stock.get(index)) for index in indices)
+    return Capture(tuple(kept), tuple(tables.get(index) for index in indices)), output
 
 
 def _states(
@@ -268,8 +254,6 @@ def check_chunk(
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
     check_ids((*chunk_prefix_ids, *token_ids), config)
-    if not token_ids:
-        raise PromptError(f"{name} has 0 tokens, but at least one is expected. Leave empty documents out.")
     if longest is not None and len(chunk_prefix_ids) + len(token_ids) > longest:
         raise PromptError(
             f"{name} of {len(token_ids)} tokens behind a sink of {len(chunk_prefix_ids)} does not fit the model's "

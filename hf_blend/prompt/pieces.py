@@ -161,6 +161,15 @@ def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
         ) from error
 
 
+def tokenize_chunks(tokenizer: Any, chunks: Sequence[Piece]) -> list[tuple[int, ...]]:
+    """Token ids of chunks, none of which may be empty."""
+    pieces = [tokenize(tokenizer, chunk) for chunk in chunks]
+    if () in pieces:
+        number = pieces.index(())
+        raise PromptError(f"chunk {number} is {chunks[number]!r} and has no token. Leave empty chunks out.")
+    return pieces
+
+
 def build(
     tokenizer: Any,
     prefix: Piece | None,
@@ -175,10 +184,7 @@ def build(
             f"chunks is {chunks!r}, but a list of at least one chunk is wanted. Without chunks there is nothing to "
             "reuse: call generate without a BlendCache."
         )
-    pieces = [tokenize(tokenizer, chunk) for chunk in chunks]
-    for number, ids in enumerate(pieces):
-        if not ids:
-            raise PromptError(f"chunk {number} is {chunks[number]!r} and has no token. Leave empty chunks out.")
+    pieces = tokenize_chunks(tokenizer, chunks)
     question_ids = tokenize(tokenizer, question)
     if not question_ids:
         raise PromptError(f"question is {question!r} and has no token. Ask something; the model answers after it.")
