@@ -633,7 +633,7 @@ class BlendCache(Cache):
             request,
             plan,
             self._past,
-            plan.settings(self.config),
+            plan.config,
             self.report,
             Realigner(self._styles, self.report, plan.chunks),
             self._selector,
@@ -657,8 +657,8 @@ class BlendCache(Cache):
         known.tokenizer = known.tokenizer if expected.batch else ""
         if not expected.batch and known.images is None and self.config.chunk_prefix_ids is None:
             self.chunk_prefix_ids = self.store.stored_prefix(self.model, identity)
-        sink, ratio = tuple(self.chunk_prefix_ids), self.config.recompute_ratio
-        planner = Planner(self.model, self.store, identity, sink, ratio, known.tokenizer)
+        sink = tuple(self.chunk_prefix_ids)
+        planner = Planner(self.model, self.store, identity, sink, self.config, known.tokenizer)
         planner.placeholders = self._placeholders
         planner.images = {} if known.images is None else known.images.alone
         plan, known.pending = expected.plan(planner, request, self._past)
@@ -667,7 +667,7 @@ class BlendCache(Cache):
         if is_begun:
             self.report = copy.copy(self.report)  # the old one comes back after a failure
         else:
-            nominal = plan.settings(self.config).nominal_ratio(len(self._own_layers))
+            nominal = plan.config.nominal_ratio(len(self._own_layers))
             self.report = BlendReport(nominal, past_tokens=self._past, _costs=layer_costs(self.model))
         self.report.planned(
             prompt_tokens=sum(map(len, request.rows)),

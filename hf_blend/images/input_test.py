@@ -55,11 +55,11 @@ class FirstForward(CheckedModel):
         if "logits_to_keep" in signature(self.model.forward).parameters:
             arguments["logits_to_keep"] = 1
         true, output = capture_forward(self.model, arguments)
-        plan = _with_true_kv(self._plan, true)
         sink = tuple(self._for.chunk_prefix_ids)
         cache = BlendCache(
             self.model, self._for.store, BlendConfig(RATIO, chunk_prefix_ids=sink, allow_unverified=True)
         )
+        plan = _with_true_kv(self._plan, true, cache.config)
         tested = replace(self._request, arguments={**arguments, "logits_to_keep": 1})
         cache._enter(plan, tested, cache._prompts.pending, cache.report)
         try:
@@ -95,7 +95,7 @@ def true_kv(subject: FirstForward) -> CheckResult | None:
     return CheckResult(max(errors), bound, f"with K and V of a plain forward in the place of stored ones {off}")
 
 
-def _with_true_kv(plan: Plan, true: Capture) -> Plan:
+def _with_true_kv(plan: Plan, true: Capture, config: BlendConfig) -> Plan:
     """The same plan, with K and V of a full prefill in every chunk."""
     held: dict[int, int] = {}
     tables = [table for table in true.tables if table is not None and held.setdefault(id(table[0]), len(held)) >= 0]
@@ -110,7 +110,7 @@ def _with_true_kv(plan: Plan, true: Capture) -> Plan:
         )
         return replace(placed, chunk=ChunkKV(placed.chunk.key, layers, cut, numbers), first=0, count=placed.tokens)
 
-    return Plan([filled(placed) for placed in plan.chunks], plan.real.clone(), [*plan.counts], store=plan.store)
+    return Plan([*map(filled, plan.chunks)], plan.real.clone(), [*plan.counts], config, store=plan.store)
 
 
 def _share(got: Tensor, true: Tensor, by_median: bool) -> float:

@@ -91,7 +91,8 @@ class Plan:
 
     chunks: list[PlacedChunk]
     real: Tensor
-    counts: list[int] = field(default_factory=list)
+    counts: list[int]
+    config: BlendConfig  # of this forward
     computed: int = 0
     loaded: int = 0
     of_sets: int = 0
@@ -133,12 +134,6 @@ class Plan:
         if self.pipeline is not None:
             self.pipeline.close()
             self.pipeline = None
-
-    def settings(self, config: BlendConfig) -> BlendConfig:
-        """The config of this forward: more is recomputed where the controller found that loading hides it."""
-        if self.advice is None or config.layer_ratios is not None or self.advice.ratio <= config.recompute_ratio:
-            return config
-        return replace(config, recompute_ratio=self.advice.ratio)
 
     def begin(self, logits_rows: int = 1) -> None:
         """Mark the new tokens that have stored KV, but for those whose logits are asked for; all chunks are there."""
@@ -207,11 +202,11 @@ class Planner:
         store: ChunkStore,
         fingerprint: str,
         chunk_prefix_ids: tuple[int, ...],
-        least_ratio: float = 0.0,
+        config: BlendConfig | None = None,
         tokenizer: str = "",
     ) -> None:
         self._tokenizer = tokenizer  # digest of the one that made the prompt's ids; stored with what is computed
-        self._least_ratio = least_ratio  # what a controller may raise
+        self._settings = config or BlendConfig()
         self._model, self._store = model, store
         self._fingerprint, self._chunk_prefix_ids = fingerprint, chunk_prefix_ids
         self._identity = store.identity(fingerprint)  # of chunks; what a prompt begins with is never corrected
@@ -227,7 +222,8 @@ class Planner:
 
     def plan(self, rows: Sequence[PromptRow], width: int, at_beginning: bool, logits_rows: int = 1) -> Plan:
         """Decide which of `width` new columns are reused."""
-        plan = Plan([], _real(rows, width), [row.end - row.before for row in rows], store=self._store)
+        counts = [row.end - row.before for row in rows]
+        plan = Plan([], _real(rows, width), counts, self._settings, store=self._store)
         ends = {max(row.end for row in rows), max(row.before for row in rows) + width}
         self._frequencies = {frequency_regime(self._config, end) for end in ends}
         found = [self._spans(row, at_beginning) for row in rows]
@@ -252,11 +248,15 @@ class Planner:
         return plan
 
     def _advised(self, plan: Plan, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
-        """The chunks that the store's controller would rather have computed where they stand."""
-        of_chunks = (key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._chunk_prefix_ids)
-        chunks = list(of_chunks)  # not the prefix
-        plan.advice = self._store.controller.decide(chunks, self._least_ratio) if chunks else None
-        return set() if plan.advice is None else {*chunks} - {chunks[number] for number in plan.advice.loaded}
+        """The chunks that the controller would rather have computed; more is recomputed where loading hides it."""
+        chunks = [key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._chunk_prefix_ids]  # no prefix
+        least_ratio = plan.config.recompute_ratio
+        plan.advice = self._store.controller.decide(chunks, least_ratio) if chunks else None
+        if plan.advice is None:
+            return set()
+        if plan.config.layer_ratios is None and plan.advice.ratio > least_ratio:
+            plan.config = replace(plan.config, recompute_ratio=plan.advice.ratio)
+        return {*chunks} - {chunks[number] for number in plan.advice.loaded}
 
     def _spans(self, row: PromptRow, at_beginning: bool) -> list[Found]:
         """The chunks of one prompt, from left to right."""
