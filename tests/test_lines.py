@@ -19,7 +19,7 @@ MOST = {
     "loading": 467,
     "model": 4_559,
     "offload": 959,
-    "prefill": 2_656,
+    "prefill": 2_653,
     "prompt": 703,
     "rotary": 338,
     "selectors": 729,
@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_371,
     "cli": 2_408,
     "evaluation": 5_408,
-    "tests": 33_683,
+    "tests": 33_694,
 }
 
 

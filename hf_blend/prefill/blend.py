@@ -336,13 +336,13 @@ class Prefill:
         context, fresh = self.context, torch.ones_like(self.context.plan.real)
         if self._rows is not None:
             fresh = torch.zeros_like(fresh).scatter_(1, self._rows.columns, True)
-        chunk = torch.full(fresh.shape, -1, device=fresh.device)
+        chunk = torch.full(fresh.shape, -1, device=states[0].device)
         for placed in context.plan.chunks:
             if not placed.exact:
                 chunk[placed.row, placed.columns] = placed.number
         derotated = lambda keys, back=False: context.realigner.derotated(index, keys, back)  # noqa: E731
         stored, charge = self._uncorrected.pop(index), context.report.charge
-        context.corrector.correct(LayerView(index, chunk, fresh, stored, states, derotated, charge))
+        context.corrector.correct(LayerView(index, chunk, fresh.to(chunk.device), stored, states, derotated, charge))
 
     def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor, with_hidden: bool = True) -> None:
         """Let a layer run for rows at these indices, `[batch, kept]`, among those that its call is for."""

@@ -83,8 +83,8 @@ def attention_of(
         if given.get("indices") is not None:
             plain = _indexed(mask, given["indices"], key.shape[2])
         scaling = given.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
-        past = key.shape[2] - tokens
-        return take(Attention(query, key, value, columns, past, plain, scaling, given.get("softcap"), charge))
+        past, own = key.shape[2] - tokens, columns.to(query.device)
+        return take(Attention(query, key, value, own, past, plain, scaling, given.get("softcap"), charge))
 
     return attend
 

@@ -247,9 +247,8 @@ class Realigner:
         rotation = self._rotation(layer, self._placed([one], keys.device), style.slot)
         if rotation is None:
             return keys
-        out = torch.empty_like(keys)
-        style.move(keys, (rotation.cos[tokens], rotation.sin[tokens]), out=out)
-        return out
+        tokens = tokens.to(rotation.cos.device)
+        return Rotation(style, rotation.cos[tokens], rotation.sin[tokens]).move([keys])
 
     def derotated(self, layer: int, keys: Tensor, back: bool = False) -> Tensor:
         """Keys of all new tokens as they would be at position 0.
@@ -260,10 +259,8 @@ class Realigner:
         if table is None:
             return keys.clone()
         zero = (torch.ones_like(table[0]), torch.zeros_like(table[1]))
-        rotation = compose(self.styles[layer], *((zero, table) if back else (table, zero)))
-        out = torch.empty_like(keys)
-        self.styles[layer].move(keys, (rotation[0][:, None], rotation[1][:, None]), out=out)
-        return out
+        cos, sin = compose(self.styles[layer], *((zero, table) if back else (table, zero)))
+        return Rotation(self.styles[layer], cos[:, None], sin[:, None]).move([keys])
 
     def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
         key = (device, *map(id, chunks))

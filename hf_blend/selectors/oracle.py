@@ -22,10 +22,10 @@ class Oracle(Selector):
         total = torch.zeros(view.columns.shape, device=view.columns.device)
         for layer, truth in enumerate(view.full_prefill()):
             if layer >= view.layer:
-                total += sum(map(_relative, truth, view.stored_at(layer)))
+                total += sum(map(_relative, truth, view.stored_at(layer))).to(total.device)
         return total
 
 
 def _relative(truth: Tensor, stored: Tensor) -> Tensor:
-    distance = squared_distance(truth, stored)
+    distance = squared_distance(truth, stored.to(truth.device))
     return distance / truth.float().square().sum(dim=(1, 3)).mean(dim=1, keepdim=True).clamp_min(1e-20)

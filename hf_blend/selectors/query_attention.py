@@ -49,7 +49,7 @@ class QueryAttention(Selector):
             found.append(received(seen, weights, asking, reduce, self.options["by_value"]))
 
         view.probe(hear, layers, anchors)
-        return view.take(torch.stack(found).mean(dim=0))
+        return view.take(torch.stack([one.to(view.columns.device) for one in found]).mean(dim=0))
 
     def _anchors(self, view: TokenView) -> Tensor:
         """`[batch, columns]`: True but for the tokens of chunks that are no anchors."""
