@@ -161,15 +161,18 @@ def carried(module, device):
     module.forward = lambda *args, **kwargs: run(*tree_map(move_to, args), **tree_map(move_to, kwargs))
 
 
-SPREAD = (("kv-deviation", "none"), ("query-attention", "mean-shift"), ("oracle", "temperature"))
+SPREAD = (
+    {"selector": "compose", "check_layers": (2,)}, {"selector": "query-attention", "corrector": "mean-shift"},
+    {"selector": "oracle", "corrector": "temperature"},
+)  # fmt: skip
 
 
 def blends(model):
     """Logits, and K and V of each layer, of a prompt with other tokens between its chunks, blended in several ways."""
     chunks, store = [[*range(start, start + 20)] for start in (5, 30)], ChunkStore.open("memory://")
     store.add(model, None, chunks)
-    for selector, corrector in SPREAD:
-        cache = BlendCache(model, store, selector=selector, corrector=corrector, recompute_ratio=0.2)
+    for case in SPREAD:
+        cache = BlendCache(model, store, recompute_ratio=0.2, **case)
         cache.get_seq_length()
         ids = torch.tensor([[1, *chunks[0], 90, *chunks[1], 91, 92]])
         output = model(input_ids=ids, past_key_values=cache, logits_to_keep=1)

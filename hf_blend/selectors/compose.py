@@ -39,7 +39,7 @@ class Compose(Selector):
 
     def score(self, view: TokenView) -> Tensor:
         """Ranks of the inner scores, those of the seeds above all others, `[batch, tokens]`."""
-        scores = self._inner.score(view)
+        scores = self._inner.score(view).to(view.reusable.device)
         if self.options["per_chunk"]:
             scores = by_turns(scores, view.chunk, view.chunk_tokens.clamp_min(1).float())
         count = scores.shape[1]
