@@ -8,6 +8,7 @@ python docs/build/pictures.py --screenshot    # and the page of the demo, with t
 
 import argparse
 import json
+import re
 import shutil
 import statistics
 from collections.abc import Callable
@@ -29,7 +30,13 @@ PIECES = (("prefix", 70), ("chunk A", 150), ("chunk B", 150), ("chunk C", 150), 
 LEFT = 130
 TAKEN = {1: (14, 96), 2: (4, 60, 128), 3: (30, 84)}  # by piece, where recomputed tokens stand in it
 CHARTED = ("kv-deviation", "boundary", "query-attention", "random")  # selectors on the page of the demo
-FRONTIER, MOST_CHARGED = ("ramp@text", "boundary@text", "boundary", "kv-deviation", "query-attention"), 0.3
+FRONTIER = {  # rows of the result, by what they are called here
+    "ramp, corrected": "ramp+trained",
+    "ramp": "ramp@text",
+    "boundary": "boundary@text",
+    **{f"{name}, behind BOS alone": name for name in ("boundary", "kv-deviation", "query-attention")},
+}
+MOST_CHARGED = 0.3
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 
 
@@ -109,8 +116,8 @@ def frontier(model: str) -> str:
     """What is left of full reuse's KL divergence against the charge: means of two tasks."""
     rows = [row for row in load_result("frontier")["rows"] if row["half"] == "both" and row["model"] == model]
     tasks, lines = {row["task"] for row in rows}, []
-    for name in FRONTIER:
-        kinds = (name, "none@text" if "@" in name else "none")
+    for label, name in FRONTIER.items():
+        kinds = (name, re.sub(r"^[\w-]+", "none", name))
         own = [row for row in rows if row["selector"] in kinds and row["target"] <= MOST_CHARGED]
         points = []
         for target in sorted({row["target"] for row in own}):
@@ -119,7 +126,6 @@ def frontier(model: str) -> str:
                 points.append(
                     (statistics.fmean(row["charged"] for row in same), statistics.fmean(row["kl"] for row in same))
                 )
-        label = name.removesuffix("@text") if "@" in name else f"{name}, behind BOS alone"
         lines.append(Line(label, tuple(points)))
     return line_chart(
         lines, x_label=f"charged ({model})", y_label="KL divergence, of full reuse's", most_x=0.32, background=THEMED

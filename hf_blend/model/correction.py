@@ -30,9 +30,10 @@ from .fingerprint import fingerprint
 
 __all__ = ["ContextCorrection"]
 
-FORMAT = "hf_blend.correction/3"
+FORMAT = "hf_blend.correction/4"
 DECAYS = (2.0, 8.0, 32.0)  # tokens over which the beginning of a chunk is known from the rest
 RIDGE = 0.01  # of the mean square of each input
+SINK = 0.3  # of the median size of V in a chunk; an attention sink has less, and is left as it is
 RANK = 64  # of a map; 16 leaves as much on SmolLM2
 MAX_BYTES = 19_000_000
 PARTS = ("down", "up")  # of a layer, in the file
@@ -151,13 +152,14 @@ class ContextCorrection:
         for layer, style in enumerate(rotary_styles(model)):
             if layer in self.maps:
                 known = features_of(chunk, layer, style)
-                inputs, (down, up) = _beside(known), self.maps[layer]
+                inputs, (down, up) = beside(known), self.maps[layer]
                 if (len(down), up.shape[1]) != (inputs.shape[1], known.shape[1]):
                     raise ConfigError(
                         f"layer {layer} of the correction maps {len(down)} numbers to {up.shape[1]}, expected "
                         f"{inputs.shape[1]} to {known.shape[1]}. Fit one for this model with `hf-blend fit`."
                     )
-                moved = states_of(known + inputs @ down.to(known.device) @ up.to(known.device), chunk, layer, style)
+                added = addition(inputs, not_sinks(chunk, layer), (down, up))
+                moved = states_of(known + added, chunk, layer, style)
                 layers[layer] = (*moved, *layers[layer][2:])
         return replace(chunk, layers=tuple(layers))
 
@@ -200,9 +202,9 @@ class ContextCorrection:
                 for layer, style in enumerate(styles):
                     if _has_kv(there, layer):
                         own = features_of(alone[key], layer, style)
-                        inputs = _beside(own)[first : first + count]
-                        target = features_of(there, layer, style) - own[first : first + count]
-                        sums.setdefault(layer, _Sums()).add(inputs, target)
+                        part, fit = slice(first, first + count), not_sinks(alone[key], layer)[first : first + count, 0]
+                        target = features_of(there, layer, style) - own[part]
+                        sums.setdefault(layer, _Sums()).add(beside(own)[part][fit], target[fit])
         if not sums:
             raise UnsupportedModelError(
                 f"{type(model).__name__} left no layer to correct, got {len(styles)} layers, expected at least one "
@@ -272,8 +274,23 @@ def _rotated(
     return found
 
 
-def _beside(features: Tensor) -> Tensor:
+def beside(features: Tensor) -> Tensor:
     """Features, 1, and how near each token is to the beginning of its chunk: `[tokens, inputs]`."""
     offsets = torch.arange(len(features), device=features.device)
     near = [torch.exp(-offsets / tokens) for tokens in DECAYS]
     return torch.cat([features, torch.stack([torch.ones_like(near[0]), *near], 1)], 1)
+
+
+def not_sinks(chunk: ChunkKV, layer: int) -> Tensor:
+    """Return True for the tokens of a layer that are corrected: `[tokens, 1]`.
+
+    What a map adds to an attention sink, it multiplies: the sink's V is small, and its K unlike all others.
+    """
+    size = chunk.layers[layer][1].float().square().sum((0, 2)).sqrt()
+    return (size >= SINK * size.median())[:, None]
+
+
+def addition(inputs: Tensor, corrected: Tensor, maps: KV) -> Tensor:
+    """What a map adds to features: `[tokens, outputs]`."""
+    down, up = (part.to(inputs.device) for part in maps)
+    return inputs @ down @ up * corrected
