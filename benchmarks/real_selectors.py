@@ -3,10 +3,11 @@
 """What selectors, correctors and capture contexts leave of full reuse's error on a real model, at equal charges.
 
     python benchmarks/real_selectors.py run --model smollm2 --task hotpotqa --data hotpotqa.jsonl --methods random=0.15
+    python benchmarks/real_selectors.py fit --data hotpotqa.jsonl --output trained.safetensors
     python benchmarks/real_selectors.py table
 
 `run` appends a row per prompt and method to a file of its own and skips what is there, so it may be stopped at any
-time. `table` writes `benchmarks/results/real_selectors.json` from all of these files.
+time. `table` writes `benchmarks/results/real_selectors.json` from all of these files. `fit` writes a correction.
 
 The error is the KL divergence of the next-token distribution from full prefill's, in nats: the mean over the first
 tokens of full prefill's own greedy answer, teacher-forced, and that of the first token alone. A method is
@@ -44,6 +45,8 @@ from hf_blend.evaluation.summary import interval
 from hf_blend.evaluation.tasks.samsum import Samsum
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.context import default_prefix
+from hf_blend.model.correction import ContextCorrection
+from hf_blend.model.distillation import distilled
 
 RESULTS = Path(__file__).parent / "results"
 SYSTEM = "Answer the question from the documents. Reply with the answer only, in a few words."
@@ -52,6 +55,7 @@ TEXT = "text"  # what the library computes chunks behind; without a context they
 TOGETHER = "together"  # in the place of a correction: the prompt's chunks were computed together, in another order
 ANSWER_TOKENS = 10  # over which the divergence is the mean
 TRIED_RATIOS = (0.03, 0.2)
+FITTED, QUESTIONS = 24, 3  # prompts of a regression; questions a prompt to train it
 BYTES = {"smollm2": 46_080, "gemma3": 36_864}  # of K and V of a token, in float32
 
 
@@ -340,6 +344,23 @@ def measured(
         }
 
 
+def fit(asked: argparse.Namespace) -> None:
+    """Fit and train a correction on prompts behind those measured, with their own questions and those of others."""
+    bench, draw = Bench(asked.model, {}), random.Random(2)
+    fitting = (row for row in read_prompts(asked.data) if is_fitting(bench, row))
+    rows, prompts = list(itertools.islice(fitting, asked.skip, asked.skip + asked.limit)), []
+    for row in rows:
+        for question in (row["question"], *(draw.choice(rows)["question"] for _ in range(QUESTIONS - 1))):
+            cache = BlendCache(bench.model, ChunkStore.open("memory://"), chunk_prefix_ids=bench.contexts[TEXT])
+            bench.inputs(cache, {**row, "question": question})
+            [prompt] = cache._prompts.pending.batch.prompts
+            prompts.append((prompt.ids, prompt.spans()))
+    start = ContextCorrection.fit(bench.model, prompts[::QUESTIONS][:FITTED], chunk_prefix_ids=bench.contexts[TEXT])
+    found = distilled(bench.model, start, prompts)
+    found.correction.save(asked.output)
+    print(f"held out: alone {found.alone:.4f}, fitted {found.fitted:.4f}, trained {found.trained:.4f}")
+
+
 def table(asked: argparse.Namespace) -> None:
     """Write the table of all rows."""
     rows = []
@@ -442,6 +463,15 @@ def main() -> None:
     measure.add_argument("--examples", type=Path, help="what is put before each row of a summarisation")
     measure.add_argument("--limit", type=int, default=40)
     measure.set_defaults(do=run)
+    train = commands.add_parser("fit")
+    train.add_argument("--model", default="smollm2")
+    train.add_argument("--data", type=Path, required=True)
+    train.add_argument("--output", type=Path, required=True)
+    train.add_argument(
+        "--skip", type=int, default=82, help="prompts of the data that are measured, or chose something"
+    )
+    train.add_argument("--limit", type=int, default=48)
+    train.set_defaults(do=fit)
     write = commands.add_parser("table")
     write.add_argument("--output", type=Path, default=RESULTS / "real_selectors.json")
     write.add_argument("--limit", type=int, default=40, help="prompts of a task that are counted, in their order")
