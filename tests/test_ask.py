@@ -133,9 +133,9 @@ def test_an_answer_that_was_cut_is_said_to_be(store, first, run):
     assert all(one["question"] in out for one in handbook_questions())
 
 
-def test_the_kl_is_that_of_two_forced_answers(smollm2):
-    model, tokenizer = smollm2
-    chunks = ["The light of Skerry is kept by Una Moss.\n\n", "A lantern costs four pounds.\n\n"]
+def test_the_kl_is_that_of_two_forced_answers(source, model, monkeypatch):
+    tokenizer, chunks = source.tokenizer, ["The light of Skerry is kept by Una Moss.\n\n", "A lantern is dear.\n\n"]
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
     made = asking.Asked(request(tokenizer, chunks, "Who keeps the light?", None), "")
     ways, opened = asking.methods(BlendConfig(0.15), compare=True), ChunkStore.open("memory://")
     asker = asking.Asker(model, tokenizer, opened)

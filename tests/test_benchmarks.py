@@ -26,6 +26,7 @@ def program(name):
     return module
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     output = tmp_path / "gpu.json"
     small = ["--tokens", "200", "--chunk-tokens", "64", "--question-tokens", "8", "--rounds", "1"]
@@ -60,6 +61,7 @@ def test_the_gpu_benchmark_refuses_what_it_cannot_measure(arguments, text, capsy
     assert re.search(text, told), told
 
 
+@pytest.mark.slow
 def test_the_grid_of_pipeline_and_controller_runs_in_the_small():
     sizes = {"shape": "tiny", "chunk_tokens": 16, "question_tokens": 4, "rounds": 1, "plan_rounds": 1}
     found = measure_pipeline(PipelinePlan(cells=(0.5,), row_ms=0.01, plan_row_ms=0.01, **sizes))
@@ -73,6 +75,7 @@ def test_the_grid_of_pipeline_and_controller_runs_in_the_small():
     assert row["advised_ratio"] >= 0.15
 
 
+@pytest.mark.slow
 def test_answers_from_8_bits_are_measured_and_as_committed(tmp_path, monkeypatch):
     output = tmp_path / "kv_bits.json"
     monkeypatch.setattr(sys, "argv", ["kv_bits", *"--count 1 --tokens 64 --rounds 1 --output".split(), str(output)])

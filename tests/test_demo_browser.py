@@ -157,7 +157,7 @@ def visit(browser, url):
         assert [address for address in one.fetched if not address.startswith((url, "data:", "blob:"))] == []
 
 
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("size", [DESKTOP, pytest.param(PHONE, marks=pytest.mark.slow)], ids=["desktop", "phone"])
 def test_the_page_opens_answered_with_story_question_and_cards_on_the_first_screens(visit, opened, artefacts, size):
     assert [one.correct for one in opened.panels] == [True, False, True]
     seen = visit(**size)
@@ -179,10 +179,9 @@ def test_the_page_opens_answered_with_story_question_and_cards_on_the_first_scre
     seen.page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "dark"),
-    [(PHONE, False), *(pytest.param(DESKTOP, dark, marks=pytest.mark.slow) for dark in (False, True))],
-    ids=["phone", "desktop", "dark"],
+    ("size", "dark"), [(PHONE, False), (DESKTOP, False), (DESKTOP, True)], ids=["phone", "desktop", "dark"]
 )
 def test_no_tab_has_a_serious_barrier(visit, artefacts, size, dark):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
@@ -236,6 +235,7 @@ def test_the_address_is_a_link_to_the_question(visit):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_files_are_retrieved_from_and_named_and_answers_grow(visit, model_folder, tmp_path, artefacts):
     for name, text in NOTES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")

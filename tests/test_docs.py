@@ -22,11 +22,12 @@ from worlds import reference_questions
 
 import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
-from hf_blend.cli.main import build, commands
+from hf_blend.cli.main import build
 from hf_blend.errors import PluginNotFoundError
 from hf_blend.evaluation.demo.wish import DemoRequest
 from hf_blend.verify.runner import check_names
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, small_tokenizer
+from tests.conftest import slow_but
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -76,7 +77,12 @@ def ready(reference, tmp_path, monkeypatch):
     }
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES[1:] if blocks(path, "python")], ids=name)
+PROGRAMS = [path for path in PAGES[1:] if blocks(path, "python")]
+
+
+@pytest.mark.parametrize(
+    "path", slow_but(*(path for path in PROGRAMS if path.name != "rag_app.md"), among=PROGRAMS), ids=name
+)
 def test_the_python_of_the_page_runs(path, ready, request):
     if path.name in CHATTING:
         model, tokenizer = request.getfixturevalue("smollm2")
@@ -157,10 +163,6 @@ def test_the_reference_names_no_method_that_is_not_there():
     page = (ROOT / "docs" / "reference.md").read_text("utf-8").partition("## Methods by name")[2]
     for kind, text in re.findall(r"^### `([\w.]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL):
         assert set(re.findall(r"^\* `([^`]+)`", text, re.MULTILINE)) <= known(kind), kind
-
-
-def test_all_commands_are_spoken_of_somewhere():
-    assert {line.split()[1] for line in LINES if line.startswith("hf-blend ")} >= set(commands()) - {"eval"}
 
 
 STEP = re.compile(r"^\* `([\w/]+\.py)` (`[\w.]+`(?:, `[\w.]+`)*)", re.MULTILINE)
@@ -255,65 +257,10 @@ def test_a_visitor_of_the_demo_cannot_name_a_file(here):
 
 
 PAGE = (ROOT / "docs" / "measurements.md").read_text("utf-8")
-TEXTS = {path.name: path.read_text("utf-8") for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
-TOYS = ("chain model", "chain-world", "`chains`", "reference model", "reference world", "reference-world")
-MOST_WORDS, MOST_COLUMNS, MOST_ROWS = 5000, 6, 8
-each = pytest.mark.parametrize("section", measured.SECTIONS, ids=lambda one: one.file)
-
-
-def document(section):
-    return json.loads((ROOT / "benchmarks" / "results" / f"{section.file}.json").read_text("utf-8"))
-
-
-def tables(text):
-    """The lines of each table of a page, without its head."""
-    return [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
 
 
 def test_the_page_is_made_from_the_committed_results():
     assert measured.page() == PAGE, "run make docs"
-
-
-def test_the_page_is_short_enough_to_be_read():
-    assert len(PAGE.split()) <= MOST_WORDS
-    long = [rows[0] for rows in tables(PAGE) if len(rows) - 2 > MOST_ROWS]
-    heads = [(name, rows[0]) for name, text in TEXTS.items() for rows in tables(text)]
-    assert (long, [one for one in heads if one[1].count("|") > MOST_COLUMNS + 1]) == ([], [])
-
-
-@each
-def test_a_section_has_its_verdict_first_and_says_how_often_and_what_it_cannot_show(section):
-    written = section.written(document(section))
-    assert re.match(rf"## {re.escape(section.title)}\n\n[^\n]+\? \*\*[^\n*]+\.\*\*\n\n\|", written)
-    assert re.search(r"(median|fastest) of \d|n = \d", written)
-    assert "annot show" in written
-    assert f"(../benchmarks/results/{section.file}.json)" in written
-    assert len(tables(written)) == 1
-
-
-@each
-def test_a_changed_figure_changes_table_and_verdict(section):
-    before, found = section.written(document(section)), tripled(document(section))
-    assert section.verdict(found) != section.verdict(document(section))
-    assert tables(section.written(found)) != tables(before)
-
-
-def tripled(value):
-    """The same document with other measurements; counts of what was asked for stay."""
-    if isinstance(value, float):
-        return 3 * value + 17
-    if isinstance(value, list):
-        return [tripled(one) for one in value]
-    if isinstance(value, dict):
-        kept = ("ratio", "rate_gb_s", "gpu_hour", "load_to_compute")
-        counts = {"right": 99, "break_even_tokens": {"any": 99}}
-        return {key: one if key in kept else counts.get(key, tripled(one)) for key, one in value.items()}
-    return value
-
-
-def test_no_page_shows_what_a_toy_model_answers():
-    told = {name: [toy for toy in TOYS if toy in text] for name, text in TEXTS.items() if name != "reference.md"}
-    assert {name: toys for name, toys in told.items() if toys} == {}
 
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -333,39 +280,20 @@ def example():
     return code
 
 
-@pytest.mark.parametrize("ratio", [None, 1.0])
+@pytest.mark.parametrize("ratio", slow_but(1.0, among=[None, 1.0]))
 def test_the_first_example_answers_and_like_stock_at_ratio_1(ratio, smollm2, tmp_path, monkeypatch, capsys):
     model, tokenizer = smollm2
     monkeypatch.chdir(tmp_path)
     documents = ["The light of Skerry is kept by Una Moss.", "A lantern costs four pounds."]
     given = {"model": model, "tokenizer": tokenizer, "documents": documents, "question": "Who keeps the light?"}
     settings = "" if ratio is None else f", recompute_ratio={ratio}"
-    exec(compile(example().replace("(model, store)", f"(model, store{settings})"), "README", "exec"), given)
+    code = example().replace("(model, store)", f"(model, store{settings})").replace("=64)", "=12)")
+    exec(compile(code, "README", "exec"), given)
     text, report = capsys.readouterr().out.strip().rsplit("\n", 1)
     assert text.strip()
     assert "recomputed" in report
     if ratio == 1.0:
         rendered = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         inputs = tokenizer.apply_chat_template(given["messages"], **rendered)
-        stock = model.generate(**inputs, max_new_tokens=64)[0, inputs["input_ids"].shape[1] :]
+        stock = model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
         assert text == tokenizer.decode(stock, skip_special_tokens=True)
-
-
-def test_the_figures_behind_the_advice_are_those_of_the_file(tmp_path):
-    found = {"model": "m", "half": "both", "kl_first": 0.17, "n": 9, "low": 0.28, "high": 0.47, "ttft_ms": 1500}
-    rows = [
-        {**found, "task": "a", "selector": "random", "charged": 0.151, "kl": 0.98, "target": 0.15},
-        {**found, "task": "a", "selector": "boundary", "charged": 0.151, "kl": 0.37, "target": 0.15},
-        {**found, "task": "b", "selector": "boundary", "charged": 0.139, "kl": 0.33, "target": 0.15, "ttft_ms": 900},
-        {**found, "task": "b", "selector": "boundary", "charged": 0.5, "kl": 0.99, "target": 0.15, "half": "report"},
-        {**found, "task": "a", "selector": "none", "charged": 0.0, "kl": 1.0, "target": 0.0},
-        {**found, "task": "a", "selector": "boundary", "charged": 0.2, "kl": 0.1, "target": 0.2},
-    ]
-    (tmp_path / "real_selectors.json").write_text(json.dumps({"rows": rows}))
-    assert filled("<!--table:choosing-->\nold\n<!--end-->", tmp_path).splitlines()[1:-1] == [
-        "| selector | charged | m, a, n = 9 | m, b, n = 9 |",
-        "|---|---|---|---|",
-        "| full reuse | 0 % | 1.00 [0.28, 0.47], first 0.17; 1.5 s |  |",
-        "| `boundary` | 14 to 15 % | 0.37 [0.28, 0.47], first 0.17; 1.5 s | 0.33 [0.28, 0.47], first 0.17; 0.9 s |",
-        "| `random` | 15 % | 0.98 [0.28, 0.47], first 0.17; 1.5 s |  |",
-    ]

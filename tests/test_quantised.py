@@ -142,7 +142,7 @@ def test_rotary_styles_refuse_a_wrong_style_however_noisy_the_products_are(folde
         rotary_styles(load_model(str(folder / "4bit")))
 
 
-@pytest.mark.parametrize("kind", slow_but("8bit", "4bit", among=KINDS))
+@pytest.mark.parametrize("kind", slow_but("4bit", among=KINDS))
 def test_checks_hold_within_the_measured_floor(kind, climbed):
     verdict = climbed(kind)
     assert verdict.supported, verdict.reason

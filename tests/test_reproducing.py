@@ -61,6 +61,7 @@ def made_by(arguments, capsys):
     return found, {figure["name"]: figure["rows"] for figure in found["figures"]}
 
 
+@pytest.mark.slow
 def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied, asked, tmp_path, capsys, monkeypatch):
     arguments = ["impress", "--model", untied, *asked]
     found, figures = made_by(arguments, capsys)
@@ -146,6 +147,7 @@ def test_a_draft_with_another_vocabulary_is_refused(untied, asked):
         main(["kvstar", "--model", untied, *asked, "--draft", REFERENCE])
 
 
+@pytest.mark.slow
 def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes_on(
     saved, asked, tmp_path, monkeypatch, capsys
 ):
@@ -187,6 +189,7 @@ def lines_of(tmp_path, **settings):
         return list(folder.lines.values())
 
 
+@pytest.mark.slow
 def test_chunks_take_as_long_to_read_as_the_rate_of_the_storage_says(tmp_path):
     gb_s = 0.001  # waiting takes longer than computing
     lines = lines_of(tmp_path, read_gb_s=gb_s, times_batches=True, limit=2)

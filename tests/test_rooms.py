@@ -17,13 +17,6 @@ ROOMS = ("context", "hybrids", "images", "integrations", "loading", "offload", "
 APART = {*ROOMS, "__main__.py"}  # not of the core
 OF_ROOMS = {*ROOMS, "cli", "evaluation"}  # and the words of `hf_blend` that come from rooms
 OF_ROOMS |= {"StateCheckpoints", "ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"}
-BLEND = "tests/test_blend.py::test_"
-QUICK = (  # a second or two together: the plan, the rows, a store's chunks, and what is refused of them
-    "tests/test_plan.py",
-    f"{BLEND}a_request_changes_no_byte_of_the_store_and_repeats_bit_for_bit",
-    f"{BLEND}states_of_another_chunk_are_refused_and_computed_fresh",
-    f"{BLEND}with_every_chunk_refused_the_request_is_a_full_prefill",
-)  # fmt: skip
 OF_THE_REPOSITORY = {"benchmarks", "eval_scores", "faults", "imports", "plugins", "real_model", "style"}
 ALONE = """
 import sys
@@ -120,14 +113,6 @@ def outcomes(folder: Path, absent: list[tuple[str, ...]], tests: list[str]) -> d
         code = (copy / "code").read_text()
         found[copy.name] = "" if code == "0" else f"exit code {code}: {(copy / 'log').read_text()[-3000:]}"
     return found
-
-
-def test_the_core_is_imported_without_a_room(tmp_path):
-    assert {name: why for name, why in outcomes(tmp_path, [(room,) for room in ROOMS], []).items() if why} == {}
-
-
-def test_the_core_plans_blends_and_refuses_without_any_room(tmp_path):
-    assert outcomes(tmp_path, [ROOMS], list(QUICK)) == {"+".join(ROOMS): ""}
 
 
 @pytest.mark.slow

@@ -78,12 +78,13 @@ def test_every_rung_holds_for_a_real_model_within_its_own_floor(smollm2):
     assert verdict.refused == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "attention"),
     [
         ("qwen2", "bfloat16", "eager"),
-        pytest.param("mistral", "bfloat16", "sdpa", marks=SLOW),
-        pytest.param("qwen3", "float32", "eager", marks=SLOW),
+        ("mistral", "bfloat16", "sdpa"),
+        ("qwen3", "float32", "eager"),
     ],
 )
 def test_checks_of_a_family_hold_in_other_dtypes_and_attentions(family, dtype, attention):

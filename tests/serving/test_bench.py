@@ -27,6 +27,7 @@ PLAN = ServePlan(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_way_answers_the_same_requests_and_a_second_run_goes_on(tmp_path):
     plan, said = replace(PLAN, out=str(tmp_path / "serve.json")), []
     before = {one for one in threading.enumerate() if not one.daemon}

@@ -24,6 +24,7 @@ from hf_blend.serving import engine as batching
 from hf_blend.serving import prefills, scheduler, upstream
 from hf_blend.serving.shares import Shares
 from hf_blend.serving.turns import Turns
+from tests.conftest import slow_but
 from tests.serving.processes import wait_for
 
 RATIO = 0.3
@@ -60,8 +61,9 @@ def serve_at_random(bench, model, store, asks, seed, pages=None, **settings):
     return [found[name].generated_tokens for name in names], outcomes
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "count"), slow_but(("qwen3", 10), among=[(name, count) for name in FAMILIES for count in (10, 200)])
+)
 def test_each_answer_is_that_of_a_lone_request_with_the_same_plan(family, count, shared_model, bench, store):
     model = shared_model(family, **bench.FAMILIES[family])
     store.add(model, None, bench.workload.library)
@@ -142,7 +144,7 @@ def test_of_sets_with_several_separators_each_prompt_gets_its_own(model, bench, 
     assert found[0] != found[1] != found[2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but("llama", among=FAMILIES))
 def test_with_every_token_recomputed_the_answers_are_those_of_stock_batching(family, shared_model, bench, store):
     model = shared_model(family, **bench.FAMILIES[family])
     store.add(model, None, bench.workload.library)
@@ -158,22 +160,6 @@ def test_tenant_that_is_alone_leads_nobody(model, bench, store):
         engine.prefills.shares.come("a", [])
         assert engine.prefills._lead("a", {"a"}) == 0.0
         assert engine.prefills._lead("a", {"a", "b"}) == -engine.prefills.shares.of("a") > 0.0
-
-
-@pytest.mark.parametrize("where", ["_find", "_spans"], ids=["in the engine's thread", "in that of look-ups"])
-def test_request_whose_chunks_cannot_be_looked_up_is_computed_in_full(where, model, bench, store, monkeypatch, caplog):
-    store.add(model, None, bench.workload.library)
-    ask = bench.Ask([1, *bench.draw(4, 7), *bench.workload.library[0], *bench.draw(9, 3)])
-    with bench.engine(model, store) as engine:
-        monkeypatch.setattr(engine.prefills, where, lambda *given: 1 / 0)
-        [answer] = bench.answers(engine, [ask])
-        check_all_returned(engine)
-        [outcome] = engine.prefills.outcomes.values()
-        assert engine.prefills.failures == 1
-    assert (outcome.how, outcome.reason) == ("plain", "ZeroDivisionError: division by zero")
-    assert "is computed in full: ZeroDivisionError" in caplog.text
-    stock = model.generate_batch([ask.ids], bench.generation(), bench.batching(), warmup=False)
-    assert [answer] == [output.generated_tokens for output in stock.values()]
 
 
 def test_the_model_is_left_as_it_was(model, bench, store, untouched):
@@ -845,51 +831,6 @@ def test_an_engine_whose_requests_were_all_cancelled_for_want_of_blocks_lets_new
         check_all_returned(engine)
 
 
-def test_a_prefill_that_fails_is_computed_in_full_by_the_engine(model, bench, store, monkeypatch):
-    store.add(model, None, bench.workload.library)
-    asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
-    blend = prefills.BlendedPrefills._blend
-
-    def failing(self, held):
-        if held.state.request_id == "unlucky":
-            raise StoreError("the disk is gone")
-        blend(self, held)
-
-    monkeypatch.setattr(prefills.BlendedPrefills, "_blend", failing)
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        names = [engine.add_request(asks[0].ids, "unlucky"), *(engine.add_request(ask.ids) for ask in asks[1:])]
-        found = bench.collect(engine, names)
-        outcome = engine.outcome("unlucky")
-        check_all_returned(engine)
-    assert (outcome.how, outcome.reason) == ("plain", "StoreError: the disk is gone")
-    stock = model.generate_batch([asks[0].ids], bench.generation(), bench.batching(), warmup=False)
-    assert found["unlucky"].generated_tokens == next(iter(stock.values())).generated_tokens
-    assert found[names[1]].generated_tokens == bench.lone_answer(model, store, asks[1].ids, recompute_ratio=RATIO)
-
-
-def test_a_step_that_fails_fails_its_requests_and_the_engine_serves_on(model, bench, store, monkeypatch):
-    store.add(model, None, bench.workload.library)
-    asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(2)]
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        step = engine._generation_step
-        broken = []
-
-        def fail_once():
-            if not broken:
-                broken.append(True)
-                raise torch.OutOfMemoryError("no memory for this step")
-            step()
-
-        monkeypatch.setattr(engine, "_generation_step", fail_once)
-        first = engine.add_request(asks[0].ids)
-        output = engine.get_result(timeout=30)
-        assert (output.request_id, output.error) == (first, "no memory for this step")
-        assert bench.answers(engine, asks) == [
-            bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO) for ask in asks
-        ]
-        check_all_returned(engine)
-
-
 def test_an_engine_survives_any_number_of_requests_that_each_break_their_step(model, bench, store, monkeypatch):
     store.add(model, None, bench.workload.library)
     asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
@@ -940,26 +881,43 @@ class Odd(Exception):
     """Of some library."""
 
 
-@pytest.mark.parametrize("kind", [AssertionError, ImportError, Odd, SystemExit])
-def test_a_prefill_may_fail_with_whatever_it_likes(kind, model, bench, store, monkeypatch):
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("find", SystemExit),
+        ("_spans", ImportError),
+        ("_find", AssertionError),
+        ("_blend", StoreError),
+        ("_blend", Odd),
+    ],
+)  # in the store, the thread of look-ups, the engine's thread, a blend
+def test_a_prefill_may_fail_anywhere_with_whatever_it_likes_and_is_computed_in_full(
+    where, kind, model, bench, store, monkeypatch, caplog
+):
     store.add(model, None, bench.workload.library)
-    find, asks = store.find, [[1, *bench.workload.library[n], *bench.draw(6, n)] for n in range(2)]
-
-    def failing(identity, sink, ids):
-        if list(ids) == asks[0]:
-            raise kind("what no list foresees")
-        return find(identity, sink, ids)
-
-    monkeypatch.setattr(store, "find", failing)
+    asks, broken = [[1, *bench.workload.library[n], *bench.draw(6, n)] for n in range(2)], []
     stock = model.generate_batch(asks[:1], bench.generation(), bench.batching(), warmup=False)
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        names = [engine.add_request(ids) for ids in asks]
+        owner = store if where == "find" else engine.prefills
+        work = getattr(owner, where)
+
+        def failing(*given):
+            if not broken:
+                broken.append(True)
+                raise kind("what no list foresees")
+            return work(*given)
+
+        monkeypatch.setattr(owner, where, failing)
+        names = [engine.add_request(asks[0])]
+        wait_for(lambda: broken, "the failure")
+        names.append(engine.add_request(asks[1]))
         found = bench.collect(engine, names)
         outcomes = [engine.outcome(name) for name in names]
         check_all_returned(engine)
         assert engine.prefills.failures == 1
     assert [outcome.how for outcome in outcomes] == ["plain", "blended"]
     assert outcomes[0].reason == f"{kind.__name__}: what no list foresees"
+    assert f"is computed in full: {kind.__name__}" in caplog.text
     assert found[names[0]].generated_tokens == next(iter(stock.values())).generated_tokens
     monkeypatch.undo()
     assert found[names[1]].generated_tokens == bench.lone_answer(model, store, asks[1], recompute_ratio=RATIO)
@@ -971,14 +929,14 @@ def test_a_worker_is_there_for_the_next_task_whatever_the_last_one_raised():
     def fail():
         raise SystemExit
 
-    for number in range(300):
+    for number in range(20):
         turns.start(fail)
         wait_for(lambda: not turns.is_busy, "the end of a task")
         assert isinstance(turns.error, SystemExit)
         turns.start(lambda number=number: ran.append(number))
         wait_for(lambda: not turns.is_busy, "the next task")
     turns.close()
-    assert ran == list(range(300))
+    assert ran == list(range(20))
 
 
 def test_a_prefill_that_hangs_is_seen(model, bench, store, monkeypatch):
