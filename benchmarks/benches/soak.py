@@ -50,7 +50,7 @@ class SoakPlan:
     data: str | None = None
     warm_s: float = 480.0
     seconds: float = 1800.0
-    redis_s: float = 600.0
+    redis_s: float = 1800.0
     outages: int = 3
     redis: str = "redis-server"
     core_share: float = 0.5
@@ -92,12 +92,11 @@ def _run(plan: SoakPlan, say: Callable[[str], Any], redis: "RedisServer | None")
     with server(words, tenants) as (url, process):
         load = _Load(plan, url, process)
         with load.running():
+            load.sample(plan.warm_s, say)
+            warm = len(load.samples)
             if redis is None:
-                load.sample(plan.warm_s, say)
-                warm = len(load.samples)
                 load.sample(plan.seconds, say)
             else:
-                warm = 0
                 for _ in range(plan.outages):
                     for is_up in (True, False):
                         redis.start() if is_up else redis.stop()
