@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the cheapest selector and ratio that stay near full prefill, on your own prompts, without labels."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +24,7 @@ Leave = Annotated[
 Selectors = Annotated[
     list[str] | None,
     typer.Option(
-        "--selector", help="A method or a file, options or @RATIO behind it; may be repeated. Default: four."
+        "--selector", help="A method or a file, options or @RATIO behind it; may be repeated. Default: three."
     ),
 ]
 Ratios = Annotated[
@@ -56,7 +57,8 @@ def tune(
 
     What is measured is the KL divergence of the next tokens from full prefill's, over ten tokens of its own answer, as
     a share of what full reuse has: 0 is full prefill, 1 is full reuse. The cheapest that leaves at most --leave is
-    chosen. Exit code 1: none does, and the nearest is shown.
+    chosen. Exit code 1: none does, and the nearest is shown. With --correction each is measured over corrected chunks
+    as well, and the correction is chosen where that is cheaper.
 
     Examples:
         hf-blend tune --limit 4 --selector kv-deviation --ratio 0.3
@@ -76,10 +78,20 @@ def tune(
         sample = tuning.read_prompts(prompts, source.tokenizer, limit or None, source.positions)
     else:
         sample = tuning.bundled_prompts(limit or 24, seed, source.tokenizer)
-    with ChunkStore.open(store, correction=correction) as opened:
-        measure = Measure(source.load(), source.tokenizer, opened)
+    network = source.load()
+    with ExitStack() as stack:
+        measures = [
+            Measure(network, source.tokenizer, stack.enter_context(ChunkStore.open(store, correction=one)))
+            for one in ((None, correction) if correction else (None,))
+        ]
         got = tuning.tune(
-            measure, sample, found, leave, seed=seed, watch=lambda items, what: progress(items, what, quiet=json)
+            measures[0],
+            sample,
+            found,
+            leave,
+            corrected=measures[-1] if correction else None,
+            seed=seed,
+            watch=lambda items, what: progress(items, what, quiet=json),
         )
     document = got.to_dict()
     if json:

@@ -44,6 +44,7 @@ class Candidate:
 
     name: str
     config: BlendConfig
+    is_corrected: bool = False  # its chunks are stored with a correction
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Tuning:
 
     choice: Point
     config: dict[str, Any]
+    is_corrected: bool
     leaves_enough: bool
     leave: float
     reuse_kl: float
@@ -122,10 +124,14 @@ def tune(
     found: Sequence[Candidate],
     leave: float = LEAVE,
     *,
+    corrected: Measure | None = None,
     seed: int = 0,
     watch: Watch = lambda items, _: items,
 ) -> Tuning:
-    """Choose on one half of the prompts, and measure the choice on the other."""
+    """Choose on one half of the prompts, and measure the choice on the other.
+
+    With `corrected`, a measure over a store with a correction, each candidate is measured over its chunks, too.
+    """
     if len(prompts) < 2:
         raise PromptError(f"got {len(prompts)} prompts, expected 2 or more: one half chooses, the other reports.")
     if not found:
@@ -133,16 +139,21 @@ def tune(
     shuffled = Random(seed).sample(list(prompts), len(prompts))
     middle = (len(prompts) + 1) // 2
     reuse = Candidate(FULL_REUSE, replace(REUSE, allow_unverified=found[0].config.allow_unverified))
-    losses = _losses(measure, watch(shuffled[:middle], "prompts, choosing"), [reuse, *found], seed)
+    ways = [reuse, *found]
+    if corrected:
+        ways += [replace(one, name=f"{one.name}, corrected", is_corrected=True) for one in ways]
+    measures = {False: measure, True: corrected or measure}
+    losses = _losses(measures, watch(shuffled[:middle], "prompts, choosing"), ways, seed)
     points = sorted((_point(name, own, losses[reuse.name]) for name, own in losses.items()), key=_charge)
     best, leaves_enough = choose(points, leave)
-    chosen = next(one for one in (reuse, *found) if one.name == best.candidate)
+    chosen = next(one for one in ways if one.name == best.candidate)
     others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
     said: dict[str, list[str]] | None = {} if all(one.answers for one in prompts) else None
-    again = _losses(measure, watch(others, "prompts, reporting"), compared, seed, said)
+    again = _losses(measures, watch(others, "prompts, reporting"), compared, seed, said)
     return Tuning(
         _point(chosen.name, again[chosen.name], again[reuse.name]),
         {name: value for name, value in chosen.config.to_dict().items() if name in SETTINGS},
+        chosen.is_corrected,
         leaves_enough,
         leave,
         statistics.fmean(one.kl for one in again[reuse.name]),
@@ -167,7 +178,7 @@ def scored(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]:
 
 
 def _losses(
-    measure: Measure,
+    measures: Mapping[bool, Measure],
     prompts: Iterable[Prompt],
     found: Sequence[Candidate],
     seed: int,
@@ -176,15 +187,16 @@ def _losses(
     """What candidates lose on prompts, by name; their answers go to `said`, if it is given."""
     losses: dict[str, list[Loss]] = {one.name: [] for one in found}
     for prompt in prompts:
-        for config in {one.config.chunk_prefix_ids: one.config for one in found}.values():
-            measure.store_chunks(prompt, config)
-        full = measure.full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
+        for one in {(one.is_corrected, one.config.chunk_prefix_ids): one for one in found}.values():
+            measures[one.is_corrected].store_chunks(prompt, one.config)
+        full = measures[False].full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
         for one in Random(f"{seed} {prompt.name}").sample(found, len(found)):
-            losses[one.name].append(measure.loss(prompt, full, one.config))
+            losses[one.name].append(measures[one.is_corrected].loss(prompt, full, one.config))
         if said is not None:
-            said.setdefault(FULL, []).append(measure.said(full.ids))
+            said.setdefault(FULL, []).append(measures[False].said(full.ids))
             for one in found:
-                said.setdefault(one.name, []).append(measure.answered(prompt, one.config, ANSWER_TOKENS))
+                own = measures[one.is_corrected].answered(prompt, one.config, ANSWER_TOKENS)
+                said.setdefault(one.name, []).append(own)
     return losses
 
 

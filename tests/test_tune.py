@@ -3,6 +3,7 @@
 """The cheapest candidate that leaves little enough is chosen on one half of the prompts, and measured on the other."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,6 +79,29 @@ def test_the_choice_is_measured_on_prompts_that_did_not_choose_it():
     assert got.reuse_kl == pytest.approx(sum(1 + int(name) for name in {*reported}) / 3)
     assert (got.config["selector"], got.config["recompute_ratio"], got.answers) == ("random", 0.3, None)
     assert json.loads(json.dumps(got.to_dict()))["config"] == got.config
+
+
+class ToldLess(Told):
+    """Over corrected chunks half is lost of what is lost over others."""
+
+    def loss(self, prompt, full, config):
+        found = super().loss(prompt, full, config)
+        return replace(found, kl=found.kl / 2, kl_first=found.kl_first / 2)
+
+
+def test_a_correction_is_chosen_where_it_makes_a_cheaper_candidate_near_enough():
+    measure, corrected, prompts = Told(), ToldLess(), [Prompt(str(number), {}) for number in range(6)]
+    got = tune(measure, prompts, candidates(["random"], (0.1, 0.3)), 0.45, corrected=corrected)
+    assert {one.candidate: pytest.approx(one.kl) for one in got.points} == {
+        "full reuse": 1, "random@0.1": 0.8, "random@0.3": 0.4,
+        "full reuse, corrected": 0.5, "random@0.1, corrected": 0.4, "random@0.3, corrected": 0.2,
+    }  # fmt: skip
+    assert (got.choice.candidate, got.is_corrected, got.config["recompute_ratio"]) == (
+        "random@0.1, corrected", True, 0.1,
+    )  # fmt: skip
+    assert got.choice.kl == pytest.approx(0.4)  # of full reuse's without it
+    assert {*corrected.stored} == {*measure.stored} == {prompt.name for prompt in prompts}
+    assert not tune(measure, prompts, candidates(["random"], (0.1, 0.3)), 0.45).is_corrected
 
 
 def test_answers_are_scored_where_all_prompts_have_right_ones():
