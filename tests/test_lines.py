@@ -17,7 +17,7 @@ MOST = {
     "images": 666,
     "integrations": 1_737,
     "loading": 467,
-    "model": 4_875,
+    "model": 4_730,
     "offload": 959,
     "prefill": 2_653,
     "prompt": 703,
@@ -29,7 +29,7 @@ MOST = {
     "verify": 1_371,
     "cli": 2_442,
     "evaluation": 5_489,
-    "tests": 33_750,
+    "tests": 33_744,
 }
 
 

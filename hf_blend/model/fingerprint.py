@@ -20,7 +20,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,10 +32,7 @@ from .identity.structure import IGNORED_ATTRIBUTES, IGNORED_CONFIG_FIELDS, Struc
 from .identity.watch import StructureWatch, WeightWatch
 from .identity.weights import weight_digest
 
-__all__ = [
-    "IGNORED_ATTRIBUTES", "IGNORED_CONFIG_FIELDS", "PerStructure", "describe_fingerprint", "fingerprint",
-    "structure_digest",
-]  # fmt: skip
+__all__ = ["IGNORED_ATTRIBUTES", "IGNORED_CONFIG_FIELDS", "PerStructure", "fingerprint", "structure_digest"]
 
 FORMAT = "hf_blend.fingerprint/2"
 T = TypeVar("T")
@@ -46,12 +43,12 @@ class _Known:
     """What was found out about a live model, and how to notice that it changed."""
 
     structure: dict[str, Any]
+    digest: str  # of it
     structure_watch: StructureWatch
-    weights: dict[str, Any] | None = None
+    weights: dict[str, Any] = field(default_factory=dict)
     weight_watch: WeightWatch | None = None
-    parts: dict[str, Any] | None = None  # both, and the fingerprint
+    fingerprint: str = ""
     state: int = 0  # counts the changes that were noticed
-    digest: str = ""  # of `structure`
 
 
 _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
@@ -64,20 +61,11 @@ def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
         known = _structure_of(model)
         refuse_extended(model)
         if reread or known.weight_watch is None or not known.weight_watch.is_same():
-            known.parts, known.weight_watch = None, WeightWatch(model)  # first the sample: a change meanwhile shows
+            watch = WeightWatch(model)  # first the sample: a change meanwhile shows
             known.weights = weight_digest(model)
-            known.state += 1
-        if known.parts is None:
-            parts = {**known.structure, **(known.weights or {})}
-            known.parts = {**parts, "fingerprint": _sha256(parts)}
-        return str(known.parts["fingerprint"])
-
-
-def describe_fingerprint(model: nn.Module, *, reread: bool = False) -> dict[str, Any]:
-    """Show what a fingerprint is made of."""
-    with _lock:
-        fingerprint(model, reread=reread)
-        return dict(_known[model].parts or {})
+            known.fingerprint, known.weight_watch, known.state = "", watch, known.state + 1
+        known.fingerprint = known.fingerprint or _sha256({**known.structure, **known.weights})
+        return known.fingerprint
 
 
 class PerStructure(Generic[T]):
@@ -100,9 +88,7 @@ class PerStructure(Generic[T]):
 def structure_digest(model: nn.Module) -> str:
     """A digest of all that makes a fingerprint except the weights, in 64 hex digits."""
     with _lock:
-        known = _structure_of(model)
-        known.digest = known.digest or _sha256(known.structure)
-        return known.digest
+        return _structure_of(model).digest
 
 
 def state_of(model: nn.Module) -> int:
@@ -111,9 +97,9 @@ def state_of(model: nn.Module) -> int:
 
 
 def _structure_of(model: nn.Module) -> _Known:
-    known, hooked = _known.get(model), list[nn.Module]()
-    if known is not None and known.structure_watch.is_same(hooked):
-        refuse_foreign_hooks(hooked)
+    known = _known.get(model)
+    if known is not None and known.structure_watch.is_same():
+        refuse_foreign_hooks(known.structure_watch.hooked)
         return known
     refuse_wrapper(model)
     refuse_foreign_hooks(model.modules())
@@ -124,10 +110,10 @@ def _structure_of(model: nn.Module) -> _Known:
         "config": config_part(model.config.to_dict()),
         "structure": _sha256(structure.parts),
     }
-    renewed = _Known(parts, StructureWatch(model, structure))
+    renewed = _Known(parts, _sha256(parts), StructureWatch(model, structure))
     if known is not None:
         renewed.state = known.state + 1
-        if known.weights is not None and known.weight_watch is not None and known.weight_watch.is_same(model):
+        if known.weight_watch is not None and known.weight_watch.is_same(model):
             renewed.weights, renewed.weight_watch = known.weights, known.weight_watch
     _known[model] = renewed
     return renewed

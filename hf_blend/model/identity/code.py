@@ -31,7 +31,7 @@ def is_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in LIBRARIES
 
 
-def is_stock(function: FunctionType) -> bool:
+def is_stock(function: Any) -> bool:
     """Whether a function, and everything that it wraps, was compiled from files of the libraries."""
     folders = _folders(tuple(name for name in LIBRARIES if name in sys.modules))
     inner: Any = function

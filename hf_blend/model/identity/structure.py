@@ -10,6 +10,7 @@ refused by name.
 
 import contextlib
 import functools
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
@@ -89,8 +90,13 @@ TORCH_FUNCTIONS = tuple(  # of torch itself, that compute with tensors; operator
 )  # fmt: skip
 TORCH_INTERNALS = frozenset(vars(nn.Module()))
 _COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
+TABLES = ("_parameters", "_buffers", "_modules")  # of a module
+_PLAIN = (bool, int, float, str, tuple, type(None))
 MAX_DEPTH = 6  # of objects inside attributes
 QUANTISER_FIELDS = {"MatmulLtState": ("threshold", "has_fp16_weights"), "QuantState": ("blocksize", "quant_type")}
+QUANTISER_TENSORS = ("absmax", "state2", "CB", "SCB")
+_QUANTISED = {"quant_state", "SCB"}  # of a weight
+_UNWATCHED = IGNORED_CONFIG_FIELDS - {"_attn_implementation", "_attn_implementation_internal"}
 
 
 def config_part(value: Any) -> Any:
@@ -115,9 +121,15 @@ def config_part(value: Any) -> Any:
     )
 
 
-def counted_attributes(module: nn.Module) -> Iterator[str]:
+def counted_attributes(module: nn.Module) -> list[str]:
     """Names of the attributes of a module that count."""
-    return (name for name in vars(module) if name not in TORCH_INTERNALS and name not in IGNORED_ATTRIBUTES)
+    return [name for name in vars(module) if name not in TORCH_INTERNALS and name not in IGNORED_ATTRIBUTES]
+
+
+def has_moving_rotary_tables(model: nn.Module) -> bool:
+    """Dynamic and longrope models replace their frequencies as prompts grow; the config says all about them."""
+    rope = json.dumps(config_part(getattr(model.config, "rope_parameters", None) or {}))
+    return "dynamic" in rope or "longrope" in rope
 
 
 class Structure:
@@ -125,27 +137,50 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         """Walk over a model."""
-        _refuse_compiled(model)
-        self.paths = {id(module): path for path, module in model.named_modules()}
-        self.configs = {id(one) for one in configs_inside(getattr(model, "config", None))}
+        modules, configs = dict(model.named_modules()), configs_inside(getattr(model, "config", None))
+        self._inside = {id(module): f"@{path}" for path, module in modules.items()}
+        self._inside |= {id(one): "@config" for one in configs}
+        self.met: dict[int, tuple[Any, list[str]]] = {}  # by id: objects, and the names of what counts of each
         self.is_foreign = False  # code was met that is no library's own
+        self.attention = attention_functions(getattr(one, "_attn_implementation", None) for one in configs)
         self._open: list[int] = []
         self._codes: dict[int, Any] = {}
-        classes = dict.fromkeys(type(module) for module in model.modules())
+        self._has_moving_tables = has_moving_rotary_tables(model)
+        classes = dict.fromkeys(map(type, modules.values()))
         self.namespaces = list(_namespaces(classes))
+        foreign = {
+            name: one
+            for name, one in self.attention.items()
+            if one and (isinstance(one, BUILTINS) or not is_stock(one))
+        }
         self.parts = [
-            [[path, type(one).__qualname__, self._attributes(path, one)] for path, one in model.named_modules()],
+            [[path, type(one).__qualname__, self._attributes(path, one)] for path, one in modules.items()],
             [self.of_class(one) for one in classes],
             self._patched_functions(),
-            {name: self.of_function(one, f"the attention {name!r}") for name, one in foreign_attention(model).items()},
+            {name: self.leaf(one, f"the attention {name!r}") for name, one in foreign.items()},
         ]
+        for one in configs:
+            self._meet(one)
 
     def _attributes(self, path: str, module: nn.Module) -> dict[str, Any]:
-        given = {name: vars(module)[name] for name in counted_attributes(module)}
-        found = {k: self.leaf(value, f"{path}.{k}") for k, value in given.items() if not isinstance(value, Tensor)}
-        if "forward" in found and "_old_forward" in vars(module):  # accelerate's; what it calls counts
+        names, held = counted_attributes(module), vars(module)
+        calls = (held.get("_compiled_call_impl"), getattr(held.get("forward"), _COMPILED, None))
+        if any(call is not None for call in calls) or hasattr(module, "_orig_mod"):
+            raise UnsupportedModelError(
+                f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
+                "Give hf_blend the model as it is before torch.compile or model.compile()."
+            )
+        is_moving = self._has_moving_tables and any(name.endswith("inv_freq") for name in module._buffers)
+        self.met[id(module)] = module, [*names, *(name for name in TABLES if not (is_moving and name == "_buffers"))]
+        for weight in module._parameters.values():
+            if _QUANTISED & getattr(weight, "__dict__", {}).keys():
+                state = getattr(weight, "quant_state", None)
+                for one in (weight, state, getattr(state, "state2", None)):
+                    self._meet(one)
+        found = {k: self.leaf(held[k], f"{path}.{k}") for k in names if not isinstance(held[k], Tensor)}
+        if "forward" in found and "_old_forward" in held:  # accelerate's; what it calls counts
             del found["forward"]
-            inner = vars(module)["_old_forward"]
+            inner = held["_old_forward"]
             if getattr(inner, "__func__", None) is not getattr(type(module), "forward", None):
                 found["forward"] = self.leaf(inner, f"{path}.forward")
         for name in ("active_adapter", "_active_adapter"):  # of PEFT: a name, or a list of them
@@ -155,71 +190,71 @@ class Structure:
             found["compute_dtype"] = str(next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
         return found
 
+    def _meet(self, value: Any) -> None:
+        """Note an object, and the names of what counts of it."""
+        held, fields = getattr(value, "__dict__", {}), QUANTISER_FIELDS.get(type(value).__name__)
+        if fields is not None:
+            names: Iterable[str] = (*fields, *QUANTISER_TENSORS)
+        else:
+            names = _QUANTISED if isinstance(value, Tensor) else {*held} - _UNWATCHED
+        if held:
+            self.met[id(value)] = value, [name for name in names if name in held]
+
     def leaf(self, value: Any, where: str) -> Any:
         """An attribute as a value of JSON that says what it does, the same in every process."""
+        if isinstance(value, Enum):
+            return self.leaf(value.value, where)
         if value is None or isinstance(value, (bool, int, float, str)):
-            return value.value if isinstance(value, Enum) else value
+            return value
         if isinstance(value, (torch.dtype, torch.layout, bytes, complex, range, slice)):
             return str(value)
         if isinstance(value, (torch.device, ModuleType)):
             return type(value).__name__
-        if isinstance(value, Enum):
-            return self.leaf(value.value, where)
         if isinstance(value, Tensor):
             return ["tensor", str(value.dtype), list(value.shape), checksum(value)]
+        if id(value) in self._inside:
+            return self._inside[id(value)]
+        if isinstance(value, CALLABLES):
+            return self.of_function(value, where)
+        if isinstance(value, type):
+            return self.of_class(value)
+        self._meet(value)
         if isinstance(value, (list, tuple)):
             return [self.leaf(item, where) for item in value]
         if isinstance(value, (set, frozenset)):
             return sorted(str(self.leaf(item, where)) for item in value)
         if isinstance(value, Mapping):
             return {str(name): self.leaf(item, f"{where}.{name}") for name, item in value.items()}
-        return self._object(value, where)
-
-    def _object(self, value: Any, where: str) -> Any:
-        if id(value) in self.paths:
-            return "@" + self.paths[id(value)]
-        if id(value) in self.configs:
-            return "@config"
-        if isinstance(value, CALLABLES):
-            return self.of_function(value, where)
-        if isinstance(value, type):
-            return self.of_class(value)
         if hasattr(value, "to_dict"):
             return config_part(value.to_dict())
-        if id(value) in self._open or len(self._open) >= MAX_DEPTH:
-            return type(value).__qualname__
-        self._open.append(id(value))
-        try:
-            return self._fields(value, where)
-        finally:
-            self._open.pop()
+        return self._fields(value, where)
 
     def _fields(self, value: Any, where: str) -> Any:
         """An object by its class and what it holds."""
         kind = type(value)
+        if id(value) in self._open or len(self._open) >= MAX_DEPTH:
+            return kind.__qualname__
         names = QUANTISER_FIELDS.get(kind.__name__, tuple(getattr(value, "__dict__", ())))
         if not names and not is_library(kind.__module__) and callable(value):
             raise UnsupportedModelError(
                 f"{where} is {value!r:.60} ({qualified_name(kind)}), whose code cannot be told from other code in "
                 "another process. Use a function or an nn.Module there."
             )
-        held = {name: getattr(value, name, None) for name in names}
-        return [self.of_class(kind), {name: self.leaf(one, f"{where}.{name}") for name, one in held.items()}]
+        self._open.append(id(value))
+        try:
+            held = {name: self.leaf(getattr(value, name, None), f"{where}.{name}") for name in names}
+        finally:
+            self._open.pop()
+        return [self.of_class(kind), held]
 
     def of_function(self, function: Any, where: str) -> Any:
         """A function: its name if it is a library's own, else what it runs and what it uses."""
         if isinstance(function, functools.partial):
             arguments = [self.leaf([*function.args], where), self.leaf(function.keywords, where)]
-            return ["partial", self.of_function(function.func, where), *arguments]
+            return ["partial", self.leaf(function.func, where), *arguments]
         if isinstance(function, MethodType):
-            return ["method", self.of_function(function.__func__, where), self.leaf(function.__self__, where)]
-        if isinstance(function, BUILTINS):
-            return qualified_name(function)
-        if not isinstance(function, FunctionType):
-            return self.leaf(function, where)
-        if is_stock(function):
-            return qualified_name(function)
-        return self._foreign(function, where)
+            return ["method", self.leaf(function.__func__, where), self.leaf(function.__self__, where)]
+        return qualified_name(function) if is_stock(function) else self._foreign(function, where)
 
     def _foreign(self, function: FunctionType, where: str) -> Any:
         """Code that is no library's own, by what it runs and what it can reach."""
@@ -247,7 +282,7 @@ class Structure:
         return found
 
     def _reached(self, value: Any, where: str) -> Any:
-        if isinstance(value, nn.Module) and id(value) not in self.paths:
+        if isinstance(value, nn.Module) and id(value) not in self._inside:
             raise UnsupportedModelError(
                 f"{where} is a {type(value).__name__} that is no part of the model, so what it computes cannot be "
                 "followed. Make it a submodule, or undo the patch."
@@ -256,10 +291,10 @@ class Structure:
 
     def _global(self, value: Any, where: str) -> Any:
         """A global of foreign code: objects count by class alone, since loggers and registries are among them."""
-        plain = (bool, int, float, str, list, tuple, dict, set, Tensor, torch.dtype, Enum, type(None))
+        plain = (*_PLAIN, list, dict, set, Tensor, torch.dtype, Enum)
         if isinstance(value, (FunctionType, type)) and is_installed(value):
             return qualified_name(value)
-        if isinstance(value, (*plain, *CALLABLES, type)) and id(value) not in self.paths:
+        if isinstance(value, (*plain, *CALLABLES, type)):
             return self.leaf(value, where)
         return type(value).__qualname__
 
@@ -271,7 +306,7 @@ class Structure:
         found: list[Any] = [qualified_name(kind) if is_library(kind.__module__) else kind.__qualname__]
         for base in kind.__mro__:
             if is_library(base.__module__):
-                put = self._put_into(base)
+                put = self._body(base)
                 found += [[qualified_name(base), put]] if put else []
             elif base.__module__.partition(".")[0] not in (*sys.stdlib_module_names, "builtins"):
                 self.is_foreign = self.is_foreign or not is_installed(base)
@@ -279,33 +314,23 @@ class Structure:
         self._codes[id(kind)] = found
         return found
 
-    def _put_into(self, base: type) -> dict[str, Any]:
-        """The methods of a library's class that are not its own."""
-        found = {}
-        for name, attribute in vars(base).items():
-            function = plain_function(attribute)
-            if function is None:
-                continue
-            moved = name == "forward" and not function.__qualname__.endswith(f"{base.__qualname__}.forward")
-            if not is_stock(function) or (moved and base is not nn.Module):
-                found[name] = self.of_function(function, f"{base.__qualname__}.{name}")
-        return found
-
     def _body(self, base: type) -> dict[str, Any]:
-        """The functions and plain values of a class that is no library's own."""
-        plain = (bool, int, float, str, tuple, type(None))
-        found: dict[str, Any] = {}
+        """What counts of a class: of a library's the methods that are not its own; of others all, and plain values."""
+        is_own, found = is_library(base.__module__), dict[str, Any]()
         for name, attribute in vars(base).items():
-            function = plain_function(attribute)
-            if function is not None:
-                found[name] = self.of_function(function, f"{base.__qualname__}.{name}")
-            elif isinstance(attribute, plain) and not name.startswith("__"):
-                found[name] = self.leaf(attribute, f"{base.__qualname__}.{name}")
+            function, where = plain_function(attribute), f"{base.__qualname__}.{name}"
+            if function is None:
+                if not is_own and isinstance(attribute, _PLAIN) and not name.startswith("__"):
+                    found[name] = self.leaf(attribute, where)
+                continue
+            is_moved = name == "forward" and base is not nn.Module and not function.__qualname__.endswith(where)
+            if is_moved or not (is_own and is_stock(function)):
+                found[name] = self.of_function(function, where)
         return found
 
     def _patched_functions(self) -> dict[str, Any]:
         """Functions that were put into the libraries' own modules, where the model's code looks them up."""
-        found = {f"torch.Tensor.{name}": value for name, value in self._put_into(Tensor).items()}
+        found = {f"torch.Tensor.{name}": value for name, value in self._body(Tensor).items()}
         spaces = [(space.__name__, vars(space)) for space in self.namespaces if isinstance(space, ModuleType)]
         for home, space in [*spaces, ("torch", {name: getattr(torch, name) for name in TORCH_FUNCTIONS})]:
             for name, value in space.items():
@@ -332,14 +357,12 @@ def configs_inside(config: Any) -> list[Any]:
     return list(found.values())
 
 
-def foreign_attention(model: nn.Module) -> dict[str, Any]:
-    """Attention functions in use that are no library's own, by name; those of transformers differ by noise only."""
+def attention_functions(names: Iterable[Any]) -> dict[str, Any]:
+    """The functions of attention that transformers has under names, without the door of `open_door`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    names = {getattr(one, "_attn_implementation", None) for one in configs_inside(getattr(model, "config", None))}
     found = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
-    found = {name: getattr(one, "stock", one) for name, one in found.items()}  # see `open_door`
-    return {name: one for name, one in found.items() if one and not (isinstance(one, FunctionType) and is_stock(one))}
+    return {name: getattr(one, "stock", one) for name, one in found.items()}
 
 
 def _namespaces(classes: Iterable[type]) -> Iterator[type | ModuleType]:
@@ -348,13 +371,3 @@ def _namespaces(classes: Iterable[type]) -> Iterator[type | ModuleType]:
     yield from dict.fromkeys([*(base for kind in classes for base in kind.__mro__[:-1]), Tensor])
     homes = dict.fromkeys(kind.__module__ for kind in classes if is_library(kind.__module__))
     yield from (sys.modules[name] for name in dict.fromkeys([*homes, *SHARED_CODE]) if name in sys.modules)
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        calls = (vars(module).get("_compiled_call_impl"), getattr(vars(module).get("forward"), _COMPILED, None))
-        if any(call is not None for call in calls) or hasattr(module, "_orig_mod"):
-            raise UnsupportedModelError(
-                f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
-                "Give hf_blend the model as it is before torch.compile or model.compile()."
-            )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedModelError
 from ..placement import offload_hooks
 from .code import checksum
-from .structure import config_part, counted_attributes
+from .structure import counted_attributes, has_moving_rotary_tables
 
 QUANTISED_BY_ITS_STATE = ("absmax", "code", "offset")
 
@@ -26,8 +26,11 @@ def weight_digest(model: nn.Module) -> dict[str, Any]:
         loaded = loaded_values(path, module, tensor)
         kind = str(torch.uint8 if hasattr(tensor, "quant_state") else loaded.dtype)
         dtypes[kind] = dtypes.get(kind, 0) + loaded.nbytes
-        for name, plain in _canonical(path, module, loaded):
-            digest.update(_row(name, plain))
+        state = getattr(loaded, "quant_state", None)
+        is_four_bits = hasattr(state, "blocksize") and getattr(state, "absmax", None) is not None
+        for name, plain in _four_bits(loaded, state) if is_four_bits else stored_parts(module, loaded):
+            row = [path + name, str(plain.dtype), list(plain.shape), checksum(plain)]
+            digest.update(json.dumps(row, separators=(",", ":")).encode() + b"\n")
     return {"dtypes": dtypes, "weights": digest.hexdigest()}
 
 
@@ -47,10 +50,15 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
             yield f"{path}.{name}", module, tensor
 
 
-def stored_parts(module: nn.Module, tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors whose bytes a weight is made of, as they lie in memory."""
-    yield from (part for _, part in _plain_tensors("", tensor))
-    yield from (part for _, part in _scales(module, tensor))
+def stored_parts(module: nn.Module, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors whose bytes a weight is made of, as they lie in memory, with the ends of their names."""
+    yield from _plain_tensors("", tensor)
+    if tensor is module._parameters.get("weight"):  # of bitsandbytes: neither parameters nor buffers
+        scales, state = getattr(tensor, "SCB", None), getattr(tensor, "quant_state", None)
+        found = [("SCB", getattr(getattr(module, "state", None), "SCB", None) if scales is None else scales)]
+        for prefix, level in (("", state), ("state2.", getattr(state, "state2", None))):
+            found += [(prefix + name, getattr(level, name, None)) for name in QUANTISED_BY_ITS_STATE]
+        yield from ((f".{name}", scale) for name, scale in found if isinstance(scale, Tensor))
 
 
 def loaded_values(path: str, module: nn.Module, tensor: Tensor) -> Tensor:
@@ -67,19 +75,8 @@ def loaded_values(path: str, module: nn.Module, tensor: Tensor) -> Tensor:
     )
 
 
-def _canonical(path: str, module: nn.Module, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight as named plain tensors, the same before and after its first forward."""
-    state = getattr(tensor, "quant_state", None)
-    scales = _scales(module, tensor)
-    if hasattr(state, "blocksize") and getattr(state, "absmax", None) is not None:
-        yield from _four_bits(path, tensor, state)
-        return
-    yield from _plain_tensors(path, tensor)
-    yield from ((f"{path}.{name}", scale) for name, scale in scales)
-
-
-def _four_bits(path: str, tensor: Tensor, state: Any) -> Iterator[tuple[str, Tensor]]:
-    """4-bit codes in their first order, and the scale of each block in bfloat16.
+def _four_bits(tensor: Tensor, state: Any) -> Iterator[tuple[str, Tensor]]:
+    """4-bit codes in their first order, and the scale of each block in bfloat16: the same before and after a forward.
 
     On a CPU with AVX512-BF16 the first forward of bitsandbytes interleaves the codes, and rounds and transposes the
     scales; what it keeps of them is bfloat16.
@@ -94,21 +91,9 @@ def _four_bits(path: str, tensor: Tensor, state: Any) -> Iterator[tuple[str, Ten
         scales = scales.T.reshape(-1)
     elif state.nested:
         scales = functional.dequantize_blockwise(scales, state.state2) + state.offset
-    yield f"{path}.codes", codes.contiguous().view(torch.uint8).reshape(-1)
-    yield f"{path}.scales", scales.float().to(torch.bfloat16).reshape(-1)
-    yield f"{path}.values", state.code
-
-
-def _scales(module: nn.Module, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Scales and codes of bitsandbytes, which are neither parameters nor buffers."""
-    if tensor is not module._parameters.get("weight"):
-        return []
-    scales = getattr(tensor, "SCB", None)
-    found = [("SCB", getattr(getattr(module, "state", None), "SCB", None) if scales is None else scales)]
-    state = getattr(tensor, "quant_state", None)
-    for prefix, level in (("", state), ("state2.", getattr(state, "state2", None))):
-        found += [(prefix + name, getattr(level, name, None)) for name in QUANTISED_BY_ITS_STATE]
-    return [(name, scale) for name, scale in found if isinstance(scale, Tensor)]
+    yield ".codes", codes.contiguous().view(torch.uint8).reshape(-1)
+    yield ".scales", scales.float().to(torch.bfloat16).reshape(-1)
+    yield ".values", state.code
 
 
 def _plain_tensors(path: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -119,14 +104,3 @@ def _plain_tensors(path: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     for name in flatten()[0]:
         yield from _plain_tensors(f"{path}.{name}", getattr(tensor, name))
-
-
-def _row(path: str, tensor: Tensor) -> bytes:
-    row = [path, str(tensor.dtype), list(tensor.shape), checksum(tensor)]
-    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
-
-
-def has_moving_rotary_tables(model: nn.Module) -> bool:
-    """Dynamic and longrope models replace their frequencies as prompts grow; the config says all about them."""
-    rope = json.dumps(config_part(getattr(model.config, "rope_parameters", None) or {}))
-    return "dynamic" in rope or "longrope" in rope
