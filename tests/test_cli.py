@@ -87,14 +87,6 @@ def test_help_imports_no_command_and_that_of_a_command_no_torch():
     assert done.stdout.splitlines()[-1] == "imported by: None"
 
 
-def test_the_module_is_the_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_blend", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith(f"hf-blend {hf_blend.__version__}\npython 3.")
-    assert f"torch {torch.__version__}" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
@@ -342,7 +334,8 @@ def test_every_command_has_json_and_shows_it_in_an_example():
     assert without == []
 
 
-def test_a_pipe_hears_one_document_and_no_bars(tmp_path):
+def test_the_module_is_the_command_and_a_pipe_hears_one_document_and_no_bars(run, tmp_path):
+    assert run("--version")[1].startswith(f"hf-blend {hf_blend.__version__}\npython 3.")
     command = [sys.executable, "-P", "-m", "hf_blend", "size", "tiny:llama", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr, "\x1b" in done.stdout) == (0, "", False)

@@ -181,19 +181,6 @@ def test_a_rule_that_fails_or_lacks_its_library_is_an_error_and_not_0(monkeypatc
         scored("subword-f1", "Ann", "Ann", tokenizer=Broken())
 
 
-PAIRS = [
-    ("Radio City, India", "Radio City"), ("the cat sat", "A cat"), ("on-stage death", "onstage"), ("", "Ann"),
-    ("June 4, 1784", "4 June 1784"), ("b b b c", "b c c"), ("Ozalj", "Croatia"),
-]  # fmt: skip
-
-
-def test_words_are_counted_as_transformers_counts_them_for_squad():
-    squad = pytest.importorskip("transformers.data.metrics.squad_metrics", reason="this version has no SQuAD metrics")
-    for prediction, answer in PAIRS:
-        assert scored("word-f1", prediction, answer) == pytest.approx(squad.compute_f1(answer, prediction), abs=1e-12)
-        assert scored("exact-match", prediction, answer) == squad.compute_exact(answer, prediction)
-
-
 def recorded(folder, name):
     """The answers of a published log and the mean that stands at its end."""
     path = folder / "recorded" / f"{name}.txt"

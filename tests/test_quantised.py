@@ -188,21 +188,6 @@ def test_chunks_of_another_precision_are_not_used(folder):
         assert cache.report.computed_chunks == computed, "prefix and chunk, unless this very model has stored them"
 
 
-@pytest.mark.parametrize("kind", ["8bit", "4bit"])
-def test_kv_device_map_of_a_quantised_model(kind, folder, tmp_path):
-    model, store = load_model(str(folder / kind)), ChunkStore.open("memory://")
-    pieces = {"prefix": [1, 4, 5], "chunks": [list(range(10, 90)), list(range(20, 85))], "question": [5, 6, 7, 8]}
-    texts, placed = [], {"kv_device_map": "auto", "max_memory": {"cpu": 0}, "offload_folder": str(tmp_path)}
-    for settings in ({}, placed):
-        cache = BlendCache(model, store, **settings)
-        inputs = cache.inputs(None, **pieces)
-        texts.append(model.generate(**inputs, past_key_values=cache, max_new_tokens=12, eos_token_id=None))
-    assert set(cache.kv_memory.device_map.values()) == {"disk"}
-    assert cache.kv_memory.loads > 0
-    assert cache.report.reusable_tokens > 0
-    assert torch.equal(*texts)
-
-
 def test_warning_per_product_is_silenced_for_a_request_only(folder, caplog):
     model = load_model(str(folder / "8bit"))
     logger = logging.getLogger(LOGGER)

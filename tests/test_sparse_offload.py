@@ -9,7 +9,7 @@ import torch
 from tiny_models import tiny_model as zoo_model
 from transformers import AutoModelForCausalLM
 
-from hf_blend import BlendCache, ChunkStore, blended, observer, sparse_decoding
+from hf_blend import BlendCache, ChunkStore, observer, sparse_decoding
 from hf_blend.errors import OffloadError, UnsupportedModelError
 from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.prefill import copies
@@ -193,13 +193,3 @@ def test_attention_that_would_see_nothing_of_what_is_away_is_refused(model, tmp_
     )
     with pytest.raises(UnsupportedModelError, match="Leave kv_device_map out"):
         decoded(model, kv_device_map="disk", offload_folder=str(tmp_path))
-
-
-def test_blended_keyword_decodes_sparsely_from_disk(model, tmp_path):
-    store = ChunkStore.open("memory://")
-    inputs = BlendCache(model, store).inputs(None, **PIECES)
-    expected = model.generate(**inputs, custom_generate=blended(store, sparse=SMALL), **GREEDY)
-    keyword = blended(store, sparse=SMALL, kv_device_map="disk", offload_folder=str(tmp_path))
-    assert torch.equal(model.generate(**inputs, custom_generate=keyword, **GREEDY), expected)
-    assert keyword.report.sparse["loaded_blocks"] == keyword.sparse_metrics.loaded_blocks > 0
-    assert list(tmp_path.iterdir()) == []
