@@ -5,6 +5,7 @@
 import copy
 import logging
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hf_blend.model_names import load_model
 from hf_blend.verify.runner import verify
 from tests.conftest import slow_but
 
-functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 KINDS: dict[str, dict[str, Any]] = {
     "8bit": {"load_in_8bit": True},
