@@ -60,6 +60,7 @@ def one_thread() -> None:
 
 def slow_but(*fast: Any, among: Iterable[Any]) -> list[Any]:
     """Give the parameters of a sweep: all of `among`, those that are not in `fast` with the mark `slow`."""
+    among = [*among]
     assert {*fast} <= {*among}
     return [one if one in fast else pytest.param(*_several(one), marks=pytest.mark.slow) for one in among]
 

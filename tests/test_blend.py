@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fusor against plain models: equal to a full prefill where it must be, to an independent reference elsewhere."""
 
+import itertools
 import math
 
 import pytest
@@ -18,10 +19,14 @@ from hf_blend.model.identity.watch import StructureWatch
 from hf_blend.prefill.layer_kind import LayerKind
 from hf_blend.rotary.base import compose
 from hf_blend.store.chunk import ChunkKey, ChunkKV
+from tests.conftest import slow_but
 
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 24}, "qwen2": {}, "qwen3": {"head_dim": 16}}
 LAYERS, CHECK, BOS = 4, 1, (1,)
-everywhere = pytest.mark.parametrize("attention", ["eager", "sdpa"])
+PRODUCT = [*itertools.product(FAMILIES, ("eager", "sdpa"), (1, 3))]
+DIAGONAL = [("llama", "sdpa", 3), ("mistral", "eager", 3), ("mistral", "sdpa", 1), ("qwen2", "eager", 1),
+            ("qwen3", "sdpa", 3)]  # fmt: skip
+everywhere = pytest.mark.parametrize(("family", "attention", "batch"), slow_but(*DIAGONAL, among=PRODUCT))
 families = pytest.mark.parametrize("family", FAMILIES)
 BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1}, {"chunks": (20, 12), "seed": 2, "question": 5})
 
@@ -145,9 +150,7 @@ def columns_of(grid):
     return [row.nonzero().flatten().tolist() for row in grid]
 
 
-@families
 @everywhere
-@pytest.mark.parametrize("batch", [1, 3])
 def test_ratio_one_through_the_sparse_path_is_a_full_prefill(shared_model, pieces, blend, family, attention, batch):
     model = shared_model(family, attention, **FAMILIES[family])
     requests = [pieces(**one) for one in BATCH[:batch]]
@@ -169,9 +172,7 @@ def test_in_bfloat16_ratio_one_is_as_near_to_a_full_prefill_as_another_full_pref
     assert_close(got.float(), wanted, 2 * float(floor))
 
 
-@families
 @everywhere
-@pytest.mark.parametrize("batch", [1, 3])
 def test_blending_is_splicing_stale_states_into_a_full_prefill(shared_model, pieces, blend, family, attention, batch):
     model = shared_model(family, attention, **FAMILIES[family])
     requests = [pieces(**one) for one in BATCH[:batch]]

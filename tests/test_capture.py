@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk is computed behind its sink as if alone, in full, often with others; the model does not notice."""
 
+import itertools
+
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
@@ -23,6 +25,7 @@ from hf_blend.model.capture import (
 from hf_blend.model.checks import KV, allowed_of, relative_error
 from hf_blend.model.row_masks import PackedLines
 from hf_blend.store.chunk import ChunkKey
+from tests.conftest import slow_but
 
 CHUNK = tuple(range(10, 40))
 WINDOWS = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -166,8 +169,14 @@ def test_capture_chunks_lets_no_bit_depend_on_what_the_others_say(shared_model):
         assert all(torch.equal(got, again) for pair in pairs for got, again in zip(*pair, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    slow_but(
+        *((kind, torch.float32) for kind in SHARED),
+        ("mistral", torch.bfloat16),
+        among=itertools.product(SHARED, (torch.float32, torch.bfloat16)),
+    ),
+)
 def test_capture_chunks_behind_a_prefix_that_all_share_gives_each_what_it_has_alone(tiny_model, kind, dtype):
     model, keys = tiny_model(kind.partition(" ")[0], **SHARED[kind]).to(dtype), keys_of(9, 31, 1, 18, sink=PREFIX)
     assert packs(model, keys) == [keys]

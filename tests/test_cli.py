@@ -334,6 +334,7 @@ def test_every_command_has_json_and_shows_it_in_an_example():
     assert without == []
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command_and_a_pipe_hears_one_document_and_no_bars(run, tmp_path):
     assert run("--version")[1].startswith(f"hf-blend {hf_blend.__version__}\npython 3.")
     command = [sys.executable, "-P", "-m", "hf_blend", "size", "tiny:llama", "--json"]

@@ -81,7 +81,7 @@ PROGRAMS = [path for path in PAGES[1:] if blocks(path, "python")]
 
 
 @pytest.mark.parametrize(
-    "path", slow_but(*(path for path in PROGRAMS if path.name != "rag_app.md"), among=PROGRAMS), ids=name
+    "path", slow_but(*(path for path in PROGRAMS if path.name not in CHATTING), among=PROGRAMS), ids=name
 )
 def test_the_python_of_the_page_runs(path, ready, request):
     if path.name in CHATTING:

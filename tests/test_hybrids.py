@@ -6,6 +6,7 @@ An indexer chooses the few tokens that its layer looks at, by keys of its own.
 """
 
 import copy
+import itertools
 import re
 from contextlib import contextmanager
 from functools import cache
@@ -35,6 +36,7 @@ from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
 from tests.asking import memory, prefill, prefilled, prepared
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
+from tests.conftest import slow_but
 from tests.faults.damage import tensors_of
 
 # one for each way in which a mixer stands in a layer: before its MLP, beside attention, behind it, alone
@@ -201,8 +203,14 @@ def test_inputs_from_messages_go_on_in_the_cache_of_a_hybrid(name):
         messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "And now?"}]
 
 
-@pytest.mark.parametrize("selector", [name for name in plugins.describe("selectors") if name not in ("explicit",)])
-@pytest.mark.parametrize("name", ["lfm2-half", "deepseek_v32", pytest.param("qwen4-both", marks=pytest.mark.slow)])
+SELECTORS = [name for name in plugins.describe("selectors") if name != "explicit"]
+HALVES = [(("lfm2-half", "deepseek_v32")[number % 2], name) for number, name in enumerate(SELECTORS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "selector"),
+    slow_but(*HALVES, among=itertools.product(("lfm2-half", "deepseek_v32", "qwen4-both"), SELECTORS)),
+)
 def test_every_selector_chooses_among_the_tokens_of_a_hybrid(name, selector):
     model = subject_of(name).model
     for ratio in (0.3, 1.0):

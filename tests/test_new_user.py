@@ -31,7 +31,7 @@ pytest.importorskip("bm25s", reason="the extra rag is not installed: pip install
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = Path(os.environ.get("HF_BLEND_DATA") or ROOT.parent / "shared" / "data")
-FILES = 40
+FILES = 24
 WORDS = "harbour light boat river mill keeper winter north cliff storm rope barrel market letter wheel".split()
 
 
@@ -44,7 +44,7 @@ def prose(number: int) -> str:
 
 
 def texts() -> list[str]:
-    """Forty texts of some paragraphs."""
+    """Texts of some paragraphs."""
     path = PUBLISHED / "hotpotqa_natural.jsonl"
     if not path.is_file():
         return [prose(number) for number in range(FILES)]
@@ -68,7 +68,7 @@ def own_model(tmp_path_factory, model_folder, tiny_model):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A folder with forty documents, and files that are none."""
+    """A folder with documents, and files that are none."""
     folder = tmp_path_factory.mktemp("written")
     for number, text in enumerate(texts()):
         path = folder / "notes" / ("archive" if number % 2 else "") / f"note-{number:02d}.{('txt', 'MD')[number % 2]}"
@@ -113,7 +113,7 @@ def test_index_says_first_the_size_the_time_and_what_is_left_out(indexed):
     assert re.search(r"to compute, about \d+ (s|min) on ", said)
 
 
-def test_ask_reads_the_right_one_of_forty_files_and_computes_no_document(indexed, here, run, own_model):
+def test_ask_reads_the_right_one_of_many_files_and_computes_no_document(indexed, here, run, own_model):
     store, _, _ = indexed
     wanted = (here / "notes" / "note-06.txt").read_text()
     question = f"What is said of {' '.join(wanted.split()[:12])}?"

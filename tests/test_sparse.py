@@ -19,6 +19,7 @@ from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.layout import Layout
 from hf_blend.sparse.lock import LockMetrics, Selection, SelectionLock
+from tests.conftest import slow_but
 
 SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
 METHODS = sorted(plugins.describe("sparse.methods"))
@@ -39,7 +40,7 @@ def generated(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int = 24,
     return output.sequences, torch.stack(output.logits, 1) if output.logits is not None else None
 
 
-@pytest.fixture(scope="module", params=["sdpa", "eager"])
+@pytest.fixture(scope="module", params=slow_but("sdpa", among=["sdpa", "eager"]))
 def model(request):
     made = tiny_model("llama")
     made.set_attn_implementation(request.param)

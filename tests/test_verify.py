@@ -376,7 +376,7 @@ def test_verify_refuses_a_model_that_cannot_be_blended_by_its_layer():
 def test_verify_command_prints_one_json_document_of_a_type_or_a_folder(tmp_path, run):
     model_of("llama").save_pretrained(tmp_path)
     for name, given, count in (
-        ("tiny:qwen3", (), 8),
+        ("tiny:qwen3", ("--dtype", "float32"), 4),
         (str(tmp_path), ("--dtype", "float32", "--attention", "sdpa"), 2),
     ):
         code, out, _ = run("verify", name, "--rung", "ratio_1", "--rung", "realign_values", "--json", *given)

@@ -106,8 +106,7 @@ def watched(monkeypatch, model):
     yield calls, slices_of
 
 
-@pytest.mark.parametrize("most", [12, 1, 0])  # K and V of a row in several slices, in one, copied
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("family", "most"), [("llama", 12), ("qwen3", 1), ("llama", 0)])  # slices, one, copied
 def test_a_step_computes_the_scores_of_each_request_alone(family, most, shared_model, bench, store, monkeypatch):
     model = shared_model(family, **FAMILIES[family])
     store.add(model, None, bench.workload.library)

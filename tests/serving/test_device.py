@@ -10,7 +10,7 @@ from hf_blend.prefill import copies
 from hf_blend.serving.run import ServerPlan, make_service
 from hf_blend.serving.sampling import add_sampling, make_sampling
 from hf_blend.serving.wire import CompletionRequest
-from tests.conftest import build_tiny_model
+from tests.conftest import build_tiny_model, slow_but
 from tests.second_device import DEVICE, There, move, second_device
 from tests.test_second_device import Recorder
 
@@ -51,7 +51,7 @@ def served(model, bench, begin, **tiers):
         return answers, how, {name: one for name, one in held.items() if isinstance(one, torch.Tensor)}
 
 
-@pytest.mark.parametrize("tier", ["host", "device"])
+@pytest.mark.parametrize("tier", slow_but("host", among=["host", "device"]))
 def test_all_that_the_threads_of_an_engine_compute_with_is_on_the_device(tier, models, bench, monkeypatch):
     monkeypatch.setattr(copies, "open_stream", lambda device: Recorder([]) if device.type == "cuda" else None)
     expected, how, _ = served(models[0], bench, list)
