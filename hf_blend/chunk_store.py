@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunk store that users open: a store, and what computes its chunks with a model."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
@@ -25,7 +26,6 @@ __all__ = ["ChunkStore"]
 
 ADD_S = 3600.0  # `add` waits for tiers as long as they take; each call to one has a deadline of its own
 _DURABILITIES = ("full", "none")
-Kind = TypeVar("Kind", bound="ChunkStore")
 
 
 class ChunkStore(BaseStore):
@@ -89,8 +89,8 @@ class ChunkStore(BaseStore):
                 threshold above which probe heads agree), `fallback` ("whole" loads all of a layer whose heads do not
                 agree; "values" the keys of all heads, and of each head the values of the blocks that it looks at),
                 `block_tokens` (16) and `reorder` (True: tokens that get attention are written into blocks together,
-                beside requests). Blocks are kept beside the chunks, each in half of `disk_bytes`; None loads chunks
-                whole.
+                beside requests). Chunks are then stored in blocks, without a codec, which any store reads whole; None
+                loads chunks whole.
             placement: "disk" or "remote" keeps each chunk in one of the tiers that keep bytes instead of in all of
                 them: new chunks go to this one, what a full disk evicts moves to the remote tier, and what is read
                 from there moves back where the disk is the placement. Every move writes before it deletes. What is
@@ -110,41 +110,28 @@ class ChunkStore(BaseStore):
         """
         limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction, remote_queue_bytes)
         limits.check()
-        if partial is not None and disk_bytes is not None:
-            limits = replace(limits, disk_bytes=disk_bytes // 2)
         check_secret(secret)
         if durability not in _DURABILITIES:
             raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")
         plugins.load("store.codecs", codec)
         root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
-        blocks = root / "blocks" if root else None
-        fitted = _read_correction(correction)
-
-        def make(kind: type[Kind]) -> Kind:
-            return kind(
-                limits.memories(device),
-                tiers,
-                namespace=namespace,
-                index=root / "index" if root else None,
-                limits=limits,
-                secret=secret,
-                codec=codec,
-                placement=placement,
-            )
-
-        if partial is None:
-            opened = make(cls)
-            opened._blocks, opened.correction = blocks, fitted
-            return opened
-        if root is None and any(not tier.is_local for tier in tiers):
-            raise ConfigError(
-                f"partial={partial!r} came with a location that is a URL, expected a directory: blocks are read from "
-                "a disk. Give a directory, and remote=URL."
-            )
-        settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
-        in_part: Self = plugins.room("sparse.partial.impress").open_partial(make, blocks, limits, settings)
-        in_part.correction = fitted
-        return in_part
+        index, memories = root / "index" if root else None, limits.memories(device)
+        fitted, given = _read_correction(correction), {"secret": secret, "codec": codec, "placement": placement}
+        make: Callable[..., Self] = cls
+        if partial is not None:
+            if root is None and any(not tier.is_local for tier in tiers):
+                raise ConfigError(
+                    f"partial={partial!r} came with a location that is a URL, expected a directory: blocks are read "
+                    "from a disk. Give a directory, and remote=URL."
+                )
+            settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
+            make = functools.partial(plugins.room("sparse.partial.impress").open_partial, settings)
+            if root is None:  # blocks are bytes, in memory too
+                limits, memories = replace(limits, tier_bytes=memories[-1].cap_bytes), []
+                tiers = [plugins.load("store.tiers", "memory")()]
+        opened = make(memories, tiers, namespace=namespace, index=index, limits=limits, **given)
+        opened.correction = fitted
+        return opened
 
     def identity(self, fingerprint: str) -> str:
         """Name what computes the chunks of this store with a model: the model, and the correction if there is one.

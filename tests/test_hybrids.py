@@ -30,7 +30,6 @@ from hf_blend.model.calibrate import ignores_states, rotary_styles
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill import observing, realign
 from hf_blend.selectors.kv_deviation import KvDeviation
-from hf_blend.sparse.partial.blocked import encode_blocks
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
@@ -425,8 +424,6 @@ def test_what_a_mixer_or_an_indexer_does_not_allow_is_refused_by_name():
     blended = BlendCache(subject.model, memory())
     with pytest.raises(UnsupportedModelError, match="by an indexer"), sparse_decoding(subject.model, blended):
         pass
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 of chunk .* has k, v, p"):
-        encode_blocks(subject.chunk(range(20, 33)), range(13), 8)
 
 
 def test_without_the_room_other_models_are_blended_and_hybrids_are_refused(monkeypatch):

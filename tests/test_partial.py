@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, observer, plugins
-from hf_blend.sparse.partial.blocked import BlockReader, encode_blocks
+from hf_blend.sparse.partial.blocked import BlockReader
 from hf_blend.sparse.partial.itf import agreed, importance, probe_count, similarity, threshold
 from hf_blend.sparse.partial.loading import partial_loading
 from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.store.entry import encode_entry
 from hf_blend.store.tiers.base import BytesSource, EntryFault
 from tests.conftest import slow_but
 
@@ -28,13 +29,20 @@ class Watched(PartialStore):
     """Keeps chunks in blocks alone, and remembers what was put."""
 
     def __init__(self, tier: Any, secret: bytes | None = None) -> None:
-        super().__init__([], secret=secret)
+        super().__init__([], [tier], secret=secret)
         self.put_keys: dict[str, Any] = {}
-        self.keep_blocks(tier, block_tokens=8)
+        self.load_in_part(block_tokens=8)
 
     def put(self, chunk: Any) -> Any:
         self.put_keys[chunk.key.digest] = chunk.key
         return super().put(chunk)
+
+    def source(self, key: Any) -> Any:
+        return self._tiers[0].open(self._catalog.name(key.digest))
+
+
+def in_blocks(chunk: Any, order: Any, block_tokens: int = 8) -> bytes:
+    return b"".join(encode_entry(chunk, None, "raw", list(order), block_tokens))
 
 
 MemoryTier = plugins.load("store.tiers", "memory")
@@ -160,7 +168,7 @@ def test_a_new_order_puts_important_tokens_together_and_loses_nothing(model, sto
 def opened(store: Any) -> Any:
     for digest, key in store.put_keys.items():
         if digest in store.importance.digests():
-            yield store._tier.open(store.block_name(key.digest)), key
+            yield store.source(key), key
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -168,44 +176,45 @@ def test_a_flipped_bit_in_a_loaded_block_is_a_fault_and_in_another_is_not_read(m
     source, key = next(iter(opened_all(store)))
     content = bytearray(source.content)
     reader = BlockReader(source, key)
-    width = (reader.key_width, reader.value_width)[part] * 4
-    keys, values = reader.tokens * reader.key_width * 4, reader.tokens * reader.value_width * 4
-    start = reader._data + 1 * reader.heads * (keys + values) + part * reader.heads * keys  # layer 1, head 0
+    width = reader.widths[part] * 4
+    keys, values = (len(reader.order) * one * 4 for one in reader.widths)
+    start = reader.data_start + 1 * reader.heads * (keys + values) + part * reader.heads * keys  # layer 1, head 0
     content[start + 2 * reader.block_tokens * width + 5] ^= 1  # block 2
     damaged = BlockReader(BytesSource(bytes(content)), key)
-    good = BlockReader(source, key).read(1, part, [0], [0, 1, 3])
-    assert torch.equal(damaged.read(1, part, [0], [0, 1, 3]), good)
+    good = BlockReader(source, key).read_blocks(1, part, [0], [0, 1, 3])
+    assert torch.equal(damaged.read_blocks(1, part, [0], [0, 1, 3]), good)
     with pytest.raises(EntryFault, match="block 2 of layer 1, head 0"):
-        damaged.read(1, part, [0], [1, 2])
+        damaged.read_blocks(1, part, [0], [1, 2])
 
 
 def opened_all(store: Any) -> Any:
     for key in store.put_keys.values():
         if len(key.token_ids) > 40:
-            yield store._tier.open(store.block_name(key.digest)), key
+            yield store.source(key), key
 
 
 def test_a_damaged_block_is_computed_in_the_same_request(model, store):
     wanted, *_ = answered(model, store, 0.5, {"alpha": ANYHOW})
-    for name in list(store._tier.tier.objects):
-        content = bytearray(store._tier.tier.objects[name].content)
+    objects = store._tiers[0].tier.objects
+    for name in list(objects):
+        content = bytearray(objects[name].content)
         content[-3] ^= 1
         content[len(content) // 2] ^= 1
-        store._tier.tier.objects[name] = BytesSource(bytes(content))
+        objects[name] = BytesSource(bytes(content))
     got, *_ = answered(model, store, 0.5, {"alpha": ANYHOW})
     assert torch.equal(got, wanted)
 
 
 def test_every_changed_byte_of_a_header_is_refused(model, store):
     source, key = next(iter(opened_all(store)))
-    end = BlockReader(source, key)._data
+    end = BlockReader(source, key).data_start
     for place in range(0, end, max(1, end // 150)):
         content = bytearray(source.content)
         content[place] ^= 1 << (place % 8)
         with pytest.raises(EntryFault):
-            BlockReader(BytesSource(bytes(content)), key)
+            BlockReader(BytesSource(bytes(content)), key).tables()
     with pytest.raises(EntryFault):
-        BlockReader(BytesSource(source.content[: end - 1]), key)
+        BlockReader(BytesSource(source.content[: end - 1]), key).tables()
 
 
 def nan(chunk):
@@ -239,8 +248,7 @@ def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
     good = dict(tier.objects)
     for ids in CHUNKS:
         crafted = change(capture_chunk(model, ids, (1,), fingerprint(model)))
-        content = b"".join(encode_blocks(crafted, list(range(len(ids))), 8))
-        tier.objects[store.block_name(crafted.key.digest)] = BytesSource(content)
+        tier.objects[store._catalog.name(crafted.key.digest)] = BytesSource(in_blocks(crafted, range(len(ids))))
     assert torch.equal(answered(model, store)[0], wanted)
     assert set(store.faults) == {reason}
     assert {name: one.content for name, one in tier.objects.items()}.keys() <= good.keys()
@@ -257,7 +265,7 @@ def test_blocks_of_a_store_with_a_secret_are_signed_and_their_names_say_nothing(
     new = " ".join(set(tier.objects) - names)
     assert not [key for key in signed.put_keys.values() if key.digest in new]
     for key in signed.put_keys.values():
-        tier.objects[signed.block_name(key.digest)] = tier.objects[plain.block_name(key.digest)]
+        tier.objects[signed._catalog.name(key.digest)] = tier.objects[plain._catalog.name(key.digest)]
     assert torch.equal(answered(model, signed)[0], wanted)
     assert signed.faults == {"secret": len(names)}
     assert torch.equal(answered(model, signed)[0], wanted)
@@ -273,10 +281,11 @@ def test_a_chunk_comes_back_from_its_blocks_in_any_order(tokens, block, random):
     chunk = ChunkKV(ChunkKey("f" * 64, (), tuple(range(tokens))), tuple((a, b) for a, b in states), (), (-1, -1))
     order = list(range(tokens))
     random.shuffle(order)
-    reader = BlockReader(BytesSource(b"".join(encode_blocks(chunk, order, block))), chunk.key)
+    reader = BlockReader(BytesSource(in_blocks(chunk, order, block)), chunk.key)
+    assert all(torch.equal(*pair) for pair in zip(reader.read().layers[1], chunk.layers[1], strict=True))
     blocks = sorted(random.sample(range(reader.blocks), random.randint(1, reader.blocks)))
     for part in (0, 1):
-        got = reader.read(1, part, [1, 0], blocks)
+        got = reader.read_blocks(1, part, [1, 0], blocks)
         assert torch.equal(got, chunk.layers[1][part][[1, 0]][:, reader.tokens_of(blocks)])
 
 
@@ -286,7 +295,7 @@ def test_heads_in_any_order_are_those_heads_behind_a_fault_too():
 
     states = torch.randn(2, 2, 3, 20, 4)
     chunk = ChunkKV(ChunkKey("f" * 64, (), tuple(range(20))), tuple((a, b) for a, b in states), (), (-1, -1))
-    content = bytearray(b"".join(encode_blocks(chunk, list(range(20))[::-1], 8)))
+    content = bytearray(in_blocks(chunk, range(19, -1, -1)))
     content[-1] ^= 1  # the values of the last head of layer 1
     layers = PartialLayers(BlockReader(BytesSource(bytes(content)), chunk.key), lambda _: chunk)
     for heads in ([2, 0, 1], [1, 1], [], range(3), [0, 2]):

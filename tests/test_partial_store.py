@@ -39,7 +39,7 @@ def asked(model, store, pieces=PIECES, **ways):
 def test_it_is_what_the_block_gives_and_the_model_is_untouched(untouched, tmp_path, attention):
     model = zoo_model("llama")
     model.set_attn_implementation(attention)
-    by_hand = PartialStore([]).keep_blocks(plugins.load("store.tiers", "memory")(), block_tokens=8)
+    by_hand = PartialStore([], [plugins.load("store.tiers", "memory")()]).load_in_part(block_tokens=8)
     asked(model, by_hand)
     cache = BlendCache(model, by_hand, **REUSE)
     with partial_loading(model, cache, share=0.25, alpha=50.0) as loading:
@@ -83,7 +83,7 @@ def test_where_all_is_recomputed_the_logits_are_those_of_plain_generate(model, t
 
 
 def block_files(folder):
-    return sorted((folder / "blocks").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    return sorted(folder.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15])
@@ -111,20 +111,23 @@ def test_a_damaged_block_costs_time_and_changes_no_answer(model, tmp_path, ratio
         path.write_bytes(kept[path])
 
 
-def test_an_entry_whose_header_is_damaged_is_loaded_whole(model, tmp_path):
+def test_an_entry_whose_header_is_damaged_is_computed_again_or_read_whole_from_another_tier(model, tmp_path):
     given = {"partial": {**ANYHOW, "reorder": False}, "memory_bytes": 0}
-    with ChunkStore.open(tmp_path, **given) as store:
+    with ChunkStore.open(tmp_path / "near", **given, remote=f"file://{tmp_path}/far") as store:
         logits_of(model, store)
         part, _ = logits_of(model, store)
-    for path in block_files(tmp_path):
-        path.write_bytes(b"?" + path.read_bytes()[1:])
-    with ChunkStore.open(tmp_path, **given) as store:
-        got, cache = logits_of(model, store)
     expected, _ = logits_of(model, ChunkStore.open("memory://"))
-    assert torch.equal(got, expected)
-    assert not torch.equal(got, part), "or this test would not see what was loaded"
-    assert cache.report.computed_chunks == 0
-    assert store.faults == {"format": len(CHUNKS) + 1}
+    assert not torch.equal(expected, part), "or this test would not see what was loaded"
+    for remote, computed in ((f"file://{tmp_path}/far", 0), (None, len(CHUNKS) + 1)):
+        for path in block_files(tmp_path / "near"):
+            path.write_bytes(b"?" + path.read_bytes()[1:])
+        with ChunkStore.open(tmp_path / "near", **given, remote=remote) as store:
+            got, cache = logits_of(model, store)
+            assert torch.equal(got, expected)
+            assert cache.report.computed_chunks == computed
+            assert store.faults == {"format": len(CHUNKS) + 1}
+            store.flush()
+            assert logits_of(model, store)[1].report.partial["partial_layers"] > 0, "it is in blocks again"
 
 
 def test_what_was_read_whole_behind_a_fault_is_whole(model, tmp_path):
@@ -270,7 +273,7 @@ def test_a_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_pa
             store.reorder()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     with ChunkStore.open(tmp_path, partial={**ANYHOW, "reorder": False}, memory_bytes=0) as store:
-        store._write_blocks = None  # the blocks are there, old or new, and need not be made again
+        store._write_blocks = None  # they are there, in the old order or the new one, and need not be made again
         cache, got = asked(model, store)
         assert cache.report.computed_chunks == 0
         assert not store.faults
@@ -281,7 +284,7 @@ def test_a_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_pa
 
 def test_blocks_are_ordered_beside_requests_by_what_was_looked_at_before_a_restart_too(model, tmp_path):
     def orders(store):
-        return [store._tier.open(name) for name, _ in sorted(store._tier.listing(store.block_name("")[:3]))]
+        return [store._tiers[0].open(name) for name, _ in sorted(store._tiers[0].listing())]
 
     for number in range(2):  # one computes, two report, and two more behind a restart: the fourth makes chunks due
         with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
@@ -305,42 +308,39 @@ def test_blocks_have_a_cap_and_leave_by_importance(model, tmp_path):
     given = {"partial": ANYHOW, "memory_bytes": 0, "eviction": "importance"}
     with ChunkStore.open(tmp_path, **given) as store:
         asked(model, store)
-        sizes = store.stats()["bytes"]
-    cap = 2 * (sizes["blocks"] - sizes["blocks"] // 6)
-    with ChunkStore.open(tmp_path / "capped", **given, disk_bytes=cap) as store:
+        nbytes = store.stats()["bytes"]["disk"]
+    with ChunkStore.open(tmp_path / "capped", **given, disk_bytes=nbytes - nbytes // 6) as store:
         asked(model, store)
         stats = store.stats()
-        assert stats["bytes"]["blocks"] <= stats["capacity_bytes"]["blocks"] == cap // 2
-        assert stats["bytes"]["blocks"] + stats["bytes"]["disk"] <= cap
-        assert stats["evicted"]["blocks"] > 0
+        assert stats["bytes"]["disk"] <= stats["capacity_bytes"]["disk"]
+        assert stats["evicted"]["disk"] > 0
 
 
-def test_a_chunk_deleted_from_the_store_without_parts_leaves_no_block(model, tmp_path):
-    early = ChunkStore.open(tmp_path)  # before there is any block
-    with ChunkStore.open(tmp_path, partial=ANYHOW) as store:
-        keys = store.add(model, None, CHUNKS)
-        asked(model, store)
-    files = lambda: set((tmp_path / "blocks").rglob("*.safetensors"))  # noqa: E731
-    before = files()
-    with ChunkStore.open(tmp_path) as store:
-        assert store.delete(keys[0])
-        assert len(before - files()) == 1
-    early.remove([key.digest for key in keys[1:]])
-    assert len(before - files()) == len(keys)
-
-
-def test_what_was_deleted_or_is_too_old_is_in_no_block(model, tmp_path):
+def test_what_was_deleted_or_is_too_old_is_not_loaded(model, tmp_path):
     with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
         keys = store.add(model, None, CHUNKS)
         store.delete(keys[0])
         store.remove([keys[1].digest])
         assert [store.stream(key, lambda: None) for key in keys[:2]] == [None, None]
         assert store.stream(keys[2], lambda: None) is not None
-    for path in (tmp_path / "blocks").rglob("*.safetensors"):
+    for path in block_files(tmp_path):
         os.utime(path, (1, 1))
     with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0, ttl_s=3600.0) as store:
-        assert store._blocked(keys[2], lambda: None, None) == (None, "expired")
+        assert store.stream(keys[2], lambda: None) is None
         assert store.faults == {"expired": 1}
+
+
+def test_chunks_in_blocks_are_read_whole_by_every_store_and_a_codec_rounds_them_as_elsewhere(model, tmp_path):
+    for codec in ("raw", "int8"):
+        with ChunkStore.open(tmp_path / codec, partial=ANYHOW, codec=codec, memory_bytes=0) as store:
+            key = store.add(model, None, CHUNKS[:1])[0]
+        with ChunkStore.open("memory://", codec=codec) as other:
+            expected = other.get(*other.add(model, None, CHUNKS[:1]))
+        with ChunkStore.open(tmp_path / codec) as store:
+            for got in (store.get(key), store.stream(key, lambda: None)):
+                assert got.canary == expected.canary
+                for mine, theirs in zip(got.layers, expected.layers, strict=True):
+                    assert all(map(torch.equal, mine, theirs))
 
 
 REFUSED = {

@@ -34,7 +34,6 @@ from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
 from hf_blend.sparse.partial.loading import LoadReport, partial_loading
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.chunk import ChunkKey
-from hf_blend.store.limits import Limits
 from papers.paper_page import write_paper
 
 SHARE, ALPHA, BLOCK_TOKENS = 0.25, 0.6, 16
@@ -189,7 +188,7 @@ class _Bench:
 
     def _blocks(self, store: ChunkStore, sample: Sample, other: tuple[int, ...], way: Way) -> PartialStore:
         """The sample's chunks as blocks, in the order that another question found important if that is asked."""
-        blocks = PartialStore(Limits().memories()).keep_blocks(MemoryTier(), way.block_tokens)
+        blocks = PartialStore([], [MemoryTier()]).load_in_part(way.block_tokens)
         before = (*front_ids(self._tokenizer), *sample.prefix)
         keys = store.keys(self._model, self._tokenizer, sample.chunks)
         for key in [*keys, *([ChunkKey(self._fingerprint, (), before)] if before else [])]:

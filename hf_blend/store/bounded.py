@@ -29,8 +29,8 @@ class BoundedTier(WrappedTier, Budget):
     What is in the tier is counted when the first object is put, and again every few seconds while objects are put, so
     several processes together may pass the cap by what they put in between.
 
-    The cap is `cap_bytes`, or with `spare_bytes` so many more than there are. `owner` is of what is put, and of what
-    is there and begins with `claimed`; a quota is of the objects of one owner.
+    The cap is `cap_bytes`, or with `spare_bytes` so many more than there are. `owner` is of what is put; a quota is of
+    the objects of one owner.
     """
 
     def __init__(
@@ -41,7 +41,6 @@ class BoundedTier(WrappedTier, Budget):
         index: Index,
         *,
         owner: str = "",
-        claimed: str | None = None,
         spare_bytes: int | None = None,
         quota_bytes: int | None = None,
     ) -> None:
@@ -52,7 +51,7 @@ class BoundedTier(WrappedTier, Budget):
         self._totals |= {} if quota_bytes is None else {owner: 0}
         self.makes_room = True  # on a full device, by evicting; not where another tier takes what is refused
         self.before_eviction: Callable[[str], object] = lambda _: None  # receives the name of what is about to leave
-        self._claimed, self._spare_bytes = claimed, spare_bytes
+        self._spare_bytes = spare_bytes
         self._next_look_s = self._next_recount_s = -1.0
         self._has_put = False
         self._stuck: frozenset[str] = frozenset()
@@ -195,10 +194,6 @@ class BoundedTier(WrappedTier, Budget):
             return False
         self.remove(name)
         return True
-
-    def _entered(self, name: str, stamp_s: float) -> tuple[float, str, str | None]:
-        is_ours = self._claimed is not None and name.startswith(self._claimed)
-        return (*super()._entered(name, stamp_s)[:2], self.owner if is_ours else None)
 
     def _count(self) -> None:
         self._totals = {one: self.index.nbytes(one) for one in self._totals}

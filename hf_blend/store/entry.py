@@ -5,6 +5,9 @@
 The entry holds, in this order: token ids, the ids of the chunk prefix, the rotary tables, then the states of one layer
 after the other, so that a layer is one read. The header names the codec of the states, and their dtype where it packs
 them into another one: `raw`, or `int8:BF16`.
+
+An entry in blocks can be read in part, too: its tokens are in another order, which stands behind the ids, with the
+digests of all blocks: a block has the keys, or the values, of some tokens in one layer and one KV head.
 """
 
 import contextlib
@@ -21,12 +24,28 @@ from .. import plugins
 from ..errors import ConfigError, PluginNotFoundError, StoreError
 from .chunk import ChunkKey, ChunkKV, Layout, has_usable_values, kinds_of
 from .codecs.base import Codec
-from .format import DTYPES, NAMES, EntryFile, Header, TensorPlan, compact, hash_namespace, pack_entry, read_raw_header
+from .format import (
+    DTYPES,
+    NAMES,
+    EntryFile,
+    Header,
+    TensorPlan,
+    bytes_of,
+    compact,
+    digest_of,
+    hash_namespace,
+    kind_of,
+    pack_entry,
+    read_raw_header,
+)
+from .seal import content_hasher
 from .tiers.base import EntryFault, Source, as_fault
 
 __all__ = ["EntryReader", "Packing", "encode_entry", "read_key", "stored_as"]
 
 KIND = "hf_blend.chunk/2"
+BLOCKS = "hf_blend.blocks/4"
+KINDS = (KIND, BLOCKS)
 PROVENANCE = "isolated"  # computed from the chunk alone; KV cut out of a live request has no way into the store
 _TEXTS = ("provenance", "key", "fingerprint", "namespace", "codec", "canary", "layer_table", "digests")
 _MAX_BYTES_PER_TOKEN = 64 << 20  # ten times the KV of the widest models known; more is not a chunk
@@ -117,8 +136,14 @@ class Packing:
         return layers + sum(plan.nbytes for plan in tensors if plan.name not in sizes)
 
 
-def encode_entry(chunk: ChunkKV, secret: bytes | None = None, codec: str = "raw") -> list[memoryview]:
-    """Write a chunk as an entry; equal chunks give equal bytes."""
+def encode_entry(
+    chunk: ChunkKV,
+    secret: bytes | None = None,
+    codec: str = "raw",
+    order: Sequence[int] | None = None,
+    block_tokens: int = 0,
+) -> list[memoryview]:
+    """Write a chunk as an entry, in blocks where an order of its tokens is given; equal arguments give equal bytes."""
     key, packing = chunk.key, Packing.of_chunk(chunk, codec)
     about = {
         "provenance": PROVENANCE,
@@ -131,17 +156,26 @@ def encode_entry(chunk: ChunkKV, secret: bytes | None = None, codec: str = "raw"
         "digests": "",
         **({"tokenizer": chunk.tokenizer} if chunk.tokenizer else {}),
     }
-    ids = [
+    first = [
         ("token_ids", torch.tensor(key.token_ids)),
         ("chunk_prefix_ids", torch.tensor(key.chunk_prefix_ids, dtype=torch.int64)),
     ]
-    return pack_entry(KIND, about, [*ids, *packing.named_tensors(chunk)], secret)
+    if order is None:
+        return pack_entry(KIND, about, [*first, *packing.named_tensors(chunk)], secret)
+    index = torch.tensor(list(order))
+    layers = [tuple(states.index_select(1, index) for states in pair) for pair in chunk.layers]
+    heads = [head for pair in layers for states in pair for head in states]
+    digests = [digest_of(bytes_of(part), secret) for head in heads for part in head.split(block_tokens)]
+    packed = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(digests), -1)
+    first += [("order", index), ("block_digests", packed)]
+    about["block_tokens"] = str(block_tokens)
+    return pack_entry(BLOCKS, about, [*first, *replace(chunk, layers=layers).named_tensors()], secret)
 
 
 def read_key(source: Source, namespace: str, secret: bytes | None = None) -> ChunkKey:
     """Find out which chunk an entry holds, without reading its KV."""
     raw = read_raw_header(source)
-    rows = Header.peek(raw, KIND, secret)
+    rows = Header.peek(raw, kind_of(raw, KINDS), secret)
     with as_fault("the header"):
         digest, fingerprint, space = (str(rows["__metadata__"][name]) for name in ("key", "fingerprint", "namespace"))
         tokens, prefix = (int(rows[name]["shape"][0]) for name in ("token_ids", "chunk_prefix_ids"))
@@ -169,14 +203,18 @@ class EntryReader:
     def __init__(
         self, source: Source, key: ChunkKey, secret: bytes | None = None, layout: Layout | None = None
     ) -> None:
-        self._file = EntryFile(source, KIND, secret)
+        self._file = EntryFile(source, KINDS, secret)
         self.key, self.header, self._expected = key, self._file.header, layout
+        self.in_blocks = self.header.kind == BLOCKS
+        self._back: Tensor | None = None  # where each token is, of an entry in blocks
         with as_fault("the header"):
             self._check_header()
         if layout is not None and layout != self.layout:
             raise EntryFault("layout", f"{self.layout!r:.160} is not what the model has: {layout!r:.160}")
         if self._read_ids() != (key.token_ids, key.chunk_prefix_ids):
             raise EntryFault("key", f"the entry holds other tokens than those of {key.digest}")
+        if self.in_blocks:
+            self._read_order()
 
     @property
     def nbytes(self) -> int:
@@ -224,7 +262,7 @@ class EntryReader:
             raise EntryFault("key", f"the entry is of chunk {about['key']}")
         self._packing = Packing.of_text(about["codec"])
         self.layer_table = tuple(map(int, json.loads(about["layer_table"])))
-        texts = (*_TEXTS, "tokenizer") if about.get("tokenizer") else _TEXTS
+        texts = (*_TEXTS, *(["tokenizer"] if about.get("tokenizer") else []), *["block_tokens"] * self.in_blocks)
         if tuple(about) != texts or about["provenance"] != PROVENANCE:
             raise EntryFault("format", f"the header says {', '.join(about)!r:.200}, as no entry of a chunk does")
         tables = sum(name.startswith("table.") for name in plans) // 2
@@ -252,6 +290,8 @@ class EntryReader:
         tokens = len(self.key.token_ids)
         yield ("token_ids", 1, 0, tokens)
         yield ("chunk_prefix_ids", 1, 0, len(self.key.chunk_prefix_ids))
+        if self.in_blocks:
+            yield from (("order", 1, 0, tokens), ("block_digests", 2, None, 0))
         for index in range(self._tables):
             yield from ((f"table.{index}.{part}", 2, 0, tokens) for part in ("cos", "sin"))
         for index, kinds in enumerate(self._kinds):
@@ -296,8 +336,28 @@ class EntryReader:
         take = self._file.taker(self._file.start, sum(plan.nbytes for plan in plans))
         return tuple(tuple(take(plan.name).tolist()) for plan in plans)
 
+    def _read_order(self) -> None:
+        """Read the order of the tokens, and the digests of blocks, of which there must be so many."""
+        start, plan = self._file.plans["order"][1], self._file.plans["block_digests"]
+        with as_fault("the order of the tokens"):
+            take = self._file.taker(start, plan[1] + plan[0].nbytes - start)
+            self.order, self.block_digests = take("order"), bytes_of(take("block_digests"))
+            self.block_tokens = int(self.header.about["block_tokens"])
+            self.blocks = -(-len(self.key.token_ids) // self.block_tokens)
+            if self.order.dtype != torch.int64 or sorted(self.order.tolist()) != list(range(len(self.key.token_ids))):
+                raise EntryFault("format", f"the blocks do not hold each of {len(self.key.token_ids)} tokens once")
+            forms = {*self.layout.layers}
+            pair = forms.pop()
+            count = sum(form[0] for form in pair) * len(self.layer_table) * self.blocks
+            shape = (count, content_hasher(self._file.secret).digest_size)
+            is_alike = not forms and len(pair) == 2 and pair[0][::2] == pair[1][::2] and self._packing.codec.is_exact
+            if not is_alike or plan[0].shape != shape or min(self.block_tokens, count, *pair[0][:2], pair[1][1]) < 1:
+                raise EntryFault("format", f"{plan[0].shape} digests of blocks are not those of {self.layout!r:.120}")
+        self._back = self.order.argsort()
+
     def _states(self, take: Callable[[str], Tensor], index: int) -> tuple[Tensor, ...]:
-        return tuple(self._packing.states(take, index, kind) for kind in self._kinds[index])
+        states = tuple(self._packing.states(take, index, kind) for kind in self._kinds[index])
+        return states if self._back is None else tuple(one.index_select(1, self._back) for one in states)
 
 
 def check_tables(tables: tuple[tuple[Tensor, Tensor], ...], layout: Layout | None) -> None:

@@ -13,7 +13,7 @@ A kind is a text such as "hf_blend.chunk/2"; the room that writes it checks what
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -25,7 +25,7 @@ from ..errors import StoreError
 from .seal import check_seal, content_hasher, seal, seal_size
 from .tiers.base import EntryFault, Source, as_fault
 
-__all__ = ["DTYPES", "EntryFile", "Header", "TensorPlan", "digest_of", "hash_namespace", "pack_entry"]
+__all__ = ["DTYPES", "EntryFile", "Header", "TensorPlan", "digest_of", "hash_namespace", "kind_of", "pack_entry"]
 
 HEADER_CAP_BYTES = 1 << 20
 KNOWN_HEADERS = 256  # parsed ones that are remembered: the same bytes say the same
@@ -146,9 +146,11 @@ def plan_of(name: str, tensor: Tensor, secret: bytes | None) -> tuple[TensorPlan
 class EntryFile:
     """An opened entry of a kind, whose header was checked; tensors are read and checked when they are asked for."""
 
-    def __init__(self, source: Source, kind: str, secret: bytes | None = None, most_bytes: int | None = None) -> None:
+    def __init__(
+        self, source: Source, kind: str | Sequence[str], secret: bytes | None = None, most_bytes: int | None = None
+    ) -> None:
         raw = read_raw_header(source)
-        self.source, self.secret, self.header = source, secret, Header.decode(raw, kind, secret)
+        self.source, self.secret, self.header = source, secret, Header.decode(raw, kind_of(raw, kind), secret)
         excess = source.stat.nbytes - len(raw) - self.header.nbytes
         if excess:
             reason = "truncated" if excess < 0 else "format"
@@ -212,6 +214,12 @@ def read_raw_header(source: Source) -> bytes:
     raw = bytearray(8 + size)
     source.read_into(0, memoryview(raw))
     return bytes(raw)
+
+
+def kind_of(raw: bytes, kinds: str | Sequence[str]) -> str:
+    """The one of some kinds that a header says; the first where it says none of them."""
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    return next((kind for kind in kinds if raw[8:].startswith(_beginning(kind))), kinds[0])
 
 
 @lru_cache(maxsize=64)

@@ -21,7 +21,10 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Caps and ages of a store, as `ChunkStore.open` takes them; `queue_bytes` is for each tier on another machine."""
+    """Caps and ages of a store, as `ChunkStore.open` takes them.
+
+    `queue_bytes` is for each tier on another machine, `tier_bytes` for each that is not on disk.
+    """
 
     memory_bytes: int | None = None
     disk_bytes: int | None = None
@@ -30,6 +33,7 @@ class Limits:
     ttl_s: float | None = None
     eviction: str = "lru"
     queue_bytes: int = 1 << 30
+    tier_bytes: int | None = None
 
     def check(self) -> None:
         """Refuse a limit below 0 (ConfigError), or a policy that does not exist (PluginNotFoundError)."""
@@ -52,29 +56,21 @@ class Limits:
         folder: Path | None,
         owner: str,
         on_fault: Callable[[str], object] | None = None,
-        cap_bytes: int | None = None,
-        claimed: str | None = None,
     ) -> BoundedTier:
-        """Put a tier under its cap: `disk_bytes` where it is on disk, else `cap_bytes`.
+        """Put a tier under its cap: `disk_bytes` on disk, elsewhere `tier_bytes`.
 
-        What is known of it survives a restart in the folder's `index`. With `claimed` all names of the owner's objects
-        begin so, and no others.
+        What is known of it survives a restart in the folder's `index`.
         """
         on_disk = folder is not None and tier.is_local
         return BoundedTier(
             tier,
-            self.disk_bytes if on_disk else cap_bytes,
+            self.disk_bytes if on_disk else self.tier_bytes,
             self._policy(),
             Index(folder / "index" / f"{tier.name}.sqlite" if folder else None, on_fault),
             owner=owner,
-            claimed=claimed,
             spare_bytes=_spare_bytes(folder) if on_disk and folder and self.disk_bytes is None else None,
             quota_bytes=self.quota_bytes,
         )
-
-    def bound_blocks(self, tier: Tier, folder: Path | None, claimed: str) -> BoundedTier:
-        """Put the tier that keeps chunks in blocks under a cap of its own: in memory that of memory."""
-        return self.bound(tier, folder, claimed, cap_bytes=self._memory_bytes, claimed=claimed)
 
     @property
     def _memory_bytes(self) -> int:

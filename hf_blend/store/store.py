@@ -20,10 +20,9 @@ from weakref import WeakValueDictionary, finalize
 
 from torch import Tensor
 
-from .. import plugins
 from ..errors import ConfigError, StoreError, suggest
 from .bounded import BoundedTier
-from .catalog import Catalog, entry_name, owner_of
+from .catalog import Catalog, owner_of
 from .chunk import ChunkKey, ChunkKV, Found, Layout
 from .content import unpack_tokens
 from .entry import EntryReader, encode_entry, read_key, stored_as
@@ -128,7 +127,6 @@ class BaseStore:
         self._codec = codec
         self._stats = StoreStats()
         self._memories = tuple(memories)
-        self._blocks: Path | None = None  # where stores that load in part keep blocks; this one only removes them
         owner, folder = owner_of(secret, namespace), index.parent if index else None
         self.importance = TokenImportance(index / f"{owner}.importance" if index else None, secret)
         skipped = partial(self._stats.count, "skipped")
@@ -386,11 +384,8 @@ class BaseStore:
 
     def remove(self, digests: Iterable[str]) -> int:
         """Remove chunks from every tier by their digests, and count them; raises StoreError if a tier refuses."""
-        removed, blocks = 0, self._block_tier()
+        removed = 0
         for digest in digests:
-            if blocks is not None:
-                with contextlib.suppress(OSError):
-                    blocks.delete(self.block_name(digest))
             try:
                 removed += self._delete(digest)
             except OSError as error:
@@ -497,17 +492,6 @@ class BaseStore:
             memory.clear()
         self.importance.save()
 
-    def block_name(self, digest: str) -> str:
-        """Name the entry of a chunk in blocks."""
-        return entry_name(self.secret, f"{self.namespace}\0blocks", digest)
-
-    def _block_tier(self) -> Tier | None:
-        """Where an earlier store that loads in part has left blocks, which must go with their chunks."""
-        if self._blocks is None or not self._blocks.is_dir():
-            return None
-        tier: Tier = plugins.load("store.tiers", "disk")(self._blocks)
-        return tier
-
     def _verify(self, tier: BoundedTier, name: str, repair: bool) -> CheckResult:
         """Read and verify one entry."""
         source, digest = None, self._catalog.digest(name)
@@ -541,9 +525,7 @@ class BaseStore:
             self._leave_others(chunk.key.digest, tier)
         return held
 
-    def _refuse(
-        self, tier: BoundedTier, key: ChunkKey, source: Source | None, fault: BaseException, name: str | None = None
-    ) -> str:
+    def _refuse(self, tier: BoundedTier, key: ChunkKey, source: Source | None, fault: BaseException) -> str:
         """Count what was wrong with an entry, warn of it once, and remove what can never become good.
 
         What is not sealed as this store seals (reason secret) goes too: it is under a name that only a holder of the
@@ -553,8 +535,8 @@ class BaseStore:
         self._stats.count("load_failures", f"{tier.name}:{reason}")
         self._stats.warn_once(f"stored chunk {key.digest} is not used and will be computed again: {fault}")
         if isinstance(fault, EntryFault) and (fault.corrupt or reason == "secret"):
-            name = name or self._catalog.name(key.digest)
-            self._remove(tier, name, source, "expired" if reason == "expired" else "corrupt")
+            cause = "expired" if reason == "expired" else "corrupt"
+            self._remove(tier, self._catalog.name(key.digest), source, cause)
         return reason
 
     def _ready(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
@@ -661,11 +643,9 @@ class BaseStore:
         nearer = [other for other in self._tiers[: self._tiers.index(tier)] if other.is_local]
         return nearer if self._home is None else [other for other in nearer if other is self._home]
 
-    def _load(
-        self, tier: BoundedTier, key: ChunkKey, take: Take, name: str | None = None
-    ) -> tuple[ChunkKV | None, str]:
+    def _load(self, tier: BoundedTier, key: ChunkKey, take: Take) -> tuple[ChunkKV | None, str]:
         """Give a chunk and "", or None and why not; bytes are recorded if nearer tiers will have them too."""
-        name = name or self._catalog.name(key.digest)
+        name = self._catalog.name(key.digest)
         with self._stats.timed("load_seconds", tier.name), contextlib.ExitStack() as opened:
             source: Source | None = None
             try:
@@ -673,7 +653,7 @@ class BaseStore:
                 if source is None:
                     tier.forget(name)
                     return None, "absent"
-                if tier in self._tiers and self._nearer(tier):
+                if self._nearer(tier):
                     with contextlib.suppress(MemoryError):
                         source = RecordedSource(source)
                 opened.callback(source.close)
@@ -683,7 +663,7 @@ class BaseStore:
                 opened.pop_all()
                 return chunk, ""
             except (EntryFault, OSError, MemoryError) as fault:
-                self._refuse(tier, key, source, fault, name)
+                self._refuse(tier, key, source, fault)
                 reason = "io" if isinstance(fault, OSError) else "memory"
                 return None, fault.reason if isinstance(fault, EntryFault) else reason
 
@@ -775,13 +755,17 @@ class BaseStore:
         mine = next((one for one in here if one and one.key == chunk.key), None) or chunk.own_copy()
         stored = stored_as(mine, self._codec)
         self._hold(stored)
-        encoded = functools.cache(partial(encode_entry, mine, self.secret, self._codec))
+        encoded = functools.cache(partial(self._encode, mine))
         for tier in self._tiers[self._tiers.index(self._home) :] if self._home else self._tiers:
             write = self._write if tier.is_local else partial(self._send, wait_s=wait_s)
             is_there = write(tier, stored, encoded)
             if self._home and (is_there or not tier.is_local):
                 break
         return chunk if stored is mine else stored
+
+    def _encode(self, chunk: ChunkKV) -> Sequence[memoryview]:
+        """Write a chunk as an entry of this store."""
+        return encode_entry(chunk, self.secret, self._codec)
 
     def _move(self, digest: str, there: BoundedTier) -> bool:
         """Keep a chunk in one of the tiers that keep bytes: it is written there before it leaves the others."""

@@ -123,7 +123,7 @@ class Prefills(FaultClass):
         tier = plugins.load("store.tiers", "disk")(self.folder / name, durable=False)
         faulty = FaultyTier(tier, self.random.randrange(1 << 30), reading) if reading else tier
         if name == "blocks":
-            yield PartialStore([]).keep_blocks(faulty, 8)
+            yield PartialStore([], [faulty]).load_in_part(8)
         else:
             with ChunkStore([], [faulty], **STORES[name]) as store:
                 yield store

@@ -191,16 +191,16 @@ def test_entries_in_blocks(chunk, forge, cases, secret):
     stored, tier = chunk(range(9)), MemoryTier()
     layers = tuple((keys, values[..., :1].expand(keys.shape).contiguous()) for keys, values in stored.layers)
     stored = type(stored)(stored.key, layers, stored.tables, stored.layer_table)
-    store = PartialStore([], secret=secret).keep_blocks(tier)
+    store = PartialStore([], [tier], secret=secret)
     store.put(stored)
     ((name, source),) = tier.objects.items()
     good = source.content
-    assert other_header(forge, "hf_blend.blocks/3", good, [], secret) == good
+    assert other_header(forge, "hf_blend.blocks/4", good, [], secret) == good
 
     def check(seed, other):
         content = damaged(random.Random(seed), good, good[::-1])[1]
         if other is not None:
-            content = other_header(forge, "hf_blend.blocks/3", good, other, secret)
+            content = other_header(forge, "hf_blend.blocks/4", good, other, secret)
         for layout in (stored.layout, None):
             tier.objects[name] = BytesSource(content)
             got = store.stream(stored.key, lambda: stored, layout=layout)

@@ -4,21 +4,17 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ... import plugins
 from ...errors import ConfigError, suggest
 from .loading import FALLBACKS, PartialLoading
 from .store import BLOCK_TOKENS, PartialStore
 
 
-def open_partial(
-    make: Callable[[Any], Any], folder: Path | None, limits: Any, settings: Mapping[str, Any]
-) -> PartialStore:
-    """Open a store of chunks in blocks; `make` makes one of a class, `folder` is for the blocks: None is memory.
+def open_partial(settings: Mapping[str, Any], *given: Any, **named: Any) -> PartialStore:
+    """Open a store whose chunks are loaded in part, with the arguments of a store.
 
     The settings are those of `partial` in `hf_blend.ChunkStore.open`.
     """
@@ -27,11 +23,8 @@ def open_partial(
         if name not in known:
             raise ConfigError(f"partial has {name!r}, which loading in part does not know. {suggest(name, known)}")
     share, alpha, block_tokens, reorder, fallback = _checked(**settings)
-    tier = plugins.load("store.tiers", "disk")(folder) if folder else plugins.load("store.tiers", "memory")()
-    store: PartialStore = make(PartialStore)
-    bounded = limits.bound_blocks(tier, folder, store.block_name("")[:3])
     loader = partial(PartialLoading, share=share, alpha=alpha, fallback=fallback)
-    return store.keep_blocks(bounded, block_tokens, loader, reorder)
+    return PartialStore(*given, **named).load_in_part(block_tokens, loader, reorder)
 
 
 def _checked(

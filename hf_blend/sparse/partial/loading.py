@@ -129,7 +129,7 @@ class PartialLoading(PartDecoding):
         partial, fallback = self._counts
         layers, readers = len(self._cache.layers) * self._prompts, self._readers.values()
         others = layers - partial - fallback if readers else 0
-        nbytes = sum(one.loaded_bytes for one in readers), sum(one.nbytes for one in readers)
+        nbytes = sum(one.loaded_bytes for one in readers), sum(one.block_bytes for one in readers)
         return LoadReport(partial, fallback, others, *nbytes, self._unseen / layers)
 
     def _probes(self, kv_heads: int) -> int:
@@ -281,7 +281,7 @@ class PartialLoading(PartDecoding):
         for group, some in _alike(blocks):
             reader.expect(index, 1, group, some)
             reader.expect(index, 0, range(max(first, group.start), group.stop), some)
-        if index + 1 < reader.layers:
+        if index + 1 < len(reader.layer_table):
             reader.expect(index + 1, 0, range(min(first, probes)), range(reader.blocks))
 
 

@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A store that keeps chunks in blocks, too, and gives them out to be loaded in part."""
+"""A store that keeps chunks in blocks, and gives them out to be loaded in part."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self, overload
 from weakref import finalize
 
@@ -12,11 +13,11 @@ from torch import Tensor
 from ...store import ChunkStore
 from ...store.bounded import BoundedTier
 from ...store.chunk import ChunkKey, ChunkKV, Layout
-from ...store.limits import Limits
+from ...store.entry import encode_entry, stored_as
 from ...store.slow import WriteQueue
 from ...store.store import Recompute
-from ...store.tiers.base import EntryFault, Source, Tier
-from .blocked import BlockReader, encode_blocks
+from ...store.tiers.base import EntryFault, Source
+from .blocked import BlockReader
 
 KV = tuple[Tensor, Tensor]
 FAULTS = (EntryFault, OSError, MemoryError)
@@ -40,7 +41,7 @@ class PartialLayers(Sequence[KV]):
         self._known: dict[tuple[int, int], list[set[int]]] = {}  # likewise: blocks given out, by head
 
     def __len__(self) -> int:
-        return self.reader.layers
+        return len(self.reader.layer_table)
 
     @overload
     def __getitem__(self, index: int) -> KV: ...
@@ -95,7 +96,7 @@ class PartialLayers(Sequence[KV]):
             if lacking := tuple(block for block in blocks if block not in known[head]):
                 missing.setdefault(lacking, []).append(head)
         for lacking, those in missing.items():
-            found, positions = self.reader.read(layer, part, those, lacking), self.reader.positions_of(lacking)
+            found, positions = self.reader.read_blocks(layer, part, those, lacking), self.reader.positions_of(lacking)
             if those == list(range(those[0], those[-1] + 1)):
                 held[those[0] : those[-1] + 1].index_copy_(1, positions, found)
             else:
@@ -111,45 +112,45 @@ def _heads(states: Tensor, heads: Sequence[int]) -> Tensor:
 
 
 class PartialStore(ChunkStore):
-    """A store that keeps each chunk in blocks, too, and has requests load only those that matter to them.
+    """A store whose entries are in blocks on this machine, so that requests load only those that matter to them.
 
-    An entry in blocks is of another kind than a chunk, in a tier of its own; whatever is wrong with it, the chunk
-    itself is there. `keep_blocks` comes before everything else.
+    A chunk of another tier, or of a kind that cannot be in blocks, is loaded whole.
     """
 
     reads_importance = True
-    _make_loader: Callable[[Any], Any] | None = None
     partial: Any = None  # loads in part, while it is set
+    _block_tokens = BLOCK_TOKENS
+    _make_loader: Callable[[Any], Any] | None = None
+    _reorders = False
 
-    def keep_blocks(
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.reordering = WriteQueue[ChunkKey](CAP_CHUNKS, self._reorder)
+        self._noted: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
+
+    def load_in_part(
         self,
-        tier: Tier,
         block_tokens: int = BLOCK_TOKENS,
         make_loader: Callable[[Any], Any] | None = None,
         reorders: bool = False,
     ) -> Self:
-        """Say where blocks are, and how they are written and loaded; gives the store."""
+        """Say how blocks are written and loaded; gives the store."""
         self._block_tokens, self._make_loader, self._reorders = block_tokens, make_loader, reorders
-        self._tier = tier if isinstance(tier, BoundedTier) else Limits().bound(tier, None, "")
-        self._tier.name, self._tier.stats = "blocks", self._stats
         self.loads_in_part = make_loader is not None
-        self.reordering = WriteQueue[ChunkKey](CAP_CHUNKS, self._reorder)
-        self._noted: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
-        tier.remove_orphans()
         return self
 
     @property
     def faults(self) -> dict[str, int]:
         """Entries in blocks that could not be used, by reason; what cannot become good was removed."""
-        counted = self._stats.group("load_failures").items()
-        return {name.removeprefix("blocks:"): count for name, count in counted if name.startswith("blocks:")}
+        counted = (name.partition(":") for name in self._stats.group("load_failures"))
+        found = self._stats.group("load_failures")
+        return {reason: found[f"{tier}:{reason}"] for tier, _, reason in counted if tier == self._tiers[0].name}
 
     def close(self) -> None:
         """As `ChunkStore.close`; the chunk that is being written in a new order is finished."""
         self.reordering.clear("closed")
         self.reordering.flush(60.0)
         super().close()
-        self._tier.close()
 
     def loader(self, cache: Any) -> Any:
         """What loads in part for the request of a cache; within `partial_loading` what that has made."""
@@ -164,55 +165,59 @@ class PartialStore(ChunkStore):
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
     ) -> ChunkKV | None:
-        """A chunk whose layers can be loaded in part; all of it where its blocks cannot be used."""
-        found, reason = self._blocked(key, recompute, layout)
-        if found is None and (found := self.get(key, layout=layout)) is not None:
+        """A chunk whose layers can be loaded in part; all of it where the nearest tier does not have it in blocks."""
+        near = self._tiers[0]
+        chunk, reason = self._load(near, key, partial(self._open_blocks, recompute=recompute, layout=layout))
+        if chunk is not None:
+            self._stats.count("hits", near.name)
+            return chunk
+        found = self.get(key, layout=layout)
+        if found is not None and reason == "absent":
             self._write_blocks(found)
-            if reason == "absent":
-                return self._blocked(key, recompute, layout)[0] or found
         return found
 
-    def _put(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
-        stored = super()._put(chunk, wait_s)
-        self._write_blocks(stored)
-        return stored
+    def _open_blocks(
+        self, tier: BoundedTier, key: ChunkKey, source: Source, *, recompute: Recompute, layout: Layout | None
+    ) -> ChunkKV:
+        reader = BlockReader(source, key, self.secret, layout)
+        if not reader.in_blocks:
+            chunk = self._read(tier, key, source, layout=layout)
+            self._write_blocks(chunk)
+            return chunk
 
-    def _block_tier(self) -> Tier | None:
-        return self._tier
+        def instead(fault: BaseException) -> ChunkKV:
+            self._refuse(tier, key, source, fault)
+            computed = recompute()
+            if isinstance(fault, EntryFault):
+                self._write_blocks(computed, reader.order.tolist())
+            return computed
 
-    def _blocked(self, key: ChunkKey, recompute: Recompute, layout: Layout | None) -> tuple[ChunkKV | None, str]:
-        """A chunk in blocks and "", or None and why not."""
-        name = self.block_name(key.digest)
+        layers = PartialLayers(reader, instead)
+        finalize(layers, source.close).atexit = False
+        return reader.chunk(layers, reader.tables())
 
-        def take(tier: BoundedTier, key: ChunkKey, source: Source) -> ChunkKV:
-            reader = BlockReader(source, key, self.secret, layout)
-
-            def instead(fault: BaseException) -> ChunkKV:
-                self._refuse(tier, key, source, fault, name)
-                chunk = recompute()
-                if isinstance(fault, EntryFault):
-                    self._write_blocks(chunk, reader.order.tolist())
-                return chunk
-
-            layers = PartialLayers(reader, instead)
-            finalize(layers, source.close).atexit = False
-            return ChunkKV(key, layers, reader.tables, reader.layer_table)
-
-        return self._load(self._tier, key, take, name)
-
-    def _write_blocks(self, chunk: ChunkKV, order: list[int] | None = None) -> None:
-        """Write a chunk in one step: a reader, or a process that is killed, finds the old blocks or the new ones."""
-        digest = chunk.key.digest
+    def _encode(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> Sequence[memoryview]:
+        forms = {*chunk.layout.layers}
+        form = forms.pop() if forms else ()
+        if forms or len(form) != 2 or form[0][::2] != form[1][::2]:  # more than K and V, or layers that differ
+            return super()._encode(chunk)
         order = self._order(chunk) if order is None else order
-        pieces = encode_blocks(chunk, order, self._block_tokens, self.secret)
+        return encode_entry(stored_as(chunk, self._codec), self.secret, "raw", order, self._block_tokens)
+
+    def _write_blocks(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> None:
+        """Write a chunk in one step: a reader, or a process that is killed, finds the old blocks or the new ones."""
+        digest, near = chunk.key.digest, self._tiers[0]
         self._noted.pop(digest, None)
-        try:
-            self._tier.replace(self.block_name(digest), pieces)
-        except OSError as error:
-            self._refuse_write(self._tier, error)
+        if self._home not in (None, near):
             return
-        if (share := self.importance.share(digest)) is not None:
-            self._use(chunk.key, share)
+        try:
+            near.replace(self._catalog.name(digest), self._encode(chunk, order))
+            self._catalog.add(near, chunk.key)
+        except OSError as error:
+            self._refuse_write(near, error)
+            return
+        if near.policy.reads_importance and (share := self.importance.share(digest)) is not None:
+            near.use(self._catalog.name(digest), share)
 
     def _order(self, chunk: ChunkKV) -> list[int]:
         """The tokens of a chunk, the most important first, as far as that is known."""
@@ -231,43 +236,17 @@ class PartialStore(ChunkStore):
         if self._reorders and is_due(self.importance.requests(key.digest)):
             self.reordering.put(key.digest, key)
 
-    def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
-        """As `ChunkStore.record_importance`, for the blocks too."""
-        super().record_importance(key, important_ratio)
-        self._use(key, important_ratio)
-
     def reorder(self) -> int:
         """Write every chunk that was reported since it was written in the order of its tokens' importance, now."""
         return sum(map(self._reorder, list(self._noted.values())))
 
-    def stats(self) -> dict[str, Any]:
-        """As `ChunkStore.stats`, with `blocks` among the tiers."""
-        found = super().stats()
-        found["bytes"]["blocks"] = self._tier.nbytes
-        found["pinned_bytes"]["blocks"] = self._tier.pinned_bytes
-        found["capacity_bytes"]["blocks"] = self._tier.cap_bytes
-        return found
-
     def _reorder(self, key: ChunkKey) -> bool:
-        if self.ttl_s is not None:  # a file that is written again looks young
-            return False
-
-        def lost() -> ChunkKV:
-            raise EntryFault("digest", f"chunk {key.digest} is damaged", corrupt=False)
-
-        chunk, _ = self._blocked(key, lost, None)
-        if chunk is None:
-            return False
-        try:
-            chunk = ChunkKV(chunk.key, tuple(chunk.layers), chunk.tables, chunk.layer_table)
-        except FAULTS:
-            return False
-        self._write_blocks(chunk)
-        return True
-
-    def _use(self, key: ChunkKey, important_ratio: float) -> None:
-        if self._tier.policy.reads_importance:
-            self._tier.use(self.block_name(key.digest), min(1.0, max(0.0, important_ratio)))
+        if self.ttl_s is not None or not self._tiers[0].contains(self._catalog.name(key.digest)):
+            return False  # a file that is written again looks young
+        chunk = self.get(key)
+        if chunk is not None:
+            self._write_blocks(chunk)
+        return chunk is not None
 
 
 def is_due(requests: int) -> bool:
