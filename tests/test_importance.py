@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importance is the attention of the running request: gathered by stock attention's rule, kept, and used."""
 
-import json
 
 import pytest
 import torch
@@ -152,7 +151,7 @@ def test_importance_outlives_eviction_and_restarts(model, tmp_path):
             tier.delete(store._catalog.name(digest))
             store.put(chunk)
             tier._apply()
-            state = json.loads(tier.index.row(store._catalog.name(digest))[1])
+            state = tier.index._known_use(store._catalog.name(digest))
             assert state[2] == pytest.approx(before[digest][1])
         assert set(before) <= keys
 

@@ -95,9 +95,10 @@ def _fill(path: Path, names: list[str], owner: str, plan: LargeStorePlan) -> Non
         for start in range(0, len(names), PAGE):
             page = list(enumerate(names[start : start + PAGE], first + start))
             objects = (
-                (name, 0, number - first + 1.0, number - first + 1.0, "[1.0]", owner, number) for number, name in page
+                (name, 0, number - first + 1.0, number - first + 1.0, 1.0, 1.0, None, owner, number)
+                for number, name in page
             )
-            db.executemany("INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?, ?)", objects)
+            db.executemany("INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", objects)
             hashes = (
                 (number, group, tokens, 8, random.bytes(8).hex(), 8, random.bytes(8).hex(), random.bytes(64))
                 for number, _ in page

@@ -33,7 +33,9 @@ from hf_blend.prompt.tokenizer import front_ids
 from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
 from hf_blend.sparse.partial.loading import LoadReport, partial_loading
 from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.store.budget import Budget
 from hf_blend.store.chunk import ChunkKey
+from hf_blend.store.index import Index
 from papers.paper_page import write_paper
 
 SHARE, ALPHA, BLOCK_TOKENS = 0.25, 0.6, 16
@@ -321,16 +323,16 @@ def _cached(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _replayed(policy: str, cap: float, requests: Sequence[Mapping[str, Any]]) -> float:
     """Bytes that are not in memory when they are asked for, the chunks of a sample together."""
-    order, states, sizes, read = plugins.load("store.eviction", policy)(), {}, {}, 0.0
-    for number, line in enumerate(requests):
+    scores, read = plugins.load("store.eviction", policy)(), 0
+    budget = Budget(int(cap), scores, Index(None, scores))
+    for line in requests:
         name, important = line["id"], min(1.0, 1.0 - line["unseen_share"])
-        for ratio in (None, important):  # a use, and what was seen in it
-            states[name] = order.updated(states.get(name), float(number), number + 1, ratio)
-        if name in sizes:
-            continue
-        sizes[name] = line["loaded_bytes"]
-        read += sizes[name]
-        while sum(sizes.values()) > cap:
-            victim = min(sizes, key=lambda one: states[one][0])
-            del sizes[victim], states[victim]
+        if name in budget.index:
+            budget.use(name)
+        else:
+            budget.add(name, line["loaded_bytes"])
+            read += line["loaded_bytes"]
+        budget.use(name, important)  # what was seen in it
+        for victim in budget.victims(0):
+            budget.remove(victim)
     return read

@@ -59,8 +59,7 @@ class BoundedTier(WrappedTier, Budget):
     def sync(self, space: str = "", thorough: bool = False) -> None:
         """Bring the index in step with the tier; raises OSError if one of them cannot be asked now."""
         with self._lock:
-            self._count_uses()
-            self.index.sync(self.tier, space, self._entered, thorough)
+            self.index.sync(self.tier, space, thorough)
 
     def has_room(self, nbytes: int) -> bool:
         """Return True if an object of the owner with so many bytes fits, and nothing has to leave for it."""
@@ -99,7 +98,7 @@ class BoundedTier(WrappedTier, Budget):
             if stat is not None and (known is None or known[0] != stat.nbytes):
                 self.add(name, stat.nbytes, stat.created)
             if key is not None:
-                self.describe([(name, key)], is_ours=known is None or known[2] == self.owner)
+                self.describe([(name, key)], is_ours=known is None or known[1] == self.owner)
 
     def describe(self, said: Sequence[tuple[str, ChunkKey]], is_ours: bool = False) -> None:
         """Enter which chunks objects are that were entered, and whether they counted as the owner's before."""

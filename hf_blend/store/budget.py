@@ -3,14 +3,12 @@
 """Bytes by name under a cap, and which objects leave so that more fit: the book of every tier with a cap."""
 
 import contextlib
-import json
-import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from .eviction.base import EvictionPolicy, State
-from .index import Index
+from .eviction.base import EvictionPolicy
+from .index import Index, Use
 from .locks import new_lock
 from .stats import StoreStats
 
@@ -32,8 +30,7 @@ class Budget:
         self._totals: dict[str | None, int] = {None: 0}  # bytes of an owner that has a quota, and of all
         self._pins: set[str] = set()
         self._used: Counter[str] = Counter()  # by how many running requests
-        self._noted: list[tuple[str, float, float, float | None]] = []  # uses that the index does not know of
-        self._uses = -1.0  # so far, by all processes; below nothing if that is not known yet
+        self._noted: list[Use] = []  # what the index does not know of
         self._last_s = 0.0
         self._lock = new_lock()
 
@@ -62,10 +59,9 @@ class Budget:
         """Enter an object, or correct its size, and count a use of it."""
         with self._lock:
             now_s, known = self._now_s(), self.index.row(name)
-            score, state, _ = self._entered(name, now_s)
-            created = now_s if created is None else created
-            self.index.enter([(name, nbytes, created, score, state, self.owner)])
-            self._grow(nbytes - (known[0] if known else 0), known[2] if known else self.owner)
+            self._apply()  # what was used before
+            self.index.enter([(name, nbytes, now_s if created is None else created, self.owner)])
+            self._grow(nbytes - (known[0] if known else 0), known[1] if known else self.owner)
             if known:
                 self._note(name, None)
 
@@ -81,7 +77,7 @@ class Budget:
             if row is None:
                 return 0
             self.index.remove(name)
-            self._grow(-row[0], row[2])
+            self._grow(-row[0], row[1])
             return row[0]
 
     def set_pin(self, name: str, pinned: bool) -> None:
@@ -158,60 +154,17 @@ class Budget:
             self._totals[one] += nbytes
 
     def _note(self, name: str, important_ratio: float | None) -> None:
-        self._uses = self._count_uses() + (important_ratio is None)
-        self._noted.append((name, self._now_s(), self._uses, important_ratio))
+        self._noted.append((name, self._now_s(), important_ratio))
         if len(self._noted) >= APPLY_EVERY:
             self._apply()
 
     def _apply(self) -> None:
-        """Weigh the uses that were noted."""
+        """Enter the uses that were noted in the index."""
         noted, self._noted = self._noted, []
-        states: dict[str, State] = {}
         with contextlib.suppress(OSError):
-            for name, stamp_s, uses, ratio in noted:
-                state, row = states.get(name), None if name in states else self.index.row(name)
-                if state is not None or row is not None:
-                    states[name] = self._weighed(state or _state(row[1] if row else ""), stamp_s, uses, ratio)
-            if states:
-                self._uses = max(self._count_uses(), self.index.uses(self._kind) or 0.0)  # others count, too
-                rows = [(state[0], json.dumps(state), name) for name, state in states.items()]
-                self.index.score(rows, self._kind, self._uses)
-
-    def _entered(self, name: str, stamp_s: float) -> tuple[float, str, str | None]:
-        """Score and state of an object that was used once; whose it is, is not known."""
-        self._uses = self._count_uses() + 1
-        state = self._weighed(None, stamp_s, self._uses, None)
-        return state[0], json.dumps(state), None
-
-    def _weighed(self, state: State | None, stamp_s: float, uses: float, ratio: float | None) -> State:
-        """What is remembered after a use; a state that cannot be, in a file that anybody may have written, is none."""
-        for known in (state, None):
-            with contextlib.suppress(ArithmeticError, LookupError, TypeError, ValueError):
-                new = self.policy.updated(known, stamp_s, uses, ratio)
-                if all(map(math.isfinite, new)) and len(new) == len(known or new):
-                    return new
-        return (0.0,)
-
-    @property
-    def _kind(self) -> str:
-        return type(self.policy).__qualname__
-
-    def _count_uses(self) -> float:
-        """How many uses there were so far; what another policy remembers of the objects is given up."""
-        if self._uses < 0:
-            known = self.index.uses(self._kind)
-            self._uses = known if known is not None and 0 <= known < 1e15 else 0.0
-            if known is None:
-                self.index.score_by(self._kind, self._entered)
-        return self._uses
+            self.index.note(noted)
 
     def _now_s(self) -> float:
         """A clock that only goes forward, whatever happens to the system's."""
         self._last_s = max(time.time(), self._last_s + 1e-6)
         return self._last_s
-
-
-def _state(text: str) -> State | None:
-    with contextlib.suppress(ValueError, TypeError):
-        return tuple(map(float, json.loads(text)))
-    return None

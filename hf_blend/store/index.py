@@ -29,6 +29,7 @@ import xxhash
 from ..errors import ConfigError
 from .chunk import ChunkKey
 from .content import WINDOW, Run, hashes, longest_run, pack_tokens, unpack_tokens, window_of
+from .eviction.base import EvictionPolicy
 from .locks import new_lock
 from .tiers.base import Tier
 
@@ -38,8 +39,10 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 OnFault = Callable[[str], object]
-Enter = Callable[[str, float], tuple[float, str, str | None]]  # score, state and owner by name and time of writing
+Use = tuple[str, float, float | None]  # name, time in seconds since 1970; which share was important, None is a use
 BUSY_S = 2.0  # for another process that writes
+DECAY = math.log(2) / 512  # of a frequency, per use of the tier
+NEW_SHARE = 0.3  # of the newest report in the moving average of the important share
 _PAGE = 5_000  # rows that are held at once
 _WARM_S = 0.05  # of a search, at most, for reading what saves later ones time
 _NEXT_TOKENS = 16  # behind a window: chunks that share it are in the order of these
@@ -47,7 +50,7 @@ _NEAR, _ALIKE = 2, 64  # chunks that are compared with a prompt: of those before
 _SIZE = "max(0, ifnull(CAST(nbytes AS INTEGER), 0))"  # so that no damaged row gives another type
 _TOKENS, _CREATED = "ifnull(CAST(tokens AS INTEGER), 0)", "ifnull(CAST(created AS REAL), 0)"
 _ENTER = (
-    "INSERT INTO objects(name, nbytes, created, score, state, owner) VALUES (?, ?, ?, ?, ?, ?) "
+    "INSERT INTO objects(name, nbytes, created, owner, score, used, frequency) VALUES (?, ?, ?, ?, ?, ?, ?) "
     "ON CONFLICT(name) DO UPDATE SET nbytes = excluded.nbytes, created = excluded.created"
 )
 _JOINED = (
@@ -64,10 +67,10 @@ _NEAREST = (
     f"SELECT * FROM ({_LIKE} >= ?4 ORDER BY next LIMIT {_ALIKE}) UNION ALL "
     f"SELECT * FROM ({_LIKE} < ?4 ORDER BY next DESC LIMIT {_NEAR})"
 )
-_FORMAT = 1
+_FORMAT = 2
 _SCHEMA = (
-    "CREATE TABLE objects(name TEXT PRIMARY KEY, nbytes INTEGER, created REAL, score REAL, state TEXT, owner TEXT, "
-    "chunk INTEGER) WITHOUT ROWID",
+    "CREATE TABLE objects(name TEXT PRIMARY KEY, nbytes INTEGER, created REAL, score REAL, used REAL, "
+    "frequency REAL, share REAL, owner TEXT, chunk INTEGER) WITHOUT ROWID",
     "CREATE INDEX by_score ON objects(score)",
     "CREATE INDEX unread ON objects(name) WHERE chunk IS NULL",
     "CREATE TABLE groups(id INTEGER PRIMARY KEY, owner TEXT, fingerprint TEXT, prefix BLOB, "
@@ -87,11 +90,14 @@ _SCHEMA = (
 class Index:
     """The objects of one tier. Threads may share it; what cannot be read or written now raises OSError.
 
-    The file is at `path`, None keeps it in memory; `on_fault` receives why a file was not used.
+    The file is at `path`, None keeps it in memory; `on_fault` receives why a file was not used. A policy scores the
+    uses of objects.
     """
 
-    def __init__(self, path: Path | None = None, on_fault: OnFault | None = None) -> None:
-        self._path, self._on_fault = path, on_fault or (lambda _: None)
+    def __init__(
+        self, path: Path | None = None, policy: EvictionPolicy | None = None, on_fault: OnFault | None = None
+    ) -> None:
+        self._path, self._on_fault, self._policy = path, on_fault or (lambda _: None), policy
         self._lock = new_lock(held_by_forks=True)
         self._inherited: list[Any] = []  # connections of the parent, which a child must not close
         self._db: Any = None
@@ -106,10 +112,11 @@ class Index:
         self._checked: set[str] = set()  # those whose rows were compared with their digest
         self._windows, self._newest = np.zeros(1, np.uint64), 0  # hashes of heads and windows, sorted; of which chunk
         self._doubted = False  # sizes that are known
+        self._uses = -1.0  # of all objects so far, by all processes; below nothing if that is not known yet
 
-    def enter(self, rows: Iterable[tuple[object, ...]]) -> None:
-        """Enter objects, each with name, size, time, score, state and owner, or correct their size and time."""
-        given = list(rows)
+    def enter(self, objects: Iterable[tuple[str, int, float, str | None]]) -> None:
+        """Enter objects, each with name, size, time and owner, as used then; or correct their size and time."""
+        given = [self._first_use(*one) for one in objects]
 
         def act(db: Any) -> None:
             db.executemany(_ENTER, given)
@@ -145,9 +152,9 @@ class Index:
         if rows:
             self._write(act)
 
-    def row(self, name: str) -> tuple[int, str, str | None] | None:
-        """Size, state and owner of an object."""
-        found = self._read(f"SELECT {_SIZE}, CAST(state AS TEXT), owner FROM objects WHERE name = ?", name)
+    def row(self, name: str) -> tuple[int, str | None] | None:
+        """Size and owner of an object."""
+        found = self._read(f"SELECT {_SIZE}, owner FROM objects WHERE name = ?", name)
         return found[0] if found else None
 
     def __contains__(self, name: object) -> bool:
@@ -168,26 +175,62 @@ class Index:
                 return
             count, score, last = min(2 * count, _PAGE), page[-1][2], page[-1][0]
 
-    def score(self, states: Iterable[tuple[float, str, str]], policy: str, uses: float) -> None:
-        """Keep scores and states by name, and how often the tier was used, under a policy."""
+    def note(self, uses: Sequence[Use]) -> None:
+        """Take in uses of objects, and reports of what was important in them; of those that are not there nothing."""
+        known: dict[str, tuple[float, float, float | None]] = {}
+        self._uses = max(self._count_uses(), self._stored_uses())  # others count, too
+        for name, stamp_s, share in uses:
+            self._uses += share is None
+            if (found := known.get(name) or self._known_use(name)) is not None:
+                used_s, frequency, before = found
+                if share is None:
+                    known[name] = stamp_s, one_more(frequency, self._uses), before
+                else:
+                    known[name] = used_s, frequency, share if before is None else before + NEW_SHARE * (share - before)
+        rows = [(self._score(*use), *use, name) for name, use in known.items()]
 
         def act(db: Any) -> None:
-            db.executemany("UPDATE objects SET score = ?, state = ? WHERE name = ?", states)
-            db.execute("UPDATE policy SET name = ?, uses = ?", (policy, uses))
+            db.executemany("UPDATE objects SET score = ?, used = ?, frequency = ?, share = ? WHERE name = ?", rows)
+            db.execute("UPDATE policy SET uses = ?", (self._uses,))
 
-        self._write(act)
+        if uses:
+            self._write(act)
 
-    def uses(self, policy: str) -> float | None:
-        """How often the tier was used under a policy; None if what is kept is of another one."""
-        found = self._read("SELECT ifnull(CAST(uses AS REAL), 0) FROM policy WHERE name = ?", policy)
-        return found[0][0] if found else None
+    def _first_use(self, name: str, nbytes: int, created: float, owner: str | None = None) -> tuple[Any, ...]:
+        """The row of an object that was used once, when it was written."""
+        self._uses = self._count_uses() + 1
+        use = (created, DECAY * self._uses)
+        return name, nbytes, created, owner, self._score(*use, None), *use
 
-    def score_by(self, policy: str, enter: Enter) -> None:
-        """Begin with another policy, for which every object was used once, when it was written."""
-        rows = self._read(f"SELECT {_CREATED} AS stamp, name FROM objects ORDER BY stamp")
-        self.score([(*enter(name, created)[:2], name) for created, name in rows], policy, len(rows))
+    def _known_use(self, name: str) -> tuple[float, float, float | None] | None:
+        """Time of the last use, frequency and important share; in a file that anybody may have written any numbers."""
+        sql = "ifnull(CAST(used AS REAL), 0), ifnull(CAST(frequency AS REAL), 0), min(1, max(0, CAST(share AS REAL)))"
+        found = self._read(f"SELECT {sql} FROM objects WHERE name = ?", name)
+        return (found and (found[0] if math.isfinite(sum(found[0][:2])) else (0.0, 0.0, None))) or None
 
-    def sync(self, tier: Tier, space: str, enter: Enter, thorough: bool) -> None:
+    def _score(self, used_s: float, frequency: float, share: float | None) -> float:
+        return 0.0 if self._policy is None else self._policy.score(used_s, frequency, 1.0 if share is None else share)
+
+    def _stored_uses(self) -> float:
+        ((uses,),) = self._read("SELECT total(CAST(uses AS REAL)) FROM policy")
+        return uses if 0 <= uses < 1e15 else 0.0
+
+    def _count_uses(self) -> float:
+        """How many uses there were so far; what another policy has scored is scored again."""
+        if self._uses < 0:
+            self._uses, kind = self._stored_uses(), type(self._policy).__qualname__
+            if self._policy is not None and not self._read("SELECT 1 FROM policy WHERE name = ?", kind):
+                names = [row[0] for row in self._read("SELECT name FROM objects")]
+                rows = [(self._score(*use), name) for name in names if (use := self._known_use(name))]
+
+                def act(db: Any) -> None:
+                    db.executemany("UPDATE objects SET score = ? WHERE name = ?", rows)
+                    db.execute("UPDATE policy SET name = ?", (kind,))
+
+                self._write(act)
+        return self._uses
+
+    def sync(self, tier: Tier, space: str, thorough: bool) -> None:
         """Bring the rows of a space, or of all, in step with what the tier lists; costs little if nothing changed.
 
         With `thorough` the rows of parts that did not change are compared with what they were.
@@ -198,14 +241,14 @@ class Index:
             found = dict(tier.shards(space))  # after the parts: another store may list one that is made meanwhile
             for (prefix,) in parts:
                 if prefix not in found and "" not in found:
-                    self._list(tier, prefix, None, enter)
+                    self._list(tier, prefix, None)
             for prefix, stamp in found.items():
                 if thorough:
                     self._verify(prefix)
                 if not stamp or self._parts.get(prefix) != stamp:
                     rows = self._read("SELECT 1 FROM parts WHERE prefix = ? AND stamp = ?", prefix, stamp)
                     if not stamp or not rows:
-                        self._list(tier, prefix, stamp, enter)
+                        self._list(tier, prefix, stamp)
                     if doubts == self.doubts:
                         self._parts[prefix] = stamp
         self._doubted = self._doubted and bool(space)
@@ -314,7 +357,7 @@ class Index:
                 self._db.close()
                 self._db = None
 
-    def _list(self, tier: Tier, prefix: str, stamp: str | None, enter: Enter) -> None:
+    def _list(self, tier: Tier, prefix: str, stamp: str | None) -> None:
         """Make the rows of a part what the tier lists, or none if it has no stamp; what is still there stays known."""
         self._verify(prefix)
         doubts = self.doubts
@@ -323,15 +366,17 @@ class Index:
         there = {} if stamp is None else dict(tier.listing(prefix, () if self._doubted else known))
         gone = [(name, *row) for name, row in known.items() if name not in there]
         new = [(one.created, name, one.nbytes) for name, one in there.items() if one is not None]
-        changed = [row for row in sorted(new) if known.get(row[1]) != (row[2], row[0])]
+        changed = [
+            self._first_use(name, nbytes, created)
+            for created, name, nbytes in sorted(new)
+            if known.get(name) != (nbytes, created)
+        ]
 
         def act(db: Any) -> None:
             if doubts != self.doubts:  # the file was made again: what changed is not what changed in this one
                 return
             db.executemany("DELETE FROM objects WHERE name = ? AND nbytes IS ? AND created IS ?", gone)
-            db.executemany(
-                _ENTER, [(name, nbytes, created, *enter(name, created)) for created, name, nbytes in changed]
-            )
+            db.executemany(_ENTER, changed)
             db.execute("DELETE FROM parts WHERE prefix = ?", (prefix,))
             if stamp is not None:
                 db.execute("INSERT INTO parts VALUES (?, ?, ?)", (prefix, stamp, _digest(db, prefix)))
@@ -524,6 +569,15 @@ def _clear(path: Path) -> None:
             os.unlink(one)
         with contextlib.suppress(OSError):
             os.rmdir(one)
+
+
+def one_more(frequency: float, uses: float) -> float:
+    """Count one more use: the log of a sum that halves with every 512 uses, moved to before the first use of the tier.
+
+    There all decays are alike, so that the order of two objects changes only when one of them is used.
+    """
+    high, low = max(frequency, DECAY * uses), min(frequency, DECAY * uses)
+    return high + math.log1p(math.exp(low - high))
 
 
 def _digest(db: Any, prefix: str) -> str:

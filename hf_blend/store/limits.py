@@ -61,12 +61,12 @@ class Limits:
 
         What is known of it survives a restart in the folder's `index`.
         """
-        on_disk = folder is not None and tier.is_local
+        on_disk, policy = folder is not None and tier.is_local, self._policy()
         return BoundedTier(
             tier,
             self.disk_bytes if on_disk else self.tier_bytes,
-            self._policy(),
-            Index(folder / "index" / f"{tier.name}.sqlite" if folder else None, on_fault),
+            policy,
+            Index(folder / "index" / f"{tier.name}.sqlite" if folder else None, policy, on_fault),
             owner=owner,
             spare_bytes=_spare_bytes(folder) if on_disk and folder and self.disk_bytes is None else None,
             quota_bytes=self.quota_bytes,

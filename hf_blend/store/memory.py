@@ -30,8 +30,7 @@ class MemoryCache(Budget):
         device: str | None = None,
         ttl_s: float | None = None,
     ) -> None:
-        super().__init__(cap_bytes, policy, Index())
-        self._uses = self._count_uses()
+        super().__init__(cap_bytes, policy, Index(None, policy))
         self.name, self.device, self.ttl_s = name, device, ttl_s
         self._chunks: dict[str, tuple[ChunkKV, Guard, float]] = {}  # with the time at which it came
 
@@ -58,8 +57,8 @@ class MemoryCache(Budget):
                     self.stats.count("load_failures", f"{self.name}:changed")
                     self.stats.warn_once(f"chunk {name} was written to after it was handed out, and is read again")
                     continue
-                self._last_s, self._uses = max(time.time(), self._last_s + 1e-6), self._uses + 1
-                self._noted.append((name, self._last_s, self._uses, None))
+                self._last_s = max(time.time(), self._last_s + 1e-6)
+                self._noted.append((name, self._last_s, None))
                 if len(self._noted) >= APPLY_EVERY:
                     self._apply()
                 if chunk.key is not key and chunk.key != key:

@@ -21,8 +21,8 @@ import numpy as np
 from .chunk import ChunkKey
 from .index import Index
 from .locks import new_lock
-from .tiers import circuit
 from .tiers.base import EntryFault, Source
+from .tiers.remote import start
 
 __all__ = ["ComputeTimes", "LateLoads", "RecordedSource", "WriteQueue"]
 
@@ -74,7 +74,7 @@ class WriteQueue(Generic[Item]):
             has_room = self._changed.wait_for(lambda: self._fits(nbytes), wait_s)
             if has_room:
                 if key is not None:
-                    self.index.enter([(digest, nbytes, time.time(), 0.0, "", "")])
+                    self.index.enter([(digest, nbytes, time.time(), "")])
                     self.index.describe([(digest, key)], "")
                 self._items[digest] = item, nbytes
                 if self._start():
@@ -216,7 +216,7 @@ class LateLoads:
         if len(self._late) >= MOST_LATE:
             return None
         try:
-            loading = circuit.start(load, "hf_blend-load")
+            loading = start(load, "hf_blend-load")
         except RuntimeError:  # no thread can be started
             return load()
         if wait([loading], budget_s).done:

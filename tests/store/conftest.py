@@ -65,7 +65,7 @@ def catalog_of(*chunks: Sequence[int]) -> Catalog:
     """A catalog of chunks of the model "f" behind the sink 1, in memory."""
     index = Index()
     for key in (ChunkKey("f", (1,), tuple(chunk)) for chunk in chunks):
-        index.enter([(key.digest, 1, 0.0, 0.0, "", "")])
+        index.enter([(key.digest, 1, 0.0, "")])
         index.describe([(key.digest, key)], "")
     return Catalog("", [], [index])
 

@@ -16,7 +16,7 @@ from hf_blend.errors import StoreError
 from hf_blend.store.tiers import files as files_module
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.disk import DiskTier
-from hf_blend.store.tiers.files import is_abandoned, write_atomically
+from hf_blend.store.tiers.files import remove_abandoned, write_atomically
 
 NAME = "ab/cd/" + "cd" * 32
 PARTS = [memoryview(b"head"), memoryview(b""), memoryview(b"x" * 5000)]
@@ -265,48 +265,35 @@ def test_a_temporary_file_goes_when_its_writer_is_gone_and_not_before(tier, fold
     assert list(left.glob("*.tmp")) == []
 
 
-def temporary(tmp_path, host, pid, start):
-    path = tmp_path / f"{'cd' * 32}.{host}.{pid}.{start}.{'0' * 16}.tmp"
-    path.write_bytes(b"part")
-    return path
+def test_remove_abandoned_goes_by_age_where_there_are_no_locks_and_leaves_other_files(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    path, other = tmp_path / f"{'cd' * 32}.{'0' * 16}.tmp", tmp_path / "notes.tmp"
+    monkeypatch.setattr(files_module.fcntl, "flock", unsupported)
+    for one in (path, other):
+        one.write_bytes(b"part")
+    assert not remove_abandoned(path)
+    for one in (path, other):
+        os.utime(one, (1, 1))
+    assert remove_abandoned(path)
+    assert not remove_abandoned(path)
+    assert not remove_abandoned(other)
+    write_atomically(path, [b"x"], durable=False)
 
 
-def test_is_abandoned_knows_a_writer_by_its_start_and_another_machine_s_file_by_its_age(tmp_path):
-    here, me = files_module._host(), os.getpid()
-    assert is_abandoned(temporary(tmp_path, here, me, files_module._start_ticks(me) + 1))
-    assert not is_abandoned(temporary(tmp_path, here, me, files_module._start_ticks(me)))
-    path = temporary(tmp_path, "0" * 12, 1, 1)
-    assert not is_abandoned(path)
-    os.utime(path, (1, 1))
-    assert is_abandoned(path)
-    path.unlink()
-    assert not is_abandoned(path)
-    assert not is_abandoned(tmp_path / "cdcd.tmp")
+def test_a_file_that_is_taken_for_abandoned_before_it_has_its_lock_is_made_again(tmp_path, monkeypatch):
+    flock, removed = files_module.fcntl.flock, []
 
+    def seen_first(handle, flags):
+        monkeypatch.setattr(files_module.fcntl, "flock", flock)
+        removed.extend(path for path in tmp_path.glob("*.tmp") if remove_abandoned(path))
+        flock(handle, flags)
 
-def test_a_process_asks_once_when_it_began(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(files_module.Path, "read_text", lambda path, **_: asked.append(path) or ") " + 20 * " 7")
-    files_module._started.cache_clear()
-    for name in "abc":
-        files_module.write_atomically(tmp_path / name, [b"x"], durable=False)
-    files_module._started.cache_clear()
-    assert asked == [Path(f"/proc/{os.getpid()}/stat")]
-
-
-def test_without_proc_a_living_process_is_known_by_its_id_alone(tmp_path, monkeypatch):
-    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        gone.wait()
-    monkeypatch.setattr(files_module, "Path", lambda path: Path(tmp_path / "nothing"))
-    monkeypatch.setattr(files_module.os.path, "exists", lambda path: False)
-    assert files_module._start_ticks(os.getpid()) == 0
-    assert files_module._start_ticks(gone.pid) == -1
-
-    def forbidden(*_):
-        raise PermissionError
-
-    monkeypatch.setattr(files_module.os, "kill", forbidden)
-    assert files_module._start_ticks(1) == 0
+    monkeypatch.setattr(files_module.fcntl, "flock", seen_first)
+    write_atomically(tmp_path / "whole", [b"x"], durable=False)
+    assert removed
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
 def test_an_unusable_place_is_refused_with_a_way_out(tmp_path):

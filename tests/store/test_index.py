@@ -270,13 +270,13 @@ def tier_of(*names, stamp="", meanwhile=lambda: None):
 
 
 def bring_in_step(index, tier):
-    index.sync(tier, "aa", lambda *_: (0.0, "", None), thorough=True)
+    index.sync(tier, "aa", thorough=True)
 
 
 def test_a_row_that_another_store_writes_while_its_folder_is_listed_stays(tmp_path):
     index, other = Index(tmp_path / "index"), Index(tmp_path / "index")
     bring_in_step(index, tier_of("aa/bb/1"))
-    entered = [("aa/bb/1", 3, 2.0, 0.0, "", None)]  # removed and put again
+    entered = [("aa/bb/1", 3, 2.0, None)]  # removed and put again
     bring_in_step(index, tier_of(meanwhile=lambda: other.enter(entered)))
     assert "aa/bb/1" in other
 
@@ -303,17 +303,17 @@ def test_what_others_write_while_an_index_is_looked_at_is_no_damage(tmp_path, mo
     monkeypatch.setattr("hf_blend.store.index.BUSY_S", 0.05)
     monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Connection))
     waiting.append(write)
-    bring_in_step(Index(path, faults.append), tier_of("aa/bb/1", stamp="1"))
+    bring_in_step(Index(path, on_fault=faults.append), tier_of("aa/bb/1", stamp="1"))
     assert waiting == faults == []
 
 
 def test_a_file_that_another_process_made_again_is_not_removed(tmp_path):
     index, other = Index(tmp_path / "index"), Index(tmp_path / "index")
     for one in (index, other):
-        one.enter([("aa/bb/0", 3, 1.0, 0.0, "", None)])
+        one.enter([("aa/bb/0", 3, 1.0, None)])
     other.remake()
     for one, name in ((other, "aa/bb/1"), (index, "aa/bb/2")):
-        one.enter([(name, 3, 1.0, 0.0, "", None)])
+        one.enter([(name, 3, 1.0, None)])
     assert other.names("aa") == index.names("aa") == ["aa/bb/1", "aa/bb/2"]
 
 

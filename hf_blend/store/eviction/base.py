@@ -2,38 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an eviction policy is given, and what it promises.
 
-Promises, kept by tests that run over every policy found: an object leaves in the order of the scores; what a policy
-gives depends on its arguments alone, so that every process that uses a tier continues where another stopped.
+Promises, kept by tests that run over every policy found: objects leave in the order of their scores, the lowest first;
+a score depends on the arguments alone, so that every process that uses a tier continues where another stopped.
 """
 
-import math
 from abc import ABC, abstractmethod
 
-__all__ = ["EvictionPolicy", "State", "frequency"]
-
-State = tuple[float, ...]
-_DECAY = math.log(2) / 512  # of a frequency, per use of the tier
+__all__ = ["EvictionPolicy"]
 
 
 class EvictionPolicy(ABC):
-    """Gives every object a score that changes only when it is used; the lowest leaves first."""
+    """Gives every object a score, which is made when it is used; the lowest leaves first."""
 
     reads_importance = True  # False: a request need not find out which share of a chunk's tokens was important
 
     @abstractmethod
-    def updated(self, state: State | None, stamp_s: float, uses: float, important_ratio: float | None) -> State:
-        """Give what is remembered of an object after a use: numbers, always as many, of which the first is the score.
+    def score(self, used_s: float, frequency: float, important_ratio: float) -> float:
+        """Score an object by when it was last used, how often, and what of it turned out to be important.
 
-        `state` is that after the use before, None at the first; `stamp_s`, since 1970, grows from use to use, except
-        at a first one; `uses` of objects of the tier there were, with this one. `important_ratio`, the share of its
-        tokens that were important, tells of a use that was counted already; it is None at a use.
+        `used_s` is in seconds since 1970; `frequency` is the log of the number of uses of which each counts half when
+        the tier was used 512 times since, moved by a constant that is the same for all objects; `important_ratio` is a
+        moving average of the share of its tokens that was important, 1 as long as no request has reported it.
         """
-
-
-def frequency(before: float, uses: float) -> float:
-    """Count one more use: the log of a sum that halves with every 512 uses, moved to before the first use of the tier.
-
-    There all decays are alike, so that the order of two objects changes only when one of them is used.
-    """
-    high, low = max(before, _DECAY * uses), min(before, _DECAY * uses)
-    return high + math.log1p(math.exp(low - high))

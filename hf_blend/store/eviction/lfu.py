@@ -5,9 +5,7 @@
 The frequency is that of `importance`. What differs between the two is the share of important tokens alone.
 """
 
-import math
-
-from .base import EvictionPolicy, State, frequency
+from .base import EvictionPolicy
 
 
 class Lfu(EvictionPolicy):
@@ -15,8 +13,6 @@ class Lfu(EvictionPolicy):
 
     reads_importance = False
 
-    def updated(self, state: State | None, stamp_s: float, uses: float, important_ratio: float | None) -> State:
-        """Log of the aged frequency; a report of important tokens is no use."""
-        if state is not None and important_ratio is not None:
-            return state
-        return (frequency(state[0] if state else -math.inf, uses),)
+    def score(self, used_s: float, frequency: float, important_ratio: float) -> float:
+        """The frequency."""
+        return frequency

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The least recently used chunk leaves first."""
 
-from .base import EvictionPolicy, State
+from .base import EvictionPolicy
 
 
 class Lru(EvictionPolicy):
@@ -10,6 +10,6 @@ class Lru(EvictionPolicy):
 
     reads_importance = False
 
-    def updated(self, state: State | None, stamp_s: float, uses: float, important_ratio: float | None) -> State:
+    def score(self, used_s: float, frequency: float, important_ratio: float) -> float:
         """When the object was last used."""
-        return (stamp_s,)
+        return used_s

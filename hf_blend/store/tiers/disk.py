@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...errors import StoreError
 from .base import ObjectStat, Source, Tier, check_name, is_name
-from .files import FileSource, is_abandoned, open_regular, sync_directory, write_atomically
+from .files import FileSource, open_regular, remove_abandoned, sync_directory, write_atomically
 
 __all__ = ["DiskTier"]
 
@@ -104,14 +104,8 @@ class DiskTier(Tier):
         """Remove temporary files whose writers are gone, `everywhere` also where earlier versions wrote them."""
         objects = self.root / "objects"
         folders = [shard for space in self._subdirectories(objects) for shard in self._subdirectories(space)]
-        removed = 0
-        for folder in [self.root / "incoming", *(folders if everywhere else ())]:
-            for entry in _entries(folder):
-                if is_abandoned(Path(entry.path)):
-                    with contextlib.suppress(OSError):
-                        os.unlink(entry.path)
-                        removed += 1
-        return removed
+        folders = [self.root / "incoming", *(folders if everywhere else ())]
+        return sum(remove_abandoned(Path(entry.path)) for folder in folders for entry in _entries(folder))
 
     def path(self, name: str) -> Path:
         """Where an object is kept."""

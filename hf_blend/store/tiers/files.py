@@ -4,12 +4,10 @@
 
 import contextlib
 import errno
-import functools
-import hashlib
+import fcntl
 import os
 import re
 import secrets
-import socket
 import stat
 import time
 from collections.abc import Sequence
@@ -17,11 +15,11 @@ from pathlib import Path
 
 from .base import EntryFault, ObjectStat
 
-__all__ = ["FileSource", "is_abandoned", "open_regular", "sync_directory", "write_atomically"]
+__all__ = ["FileSource", "open_regular", "remove_abandoned", "sync_directory", "write_atomically"]
 
-_TEMPORARY = re.compile(r"[0-9a-z.]+\.([0-9a-f]{12})\.([0-9]+)\.([0-9]+)\.[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.tmp")
 _MAX_CALL_BYTES = 1 << 30
-_FOREIGN_AGE_S = 24 * 3600.0
+_ABANDONED_S = 24 * 3600.0
 
 
 class FileSource:
@@ -85,15 +83,22 @@ def write_atomically(
     With `durable` content and name have reached the device when this returns. After an OSError nothing was changed,
     and nothing is left behind (unless only the directory could not be synced).
     """
-    writer = f"{_host()}.{os.getpid()}.{_started(os.getpid())}.{_random()}"
-    temporary = (folder or path.parent) / f"{path.stem}.{writer}.tmp"
+    temporary = (folder or path.parent) / f"{path.stem}.{secrets.token_hex(8)}.tmp"
+    handle = -1
     try:
-        _write_new(temporary, parts, durable)
+        handle = _create_locked(temporary)
+        for part in parts:
+            _write_all(handle, memoryview(part))
+        if durable:
+            os.fdatasync(handle)
         os.rename(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+    finally:
+        if handle >= 0:
+            os.close(handle)
     if durable:
         sync_directory(path.parent)
 
@@ -107,66 +112,44 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def is_abandoned(path: Path) -> bool:
-    """Return True for a temporary file whose writer ran here and has ended, or ran elsewhere and left it a day ago."""
-    match = _TEMPORARY.fullmatch(path.name)
-    if not match:
+def remove_abandoned(path: Path) -> bool:
+    """Remove a temporary file that nobody writes any more: its lock is free; where there are no locks, a day old."""
+    if not _TEMPORARY.fullmatch(path.name):
         return False
-    host, pid, start = match.groups()
-    with contextlib.suppress(OSError):  # in doubt it stays
-        if host == _host():
-            return _start_ticks(int(pid)) != int(start)
-        return time.time() - path.lstat().st_mtime > _FOREIGN_AGE_S
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not _lock(handle, fcntl.LOCK_NB) and time.time() - os.fstat(handle).st_mtime < _ABANDONED_S:
+                return False
+            os.unlink(path)
+            return True
+        finally:
+            os.close(handle)
     return False
 
 
-def _write_new(path: Path, parts: Sequence[memoryview | bytes], durable: bool) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _create_locked(path: Path) -> int:
+    """Make a file that is locked as long as its writer lives."""
+    while True:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        _lock(handle)
+        if os.fstat(handle).st_nlink:
+            return handle
+        os.close(handle)  # it was taken for abandoned before it had its lock
+
+
+def _lock(handle: int, flags: int = 0) -> bool:
+    """Return False where a file system has no locks; BlockingIOError where another one holds it."""
     try:
-        for part in parts:
-            _write_all(handle, memoryview(part))
-        if durable:
-            os.fdatasync(handle)
-    finally:
-        os.close(handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | flags)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def _write_all(handle: int, data: memoryview) -> None:
     """The system may take less than it is given, and takes no more than 2 GiB at once."""
     while data:
         data = data[os.write(handle, data[:_MAX_CALL_BYTES]) :]
-
-
-def _random() -> str:
-    return secrets.token_hex(8)
-
-
-@functools.cache
-def _host() -> str:
-    """Processes with the same value see each other's process ids: same machine, same boot, same container."""
-    identity = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        with contextlib.suppress(OSError):
-            identity.append(os.readlink(path) if "/ns/" in path else Path(path).read_text())
-    return hashlib.sha256("\0".join(identity).encode()).hexdigest()[:12]
-
-
-def _start_ticks(pid: int) -> int:
-    """When a process began, so that a reused process id is not taken for it; -1 if there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return -1 if os.path.exists("/proc/self") else _start_without_proc(pid)
-    return int(fields.rpartition(")")[2].split()[19])
-
-
-_started = functools.lru_cache(1)(_start_ticks)  # of this process: the system takes milliseconds where it is busy
-
-
-def _start_without_proc(pid: int) -> int:
-    with contextlib.suppress(PermissionError):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return -1
-    return 0

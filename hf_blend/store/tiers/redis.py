@@ -11,8 +11,7 @@ from typing import Any
 
 from ...errors import ConfigError, import_extra
 from .base import EntryFault, ObjectStat, Tier, is_name
-from .circuit import RefusedError
-from .remote import PIECE_BYTES, Found, RemoteTier
+from .remote import PIECE_BYTES, Found, RefusedError, RemoteTier
 
 __all__ = ["RedisTier"]
 
