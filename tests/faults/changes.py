@@ -7,17 +7,18 @@ everything that torch counts.
 """
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW
 
 from hf_blend.model.fingerprint import fingerprint
 
-Change = Callable[[Any, random.Random], AbstractContextManager[None]]
+Change = Callable[[Any, random.Random], object]
 IDS = torch.tensor([[5, 9, 23, 77, 41, 12, 8, 60]])
 
 
@@ -29,32 +30,8 @@ def _weight(model: Any, draw: random.Random) -> Tensor:
     return draw.choice([*inner, last.self_attn.k_proj, last.self_attn.v_proj, model.model.embed_tokens]).weight
 
 
-LASTING: dict[str, Change] = {}
-
-
-def lasting(name: str) -> Callable[[Callable[[Any, random.Random], None]], Any]:
-    """Register a change that is not undone."""
-
-    def register(change: Callable[[Any, random.Random], None]) -> Any:
-        @contextmanager
-        def made(model: Any, draw: random.Random) -> Iterator[None]:
-            change(model, draw)
-            yield
-
-        LASTING[name] = made
-        return change
-
-    return register
-
-
-def of_adapter(name: str) -> Callable[[Callable[["_Adapter"], None]], Any]:
-    """Register a change of the one adapter of a model, which it had before it served."""
-
-    def register(change: Callable[[_Adapter], None]) -> Any:
-        found = lambda model: next(module for module in model.modules() if isinstance(module, _Adapter))  # noqa: E731
-        return lasting(name)(lambda model, _: change(found(model)))
-
-    return register
+def _mlp(model: Any, draw: random.Random) -> Any:
+    return draw.choice(model.model.layers[:-1]).mlp
 
 
 def _train(model: Any, make: Callable[[list[Tensor]], torch.optim.Optimizer], frozen: int = 0) -> None:
@@ -68,72 +45,30 @@ def _train(model: Any, make: Callable[[list[Tensor]], torch.optim.Optimizer], fr
     model.zero_grad(set_to_none=True)
 
 
-@lasting("a fused step of AdamW")
-def _adamw(model: Any, draw: random.Random) -> None:
-    _train(model, lambda weights: torch.optim.AdamW(weights, lr=0.02, fused=True))
-
-
-@lasting("a fused step, first layer frozen")
-def _frozen(model: Any, draw: random.Random) -> None:
-    _train(model, lambda weights: torch.optim.AdamW(weights, lr=0.05, fused=True), frozen=1)
-
-
-@lasting("a step of SGD")
-def _sgd(model: Any, draw: random.Random) -> None:
-    _train(model, lambda weights: torch.optim.SGD(weights, lr=0.1, foreach=True))
-
-
-@lasting("a weight scaled through .data")
-def _data_scaled(model: Any, draw: random.Random) -> None:
-    _weight(model, draw).data.mul_(1.1)
-
-
-@lasting("a weight copied through .data")
 def _data_copied(model: Any, draw: random.Random) -> None:
     weight = _weight(model, draw)
     weight.data.copy_(torch.randn_like(weight))
 
 
-@lasting("all weights averaged through .data")
 def _averaged(model: Any, draw: random.Random) -> None:
     for weight in model.parameters():  # as an exponential moving average is swapped in
         weight.data.lerp_(torch.randn_like(weight), 0.05)
 
 
-@lasting("a weight written through numpy")
-def _numpy(model: Any, draw: random.Random) -> None:
-    _weight(model, draw).detach().numpy()[:] *= 1.1
-
-
-@lasting("an adapter merged by hand")
 def _merged(model: Any, draw: random.Random) -> None:
     weight = _weight(model, draw)  # a LoRA merged by hand
     weight.data += torch.randn(weight.shape[0], 2) @ torch.randn(2, weight.shape[1]) * 0.05
 
 
-@lasting("a weight changed in place")
-@torch.no_grad()
-def _in_place(model: Any, draw: random.Random) -> None:
-    _weight(model, draw).mul_(1.1)
+def _numpy(model: Any, draw: random.Random) -> None:
+    _weight(model, draw).detach().numpy()[:] *= 1.1
 
 
-@lasting("a weight replaced")
 def _replaced(model: Any, draw: random.Random) -> None:
     layer = draw.choice(model.model.layers)
     layer.self_attn.v_proj.weight = nn.Parameter(layer.self_attn.v_proj.weight.detach() * 1.1)
 
 
-@lasting("a state dict loaded")
-def _loaded(model: Any, draw: random.Random) -> None:
-    model.load_state_dict({name: weight * 1.02 for name, weight in model.state_dict().items()})
-
-
-@lasting("half() and back")
-def _half_and_back(model: Any, draw: random.Random) -> None:
-    model.half().float()
-
-
-@lasting("a weight of inference mode")
 def _in_inference_mode(model: Any, draw: random.Random) -> None:
     """Weights that were built there have no version that torch counts."""
     with torch.inference_mode():
@@ -146,58 +81,29 @@ def _in_inference_mode(model: Any, draw: random.Random) -> None:
         _weight(model, draw).mul_(1.1)
 
 
-@lasting("two MLPs swapped")
 def _other_layers(model: Any, draw: random.Random) -> None:
     one, two = draw.sample(range(len(model.model.layers) - 1), 2)
     layers = model.model.layers
     layers[one].mlp, layers[two].mlp = layers[two].mlp, layers[one].mlp
 
 
-@lasting("other frequencies")
-def _frequencies(model: Any, draw: random.Random) -> None:
-    model.model.rotary_emb.inv_freq.data.mul_(0.9)
-
-
-@lasting("attention_scaling")
-def _attention_scaling(model: Any, draw: random.Random) -> None:
-    model.model.rotary_emb.attention_scaling *= 1.2
-
-
-@lasting("scaling")
 def _scaling(model: Any, draw: random.Random) -> None:
     draw.choice(model.model.layers[:-1]).self_attn.scaling *= 2
 
 
-@lasting("act_fn")
-def _activation(model: Any, draw: random.Random) -> None:
-    draw.choice(model.model.layers[:-1]).mlp.act_fn = nn.ReLU()
+def _attention_scaling(model: Any, draw: random.Random) -> None:
+    model.model.rotary_emb.attention_scaling *= 1.2
 
 
-@lasting("the epsilon of a norm")
-def _epsilon(model: Any, draw: random.Random) -> None:
-    draw.choice(model.model.layers).input_layernorm.variance_epsilon = 0.5
-
-
-@lasting("is_causal")
-def _not_causal(model: Any, draw: random.Random) -> None:
-    model.model.layers[draw.randrange(2)].self_attn.is_causal = False
-
-
-@lasting("forward of one module")
 def _forward_of_one(model: Any, draw: random.Random) -> None:
-    module = draw.choice(model.model.layers[:-1]).mlp
+    module = _mlp(model, draw)
     stock = module.forward
     module.forward = lambda hidden: stock(hidden) * 1.2
 
 
-@lasting("a method bound to one module")
 def _method_of_one(model: Any, draw: random.Random) -> None:
-    module = draw.choice(model.model.layers[:-1]).mlp
-
-    def forward(self: Any, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden)))
-
-    module.forward = MethodType(forward, module)
+    module = _mlp(model, draw)
+    module.forward = MethodType(lambda self, hidden: self.down_proj(self.act_fn(self.gate_proj(hidden))), module)
 
 
 class _Adapter(nn.Module):
@@ -220,32 +126,51 @@ def _with_adapters(model: Any, draw: random.Random) -> None:
     attention.v_proj = _Adapter(attention.v_proj)
 
 
-@of_adapter("another adapter")
-def _chosen(adapter: _Adapter) -> None:
-    adapter.acting = "b"
+def _adapter(model: Any) -> _Adapter:
+    return next(module for module in model.modules() if isinstance(module, _Adapter))
 
 
-@of_adapter("an adapter switched off")
-def _off(adapter: _Adapter) -> None:
-    adapter.acting = ""
-
-
-@of_adapter("a stronger adapter")
-def _stronger(adapter: _Adapter) -> None:
-    adapter.strength = 3.0
-
-
-@of_adapter("a trained adapter")
-def _trained_adapter(adapter: _Adapter) -> None:
-    weights = [adapter.inner["a"], adapter.outer["a"]]
-    optimizer = torch.optim.AdamW(weights, lr=0.1, fused=True)
+def _trained_adapter(model: Any, draw: random.Random) -> None:
+    weights = [_adapter(model).inner["a"], _adapter(model).outer["a"]]
+    optimizer = AdamW(weights, lr=0.1, fused=True)
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     optimizer.step()
 
 
-PREPARED: dict[str, Callable[[Any, random.Random], None]] = (
-    dict.fromkeys(  # what the model is before it serves and changes
-        ("another adapter", "an adapter switched off", "a stronger adapter", "a trained adapter"), _with_adapters
-    )
-)
+ADAPTED: dict[str, Change] = {  # of a model that had adapters before it served
+    "another adapter": lambda model, draw: setattr(_adapter(model), "acting", "b"),
+    "an adapter switched off": lambda model, draw: setattr(_adapter(model), "acting", ""),
+    "a stronger adapter": lambda model, draw: setattr(_adapter(model), "strength", 3.0),
+    "a trained adapter": _trained_adapter,
+}
+LASTING: dict[str, Change] = {  # changes that are not undone
+    "a fused step of AdamW": lambda model, draw: _train(model, partial(AdamW, lr=0.02, fused=True)),
+    "a fused step, first layer frozen": lambda model, draw: _train(model, partial(AdamW, lr=0.05, fused=True), 1),
+    "a step of SGD": lambda model, draw: _train(model, partial(SGD, lr=0.1, foreach=True)),
+    "a weight scaled through .data": lambda model, draw: _weight(model, draw).data.mul_(1.1),
+    "a weight copied through .data": _data_copied,
+    "all weights averaged through .data": _averaged,
+    "a weight written through numpy": _numpy,
+    "an adapter merged by hand": _merged,
+    "a weight changed in place": torch.no_grad()(lambda model, draw: _weight(model, draw).mul_(1.1)),
+    "a weight replaced": _replaced,
+    "a state dict loaded": lambda model, draw: model.load_state_dict(
+        {name: weight * 1.02 for name, weight in model.state_dict().items()}
+    ),
+    "half() and back": lambda model, draw: model.half().float(),
+    "a weight of inference mode": _in_inference_mode,
+    "two MLPs swapped": _other_layers,
+    "other frequencies": lambda model, draw: model.model.rotary_emb.inv_freq.data.mul_(0.9),
+    "attention_scaling": _attention_scaling,
+    "scaling": _scaling,
+    "act_fn": lambda model, draw: setattr(_mlp(model, draw), "act_fn", nn.ReLU()),
+    "the epsilon of a norm": lambda model, draw: setattr(
+        draw.choice(model.model.layers).input_layernorm, "variance_epsilon", 0.5
+    ),
+    "is_causal": lambda model, draw: setattr(model.model.layers[draw.randrange(2)].self_attn, "is_causal", False),
+    "forward of one module": _forward_of_one,
+    "a method bound to one module": _method_of_one,
+    **ADAPTED,
+}
+PREPARED: dict[str, Change] = dict.fromkeys(ADAPTED, _with_adapters)

@@ -9,8 +9,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["BYTES", "NODES", "body_of", "clear", "damaged", "header_of", "tensors_of"]
-
 Damage = Callable[[random.Random, bytes, bytes], bytes]
 PAGE = 512
 
@@ -54,46 +52,17 @@ def _bits(draw: random.Random, good: bytes, other: bytes) -> bytes:
     return good
 
 
-def _stretch(draw: random.Random, good: bytes) -> tuple[int, int]:
+def _stretch(draw: random.Random, good: bytes, filling: Callable[[int], bytes]) -> bytes:
     start = draw.randrange(len(good))
-    return start, min(len(good), start + draw.choice((1, 8, 64, 512, 4096, 65536)))
+    stop = min(len(good), start + draw.choice((1, 8, 64, 512, 4096, 65536)))
+    return good[:start] + filling(stop - start) + good[stop:]
 
 
-def _noise(draw: random.Random, good: bytes, _: bytes) -> bytes:
-    start, stop = _stretch(draw, good)
-    return good[:start] + draw.randbytes(stop - start) + good[stop:]
-
-
-def _zeros(draw: random.Random, good: bytes, _: bytes) -> bytes:
-    start, stop = _stretch(draw, good)
-    return good[:start] + bytes(stop - start) + good[stop:]
-
-
-def _page(draw: random.Random, good: bytes) -> int:
-    return draw.randrange(max(1, len(good) // PAGE)) * PAGE
-
-
-def _page_moved(draw: random.Random, good: bytes, _: bytes) -> bytes:
-    here, there = _page(draw, good), _page(draw, good)
-    return (good[:here] + good[there : there + PAGE] + good[here + PAGE :])[: len(good)]
-
-
-def _page_of_another(draw: random.Random, good: bytes, other: bytes) -> bytes:
-    here = _page(draw, good)
-    return (good[:here] + other[here : here + PAGE] + good[here + PAGE :])[: len(good)]
-
-
-def _cut(draw: random.Random, good: bytes, _: bytes) -> bytes:
-    return good[: draw.randrange(len(good))]
-
-
-def _zero_tail(draw: random.Random, good: bytes, _: bytes) -> bytes:
-    start = draw.randrange(len(good))
-    return good[:start] + bytes(len(good) - start)
-
-
-def _longer(draw: random.Random, good: bytes, _: bytes) -> bytes:
-    return good + draw.choice((bytes, draw.randbytes))(draw.randint(1, 5000))
+def _page(draw: random.Random, good: bytes, source: bytes, there: int | None = None) -> bytes:
+    """A page of `source`, that of the same place or of another."""
+    here = draw.randrange(max(1, len(good) // PAGE)) * PAGE
+    there = here if there is None else there
+    return (good[:here] + source[there : there + PAGE] + good[here + PAGE :])[: len(good)]
 
 
 def _shifted(draw: random.Random, good: bytes, _: bytes) -> bytes:
@@ -101,14 +70,10 @@ def _shifted(draw: random.Random, good: bytes, _: bytes) -> bytes:
     return good[:here] + draw.randbytes(1) + good[here:-1] if draw.random() < 0.5 else good[:here] + good[here + 1 :]
 
 
-def _torn(draw: random.Random, good: bytes, other: bytes) -> bytes:
+def _from(draw: random.Random, good: bytes, tail: Callable[[int], bytes]) -> bytes:
+    """The bytes up to a place that is drawn, and others behind it."""
     here = draw.randrange(len(good))
-    return good[:here] + other[here:]
-
-
-def _other_body(draw: random.Random, good: bytes, other: bytes) -> bytes:
-    del draw
-    return good[: len(good) - len(body_of(good))] + body_of(other)
+    return good[:here] + tail(here)
 
 
 def _tensors_swapped(draw: random.Random, good: bytes, _: bytes) -> bytes:
@@ -125,18 +90,18 @@ def _tensors_swapped(draw: random.Random, good: bytes, _: bytes) -> bytes:
 BYTES: dict[str, Damage] = {
     "bit": _bit,
     "bits": _bits,
-    "noise": _noise,
-    "zeros": _zeros,
-    "page moved": _page_moved,
-    "page of another": _page_of_another,
-    "cut": _cut,
-    "empty": lambda draw, good, other: b"",
-    "zero tail": _zero_tail,
-    "longer": _longer,
+    "noise": lambda draw, good, _: _stretch(draw, good, draw.randbytes),
+    "zeros": lambda draw, good, _: _stretch(draw, good, bytes),
+    "page moved": lambda draw, good, _: _page(draw, good, good, draw.randrange(max(1, len(good) // PAGE)) * PAGE),
+    "page of another": lambda draw, good, other: _page(draw, good, other),
+    "cut": lambda draw, good, _: _from(draw, good, lambda here: b""),
+    "empty": lambda draw, good, _: b"",
+    "zero tail": lambda draw, good, _: _from(draw, good, lambda here: bytes(len(good) - here)),
+    "longer": lambda draw, good, _: good + draw.choice((bytes, draw.randbytes))(draw.randint(1, 5000)),
     "shifted": _shifted,
-    "torn": _torn,
+    "torn": lambda draw, good, other: _from(draw, good, lambda here: other[here:]),
     "another entry": lambda draw, good, other: other,
-    "body of another": _other_body,
+    "body of another": lambda draw, good, other: good[: len(good) - len(body_of(good))] + body_of(other),
     "tensors swapped": _tensors_swapped,
 }
 
@@ -149,27 +114,12 @@ def clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _directory(path: Path, other: Path) -> None:
-    del other
-    path.mkdir()
-
-
-def _fifo(path: Path, other: Path) -> None:
-    del other
-    os.mkfifo(path)
-
-
-def _loop(path: Path, other: Path) -> None:
-    del other
-    path.symlink_to(path)
-
-
 NODES: dict[str, Callable[[Path, Path], None]] = {  # each is given a path where nothing stands, and another entry
     "gone": lambda path, other: None,
-    "directory": _directory,
+    "directory": lambda path, other: path.mkdir(),
     "link to another": lambda path, other: path.symlink_to(other),
     "link to nothing": lambda path, other: path.symlink_to("nothing"),
-    "link to itself": _loop,
+    "link to itself": lambda path, other: path.symlink_to(path),
     "hard link to another": lambda path, other: os.link(other, path),
-    "fifo": _fifo,
+    "fifo": lambda path, other: os.mkfifo(path),
 }

@@ -23,8 +23,6 @@ from hf_blend.store import ChunkKV, ChunkStore
 
 from .world import World, is_same
 
-__all__ = ["BROKEN", "FaultClass", "Hang", "Outcome", "Verdict"]
-
 BATCH = 25
 HANG_S = 120  # of one batch, or of one kill and the look after it
 EXAMPLES = 10  # of what went wrong, one for each kind and verdict, kept for each class

@@ -16,8 +16,6 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 from hf_blend.store.tiers.base import EntryFault, ObjectStat, Source, Tier, WrappedTier
 
-__all__ = ["FAULTS", "FaultyTier"]
-
 FAULTS = {
     "open.io": "raises EIO",
     "open.denied": "raises EACCES",

@@ -7,11 +7,11 @@ import random
 import signal
 import struct
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -199,6 +199,15 @@ class MovingKills(Killing):
         """What the child does until it is killed."""
         raise NotImplementedError
 
+    def check(self, acknowledged: list[int], capped: bool) -> None:
+        """There is room for all: nothing may have been evicted."""
+        super().check(acknowledged, capped=False)
+
+    @property
+    def far(self) -> Path:
+        """The folder of the farther tier."""
+        return self.folder.parent / f"{self.folder.name}-far"
+
 
 class Demotions(MovingKills):
     """Puts with background writes to a farther tier, and moves there and back: a chunk is in one tier, or in both."""
@@ -207,8 +216,7 @@ class Demotions(MovingKills):
 
     def opened(self, capped: bool) -> ChunkStore:
         """A store on disk with another folder as its remote tier."""
-        far = f"file://{self.folder.parent}/{self.folder.name}-far"
-        return ChunkStore.open(self.folder, remote=far, memory_bytes=0, disk_bytes=1 << 30)
+        return ChunkStore.open(self.folder, remote=f"file://{self.far}", memory_bytes=0, disk_bytes=1 << 30)
 
     def use(self, first: int, tell: Callable[[int], None]) -> None:
         with self.opened(capped=False) as store:
@@ -226,10 +234,6 @@ class Demotions(MovingKills):
                     store.move([drawn_chunk(number).key], ("disk", far)[number % 2])
                     store.move([drawn_chunk(number).key], (far, "disk")[number % 2])
 
-    def check(self, acknowledged: list[int], capped: bool) -> None:
-        """There is room for all: nothing may have been evicted."""
-        super().check(acknowledged, capped=False)
-
 
 class Placements(MovingKills):
     """Puts into a small disk before a large tier, which keep each chunk once: what is evicted and read moves."""
@@ -239,11 +243,7 @@ class Placements(MovingKills):
     def opened(self, capped: bool) -> ChunkStore:
         """A store with room for a few chunks on disk, and another folder as its remote tier."""
         given: dict[str, Any] = {"memory_bytes": 0, "disk_bytes": CAP_CHUNKS * ENTRY_BYTES, "placement": "disk"}
-        return ChunkStore.open(self.folder, remote=f"file://{self._far}", **given)
-
-    @property
-    def _far(self) -> Path:
-        return self.folder.parent / f"{self.folder.name}-far"
+        return ChunkStore.open(self.folder, remote=f"file://{self.far}", **given)
 
     def use(self, first: int, tell: Callable[[int], None]) -> None:
         draw = Random(first)
@@ -256,10 +256,10 @@ class Placements(MovingKills):
                 store.get(drawn_chunk(draw.randint(first + 1, first + MOVED_CHUNKS - 1)).key)
 
     def check(self, acknowledged: list[int], capped: bool) -> None:
-        """There is room for all, and once each was read it is in one tier."""
-        super().check(acknowledged, capped=False)
+        """And once each was read it is in one tier."""
+        super().check(acknowledged, capped)
         names = {drawn_chunk(number).key.digest for number in acknowledged}
-        found = Counter(path.stem for root in (self.folder, self._far) for path in root.rglob("*.safetensors"))
+        found = Counter(path.stem for root in (self.folder, self.far) for path in root.rglob("*.safetensors"))
         wrong = [name for name in names if found[name] != 1]
         self.note("not in one tier", Verdict.LOST, str(wrong[:2]), count=len(wrong))
 
@@ -267,7 +267,6 @@ class Placements(MovingKills):
 PROCESSES = 3
 THREADS = 2
 RACING_CHUNKS = 6
-ENTRY_BYTES = 34_000  # one of the middle length
 
 
 class Races(FaultClass):
@@ -306,11 +305,8 @@ class Races(FaultClass):
         counts = [0, 0]
         cap_bytes = (RACING_CHUNKS - 2) * ENTRY_BYTES
         store = ChunkStore.open(self.folder, memory_bytes=2 * ENTRY_BYTES, disk_bytes=cap_bytes, durability="none")
-        threads = [threading.Thread(target=self._use, args=(store, each, seed + n, counts)) for n in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda number: self._use(store, each, seed + number, counts), range(THREADS)))
         return counts[0], counts[1]
 
     def _use(self, store: ChunkStore, each: int, seed: int, counts: list[int]) -> None:

@@ -69,8 +69,8 @@ class FaultyServer(RemoteTier):
     def ask_names(self, space: str) -> Sequence[str]:
         return [name for name in self.objects if name.startswith(space)]
 
-    def ask_all(self) -> Mapping[str, ObjectStat]:
-        return {name: ObjectStat(len(content), 0.0) for name, content in self.objects.items()}
+    def ask_all(self, space: str) -> Mapping[str, ObjectStat]:
+        return {name: ObjectStat(len(content), 0.0) for name, content in self.objects.items() if name.startswith(space)}
 
     def _found(self, content: bytes) -> Found:
         return Found(ObjectStat(len(content), 0.0), hash(content))

@@ -22,18 +22,6 @@ from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
 from .damage import clear
 from .oracle import Truth, is_equal, stock_kv
 
-__all__ = [
-    "SECRET",
-    "WAYS",
-    "Entry",
-    "ModelCache",
-    "World",
-    "build_model",
-    "drawn_chunk",
-    "is_same",
-    "take",
-]
-
 SECRET = b"the store's own"
 LENGTHS = (16, 16, 40, 40, 64, 64)  # two of each, so that entries of equal length can change places
 DEEP_LENGTHS = (48, 64, 64)
@@ -150,7 +138,8 @@ def take(store: ChunkStore, entry: Entry, way: str, draw: random.Random) -> tupl
         return ([] if whole is None else [whole]), False
     streams = [store.stream(entry.key, recompute) for _ in range(2 if way == "two streams" else 1)]
     chunks = [chunk for chunk in streams if chunk is not None]
-    reading = [Pipeline([_coming(chunk)], 2) for chunk in chunks if way == "stream read ahead" and _is_coming(chunk)]
+    coming: list[Any] = [chunk.layers for chunk in chunks if hasattr(chunk.layers, "fetch_kv")]
+    reading = [Pipeline([layers], 2) for layers in coming if way == "stream read ahead"]
     orders = [list(range(len(chunk.layers))) for chunk in chunks]
     if way == "stream in any order":
         for order in orders:
@@ -163,14 +152,6 @@ def take(store: ChunkStore, entry: Entry, way: str, draw: random.Random) -> tupl
         one.close()
     got = [replace(c, layers=tuple(has[n] for n in sorted(has))) for c, has in zip(chunks, found, strict=True)]
     return got, bool(computed)
-
-
-def _coming(chunk: ChunkKV) -> Any:
-    return chunk.layers
-
-
-def _is_coming(chunk: ChunkKV) -> bool:
-    return hasattr(chunk.layers, "fetch_kv")
 
 
 def is_same(got: ChunkKV, expected: ChunkKV) -> bool:

@@ -18,7 +18,7 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import StoreError
 from hf_blend.store import slow
 from hf_blend.store.limits import Limits
-from hf_blend.store.slow import ComputeTimes, WriteQueue
+from hf_blend.store.slow import ComputeTimes
 from hf_blend.store.tiers.base import WrappedTier
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES
@@ -411,27 +411,6 @@ def test_a_write_that_fails_is_counted_and_later_ones_are_written(chunk):
     assert store.flush()
     assert len(far.tier.tier.objects) == 1
     assert len(store) == 1
-
-
-def test_a_tier_that_breaks_its_promises_is_reported_and_does_not_stop_a_queue(monkeypatch):
-    written, raised = [], []
-    monkeypatch.setattr(threading, "excepthook", lambda given: raised.append(given.exc_type))
-
-    def write(one):
-        if not written:
-            written.append(None)
-            raise ZeroDivisionError("on purpose")
-        written.append(one)
-
-    queue = WriteQueue(1 << 20, write, never)
-    digests = [f"{number:064x}" for number in range(3)]
-    for one in digests:
-        queue.put(one, one)
-    assert queue.flush(WAIT_S)
-    assert written[1:] == digests[1:]
-    join_writers()
-    assert raised == [ZeroDivisionError]
-    assert not queue.nbytes
 
 
 def test_a_machine_without_threads_drops_and_counts(far, chunk, monkeypatch):

@@ -133,13 +133,6 @@ def test_damage_is_found_before_its_layer_is_used_and_every_other_length(chunk, 
     assert reason_of(source, good + b"\0", stored.key) == "format"
 
 
-def test_another_models_entry_is_refused_by_name(chunk, source, content):
-    stored = chunk()
-    other = chunk(fingerprint="cd" * 32)
-    assert reason_of(source, content(other), stored.key) == "fingerprint"
-    assert reason_of(source, content(chunk(namespace="b")), chunk(namespace="a").key) == "key"
-
-
 def test_renamed_tensors_are_found_even_with_a_fresh_manifest(chunk, source, content):
     stored = chunk(layers=2)
     good = content(stored)

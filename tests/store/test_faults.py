@@ -9,12 +9,10 @@ from typing import Any
 import faults
 import pytest
 
-from hf_blend.store import ChunkStore, format
+from hf_blend.store import format
 from hf_blend.store.slow import RecordedSource
-from hf_blend.store.tiers.memory import MemoryTier
 from tests.conftest import slow_but
 from tests.faults.fault import Verdict
-from tests.faults.faulty_tier import FAULTS, FaultyTier
 from tests.faults.run import CLASSES, ROUND, Run
 
 
@@ -30,12 +28,6 @@ def test_no_promise_is_broken_by(name, run):
     one = run.classes[name]
     one.run({"call-kills": 6, "prefills": 1}.get(name, 1 if one.kill_share else 6), "1")
     assert not one.outcome.broken, (one.outcome.kinds, one.outcome.examples)
-
-
-def test_every_class_has_its_share_of_a_round(run):
-    assert sum(one.share for one in CLASSES.values()) == pytest.approx(1, abs=0.1)
-    assert sum(one.kill_share for one in CLASSES.values()) == pytest.approx(1)
-    assert all((one.share > 0) != (one.kill_share > 0) for one in CLASSES.values())
 
 
 def test_a_run_ends_with_a_report_of_what_was_found(tmp_path):
@@ -95,33 +87,3 @@ def test_one_round_of_faults_finds_wrong_kv_without(path, run, monkeypatch):
     take_out(monkeypatch)
     run.round(1, stop=lambda: wrong() > before)
     assert wrong() > before, {name: run.classes[name].outcome.kinds for name in names}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_on_purpose_happens_once_and_is_counted(fault, chunk, same):
-    tier = FaultyTier(MemoryTier())
-    store, stored = ChunkStore([], [tier]), chunk()
-    if fault.startswith("put"):
-        tier.arm(fault)
-        store.put(stored)
-        if fault in ("put.io", "put.full", "put.lost"):
-            assert not store.contains(stored.key)
-    else:
-        store.put(stored)
-        tier.arm(fault)
-    assert store.get(stored.key) is None or fault in ("read.late", "stat.io", "names.io", "delete.io", "open.other")
-    store.contains(stored.key)
-    len(store)
-    store.put(stored)
-    same(store.get(stored.key), stored)
-    if not fault.startswith("delete"):
-        assert tier.counts == {fault: 1}
-
-
-def test_the_same_seed_fails_in_the_same_way(chunk):
-    def run(seed):
-        tier = FaultyTier(MemoryTier(), seed, {"open.io": 0.3, "put.full": 0.3})
-        store = ChunkStore([], [tier])
-        return [(store.put(chunk((1, n % 5))), store.get(chunk((1, n % 5)).key) is None)[1] for n in range(40)]
-
-    assert run(1) == run(1) != run(2)

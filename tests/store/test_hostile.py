@@ -128,33 +128,6 @@ def test_a_crafted_entry_costs_a_request_time_and_nothing_else(tmp_path, forge, 
         assert torch.equal(values, own_values)
 
 
-@pytest.mark.parametrize(
-    ("craft", "reason", "secret"),
-    [(*case, SECRET if number % 2 else None) for number, case in enumerate(CRAFTED.values())],
-    ids=CRAFTED,
-)
-def test_no_call_of_a_store_raises_over_a_crafted_entry(tmp_path, forge, model, stored, craft, reason, secret):
-    layout = layout_of(model, stored.key.fingerprint)
-    store, path = planted(tmp_path, forge, stored, craft, secret)
-    content = path.read_bytes()
-    with ChunkStore.open(tmp_path, memory_bytes=0, secret=secret) as again:
-        list(again.entries())
-        again.find(stored.key.fingerprint, (1,), CHUNK)
-        (found,) = again.check()
-        assert found.reason in ("", reason)  # the store knows no model: it cannot see what only its layout shows
-        again.collect()
-        again.put(stored)  # the name is taken: nothing happens
-    for fetch in (lambda: store.get(stored.key, layout=layout), lambda: streamed(store, stored, layout)):
-        path.write_bytes(content)
-        got = fetch()
-        assert got is None or torch.equal(got.layers[0][0], stored.layers[0][0])
-        assert reason in str(store.stats()["load_failures"])
-    path.write_bytes(content)
-    for _ in store.check(repair=True):
-        pass
-    assert path.exists() is (reason == "layout" or found.reason == "")
-
-
 def streamed(store, stored, layout):
     chunk = store.stream(stored.key, lambda: stored, layout=layout)
     if chunk is not None:

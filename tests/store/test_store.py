@@ -5,11 +5,9 @@
 import errno
 import logging
 import os
-import random
 import re
 import shutil
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -464,43 +462,6 @@ def test_what_vanished_since_it_was_listed_is_forgotten(opened, root, chunk):
     path_of(root, chunk().key).unlink()
     assert store.get(chunk().key) is None
     assert len(store) == 0
-
-
-def test_threads_may_share_a_store(opened, chunk, same):
-    chunks = [chunk((5, 6, number), seed=number) for number in range(12)]
-    store = opened(memory_bytes=4 * chunks[0].nbytes, durability="none")
-    errors = []
-
-    def work(seed):
-        order = random.Random(seed)
-        try:
-            for _ in range(120):
-                one = order.choice(chunks)
-                step = order.random()
-                if step < 0.4:
-                    store.put(one)
-                elif step < 0.8:
-                    got = store.get(one.key)
-                    if got is not None:
-                        same(got, one)
-                elif step < 0.9:
-                    store.find(one.key.fingerprint, (1,), [*one.key.token_ids, 9] * 3)
-                else:
-                    store.delete(one.key)
-        except Exception as error:
-            errors.append(error)
-            raise
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert set(store.stats()["misses"]) <= {"absent"}
-    for one in chunks:
-        store.put(one)
-        same(store.get(one.key), one)
 
 
 def test_add_computes_what_is_missing_and_nothing_else(tiny_model, tokenizer, opened, same, monkeypatch):
