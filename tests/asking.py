@@ -89,3 +89,23 @@ def rotated(states, positions):
     angles = positions * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     first, second = states[..., :half].double(), states[..., half:].double()
     return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
+
+
+def noting(monkeypatch, owner, name, note):
+    """Let `note` see the arguments of every call of a function before the call is made."""
+    real = getattr(owner, name)
+
+    def call(*given, **more):
+        note(*given, **more)
+        return real(*given, **more)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def raising(error):
+    """A function that raises whatever it is called with."""
+
+    def fail(*_, **__):
+        raise error
+
+    return fail

@@ -24,6 +24,7 @@ from hf_blend.serving import engine as batching
 from hf_blend.serving import prefills, scheduler, upstream
 from hf_blend.serving.shares import Shares
 from hf_blend.serving.turns import Turns
+from tests.asking import noting, raising
 from tests.conftest import slow_but
 from tests.serving.processes import wait_for
 
@@ -80,16 +81,13 @@ def test_answers_of_tenants_whose_blends_overtake_each_other_are_those_of_lone_r
     count, tiny_model, bench, monkeypatch
 ):
     model, draw, names, gave = tiny_model("llama", num_hidden_layers=6), random.Random(1), [], []
-    given = Turns.give
-    monkeypatch.setattr(
-        Turns, "give", lambda self, s: (gave.append(threading.get_ident() == busy()), given(self, s))[1]
-    )
+    noting(monkeypatch, Turns, "give", lambda *_: gave.append(threading.get_ident() == engine._stepping))
     with ExitStack() as stack:
         stores = [stack.enter_context(ChunkStore.open("memory://", namespace=name)) for name in "abc"]
         for one in stores:
             one.add(model, None, bench.workload.library)
-        engine = stack.enter_context(bench.engine(model, stores[0], recompute_ratio=RATIO))
-        busy = lambda: engine._stepping  # noqa: E731
+        engine = bench.engine(model, stores[0], recompute_ratio=RATIO)
+        stack.enter_context(engine)
         rows = [(ask, draw.choice(stores)) for ask in bench.workload.asks(count)]
         for ask, of in rows:
             names.append(engine.add_request(ask.prompt, store=of))
@@ -142,24 +140,6 @@ def test_of_sets_with_several_separators_each_prompt_gets_its_own(model, bench, 
             found.append(bench.answers(engine, asks))
             assert found[-1] == [bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO) for ask in asks]
     assert found[0] != found[1] != found[2]
-
-
-@pytest.mark.parametrize("family", slow_but("llama", among=FAMILIES))
-def test_with_every_token_recomputed_the_answers_are_those_of_stock_batching(family, shared_model, bench, store):
-    model = shared_model(family, **bench.FAMILIES[family])
-    store.add(model, None, bench.workload.library)
-    asks = bench.workload.asks(8)
-    stock = model.generate_batch([ask.ids for ask in asks], bench.generation(), bench.batching(), warmup=False)
-    answers, outcomes = serve_at_random(bench, model, store, asks, 0, recompute_ratio=1.0)
-    assert answers == [output.generated_tokens for output in stock.values()]
-    assert sum(outcome.how == "blended" for outcome in outcomes) > 3
-
-
-def test_tenant_that_is_alone_leads_nobody(model, bench, store):
-    with bench.engine(model, store) as engine:
-        engine.prefills.shares.come("a", [])
-        assert engine.prefills._lead("a", {"a"}) == 0.0
-        assert engine.prefills._lead("a", {"a", "b"}) == -engine.prefills.shares.of("a") > 0.0
 
 
 def test_the_model_is_left_as_it_was(model, bench, store, untouched):
@@ -263,8 +243,7 @@ def test_a_prefill_is_cut_into_turns_and_those_that_decode_go_on_between_them(ti
     store.add(model, None, bench.workload.library)
     long = bench.Ask([1, *(token for chunk in bench.workload.library for token in chunk), *bench.draw(5, 3)])
     at_turn = []
-    given = Turns.give
-    monkeypatch.setattr(Turns, "give", lambda self, s: (at_turn.append((self.is_asking, s)), given(self, s))[1])
+    noting(monkeypatch, Turns, "give", lambda self, _: at_turn.append(self.is_asking))
     slow = bench.generation(max_new_tokens=60)
     with bench.engine(model, store, stall_s=0.0, recompute_ratio=RATIO, generation_config=slow) as engine:
         reader = engine.add_request([1, *bench.draw(9, 3)], streaming=True, blend=False)
@@ -276,24 +255,18 @@ def test_a_prefill_is_cut_into_turns_and_those_that_decode_go_on_between_them(ti
             output = engine.get_result(timeout=30)
             between += output.request_id == reader
         bench.collect(engine, [name])
-        given_turns = [seconds for asks, seconds in at_turn if asks]
     assert seen[0].request_id == reader
-    assert len(given_turns) >= 8 + 8 + 2, "a layer and a copy of its K and V are each a turn"
+    assert sum(at_turn) >= 8 + 8 + 2, "a layer and a copy of its K and V are each a turn"
     assert between >= 8, "one token in each"
 
 
 def test_chunks_that_several_waiting_requests_bring_are_computed_once(model, bench, store, monkeypatch):
-    computed = []
-    compute = prefills.compute_chunk
-    monkeypatch.setattr(
-        prefills, "compute_chunk", lambda *args, **more: (computed.append(args[1]), compute(*args, **more))[1]
-    )
+    computed, asks = [], []
+    noting(monkeypatch, prefills, "compute_chunk", lambda *args, **_: computed.append(args[1]))
     chunks = [bench.draw(20, 1), bench.draw(30, 2)]
-    asks = [
-        bench.Ask([1, 7, 8, *chunks[number % 2], *chunks[1 - number % 2], *bench.draw(6, number)], chunks)
-        for number in range(6)
-    ]
-    asks = [bench.Ask(ask.ids, chunks if number % 2 == 0 else chunks[::-1]) for number, ask in enumerate(asks)]
+    for number in range(6):
+        first, second = ordered = chunks[:: 1 - number % 2 * 2]
+        asks.append(bench.Ask([1, 7, 8, *first, *second, *bench.draw(6, number)], ordered))
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:
         answers = bench.answers(engine, asks)
     assert len(computed) == len(set(computed)) == 3, "two chunks and what stands before them"
@@ -303,15 +276,13 @@ def test_chunks_that_several_waiting_requests_bring_are_computed_once(model, ben
 
 def release_first(engine, monkeypatch, happened):
     """Let each blend wait, without the model, until something has happened."""
-    blend = engine.prefills._blend
 
-    def waiting(*given):
+    def wait(*_):
         engine.prefills.turns.release()
         wait_for(happened, "what the blends wait for")
         engine.prefills.turns.checkpoint()
-        blend(*given)
 
-    monkeypatch.setattr(engine.prefills, "_blend", waiting)
+    noting(monkeypatch, engine.prefills, "_blend", wait)
 
 
 def test_a_request_with_nothing_to_blend_is_answered_before_blends_that_came_earlier(model, bench, store, monkeypatch):
@@ -330,8 +301,7 @@ def test_tenants_are_blended_in_turn(model, bench, store, other, monkeypatch):
     begun, names = [], ["a1", "a2", "a3", "b1", "b2"]
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:
         release_first(engine, monkeypatch, lambda: len(engine.prefills.outcomes) == len(names))
-        run = engine.prefills._run
-        monkeypatch.setattr(engine.prefills, "_run", lambda held: (begun.append(held.state.request_id), run(held))[1])
+        noting(monkeypatch, engine.prefills, "_run", lambda held: begun.append(held.state.request_id))
         for number, name in enumerate(names):
             chunks = [bench.draw(20, 50 + number)]
             ask = bench.Ask([1, 7, *chunks[0], 9, 9], chunks)
@@ -341,7 +311,8 @@ def test_tenants_are_blended_in_turn(model, bench, store, other, monkeypatch):
     assert [name for name in begun if name[0] == "a"] == names[:3]
 
 
-def test_a_tenant_that_had_nothing_is_blended_beside_a_layer_of_a_blend_of_another(model, bench, store, other):
+def test_a_tenant_that_had_nothing_is_blended_beside_a_layer_of_a_blend_of_another(tiny_model, bench, store, other):
+    model = tiny_model("llama")
     chunks = [bench.draw(40, 60 + number) for number in range(3)]
     store.add(model, None, chunks)
     asks = [[1, 7, *chunks[0], *chunks[1], 9, 9], [1, 8, *chunks[2], 3, 4, 5]]
@@ -356,14 +327,10 @@ def test_a_tenant_that_had_nothing_is_blended_beside_a_layer_of_a_blend_of_anoth
                 stood.append(engine.add_request(asks[1], "b", 1, store=other))
                 wait_for(lambda: "b" in found, "the answer of the other tenant")
 
-        hook = model.model.layers[1].self_attn.register_forward_pre_hook(observer(stand))
-        try:
-            engine.add_request(asks[0], "a")
-            for name in ("b", "a"):
-                output = bench.collect(engine, [name])[name]
-                found[name] = output.generated_tokens
-        finally:
-            hook.remove()
+        model.model.layers[1].self_attn.register_forward_pre_hook(observer(stand))
+        engine.add_request(asks[0], "a")
+        for name in ("b", "a"):
+            found[name] = bench.collect(engine, [name])[name].generated_tokens
         assert engine.prefills.failures == 0
         assert [engine.outcome(name).how for name in "ab"] == ["blended"] * 2
     assert stood == ["b"]
@@ -377,8 +344,7 @@ def test_plain_prompts_of_a_tenant_that_had_least_go_before_those_that_came_earl
     are_all_here, first = threading.Event(), []
     names = [*(f"a{number}" for number in range(4)), "b"]
     with bench.engine(model, store, {"max_batch_tokens": 32}) as engine:
-        advance = engine.prefills.advance
-        monkeypatch.setattr(engine.prefills, "advance", lambda seconds: (are_all_here.wait(30), advance(seconds)))
+        noting(monkeypatch, engine.prefills, "advance", lambda _: are_all_here.wait(30))
         for number, name in enumerate(names):
             of = {"store": other if name == "b" else store, "streaming": True}
             engine.add_request([1, *bench.draw(60, number)], name, blend=False, **of)
@@ -412,12 +378,9 @@ def test_a_blend_of_a_tenant_that_had_less_runs_between_two_layers_of_a_step_of_
             outcome = engine.outcome("b")
             within.append(outcome.how if outcome else "not taken up")
 
-        hooks = [layer.register_forward_pre_hook(observer(at_layer)) for layer in model.model.layers]
-        try:
-            found = bench.collect(engine, [engine.add_request(asks[0], "a", blend=False), "b"])
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(observer(at_layer))
+        found = bench.collect(engine, [engine.add_request(asks[0], "a", blend=False), "b"])
         check_all_returned(engine)
         alone = bench.lone_answer(model, other, asks[1], recompute_ratio=RATIO)
     assert within[0] == "not taken up"
@@ -426,7 +389,8 @@ def test_a_blend_of_a_tenant_that_had_less_runs_between_two_layers_of_a_step_of_
     assert found["b"].generated_tokens == alone
 
 
-def test_a_blend_that_waits_for_blocks_lets_that_of_another_tenant_come_to_its_end(model, bench, store, other):
+def test_a_blend_that_waits_for_blocks_lets_that_of_another_tenant_come_to_its_end(tiny_model, bench, store, other):
+    model = tiny_model("llama")
     chunks = [bench.draw(40, 60 + number) for number in range(2)]
     ids, stood = [1, 7, *chunks[0], *chunks[1], 9, 9], []
     with bench.engine(model, store, {"num_blocks": 9}, recompute_ratio=RATIO) as engine:
@@ -442,47 +406,18 @@ def test_a_blend_that_waits_for_blocks_lets_that_of_another_tenant_come_to_its_e
                 wait_for(lambda: len(lanes) > 1 and lanes[1].turns > 0, "the other asks for blocks")
                 lanes[0].checkpoint()
 
-        hook = model.model.layers[1].register_forward_pre_hook(observer(stand))
-        try:
-            bench.collect(engine, [engine.add_request(ids, "a"), "b"])
-        finally:
-            hook.remove()
+        model.model.layers[1].register_forward_pre_hook(observer(stand))
+        bench.collect(engine, [engine.add_request(ids, "a"), "b"])
         assert [engine.outcome(name).how for name in "ab"] == ["blended"] * 2
         check_all_returned(engine)
     assert stood == ["b"]
 
 
-class Lane:
-    """Asks for turns until it has had some; for one that waits for blocks none is of use."""
-
-    is_busy, has_turn = True, False
-
-    def __init__(self, turns):
-        self.left, self.asked = turns, 0
-
-    @property
-    def is_asking(self):
-        return self.left != 0
-
-    def give(self, seconds):
-        self.asked, self.left = self.asked + 1, max(self.left - 1, -1)
-        return self.left >= 0
-
-
-def test_within_a_step_a_blend_that_waits_for_blocks_lets_that_of_another_tenant_move(model, bench, store):
-    prefills, lanes = bench.engine(model, store).prefills, {"waits": Lane(-1), "moves": Lane(3), "had more": Lane(3)}
-    prefills._running = {lane: SimpleNamespace(tenant=name) for name, lane in lanes.items()}
-    for tenant, had in {"waits": 1.0, "moves": 2.0, "in the step": 3.0, "had more": 4.0}.items():
-        prefills.shares.add(tenant, had)
-    prefills.overtake({"in the step"})
-    assert [lane.left for lane in lanes.values()] == [-1, 0, 3]
-    assert lanes["waits"].asked == 4, "each time before the other"
-
-
 def test_a_step_is_charged_up_to_the_layer_where_a_blend_runs_and_not_for_that(tiny_model, bench, store, monkeypatch):
     model, clock, seen = tiny_model("llama", num_hidden_layers=4), [0.0], []
     tick = lambda seconds: clock.insert(0, clock[0] + seconds)  # noqa: E731
-    hooks = [layer.register_forward_hook(observer(lambda *given: tick(1.0))) for layer in model.model.layers]
+    for layer in model.model.layers:
+        layer.register_forward_hook(observer(lambda *_: tick(1.0)))
     with bench.engine(model, store) as engine:
         monkeypatch.setattr(engine, "_clock", lambda: clock[0])
         shares = engine.prefills.shares
@@ -490,20 +425,14 @@ def test_a_step_is_charged_up_to_the_layer_where_a_blend_runs_and_not_for_that(t
         monkeypatch.setattr(engine.prefills, "overtake", lambda tenants: tick(100.0))
         bench.answers(engine, [bench.Ask([1, *bench.draw(9, 3)])], max_new_tokens=1)
         wait_for(lambda: shares.of("") == 3.0, "the end of the step")
-    for hook in hooks:
-        hook.remove()
     assert seen == [-1.0, 0.0, 1.0, 2.0], "one who comes begins a second ahead"
 
 
 def steps_of(engine, monkeypatch):
     """The rows of each step from now on: (request, tokens)."""
-    found, step = [], engine._generation_step
-
-    def noted():
-        found.append([(one.state.request_id, one.query_length) for one in engine.batch_processor.scheduler.in_step])
-        step()
-
-    monkeypatch.setattr(engine, "_generation_step", noted)
+    found, scheduler = [], engine.batch_processor.scheduler
+    rows = lambda: [(one.state.request_id, one.query_length) for one in scheduler.in_step]  # noqa: E731
+    noting(monkeypatch, engine, "_generation_step", lambda: found.append(rows()))
     return found
 
 
@@ -513,8 +442,7 @@ def test_prompts_of_a_tenant_that_had_more_wait_and_a_first_token_comes_alone(mo
     with bench.engine(model, store, generation_config=slow) as engine:
         engine.add_request([1, *bench.draw(9, 3)], "reads", streaming=True, blend=False)
         assert engine.get_result(timeout=30).request_id == "reads"
-        advance = engine.prefills.advance
-        monkeypatch.setattr(engine.prefills, "advance", lambda seconds: (are_all_here.wait(30), advance(seconds)))
+        noting(monkeypatch, engine.prefills, "advance", lambda _: are_all_here.wait(30))
         steps = steps_of(engine, monkeypatch)
         engine.add_request([1, *bench.draw(60, 4)], "waits", blend=False)
         engine.add_request([1, *bench.draw(49, 5)], "first", 2, store=other, blend=False)
@@ -582,14 +510,14 @@ def test_only_who_asked_of_late_is_remembered(monkeypatch):
     assert shares.are_several, "what one asked is still under way"
 
 
-def test_what_is_reused_whole_is_charged_for_the_time_that_it_takes(model, bench):
+def test_what_is_reused_whole_is_charged_for_the_time_that_it_takes(model, bench, monkeypatch):
+    charged = []
     with (
         ChunkStore.open("memory://", namespace="c") as store,
         bench.engine(model, store, recompute_ratio=0.0) as engine,
     ):
         store.add(model, None, bench.workload.library)
-        add, charged = engine.prefills.shares.add, []
-        engine.prefills.shares.add = lambda *given: (charged.append(given), add(*given))
+        noting(monkeypatch, engine.prefills.shares, "add", lambda *given: charged.append(given))
         bench.answers(engine, [bench.Ask([1, *bench.workload.library[0], 5, 6])], max_new_tokens=2)
     assert len(charged) >= 2, "turns of the blend, and the step"
     assert {tenant for tenant, _ in charged} == {"c"}, "also of a request that is over with its step"
@@ -699,13 +627,8 @@ def test_a_blend_takes_no_more_than_its_share_of_the_time_of_those_that_decode(
 def test_the_model_is_looked_at_between_two_steps_alone(model, bench, store, monkeypatch):
     """During a step its config says is_causal=False: fingerprints and masks would be others."""
     seen, steps = [], []
-
-    def watched(what):
-        return lambda *given, **more: (seen.append(len(steps) % 2), what(*given, **more))[1]
-
-    for name in ("fingerprint", "compute_chunk"):
-        monkeypatch.setattr(prefills, name, watched(getattr(prefills, name)))
-    monkeypatch.setattr(BlendCache, "forward_begins", watched(BlendCache.forward_begins))
+    for owner, name in (prefills, "fingerprint"), (prefills, "compute_chunk"), (BlendCache, "forward_begins"):
+        noting(monkeypatch, owner, name, lambda *_, **__: seen.append(len(steps) % 2))
     chunks = [bench.draw(20, 1), bench.draw(30, 2)]
     slow = bench.generation(max_new_tokens=60)
     with bench.engine(model, store, recompute_ratio=RATIO, generation_config=slow) as engine:
@@ -752,31 +675,18 @@ def test_a_cancelled_request_leaves_nothing_behind_and_others_go_on(when, model,
     asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
     victim = {}
 
-    def cancel_now(engine):
-        engine.cancel_request("victim")
-        victim["done"] = True
+    def cancel_now(engine, is_meant=True):
+        if is_meant:
+            engine.cancel_request("victim")
+            victim["done"] = True
 
     with bench.engine(model, store, stall_s=0.0, recompute_ratio=RATIO) as engine:
         if when == "planning":
-            find = ChunkStore.find
-            monkeypatch.setattr(
-                ChunkStore,
-                "find",
-                lambda self, identity, sink, ids: (
-                    cancel_now(engine) if ids[-6:] == asks[0].ids[-6:] else None,
-                    find(self, identity, sink, ids),
-                )[1],
-            )
+            of_ids = lambda identity, sink, ids: cancel_now(engine, ids[-6:] == asks[0].ids[-6:])  # noqa: E731
+            noting(monkeypatch, store, "find", of_ids)
         if when == "in a layer":
-            write = type(engine.prefills)._blend
-            monkeypatch.setattr(
-                type(engine.prefills),
-                "_blend",
-                lambda self, held: (
-                    cancel_now(engine) if held.state.request_id == "victim" else None,
-                    write(self, held),
-                )[1],
-            )
+            of_name = lambda held: cancel_now(engine, held.state.request_id == "victim")  # noqa: E731
+            noting(monkeypatch, engine.prefills, "_blend", of_name)
         names = [engine.add_request(ask.ids, f"other {n}") for n, ask in enumerate(asks[1:])]
         settings = {"max_new_tokens": 200} if when == "decoding" else {}
         engine.add_request(asks[0].ids, "victim", streaming=True, **settings)
@@ -807,14 +717,8 @@ def test_blocks_of_a_prompt_whose_chunk_is_evicted_meanwhile_serve_no_other(mode
     keys = store.add(model, None, chunks)
     alone = bench.lone_answer(model, store, ids, recompute_ratio=0.0)
     with bench.engine(model, store, {"page_size": 4}, recompute_ratio=0.0) as engine:
-        blend = engine.prefills._blend
-
-        def evicting(*given):
-            store.delete(keys[1])
-            blend(*given)
-
         with monkeypatch.context() as patch:
-            patch.setattr(engine.prefills, "_blend", evicting)
+            noting(patch, engine.prefills, "_blend", lambda _: store.delete(keys[1]))
             bench.answers(engine, [bench.Ask(ids)])
         store.add(model, None, chunks)
         name = engine.add_request(ids)
@@ -835,17 +739,15 @@ def test_an_engine_survives_any_number_of_requests_that_each_break_their_step(mo
     store.add(model, None, bench.workload.library)
     asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        step, scheduler = engine._generation_step, engine.batch_processor.scheduler
-        added, together = threading.Event(), []
+        scheduler, added, together = engine.batch_processor.scheduler, threading.Event(), []
 
         def fail_with_poison():
             added.wait(30)
             together.append(len(scheduler.in_step))
             if any(one.state.request_id.startswith("poison") for one in scheduler.in_step):
                 raise AssertionError("not mine")
-            step()
 
-        monkeypatch.setattr(engine, "_generation_step", fail_with_poison)
+        noting(monkeypatch, engine, "_generation_step", fail_with_poison)
         bad = [engine.add_request([1, 5, 6, 7, n], f"poison {n}", blend=False) for n in range(3)]
         good = [engine.add_request(ask.ids) for ask in asks]
         bad += [engine.add_request([1, 5, 6, 7, n], f"poison {n}", blend=False) for n in range(3, 9)]
@@ -898,16 +800,13 @@ def test_a_prefill_may_fail_anywhere_with_whatever_it_likes_and_is_computed_in_f
     asks, broken = [[1, *bench.workload.library[n], *bench.draw(6, n)] for n in range(2)], []
     stock = model.generate_batch(asks[:1], bench.generation(), bench.batching(), warmup=False)
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        owner = store if where == "find" else engine.prefills
-        work = getattr(owner, where)
 
-        def failing(*given):
+        def fail(*_):
             if not broken:
                 broken.append(True)
                 raise kind("what no list foresees")
-            return work(*given)
 
-        monkeypatch.setattr(owner, where, failing)
+        noting(monkeypatch, store if where == "find" else engine.prefills, where, fail)
         names = [engine.add_request(asks[0])]
         wait_for(lambda: broken, "the failure")
         names.append(engine.add_request(asks[1]))
@@ -923,25 +822,9 @@ def test_a_prefill_may_fail_anywhere_with_whatever_it_likes_and_is_computed_in_f
     assert found[names[1]].generated_tokens == bench.lone_answer(model, store, asks[1], recompute_ratio=RATIO)
 
 
-def test_a_worker_is_there_for_the_next_task_whatever_the_last_one_raised():
-    turns, ran = Turns(lambda: None), []
-
-    def fail():
-        raise SystemExit
-
-    for number in range(20):
-        turns.start(fail)
-        wait_for(lambda: not turns.is_busy, "the end of a task")
-        assert isinstance(turns.error, SystemExit)
-        turns.start(lambda number=number: ran.append(number))
-        wait_for(lambda: not turns.is_busy, "the next task")
-    turns.close()
-    assert ran == list(range(20))
-
-
 def test_a_prefill_that_hangs_is_seen(model, bench, store, monkeypatch):
-    goes_on, find = threading.Event(), store.find
-    monkeypatch.setattr(store, "find", lambda *given: (goes_on.wait(30), find(*given))[1])
+    goes_on = threading.Event()
+    noting(monkeypatch, store, "find", lambda *_: goes_on.wait(30))
     with bench.engine(model, store) as engine:
         bench.answers(engine, [bench.Ask([1, 5, 6])], blend=False)
         assert engine.stuck_s == 0.0
@@ -988,11 +871,8 @@ def test_each_name_of_transformers_that_is_gone_is_refused_before_anything_runs(
 
 
 def test_an_engine_whose_every_step_fails_ends(model, bench, store, monkeypatch):
-    def fail():
-        raise RuntimeError("broken for good")
-
     engine = bench.engine(model, store)
-    monkeypatch.setattr(engine, "_generation_step", fail)
+    monkeypatch.setattr(engine, "_generation_step", raising(RuntimeError("broken for good")))
     with engine:
         with pytest.raises(ConfigError, match="not running"):  # noqa: PT012
             while True:
@@ -1011,11 +891,8 @@ def test_requests_that_the_engine_puts_back_for_want_of_blocks_are_blended_again
         model, store, {"num_blocks": 14, "safety_margin": 0.0}, recompute_ratio=RATIO, generation_config=long
     ) as engine:
         put_back = []
-        scheduler = type(engine.batch_processor.scheduler)
-        add = scheduler.add_waiting_request
-        monkeypatch.setattr(
-            scheduler, "add_waiting_request", lambda self, state: (put_back.append(state.request_id), add(self, state))
-        )
+        of_engine = type(engine.batch_processor.scheduler)
+        noting(monkeypatch, of_engine, "add_waiting_request", lambda _, state: put_back.append(state.request_id))
         names = [engine.add_request(ask.ids) for ask in asks]
         found = bench.collect(engine, names)
         check_all_returned(engine)
@@ -1058,9 +935,7 @@ def test_what_cannot_be_served_is_refused_by_name(what, tiny_model, bench, store
 
 
 def test_an_engine_for_which_no_number_of_blocks_fits_says_that_none_was_given(model, bench, store, monkeypatch):
-    def fail(_):
-        raise ValueError("Invalid values: num_sectors = -3")
-
+    fail = raising(ValueError("Invalid values: num_sectors = -3"))
     monkeypatch.setattr(type(bench.engine(model, store)).__mro__[1], "_create_batch_processor", fail)
     with pytest.raises(ConfigError, match=r"num_blocks=None came.*num_sectors = -3 Pass num_blocks"):
         bench.engine(model, store, {"num_blocks": None}).start()

@@ -114,22 +114,6 @@ def test_the_openai_client_gets_the_answer_of_a_lone_request_and_what_it_cost(cl
     assert again.choices[0].message.content == text
 
 
-def test_the_openai_client_streams_the_same_text(client, server):
-    given = {"model": MODEL, "temperature": 0, "max_tokens": 8, "extra_body": {"documents": QUESTION["chunks"]}}
-    whole = client.chat.completions.create(messages=messages(), **given)
-    parts = list(
-        client.chat.completions.create(
-            messages=messages(), stream=True, stream_options={"include_usage": True}, **given
-        )
-    )
-    text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-    assert text == whole.choices[0].message.content
-    assert parts[0].choices[0].delta.role == "assistant"
-    assert parts[-2].choices[0].finish_reason == "stop"
-    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
-    assert parts[-1].usage.hf_blend["prefill"] in ("blended", "shared")
-
-
 def test_the_openai_client_completes_text_with_documents_or_chunk_markers(client):
     documents, question = QUESTION["chunks"], QUESTION["question"]
     given = {"model": MODEL, "temperature": 0, "max_tokens": 8}
@@ -140,25 +124,6 @@ def test_the_openai_client_completes_text_with_documents_or_chunk_markers(client
     assert by_field.choices[0].text == by_marker.choices[0].text == "".join(p.choices[0].text for p in streamed)
     assert by_field.choices[0].text == QUESTION["answer"]
     assert by_marker.usage.hf_blend["prefill"] in ("blended", "shared")
-
-
-def test_the_openai_client_lists_the_model_and_asynchronous_requests_are_served_side_by_side(server, client):
-    assert [model.id for model in client.models.list()] == [server.name]
-
-    async def ask(number):
-        asked = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEYS["anna"], max_retries=8)
-        async with asked:
-            return await asked.chat.completions.create(
-                model=MODEL, messages=messages(), temperature=0, max_tokens=8,
-                extra_body={"documents": QUESTION["chunks"][: 4 + number]},
-            )  # fmt: skip
-
-    async def all_of_them():
-        return await asyncio.gather(*map(ask, range(6)))
-
-    answers = asyncio.run(all_of_them())
-    assert all(answer.choices[0].finish_reason for answer in answers)
-    check_idle(server)
 
 
 def test_stop_texts_and_lengths_end_an_answer(client, no_end):

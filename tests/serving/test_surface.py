@@ -82,11 +82,17 @@ def test_each_of_several_prompts_gets_its_answers_in_their_order(http, reference
 def test_several_streamed_answers_are_those_of_the_whole(client):
     given = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "n": 3, "seed": 5, "max_tokens": 6}
     whole = client.chat.completions.create(**given, extra_body={"ignore_eos": True})
+    asked = {**given, "stream": True, "stream_options": {"include_usage": True}}
+    *parts, last = client.chat.completions.create(**asked, extra_body={"ignore_eos": True})
     rows = ["", "", ""]
-    for part in client.chat.completions.create(**given, stream=True, extra_body={"ignore_eos": True}):
+    for part in parts:
         rows[part.choices[0].index] += part.choices[0].delta.content or ""
     assert rows == [choice.message.content for choice in whole.choices]
     assert len(set(rows)) > 1
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert [part.choices[0].finish_reason for part in parts[-1:]] == ["length"]
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert last.usage.hf_blend["prefill"] == whole.usage.hf_blend["prefill"]
 
 
 def test_equal_seeds_give_equal_texts_whatever_stands_beside(http):
