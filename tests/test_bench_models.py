@@ -6,12 +6,11 @@ import json
 
 import pytest
 import torch
-from benches.decode import kv_bytes
-from benches.overhead import KernelCount, OverheadPlan, measure_overhead
+from benches.overhead import OverheadPlan, measure_overhead
 
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bench import shapes
-from hf_blend.evaluation.bench.shapes import SHAPES, timed_model
+from hf_blend.evaluation.bench.shapes import timed_model
 
 SMALL = {
     "ttft": "--chunks 2 --chunk-tokens 24 --question-tokens 4 --ratios 0.2 --rounds 1",
@@ -60,13 +59,6 @@ def test_a_name_says_whether_it_is_a_shape_and_a_dtype_is_known(model_folder):
         timed_model("tiny", "float23", "cpu")
 
 
-def test_bytes_of_k_and_v_are_those_of_a_stock_cache():
-    model = timed_model("tiny", "float32", "cpu")
-    cache = model(torch.zeros((1, 5), dtype=torch.long), use_cache=True).past_key_values
-    assert kv_bytes(model, 5) == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert "head_dim" not in SHAPES["tiny"]
-
-
 WAITS = {"kv-deviation": 3, "boundary": 3}  # the ids, what the model is, whether layer 0 fits what is stored
 KERNELS = 1.15  # of a stock prefill
 
@@ -78,12 +70,3 @@ def test_a_layer_launches_hardly_more_kernels_than_a_stock_one_however_many_chun
     assert many["kernels_per_layer"] <= KERNELS * many["stock_kernels_per_layer"]
     assert many["kernels_per_layer"] == pytest.approx(few["kernels_per_layer"], rel=0.03)
     assert few["syncs"] == many["syncs"] <= many["stock_syncs"] + WAITS[selector]
-
-
-def test_the_count_sees_kernels_and_waits_but_no_views():
-    states = torch.ones(4, 6)
-    with KernelCount().counting() as counted:
-        assert int((states.view(6, 4)[2:].transpose(0, 1) + 1).sum()) == 32
-        states.tolist()
-    assert counted.kernels == {"aten::add": 1, "aten::sum": 1}
-    assert sum(counted.syncs.values()) == 2

@@ -10,13 +10,11 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.cache.layers import BlendLayer
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.identity.watch import StructureWatch
-from hf_blend.prefill.layer_kind import LayerKind
 from hf_blend.rotary.base import compose
 from hf_blend.store.chunk import ChunkKey, ChunkKV
 from tests.conftest import slow_but
@@ -204,15 +202,6 @@ def test_later_and_several_check_layers_choose_among_what_still_flows(
     got, cache = blend(model, ChunkStore.open("memory://"), *requests, **settings)
     assert cache.report.chosen_columns == columns_of(reference.sets[min(ratios)])
     assert_close(got, wanted)
-
-
-def test_the_reference_notices_one_token_that_is_not_spliced(shared_model, pieces, blend):
-    model, requests = shared_model(), [pieces()]
-    layers, lies = stale(model, requests)
-    lies[0, 40] = False
-    wanted, _ = full(model, requests, SplicingCache(layers, lies, {CHECK: 0.3}))
-    got, _ = blend(model, ChunkStore.open("memory://"), *requests, recompute_ratio=0.3)
-    assert (got - wanted).abs().max() > 1e-4
 
 
 @torch.no_grad()
@@ -469,21 +458,3 @@ def test_the_oracle_is_refused_behind_tokens_that_it_does_not_know(shared_model,
         with pytest.raises(PromptError, match=r"'oracle'.*4 tokens are in the cache.*fresh cache"):
             model(laid_out([request])[0], past_key_values=cache, logits_to_keep=1)
     assert cache.get_seq_length() == 4
-
-
-def test_a_kind_of_layer_is_called_by_every_method_that_it_overrides(shared_model, tokenizer, pieces, monkeypatch):
-    seen = []
-
-    class Watched(LayerKind):
-        def leave(self):
-            seen.append("leave")
-
-    class Below(Watched):
-        parts = frozenset({"keys"})
-
-    assert [one.has_hooks for one in (LayerKind, Watched, Below)] == [False, True, True]
-    monkeypatch.setattr(BlendLayer, "prefill_kind", Below)
-    cache = BlendCache(shared_model(), ChunkStore.open("memory://"), recompute_ratio=0.3)
-    with torch.no_grad():
-        shared_model()(**cache.inputs(tokenizer, **pieces()), past_key_values=cache, logits_to_keep=1)
-    assert len(seen) >= shared_model().config.num_hidden_layers

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One cache, one request: what it reuses, what it refuses, and that it leaves the model and itself as they were."""
 
-import copy
-import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +11,6 @@ import torch
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.prefill.blend import Prefill
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import hooks
 
@@ -41,29 +38,6 @@ def test_a_cache_that_is_never_used_leaves_nothing_on_the_model(shared_model, un
         assert hooks(model) == 0
         assert not cache
         assert len(cache) == 4
-
-
-def test_a_cache_that_is_dropped_before_its_forward_takes_its_hooks_along(shared_model):
-    model = shared_model()
-    cache = BlendCache(model, store())
-    assert cache.get_seq_length() == 0
-    assert hooks(model) == 1
-    del cache
-    gc.collect()
-    assert hooks(model) == 0
-
-
-def test_a_missing_chunk_is_computed_stored_and_used_and_loaded_the_next_time(shared_model, pieces, tokenizer):
-    model, kept, request = shared_model(), store(), pieces()
-    kept.add(model, None, request["chunks"][:1])
-    reports = []
-    for _ in range(2):
-        cache = BlendCache(model, kept, recompute_ratio=0.15)
-        generate(model, cache, cache.inputs(tokenizer, **request))
-        reports.append(cache.report)
-    assert [(one.computed_chunks, one.loaded_chunks) for one in reports] == [(3, 1), (0, 4)]  # with the prefix
-    assert reports[0].chosen_columns == reports[1].chosen_columns
-    assert [one.reusable_tokens for one in reports] == [71, 71]
 
 
 def test_a_chunk_that_occurs_twice_is_fetched_once(shared_model, pieces, tokenizer):
@@ -260,52 +234,6 @@ def test_a_chunk_computed_while_another_thread_runs_the_model_has_its_own_tables
     key = ChunkKey(fingerprint(model), (1,), request["chunks"][0])
     for (_, one), (_, other) in zip(kept.get(key).named_tensors(), quiet.get(key).named_tensors(), strict=True):
         assert torch.equal(one, other)
-
-
-@torch.no_grad()
-def test_hooks_that_end_in_the_middle_of_another_call_do_no_harm(tiny_model, pieces, tokenizer, monkeypatch):
-    model, kept = tiny_model(), store()
-    runner, ending = (BlendCache(model, kept, recompute_ratio=0.15) for _ in range(2))
-    inputs = [one.inputs(tokenizer, **pieces()) for one in (runner, ending)]
-    wanted = model(**inputs[0], past_key_values=BlendCache(model, kept), logits_to_keep=1)
-    for cache in (runner, ending):
-        cache.get_seq_length()
-    ending._hooks.enter_layers(tokens=85)
-    enter = Prefill.enter
-
-    def end_the_other(prefill, index, call):
-        if index == 1 and prefill is runner.prefill:
-            ending._hooks.leave()  # as another thread's last layer does
-        enter(prefill, index, call)
-
-    monkeypatch.setattr(Prefill, "enter", end_the_other)
-    got = model(**inputs[0], past_key_values=runner, logits_to_keep=1)
-    assert got.logits.shape == wanted.logits.shape
-    assert hooks(model) == 0
-
-
-def test_a_copy_has_its_own_states_and_goes_on_alike(shared_model, pieces, tokenizer):
-    model = shared_model()
-    cache = BlendCache(model, store(), recompute_ratio=0.15)
-    output = generate(model, cache, cache.inputs(tokenizer, **pieces()))
-    twin = copy.deepcopy(cache)
-    assert twin.report.as_dict() == cache.report.as_dict()
-    twin.layers[0].keys.fill_(0)
-    assert cache.layers[0].keys.abs().sum() > 0
-    fresh = copy.deepcopy(cache)
-    assert torch.equal(generate(model, cache, output), generate(model, fresh, output))
-
-
-def test_after_reset_the_cache_serves_another_request(shared_model, pieces, tokenizer):
-    model, kept = shared_model(), store()
-    cache = BlendCache(model, kept, recompute_ratio=0.15)
-    wanted = generate(model, cache, cache.inputs(tokenizer, **pieces()))
-    generate_other = pieces((30,), seed=2)
-    cache.reset()
-    generate(model, cache, cache.inputs(tokenizer, **generate_other))
-    cache.reset()
-    assert torch.equal(generate(model, cache, cache.inputs(tokenizer, **pieces())), wanted)
-    assert cache.report.reusable_tokens == 71
 
 
 def test_a_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tokenizer):

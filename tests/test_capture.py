@@ -16,7 +16,6 @@ from hf_blend.model.anatomy import decoder_layers, decoder_of
 from hf_blend.model.capture import (
     LEAST_SHARED,
     PACK_TOKENS,
-    _recorded_tables,
     capture,
     capture_chunk,
     capture_chunks,
@@ -131,20 +130,6 @@ def test_capture_names_a_layer_that_caches_nothing_or_something_else(tiny_model,
         capture(model, torch.tensor([CHUNK]))
 
 
-@torch.no_grad()
-def test_capture_that_ends_in_the_middle_of_another_call_does_no_harm(tiny_model):
-    model = tiny_model()
-    layer, recording = decoder_layers(model)[1], _recorded_tables(decoder_layers(model), DynamicCache())
-    ended = []
-    handle = layer.register_forward_pre_hook(lambda *_: ended.append(recording.__exit__(None, None, None)))
-    tables = recording.__enter__()
-    model(torch.tensor([CHUNK]), past_key_values=DynamicCache())
-    handle.remove()
-    assert ended
-    assert tables == {}
-    assert not layer._forward_pre_hooks
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_capture_chunks_gives_each_the_states_and_tables_of_a_plain_forward(tiny_model, kind):
     model, keys = tiny_model(kind, **KINDS[kind]), keys_of(31, 7, 18)
@@ -159,14 +144,6 @@ def test_capture_chunks_gives_each_the_states_and_tables_of_a_plain_forward(tiny
         assert chunk.layer_table == one.layer_table
         pairs = zip(chunk.tables, one.tables, strict=True)
         assert all(torch.equal(got, own) for pair in pairs for got, own in zip(*pair, strict=True))
-
-
-def test_capture_chunks_lets_no_bit_depend_on_what_the_others_say(shared_model):
-    model, (first, middle, last, other) = shared_model(), keys_of(31, 18, 7, 18)
-    one, two = (capture_chunks(model, [first, between, last]) for between in (middle, other))
-    for place in (0, 2):
-        pairs = zip(one[place].layers, two[place].layers, strict=True)
-        assert all(torch.equal(got, again) for pair in pairs for got, again in zip(*pair, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -195,13 +172,14 @@ def test_capture_chunks_behind_a_prefix_that_all_share_gives_each_what_it_has_al
                 assert relative_error(got, own) <= (1e-5 if dtype == torch.float32 else allowed_of(KV, dtype))
 
 
-def test_capture_chunks_behind_a_shared_prefix_lets_no_bit_depend_on_what_the_others_say(shared_model):
+def test_capture_chunks_lets_no_bit_depend_on_what_the_others_say(shared_model):
     for model in (shared_model(), shared_model("mistral", sliding_window=8)):
-        first, middle, last, other = keys_of(31, 18, 7, 18, sink=PREFIX)
-        one, two = (capture_chunks(model, [first, between, last]) for between in (middle, other))
-        for place in (0, 2):
-            pairs = zip(one[place].layers, two[place].layers, strict=True)
-            assert all(torch.equal(got, again) for pair in pairs for got, again in zip(*pair, strict=True))
+        for sink in ((1,), PREFIX):
+            first, middle, last, other = keys_of(31, 18, 7, 18, sink=sink)
+            one, two = (capture_chunks(model, [first, between, last]) for between in (middle, other))
+            for place in (0, 2):
+                pairs = zip(one[place].layers, two[place].layers, strict=True)
+                assert all(torch.equal(got, again) for pair in pairs for got, again in zip(*pair, strict=True))
 
 
 def test_packed_lines_are_those_of_each_text_alone_by_its_positions():

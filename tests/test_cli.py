@@ -104,14 +104,6 @@ def test_wrong_usage_exits_with_2_and_suggests_the_near_name(run, words, hint):
     assert hint in err
 
 
-def test_our_errors_are_one_message_on_stderr_and_no_traceback(run, tmp_path):
-    code, out, err = run("store", "ls", "--store", "nowhere")
-    assert (code, out) == (2, "")
-    assert err.startswith("hf-blend: there is no store at 'nowhere'")
-    assert "Traceback" not in err
-    assert not (tmp_path / "nowhere").exists()
-
-
 def test_a_store_with_a_secret_is_looked_after_with_the_file_that_holds_it(run, tmp_path):
     (tmp_path / "key").write_bytes(b"one")
     key, words = ChunkKey("ab" * 32, (1,), (5, 6)), ("--store", str(tmp_path / "s"), "--json")

@@ -10,10 +10,8 @@ from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.model.capture import capture_chunks
 from hf_blend.model.context import LEAST_POSITIONS, MOST_TOKENS, TEXT, default_prefix
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.store.chunk import ChunkKey
 from tests.conftest import random_ids, random_pieces
 
 CHUNKS = [random_ids(20, seed) for seed in (1, 2)]
@@ -86,23 +84,6 @@ def test_prompt_of_which_no_tokenizer_is_known_finds_what_is_behind_the_text(mod
     assert cache.report.loaded_chunks == len(keys)
     with ChunkStore.open("memory://") as empty:
         assert empty.stored_prefix(model, fingerprint(model)) == (model.config.bos_token_id,)
-
-
-def test_config_that_names_tokens_is_obeyed(model, store):
-    store.add(model, Words(), CHUNKS, chunk_prefix_ids=(1, 9))
-    cache = BlendCache(model, store, chunk_prefix_ids=(1, 9))
-    inputs = cache.inputs(Words(), **{**random_pieces(), "chunks": CHUNKS})
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache, logits_to_keep=1)
-    assert (cache.chunk_prefix_ids, cache.report.loaded_chunks) == ((1, 9), 2)
-
-
-def test_chunk_has_the_same_bits_alone_and_among_others_behind_the_text(model):
-    keys = [ChunkKey(fingerprint(model), prefix_of(model), tuple(ids)) for ids in CHUNKS]
-    together, alone = capture_chunks(model, keys), [capture_chunks(model, [key])[0] for key in keys]
-    for one, other in zip(together, alone, strict=True):
-        for states in zip(one.layers, other.layers, strict=True):
-            assert all(map(torch.equal, *states))
 
 
 def test_chunk_that_fits_the_model_but_not_behind_the_text_is_computed_in_its_place(store):

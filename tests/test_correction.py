@@ -108,16 +108,6 @@ def test_corrected_and_plain_chunks_never_meet_and_what_a_prompt_begins_with_sta
         assert not torch.equal(plain[:, prefix:], corrected[:, prefix:])
 
 
-def test_ratio_1_is_full_prefill_over_corrected_chunks(shared_model, fitted_correction):
-    model = shared_model("llama")
-    with ChunkStore.open("memory://", correction=fitted_correction) as store, torch.no_grad():
-        cache = BlendCache(model, store, recompute_ratio=1.0)
-        inputs = cache.inputs(None, **random_pieces())
-        got = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
-        expected = model(**inputs, logits_to_keep=1).logits
-    assert torch.allclose(got, expected, atol=1e-5)
-
-
 def test_first_chunk_behind_nothing_else_is_recomputed_where_it_is_corrected(shared_model, fitted_correction):
     model = shared_model("llama")
     pieces = {**random_pieces(), "prefix": list(default_sink(model))}

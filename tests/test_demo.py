@@ -237,15 +237,6 @@ def test_a_model_that_reads_less_than_the_handbook_opens_with_a_sentence(shelf, 
     assert "tokens for this model" in scene.status
 
 
-@pytest.mark.slow
-def test_a_real_model_opens_the_page(shelf, smollm2):
-    scene = page.Demo(shelf).opening()
-    assert all(one.state == "done" and one.text for one in scene.panels)
-    full, reuse, blend = scene.panels
-    assert reuse.ttft_ms < blend.ttft_ms < full.ttft_ms
-    assert "x as fast as full prefill" in scene.status
-
-
 def test_uploaded_files_are_read_and_what_is_left_out_is_named(tmp_path):
     (tmp_path / "a.md").write_text("# Light\n\nInes keeps it.\n", encoding="utf-8")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")

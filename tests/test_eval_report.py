@@ -221,14 +221,6 @@ def test_a_line_that_is_no_answer_is_refused_by_name(tmp_path, line):
         compared(first, second)
 
 
-def test_a_run_that_measured_without_scoring_is_refused_by_name(tmp_path):
-    first, second = written(tmp_path / "a", [1]), written(tmp_path / "b", [1])
-    line = {"task": "needle", "model": "one", "method": "deviations", "ratio": None, "id": "0", "layers": [0.1]}
-    (second / "answers.jsonl").write_text(json.dumps(line) + "\n")
-    with pytest.raises(ConfigError, match="has a damaged line: no score"):
-        compared(first, second)
-
-
 def test_letters_that_end_lines_elsewhere_end_no_answer(tmp_path):
     first, second = written(tmp_path / "a", []), written(tmp_path / "b", [])
     about = {"task": "needle", "model": "one", "method": "boundary", "ratio": 0.1, "score": 1}

@@ -211,10 +211,3 @@ def test_word_f1_of_the_recorded_answers_is_what_others_count(published):
     said, _ = recorded(published, "musique")
     rule = score("word-f1")
     assert statistics.fmean(map(rule.best, said, musique(published))) == pytest.approx(0.2421, abs=5e-5)
-
-
-def test_real_answers_score_1_by_the_rules_for_short_answers_even_those_that_begin_like_no(published):
-    answers = [answer for row in musique(published) for answer in row]
-    assert sum(answer.lower().startswith("no") for answer in answers) >= 5, "Norway and November are among them"
-    for name in ("word-f1", "exact-match"):
-        assert all(score(name).best(answer, [answer]) == 1 for answer in answers)

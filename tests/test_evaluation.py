@@ -15,7 +15,6 @@ from worlds.world.sampling import Example, sample_examples
 from hf_blend import BlendConfig, ChunkStore, ConfigError, plugins
 from hf_blend.errors import PromptError
 from hf_blend.evaluation import answering, asking
-from hf_blend.evaluation.bench.shapes import random_model
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.inspecting import Inspector, draw, rank_correlation
@@ -72,11 +71,6 @@ def test_the_bench_reports_every_ratio_beside_its_bound():
     assert some["reusable_tokens"] == 96
     assert some["exact_tokens"] == 49
     assert len(told) == 6
-
-
-def test_an_unknown_shape_gets_a_suggestion():
-    with pytest.raises(ConfigError, match=r"smollm2_135.*Did you mean 'smollm2-135m'"):
-        random_model("smollm2_135", None, "cpu")
 
 
 @pytest.mark.parametrize("draw", [sample_examples, chains.sample_examples])

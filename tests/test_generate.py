@@ -149,22 +149,6 @@ def test_random_selector_chooses_in_a_batch_what_it_chooses_for_single_requests(
     assert chosen(*REQUESTS) == [chosen(one)[0] for one in REQUESTS]
 
 
-def test_history_of_a_batch_goes_on_for_each_of_its_rows(shared_model):
-    model = shared_model()
-    later = [
-        random_pieces((14, 10), seed=5),
-        random_pieces((25,), seed=6, question=4),
-        random_pieces((6, 7, 8), seed=7),
-    ]
-    cache, inputs = prepared(model, *REQUESTS, recompute_ratio=1.0)
-    output = run(model, inputs, cache)
-    turn = {name: [one[name] for one in later] for name in ("chunks", "question")}
-    inputs = cache.inputs(None, **turn, history=output)
-    got = run(model, inputs, cache)
-    assert cache.report.reusable_tokens == 24 + 25 + 21
-    assert torch.equal(got, run(model, inputs))
-
-
 def test_deepcopy_knows_the_padding_between_the_turns_of_a_batch(shared_model):
     model, said, output = shared_model(), [[1, 4], [1, 4]], None
     cache = BlendCache(model, memory(), recompute_ratio=1.0)

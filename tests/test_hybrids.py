@@ -28,7 +28,7 @@ from hf_blend.hybrids.mixer_probe import mixers_of
 from hf_blend.model import anatomy
 from hf_blend.model.calibrate import ignores_states, rotary_styles
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.prefill import observing, realign
+from hf_blend.prefill import observing
 from hf_blend.selectors.kv_deviation import KvDeviation
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.model_under_test import ModelUnderTest
@@ -120,40 +120,6 @@ def test_question_is_fresh_is_not_judged_where_a_scan_cannot_be_cut(name):
     found = measured(name, ("prefix_cache", "question_is_fresh"))
     assert [rung.passed for rung in found] == [True, None]
     assert "mixers" in found[1].detail
-
-
-def convolution_tail_missing(monkeypatch):
-    lay = realign.Realigner.write_beside
-
-    def without_tails(self, layer, slots, states, *spans):
-        lay(self, layer, slots, states, *spans)
-        for slot in slots:
-            states[slot.row, :, slot.columns.stop - 2 : slot.columns.stop] = 0
-
-    monkeypatch.setattr(realign.Realigner, "write_beside", without_tails)
-
-
-def keys_of_the_indexer_unmoved(monkeypatch):
-    beside, of = realign.BESIDE, realign.Realigner._rotation
-    monkeypatch.setattr(realign.Realigner, "_rotation", lambda *given: None if given[-1] == beside else of(*given))
-
-
-@pytest.mark.parametrize(
-    ("name", "mistake"),
-    [
-        ("lfm2", convolution_tail_missing),
-        ("deepseek_v32", keys_of_the_indexer_unmoved),
-        pytest.param("qwen3_next", convolution_tail_missing, marks=pytest.mark.slow),
-    ],
-)
-def test_ladder_fails_where_a_mixer_or_an_indexer_is_fed_wrongly(name, mistake):
-    subject = subject_of(name)
-    assert subject.floor  # measured before anything is broken
-    subject.blend(subject.prompts[:1], 0.3)  # and the model is tested, at first use
-    with pytest.MonkeyPatch.context() as monkeypatch, poisoned_memory():
-        mistake(monkeypatch)
-        rungs = measured(name, ("fused_ratio", "ratio_1_batch"))
-        assert any(not rung.passed and rung.tolerance is not None for rung in rungs)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from hf_blend.model.modality import has_features, other_inputs, placeholder_ids
 from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.prefill.rows import Rows
 from hf_blend.prompt.content import content_ids, is_content
-from hf_blend.prompt.pieces import TextPrompt
 from hf_blend.selectors.base import TokenView
 from hf_blend.store.chunk import ChunkKey
 from tests.conftest import slow_but
@@ -661,11 +660,3 @@ def test_model_whose_text_sees_ahead_is_refused_or_computes_its_chunks():
     got, cache = blend(kind, inputs, store, "eager", chunks=False, recompute_ratio=0.0, selector="none")
     assert gap(got, stock(kind, inputs, "eager")[0]) < FLOOR
     assert cache.report.refused_chunks == len(CHUNKS)
-
-
-def test_keep_beginning_ends_before_an_image_that_another_may_follow():
-    cache, ids = BlendCache(build("llava"), filled("llava")), (1, 5, START, IMAGE, 7)
-    with torch.no_grad():
-        build("llava")(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
-    cache._prompts.beginning, cache._placeholders = ids, frozenset({START, IMAGE})
-    assert cache._keep_beginning([TextPrompt((*ids, 8))]) == 2

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importance is the attention of the running request: gathered by stock attention's rule, kept, and used."""
 
-
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
@@ -121,15 +120,6 @@ def test_note_gets_the_question_of_each_prompt_of_a_batch(model, monkeypatch):
     for chunk in map(tuple, CHUNKS):
         (first, _), _ = told[chunk]
         torch.testing.assert_close(first, alone[0][chunk][0][0], rtol=1e-3, atol=1e-3)
-
-
-def test_note_leaves_out_what_a_padded_prompt_begins_with(model, monkeypatch):
-    store = ChunkStore.open("memory://", eviction="importance")
-    batch = {**PIECES, "chunks": [CHUNKS, CHUNKS], "question": [[7, 8], [9, 10, 11]]}
-    asked(model, store, batch, recompute_ratio=0.3)
-    told = listened(monkeypatch, store)
-    asked(model, store, batch, recompute_ratio=0.3)
-    assert {chunk: len(notes) for chunk, notes in told.items()} == dict.fromkeys(map(tuple, CHUNKS), 2)
 
 
 def test_importance_outlives_eviction_and_restarts(model, tmp_path):

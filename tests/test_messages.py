@@ -10,10 +10,9 @@ from transformers import AutoTokenizer
 
 from hf_blend import BlendCache, ChunkStore, PromptError
 from hf_blend.config import BlendConfig
-from hf_blend.evaluation.answering import FULL_PREFILL, INSTRUCTION, Turn, ids_of, inputs_of, request
+from hf_blend.evaluation.answering import FULL_PREFILL, INSTRUCTION, Turn, request
 from hf_blend.evaluation.asking import Asked, Asker, Method
 from hf_blend.evaluation.documents import Document
-from hf_blend.evaluation.indexing import Indexer
 from hf_blend.evaluation.retrieving import Splitter
 from tests.asking import memory
 from tests.chat_templates import (
@@ -242,16 +241,6 @@ def test_the_instruction_is_a_system_message_where_the_template_has_one(plain, t
     assert text.index(INSTRUCTION) < text.index(DOCUMENTS[0]) < text.index(QUESTION)
 
 
-def test_a_model_without_a_template_has_pieces(plain):
-    tokenizer = plain[1]
-    tokenizer.chat_template = None
-    assert request(tokenizer, DOCUMENTS, QUESTION, "Be brief.") == {
-        "prefix": "Be brief.",
-        "chunks": DOCUMENTS,
-        "question": QUESTION,
-    }
-
-
 def test_a_turn_is_rendered_as_the_template_renders_the_whole_conversation(plain):
     tokenizer = plain[1]
     history = [Turn("Who?", "Mara."), Turn("Where?", "There.")]
@@ -270,19 +259,6 @@ def test_a_turn_is_rendered_as_the_template_renders_the_whole_conversation(plain
 def split(tokenizer, chunk_tokens):
     pytest.importorskip("semantic_text_splitter", reason="the extra rag is not installed: pip install hf-blend[rag]")
     return Splitter(tokenizer, chunk_tokens).split(Document("joined", JOINED))
-
-
-def test_what_was_indexed_is_found_in_the_prompt_of_a_question(plain):
-    model, tokenizer = plain
-    store = ChunkStore.open("memory://")
-    pieces = split(tokenizer, 24)
-    assert Indexer(model, tokenizer, store, pieces).run().stored > 3
-    given = request(tokenizer, [piece.prompt_text for piece in pieces], QUESTION, None)
-    cache = BlendCache(model, store)
-    inputs = inputs_of(cache, tokenizer, given)
-    assert inputs["input_ids"][0].tolist() == ids_of(tokenizer, given)
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
-    assert cache.report.computed_chunks <= 1, "what is before the documents"
 
 
 def test_asking_gives_the_answer_of_a_full_prefill_at_ratio_1_and_marks_documents_only(plain):

@@ -193,18 +193,6 @@ def opened_all(store: Any) -> Any:
             yield store.source(key), key
 
 
-def test_a_damaged_block_is_computed_in_the_same_request(model, store):
-    wanted, *_ = answered(model, store, 0.5, {"alpha": ANYHOW})
-    objects = store._tiers[0].tier.objects
-    for name in list(objects):
-        content = bytearray(objects[name].content)
-        content[-3] ^= 1
-        content[len(content) // 2] ^= 1
-        objects[name] = BytesSource(bytes(content))
-    got, *_ = answered(model, store, 0.5, {"alpha": ANYHOW})
-    assert torch.equal(got, wanted)
-
-
 def test_every_changed_byte_of_a_header_is_refused(model, store):
     source, key = next(iter(opened_all(store)))
     end = BlockReader(source, key).data_start

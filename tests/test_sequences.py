@@ -208,14 +208,6 @@ def test_models_that_count_tokens_and_attention_without_masks_are_refused_by_nam
         cache.use(0, 1)
 
 
-def test_the_self_test_sees_a_mask_that_shows_the_cells_of_others(monkeypatch):
-    model = tiny_model("llama")
-    monkeypatch.setattr("hf_blend.context.sequence_cache.mask_of", lambda seen, real: everything(seen, real))
-    cache = filled(model)
-    with pytest.raises(UnsupportedModelError, match="logits of sequence"):
-        cache.fork(2)
-
-
 def everything(seen, real):
     return torch.ones(len(real), 1, real.shape[1], seen.shape[1] + real.numel(), dtype=torch.bool)
 

@@ -186,22 +186,6 @@ def test_sparse_decoding_leaves_another_cache_and_another_thread_dense(model):
         assert torch.equal(got_logits, logits)
 
 
-def test_crop_makes_the_blocks_be_read_again(model):
-    cache = new_cache(model)
-    with sparse_decoding(model, cache, **SMALL) as sparse:
-        generated(model, prompt(), past_key_values=cache)
-        cache.crop(-60)
-        other = torch.randint(5, 90, (1, 70), generator=torch.Generator().manual_seed(8))
-        with torch.no_grad():
-            model(other, past_key_values=cache)
-            watched = Masked(model, sparse)
-            for token in (7, 9, 11):
-                model(torch.tensor([[token]]), past_key_values=cache)
-    assert len(watched.calls) == 3 * len(sparse.layers)
-    for _, expected, got in watched.calls:
-        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
-
-
 def test_blocked_layer_represents_blocks_again_that_were_cut_while_a_selection_held():
     layer, settings = BlendLayer(), SparseConfig(block_tokens=4, recent_blocks=0)
     blocks = BlockedLayer(layer, settings, plugins.load("sparse.methods", "gsa")({}))

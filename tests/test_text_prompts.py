@@ -101,17 +101,6 @@ def test_reused_values_are_the_stored_ones_of_just_these_tokens(known):
     assert torch.allclose(cache.layers[0].keys, plain.layers[0].keys, atol=1e-4), "at layer 0 K depends on the token"
 
 
-def test_inputs_from_text_pad_a_batch_on_the_left(known):
-    model, tokenizer = known
-    texts = [f"{JOINED}\n\n{QUESTION}", f"{DOCUMENTS[1]}\n{QUESTION}"]
-    cache = BlendCache(model, memory(), recompute_ratio=1.0)
-    inputs = cache.inputs_from_text(tokenizer, texts, [DOCUMENTS, DOCUMENTS[1:2]])
-    output = model.generate(**inputs, past_key_values=cache, **WORDS)
-    for row, text in enumerate(texts):
-        alone = model.generate(**tokenizer(text, return_tensors="pt"), **WORDS)[0]
-        assert torch.equal(output[row, -len(alone) :], alone)
-
-
 def test_seam_tokens_of_a_prompt_in_parts_are_counted_once(known):
     model, tokenizer = known
     text, counts = f"Answer.\n{JOINED}\n\n{QUESTION}", []

@@ -12,7 +12,6 @@ from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import PromptError, UnsupportedModelError
-from hf_blend.model import together
 from hf_blend.model.anatomy import default_sink
 from hf_blend.prefill.plan import of_set
 from tests.conftest import random_ids, random_pieces
@@ -129,17 +128,6 @@ def test_chunk_of_a_set_that_is_damaged_is_computed_again_with_the_others(shared
         torch.testing.assert_close(values[-1], torch.cat(expected, 1))
 
 
-def test_everything_recomputed_is_a_full_prefill_also_with_a_set(shared_model, store):
-    model = shared_model("llama")
-    store.add_together(model, None, CHUNKS, separator=BETWEEN)
-    logits, _, report = blend(model, store, CHUNKS, ratio=1.0)
-    pieces = {**random_pieces(), "chunks": CHUNKS}
-    inputs = BlendCache(model, store).inputs(None, **pieces)
-    with torch.no_grad():
-        torch.testing.assert_close(logits, model(inputs["input_ids"], logits_to_keep=1).logits, rtol=1e-4, atol=1e-4)
-    assert report.chunks_of_sets == 3
-
-
 def test_set_brings_a_prompt_nearer_to_full_prefill(shared_model, store):
     model, errors = shared_model("llama"), []
     chunks = [CHUNKS[one] for one in (1, 2, 0)]
@@ -161,15 +149,6 @@ def test_set_without_a_separator_is_reused_where_there_is_none(shared_model, sto
     assert {key.chunk_prefix_ids for key in keys} == {()}
     assert keys == store.add_together(model, None, CHUNKS, separator=())
     assert blend(model, store, CHUNKS)[2].chunks_of_sets == 3
-
-
-def test_set_is_named_once_however_many_chunks_it_has(shared_model, store, monkeypatch):
-    named = []
-    for name in ("set_identity", "fingerprint"):
-        real = getattr(together, name)
-        monkeypatch.setattr(together, name, lambda *given, real=real: [named.append(real.__name__), real(*given)][1])
-    store.add_together(shared_model("llama"), None, CHUNKS, separator=())
-    assert sorted(named) == ["fingerprint", "set_identity", "set_identity"]  # of the keys, and of what is computed
 
 
 def test_sets_that_cannot_be_are_refused(shared_model, store):

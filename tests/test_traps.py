@@ -171,12 +171,6 @@ def test_a_prefix_computed_by_short_factors_is_not_exact_in_a_long_prompt():
     assert cache.report.reusable_tokens == inputs["input_ids"].shape[1] - len(PIECES["question"])
 
 
-def test_believing_a_prefix_of_short_factors_would_show(monkeypatch):
-    model = phi3()
-    monkeypatch.setattr("hf_blend.prefill.plan.frequency_regime", lambda *_: ())
-    assert error(model, {**PIECES, "prefix": list(range(40, 60))}) > 1e-3
-
-
 def test_frequencies_that_depend_on_the_longest_prompt_so_far_are_those_of_the_plain_model():
     model = zoo_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=58)
     store, twin = ChunkStore.open("memory://"), copy.deepcopy(model)

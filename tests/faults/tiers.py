@@ -70,7 +70,9 @@ class FaultyServer(RemoteTier):
         return [name for name in self.objects if name.startswith(space)]
 
     def ask_all(self, space: str) -> Mapping[str, ObjectStat]:
-        return {name: ObjectStat(len(content), 0.0) for name, content in self.objects.items() if name.startswith(space)}
+        return {
+            name: ObjectStat(len(content), 0.0) for name, content in self.objects.items() if name.startswith(space)
+        }
 
     def _found(self, content: bytes) -> Found:
         return Found(ObjectStat(len(content), 0.0), hash(content))
