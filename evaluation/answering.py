@@ -210,12 +210,3 @@ def ends_of(model: nn.Module) -> list[int]:
     """The tokens that end an answer."""
     ends = model.generation_config.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
-
-
-def is_right(text: str, wanted: str) -> bool:
-    """Exact match, but for case, space around it and a full stop behind it."""
-    return _plain(text) == _plain(wanted)
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.lower().strip(" .\n").split())

@@ -37,9 +37,13 @@ def method_names() -> dict[str, str]:
 @cache
 def takes_ratio(name: str) -> bool:
     """Whether a method has a ratio."""
-    plain = name.partition(":")[0].replace("_", "-")
-    if plain.endswith(plugins.FILE):
-        return bool(plugins.load("selectors", name.partition(":")[0]))
+    path = name.partition(":")[0]
+    if path.endswith(plugins.FILE):
+        try:
+            return not plugins.load("evaluation.methods", path)
+        except ConfigError:  # a selector; what is neither is refused here
+            return bool(plugins.load("selectors", path))
+    plain = path.replace("_", "-")
     if plain not in method_names():
         raise PluginNotFoundError(f"there is no method {name!r}. {suggest(plain, method_names())}")
     return plain in plugins.describe("selectors")

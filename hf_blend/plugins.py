@@ -5,7 +5,7 @@
 A *kind* is a sub-package with a `base.py`, such as `selectors` or `store.tiers`. A *plugin* is a file beside it
 with exactly one public class that derives from a class of that `base.py`. Its name is the file's name, with `-`
 for `_`. Other distributions add plugins by entry points in the group `hf_blend.<kind>`; they cannot replace ours.
-A selector, a corrector or a task may also be a file anywhere, by its path.
+A selector, a corrector, a task or a method of evaluation may also be a file anywhere, by its path.
 """
 
 import ast
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 FILE = ".py"  # how the name of a file of the caller's own ends
 _parsing = threading.Lock()  # CPython 3.11 raises SystemError where two threads parse at once
-FROM_FILES = ("selectors", "correctors", "evaluation.tasks")  # never named by what others wrote, such as an entry
+# never named by what others wrote, such as an entry
+FROM_FILES = ("selectors", "correctors", "evaluation.tasks", "evaluation.methods")
 
 
 def kinds() -> list[str]:

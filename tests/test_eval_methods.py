@@ -3,6 +3,7 @@
 """Every method on real prompts: what it counts, what it reuses, and that its ends are the ends of the scale."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hf_blend.evaluation.trial import EvalConfig, run
 NEW_TOKENS = 3
 SELECTORS = [name for name in method_names() if takes_ratio(name)]
 CACHES = [*SELECTORS, "full-reuse"]  # methods that read stored chunks
+BASELINES = {path.stem: str(path) for path in Path(REFERENCE).parents[2].glob("baselines/*.py")}  # methods in files
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def length(sample):
     return 1 + len(sample.prefix) + sum(map(len, sample.chunks)) + len(sample.question)
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", [*method_names(), *BASELINES.values()])
 def test_every_method_answers_and_counts_the_tokens_of_the_whole_prompt(way, samples, full, mistral_tokenizer, name):
     (found,) = way(name).answer(samples[:1], [full[0].ids])
     assert found.prompt_tokens == length(samples[0])
@@ -109,7 +111,7 @@ def test_a_ratio_of_1_is_a_full_prefill_and_a_ratio_of_0_is_full_reuse(way, samp
 def test_charged_budget_is_all_for_full_prefill_nothing_for_reuse_and_grows_with_the_ratio(full, reuse, way, samples):
     assert (full[0].charged_budget, full[0].reused_tokens) == (1.0, 0)
     assert reuse.charged_budget == 0
-    (left,) = way("unaligned-reuse").answer(samples[:1], [full[0].ids])
+    (left,) = way(BASELINES["unaligned_reuse"]).answer(samples[:1], [full[0].ids])
     assert (left.charged_budget, left.reused_tokens) == (0, reuse.reused_tokens)
     assert not torch.allclose(reuse.logits, left.logits, atol=1e-2)
     store = ChunkStore.open("memory://")
@@ -131,14 +133,14 @@ def test_prefix_caching_is_a_full_prefill_that_goes_on_from_a_beginning_it_has_s
     assert (other.reused_tokens, other.charged_budget) == (kept, 1.0), "the instruction alone is the same"
 
 
-@pytest.mark.parametrize("name", ["map-reduce", "map-rerank"])
+@pytest.mark.parametrize("name", ["map_reduce", "map_rerank"])
 def test_asking_chunk_by_chunk_is_charged_for_every_prompt_that_is_asked(way, samples, name):
     sample = samples[0]
-    (found,) = way(name).answer([sample])
+    (found,) = way(BASELINES[name]).answer([sample])
     alone = length(sample) - sum(map(len, sample.chunks))
     parts = len(sample.chunks) * alone + sum(map(len, sample.chunks))
     work = found.charged_budget * length(sample)
-    if name == "map-rerank":
+    if name == "map_rerank":
         assert work == pytest.approx(parts)
     else:
         assert parts + alone < work <= parts + alone + len(sample.chunks) * 4 * NEW_TOKENS

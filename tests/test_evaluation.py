@@ -24,13 +24,6 @@ from tests.conftest import slow_but
 EVERYTHING = answering.Method("all", BlendConfig(recompute_ratio=1.0))
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted", "right"), [("Selby.", "selby", True), (" a  b ", "a b", True), ("ab", "a", False)]
-)
-def test_an_answer_is_right_but_for_case_space_and_a_full_stop(text, wanted, right):
-    assert answering.is_right(text, wanted) is right
-
-
 def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_examples():
     draw = random.Random(0)
     few, many = ([draw.random() for _ in range(count)] for count in (20, 2000))

@@ -32,7 +32,8 @@ from papers.kvstar import kvstar
 from papers.paper_page import PAGE, RESULT, as_csv, as_latex, every_column
 
 TASKS = ("musique", "wikimqa", "samsum", "multi-news")
-BASELINES = ("prefix-caching", "full-reuse", "unaligned-reuse", "map-reduce", "map-rerank")
+FILES = sorted(str(path) for path in (Path(__file__).resolve().parent.parent / "baselines").glob("*.py"))
+BASELINES = ("prefix-caching", "full-reuse", *FILES)
 BLEND = "kv-deviation"
 CUT, CHUNKS = 256, 8  # tokens of a chunk where their number varies; how many chunks where nothing else is said
 Progress = Callable[[str, Iterator[Any], int], Any]
@@ -129,7 +130,7 @@ def reproduce(
             with RunFolder(place, trial.settings) as opened:
                 run(trial, opened, partial(progress, what) if progress else None, load)
                 found = summarised(trial.settings, opened.lines.values())["rows"]
-            rows += [{"varied": varied, **row} for row in found]
+            rows += [{"varied": varied, **row, "method": _label(row["method"])} for row in found]
         made.append({"name": figure.name, "title": figure.title, "rows": rows})
     result = {"settings": figures[0].trials[0][1].settings, "figures": made}
     for one in made:
@@ -138,6 +139,11 @@ def reproduce(
     (folder / RESULT).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", "utf-8")
     (folder / PAGE).write_text(_page(result), "utf-8")
     return result
+
+
+def _label(method: str) -> str:
+    """The name of a method; of a file, its own."""
+    return Path(method).stem.replace("_", "-") if method in FILES else method
 
 
 def _page(result: dict[str, Any]) -> str:

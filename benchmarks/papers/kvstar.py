@@ -35,7 +35,7 @@ from hf_blend.sparse.session import SparseSession, block_shares
 from papers.paper_page import write_paper
 
 METHOD, CONTROL, BLOCK_TOKENS, TEXT_TOKENS, DRAFTED_TOKENS = "kvstar", "random", 16, 24, 4
-DENSE, WHOLE = "dense", "answer-match"
+DENSE, WHOLE = "dense", "exact-match"
 CANNOT_SHOW = (
     "what batches gain: one request at a time.",
     "speed on a GPU, or of a model whose decoding is bound by reading K and V: in a small model or a short prompt the "

@@ -15,7 +15,7 @@ DRAWN = 500  # at a time
 class ChainWorld(Task):
     """Held-out questions, in the form that the chain model was trained on: no instruction, no tags."""
 
-    score = "answer-match"
+    score = "exact-match"
     max_new_tokens = 4
 
     def rows(self) -> Iterable[Row]:

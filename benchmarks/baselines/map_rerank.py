@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from hf_blend.evaluation.methods.base import EvalMethod, Outcome
+from hf_blend.evaluation.tasks.base import Sample
 from hf_blend.model.anatomy import stock_cache
-
-from ..tasks.base import Sample
-from .base import EvalMethod, Outcome
 
 
 class MapRerank(EvalMethod):

@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hf_blend.evaluation.methods.base import EvalMethod, Outcome
+from hf_blend.evaluation.tasks.base import Sample
 from hf_blend.model.anatomy import stock_cache
-
-from ..tasks.base import Sample
-from .base import EvalMethod, Outcome
 
 
 class MapReduce(EvalMethod):

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from hf_blend.config import BlendConfig
+from hf_blend.evaluation.methods.base import Blended
 from hf_blend.store.chunk import ChunkKV
-
-from .base import Blended
 
 
 class UnalignedReuse(Blended):
