@@ -26,7 +26,7 @@ ChunkTokens = Annotated[int | None, typer.Option(help="Cut chunks anew, so many 
 Order = Annotated[str, typer.Option(help="given, shuffled or reversed.")]
 Batch = Annotated[int, typer.Option(help="Samples answered side by side; above 1 only the first are timed.")]
 Output = Annotated[Path | None, typer.Option(help="Folder of the run; a stopped run goes on there.")]
-Report = Annotated[bool, typer.Option("--report", help="Write report.html and plots into the folder, too.")]
+Report = Annotated[bool, typer.Option("--report", help="Also write report.html and plots; needs the extra plot.")]
 COMPARE = "compare"
 SHOWN = (
     "task", "model", "method", "ratio", "n", "score", "low", "high", "charged_budget", "ttft_ms", "speedup",
@@ -67,6 +67,7 @@ def eval(
     """
     import tempfile
 
+    from hf_blend.errors import import_extra
     from hf_blend.evaluation.blending import method_names
     from hf_blend.evaluation.bundled import choose_device
     from hf_blend.evaluation.folder import SUMMARY, RunFolder
@@ -75,6 +76,8 @@ def eval(
 
     if tasks and tasks[0] == COMPARE:
         return _compare(context, tasks[1:], json)
+    if report:
+        import_extra("matplotlib", extra="plot", wanted_by="--report")  # before anything is answered
     names = tuple(tasks or ["needle"])
     wanted = tuple(name for one in method for name in (method_names() if one == "all" else [one]))
     files = _files(data or [], names)

@@ -5,19 +5,21 @@
 The page needs nothing beside itself: no script, no font, no picture from elsewhere.
 """
 
+import io
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from html import escape
 from typing import Any
 
-from .svg import Line, line_chart
+from hf_blend.errors import import_extra
 
 ENDS = ("full-prefill", "full-reuse")  # of the scale: labelled in every chart
+AXES = {"charged_budget": "charged budget", "ttft_ms": "time to first token, ms"}  # what quality is drawn against
+TEXT = {"svg.fonttype": "none", "svg.hashsalt": "hf_blend", "text.parse_math": False}  # words stay words in an SVG
 Row = Mapping[str, Any]
+Point = tuple[float, float, float, float]  # x, y, and the ends of y's interval
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff; max-width: 90rem; margin: 2rem auto;
   padding: 0 1rem; }
@@ -26,6 +28,7 @@ th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #e5e7
 th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
 figure { margin: 0; }
+figure svg { max-width: 100%; height: auto; }
 .charts { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); }
 .wide { overflow-x: auto; }
 pre { background: #f8fafc; padding: 1rem; overflow-x: auto; }
@@ -37,28 +40,40 @@ NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Axis:
-    """What quality is drawn against: the key in a row, its words, its unit."""
-
-    key: str
-    label: str
-    unit: str
-
-
-AXES = (Axis("charged_budget", "charged budget", "%"), Axis("ttft_ms", "time to first token", "ms"))
-
-
 def plots(summary: Mapping[str, Any]) -> dict[str, str]:
     """Draw quality against charged budget and against time to first token, for each task and model."""
     groups, found = _groups(summary["rows"]), {}
     for number, ((task, model), rows) in enumerate(groups.items(), 1):
         which = "" if len(groups) == 1 else f"-{number}-{_plain(task)}-{_plain(model)}"
-        for axis in AXES:
-            lines = _lines(rows, axis.key)
-            if lines:
-                found[f"quality-{axis.key.replace('_', '-')}{which}"] = _chart(lines, axis, f"{task}, {model}")
+        for key, label in AXES.items():
+            if lines := _lines(rows, key):
+                found[f"quality-{key.replace('_', '-')}{which}"] = chart(lines, f"{label} ({task}, {model})")
     return found
+
+
+def chart(lines: Mapping[str, Sequence[Point]], x_label: str, y_label: str = "score") -> str:
+    """Draw lines with their intervals, from 0 on, as an SVG element."""
+    made = import_extra("matplotlib", extra="plot", wanted_by="a chart")
+    with made.rc_context(TEXT):
+        figure = import_extra("matplotlib.figure", extra="plot", wanted_by="a chart").Figure(layout="constrained")
+        axes = figure.subplots()
+        for name, points in lines.items():
+            x, y, low, high = zip(*points, strict=True)
+            reach = [[max(0.0, one - least) for one, least in zip(y, low, strict=True)]]
+            reach.append([max(0.0, most - one) for one, most in zip(y, high, strict=True)])
+            axes.errorbar(x, y, reach, marker="o", label=name)
+            if name in ENDS:
+                side = "right" if x[-1] else "left"
+                axes.annotate(name, (x[-1], y[-1]), (0, 6), textcoords="offset points", ha=side)
+        axes.set(xlabel=x_label, ylabel=y_label)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside lower center", ncols=3)
+        text = io.StringIO()
+        figure.savefig(text, format="svg")
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", text.getvalue(), flags=re.DOTALL)  # names a page on the web
+    return drawn[drawn.index("<svg") :]
 
 
 def html(summary: Mapping[str, Any]) -> str:
@@ -92,42 +107,13 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     return groups
 
 
-def _lines(rows: Sequence[Row], key: str) -> list[Line]:
+def _lines(rows: Sequence[Row], key: str) -> dict[str, list[Point]]:
     """One line per method over its ratios; rows without a figure for this axis are left out."""
-    methods: dict[str, list[Row]] = {}
-    for row in rows:
+    lines: dict[str, list[Point]] = {}
+    for row in sorted(rows, key=lambda row: row["ratio"] or 0.0):
         if row.get(key) is not None:
-            methods.setdefault(str(row["method"]), []).append(row)
-    lines = []
-    for name, found in methods.items():
-        found = sorted(found, key=lambda row: row["ratio"] or 0.0)
-        points = tuple((float(row[key]), float(row["score"])) for row in found)
-        bars = tuple((float(row["low"]), float(row["high"])) for row in found)
-        lines.append(Line(name, points, bars, label=name if name in ENDS else ""))
+            lines.setdefault(str(row["method"]), []).append((row[key], row["score"], row["low"], row["high"]))
     return lines
-
-
-def _chart(lines: Sequence[Line], axis: Axis, about: str) -> str:
-    most_x = max(x for line in lines for x, _ in line.points)
-    most_y = max(high for line in lines for _, high in line.bars)
-    return line_chart(
-        lines,
-        x_label=f"{axis.label} ({about})",
-        y_label="score",
-        most_x=_round_above(max(most_x, 1.0) if axis.unit == "%" else most_x),
-        most_y=_round_above(min(most_y, 1.0)),
-        unit=axis.unit,
-        background="#ffffff",
-    )
-
-
-def _round_above(value: float) -> float:
-    """The next of …, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, … that is not below a value; 1 for nothing."""
-    if value <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(value))
-    steps = (one * power for one in (1, 2, 4, 6, 8, 10))
-    return round(next(step for step in steps if step >= value * (1 - 1e-9)), 12)
 
 
 def _plain(text: str) -> str:

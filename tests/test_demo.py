@@ -15,7 +15,6 @@ from worlds import REFERENCE, reference_questions
 
 from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError, UnsupportedModelError
-from hf_blend.evaluation import svg
 from hf_blend.evaluation.answering import Method
 from hf_blend.evaluation.asking import Asker
 from hf_blend.evaluation.bundled import REAL
@@ -181,7 +180,7 @@ def test_nothing_that_a_visitor_writes_is_markup(model_folder, store, shelf):
     told = list(compare(own, store, DemoRequest(f"{HOSTILE}\n{HOSTILE}", HOSTILE), replace(Limits(), new_tokens=4)))[
         -1
     ]
-    parts = [*drawing.panels(told), drawing.documents(told), drawing.deviation(told), drawing.status(HOSTILE)]
+    parts = [*drawing.panels(told), drawing.documents(told), drawing.status(HOSTILE)]
     for shown in [*parts, drawing.panel(Panel(HOSTILE, "done", HOSTILE))]:
         assert "<script" not in shown
         assert "<img" not in shown
@@ -284,7 +283,7 @@ def test_text_on_every_colour_of_the_heat_scale_can_be_read():
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     for share in range(101):
-        ground = light(svg.heat(share / 100))
+        ground = light(drawing.heat(share / 100))
         ink = 1.0 if share / 100 > drawing.DARK else 0.0
         brighter, darker = max(ground, ink) + 0.05, min(ground, ink) + 0.05
         assert brighter / darker >= 4.5, share

@@ -145,7 +145,7 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
 
 @pytest.mark.parametrize("picture", pictures.PICTURES)
 def test_the_picture_is_drawn_from_the_committed_results(picture):
-    drawn = (ROOT / "docs" / "pictures" / f"{picture}.svg").read_text("utf-8")
+    drawn = pictures.path_of(picture).read_text("utf-8")
     assert drawn == f"{pictures.PICTURES[picture]()}\n", "run make docs"
 
 

@@ -195,7 +195,7 @@ def test_the_sdist_makes_the_same_wheel(built, tmp_path):
         home = Path(*package.split("."))
         assert {str(home / path.relative_to(ROOT / folder)) for path in (ROOT / folder).rglob("*.py")} <= modules
     assert "hf_blend/py.typed" in held[0]
-    assert {"hf_blend/evaluation/demo/page.css", "hf_blend/evaluation/demo/quality.json"} <= set(held[0])
+    assert {"hf_blend/evaluation/demo/page.css", "hf_blend/evaluation/demo/quality.svg"} <= set(held[0])
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_blend.evaluation.report import page
-from hf_blend.evaluation.svg import Line, line_chart
+from hf_blend.evaluation.report import chart, page
 
 RESULT, PAGE = "result.json", "index.html"
 Row = Mapping[str, Any]
@@ -81,12 +80,7 @@ def _chart(rows: Sequence[Row], column: str, words: str) -> str:
     for row in rows:
         if row.get(column) is not None and row.get("score") is not None:
             groups.setdefault(f"{row['task']}, {row['way']}", []).append(row)
-    if not groups:
-        return ""
-    lines = [
-        Line(name, tuple((row[column], row["score"]) for row in found), tuple(tuple(row["interval"]) for row in found))
-        for name, found in groups.items()
-    ]
-    most = max(1.0, *(row[column] for found in groups.values() for row in found))
-    drawn = line_chart(lines, x_label=words, y_label="score", most_x=most, background="#ffffff")
-    return f"<div class=charts><figure>{drawn}</figure></div>"
+    lines = {
+        name: [(row[column], row["score"], *row["interval"]) for row in found] for name, found in groups.items()
+    }
+    return f"<div class=charts><figure>{chart(lines, words)}</figure></div>" if lines else ""

@@ -7,7 +7,6 @@ python docs/build/pictures.py --screenshot    # and the page of the demo, with t
 """
 
 import argparse
-import json
 import re
 import shutil
 import statistics
@@ -15,13 +14,12 @@ from collections.abc import Callable
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from svg import INK, THEMED, Line, line_chart, page
 from tables import first_task, load_result
 
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, import_extra
-from hf_blend.evaluation.svg import INK, THEMED, Line, line_chart, page
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures"
@@ -132,26 +130,32 @@ def frontier(model: str) -> str:
     )
 
 
-def quality() -> dict[str, Any]:
-    """Take what the chart of the demo shows out of a result: what selectors leave of full reuse's KL divergence."""
-    lines: dict[str, list[dict[str, float]]] = {}
-    for (name, _), row in sorted(first_task(load_result("real_selectors")).items()):
-        if name in CHARTED:
-            point = {"charged_budget": row["charged"], "kl": row["kl"], "low": row["low"], "high": row["high"]}
-            lines.setdefault(name, []).append(point)
-    points = [point for own in lines.values() for point in own]
-    return {
-        "n": first_task(load_result("real_selectors"))["none", 0.0]["n"],
-        "most_charged": 0.4,
-        "most_kl": max(1.0, *(point["high"] for point in points)),
-        "lines": [{"method": name, "points": lines[name]} for name in CHARTED],
-    }
+def quality() -> str:
+    """What selectors leave of full reuse's KL divergence against the charge: the chart on the page of the demo."""
+    rows, lines = first_task(load_result("real_selectors")), []
+    for selector in CHARTED:
+        own = [row for (name, _), row in sorted(rows.items()) if name == selector]
+        points = tuple((row["charged"], row["kl"]) for row in own)
+        lines.append(Line(selector, points, tuple((row["low"], row["high"]) for row in own)))
+    return line_chart(
+        lines,
+        x_label=f"charged: share of a full prefill's work (n = {rows['none', 0.0]['n']})",
+        y_label="KL, of full reuse's",
+        most_x=0.4,
+        most_y=max(1.0, *(high for line in lines for _, high in line.bars)),
+    )
 
 
 PICTURES: dict[str, Callable[[], str]] = {
     "prompt": prompt, "layers": layers, "speed": speed, "gain": gain,
     "frontier-smollm2": partial(frontier, "smollm2"), "frontier-gemma3": partial(frontier, "gemma3"),
+    "quality": quality,
 }  # fmt: skip
+
+
+def path_of(name: str) -> Path:
+    """The file of a picture: in the documents, or beside the page that shows it."""
+    return (ROOT / "evaluation" / "demo" if name == "quality" else FOLDER) / f"{name}.svg"
 
 
 def screenshot(path: Path) -> None:
@@ -181,9 +185,7 @@ def main() -> None:
     parser.add_argument("--screenshot", action="store_true")
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
-        (FOLDER / f"{name}.svg").write_text(f"{draw()}\n", encoding="utf-8")
-    chart = ROOT / "evaluation" / "demo" / "quality.json"
-    chart.write_text(json.dumps(quality(), indent=1) + "\n", encoding="utf-8")
+        path_of(name).write_text(f"{draw()}\n", encoding="utf-8")
     if parser.parse_args().screenshot:
         screenshot(FOLDER / "demo.png")
 

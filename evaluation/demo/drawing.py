@@ -2,13 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page's parts as HTML. Whatever came from a visitor or a model is escaped here, and nowhere left out."""
 
-import json
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
-from typing import Any
 
-from ..svg import Line, heat, heat_map, line_chart
 from .compare import DemoState, Panel
 
 NOTES = {
@@ -66,36 +62,12 @@ def documents(scene: DemoState) -> str:
     )
 
 
-def deviation(scene: DemoState) -> str:
-    """The heat map of KV deviation, layer by layer."""
-    if not scene.deviation:
-        return ""
-    drawn = heat_map(scene.deviation, row_name="layer", column_name="reusable token")
-    return f'<div class="hb-heat" tabindex="0">{drawn}</div>'
-
-
-def quality() -> str:
-    """The chart of answers against what they cost, from the committed results."""
-    return chart(json.loads((files(__package__) / "quality.json").read_text("utf-8")))
-
-
-def chart(document: dict[str, Any]) -> str:
-    """Draw the divergence that is left against the charged share."""
-    lines = [
-        Line(
-            one["method"],
-            tuple((point["charged_budget"], point["kl"]) for point in one["points"]),
-            tuple((point["low"], point["high"]) for point in one["points"]),
-        )
-        for one in document["lines"]
-    ]
-    return line_chart(
-        lines,
-        x_label=f"charged: share of a full prefill's work (n = {document['n']})",
-        y_label="KL, of full reuse's",
-        most_x=document["most_charged"],
-        most_y=document["most_kl"],
-    )
+def heat(share: float) -> str:
+    """A colour from pale yellow (0) over orange to dark red (1)."""
+    share = min(max(share, 0.0), 1.0)
+    stops = ((255, 251, 235), (251, 191, 36), (153, 27, 27))
+    first, second, part = (stops[0], stops[1], share * 2) if share < 0.5 else (stops[1], stops[2], share * 2 - 1)
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(first, second, strict=True))
 
 
 def _judged(shown: Panel, full: Panel | None) -> str:

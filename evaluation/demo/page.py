@@ -128,7 +128,7 @@ def build(demo: Demo) -> Any:
                 _own(gradio, demo)
             with gradio.Tab("Quality", id="quality"):
                 gradio.Markdown(QUALITY)
-                gradio.HTML(drawing.quality(), elem_id="hb-quality")
+                gradio.HTML((files(__package__) / "quality.svg").read_text("utf-8"), elem_id="hb-quality")
     blocks.queue(max_size=32, default_concurrency_limit=8)
     return blocks
 
@@ -201,9 +201,7 @@ def _asking(gradio: Any, demo: Demo, prefix: str, wish: DemoRequest, scene: Demo
     gradio.HTML(WORK, padding=False)
     with gradio.Accordion("Which tokens were computed again", open=False, elem_id=f"{prefix}-marked"):
         marked = gradio.HTML(shown[5], elem_id=f"{prefix}-documents", padding=False)
-    with gradio.Accordion("How far stored KV is from a full prefill, layer by layer", open=False):
-        heat = gradio.HTML(shown[6], elem_id=f"{prefix}-deviation")
-    outputs = [gradio.State(scene), said, *answers, marked, heat]
+    outputs = [gradio.State(scene), said, *answers, marked]
     return _Asking(asked, button, outputs, named, ratio, selector)
 
 
@@ -340,4 +338,4 @@ def _wish(documents: str, question: str, ratio: float | None, selector: str | No
 def _shown(scene: DemoState) -> tuple[Any, ...]:
     """The values of all outputs, in their order."""
     said = drawing.status(scene.status, "error" if scene.failed else "info", scene.sources)
-    return (scene, said, *drawing.panels(scene), drawing.documents(scene), drawing.deviation(scene))
+    return (scene, said, *drawing.panels(scene), drawing.documents(scene))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Charts as SVG text, made of nothing but the standard library: for the demo's page and for the pictures in docs.
+"""Charts as SVG text: the pictures in docs, light and dark as the reader prefers, and the chart on the demo's page.
 
 Text takes the colour of the page it stands in (`currentColor`), unless a background is given.
 """
@@ -25,8 +25,6 @@ class Line:
     name: str
     points: tuple[tuple[float, float], ...]
     bars: tuple[tuple[float, float], ...] = ()
-    is_level: bool = False
-    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,39 +62,6 @@ def line_chart(
     return page(WIDTH, height, "".join(parts), f"{y_label} against {x_label}", background)
 
 
-def heat_map(rows: Sequence[Sequence[float]], *, row_name: str, column_name: str, most_columns: int = 160) -> str:
-    """Draw a grid of values, each row from the top; many columns are joined, the largest value of each group shown."""
-    joined = [join(row, most_columns) for row in rows]
-    largest = max((value for row in joined for value in row), default=0.0) or 1.0
-    height, width = 14, WIDTH - LEFT - RIGHT
-    cells = []
-    for place, row in enumerate(joined):
-        step = width / len(row)
-        cells += [
-            f'<rect x="{LEFT + column * step:.1f}" y="{place * height}" width="{step + 0.3:.1f}" height="{height}" '
-            f'fill="{heat(value / largest)}"/>'
-            for column, value in enumerate(row)
-        ]
-        cells.append(_text(LEFT - 8, place * height + 11, f"{row_name} {place}", "end"))
-    bottom = len(joined) * height + 16
-    cells.append(_text(LEFT + width / 2, bottom, f"{column_name}, 1 to {len(rows[0]) if rows else 0}", "middle"))
-    return page(WIDTH, bottom + 8, "".join(cells), f"heat map of {row_name} by {column_name}", None)
-
-
-def join(values: Sequence[float], most: int) -> list[float]:
-    """Make at most so many values, each the largest of its group."""
-    size = -(-len(values) // most) or 1
-    return [max(values[start : start + size]) for start in range(0, len(values), size)]
-
-
-def heat(share: float) -> str:
-    """A colour from pale yellow (0) over orange to dark red (1)."""
-    share = min(max(share, 0.0), 1.0)
-    stops = ((255, 251, 235), (251, 191, 36), (153, 27, 27))
-    first, second, part = (stops[0], stops[1], share * 2) if share < 0.5 else (stops[1], stops[2], share * 2 - 1)
-    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(first, second, strict=True))
-
-
 def page(width: float, height: float, content: str, title: str, background: str | None) -> str:
     """Put content into an `<svg>` element that shrinks with its place."""
     behind = f'<rect width="{width}" height="{height}" fill="{background}"/>' if background else ""
@@ -129,25 +94,13 @@ def _axes(frame: Frame, x_label: str, y_label: str, unit: str) -> str:
 
 def _line(frame: Frame, line: Line, place: int) -> str:
     colour = COLOURS[place % len(COLOURS)]
-    if line.is_level:
-        y = frame.y(line.points[0][1])
-        return f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="{colour}" stroke-width="2" stroke-dasharray="6 5"/>'
     places = [(frame.x(x), frame.y(y)) for x, y in line.points]
     path = "M" + "L".join(f"{x} {y}" for x, y in places)
     parts = [f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"{_dash(line, place)}/>']
     parts += [f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>' for x, y in places]
     for (x, _), (low, high) in zip(places, line.bars, strict=False):
         parts.append(f'<path d="M{x} {frame.y(low)}V{frame.y(high)}" stroke="{colour}" opacity="0.6"/>')
-    if line.label:
-        parts.append(_label(line.label, *places[-1]))
     return "".join(parts)
-
-
-def _label(text: str, x: float, y: float) -> str:
-    """Above a point and to its left, or where the left half has it below and to its right."""
-    if x > WIDTH / 2:
-        return _text(x - 8, y - 8, text, "end")
-    return _text(x + 8, y + (18 if y < HEIGHT - BOTTOM - 24 else -8), text, "start")
 
 
 def _legend(line: Line, place: int) -> str:
@@ -158,7 +111,7 @@ def _legend(line: Line, place: int) -> str:
 
 
 def _dash(line: Line, place: int) -> str:
-    dash = "6 5" if line.is_level else DASHES[place // len(COLOURS) % len(DASHES)]
+    dash = DASHES[place // len(COLOURS) % len(DASHES)]
     return f' stroke-dasharray="{dash}"' if dash else ""
 
 
