@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_blend.errors import ConfigError, PromptError
+from hf_blend.errors import ConfigError
 
 from . import options
 from .output import Json, humanise, interruptible, marked, say, show
-from .reading import read, say_limits, split
+from .reading import prepare, read_questions
 
 if TYPE_CHECKING:
     from hf_blend import ChunkStore
     from hf_blend.evaluation.asking import Asked, Reply
-    from hf_blend.evaluation.bundled import ModelSource
-    from hf_blend.evaluation.documents import Document
     from hf_blend.prefill.report import BlendReport
 
 __all__ = ["ask"]
@@ -78,7 +76,7 @@ def ask(
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
-    given, documents = _given(question, files or [], questions)
+    given, documents = read_questions(question, files or [], questions)
     source = open_model(model, device, dtype)
     shown = _Shown(json, compare, is_listed=questions is not None or not given)
     ways = asking.methods(config, compare)
@@ -87,7 +85,7 @@ def ask(
         ChunkStore.open(store, partial=partial, correction=correction) as opened,
         interruptible(lambda: shown.kept(len(asks))),
     ):
-        asks = _asks(given, documents, source, opened, top_k, chunk_tokens, system, max_new_tokens)
+        asks = prepare(source, given, documents, top_k, chunk_tokens, system, max_new_tokens, opened)
         asker = asking.Asker(source.load(), source.tokenizer, opened)
         opened.controller = LoadingController(asker.model, opened, config) if controller else None
         for asked in asks:
@@ -101,51 +99,6 @@ def ask(
                 asker.time_again(asked, pairs, rounds)
                 asker.diverge(asked, pairs)
         shown.result(opened)
-
-
-def _given(question: str | None, files: list[str], questions: Path | None) -> "tuple[list[str], list[Document]]":
-    """The questions and the documents; neither for the bundled ones."""
-    from hf_blend.evaluation.documents import read_file
-
-    if question is None and questions is None:
-        return [], []
-    first = [question] if question is not None else []
-    if questions is None:
-        given, names = [one.strip() for one in first], files
-    else:
-        (listed,) = read_file(questions, str(questions))
-        given, names = [line.strip() for line in listed.text.splitlines() if line.strip()], [*first, *files]
-    if not all(given):
-        raise PromptError(f"the question is {question!r}, but a text is expected. Write it before the documents.")
-    if not names:
-        told = f"{question!r} is a path: write the question before it." if Path(given[0]).exists() else "Name some."
-        raise PromptError(f"the question {given[0]!r} came without documents. {told} Or give - for standard input.")
-    return given, read(names)
-
-
-def _asks(
-    given: list[str],
-    documents: "list[Document]",
-    source: "ModelSource",
-    store: "ChunkStore",
-    top_k: int,
-    chunk_tokens: int | None,
-    system: str | None,
-    max_new_tokens: int,
-) -> "list[Asked]":
-    from hf_blend.evaluation import bundled
-    from hf_blend.evaluation.answering import request
-    from hf_blend.evaluation.asking import Asked, prepare
-    from hf_blend.evaluation.retrieving import Retriever
-
-    if not given:
-        pages = bundled.handbook_questions()
-        asked = [(request(source.tokenizer, one["chunks"], one["question"], system), one["question"]) for one in pages]
-        return [Asked(*one) for one in asked]
-    retriever = Retriever(split(documents, source, chunk_tokens, given, store), top_k)
-    asks = [prepare(source, retriever, question, system, max_new_tokens) for question in given]
-    say_limits(retriever, asks, source)
-    return asks
 
 
 class _Shown:

@@ -57,7 +57,6 @@ def chat(
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.asking import Asker, Chat
     from hf_blend.evaluation.bundled import open_model
-    from hf_blend.evaluation.indexing import bundled_pieces
     from hf_blend.evaluation.retrieving import Retriever
 
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
@@ -66,9 +65,7 @@ def chat(
     documents = read(names)
     source = open_model(model, device, dtype)
     with ChunkStore.open(store, correction=correction) as opened:
-        ours = bundled_pieces(source.tokenizer)
-        pieces = split(documents, source, chunk_tokens, store=opened) if names else list(ours)
-        retriever = Retriever(pieces, top_k)
+        retriever = Retriever(split(documents, source, chunk_tokens, store=opened), top_k)
         asker = Asker(source.load(), source.tokenizer, opened)
         talk = Chat(asker, source, retriever, config, system, max_new_tokens, fixed)
         rows = list(_talk(talk, json))

@@ -54,7 +54,6 @@ def fit(
 
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.evaluation.fitting import made_documents, prompts_of, read_documents
-    from hf_blend.evaluation.indexing import bundled_pieces
     from hf_blend.model.capture import keeps_tokens_alone
     from hf_blend.model.context import default_prefix
     from hf_blend.model.correction import ContextCorrection
@@ -66,9 +65,7 @@ def fit(
     if prompts:
         given = read_documents(prompts, limit, max(questions, 1), seed)
     else:
-        documents = read(corpus or [])
-        pieces = split(documents, source, chunk_tokens) if documents else list(bundled_pieces(source.tokenizer))
-        texts = list(dict.fromkeys(piece.prompt_text for piece in pieces))
+        texts = list(dict.fromkeys(piece.prompt_text for piece in split(read(corpus or []), source, chunk_tokens)))
         if len(texts) < 2:
             fail(f"The corpus has {len(texts)} text of up to {chunk_tokens} tokens, expected at least 2. Give more.")
         given = list(made_documents(texts, limit, max(questions, 1), seed))

@@ -17,9 +17,7 @@ from .reading import read, split
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.bundled import ModelSource
-    from hf_blend.evaluation.documents import Document
     from hf_blend.evaluation.indexing import Indexed, Indexer
-    from hf_blend.evaluation.retrieving import Piece
 
 __all__ = ["index"]
 
@@ -78,7 +76,7 @@ def index(
             )
     documents = read(corpus or [])
     source = open_model(model, device, dtype)
-    pieces = _pieces(documents, source, chunk_tokens)
+    pieces = split(documents, source, chunk_tokens)
     estimate = indexing.Estimate.of(pieces, source)
     is_first = share.number == 0
     if is_first:
@@ -132,12 +130,6 @@ def _run_on_ray(indexer: "Indexer", actors: int, source: "ModelSource", settings
         index_ray_dataset(rows, load, {**settings, **files}, actors=actors, **resources)
     indexer.done.stored = sum(map(indexer.store.contains, indexer.missing))
     return indexer.done
-
-
-def _pieces(documents: "list[Document]", source: "ModelSource", chunk_tokens: int) -> "list[Piece]":
-    from hf_blend.evaluation.indexing import bundled_pieces
-
-    return split(documents, source, chunk_tokens) if documents else list(bundled_pieces(source.tokenizer))
 
 
 def _kept(done: "Indexed", missing: int) -> str:

@@ -3,19 +3,15 @@
 """Look inside one prompt: deviation, attention and what each selector takes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_blend.errors import PromptError
-
 from .options import RATIO, ChunkTokens, Device, Dtype, Model, Place, TopK
 from .output import Json, marked, say, show
-from .reading import read, split
+from .reading import prepare, read_questions
 
 if TYPE_CHECKING:
-    from hf_blend.evaluation.bundled import ModelSource
-    from hf_blend.evaluation.documents import Document
     from hf_blend.evaluation.inspecting import Inspection
 
 __all__ = ["inspect"]
@@ -55,9 +51,9 @@ def inspect(
 
     for one in selector or ():
         blend_config(one)  # refuses what is no selector
-    documents = _documents(question, files or [])
+    given, documents = read_questions(question, files or [])
     source = open_model(model, device, dtype)
-    pieces = _pieces(source, question, documents, top_k, chunk_tokens)
+    pieces = prepare(source, given, documents, top_k, chunk_tokens)[0].pieces
     with ChunkStore.open(store) as opened:
         found = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)
     if png is not None:
@@ -67,32 +63,6 @@ def inspect(
         show(found.to_dict(), as_json=True)
     else:
         _tables(found)
-
-
-def _documents(question: str | None, files: list[str]) -> "list[Document]":
-    if question is None:
-        return []
-    if not question.strip() or not files:
-        raise PromptError(
-            f"the question is {question!r}, with {len(files)} documents, but a text and at least one are expected. "
-            "Name files behind it, or - for standard input."
-        )
-    return read(files)
-
-
-def _pieces(
-    source: "ModelSource", question: str | None, documents: "list[Document]", top_k: int, chunk_tokens: int
-) -> dict[str, Any]:
-    from hf_blend.evaluation.answering import request
-    from hf_blend.evaluation.asking import prepare
-    from hf_blend.evaluation.bundled import handbook_questions
-    from hf_blend.evaluation.retrieving import Retriever
-
-    if question is None:
-        first = handbook_questions()[0]
-        return request(source.tokenizer, first["chunks"], first["question"], None)
-    retriever = Retriever(split(documents, source, chunk_tokens, [question]), top_k)
-    return prepare(source, retriever, question, None, 1).pieces
 
 
 def _tables(found: "Inspection") -> None:

@@ -201,7 +201,7 @@ def mistakes():
     yield ["index", "notes", "--shard", "4/4"], "NUMBER/COUNT"
     yield ["chat", "-"], "standard input brings the questions"
     yield ["inspect", "Who?", "notes/a.tx"], "a.tx"
-    yield ["inspect", "Who?"], "at least one are expected"
+    yield ["inspect", "Who?"], "came without documents"
     yield ["tune", "--prompts", "empty.txt"], "has no line"
     yield ["demo", "--port", "PORT"], "cannot listen on 127.0.0.1"
     yield ["store", "ls", "--store", "nowhere"], "there is no store at 'nowhere'"
