@@ -140,7 +140,7 @@ def test_importance_outlives_eviction_and_restarts(model, tmp_path):
             chunk = next(store.get(key) for key in map(key_of(model, store), CHUNKS) if key.digest == digest)
             tier.delete(store._catalog.name(digest))
             store.put(chunk)
-            tier._apply()
+            tier.apply()
             state = tier.index._known_use(store._catalog.name(digest))
             assert state[2] == pytest.approx(before[digest][1])
         assert set(before) <= keys

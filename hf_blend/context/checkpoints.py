@@ -17,7 +17,6 @@ which other processes find and which prove what they are before they are used.
 
 import hashlib
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -34,10 +33,12 @@ from ..model.anatomy import stock_cache
 from ..model.fingerprint import fingerprint
 from ..model.identity.canonical import canonical, notes_kept
 from ..model.modality import other_inputs, refuse_placeholders
+from ..store.bounded import BoundedTier
 from ..store.catalog import entry_name
 from ..store.format import EntryFile, pack_entry
+from ..store.index import Index
 from ..store.seal import check_secret, keyed
-from ..store.tiers.base import EntryFault, ObjectStat, Tier, as_fault
+from ..store.tiers.base import EntryFault, as_fault
 from .continuing import Continuing, continuing
 from .handed import complaint, handed
 from .stock_form import Parts
@@ -78,9 +79,9 @@ class _Known:
 class StateCheckpoints:
     """Saved prefixes of one model in one folder, which any number of processes and models may share.
 
-    They are entries of the store's format, in a tier as chunks are. An entry holds the states at the end of a prefix,
-    and the K and V of those tokens that the next shorter checkpoint does not hold: K and V are saved once, however
-    many turns follow each other.
+    They are entries of the store's format, in a tier under a cap as chunks are. An entry holds the states at the end
+    of a prefix, and the K and V of those tokens that the next shorter checkpoint does not hold: K and V are saved
+    once, however many turns follow each other.
     """
 
     def __init__(
@@ -105,7 +106,11 @@ class StateCheckpoints:
         self.stats = CheckpointStats()
         self._secret, self._known = check_secret(secret), dict[str, _Known]()
         try:
-            self._tier: Tier = plugins.load("store.tiers", "disk")(self.folder / "states")
+            disk, policy = (
+                plugins.load("store.tiers", "disk")(self.folder / "states"),
+                plugins.load("store.eviction", "lru")(),
+            )
+            self._tier = BoundedTier(disk, max_bytes, policy, Index(self.folder / "index" / "states.sqlite", policy))
             self._tier.remove_orphans()
         except (OSError, StoreError) as error:
             raise StoreError(f"{folder} cannot hold checkpoints: {error}. Give one that can be written.") from error
@@ -113,7 +118,7 @@ class StateCheckpoints:
     @property
     def nbytes(self) -> int:
         """Bytes of all checkpoints in the folder."""
-        return sum(stat.nbytes for stat in self._entries().values())
+        return sum(self._entries().values())
 
     def resume(self, input_ids: Any, **inputs: Any) -> Any:
         """Make a cache that holds the longest saved prefix of a prompt.
@@ -336,34 +341,31 @@ class StateCheckpoints:
         """Write an entry, if there is room; gives its size, or 0."""
         nbytes = sum(map(len, content))
         try:
-            self._make_room(nbytes, chain)
+            self._refuse_excess(nbytes, chain)
+            self._tier.protect(chain)
             self._tier.replace(name, content)
         except OSError as error:
             self.stats.rejected += 1
             logger.warning("a checkpoint of %s tokens, %s bytes, is not saved: %s", len(ids), nbytes, error)
             return 0
+        finally:
+            self._tier.release(chain)
+            self.stats.evicted = self._tier.stats.group("evicted").get(self._tier.name, 0)
         self.stats.saved += 1
         self.stats.saved_bytes += nbytes
         self._remember(ids, [*chain, name])
         return nbytes
 
-    def _make_room(self, nbytes: int, chain: Sequence[str]) -> None:
-        """Remove the least recently used entries until so many bytes fit beside those that the new one continues."""
+    def _refuse_excess(self, nbytes: int, chain: Sequence[str]) -> None:
+        """Refuse what does not fit beside the entries that it continues, before anything leaves for it."""
         if self.max_bytes is None:
             return
         entries = self._entries()
-        needed = nbytes + sum(entries[name].nbytes for name in chain if name in entries)
+        needed = nbytes + sum(entries.get(name, 0) for name in chain)
         if needed > self.max_bytes:
             raise OSError(f"with what it continues it takes {needed} of {self.max_bytes} bytes")
-        excess = nbytes + sum(stat.nbytes for stat in entries.values()) - self.max_bytes
-        most = self.max_bytes  # what is larger than all may be together is damaged, and leaves first
-        uses = {name: (stat.nbytes <= most, stat.created) for name, stat in entries.items() if name not in chain}
-        for name in sorted(uses, key=lambda name: uses[name]):
-            if excess <= 0:
-                break
-            self._remove(name)
-            excess -= entries[name].nbytes
-            self.stats.evicted += 1
+        for name in [name for name, size in entries.items() if size > self.max_bytes]:
+            self._remove(name)  # it is damaged, and nothing else should leave for it
 
     def _remove(self, name: str) -> None:
         with suppress(OSError):
@@ -372,20 +374,20 @@ class StateCheckpoints:
     def _remember(self, ids: Tensor, chain: Sequence[str]) -> None:
         """A prefix was used. What it begins with counts as used later, so that it never leaves before it."""
         self._known[chain[-1]] = _Known(ids.clone(), tuple(chain))
-        now_s = time.time()
-        for age, name in enumerate(chain):
-            with suppress(OSError):
-                self._tier.touch(name, now_s - 1e-6 * age)
+        for name in reversed(chain):
+            self._tier.use(name)
+        self._tier.apply()
 
     def _chain(self, names: Mapping[int, str], entries: Mapping[str, Any]) -> tuple[str, ...]:
         """The entries of the longest prefix that this process has read or written, and that are still there."""
         known = (self._known.get(names[tokens]) for tokens in sorted(names, reverse=True))
         return next((one.chain for one in known if one is not None and entries.keys() >= {*one.chain}), ())
 
-    def _entries(self) -> dict[str, ObjectStat]:
-        """All checkpoints in the folder, of all models."""
+    def _entries(self) -> dict[str, int]:
+        """All checkpoints in the folder, of all models, and their bytes."""
         with suppress(OSError):
-            return {name: stat for name, stat in self._tier.listing(self._space) if stat is not None}
+            self._tier.sync(self._space)
+            return {name: size for name, size in self._tier.index.in_order() if name.startswith(self._space)}
         return {}
 
     @property

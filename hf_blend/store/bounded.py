@@ -139,7 +139,7 @@ class BoundedTier(WrappedTier, Budget):
     def close(self) -> None:
         """Keep the order of eviction, list what was put for the next process, and close the tier behind."""
         with self._lock:
-            self._apply()
+            self.apply()
             if self.tier.is_local and self._has_put:
                 with contextlib.suppress(OSError):
                     self.sync()

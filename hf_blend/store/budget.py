@@ -59,7 +59,7 @@ class Budget:
         """Enter an object, or correct its size, and count a use of it."""
         with self._lock:
             now_s, known = self._now_s(), self.index.row(name)
-            self._apply()  # what was used before
+            self.apply()  # what was used before
             self.index.enter([(name, nbytes, now_s if created is None else created, self.owner)])
             self._grow(nbytes - (known[0] if known else 0), known[1] if known else self.owner)
             if known:
@@ -106,7 +106,7 @@ class Budget:
         with self._lock:
             excess, chosen = self._excess(nbytes, quota), list[str]()
             if excess > 0:
-                self._apply()
+                self.apply()
                 for name, size in self.index.in_order(quota[0] if quota else None):
                     if name not in self._pins and name not in self._used:
                         chosen.append(name)
@@ -156,9 +156,9 @@ class Budget:
     def _note(self, name: str, important_ratio: float | None) -> None:
         self._noted.append((name, self._now_s(), important_ratio))
         if len(self._noted) >= APPLY_EVERY:
-            self._apply()
+            self.apply()
 
-    def _apply(self) -> None:
+    def apply(self) -> None:
         """Enter the uses that were noted in the index."""
         noted, self._noted = self._noted, []
         with contextlib.suppress(OSError):

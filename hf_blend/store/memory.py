@@ -60,7 +60,7 @@ class MemoryCache(Budget):
                 self._last_s = max(time.time(), self._last_s + 1e-6)
                 self._noted.append((name, self._last_s, None))
                 if len(self._noted) >= APPLY_EVERY:
-                    self._apply()
+                    self.apply()
                 if chunk.key is not key and chunk.key != key:
                     continue
                 if layout is not None and chunk.__dict__.get("_fits") is not layout and not chunk.fits(layout):

@@ -26,7 +26,7 @@ def used(policy, uses, path=None):
 
 
 def order(budget):
-    budget._apply()
+    budget.apply()
     return [name for name, _ in budget.index.in_order()]
 
 
@@ -35,7 +35,7 @@ def test_objects_leave_once_each_by_score_in_the_same_order_after_a_restart(tmp_
     draw = random.Random(0)
     uses = [(f"n{draw.randrange(40)}", draw.choice([None, draw.random()])) for _ in range(300)]
     whole, path = used(policy, uses), tmp_path / "index" / "t.sqlite"
-    used(policy, uses[:150], path)._apply()
+    used(policy, uses[:150], path).apply()
     first = order(whole)
     assert order(used(policy, uses[150:], path)) == first
     assert sorted(first) == sorted({name for name, _ in uses})
@@ -47,7 +47,7 @@ def test_objects_leave_once_each_by_score_in_the_same_order_after_a_restart(tmp_
 
 def test_another_policy_scores_what_is_known_of_uses(tmp_path):
     path = tmp_path / "index" / "t.sqlite"
-    used("importance", [("a", 0.9), ("b", 0.1), ("c", 0.5)], path)._apply()
+    used("importance", [("a", 0.9), ("b", 0.1), ("c", 0.5)], path).apply()
     assert order(used("lru", [], path)) == ["a", "b", "c"]
     assert order(used("lru", [("a", None)], path)) == ["b", "c", "a"]
     assert order(used("importance", [], path)) == ["b", "c", "a"], "what was reported is still known"

@@ -388,7 +388,7 @@ def test_memory_never_holds_more_than_its_cap_or_one_chunk_and_drops_the_least_r
         else:
             tier.delete(digest)
             order = [(d, n) for d, n in order if d != digest]
-        tier._apply()
+        tier.apply()
         assert [digest for digest, _ in tier.index.in_order()] == [d for d, _ in order]
         assert tier.nbytes == sum(n for _, n in order) * unit
         assert tier.nbytes <= cap_tokens * unit or len(order) == 1

@@ -176,9 +176,6 @@ class Tier(ABC):
         """Names of the objects that must not be evicted, as far as the tier remembers."""
         return frozenset()
 
-    def touch(self, name: str, stamp_s: float) -> None:  # noqa: B027 (may do nothing)
-        """Remember that an object was used at a time, as if it was written then; tiers that cannot do nothing."""
-
     def remove_orphans(self, everywhere: bool = False) -> int:
         """Remove what writers that are gone left half-written, with `everywhere` also where that takes long."""
         return 0

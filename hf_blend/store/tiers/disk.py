@@ -96,10 +96,6 @@ class DiskTier(Tier):
                     found[f"{directory.name}/{entry.name}/"] = f"{info.st_ino}.{info.st_mtime_ns}" if is_old else ""
         return found
 
-    def touch(self, name: str, stamp_s: float) -> None:
-        """Remember that an object was used at a time, in seconds since 1970."""
-        os.utime(self.path(name), (stamp_s, stamp_s), follow_symlinks=False)
-
     def remove_orphans(self, everywhere: bool = False) -> int:
         """Remove temporary files whose writers are gone, `everywhere` also where earlier versions wrote them."""
         objects = self.root / "objects"
