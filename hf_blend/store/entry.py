@@ -12,8 +12,6 @@ digests of all blocks: a block has the keys, or the values, of some tokens in on
 
 import contextlib
 import json
-import math
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,15 +26,12 @@ from .format import (
     DTYPES,
     NAMES,
     EntryFile,
-    Header,
     TensorPlan,
     bytes_of,
     compact,
     digest_of,
     hash_namespace,
-    kind_of,
     pack_entry,
-    read_raw_header,
 )
 from .seal import content_hasher
 from .tiers.base import EntryFault, Source, as_fault
@@ -126,15 +121,6 @@ class Packing:
         packed = zip(self.codec.parts(kind), self.codec.pack(kind, states), strict=True)
         return self.codec.unpack(kind, {part.suffix: tensor for part, tensor in packed}, states.dtype)
 
-    def unpacked_nbytes(self, tensors: Sequence[TensorPlan]) -> int:
-        """Size of a chunk in memory, from the plans of its tensors, in bytes."""
-        if self.codec.is_exact:
-            return sum(plan.nbytes for plan in tensors)
-        itemsize = DTYPES[self.text.partition(":")[2]].itemsize * self.codec.values_per_item
-        sizes = {plan.name: math.prod(plan.shape) * itemsize for plan in tensors if plan.name.startswith("layer.")}
-        layers = sum(size for name, size in sizes.items() if name.count(".") == 2)
-        return layers + sum(plan.nbytes for plan in tensors if plan.name not in sizes)
-
 
 def encode_entry(
     chunk: ChunkKV,
@@ -174,27 +160,30 @@ def encode_entry(
 
 def read_key(source: Source, namespace: str, secret: bytes | None = None) -> ChunkKey:
     """Find out which chunk an entry holds, without reading its KV."""
-    raw = read_raw_header(source)
-    rows = Header.peek(raw, kind_of(raw, KINDS), secret)
+    file = EntryFile(source, KINDS, secret)
     with as_fault("the header"):
-        digest, fingerprint, space = (str(rows["__metadata__"][name]) for name in ("key", "fingerprint", "namespace"))
-        tokens, prefix = (int(rows[name]["shape"][0]) for name in ("token_ids", "chunk_prefix_ids"))
+        digest, fingerprint, space = (file.header.about[name] for name in ("key", "fingerprint", "namespace"))
     if space != hash_namespace(namespace):
         raise EntryFault("namespace", f"the entry {digest} belongs to another namespace", corrupt=False)
-    if not (tokens >= 0 and prefix >= 0 and tokens + prefix <= _MAX_IDS):
-        raise EntryFault("format", f"{tokens + prefix} token ids are not a chunk")
-    if len(raw) + 8 * (tokens + prefix) > source.stat.nbytes:
-        raise EntryFault("truncated", f"{source.stat.nbytes} bytes cannot hold {tokens + prefix} token ids")
-    ids = bytearray(8 * (tokens + prefix))
-    source.read_into(len(raw), memoryview(ids))
+    token_ids, chunk_prefix_ids = _read_ids(file)
     try:
-        values = struct.unpack(f"<{tokens + prefix}q", ids)
-        key = ChunkKey(fingerprint, values[tokens:], values[:tokens], namespace)
-    except (struct.error, ConfigError) as error:
+        key = ChunkKey(fingerprint, chunk_prefix_ids, token_ids, namespace)
+    except ConfigError as error:
         raise EntryFault("key", f"the entry holds no token ids ({error})") from None
     if key.digest != digest:
         raise EntryFault("key", f"the token ids are not those of {digest}")
     return key
+
+
+def _read_ids(file: EntryFile) -> tuple[tuple[int, ...], ...]:
+    """The ids of the chunk and of its prefix."""
+    plans = file.header.tensors[:2]
+    with as_fault("the token ids"):
+        for plan, name in zip(plans, ("token_ids", "chunk_prefix_ids"), strict=True):
+            if plan.name != name or plan.dtype != "I64" or len(plan.shape) != 1 or plan.shape[0] > _MAX_IDS:
+                raise EntryFault("format", f"{plan.name} ({plan.dtype}, {plan.shape}) are not {name} of a chunk")
+        take = file.taker(file.start, sum(plan.nbytes for plan in plans))
+        return tuple(tuple(take(plan.name).tolist()) for plan in plans)
 
 
 class EntryReader:
@@ -211,7 +200,7 @@ class EntryReader:
             self._check_header()
         if layout is not None and layout != self.layout:
             raise EntryFault("layout", f"{self.layout!r:.160} is not what the model has: {layout!r:.160}")
-        if self._read_ids() != (key.token_ids, key.chunk_prefix_ids):
+        if _read_ids(self._file) != (key.token_ids, key.chunk_prefix_ids):
             raise EntryFault("key", f"the entry holds other tokens than those of {key.digest}")
         if self.in_blocks:
             self._read_order()
@@ -219,7 +208,9 @@ class EntryReader:
     @property
     def nbytes(self) -> int:
         """Size of the chunk in memory, in bytes."""
-        return self._packing.unpacked_nbytes(self.header.tensors)
+        values = sum(heads * width * dtype.itemsize for forms in self.layout.layers for heads, width, dtype in forms)
+        tables = sum((cos + sin) * dtype.itemsize for cos, sin, dtype in self.layout.tables)
+        return len(self.key.token_ids) * (values + tables)
 
     @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
     def read(self) -> ChunkKV:
@@ -327,14 +318,6 @@ class EntryReader:
                 first = self._packing.codec.parts(kinds[0])[0].suffix
                 return self._file.plans[f"layer.{later}.{kinds[0]}{first}"][1]
         return self._file.end
-
-    def _read_ids(self) -> tuple[tuple[int, ...], ...]:
-        plans = self.header.tensors[:2]
-        for plan in plans:
-            if plan.dtype != "I64":
-                raise EntryFault("format", f"{plan.name} are {plan.dtype}, expected I64")
-        take = self._file.taker(self._file.start, sum(plan.nbytes for plan in plans))
-        return tuple(tuple(take(plan.name).tolist()) for plan in plans)
 
     def _read_order(self) -> None:
         """Read the order of the tokens, and the digests of blocks, of which there must be so many."""

@@ -25,10 +25,11 @@ from ..errors import StoreError
 from .seal import check_seal, content_hasher, seal, seal_size
 from .tiers.base import EntryFault, Source, as_fault
 
-__all__ = ["DTYPES", "EntryFile", "Header", "TensorPlan", "digest_of", "hash_namespace", "kind_of", "pack_entry"]
+__all__ = ["DTYPES", "EntryFile", "Header", "TensorPlan", "digest_of", "hash_namespace", "pack_entry"]
 
 HEADER_CAP_BYTES = 1 << 20
 KNOWN_HEADERS = 256  # parsed ones that are remembered: the same bytes say the same
+_MOST_AXES = 8
 _BLOCK_BYTES = 1 << 19  # a part of what a processor's second cache holds
 _OPENING = b'{"__metadata__":{'
 DTYPES = {
@@ -102,7 +103,7 @@ class Header:
             del about["format"], about["seal"]
             plans = zip(rows.items(), json.loads(about["digests"]), strict=True)
             tensors = tuple(
-                TensorPlan(name, row["dtype"], tuple(map(_checked_size, row["shape"])), _checked_text(digest))
+                TensorPlan(name, row["dtype"], _checked_shape(row["shape"]), _checked_text(digest))
                 for (name, row), digest in plans
             )
             header = cls(kind, about, tensors)
@@ -110,14 +111,6 @@ class Header:
         if canonical != raw:
             raise EntryFault("format", f"the header of {len(raw)} bytes is not what its content says")
         return header
-
-    @staticmethod
-    def peek(raw: bytes, kind: str, secret: bytes | None = None) -> dict[str, Any]:
-        """Parse a header whose seal fits; what it says is still to be proved."""
-        _check_sealed(raw, kind, secret)
-        with as_fault("the header"):
-            rows: dict[str, Any] = json.loads(raw[8:])
-            return rows
 
     @cached_property
     def nbytes(self) -> int:
@@ -149,8 +142,9 @@ class EntryFile:
     def __init__(
         self, source: Source, kind: str | Sequence[str], secret: bytes | None = None, most_bytes: int | None = None
     ) -> None:
-        raw = read_raw_header(source)
-        self.source, self.secret, self.header = source, secret, Header.decode(raw, kind_of(raw, kind), secret)
+        raw, kinds = read_raw_header(source), (kind,) if isinstance(kind, str) else kind
+        found = next((one for one in kinds if raw[8:].startswith(_beginning(one))), kinds[0])
+        self.source, self.secret, self.header = source, secret, Header.decode(raw, found, secret)
         excess = source.stat.nbytes - len(raw) - self.header.nbytes
         if excess:
             reason = "truncated" if excess < 0 else "format"
@@ -216,12 +210,6 @@ def read_raw_header(source: Source) -> bytes:
     return bytes(raw)
 
 
-def kind_of(raw: bytes, kinds: str | Sequence[str]) -> str:
-    """The one of some kinds that a header says; the first where it says none of them."""
-    kinds = (kinds,) if isinstance(kinds, str) else kinds
-    return next((kind for kind in kinds if raw[8:].startswith(_beginning(kind))), kinds[0])
-
-
 @lru_cache(maxsize=64)
 def hash_namespace(namespace: str) -> str:
     """Name a namespace without its text."""
@@ -274,10 +262,11 @@ def _check_sealed(raw: bytes, kind: str, secret: bytes | None) -> None:
     check_seal(raw[start:stop], secret, raw[:start], raw[stop:])
 
 
-def _checked_size(size: object) -> int:
-    if type(size) is not int or not 0 <= size < 1 << 40:
-        raise ValueError(size)
-    return size
+def _checked_shape(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Refuse what is no shape of a tensor, by ValueError; torch ends the process over thousands of axes."""
+    if len(shape) > _MOST_AXES or not all(type(size) is int and 0 <= size < 1 << 40 for size in shape):
+        raise ValueError(shape)
+    return tuple(shape)
 
 
 def _allocate(nbytes: int) -> Tensor:

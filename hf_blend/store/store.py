@@ -407,7 +407,7 @@ class BaseStore:
         found = {"orphans": 0, "expired": 0, "freed_bytes": 0}
         self.flush()
         for tier in self._tiers:
-            found["orphans"] += tier.remove_orphans(everywhere=True)
+            found["orphans"] += tier.remove_orphans()
             self._catalog.refresh(thorough=True)
             for name in list(tier.index.owned(self._catalog.owner)):
                 with contextlib.suppress(OSError):

@@ -227,7 +227,7 @@ def test_other_files_are_not_entries(tier):
         (shard / name).write_bytes(b"x")
     (tier.root / "objects" / "file").write_bytes(b"x")
     assert names(tier, "ab") == {NAME}
-    tier.remove_orphans(everywhere=True)
+    tier.remove_orphans()
     assert len(leftovers(tier)) == 6
 
 
@@ -252,16 +252,15 @@ def orphan(tier, folder):
     return process
 
 
-@pytest.mark.parametrize("folder", ["incoming", "objects/ab/cd"], ids=["now", "by an earlier version"])
-def test_a_temporary_file_goes_when_its_writer_is_gone_and_not_before(tier, folder):
+def test_a_temporary_file_goes_when_its_writer_is_gone_and_not_before(tier):
     tier.put_if_absent(NAME, PARTS)
-    everywhere, left = folder != "incoming", tier.root / folder
-    with orphan(tier, folder) as process:
-        assert DiskTier(tier.root).remove_orphans(everywhere) == 0
+    left = tier.root / "incoming"
+    with orphan(tier, "incoming") as process:
+        assert DiskTier(tier.root).remove_orphans() == 0
         assert len(list(left.glob("*.tmp"))) == 1
         process.kill()
         process.wait()
-    assert DiskTier(tier.root).remove_orphans(everywhere) == 1
+    assert DiskTier(tier.root).remove_orphans() == 1
     assert list(left.glob("*.tmp")) == []
 
 

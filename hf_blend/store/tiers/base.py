@@ -176,8 +176,8 @@ class Tier(ABC):
         """Names of the objects that must not be evicted, as far as the tier remembers."""
         return frozenset()
 
-    def remove_orphans(self, everywhere: bool = False) -> int:
-        """Remove what writers that are gone left half-written, with `everywhere` also where that takes long."""
+    def remove_orphans(self) -> int:
+        """Remove what writers that are gone left half-written."""
         return 0
 
     def close(self) -> None:  # noqa: B027 (may do nothing)

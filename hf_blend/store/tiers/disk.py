@@ -96,12 +96,9 @@ class DiskTier(Tier):
                     found[f"{directory.name}/{entry.name}/"] = f"{info.st_ino}.{info.st_mtime_ns}" if is_old else ""
         return found
 
-    def remove_orphans(self, everywhere: bool = False) -> int:
-        """Remove temporary files whose writers are gone, `everywhere` also where earlier versions wrote them."""
-        objects = self.root / "objects"
-        folders = [shard for space in self._subdirectories(objects) for shard in self._subdirectories(space)]
-        folders = [self.root / "incoming", *(folders if everywhere else ())]
-        return sum(remove_abandoned(Path(entry.path)) for folder in folders for entry in _entries(folder))
+    def remove_orphans(self) -> int:
+        """Remove temporary files whose writers are gone."""
+        return sum(remove_abandoned(Path(entry.path)) for entry in _entries(self.root / "incoming"))
 
     def path(self, name: str) -> Path:
         """Where an object is kept."""

@@ -126,7 +126,7 @@ class FsspecTier(RemoteTier, Tier):
         folder = f"{self._root}/objects/{space}".rstrip("/")
         return {name: _stat(info) for name, info in self._found(folder).items()}
 
-    def remove_orphans(self, everywhere: bool = False) -> int:
+    def remove_orphans(self) -> int:
         """Remove what writers left unfinished more than a day ago, where files are moved to their place."""
         if self._puts_whole:
             return 0
