@@ -340,9 +340,8 @@ class StateCheckpoints:
     def _write(self, name: str, content: Sequence[memoryview], ids: Tensor, chain: Sequence[str]) -> int:
         """Write an entry, if there is room; gives its size, or 0."""
         nbytes = sum(map(len, content))
+        self._tier.protect(chain)
         try:
-            self._refuse_excess(nbytes, chain)
-            self._tier.protect(chain)
             self._tier.replace(name, content)
         except OSError as error:
             self.stats.rejected += 1
@@ -355,17 +354,6 @@ class StateCheckpoints:
         self.stats.saved_bytes += nbytes
         self._remember(ids, [*chain, name])
         return nbytes
-
-    def _refuse_excess(self, nbytes: int, chain: Sequence[str]) -> None:
-        """Refuse what does not fit beside the entries that it continues, before anything leaves for it."""
-        if self.max_bytes is None:
-            return
-        entries = self._entries()
-        needed = nbytes + sum(entries.get(name, 0) for name in chain)
-        if needed > self.max_bytes:
-            raise OSError(f"with what it continues it takes {needed} of {self.max_bytes} bytes")
-        for name in [name for name, size in entries.items() if size > self.max_bytes]:
-            self._remove(name)  # it is damaged, and nothing else should leave for it
 
     def _remove(self, name: str) -> None:
         with suppress(OSError):

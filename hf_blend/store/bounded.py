@@ -148,10 +148,18 @@ class BoundedTier(WrappedTier, Budget):
 
     def _make_room(self, nbytes: int) -> None:
         self._look()
-        for quota in (self.quota, None):
-            if quota is not None or self._cap_bytes is not None:
-                self._evict(nbytes, quota)
-        if not self.fits(nbytes):
+        held = 0 if self._cap_bytes is None else self._held_bytes({*self._pins, *self._used}) + self._in_flight_bytes
+        excess = 0 if self._cap_bytes is None else held + nbytes - self._cap_bytes
+        for _ in range(2) if excess <= 0 else ():  # what can never fit evicts nothing
+            for quota in (self.quota, None):
+                if quota is not None or self._cap_bytes is not None:
+                    self._evict(nbytes, quota)
+            excess = self._excess(nbytes, None)
+            if excess <= 0:
+                return
+            self._next_look_s = -1.0  # other processes may have made room since it was counted
+            self._look()
+        if excess > 0:
             raise OSError(
                 errno.ENOSPC,
                 f"{nbytes} bytes do not fit: of {self._cap_bytes} bytes {self.pinned_bytes} are pinned and "
@@ -176,6 +184,8 @@ class BoundedTier(WrappedTier, Budget):
             self.index.distrust()  # more has to leave than this one takes: are the sizes right?
             self._next_look_s = -1.0
             self._look()
+            for name in self.index.larger(self._cap_bytes):  # damaged: what is whole need not leave for it
+                self.stats.count("evicted", self.name, int(self._let_go(name)))
         super()._evict(nbytes, quota)
 
     def _let_go(self, name: str) -> bool:

@@ -53,7 +53,10 @@ class Budget:
         """Bytes that may not leave."""
         with self._lock:
             self._look()
-            return sum(row[0] for row in map(self.index.row, self._pins) if row)
+            return self._held_bytes(self._pins)
+
+    def _held_bytes(self, names: Iterable[str]) -> int:
+        return sum(row[0] for row in map(self.index.row, names) if row)
 
     def add(self, name: str, nbytes: int, created: float | None = None) -> None:
         """Enter an object, or correct its size, and count a use of it."""

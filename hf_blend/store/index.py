@@ -164,6 +164,10 @@ class Index:
         """Bytes of all objects, or of those of one owner."""
         return int(self._read(f"SELECT total({_SIZE}) FROM objects WHERE ?1 IS NULL OR owner = ?1", owner)[0][0])
 
+    def larger(self, nbytes: int | None) -> list[str]:
+        """Names of the objects that are larger than that."""
+        return [row[0] for row in self._read(f"SELECT name FROM objects WHERE {_SIZE} > ?", nbytes)]
+
     def in_order(self, owner: str | None = None) -> Iterator[tuple[str, int]]:
         """Names and sizes, the lowest score first; nothing may change meanwhile."""
         count, score, last = 16, -math.inf, ""
