@@ -14,8 +14,7 @@ from torch import nn
 from . import plugins
 from .errors import ConfigError, PromptError, suggest
 from .store.chunk import ChunkKey
-from .store.limits import Limits
-from .store.location import open_tiers
+from .store.opening import Limits, open_tiers
 from .store.seal import check_secret
 from .store.store import BaseStore
 

@@ -8,12 +8,11 @@ for `_`. Other distributions add plugins by entry points in the group `hf_blend.
 A selector, a corrector, a task or a method of evaluation may also be a file anywhere, by its path.
 """
 
-import ast
 import importlib
 import importlib.util
 import logging
+import re
 import sys
-import threading
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -24,7 +23,8 @@ from .errors import ConfigError, PluginNotFoundError, suggest
 logger = logging.getLogger(__name__)
 
 FILE = ".py"  # how the name of a file of the caller's own ends
-_parsing = threading.Lock()  # CPython 3.11 raises SystemError where two threads parse at once
+_IMPORTS = re.compile(r"^from [\w.]*\bbase import (\([^)]*\)|.*)$", re.MULTILINE)
+_CLASSES = re.compile(r"^class [A-Z]\w*\(([^)]*)\)", re.MULTILINE)
 # never named by what others wrote, such as an entry
 FROM_FILES = ("selectors", "correctors", "evaluation.tasks", "evaluation.methods")
 
@@ -110,26 +110,18 @@ def _files(kind: str) -> dict[str, tuple[str, str]]:
         raise PluginNotFoundError(f"hf_blend has no kind of plugin named {kind!r}. {suggest(kind, kinds())}")
     folders = [Path(root, *kind.split(".")) for root in sys.modules["hf_blend"].__path__]
     paths = [path for folder in folders for path in sorted(folder.glob("[!_]*.py"))]
-    with _parsing:
-        trees = {path.stem: ast.parse(path.read_text("utf-8")) for path in paths}
+    texts = {path.stem: path.read_text("utf-8") for path in paths}
     return {
-        stem.replace("_", "-"): (stem, (ast.get_docstring(tree) or "").partition("\n")[0])
-        for stem, tree in trees.items()
-        if stem != "base" and _derives_from_base(tree)
+        stem.replace("_", "-"): (stem, text.partition('"""')[2].partition("\n")[0].removesuffix('"""'))
+        for stem, text in texts.items()
+        if stem != "base" and _derives_from_base(text)
     }
 
 
-def _derives_from_base(tree: ast.Module) -> bool:
+def _derives_from_base(text: str) -> bool:
     """Whether a file has a public class whose parent is imported from `base`."""
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    names = {
-        alias.asname or alias.name
-        for node in imports
-        if (node.module or "").rpartition(".")[2] == "base"
-        for alias in node.names
-    }
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
-    return any(isinstance(parent, ast.Name) and parent.id in names for node in classes for parent in node.bases)
+    names = {name for one in _IMPORTS.findall(text) for name in re.findall(r"\w+", one)}
+    return any(names.intersection(re.findall(r"\w+", parents)) for parents in _CLASSES.findall(text))
 
 
 def _installed(kind: str) -> dict[str, EntryPoint]:

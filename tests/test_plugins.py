@@ -5,8 +5,6 @@
 import importlib
 import os
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -165,21 +163,3 @@ def test_what_an_entry_of_a_store_may_name_is_never_a_file(kind, tmp_path):
     (tmp_path / "my_own.py").write_text("raise SystemExit('ran')")
     with pytest.raises(hf_blend.PluginNotFoundError):
         plugins.load(kind, str(tmp_path / "my_own.py"))
-
-
-def test_plugins_are_found_by_many_threads_at_once(monkeypatch):
-    parse, inside, most = plugins.ast.parse, [], []
-
-    def slow(*args):
-        inside.append(args)
-        most.append(len(inside))
-        time.sleep(0.001)  # the others come
-        tree = parse(*args)
-        inside.pop()
-        return tree
-
-    monkeypatch.setattr(plugins.ast, "parse", slow)
-    plugins._files.cache_clear()
-    with ThreadPoolExecutor(4) as pool:
-        assert len(list(pool.map(plugins.describe, ["selectors"] * 4))) == 4
-    assert set(most) == {1}, "CPython 3.11 raises SystemError where two threads parse at once"

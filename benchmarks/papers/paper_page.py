@@ -80,7 +80,5 @@ def _chart(rows: Sequence[Row], column: str, words: str) -> str:
     for row in rows:
         if row.get(column) is not None and row.get("score") is not None:
             groups.setdefault(f"{row['task']}, {row['way']}", []).append(row)
-    lines = {
-        name: [(row[column], row["score"], *row["interval"]) for row in found] for name, found in groups.items()
-    }
+    lines = {name: [(row[column], row["score"], *row["interval"]) for row in found] for name, found in groups.items()}
     return f"<div class=charts><figure>{chart(lines, words)}</figure></div>" if lines else ""

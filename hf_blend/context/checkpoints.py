@@ -33,7 +33,7 @@ from ..model.anatomy import stock_cache
 from ..model.fingerprint import fingerprint
 from ..model.identity.canonical import canonical, notes_kept
 from ..model.modality import other_inputs, refuse_placeholders
-from ..store.bounded import BoundedTier
+from ..store.budget import BoundedTier
 from ..store.catalog import entry_name
 from ..store.format import EntryFile, pack_entry
 from ..store.index import Index

@@ -1,20 +1,29 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes by name under a cap, and which objects leave so that more fit: the book of every tier with a cap."""
+"""Bytes by name under a cap: which objects leave so that more fit, and a tier that keeps to it."""
 
 import contextlib
+import errno
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from .chunk import ChunkKey
 from .eviction.base import EvictionPolicy
 from .index import Index, Use
 from .locks import new_lock
 from .stats import StoreStats
+from .tiers.base import ObjectStat, Source, Tier, WrappedTier, is_name
 
-__all__ = ["APPLY_EVERY", "Budget"]
+__all__ = ["APPLY_EVERY", "BoundedTier", "Budget"]
 
-APPLY_EVERY = 1024  # uses that are noted before they are weighed
+logger = logging.getLogger(__name__)
+
+APPLY_EVERY = 1024  # uses that are noted before they are entered in the index
+_LOOK_EVERY_S = 2.0  # at what other processes stored, and at most a fiftieth of the time
+_RECOUNT_S = 60.0  # at most so often all sizes are read again
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Budget:
@@ -171,3 +180,208 @@ class Budget:
         """A clock that only goes forward, whatever happens to the system's."""
         self._last_s = max(time.time(), self._last_s + 1e-6)
         return self._last_s
+
+
+class BoundedTier(WrappedTier, Budget):
+    """Passes everything on to another tier, and keeps its bytes, with those being written, below a cap.
+
+    What is in the tier is counted when the first object is put, and again every few seconds while objects are put, so
+    several processes together may pass the cap by what they put in between.
+
+    The cap is `cap_bytes`, or with `spare_bytes` so many more than there are. `owner` is of what is put; a quota is of
+    the objects of one owner.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        cap_bytes: int | None,
+        policy: EvictionPolicy,
+        index: Index,
+        *,
+        owner: str = "",
+        spare_bytes: int | None = None,
+        quota_bytes: int | None = None,
+    ) -> None:
+        WrappedTier.__init__(self, tier)
+        Budget.__init__(self, cap_bytes, policy, index)
+        self.owner = owner
+        self.quota = None if quota_bytes is None else (owner, quota_bytes)
+        self._totals |= {} if quota_bytes is None else {owner: 0}
+        self.makes_room = True  # on a full device, by evicting; not where another tier takes what is refused
+        self.before_eviction: Callable[[str], object] = lambda _: None  # receives the name of what is about to leave
+        self._spare_bytes = spare_bytes
+        self._next_look_s = self._next_recount_s = -1.0
+        self._has_put = False
+        self._stuck: frozenset[str] = frozenset()
+
+    def sync(self, space: str = "", thorough: bool = False) -> None:
+        """Bring the index in step with the tier; raises OSError if one of them cannot be asked now."""
+        with self._lock:
+            self.index.sync(self.tier, space, thorough)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return True if an object of the owner with so many bytes fits, and nothing has to leave for it."""
+        with self._lock:
+            self._look()
+            return (self.quota is None or self.fits(nbytes, self.quota)) and self.fits(nbytes)
+
+    def open(self, name: str) -> Source | None:
+        """Open an object, and count this as a use of it."""
+        source = self.tier.open(name)
+        if source is not None:
+            self.use(name)
+        return source
+
+    def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Make room, then store; raises OSError(ENOSPC) if what is pinned and in flight leaves no room."""
+        nbytes = sum(map(len, parts))
+        with self.reserve(nbytes):
+            stored = self._put(name, parts, nbytes)
+        self.know(name, self.tier.stat(name) if stored else None)
+        return stored
+
+    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Make room, then store whether the object is there or not; errors as in `put_if_absent`."""
+        try:
+            with self.reserve(sum(map(len, parts))):
+                self.tier.replace(name, parts)
+        finally:
+            self.know(name, self.tier.stat(name))
+
+    def know(self, name: str, stat: ObjectStat | None, key: ChunkKey | None = None) -> None:
+        """Enter an object that is there, and which chunk it is; what cannot be written now is listed later."""
+        self._has_put = True
+        with self._lock, contextlib.suppress(OSError):
+            known = self.index.row(name) if key is not None else None
+            if stat is not None and (known is None or known[0] != stat.nbytes):
+                self.add(name, stat.nbytes, stat.created)
+            if key is not None:
+                self.describe([(name, key)], is_ours=known is None or known[1] == self.owner)
+
+    def describe(self, said: Sequence[tuple[str, ChunkKey]], is_ours: bool = False) -> None:
+        """Enter which chunks objects are that were entered, and whether they counted as the owner's before."""
+        with self._lock:
+            self.index.describe(said, self.owner)
+            if self.quota is not None and not is_ours:
+                self._count()
+
+    def delete(self, name: str, source: Source | None = None) -> bool:
+        """Remove an object; with `source`, only if it is still that one."""
+        removed = self.tier.delete(name, source)
+        if removed or source is None:
+            self.forget(name)
+        return removed
+
+    def forget(self, name: str) -> None:
+        """Strike an object off that turned out to be gone."""
+        with contextlib.suppress(OSError):
+            self.remove(name)
+
+    def set_pin(self, name: str, pinned: bool) -> None:
+        """Keep an object from being evicted, also after a restart if the tier behind remembers, or let it."""
+        Budget.set_pin(self, name, pinned)
+        self.tier.set_pin(name, pinned)
+
+    def shrink(self, most_bytes: int) -> int:
+        """Evict until no more than so many bytes are left, or only what is pinned; gives the bytes that left."""
+        with self._lock:
+            self._next_look_s = -1.0
+            before, cap_bytes = self.nbytes, self._cap_bytes
+            try:
+                self._cap_bytes = most_bytes + self._in_flight_bytes
+                self._evict(0)
+            finally:
+                self._cap_bytes = cap_bytes
+            return before - self.nbytes
+
+    def close(self) -> None:
+        """Keep the order of eviction, list what was put for the next process, and close the tier behind."""
+        with self._lock:
+            self.apply()
+            if self.tier.is_local and self._has_put:
+                with contextlib.suppress(OSError):
+                    self.sync()
+            self.index.close()
+        self.tier.close()
+
+    def _make_room(self, nbytes: int) -> None:
+        self._look()
+        held = 0 if self._cap_bytes is None else self._held_bytes({*self._pins, *self._used}) + self._in_flight_bytes
+        excess = 0 if self._cap_bytes is None else held + nbytes - self._cap_bytes
+        for _ in range(2) if excess <= 0 else ():  # what can never fit evicts nothing
+            for quota in (self.quota, None):
+                if quota is not None or self._cap_bytes is not None:
+                    self._evict(nbytes, quota)
+            excess = self._excess(nbytes, None)
+            if excess <= 0:
+                return
+            self._next_look_s = -1.0  # other processes may have made room since it was counted
+            self._look()
+        if excess > 0:
+            raise OSError(
+                errno.ENOSPC,
+                f"{nbytes} bytes do not fit: of {self._cap_bytes} bytes {self.pinned_bytes} are pinned and "
+                f"{self._in_flight_bytes} are being written",
+            )
+
+    def _put(self, name: str, parts: Sequence[memoryview], nbytes: int) -> bool:
+        """Store; on a full device once more, after as much was evicted as is needed."""
+        try:
+            return self.tier.put_if_absent(name, parts)
+        except OSError as error:
+            with self._lock:
+                most_bytes = self.nbytes - self._in_flight_bytes - nbytes
+                if error.errno not in _FULL or not self.makes_room or not self.shrink(max(0, most_bytes)):
+                    raise
+        return self.tier.put_if_absent(name, parts)
+
+    def _evict(self, nbytes: int, quota: tuple[str, int] | None = None) -> None:
+        """As in `Budget`; sizes are read again first where more has to leave than comes."""
+        if self._excess(nbytes, quota) > max(nbytes, 1) and time.monotonic() > self._next_recount_s:
+            self._next_recount_s = time.monotonic() + _RECOUNT_S
+            self.index.distrust()  # more has to leave than this one takes: are the sizes right?
+            self._next_look_s = -1.0
+            self._look()
+            for name in self.index.larger(self._cap_bytes):  # damaged: what is whole need not leave for it
+                self.stats.count("evicted", self.name, int(self._let_go(name)))
+        super()._evict(nbytes, quota)
+
+    def _let_go(self, name: str) -> bool:
+        """As in `Budget`; what cannot be deleted counts as pinned from then on."""
+        if not is_name(name):  # what a file says that anybody may have written
+            self.remove(name)
+            return False
+        self.before_eviction(name)
+        try:
+            self.tier.delete(name)
+        except OSError as error:
+            logger.warning("chunk %s cannot be evicted (%s) and stays", name[-64:], error)
+            self._stuck |= {name}
+            Budget.set_pin(self, name, True)
+            return False
+        self.remove(name)
+        return True
+
+    def _count(self) -> None:
+        self._totals = {one: self.index.nbytes(one) for one in self._totals}
+
+    def _look(self) -> None:
+        """Count what is there, unless that was done a moment ago, or takes the time of another machine for nothing."""
+        began_s = time.monotonic()
+        is_counted = self.tier.is_local or self._cap_bytes is not None or self.quota is not None
+        if began_s < self._next_look_s or not is_counted:
+            return
+        self._next_look_s = began_s + _LOOK_EVERY_S
+        try:
+            self.sync(thorough=True)
+            self._count()
+            self._pins = {*self.tier.pins(), *self._stuck}
+        except OSError as error:
+            logger.info("the %s tier cannot be listed now (%s)", self.name, error)
+            self._next_look_s = -1.0
+            return
+        if self._spare_bytes is not None:
+            self._cap_bytes, self._spare_bytes = self._totals[None] + self._in_flight_bytes + self._spare_bytes, None
+        now_s = time.monotonic()
+        self._next_look_s = now_s + max(_LOOK_EVERY_S, 50 * (now_s - began_s))

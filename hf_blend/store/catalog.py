@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from .bounded import BoundedTier
+from .budget import BoundedTier
 from .chunk import ChunkKey
 from .content import Run, pack_tokens, unpack_tokens, without_overlap
 from .entry import read_key

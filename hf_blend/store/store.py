@@ -21,16 +21,16 @@ from weakref import WeakValueDictionary, finalize
 from torch import Tensor
 
 from ..errors import ConfigError, StoreError, suggest
-from .bounded import BoundedTier
+from .budget import BoundedTier
 from .catalog import Catalog, owner_of
 from .chunk import ChunkKey, ChunkKV, Found, Layout
 from .content import unpack_tokens
 from .entry import EntryReader, encode_entry, read_key, stored_as
 from .guard import Guard
 from .importance import TokenImportance
-from .limits import Limits
 from .locks import new_lock
 from .memory import MemoryCache
+from .opening import Limits
 from .seal import check_secret
 from .slow import ComputeTimes, LateLoads, RecordedSource, WriteQueue
 from .stats import StoreStats

@@ -17,7 +17,7 @@ import pytest
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import StoreError
 from hf_blend.store import slow
-from hf_blend.store.limits import Limits
+from hf_blend.store.opening import Limits
 from hf_blend.store.slow import ComputeTimes
 from hf_blend.store.tiers.base import WrappedTier
 from hf_blend.store.tiers.memory import MemoryTier

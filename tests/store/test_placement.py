@@ -13,7 +13,7 @@ import shutil
 import pytest
 
 from hf_blend import ChunkStore, ConfigError
-from hf_blend.store.limits import Limits
+from hf_blend.store.opening import Limits
 from hf_blend.store.tiers.memory import MemoryTier
 
 ROOM = 4  # chunks on the disk

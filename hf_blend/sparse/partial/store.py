@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...store import ChunkStore
-from ...store.bounded import BoundedTier
+from ...store.budget import BoundedTier
 from ...store.chunk import ChunkKey, ChunkKV, Layout
 from ...store.entry import encode_entry, stored_as
 from ...store.slow import WriteQueue
