@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkStore.open(partial=0.25)`: what `partial_loading` gives by hand, for every request, after a restart too."""
+"""`ChunkStore.open(partial=0.25)`: what a loader made by hand gives, for every request, after a restart too."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, plugins, sparse_decoding
 from hf_blend.sparse.partial import seen
-from hf_blend.sparse.partial.loading import partial_loading
+from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.store import PartialStore
 from tests.asking import prefilled
 from tests.conftest import random_pieces
@@ -41,9 +41,10 @@ def test_it_is_what_the_block_gives_and_the_model_is_untouched(untouched, tmp_pa
     model.set_attn_implementation(attention)
     by_hand = PartialStore([], [plugins.load("store.tiers", "memory")()]).load_in_part(block_tokens=8)
     asked(model, by_hand)
-    cache = BlendCache(model, by_hand, **REUSE)
-    with partial_loading(model, cache, share=0.25, alpha=50.0) as loading:
-        expected = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **GREEDY)
+    made = []
+    by_hand.load_in_part(8, lambda cache: made.append(PartialLoading(cache, 0.25, 50.0)) or made[-1])
+    _, expected = asked(model, by_hand)
+    loading = made[0]
     for _ in range(2):  # the second time from a store that was opened again
         with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
             asked(model, store)

@@ -9,6 +9,7 @@ whose probe heads disagree, are read whole.
 Source: IMPRESS (Chen et al., FAST 2025), figures 5, 11 to 15.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from hf_blend.model.anatomy import decoder_layers, text_config
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prompt.tokenizer import front_ids
 from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
-from hf_blend.sparse.partial.loading import LoadReport, partial_loading
+from hf_blend.sparse.partial.loading import LoadReport, PartialLoading
 from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.budget import Budget
 from hf_blend.store.chunk import ChunkKey
@@ -144,18 +145,38 @@ class _InPart(Blended):
         """Answer one sample."""
         started, way = time.perf_counter(), self._way
         prompt, cache = self.prompt(samples[0]), BlendCache(self.model, self.store, self.config)
-        settings: dict[str, Any] = {"share": way.share, "alpha": way.alpha, "by_question": way.probes != 0}
-        with partial_loading(self.model, cache, **settings, probes=way.probes or None, watch=self._see) as loading:
-            inputs = cache.inputs(self.tokenizer, prefix=prompt.prefix, chunks=prompt.chunks, question=prompt.question)
-            found = self.generate(inputs, cache, wanted, started)
-        self.report = loading.report
+        made: list[_Watched] = []
+        self.store.load_in_part(way.block_tokens, lambda one: made.append(_Watched(one, way)) or made[-1])
+        inputs = cache.inputs(self.tokenizer, prefix=prompt.prefix, chunks=prompt.chunks, question=prompt.question)
+        found = self.generate(inputs, cache, wanted, started)
+        self.report, self.jaccard = made[0].report, self.jaccard | made[0].jaccard
         return found
 
-    def _see(self, layer: int, scores: Tensor, count: int) -> None:
+
+class _Watched(PartialLoading):
+    """Probes as many heads as a way says, none of them where it takes the first blocks whatever is asked."""
+
+    def __init__(self, cache: BlendCache, way: Way) -> None:
+        super().__init__(cache, way.share, way.alpha)
+        self._way = way
+        self.jaccard: dict[int, tuple[float, float]] = {}
+
+    def _probes(self, kv_heads: int) -> int:
+        probes = self._way.probes
+        return super()._probes(kv_heads) if probes is None else min(probes, kv_heads)
+
+    def _choose(self, part: Any, question: Any, chunks: Sequence[Any]) -> list[list[int]] | None:
+        if self._way.probes == 0:
+            readers = [chunk.chunk.layers.reader for chunk in chunks]
+            return [list(range(math.ceil(self._share * reader.blocks))) for reader in readers]
+        return super()._choose(part, question, chunks)
+
+    def _agreed(self, index: int, scores: Tensor, count: int) -> list[int] | None:
         """Note how far the heads agree on the blocks, and how far chance would."""
         if len(scores) > 1 and count < scores.shape[1]:
             sets = [set(row.topk(count).indices.tolist()) for row in scores]
-            self.jaccard[layer] = (similarity(sets), threshold(count, scores.shape[1], 1.0))
+            self.jaccard[index] = (similarity(sets), threshold(count, scores.shape[1], 1.0))
+        return super()._agreed(index, scores, count)
 
 
 class _Bench:

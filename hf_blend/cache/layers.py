@@ -145,7 +145,7 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         if self.visible is not None and not self.is_guarded:
             raise ConfigError(
                 "this cache holds a part of its prompt's KV only, but the model would attend to all of it. Decode "
-                "inside the `partial_loading` block that filled it."
+                "with the cache that loaded the part."
             )
         keys, values = self.open(key_states.shape[2], key_states, value_states)
         keys.copy_(key_states)

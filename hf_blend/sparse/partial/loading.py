@@ -7,16 +7,13 @@
     model.generate(**cache.inputs(...), past_key_values=cache, max_new_tokens=64)
     print(cache.report.partial)
 
-`partial_loading` does the same for one cache over a `PartialStore`, with other settings, while its block runs.
-
 In each layer behind the last check layer the keys of the probe heads come first; when the layer's attention begins,
 the question's queries say which blocks are important; those are loaded and written, and attention runs over them, over
 what is recomputed, and over all that has no stored KV. The other columns are seen by nobody, in decoding either.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,7 +23,7 @@ from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
 from ...cache.static_layer import StaticLayer
-from ...errors import ConfigError, UnsupportedModelError
+from ...errors import UnsupportedModelError
 from ...model.attention import AttentionCapture, AttentionFn
 from ...prefill.observing import report_importance
 from ...prefill.plan import PlacedChunk, Plan
@@ -34,10 +31,9 @@ from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
 from .itf import agreed, importance, probe_count
 from .seen import PartDecoding, attend_part
-from .store import PartialLayers, PartialStore
+from .store import PartialLayers
 
 KV = tuple[Tensor, Tensor]
-Watch = Callable[[int, Tensor, int], None]
 FALLBACKS = ("whole", "values")
 
 
@@ -53,68 +49,18 @@ class LoadReport:
     unseen_share: float = 0.0  # of the chunks' tokens that a layer did not see, mean over all layers
 
 
-@contextmanager
-def partial_loading(
-    model: nn.Module,
-    cache: BlendCache,
-    *,
-    share: float = 0.25,
-    alpha: float = 0.6,
-    by_question: bool = True,
-    fallback: str = "whole",
-    probes: int | None = None,
-    watch: Watch | None = None,
-) -> Iterator["PartialLoading"]:
-    """Load only the important blocks of stored chunks while the block runs; see `ChunkStore.open(partial=…)`.
-
-    Without `by_question` the blocks that stand first in the store's order are loaded, whatever is asked. `probes` is
-    how many KV heads of a layer say which blocks are important; None is three of thirty-two, two at least. `watch` is
-    given each layer's number, the scores of its probe heads, `[probes, blocks]`, and how many blocks are to be loaded.
-    """
-    if not isinstance(cache.store, PartialStore):
-        raise ConfigError(
-            f"the cache is over a {type(cache.store).__name__}, but a PartialStore is expected. Use one."
-        )
-    if not 0 < share <= 1 or alpha < 0:
-        raise ConfigError(f"share is {share} and alpha {alpha}, wanted above 0 and up to 1, and 0 or more.")
-    if probes is not None and (type(probes) is not int or probes < 1):
-        raise ConfigError(f"probes is {probes!r}, expected a whole number from 1 on. Try 2.")
-    if cache.config.max_tokens is not None:
-        raise ConfigError(
-            f"partial_loading came with a cache of max_tokens={cache.config.max_tokens}, whose steps see their whole "
-            "buffers, but one that grows is expected. Leave max_tokens out."
-        )
-    loading = PartialLoading(cache, share, alpha, by_question, fallback, probes, watch)
-    before, cache.store.partial = cache.store.partial, loading
-    try:
-        yield loading
-    finally:
-        cache.store.partial = before
-        loading.close()
-
-
 class PartialLoading(PartDecoding):
     """One request, or one batch, that loads in part. Each prompt of a batch chooses for itself.
 
-    The arguments are those of `partial_loading`. Of a layer whose probe heads disagree `fallback` loads "whole", all
-    of it as in IMPRESS; or "values", the keys of all heads, and for each head the values of blocks that it looks at.
+    See `ChunkStore.open(partial=…)`. Of a layer whose probe heads disagree `fallback` loads "whole", all of it as in
+    IMPRESS; or "values", the keys of all heads, and for each head the values of blocks that it looks at.
     """
 
     listens = True  # see `WholeChunks`
 
-    def __init__(
-        self,
-        cache: BlendCache,
-        share: float,
-        alpha: float,
-        by_question: bool = True,
-        fallback: str = "whole",
-        probes: int | None = None,
-        watch: Watch | None = None,
-    ) -> None:
+    def __init__(self, cache: BlendCache, share: float = 0.25, alpha: float = 0.6, fallback: str = "whole") -> None:
         super().__init__(cache)
-        self._given_probes, self._watch = probes, watch
-        self._share, self._alpha, self._by_question, self._fallback = share, alpha, by_question, fallback
+        self._share, self._alpha, self._fallback = share, alpha, fallback
         self._store: Any = cache.store
         self._index = -1
         self._chunks: list[PlacedChunk] = []
@@ -134,7 +80,7 @@ class PartialLoading(PartDecoding):
 
     def _probes(self, kv_heads: int) -> int:
         """How many heads of a layer are probed."""
-        return probe_count(kv_heads) if self._given_probes is None else min(self._given_probes, kv_heads)
+        return probe_count(kv_heads)
 
     def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
         """A layer begins behind the last check layer: find out what of it can be loaded in part."""
@@ -183,8 +129,7 @@ class PartialLoading(PartDecoding):
             for chunk in self._chunks:
                 for states in opened:
                     states[chunk.row, :, chunk.columns] = 0
-                if self._by_question:
-                    part.write(chunk, 0, range(self._probes(opened[0].shape[1])), _every(chunk))
+                part.write(chunk, 0, range(self._probes(opened[0].shape[1])), _every(chunk))
             chunks = [one for one in chunks if one not in self._chunks]
         realigner.write(index, chunks, *opened)
 
@@ -230,17 +175,16 @@ class PartialLoading(PartDecoding):
         """The blocks of each chunk of one prompt; None if the heads do not agree."""
         readers = [_layers(chunk).reader for chunk in chunks]
         count = math.ceil(self._share * sum(reader.blocks for reader in readers))
-        if not self._by_question:
-            return [list(range(math.ceil(self._share * reader.blocks))) for reader in readers]
         scores = question.scores(part, chunks, self._probes(part.keys.shape[1]))
         for chunk, own in zip(chunks, scores.mean(dim=0).split([chunk.tokens for chunk in chunks]), strict=True):
             before = self._sums.get(id(chunk))
             self._sums[id(chunk)] = chunk, own if before is None else before[1] + own
-        by_block = _by_block(scores, chunks)
-        if self._watch is not None:
-            self._watch(part.index, by_block, count)
-        found = agreed(by_block, count, self._alpha)
+        found = self._agreed(part.index, _by_block(scores, chunks), count)
         return None if found is None else _by_chunk(found, chunks)
+
+    def _agreed(self, index: int, scores: Tensor, count: int) -> list[int] | None:
+        """As `agreed`, of the probe heads of a layer."""
+        return agreed(scores, count, self._alpha)
 
     def _load(
         self,
@@ -255,7 +199,7 @@ class PartialLoading(PartDecoding):
         self._counts[chosen is None] += 1
         fresh = torch.zeros(part.keys.shape[2], dtype=torch.bool)
         fresh[(question.rows.columns if self._fresh is None else self._fresh)[row].cpu() + part.past] = True
-        first = self._probes(heads) if self._by_question else 0
+        first = self._probes(heads)
         each: list[list[list[int]]] = [chosen or [list(_every(chunk)) for chunk in chunks]] * heads
         if chosen is None and self._fallback == "values":
             for chunk in chunks:

@@ -23,15 +23,6 @@ class PartDecoding:
     def __init__(self, cache: BlendCache) -> None:
         self._cache = cache
         self._layers: list[Any] = list(cache.layers)
-        self._is_closed = False
-
-    def is_of(self, cache: BlendCache) -> bool:
-        """Return True for the cache of this request."""
-        return cache is self._cache
-
-    def close(self) -> None:
-        """Take no attention any more: what was loaded in part is refused from here on."""
-        self._is_closed = True
 
     def begin_layer(self, index: int) -> None:
         """A layer that was loaded in part hands over new K and V: let it, if its attention can be taken."""
@@ -41,7 +32,7 @@ class PartDecoding:
 
     def can_take(self, index: int) -> bool:
         """Return True if the attention of a layer can be taken: some models look up no function for it."""
-        return bool(self._attention(index)) and not self._is_closed
+        return bool(self._attention(index))
 
     def _attention(self, index: int) -> Sequence[nn.Module]:
         return LayerInfo.of(decoder_layers(self._cache.model)[index]).attention

@@ -118,7 +118,6 @@ class PartialStore(ChunkStore):
     """
 
     reads_importance = True
-    partial: Any = None  # loads in part, while it is set
     _block_tokens = BLOCK_TOKENS
     _make_loader: Callable[[Any], Any] | None = None
     _reorders = False
@@ -153,9 +152,7 @@ class PartialStore(ChunkStore):
         super().close()
 
     def loader(self, cache: Any) -> Any:
-        """What loads in part for the request of a cache; within `partial_loading` what that has made."""
-        if self.partial is not None:
-            return self.partial if self.partial.is_of(cache) else None
+        """What loads in part for the request of a cache."""
         return None if self._make_loader is None else self._make_loader(cache)
 
     def at_hand(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
