@@ -10,7 +10,7 @@ depend on the machine; the time is that of a model so small that arithmetic does
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore, observer
-from hf_blend.evaluation.bench.shapes import first_token, full_inputs, random_pieces, text_config, timed_model
+from hf_blend.evaluation.answering import ids_of
+from hf_blend.evaluation.bench.shapes import random_pieces, text_config, timed_model, wait_for
 from hf_blend.model import row_masks
 from hf_blend.prefill.report import BlendReport
 
@@ -115,7 +116,7 @@ def _runs(
 ) -> tuple[Callable[[], Any], Callable[[], Any], BlendReport]:
     """A blended and a stock prefill of one prompt, and the report of the first, which computed the chunks."""
     pieces = random_pieces(model, chunks, max(1, tokens // chunks), plan.question_tokens, plan.seed)
-    stock = full_inputs(model, pieces)
+    stock = {"input_ids": torch.tensor([ids_of(None, pieces)], device=plan.device)}
     store = ChunkStore.open("memory://", memory_bytes=8 << 30)
 
     def blend() -> BlendCache:
@@ -134,6 +135,12 @@ def count(run: Callable[[], Any]) -> KernelCount:
         run()
     return counted
 
+
+
+def first_token(model: Any, cache: Any, inputs: Mapping[str, Any]) -> None:
+    """Generate one token, and wait for it."""
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=1, min_new_tokens=1, do_sample=False)
+    wait_for(model)
 
 def host_ratio(ours: Callable[[], Any], stock: Callable[[], Any], rounds: int) -> float:
     """Median over rounds of the processor time of one run over that of the other, in turns, on one thread.

@@ -9,7 +9,7 @@ down to a rate; what the controller expects stands beside what was measured.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,8 +20,9 @@ from torch import nn
 from benches.store import forget as forget_entries
 from hf_blend import ChunkStore, plugins
 from hf_blend.config import BlendConfig
+from hf_blend.evaluation.answering import blend_config
 from hf_blend.evaluation.bench.shapes import text_config, timed_model
-from hf_blend.evaluation.bench.ttft import TtftPlan, _run, machine, made_up
+from hf_blend.evaluation.bench.ttft import TtftPlan, machine, made_up, run
 from hf_blend.loading.controller import advise
 from hf_blend.loading.profile import bytes_per_second, profile_of
 
@@ -58,6 +59,7 @@ def _row(
     model: nn.Module, pieces: dict[str, Any], plan: DiskPlan, rate: float, folder: Path, profile: Any
 ) -> dict[str, Any]:
     given, ratio = plan, plan.ratios[0]
+    config = blend_config(plan.selector, recompute_ratio=ratio)
     disk = plugins.load("store.tiers", "disk")(folder / "store", durable=False)
     tier = ThrottledTier(disk, rate * GB) if rate else disk
     memory = ChunkStore.open("memory://", memory_bytes=64 << 30)
@@ -65,7 +67,7 @@ def _row(
     for store in (memory, streaming):
         keys = store.add(model, None, pieces["chunks"], chunk_prefix_ids=(1,))
     whole.pipeline_depth = 0
-    _run(model, streaming, pieces, given, ratio)  # the prefix is stored too
+    run(model, streaming, pieces, given, config)  # the prefix is stored too
     forget = (lambda: forget_entries(folder / "store")) if plan.cold else (lambda: None)
     forget()
     bytes_s = bytes_per_second(streaming, model, given.chunk_tokens)
@@ -80,7 +82,7 @@ def _row(
                     streaming.get(key)
                 seconds = time.perf_counter() - started
             else:
-                seconds = _run(model, store, pieces, given, ratio)["ttft_ms"] / 1e3
+                seconds = run(model, store, pieces, given, config)["ttft_ms"] / 1e3
             times[way] += [seconds] if number else []
     found = {way: 1e3 * statistics.median(some) for way, some in times.items()}
     layers = text_config(model).num_hidden_layers
@@ -116,5 +118,5 @@ def _advised(
     model: nn.Module, store: ChunkStore, pieces: dict[str, Any], given: TtftPlan, ratio: float, forget: Any
 ) -> float:
     forget()
-    found: float = _run(model, store, pieces, replace(given, ratios=(ratio,)), ratio)["ttft_ms"]
+    found: float = run(model, store, pieces, given, blend_config(given.selector, recompute_ratio=ratio))["ttft_ms"]
     return found

@@ -31,11 +31,9 @@ def break_even(
         hf-blend bench break-even --shape tiny --tokens 32 --rounds 1 --json
         hf-blend bench break-even --tokens 256 --tokens 1024  # slow
     """
-    from hf_blend.evaluation.bench.break_even import BreakEvenPlan, measure_break_even
+    from hf_blend.evaluation.bench.ttft import TtftPlan, measure_break_even
 
     shape, device = timed(shape, model, device)
-    plan = BreakEvenPlan(
-        shape, tuple(sorted(tokens)), methods=tuple(method), rounds=rounds, dtype=dtype, device=device
-    )
-    found = measure_break_even(plan, progress=say)
+    plan = TtftPlan(shape, rounds=rounds, dtype=dtype, device=device)
+    found = measure_break_even(plan, sorted(tokens), method, progress=say)
     show(found if json else found["rows"], as_json=json, title=f"{shape}, short prompts", header=True)

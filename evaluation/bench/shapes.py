@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models to time: of a known shape with random weights, since speed does not depend on them, or one of the user's."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from hf_blend.errors import ConfigError, suggest
 from hf_blend.model.anatomy import text_config
 from hf_blend.model.placement import input_device
 
-from ..answering import ids_of
 from ..bundled import choose_dtype, open_model
 
 OWN = "model:"  # before the path or id of a model that is no shape
@@ -66,17 +64,6 @@ def random_pieces(model: nn.Module, chunks: int, chunk_tokens: int, question_tok
     draw = lambda tokens: torch.randint(3, vocabulary, (tokens,), generator=generator).tolist()  # noqa: E731
     made = [draw(chunk_tokens) for _ in range(chunks)]
     return {"prefix": [1], "chunks": made, "question": draw(question_tokens)}
-
-
-def full_inputs(model: nn.Module, pieces: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What `generate` is given for a full prefill of a prompt."""
-    return {"input_ids": torch.tensor([ids_of(None, pieces)], device=input_device(model))}
-
-
-def first_token(model: Any, cache: Any, inputs: Mapping[str, Any]) -> None:
-    """Generate one token, and wait for it."""
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=1, min_new_tokens=1, do_sample=False)
-    wait_for(model)
 
 
 def random_model(shape: str, dtype: torch.dtype, device: str, seed: int = 0) -> nn.Module:

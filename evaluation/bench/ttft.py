@@ -1,11 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token: stock full prefill against blending, interleaved, with the bound that FLOPs set."""
+"""Time to the first token: stock full prefill against blending, interleaved, with the bound that FLOPs set.
+
+`measure_break_even` asks the same of short prompts: from which length on blending is faster.
+"""
 
 import platform
 import statistics
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,12 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 from hf_blend.version import __version__
 
-from ..answering import ids_of, inputs_of
+from ..answering import blend_config, ids_of, inputs_of
+from ..blending import ways
 from ..bundled import open_model
 from ..tuning import read_prompts
 from .shapes import OWN, random_pieces, timed_model
 
-DECODED_TOKENS = 24
 FULL = "full"
 
 
@@ -42,6 +46,7 @@ class TtftPlan:
     seed: int = 0
     data: str | None = None
     limit: int | None = None
+    decoded_tokens: int = 24
 
 
 @dataclass
@@ -71,22 +76,66 @@ class Clock:
         return (len(self.arrived) - 2) / (self.arrived[-1] - self.arrived[1])
 
 
-def measure_ttft(plan: TtftPlan, progress: Any = None) -> dict[str, Any]:
+def measure_ttft(plan: TtftPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
     """Measure full prefill and blending at every ratio, in turn, several times over."""
     tokenizer, prompts = _real_prompts(plan) if plan.data else (None, [])
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     prompts = prompts or [made_up(model, plan)]
-    runs: dict[Any, list[dict[str, Any]]] = {key: [] for key in (FULL, *plan.ratios)}
+    configs = {f"{ratio:g}": blend_config(plan.selector, recompute_ratio=ratio) for ratio in plan.ratios}
+    runs: dict[str, list[dict[str, Any]]] = {FULL: [], **{name: [] for name in configs}}
     for count, given in enumerate(prompts, 1):
-        store = ChunkStore.open("memory://", memory_bytes=64 << 30)
-        for number in range(plan.rounds + 1):  # the first round warms up and fills the store
-            for key, found in runs.items():
-                if progress:
-                    progress(f"prompt {count} of {len(prompts)}, round {number} of {plan.rounds}: {key}")
-                one = _run(model, store, given, plan, key, tokenizer)
-                found += [one] if number else []
-    rows = [_row(ratio, runs[FULL], runs[ratio]) for ratio in plan.ratios]
+        about = f"prompt {count} of {len(prompts)}, "
+        for name, found in _in_turns(model, given, plan, configs, tokenizer, progress, about).items():
+            runs[name] += found
+    rows = [_row(ratio, runs[FULL], runs[f"{ratio:g}"]) for ratio in plan.ratios]
     return {"machine": machine(plan), "full": _median(runs[FULL]), "prompts": len(prompts), "rows": rows}
+
+
+def measure_break_even(
+    plan: TtftPlan, lengths: Sequence[int], methods: Sequence[str], progress: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Measure full prefill and selectors, each with @ and a ratio, at lengths of the documents."""
+    chosen = [way for text in methods for way in ways(text, (BlendConfig.recompute_ratio,))]
+    configs = {f"{name}@{ratio or 0:g}": blend_config(name, recompute_ratio=ratio or 0.0) for name, ratio in chosen}
+    plan, rows = replace(plan, chunks=4, question_tokens=16, decoded_tokens=1), list[dict[str, Any]]()
+    model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
+    for tokens in lengths:
+        given = made_up(model, replace(plan, chunk_tokens=tokens // plan.chunks))
+        runs = _in_turns(model, given, plan, configs, None, progress, f"{tokens} tokens, ")
+        times = {name: _median(found)["ttft_ms"] for name, found in runs.items()}
+        shared = {"prompt_tokens": len(ids_of(None, given)), "full_ms": times[FULL]}
+        for name in configs:
+            rows.append({**shared, "method": name, "ttft_ms": times[name], "speedup": times[FULL] / times[name]})
+    found = {name: _break_even([row for row in rows if row["method"] == name]) for name in configs}
+    about = machine(replace(plan, selector=", ".join(configs)))
+    settings = {"shape": plan.shape, "tokens": list(lengths), "methods": [*configs], "rounds": plan.rounds}
+    return {"machine": about, "plan": settings, "rows": rows, "break_even_tokens": found}
+
+
+def _break_even(rows: Sequence[dict[str, Any]]) -> int | None:
+    """The least length from which on every longer prompt is faster, too."""
+    slower = max((row["prompt_tokens"] for row in rows if row["speedup"] <= 1), default=0)
+    return min((row["prompt_tokens"] for row in rows if row["prompt_tokens"] > slower), default=None)
+
+
+def _in_turns(
+    model: nn.Module,
+    given: dict[str, Any],
+    plan: TtftPlan,
+    configs: Mapping[str, BlendConfig],
+    tokenizer: Any,
+    progress: Callable[[str], None] | None,
+    about: str,
+) -> dict[str, list[dict[str, Any]]]:
+    """Prefill one prompt in full and with every config, in turns; a first round warms up and fills the store."""
+    store, ways = ChunkStore.open("memory://", memory_bytes=64 << 30), {FULL: None, **configs}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    for number in range(plan.rounds + 1):
+        for name, config in ways.items():
+            if progress:
+                progress(f"{about}round {number} of {plan.rounds}: {name}")
+            runs[name].append(run(model, store, given, plan, config, tokenizer))
+    return {name: found[1:] for name, found in runs.items()}
 
 
 def _real_prompts(plan: TtftPlan) -> tuple[Any, list[dict[str, Any]]]:
@@ -106,17 +155,22 @@ def made_up(model: nn.Module, plan: TtftPlan) -> dict[str, Any]:
     return random_pieces(model, plan.chunks, plan.chunk_tokens, plan.question_tokens, plan.seed)
 
 
-def _run(
-    model: nn.Module, store: ChunkStore, given: dict[str, Any], plan: TtftPlan, key: Any, tokenizer: Any = None
+def run(
+    model: nn.Module,
+    store: ChunkStore,
+    given: dict[str, Any],
+    plan: TtftPlan,
+    config: BlendConfig | None,
+    tokenizer: Any = None,
 ) -> dict[str, Any]:
+    """Time one generation: a full prefill where there is no config."""
     if _is_cuda(plan):
         torch.cuda.reset_peak_memory_stats()
     clock = Clock()
-    if key == FULL:
+    cache = None if config is None else BlendCache(model, store, config)
+    if cache is None:
         inputs: Any = {"input_ids": torch.tensor([ids_of(tokenizer, given)], device=plan.device)}
-        cache = None
     else:
-        cache = BlendCache(model, store, recompute_ratio=key, selector=plan.selector)
         inputs = inputs_of(cache, tokenizer, given)
     model.generate(
         **inputs,
@@ -124,10 +178,12 @@ def _run(
         streamer=clock,
         do_sample=False,
         eos_token_id=None,
-        min_new_tokens=DECODED_TOKENS,
-        max_new_tokens=DECODED_TOKENS,
+        min_new_tokens=plan.decoded_tokens,
+        max_new_tokens=plan.decoded_tokens,
     )
-    figures = {"ttft_ms": clock.ttft_ms, "decode_tokens_s": clock.decode_tokens_s}
+    figures = {"ttft_ms": clock.ttft_ms}
+    if plan.decoded_tokens > 1:
+        figures["decode_tokens_s"] = clock.decode_tokens_s
     if _is_cuda(plan):
         figures["peak_bytes"] = torch.cuda.max_memory_allocated()
     return {**figures, "report": cache.report} if cache is not None else figures
