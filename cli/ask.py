@@ -16,7 +16,7 @@ from .reading import prepare, read_questions
 
 if TYPE_CHECKING:
     from hf_blend import ChunkStore
-    from hf_blend.evaluation.asking import Asked, Reply
+    from hf_blend.evaluation.asking import Question, Reply
     from hf_blend.prefill.report import BlendReport
 
 __all__ = ["ask"]
@@ -69,7 +69,7 @@ def ask(
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation import asking
-    from hf_blend.evaluation.answering import Method, blend_config
+    from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.loading.controller import LoadingController
 
@@ -80,7 +80,7 @@ def ask(
     source = open_model(model, device, dtype)
     shown = _Shown(json, compare, is_listed=questions is not None or not given)
     ways = asking.methods(config, compare)
-    asks: list[Asked] = []
+    asks: list[Question] = []
     with (
         ChunkStore.open(store, partial=partial, correction=correction) as opened,
         interruptible(lambda: shown.kept(len(asks))),
@@ -89,7 +89,7 @@ def ask(
         asker = asking.Asker(source.load(), source.tokenizer, opened)
         opened.controller = LoadingController(asker.model, opened, config) if controller else None
         for asked in asks:
-            if compare and (report := asker.warm(asked, Method("blend", config))):
+            if compare and (report := asker.answer(asked.given, config, 1).report):
                 shown.reports.append(report)
             shown.begin(asked)
             replies = [asker.ask(asked, way, max_new_tokens, shown.stream) for way in ways]
@@ -114,12 +114,12 @@ class _Shown:
         if not (self._json or self._compare):
             typer.echo(text, nl=False)
 
-    def begin(self, asked: "Asked") -> None:
+    def begin(self, asked: "Question") -> None:
         """Before a question is answered."""
         if (self._is_listed or self._compare) and not self._json:
-            typer.echo(typer.style(asked.question, bold=True))
+            typer.echo(typer.style(asked.name, bold=True))
 
-    def end(self, asked: "Asked", replies: "list[Reply]") -> None:
+    def end(self, asked: "Question", replies: "list[Reply]") -> None:
         """When a question was answered."""
         from hf_blend.prefill.report import Advice
 
@@ -136,7 +136,7 @@ class _Shown:
         for decided in (reply.answer.report.advice for reply in replies if reply.answer.report):
             if decided:
                 say(f"Controller: {Advice(**decided)}")
-        sources = f"Sources: {', '.join(asked.names)}\n" if asked.sources else ""
+        sources = f"Sources: {', '.join(asked.source_names)}\n" if asked.sources else ""
         if sources or self._is_listed:
             typer.echo(sources, nl=self._is_listed)
 
@@ -199,7 +199,7 @@ def _how(rows: list[dict[str, Any]]) -> str:
     """How the table was measured."""
     import torch
 
-    from hf_blend.evaluation.kl import FORCED_TOKENS
+    from hf_blend.evaluation.asking import FORCED_TOKENS
 
     questions = len({row["question"] for row in rows})
     measured = sum(len(row["rounds_ms"]) for row in rows if row["method"] == rows[0]["method"])

@@ -116,7 +116,7 @@ def _answer(talk: "Chat", question: str, json: bool) -> dict[str, Any]:
         say(f"hf-blend: {error}")
         return {}
     if not json:
-        typer.echo(f"\nSources: {', '.join(asked.names)}\n")
+        typer.echo(f"\nSources: {', '.join(asked.source_names)}\n")
     sources = [{"name": one.name, "start": one.start, "stop": one.stop} for one in asked.sources]
     chunks = {name: getattr(got.report, f"{name}_chunks", 0) for name in ("loaded", "computed")}
     return {"question": question, "answer": got.text, "ttft_ms": got.ttft_ms, "sources": sources, "chunks": chunks}

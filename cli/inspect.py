@@ -53,7 +53,7 @@ def inspect(
         blend_config(one)  # refuses what is no selector
     given, documents = read_questions(question, files or [])
     source = open_model(model, device, dtype)
-    pieces = prepare(source, given, documents, top_k, chunk_tokens)[0].pieces
+    pieces = prepare(source, given, documents, top_k, chunk_tokens)[0].given
     with ChunkStore.open(store) as opened:
         found = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)
     if png is not None:

@@ -13,7 +13,7 @@ from .output import say
 
 if TYPE_CHECKING:
     from hf_blend import ChunkStore
-    from hf_blend.evaluation.asking import Asked
+    from hf_blend.evaluation.asking import Question
     from hf_blend.evaluation.bundled import ModelSource
     from hf_blend.evaluation.documents import Document
     from hf_blend.evaluation.retrieving import Piece, Retriever
@@ -98,7 +98,7 @@ def prepare(
     system: str | None = None,
     max_new_tokens: int = 1,
     store: "ChunkStore | None" = None,
-) -> "list[Asked]":
+) -> "list[Question]":
     """Put each question into a prompt with what is retrieved for it; without any, the bundled questions."""
     from hf_blend.evaluation import asking, bundled
     from hf_blend.evaluation.answering import request
@@ -106,19 +106,19 @@ def prepare(
 
     if not questions:
         pages = bundled.handbook_questions()
-        asked = [(request(source.tokenizer, one["chunks"], one["question"], system), one["question"]) for one in pages]
-        return [asking.Asked(*one) for one in asked]
+        given = [request(source.tokenizer, one["chunks"], one["question"], system) for one in pages]
+        return [asking.Question(one["question"], made) for one, made in zip(pages, given, strict=True)]
     retriever = Retriever(split(documents, source, chunk_tokens, questions, store), top_k)
     asks = [asking.prepare(source, retriever, question, system, max_new_tokens) for question in questions]
     say_limits(retriever, asks, source)
     return asks
 
 
-def say_limits(retriever: "Retriever", asks: "Sequence[Asked]", source: "ModelSource") -> None:
+def say_limits(retriever: "Retriever", asks: "Sequence[Question]", source: "ModelSource") -> None:
     """Say where retrieval found nothing, or found more than the model can read."""
     for asked in asks:
-        if not retriever.knows(asked.question):
-            say(f"No word of {asked.question!r} is in the documents: their beginnings are read.")
+        if not retriever.knows(asked.name):
+            say(f"No word of {asked.name!r} is in the documents: their beginnings are read.")
         if asked.squeezed_out:
             found = len(asked.sources) + asked.squeezed_out
             say(f"The model reads {source.positions:,} tokens: {len(asked.sources)} of {found} pieces found fit.")

@@ -67,8 +67,8 @@ def tune(
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation import tuning
+    from hf_blend.evaluation.asking import Asker
     from hf_blend.evaluation.bundled import open_model
-    from hf_blend.evaluation.kl import Measure
 
     found = tuning.candidates(
         selector or tuning.SELECTORS, ratio or tuning.RATIOS, corrector, allow_unverified=allow_unverified
@@ -80,16 +80,16 @@ def tune(
         sample = tuning.bundled_prompts(limit or 24, seed, source.tokenizer)
     network = source.load()
     with ExitStack() as stack:
-        measures = [
-            Measure(network, source.tokenizer, stack.enter_context(ChunkStore.open(store, correction=one)))
+        askers = [
+            Asker(network, source.tokenizer, stack.enter_context(ChunkStore.open(store, correction=one)))
             for one in ((None, correction) if correction else (None,))
         ]
         got = tuning.tune(
-            measures[0],
+            askers[0],
             sample,
             found,
             leave,
-            corrected=measures[-1] if correction else None,
+            corrected=askers[-1] if correction else None,
             seed=seed,
             watch=lambda items, what: progress(items, what, quiet=json),
         )

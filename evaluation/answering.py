@@ -1,21 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""One question answered by one method: the text, whether it is right, when its first token came, what it cost."""
+"""Requests in the model's own form of a prompt, and what methods, streams and runs over them have in common."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
-from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend import BlendCache, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.model.placement import input_device
-from hf_blend.prefill.report import BlendReport
 from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.prompt.messages import build_messages, render
 from hf_blend.prompt.pieces import Span, build
@@ -95,9 +92,6 @@ def _has_system_role(tokenizer: Any, told: str) -> bool:
         return False
 
 
-MAX_NEW_TOKENS = 16
-
-
 @dataclass(frozen=True)
 class Method:
     """A way to answer."""
@@ -137,19 +131,6 @@ def _layer(text: str) -> int:
     return int(text)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What came back."""
-
-    text: str
-    ttft_ms: float
-    report: BlendReport | None
-    input_ids: Tensor
-    ids: Tensor
-    is_cut: bool
-    logits: Tensor | None = None
-
-
 class AnswerStreamer:
     """A streamer that passes the answer on while it is written, and notes when it began."""
 
@@ -171,39 +152,6 @@ class AnswerStreamer:
         """Pass on what is new, at the end also what was held back."""
         if self._tell and (new := self._text.feed(self._ids, is_last)):
             self._tell(new)
-
-
-def answer(
-    model: nn.Module,
-    tokenizer: Any,
-    store: ChunkStore,
-    method: Method,
-    pieces: dict[str, Any],
-    tell: Callable[[str], None] | None = None,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    first_logits: int = 0,
-) -> Answer:
-    """Answer one question greedily."""
-    listener = AnswerStreamer(tokenizer, tell)
-    started = time.perf_counter()
-    if method.config is None:
-        inputs: Any = {"input_ids": torch.tensor([ids_of(tokenizer, pieces)], device=input_device(model))}
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        cache = None
-    else:
-        cache = BlendCache(model, store, method.config)
-        inputs = inputs_of(cache, tokenizer, pieces)
-    output = model.generate(
-        **inputs, past_key_values=cache, streamer=listener, do_sample=False, max_new_tokens=max_new_tokens,
-        return_dict_in_generate=True, output_logits=first_logits > 0,
-    )  # fmt: skip
-    prompt = inputs["input_ids"][0]
-    ids = output.sequences[0, len(prompt) :].cpu()
-    text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-    ttft_ms = 1e3 * ((listener.first or time.perf_counter()) - started)
-    is_cut = len(ids) == max_new_tokens and int(ids[-1]) not in ends_of(model)
-    logits = torch.cat(output.logits[:first_logits]).float().cpu() if first_logits else None
-    return Answer(text, ttft_ms, cache.report if cache else None, prompt.cpu(), ids, is_cut, logits)
 
 
 def ends_of(model: nn.Module) -> list[int]:

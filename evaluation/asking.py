@@ -1,44 +1,91 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Questions over documents, answered by one method or by several side by side; what `hf-blend ask` does."""
+"""Questions over documents, answered by one method or by several side by side; what `hf-blend ask` does.
+
+What blending loses on a prompt is the KL divergence of next-token distributions from full prefill's: full prefill
+answers greedily, and its answer is forced on a blended prefill of the same prompt. No right answer is needed.
+"""
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hf_blend import ChunkStore
+from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
-from hf_blend.errors import PromptError
+from hf_blend.errors import ConfigError, PromptError
+from hf_blend.model.placement import input_device
 from hf_blend.prefill.report import BlendReport
 
-from .answering import FULL_PREFILL, FULL_REUSE, Answer, Method, Turn, answer, documents_end, ids_of, request
+from .answering import (
+    FULL_PREFILL,
+    FULL_REUSE,
+    AnswerStreamer,
+    Method,
+    Turn,
+    documents_end,
+    ends_of,
+    ids_of,
+    inputs_of,
+    request,
+)  # fmt: skip
 from .bundled import ModelSource
-from .kl import FORCED_TOKENS, Full, Measure, Prompt
 from .retrieving import Piece, Retriever
+
+FORCED_TOKENS = 10  # of full prefill's answer
+REUSE = FULL_REUSE.config or BlendConfig(recompute_ratio=0.0, selector="none")
 
 STUB = "x"  # in the place of documents, where the rest of a prompt is measured
 SEARCHED_TURNS = 1  # earlier questions that the next one may mean with a pronoun
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question with its documents."""
+class Question:
+    """A question with its documents: `given` is the request that `answering.request` makes of them."""
 
-    pieces: dict[str, Any]
-    question: str
-    wanted: str | None = None
+    name: str
+    given: dict[str, Any]
+    answers: tuple[str, ...] = ()
     sources: tuple[Piece, ...] = ()
     squeezed_out: int = 0
 
     @property
-    def names(self) -> list[str]:
+    def source_names(self) -> list[str]:
         """The documents that the sources are from, each once, the best first."""
         return list(dict.fromkeys(piece.name for piece in self.sources))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    text: str
+    ttft_ms: float
+    input_ids: Tensor
+    ids: Tensor
+    is_cut: bool
+    cache: BlendCache | None
+    logits: Tensor
+
+    @property
+    def report(self) -> BlendReport | None:
+        """What was reused and recomputed; None of a full prefill."""
+        return self.cache.report if self.cache else None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a config loses on one prompt to its full prefill."""
+
+    kl: float
+    kl_first: float
+    charged: float
+    ttft_ratio: float
 
 
 @dataclass(frozen=True)
@@ -64,24 +111,49 @@ class Asker:
     tokenizer: Any
     store: ChunkStore
 
-    def warm(self, asked: Asked, method: Method) -> BlendReport | None:
-        """Answer once without looking at the time, so that every chunk is stored and the model is known."""
-        return self.answer(asked, method, max_new_tokens=1).report
+    def answer(
+        self,
+        given: dict[str, Any],
+        config: BlendConfig | None,
+        max_new_tokens: int,
+        first_logits: int = 0,
+        tell: Callable[[str], None] | None = None,
+    ) -> Answer:
+        """Answer a request greedily, by a full prefill if there is no config; with the logits of its first tokens."""
+        streamer = AnswerStreamer(self.tokenizer, tell)
+        started = time.perf_counter()
+        cache = None if config is None else BlendCache(self.model, self.store, config)
+        if cache is None:
+            ids = torch.tensor([ids_of(self.tokenizer, given)], device=input_device(self.model))
+            inputs: Any = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        else:
+            inputs = inputs_of(cache, self.tokenizer, given)
+        output = self.model.generate(
+            **inputs, past_key_values=cache, streamer=streamer, do_sample=False, max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True, output_logits=first_logits > 0,
+        )  # fmt: skip
+        prompt = inputs["input_ids"][0]
+        ids = output.sequences[0, len(prompt) :].cpu()
+        text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+        ttft_ms = 1e3 * ((streamer.first or time.perf_counter()) - started)
+        is_cut = len(ids) == max_new_tokens and int(ids[-1]) not in ends_of(self.model)
+        logits = torch.cat(output.logits[:first_logits]).float().cpu() if first_logits else torch.empty(0)
+        return Answer(text, ttft_ms, prompt.cpu(), ids, is_cut, cache, logits)
 
     def ask(
-        self, asked: Asked, method: Method, max_new_tokens: int, tell: Callable[[str], None] | None = None
+        self, question: Question, method: Method, max_new_tokens: int, tell: Callable[[str], None] | None = None
     ) -> Reply:
         """Answer one question by one method."""
         kept = FORCED_TOKENS if method.config is None else 0
-        got = self.answer(asked, method, tell=tell, max_new_tokens=max_new_tokens, first_logits=kept)
+        got = self.answer(question.given, method.config, max_new_tokens, kept, tell)
         row: dict[str, Any] = {
             "method": method.name,
-            "question": asked.question,
+            "question": question.name,
             "answer": got.text,
             "is_cut": got.is_cut,
             "ttft_ms": got.ttft_ms,
             "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
-            "sources": [{"name": one.name, "start": one.start, "stop": one.stop} for one in asked.sources],
+            "sources": [{"name": one.name, "start": one.start, "stop": one.stop} for one in question.sources],
         }
         if self.store.loads_in_part:
             partial = (got.report and got.report.partial) or {}
@@ -89,38 +161,64 @@ class Asker:
         if got.report and got.report.advice:
             row["advice"] = got.report.advice
         chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
-        ids = got.input_ids.tolist()[: documents_end(self.tokenizer, asked.pieces)]
+        ids = got.input_ids.tolist()[: documents_end(self.tokenizer, question.given)]
         return Reply(row, [(self.tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids)], got)
 
-    def time_again(self, asked: Asked, replies: Sequence[tuple[Method, Reply]], rounds: int) -> None:
+    def time_again(self, question: Question, replies: Sequence[tuple[Method, Reply]], rounds: int) -> None:
         """Measure the first token of methods in turns; the median counts, of these and of the time that is there."""
         times = [[reply.row["ttft_ms"]] for _, reply in replies]
         for _ in range(rounds - 1):
             for (method, _), taken in zip(replies, times, strict=True):
-                taken.append(self.answer(asked, method, max_new_tokens=1).ttft_ms)
+                taken.append(self.answer(question.given, method.config, 1).ttft_ms)
         for (_, reply), taken in zip(replies, times, strict=True):
             reply.row.update(ttft_ms=statistics.median(taken), rounds_ms=taken)
 
-    def diverge(self, asked: Asked, replies: Sequence[tuple[Method, Reply]]) -> None:
+    def diverge(self, question: Question, replies: Sequence[tuple[Method, Reply]]) -> None:
         """Measure how far methods are from a full prefill over the first tokens of its answer: `kl` of their rows.
 
         It is None where nothing of the prompt can be chosen from, as all of it is exact or computed.
         """
         full = next(reply.answer for method, reply in replies if method.config is None)
-        logits = torch.empty(0) if full.logits is None else full.logits
-        reference = Full(tuple(full.ids[: len(logits)].tolist()), logits.double().log_softmax(-1), full.ttft_ms)
-        measure, prompt = Measure(self.model, self.tokenizer, self.store), Prompt(asked.question, asked.pieces)
         for method, reply in replies:
             report, kl = reply.answer.report, None
             if method.config is None:
                 kl = 0.0
             elif report is not None and report.reusable_tokens:
-                kl = measure.loss(prompt, reference, method.config).kl
+                kl = self.loss(question, full, method.config).kl
             reply.row["kl"] = kl
 
-    def answer(self, asked: Asked, method: Method, **settings: Any) -> Answer:
-        """Answer by one method; settings are those of `answering.answer`."""
-        return answer(self.model, self.tokenizer, self.store, method, asked.pieces, **settings)
+    def full(self, question: Question, max_new_tokens: int = FORCED_TOKENS) -> Answer:
+        """Answer by a full prefill, with the logits that `loss` compares."""
+        return self.answer(question.given, None, max_new_tokens, FORCED_TOKENS)
+
+    def store_chunks(self, question: Question, config: BlendConfig) -> None:
+        """Compute the chunks of a prompt that the store lacks, as a config captures them; not timed."""
+        self.answer(
+            question.given,
+            replace(REUSE, chunk_prefix_ids=config.chunk_prefix_ids, allow_unverified=config.allow_unverified),
+            1,
+        )
+
+    @torch.no_grad()
+    def loss(self, question: Question, full: Answer, config: BlendConfig) -> Loss:
+        """Blend a prompt and force full prefill's answer on it: the KL divergence of the next tokens, and the time."""
+        got = self.answer(question.given, config, 1, 1)
+        report, forced = got.report, full.ids[: len(full.logits) - 1]
+        if report is None or report.fallback_reason or not report.reusable_tokens:
+            why = (report and report.fallback_reason) or "no token of it is reusable. Two chunks or more are expected"
+            raise PromptError(f"{question.name} cannot be blended: {why.rstrip('.')}. Leave it out.")
+        if report.computed_chunks:
+            raise ConfigError(
+                f"the store dropped {report.computed_chunks} chunks of {question.name} before they were used again, "
+                "so times would be wrong. Give a store on disk with --store, or shorter prompts."
+            )
+        logits = got.logits
+        if len(forced):
+            given = forced[None].to(input_device(self.model))
+            logits = torch.cat([logits, self.model(given, past_key_values=got.cache).logits[0].float().cpu()])
+        wanted = full.logits.double().log_softmax(-1)
+        kl = (wanted.exp() * (wanted - logits.double().log_softmax(-1))).sum(-1).clamp(min=0)
+        return Loss(float(kl.mean()), float(kl[0]), report.charged_budget, got.ttft_ms / full.ttft_ms)
 
 
 def prepare(
@@ -130,7 +228,7 @@ def prepare(
     system: str | None,
     max_new_tokens: int,
     history: Sequence[Turn] = (),
-) -> Asked:
+) -> Question:
     """Retrieve for a question, and put as much into a prompt as the model has room for."""
     searched = " ".join([*(turn.question for turn in history[-SEARCHED_TURNS:]), question])
     ranked = retriever.rank(searched)
@@ -149,7 +247,7 @@ def prepare(
             "--max-new-tokens, or a model that reads more."
         )
     made = request(tokenizer, [piece.prompt_text for piece in taken], question, system, history)
-    return Asked(made, question, sources=tuple(taken), squeezed_out=len(ranked) - len(taken))
+    return Question(question, made, sources=tuple(taken), squeezed_out=len(ranked) - len(taken))
 
 
 @dataclass
@@ -165,23 +263,22 @@ class Chat:
     is_fixed: bool = False
     turns: list[Turn] = field(default_factory=list)
 
-    def prepare(self, question: str) -> Asked:
+    def prepare(self, question: str) -> Question:
         """Retrieve for a question, forgetting the oldest turns as far as they leave no room."""
         while True:
             try:
-                asked = prepare(self.source, self.retriever, question, self.system, self.max_new_tokens, self.turns)
+                made = prepare(self.source, self.retriever, question, self.system, self.max_new_tokens, self.turns)
                 break
             except PromptError:
                 if not self.turns:
                     raise
                 del self.turns[0]
         if self.is_fixed and not self.turns:
-            self.retriever = Retriever(asked.sources)
-        return asked
+            self.retriever = Retriever(made.sources)
+        return made
 
-    def answer(self, asked: Asked, tell: Callable[[str], None] | None = None) -> Answer:
+    def answer(self, question: Question, tell: Callable[[str], None] | None = None) -> Answer:
         """Answer, and remember question and answer."""
-        method = Method("blend", self.config)
-        got = self.asker.answer(asked, method, tell=tell, max_new_tokens=self.max_new_tokens)
-        self.turns.append(Turn(asked.question, got.text))
+        got = self.asker.answer(question.given, self.config, self.max_new_tokens, tell=tell)
+        self.turns.append(Turn(question.name, got.text))
         return got

@@ -20,9 +20,9 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 
 from .answering import blend_config, ids_of, request
+from .asking import FORCED_TOKENS, REUSE, Asker, Loss, Question
 from .blending import ways
 from .bundled import handbook_questions
-from .kl import FORCED_TOKENS, REUSE, Loss, Measure, Prompt
 from .rows import ANSWERS, CHUNKS, QUESTION, read_rows
 from .summary import interval, share_interval
 
@@ -81,17 +81,17 @@ class Tuning:
         return asdict(self)
 
 
-def bundled_prompts(count: int, seed: int, tokenizer: Any) -> list[Prompt]:
+def bundled_prompts(count: int, seed: int, tokenizer: Any) -> list[Question]:
     """Ask the questions of the bundled handbook in turn, each over some of its pages in an order that is drawn."""
     asked, prompts = handbook_questions(), []
     for number in range(count):
         one = asked[number % len(asked)]
         pages = Random(f"{seed} {number}").sample(one["chunks"], BUNDLED_PAGES)
-        prompts.append(Prompt(f"question {number + 1}", request(tokenizer, pages, one["question"], None)))
+        prompts.append(Question(f"question {number + 1}", request(tokenizer, pages, one["question"], None)))
     return prompts
 
 
-def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions: int | None = None) -> list[Prompt]:
+def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions: int | None = None) -> list[Question]:
     """Read a sample from a file with one row per line; see `rows`."""
     prompts = []
     for row in read_rows(path, (CHUNKS, QUESTION))[:limit]:
@@ -102,7 +102,7 @@ def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions
                 f"row {row['id']!r} of {str(path)!r} has {tokens:,} tokens with its answer, expected at most the "
                 f"model's {positions:,}. Shorten it or leave it out."
             )
-        prompts.append(Prompt(f"row {row['id']!r}", given, tuple(row.get(ANSWERS, ()))))
+        prompts.append(Question(f"row {row['id']!r}", given, tuple(row.get(ANSWERS, ()))))
     return prompts
 
 
@@ -119,18 +119,18 @@ def candidates(
 
 
 def tune(
-    measure: Measure,
-    prompts: Sequence[Prompt],
+    asker: Asker,
+    prompts: Sequence[Question],
     found: Sequence[Candidate],
     leave: float = LEAVE,
     *,
-    corrected: Measure | None = None,
+    corrected: Asker | None = None,
     seed: int = 0,
     watch: Watch = lambda items, _: items,
 ) -> Tuning:
     """Choose on one half of the prompts, and measure the choice on the other.
 
-    With `corrected`, a measure over a store with a correction, each candidate is measured over its chunks, too.
+    With `corrected`, an asker over a store with a correction, each candidate is measured over its chunks, too.
     """
     if len(prompts) < 2:
         raise PromptError(f"got {len(prompts)} prompts, expected 2 or more: one half chooses, the other reports.")
@@ -142,14 +142,14 @@ def tune(
     ways = [reuse, *found]
     if corrected:
         ways += [replace(one, name=f"{one.name}, corrected", is_corrected=True) for one in ways]
-    measures = {False: measure, True: corrected or measure}
-    losses = _losses(measures, watch(shuffled[:middle], "prompts, choosing"), ways, seed)
+    askers = {False: asker, True: corrected or asker}
+    losses = _losses(askers, watch(shuffled[:middle], "prompts, choosing"), ways, seed)
     points = sorted((_point(name, own, losses[reuse.name]) for name, own in losses.items()), key=_charge)
     best, leaves_enough = choose(points, leave)
     chosen = next(one for one in ways if one.name == best.candidate)
     others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
     said: dict[str, list[str]] | None = {} if all(one.answers for one in prompts) else None
-    again = _losses(measures, watch(others, "prompts, reporting"), compared, seed, said)
+    again = _losses(askers, watch(others, "prompts, reporting"), compared, seed, said)
     return Tuning(
         _point(chosen.name, again[chosen.name], again[reuse.name]),
         {name: value for name, value in chosen.config.to_dict().items() if name in SETTINGS},
@@ -168,7 +168,7 @@ def choose(points: Sequence[Point], leave: float) -> tuple[Point, bool]:
     return (min(enough, key=_charge), True) if enough else (min(points, key=lambda point: point.kl), False)
 
 
-def scored(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]:
+def scored(texts: Sequence[str], prompts: Sequence[Question]) -> dict[str, float]:
     """Score answers: word F1, and how many contain a right one."""
     pairs = list(zip(texts, (prompt.answers for prompt in prompts), strict=True))
     rules = {name: plugins.load("evaluation.scores", rule)() for name, rule in SCORES.items()}
@@ -178,8 +178,8 @@ def scored(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]:
 
 
 def _losses(
-    measures: Mapping[bool, Measure],
-    prompts: Iterable[Prompt],
+    askers: Mapping[bool, Asker],
+    prompts: Iterable[Question],
     found: Sequence[Candidate],
     seed: int,
     said: dict[str, list[str]] | None = None,
@@ -188,15 +188,15 @@ def _losses(
     losses: dict[str, list[Loss]] = {one.name: [] for one in found}
     for prompt in prompts:
         for one in {(one.is_corrected, one.config.chunk_prefix_ids): one for one in found}.values():
-            measures[one.is_corrected].store_chunks(prompt, one.config)
-        full = measures[False].full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
+            askers[one.is_corrected].store_chunks(prompt, one.config)
+        full = askers[False].full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
         for one in Random(f"{seed} {prompt.name}").sample(found, len(found)):
-            losses[one.name].append(measures[one.is_corrected].loss(prompt, full, one.config))
+            losses[one.name].append(askers[one.is_corrected].loss(prompt, full, one.config))
         if said is not None:
-            said.setdefault(FULL, []).append(measures[False].said(full.ids))
+            said.setdefault(FULL, []).append(full.text)
             for one in found:
-                own = measures[one.is_corrected].answered(prompt, one.config, ANSWER_TOKENS)
-                said.setdefault(one.name, []).append(own)
+                own = askers[one.is_corrected].answer(prompt.given, one.config, ANSWER_TOKENS)
+                said.setdefault(one.name, []).append(own.text)
     return losses
 
 

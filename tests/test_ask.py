@@ -93,13 +93,14 @@ def test_a_controller_says_what_it_decided(store, first, monkeypatch, run):
 
 @pytest.mark.slow
 def test_compared_methods_are_timed_in_turns_and_the_median_counts(store, first, monkeypatch):
-    taken, answer = [], asking.answer
+    taken, answer = [], asking.Asker.answer
 
-    def timed(*args, **kwargs):
-        taken.append((args[3].name, 100.0 * len(taken) ** 2))  # the mean is another
-        return replace(answer(*args, **kwargs), ttft_ms=taken[-1][1])
+    def timed(asker, given, config, *args):
+        name = "full prefill" if config is None else "full reuse" if config.selector == "none" else "blend"
+        taken.append((name, 100.0 * len(taken) ** 2))  # the mean is another
+        return replace(answer(asker, given, config, *args), ttft_ms=taken[-1][1])
 
-    monkeypatch.setattr(asking, "answer", timed)
+    monkeypatch.setattr(asking.Asker, "answer", timed)
     rows = asked(store, "--compare", "--rounds", "3")["rows"]
     names = [row["method"] for row in rows[:3]]
     assert [name for name, _ in taken[1:10]] == 3 * names, "behind the one that stores the chunks"
@@ -136,7 +137,7 @@ def test_an_answer_that_was_cut_is_said_to_be(store, first, run):
 def test_the_kl_is_that_of_two_forced_answers(source, model, monkeypatch):
     tokenizer, chunks = source.tokenizer, ["The light of Skerry is kept by Una Moss.\n\n", "A lantern is dear.\n\n"]
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
-    made = asking.Asked(request(tokenizer, chunks, "Who keeps the light?", None), "")
+    made = asking.Question("", request(tokenizer, chunks, "Who keeps the light?", None))
     ways, opened = asking.methods(BlendConfig(0.15), compare=True), ChunkStore.open("memory://")
     asker = asking.Asker(model, tokenizer, opened)
     pairs = [(way, asker.ask(made, way, 12)) for way in ways]
@@ -144,7 +145,7 @@ def test_the_kl_is_that_of_two_forced_answers(source, model, monkeypatch):
     full, reused = (reply for _, reply in pairs[:2])
     ids, prompt = full.answer.ids[:10], full.answer.input_ids
     cache = BlendCache(model, opened, recompute_ratio=0.0, selector="none")
-    inputs = cache.inputs_from_messages(tokenizer, made.pieces["messages"], made.pieces["documents"])
+    inputs = cache.inputs_from_messages(tokenizer, made.given["messages"], made.given["documents"])
     with torch.no_grad():
         stock = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
@@ -202,7 +203,7 @@ def test_an_answer_in_any_turn_is_that_of_a_full_prefill_of_the_same_prompt(make
 
 
 def test_as_many_pieces_are_read_as_are_asked_for_and_the_model_has_room_for(make):
-    assert make(top_k=2).prepare("light and boats?").names == ["b.txt", "a.txt"]
+    assert make(top_k=2).prepare("light and boats?").source_names == ["b.txt", "a.txt"]
     crowded = make(top_k=0, new_tokens=1998)  # of 2048 positions
     asked = crowded.prepare("Who?")
     assert (len(asked.sources), asked.squeezed_out) == (2, 1)
@@ -211,10 +212,10 @@ def test_as_many_pieces_are_read_as_are_asked_for_and_the_model_has_room_for(mak
 def test_documents_are_retrieved_for_each_turn_and_computed_once(make):
     talk = make(top_k=1)
     asks = [talk.prepare(question) for question in ("light?",)]
-    assert asks[0].names == ["a.txt"]
+    assert asks[0].source_names == ["a.txt"]
     first = talk.answer(asks[0])
     boats = talk.prepare("Who repairs boats?")
-    assert boats.names == ["b.txt"]
+    assert boats.source_names == ["b.txt"]
     second = talk.answer(boats)
     third = talk.answer(talk.prepare("Tomas and boats?"))
     assert first.report.computed_chunks > 0
@@ -225,7 +226,7 @@ def test_documents_are_retrieved_for_each_turn_and_computed_once(make):
 def test_fixed_documents_stay_those_of_the_first_turn(make):
     talk = make(top_k=1, is_fixed=True)
     talk.answer(talk.prepare("light?"))
-    assert talk.prepare("Who repairs boats?").names == ["a.txt"]
+    assert talk.prepare("Who repairs boats?").source_names == ["a.txt"]
 
 
 def test_what_was_said_is_never_stored(make):

@@ -15,7 +15,6 @@ from worlds import REFERENCE, reference_questions
 
 from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError, UnsupportedModelError
-from hf_blend.evaluation.answering import Method
 from hf_blend.evaluation.asking import Asker
 from hf_blend.evaluation.bundled import REAL
 from hf_blend.evaluation.demo import drawing, page
@@ -79,7 +78,7 @@ def test_what_is_stored_before_is_what_the_answers_use(bundled, store, wish):
     *_, first = compare(bundled, store, wish, Limits())
     entries = len(list(store.entries()))
     asked = prepare(bundled, wish, Limits())
-    report = Asker(bundled.model, bundled.tokenizer, store).warm(asked, Method("blend", wish.config()))
+    report = Asker(bundled.model, bundled.tokenizer, store).answer(asked.given, wish.config(), 1).report
     assert (report.computed_chunks, report.loaded_chunks) == (0, entries)
     *_, second = compare(bundled, store, wish, Limits())
     assert len(list(store.entries())) == entries
@@ -150,7 +149,7 @@ def test_a_prompt_is_no_longer_than_what_a_visitors_store_holds(model_folder, sh
     with ChunkStore.open("memory://", memory_bytes=limits.store_bytes) as store:
         list(compare(own, store, largest, limits))
         asked = prepare(own, largest, limits)
-        report = Asker(own.model, own.tokenizer, store).warm(asked, Method("blend", largest.config()))
+        report = Asker(own.model, own.tokenizer, store).answer(asked.given, largest.config(), 1).report
     assert (report.computed_chunks, report.notice) == (0, "")
 
 
@@ -255,9 +254,9 @@ def test_of_files_the_pieces_that_fit_a_question_are_read_and_named(model_folder
     others = [Document(f"{n}.txt", f"The harbour {n} has a crane.\n" * 5) for n in range(20)]
     wish = DemoRequest("", "Who keeps bees?", files=(*others, Document("bees.txt", "Gerda keeps bees.\n")), top_k=4)
     asked = prepare(own, wish, Limits())
-    assert (len(asked.sources), asked.names[0]) == (4, "bees.txt")
+    assert (len(asked.sources), asked.source_names[0]) == (4, "bees.txt")
     told = list(compare(own, store, wish, replace(Limits(), new_tokens=2)))[-1]
-    assert told.sources == tuple(asked.names)
+    assert told.sources == tuple(asked.source_names)
     assert "bees.txt" in drawing.status(told.status, sources=told.sources)
     few = prepare(own, replace(wish, top_k=0), replace(Limits(), prompt_tokens=700))
     assert 0 < len(few.sources) < 21

@@ -21,8 +21,6 @@ from hf_blend.evaluation.inspecting import Inspector, draw, rank_correlation
 from hf_blend.evaluation.summary import interval
 from tests.conftest import slow_but
 
-EVERYTHING = answering.Method("all", BlendConfig(recompute_ratio=1.0))
-
 
 def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_examples():
     draw = random.Random(0)
@@ -38,13 +36,14 @@ def test_the_answer_is_streamed_as_it_is_returned(reference):
     question = reference_questions()[0]
     pieces = {name: question[name] for name in ("prefix", "chunks", "question")}
     heard: list[str] = []
-    got = answering.answer(*reference, ChunkStore.open("memory://"), EVERYTHING, pieces, heard.append)
+    asker = asking.Asker(*reference, ChunkStore.open("memory://"))
+    got = asker.answer(pieces, BlendConfig(recompute_ratio=1.0), 16, tell=heard.append)
     assert "".join(heard).strip() == got.text != ""
 
 
 def test_a_reply_marks_the_recomputed_tokens_and_no_others(reference):
     question = reference_questions()[0]
-    asked = asking.Asked({name: question[name] for name in ("prefix", "chunks", "question")}, "?", question["answer"])
+    asked = asking.Question("?", {name: question[name] for name in ("prefix", "chunks", "question")})
     blend = answering.Method("blend", BlendConfig(recompute_ratio=0.2))
     reply = asking.Asker(*reference, ChunkStore.open("memory://")).ask(asked, blend, 8)
     marked = sum(chosen for _, chosen in reply.tokens)

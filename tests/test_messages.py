@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from hf_blend import BlendCache, ChunkStore, PromptError
 from hf_blend.config import BlendConfig
 from hf_blend.evaluation.answering import FULL_PREFILL, INSTRUCTION, Turn, request
-from hf_blend.evaluation.asking import Asked, Asker, Method
+from hf_blend.evaluation.asking import Asker, Method, Question
 from hf_blend.evaluation.documents import Document
 from hf_blend.evaluation.retrieving import Splitter
 from tests.asking import memory
@@ -263,7 +263,8 @@ def split(tokenizer, chunk_tokens):
 
 def test_asking_gives_the_answer_of_a_full_prefill_at_ratio_1_and_marks_documents_only(plain):
     model, tokenizer = plain
-    asked = Asked(request(tokenizer, [piece.prompt_text for piece in split(tokenizer, 24)], QUESTION, None), QUESTION)
+    given = request(tokenizer, [piece.prompt_text for piece in split(tokenizer, 24)], QUESTION, None)
+    asked = Question(QUESTION, given)
     store = ChunkStore.open("memory://")
     ways = (FULL_PREFILL, Method("blend", BlendConfig(1.0)))
     full, blend = (Asker(model, tokenizer, store).ask(asked, way, 6) for way in ways)

@@ -4,6 +4,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, PluginNotFoundError, PromptError
 from hf_blend.evaluation import tuning
-from hf_blend.evaluation.kl import REUSE, Full, Loss, Measure, Prompt
+from hf_blend.evaluation.asking import REUSE, Answer, Asker, Loss, Question
 from hf_blend.evaluation.summary import share_interval
 from hf_blend.evaluation.tuning import Point, candidates, choose, read_prompts, scored, tune
 
@@ -41,7 +42,7 @@ def test_the_interval_of_a_share_is_that_of_paired_sums():
 
 
 class Told:
-    """Stands in for `Measure`: a candidate at ratio r loses 1 - 2r of full reuse's; what was asked is noted."""
+    """Stands in for `Asker`: a candidate at ratio r loses 1 - 2r of full reuse's; what was asked is noted."""
 
     def __init__(self):
         self.asked, self.stored = [], []
@@ -50,22 +51,19 @@ class Told:
         self.stored.append(prompt.name)
 
     def full(self, prompt, tokens=10):
-        return Full((1,) * tokens, torch.zeros(1, 1), 10.0)
+        return Answer(f"{tokens} tokens", 10.0, torch.zeros(1), torch.ones(tokens), True, None, torch.zeros(1, 1))
 
     def loss(self, prompt, full, config):
         self.asked.append((prompt.name, config.recompute_ratio))
         left = max(0.0, 1 - 2 * config.recompute_ratio) * (1 + int(prompt.name))
         return Loss(left, left / 2, config.recompute_ratio, 0.1 + config.recompute_ratio)
 
-    def said(self, ids):
-        return f"{len(ids)} tokens"
-
-    def answered(self, prompt, config, tokens):
-        return "It is Ann, they say."
+    def answer(self, given, config, max_new_tokens):
+        return SimpleNamespace(text="It is Ann, they say.")
 
 
 def test_the_choice_is_measured_on_prompts_that_did_not_choose_it():
-    measure, prompts = Told(), [Prompt(str(number), {}) for number in range(7)]
+    measure, prompts = Told(), [Question(str(number), {}) for number in range(7)]
     got = tune(measure, prompts, candidates(["random", "boundary@0.45"], (0.1, 0.3)), 0.5)
     chose = {name for name, ratio in measure.asked if ratio == 0.1}
     reported = [name for name, ratio in measure.asked if ratio in (0.0, 0.3) and name not in chose]
@@ -90,7 +88,7 @@ class ToldLess(Told):
 
 
 def test_a_correction_is_chosen_where_it_makes_a_cheaper_candidate_near_enough():
-    measure, corrected, prompts = Told(), ToldLess(), [Prompt(str(number), {}) for number in range(6)]
+    measure, corrected, prompts = Told(), ToldLess(), [Question(str(number), {}) for number in range(6)]
     got = tune(measure, prompts, candidates(["random"], (0.1, 0.3)), 0.45, corrected=corrected)
     assert {one.candidate: pytest.approx(one.kl) for one in got.points} == {
         "full reuse": 1, "random@0.1": 0.8, "random@0.3": 0.4,
@@ -105,7 +103,7 @@ def test_a_correction_is_chosen_where_it_makes_a_cheaper_candidate_near_enough()
 
 
 def test_answers_are_scored_where_all_prompts_have_right_ones():
-    prompts = [Prompt(str(number), {}, ("Ann",)) for number in range(4)]
+    prompts = [Question(str(number), {}, ("Ann",)) for number in range(4)]
     got = tune(Told(), prompts, candidates(["boundary"], (0.45,)), 0.5)
     assert got.answers["full prefill"] == {"f1": 0.0, "containment": 0.0, "right": 0, "n": 2}
     assert got.answers["boundary@0.45"] == {"f1": pytest.approx(1 / 3), "containment": 1.0, "right": 2, "n": 2}
@@ -113,7 +111,7 @@ def test_answers_are_scored_where_all_prompts_have_right_ones():
 
 
 def test_where_full_reuse_loses_nothing_nothing_is_recomputed():
-    measure, prompts = Told(), [Prompt("-1", {})] * 2  # a loss of 0
+    measure, prompts = Told(), [Question("-1", {})] * 2  # a loss of 0
     got = tune(measure, prompts, candidates(["random"], (0.1,)), 0.3)
     assert (got.choice.candidate, got.choice.kl, got.leaves_enough) == ("full reuse", 0.0, True)
 
@@ -139,51 +137,52 @@ def test_candidates_are_every_selector_at_every_ratio_with_every_corrector(tmp_p
 
 def test_too_little_to_choose_from_is_refused():
     with pytest.raises(PromptError, match="got 1 prompts, expected 2 or more"):
-        tune(Told(), [Prompt("0", {})], candidates(["random"], (0.1,)))
+        tune(Told(), [Question("0", {})], candidates(["random"], (0.1,)))
     with pytest.raises(ConfigError, match="got 0 candidates"):
-        tune(Told(), [Prompt("0", {})] * 2, [])
+        tune(Told(), [Question("0", {})] * 2, [])
 
 
 @pytest.fixture
-def measure(shared_model, tokenizer):
-    return Measure(shared_model(), tokenizer, ChunkStore.open("memory://"))
+def asker(shared_model, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "decode", staticmethod(lambda ids, **_: str(ids)), raising=False)
+    return Asker(shared_model(), tokenizer, ChunkStore.open("memory://"))
 
 
-def test_the_loss_is_the_divergence_of_the_answer_that_full_prefill_gives(measure, pieces):
-    prompt = Prompt("one", pieces(seed=1))
+def test_the_loss_is_the_divergence_of_the_answer_that_full_prefill_gives(asker, pieces):
+    prompt = Question("one", pieces(seed=1))
     given = [1, *prompt.given["prefix"][1:], *(t for chunk in prompt.given["chunks"] for t in chunk)]
     ids = torch.tensor([[*given, *prompt.given["question"]]])
-    full = measure.full(prompt)
-    stock = measure.model.generate(
+    full = asker.full(prompt)
+    stock = asker.model.generate(
         ids, max_new_tokens=10, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None
     )
-    assert list(full.ids) == stock.sequences[0, ids.shape[1] :].tolist()
-    measure.store_chunks(prompt, REUSE)
-    cache = BlendCache(measure.model, measure.store, REUSE)  # and the same answer, forced token by token
-    inputs = cache.inputs(measure.tokenizer, **prompt.given)
+    assert full.ids.tolist() == stock.sequences[0, ids.shape[1] :].tolist()
+    asker.store_chunks(prompt, REUSE)
+    cache = BlendCache(asker.model, asker.store, REUSE)  # and the same answer, forced token by token
+    inputs = cache.inputs(asker.tokenizer, **prompt.given)
     with torch.no_grad():
-        steps = [measure.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[0, -1]]
-        for token in full.ids[:-1]:
-            steps.append(measure.model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1])
+        steps = [asker.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[0, -1]]
+        for token in full.ids[:-1].tolist():
+            steps.append(asker.model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1])
     expected = [
         torch.nn.functional.kl_div(own.log_softmax(-1), other[0].log_softmax(-1), reduction="sum", log_target=True)
         for own, other in zip(steps, stock.logits, strict=True)
     ]
-    got = measure.loss(prompt, full, REUSE)
+    got = asker.loss(prompt, full, REUSE)
     assert got.kl == pytest.approx(float(torch.stack(expected).mean()), rel=1e-4)
     assert got.kl_first == pytest.approx(float(expected[0]), rel=1e-4)
     assert (got.charged, got.ttft_ratio > 0) == (0.0, True)
-    assert measure.loss(prompt, full, BlendConfig(1.0, "full")).kl < 1e-6 < got.kl
+    assert asker.loss(prompt, full, BlendConfig(1.0, "full")).kl < 1e-6 < got.kl
 
 
-def test_a_prompt_with_nothing_to_choose_among_and_a_store_that_is_too_small_are_refused(measure, pieces):
-    prompt = Prompt("row 'x'", pieces(seed=2))
-    full = measure.full(prompt, 2)
+def test_a_prompt_with_nothing_to_choose_among_and_a_store_that_is_too_small_are_refused(asker, pieces):
+    prompt = Question("row 'x'", pieces(seed=2))
+    full = asker.full(prompt, 2)
     with pytest.raises(ConfigError, match=r"dropped [0-9]+ chunks of row 'x'.*--store"):
-        measure.loss(prompt, full, REUSE)
-    alone = Prompt("row 'y'", {"chunks": prompt.given["chunks"][:1], "question": prompt.given["question"]})
+        asker.loss(prompt, full, REUSE)
+    alone = Question("row 'y'", {"chunks": prompt.given["chunks"][:1], "question": prompt.given["question"]})
     with pytest.raises(PromptError, match=r"row 'y' cannot be blended.*[Tt]wo chunks or more.*Leave it out"):
-        measure.loss(alone, full, REUSE)
+        asker.loss(alone, full, REUSE)
 
 
 class Chat:

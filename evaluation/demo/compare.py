@@ -12,7 +12,7 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.errors import PromptError
 
 from ..answering import FULL_PREFILL, FULL_REUSE, Method, chunks_of
-from ..asking import Asked, Asker, Reply
+from ..asking import Asker, Question, Reply
 from ..documents import unknown_words
 from ..inspecting import Inspector
 from .shelf import Loaded, ModelCache
@@ -55,12 +55,12 @@ def compare(loaded: Loaded, store: ChunkStore, wish: DemoRequest, limits: Limits
     if strange and wish.files:
         raise PromptError(f"{strange} Name a model that knows them, such as smollm2.")
     methods = (FULL_PREFILL, FULL_REUSE, Method("blend", wish.config()))
-    scene = DemoState(tuple(Panel(method.name) for method in methods), sources=tuple(asked.names))
+    scene = DemoState(tuple(Panel(method.name) for method in methods), sources=tuple(asked.source_names))
     kept = yield from _store(loaded, store, asked, scene)
     scene = replace(scene, status="Asking three ways …")
     yield scene
     asker = Asker(loaded.model, loaded.tokenizer, store)
-    report = asker.warm(asked, methods[-1])
+    report = asker.answer(asked.given, methods[-1].config, 1).report
     for place, method in enumerate(methods):
         for told in _one(asker, asked, (place, method), limits, scene):
             yield told
@@ -87,9 +87,9 @@ def opening(shelf: ModelCache, limits: Limits, model: str = "") -> DemoState:
     return scene
 
 
-def _store(loaded: Loaded, store: ChunkStore, asked: Asked, scene: DemoState) -> Generator[DemoState, None, str]:
+def _store(loaded: Loaded, store: ChunkStore, asked: Question, scene: DemoState) -> Generator[DemoState, None, str]:
     """Store the pieces that are missing, one by one, and say so; the result is a sentence."""
-    keys = list(dict.fromkeys(store.keys(loaded.model, loaded.tokenizer, chunks_of(loaded.tokenizer, asked.pieces))))
+    keys = list(dict.fromkeys(store.keys(loaded.model, loaded.tokenizer, chunks_of(loaded.tokenizer, asked.given))))
     missing = [key for key in keys if not store.contains(key)]
     present = len(keys) - len(missing)
     for number, key in enumerate(missing):
@@ -99,7 +99,7 @@ def _store(loaded: Loaded, store: ChunkStore, asked: Asked, scene: DemoState) ->
 
 
 def _one(
-    asker: Asker, asked: Asked, which: tuple[int, Method], limits: Limits, scene: DemoState
+    asker: Asker, asked: Question, which: tuple[int, Method], limits: Limits, scene: DemoState
 ) -> Iterator[DemoState]:
     """Let one method answer; the scene with its panel growing."""
     place, method = which
@@ -113,7 +113,7 @@ def _one(
         if isinstance(told, Reply):
             row, marks = told.row, tuple(told.tokens) if told.answer.report else scene.tokens
             rule = plugins.load("evaluation.scores", "containment")()
-            correct = None if asked.wanted is None else bool(rule.one(row["answer"], asked.wanted))
+            correct = bool(rule.best(row["answer"], asked.answers)) if asked.answers else None
             done = Panel(method.name, "done", row["answer"], row["ttft_ms"], row["charged_budget"], correct)
             yield replace(_with_panel(scene, place, done), tokens=marks)
         else:
@@ -151,10 +151,10 @@ def _with_panel(scene: DemoState, place: int, panel: Panel) -> DemoState:
     return replace(scene, panels=(*scene.panels[:place], panel, *scene.panels[place + 1 :]))
 
 
-def _looked_into(loaded: Loaded, store: ChunkStore, asked: Asked, scene: DemoState) -> DemoState:
+def _looked_into(loaded: Loaded, store: ChunkStore, asked: Question, scene: DemoState) -> DemoState:
     """The scene with the deviation of stored KV; without it where nothing can be reused."""
     try:
-        inspector = Inspector(loaded.model, loaded.tokenizer, store, asked.pieces, with_attention=False)
+        inspector = Inspector(loaded.model, loaded.tokenizer, store, asked.given, with_attention=False)
     except PromptError:
         return scene
     rows = tuple(tuple(row) for row in inspector.deviation())

@@ -12,7 +12,7 @@ from hf_blend import BlendConfig, plugins
 from hf_blend.errors import PluginNotFoundError, PromptError, import_extra, suggest
 
 from ..answering import blend_config, ids_of, request
-from ..asking import Asked
+from ..asking import Question
 from ..bundled import handbook_questions
 from ..documents import Document
 from ..retrieving import TOP_K, Retriever, Splitter
@@ -72,7 +72,7 @@ def documents_of(text: str) -> list[str]:
     return [f"{part.strip()}\n" for part in parts if part.strip()]
 
 
-def prepare(loaded: Loaded, wish: DemoRequest, limits: Limits) -> Asked:
+def prepare(loaded: Loaded, wish: DemoRequest, limits: Limits) -> Question:
     """Make a prompt of what was asked for."""
     limits.check_letters(wish.documents or "".join(one.text for one in wish.files), wish.question, bool(wish.files))
     given = wish.files or [Document(f"document {n}", text) for n, text in enumerate(documents_of(wish.documents), 1)]
@@ -84,7 +84,7 @@ def prepare(loaded: Loaded, wish: DemoRequest, limits: Limits) -> Asked:
     while True:
         made = request(loaded.tokenizer, [piece.prompt_text for piece in pieces], wish.question, None)
         if (tokens := len(ids_of(loaded.tokenizer, made))) <= room:
-            return Asked(made, wish.question, _known_answer(wish), tuple(pieces) if wish.files else ())
+            return Question(wish.question, made, _known_answers(wish), tuple(pieces) if wish.files else ())
         if not wish.files or len(pieces) < 2:
             raise PromptError(
                 f"documents and question have {tokens:,} tokens for this model, and {room:,} fit: their KV takes "
@@ -94,12 +94,10 @@ def prepare(loaded: Loaded, wish: DemoRequest, limits: Limits) -> Asked:
         pieces = pieces[:-1]
 
 
-def _known_answer(wish: DemoRequest) -> str | None:
-    for story in stories().values():
-        if story["documents"] == wish.documents.replace("\r\n", "\n").strip():
-            found: str | None = story["questions"].get(wish.question.strip())
-            return found
-    return None
+def _known_answers(wish: DemoRequest) -> tuple[str, ...]:
+    text, question = wish.documents.replace("\r\n", "\n").strip(), wish.question.strip()
+    found = (story["questions"].get(question) for story in stories().values() if story["documents"] == text)
+    return tuple(filter(None, found))
 
 
 ANSWER = re.compile(r'data-method="([^"]+)" data-state="done".*?class="hb-answer">(.*?)</p>', re.DOTALL)
