@@ -13,14 +13,7 @@ from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import PromptError, UnsupportedModelError
 from hf_blend.model import capture as capturing
 from hf_blend.model.anatomy import decoder_layers, decoder_of
-from hf_blend.model.capture import (
-    LEAST_SHARED,
-    PACK_TOKENS,
-    capture,
-    capture_chunk,
-    capture_chunks,
-    packs,
-)
+from hf_blend.model.capture import LEAST_SHARED, PACK_TOKENS, capture, capture_chunk, capture_chunks, packs
 from hf_blend.model.checks import KV, allowed_of, relative_error
 from hf_blend.model.row_masks import PackedLines
 from hf_blend.store.chunk import ChunkKey

@@ -100,10 +100,7 @@ def test_static_buffers_hold_what_a_growing_cache_holds(tiny_model, pieces, comp
 def test_static_buffers_in_few_bits_are_a_stock_cache_quantised_by_the_formula(
     tiny_model, compiler, bits, is_compiled
 ):
-    model, ids = (
-        tiny_model(num_hidden_layers=2),
-        torch.randint(3, 100, (1, 200), generator=torch.manual_seed(0)),
-    )
+    model, ids = (tiny_model(num_hidden_layers=2), torch.randint(3, 100, (1, 200), generator=torch.manual_seed(0)))
     cache, plain = BlendCache(model, ChunkStore.open("memory://"), max_tokens=180, kv_bits=bits), Plain(model, bits)
     step = torch.compile(model, backend=compiler.backend) if is_compiled else model
     for start, stop in ((0, 60), *((at, at + 1) for at in range(60, 100)), (100, 170), (170, 171)):

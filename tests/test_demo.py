@@ -22,14 +22,7 @@ from hf_blend.evaluation.demo import shelf as models
 from hf_blend.evaluation.demo.compare import DemoState, Panel, _verdict, again, compare, streamed
 from hf_blend.evaluation.demo.shelf import ModelCache
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
-from hf_blend.evaluation.demo.wish import (
-    HANDBOOK,
-    DemoRequest,
-    documents_of,
-    prepare,
-    selectors,
-    stories,
-)
+from hf_blend.evaluation.demo.wish import HANDBOOK, DemoRequest, documents_of, prepare, selectors, stories
 from hf_blend.evaluation.documents import Document
 
 HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'> \" & </textarea>"

@@ -567,10 +567,7 @@ def test_inputs_with_images_refuses_by_name_what_cannot_be_a_chunk(monkeypatch):
     for given, says in (
         (two, "2 images make 32 tokens, expected 16, the placeholders"),
         ({**inputs, "pixel_values_videos": torch.ones(1)}, "pixel_values_videos came with pixel_values, but ids and"),
-        (
-            {**inputs, "colours": torch.ones(1, 2)},
-            r"colours \(1, 2\) came with images, but what it changes .* not",
-        ),
+        ({**inputs, "colours": torch.ones(1, 2)}, r"colours \(1, 2\) came with images, but what it changes .* not"),
         ({**inputs, "image_sizes": torch.ones(3, 2)}, r"image_sizes has shape .* a row for each of the 1 images"),
         ({**inputs, "pixel_values": [1]}, "pixel_values is list, expected a tensor"),
         ({"pixel_values": inputs["pixel_values"]}, r"no input_ids .* came with pixel_values"),

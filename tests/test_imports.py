@@ -31,14 +31,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "prompt": (("prompt",), ("rotary",)),
     "model": (("model",), ("rotary", "prompt")),
     "chunk_store": (("chunk_store",), ("prompt", "model", "store")),
-    "prefill": (
-        ("prefill",),
-        ("rotary", "selectors", "correctors", "prompt", "model", "store", "tiers"),
-    ),
-    "cache": (
-        ("cache",),
-        ("rotary", "selectors", "correctors", "prompt", "model", "store", "tiers", "prefill"),
-    ),
+    "prefill": (("prefill",), ("rotary", "selectors", "correctors", "prompt", "model", "store", "tiers")),
+    "cache": (("cache",), ("rotary", "selectors", "correctors", "prompt", "model", "store", "tiers", "prefill")),
     "generate": (("generate",), ("prompt", "model", "store", "prefill", "cache")),
     "offload": (("offload",), ("cache",)),
     "images": (("images",), ("prompt", "model", "store", "prefill", "cache")),
@@ -50,10 +44,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
         ("sparse",),
         ("offload", "locks", "attending", "rotary", "prompt", "model", "store", "tiers", "prefill", "cache"),
     ),
-    "verify": (
-        ("verify",),
-        ("rotary", "selectors", "prompt", "model", "store", "prefill", "cache"),
-    ),
+    "verify": (("verify",), ("rotary", "selectors", "prompt", "model", "store", "prefill", "cache")),
     "serving": (("serving",), ("prompt", "model", "store", "tiers", "prefill", "cache")),
     "integrations": (("integrations",), ("prompt", "store", "cache")),
     "vllm": (("integrations.vllm",), ("prompt", "model", "store", "cache", "serving")),

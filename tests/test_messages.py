@@ -200,8 +200,7 @@ def test_documents_that_a_template_writes_as_json_or_stripped_are_found(known, c
 
 
 @pytest.mark.parametrize(
-    ("name", "template"),
-    [("mistral-7b-v1-spm", MISTRAL), ("gpt2-bpe", CHATML), ("mistral-7b-v1-spm", COMMAND_R)],
+    ("name", "template"), [("mistral-7b-v1-spm", MISTRAL), ("gpt2-bpe", CHATML), ("mistral-7b-v1-spm", COMMAND_R)]
 )
 def test_inputs_from_messages_of_a_published_tokenizer(name, template, tiny_model, published):
     folder = published / "tokenizers" / name

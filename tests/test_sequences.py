@@ -11,13 +11,7 @@ from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from tests.asking import apart, filled, prompt
 
-FAMILIES = [
-    ("llama", "sdpa"),
-    ("llama", "eager"),
-    ("gpt_neox", "sdpa"),
-    ("deepseek_v3", "sdpa"),
-    ("gptj", "eager"),
-]
+FAMILIES = [("llama", "sdpa"), ("llama", "eager"), ("gpt_neox", "sdpa"), ("deepseek_v3", "sdpa"), ("gptj", "eager")]
 TOLERANCE = 2e-5
 MODELS = {"llama": tiny_model("llama")}
 

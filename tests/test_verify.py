@@ -80,11 +80,7 @@ def test_every_rung_holds_for_a_real_model_within_its_own_floor(smollm2):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "attention"),
-    [
-        ("qwen2", "bfloat16", "eager"),
-        ("mistral", "bfloat16", "sdpa"),
-        ("qwen3", "float32", "eager"),
-    ],
+    [("qwen2", "bfloat16", "eager"), ("mistral", "bfloat16", "sdpa"), ("qwen3", "float32", "eager")],
 )
 def test_checks_of_a_family_hold_in_other_dtypes_and_attentions(family, dtype, attention):
     verdict = climbed(family, dtype, attention, PER_FAMILY)
