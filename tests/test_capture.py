@@ -17,6 +17,7 @@ from hf_blend.model.capture import LEAST_SHARED, PACK_TOKENS, capture, capture_c
 from hf_blend.model.checks import KV, allowed_of, relative_error
 from hf_blend.model.row_masks import PackedLines
 from hf_blend.store.chunk import ChunkKey
+from tests.asking import raising
 from tests.conftest import slow_but
 
 CHUNK = tuple(range(10, 40))
@@ -65,6 +66,16 @@ def alone(model, key: ChunkKey) -> list[tuple[torch.Tensor, ...]]:
     ]
 
 
+def side_by_side(one, other):
+    """The tensors of two rows of pairs, each with its like."""
+    return [both for pairs in zip(one, other, strict=True) for both in zip(*pairs, strict=True)]
+
+
+def check_tables(chunk, one):
+    assert chunk.layer_table == one.layer_table
+    assert all(torch.equal(*pair) for pair in side_by_side(chunk.tables, one.tables))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("sink", [(), (1,), (1, 5, 6)])
 def test_capture_chunk_gives_the_states_of_a_plain_forward_without_the_sink(shared_model, sink):
@@ -95,11 +106,8 @@ def test_capture_leaves_the_model_untouched_after_an_exception_too(tiny_model, u
         capture_chunks(model, keys)
     assert not any(tensor.requires_grad for _, tensor in chunk.named_tensors())
 
-    def fail(*_, **__):
-        raise RuntimeError("boom")
-
     with untouched(model), monkeypatch.context() as patch:
-        patch.setattr(decoder_layers(model)[2].mlp, "forward", fail)
+        patch.setattr(decoder_layers(model)[2].mlp, "forward", raising(RuntimeError("boom")))
         for call in (lambda: capture_chunk(model, CHUNK, (1,), "f"), lambda: capture_chunks(model, keys)):
             with pytest.raises(RuntimeError, match="boom"):
                 call()
@@ -130,13 +138,9 @@ def test_capture_chunks_gives_each_the_states_and_tables_of_a_plain_forward(tiny
     for key, chunk in zip(keys, capture_chunks(model, keys), strict=True):
         assert chunk.key == key
         chunk.check()
-        for states, expected in zip(chunk.layers, alone(model, key), strict=True):
-            for got, plain in zip(states, expected, strict=True):
-                assert (got - plain).abs().max() <= 1e-5 * plain.abs().max()
-        (one,) = capture_chunks(model, [key])
-        assert chunk.layer_table == one.layer_table
-        pairs = zip(chunk.tables, one.tables, strict=True)
-        assert all(torch.equal(got, own) for pair in pairs for got, own in zip(*pair, strict=True))
+        for got, plain in side_by_side(chunk.layers, alone(model, key)):
+            assert (got - plain).abs().max() <= 1e-5 * plain.abs().max()
+        check_tables(chunk, *capture_chunks(model, [key]))
 
 
 @pytest.mark.parametrize(
@@ -157,12 +161,9 @@ def test_capture_chunks_behind_a_prefix_that_all_share_gives_each_what_it_has_al
         assert chunk.key == key
         chunk.check()
         (one,) = capture_chunks(model, [key])
-        assert chunk.layer_table == one.layer_table
-        pairs = zip(chunk.tables, one.tables, strict=True)
-        assert all(torch.equal(got, own) for pair in pairs for got, own in zip(*pair, strict=True))
-        for states, expected in zip(chunk.layers, one.layers, strict=True):
-            for got, own in zip(states, expected, strict=True):
-                assert relative_error(got, own) <= (1e-5 if dtype == torch.float32 else allowed_of(KV, dtype))
+        check_tables(chunk, one)
+        for got, own in side_by_side(chunk.layers, one.layers):
+            assert relative_error(got, own) <= (1e-5 if dtype == torch.float32 else allowed_of(KV, dtype))
 
 
 def test_capture_chunks_lets_no_bit_depend_on_what_the_others_say(shared_model):
@@ -171,8 +172,7 @@ def test_capture_chunks_lets_no_bit_depend_on_what_the_others_say(shared_model):
             first, middle, last, other = keys_of(31, 18, 7, 18, sink=sink)
             one, two = (capture_chunks(model, [first, between, last]) for between in (middle, other))
             for place in (0, 2):
-                pairs = zip(one[place].layers, two[place].layers, strict=True)
-                assert all(torch.equal(got, again) for pair in pairs for got, again in zip(*pair, strict=True))
+                assert all(torch.equal(*pair) for pair in side_by_side(one[place].layers, two[place].layers))
 
 
 def test_packed_lines_are_those_of_each_text_alone_by_its_positions():
@@ -206,8 +206,7 @@ def test_packs_hold_one_shared_prefix_and_count_it_once(tiny_model, monkeypatch)
     assert calls == [2 * len(PREFIX) + 9 + 11 + 1 + 7], "each behind what its own key says"
     for key in mixed:
         (plain,) = capture_chunks(model, [key])
-        pairs = zip(chunks[key].layers, plain.layers, strict=True)
-        assert all(relative_error(got, own) <= 1e-5 for pair in pairs for got, own in zip(*pair, strict=True))
+        assert all(relative_error(*pair) <= 1e-5 for pair in side_by_side(chunks[key].layers, plain.layers))
     monkeypatch.setattr(capturing, "shared_prefix", lambda _: False)
     assert packs(model, [one, other, none, two]) == [[one, other, none], [two]]
 

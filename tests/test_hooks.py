@@ -102,33 +102,6 @@ def test_hooks_of_others_that_are_called_after_a_failure_hide_no_error_and_all_a
     assert hooks(model) == 0
 
 
-def test_a_model_inside_a_wrapper_is_watched_too(model):
-    """PEFT: `generate` calls the model inside, everything else the wrapper."""
-
-    class Wrapper(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = model
-
-        def __getattr__(self, name):
-            return self._modules["inside"] if name == "inside" else getattr(self._modules["inside"], name)
-
-        def get_base_model(self):
-            return self.inside
-
-        def forward(self, *args, **kwargs):
-            return self.inside.forward(*args, **kwargs)
-
-    wrapper, guest = Wrapper(), Recorder()
-    guest.hooks = ForwardHooks(guest, wrapper, decoder_layers(model))
-    for called in (wrapper, model):
-        guest.told.clear()
-        guest.hooks.watch_model()
-        called(input_ids=torch.arange(3, 9)[None], past_key_values=guest)
-        assert guest.told == [("begins", ["input_ids", "past_key_values"]), 0, 1, "ends"]
-        assert hooks(wrapper) == 0
-
-
 @pytest.mark.parametrize("place", ["before the model", "behind the model", "before a layer", "behind a layer"])
 def test_hooks_called_without_keyword_arguments_do_nothing(model, place):
     """Torch does so to a hook that was removed while the call that holds it goes on."""

@@ -32,7 +32,7 @@ from hf_blend.model import canary
 from hf_blend.model.fingerprint import fingerprint, state_of, structure_digest
 from hf_blend.model.identity import watch, weights
 from hf_blend.model.identity.structure import Structure
-from tests.faults.changes import LASTING, PREPARED
+from tests.faults.changes import LASTING
 
 IDS = torch.arange(3, 35)[None]
 CHUNKS = [list(range(10, 40)), list(range(50, 90))]
@@ -113,13 +113,6 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {  # beside those of `tests.fau
 UNSEEN_IN_PLAIN = {"is_causal"}  # sdpa is handed a mask for one prompt or none; the attribute decides elsewhere
 
 
-def changed(name: str, model: nn.Module) -> None:
-    if name in CHANGES:
-        CHANGES[name](model)
-    else:
-        LASTING[name](model, Random(0))
-
-
 @pytest.fixture
 def model(tiny_model):
     return tiny_model("llama", num_hidden_layers=2)
@@ -129,14 +122,13 @@ def model(tiny_model):
 @pytest.mark.parametrize("sampled", [False, True], ids=["whole", "sampled"])
 def test_a_model_that_computes_something_else_has_another_fingerprint(name, sampled, tiny_model, monkeypatch):
     model = tiny_model("llama")
-    PREPARED.get(name, lambda *_: None)(model, Random(0))
     if sampled:
         monkeypatch.setattr(watch, "WHOLE_BYTES", 0)
         if name == "data of one element":
             pytest.skip("a sample may miss single elements, as the docs say")
     before, states = fingerprint(model), kv(model)
     assert fingerprint(model) == before, "running it is no change"
-    changed(name, model)
+    CHANGES[name](model) if name in CHANGES else LASTING[name](model, Random(0))
     assert name in UNSEEN_IN_PLAIN or differs(kv(model), states), "nothing is tested"
     assert fingerprint(model) != before
 

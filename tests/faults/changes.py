@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ways in which a model changes after its chunks were stored, for `tests/test_identity.py`.
+"""Ways in which a model changes after its chunks were stored, for `tests/test_identity.py`; adapters are there.
 
 They are those of training, steering, serving and research: none is a trick that no user plays, and most go round
 everything that torch counts.
@@ -106,44 +106,6 @@ def _method_of_one(model: Any, draw: random.Random) -> None:
     module.forward = MethodType(lambda self, hidden: self.down_proj(self.act_fn(self.gate_proj(hidden))), module)
 
 
-class _Adapter(nn.Module):
-    """Low-rank adapters round a projection, one of which acts; which one says a text, how strongly a number."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base, self.acting, self.strength = base, "a", 1.0
-        self.inner = nn.ParameterDict({name: torch.randn(base.in_features, 2) * 0.1 for name in "ab"})
-        self.outer = nn.ParameterDict({name: torch.randn(2, base.out_features) * 0.1 for name in "ab"})
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if not self.acting:
-            return self.base(hidden)
-        return self.base(hidden) + self.strength * hidden @ self.inner[self.acting] @ self.outer[self.acting]
-
-
-def _with_adapters(model: Any, draw: random.Random) -> None:
-    attention = draw.choice(model.model.layers).self_attn
-    attention.v_proj = _Adapter(attention.v_proj)
-
-
-def _adapter(model: Any) -> _Adapter:
-    return next(module for module in model.modules() if isinstance(module, _Adapter))
-
-
-def _trained_adapter(model: Any, draw: random.Random) -> None:
-    weights = [_adapter(model).inner["a"], _adapter(model).outer["a"]]
-    optimizer = AdamW(weights, lr=0.1, fused=True)
-    for weight in weights:
-        weight.grad = torch.randn_like(weight)
-    optimizer.step()
-
-
-ADAPTED: dict[str, Change] = {  # of a model that had adapters before it served
-    "another adapter": lambda model, draw: setattr(_adapter(model), "acting", "b"),
-    "an adapter switched off": lambda model, draw: setattr(_adapter(model), "acting", ""),
-    "a stronger adapter": lambda model, draw: setattr(_adapter(model), "strength", 3.0),
-    "a trained adapter": _trained_adapter,
-}
 LASTING: dict[str, Change] = {  # changes that are not undone
     "a fused step of AdamW": lambda model, draw: _train(model, partial(AdamW, lr=0.02, fused=True)),
     "a fused step, first layer frozen": lambda model, draw: _train(model, partial(AdamW, lr=0.05, fused=True), 1),
@@ -171,6 +133,4 @@ LASTING: dict[str, Change] = {  # changes that are not undone
     "is_causal": lambda model, draw: setattr(model.model.layers[draw.randrange(2)].self_attn, "is_causal", False),
     "forward of one module": _forward_of_one,
     "a method bound to one module": _method_of_one,
-    **ADAPTED,
 }
-PREPARED: dict[str, Change] = dict.fromkeys(ADAPTED, _with_adapters)
