@@ -514,10 +514,7 @@ def test_only_what_the_model_computed_of_one_text_is_saved(tmp_path):
 def test_a_full_or_closed_folder_costs_only_the_checkpoint(tmp_path, monkeypatch):
     model, ids = model_of("lfm2"), prompt()
     saved = StateCheckpoints(model, tmp_path)
-
-    def full(*_, **__):
-        raise OSError(28, "no space left on device")
-
+    full = asking.raising(OSError(28, "no space left on device"))
     monkeypatch.setattr("hf_blend.store.tiers.disk.write_atomically", full)
     assert saved.prefill(ids).get_seq_length() == ids.shape[1]
     assert saved.stats.rejected == 1

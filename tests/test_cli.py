@@ -22,6 +22,7 @@ from hf_blend.cli import main as command
 from hf_blend.cli import output
 from hf_blend.cli.main import build, commands, functions, main, split_examples
 from hf_blend.store import ChunkKey, ChunkKV
+from tests.asking import raising
 
 BURN = '''"""Burn."""
 
@@ -207,10 +208,7 @@ def test_a_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_an_error_that_is_not_ours_is_a_sentence_that_says_what_to_do(run, monkeypatch, error, code, says):
-    def broken(*_):
-        raise error
-
-    monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", broken)
+    monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", raising(error))
     ended, out, err = run("index")
     assert (ended, out) == (code, "")
     assert all(part in err for part in says)

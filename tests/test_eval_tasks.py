@@ -20,6 +20,7 @@ from hf_blend.evaluation.rows import read_rows
 from hf_blend.evaluation.summary import summarised
 from hf_blend.evaluation.tasks.base import Sample, Shape, Task, polished
 from hf_blend.evaluation.trial import EvalConfig, run
+from tests.asking import raising
 
 TASKS = ("hotpotqa", "multi-news", "musique", "needle", "samsum", "wikimqa")
 INSTRUCTION, END = (733, 16289, 28793), (733, 28748, 16289, 28793)
@@ -297,10 +298,7 @@ def test_dialogues_of_the_hub_come_behind_examples_from_the_training_split(hub):
 @pytest.mark.parametrize("error", [ConnectionError("offline"), RuntimeError("scripts are no longer supported")])
 @pytest.mark.parametrize("name", ["musique", "samsum"])
 def test_a_hub_that_does_not_answer_is_told_with_the_way_out(monkeypatch, name, error):
-    def load_dataset(*_, **__):
-        raise error
-
-    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", load_dataset)
+    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", raising(error))
     with pytest.raises(PromptError, match=rf"(?s)(MuSiQue|samsum).*{error}.*--data"):
         task(name).samples(1)
 

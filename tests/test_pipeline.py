@@ -19,7 +19,7 @@ from hf_blend.prefill.pipeline import Pipeline
 from hf_blend.store import entry
 from hf_blend.store.stream import StreamedLayers
 from hf_blend.store.tiers.base import EntryFault
-from tests.asking import logits
+from tests.asking import logits, raising
 from tests.faults.faulty_tier import FaultyTier
 
 CHUNKS = [list(range(10, 42)), list(range(40, 90))]
@@ -164,10 +164,7 @@ def test_exception_in_the_model_ends_the_reading(model, filled, tmp_path):
     tier, expected = filled
     answered(model, ChunkStore.open(tmp_path))
 
-    def fail(*_: Any) -> None:
-        raise KeyError("on purpose")
-
-    handle = model.model.layers[1].register_forward_pre_hook(observer(fail))
+    handle = model.model.layers[1].register_forward_pre_hook(observer(raising(KeyError("on purpose"))))
     with pytest.raises(KeyError, match="on purpose"):
         answered(model, ChunkStore.open(tmp_path))
     handle.remove()

@@ -123,6 +123,10 @@ def test_rotary_table_takes_only_the_form_that_is_understood():
     wrong = (None, one, (one,), (one, "sin"), (one, narrow), (one[0], one[0]), (one.cfloat(), one.cfloat()))
     for given_ in ({}, *({"position_embeddings": given_} for given_ in wrong)):
         assert rotary_table(given_) is None, given_
+    turns = torch.polar(torch.ones(1, 3, 4), torch.ones(1, 3, 4))
+    once, again = (rotary_table({"position_embeddings": turns}) for _ in range(2))
+    assert torch.equal(once[1], turns.imag)
+    assert once[0] is again[0], "layers that share a table are known by it"
 
 
 @pytest.mark.parametrize(

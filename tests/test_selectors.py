@@ -278,6 +278,8 @@ def test_attention_weights_by_hand():
     torch.testing.assert_close(weights[0, 0, 0], torch.tensor([1.0, 2.0, -torch.inf]).softmax(0))
     torch.testing.assert_close(weights[0, 1, 1], torch.tensor([1.0, 2.0, 3.0]).softmax(0))
     assert [flops() for flops in spent] == [2 * 1 * 2 * (2 + 3)]  # two FLOPs, width 1, two heads, keys that are seen
+    capped = replace(seen, softcap=2.0).weights(slice(None))[0, 0, 1]
+    torch.testing.assert_close(capped, (2 * torch.tensor([1.0, 2.0, 3.0]).tanh()).softmax(0))
     torch.testing.assert_close(seen.outputs(weights), weights @ values)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, observer
+from tests.asking import raising
 
 CHUNKS, TOKENS = 10, 20
 MODEL = "llama"
@@ -67,7 +68,7 @@ def test_notice_is_empty_where_the_disk_keeps_what_memory_does_not(shared_model,
 def test_chunks_of_a_request_that_ended_or_failed_may_be_evicted(shared_model, prompt, pieces, chunk_bytes):
     model, other = shared_model(MODEL), {**pieces((TOKENS,) * 3, prefix=0, seed=5), "prefix": [1]}
     with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes)) as store:
-        hook = model.model.layers[1].register_forward_pre_hook(observer(failing))
+        hook = model.model.layers[1].register_forward_pre_hook(observer(raising(RuntimeError("fails here"))))
         try:
             with pytest.raises(RuntimeError, match="fails here"):
                 ask(model, store, prompt)
@@ -78,10 +79,6 @@ def test_chunks_of_a_request_that_ended_or_failed_may_be_evicted(shared_model, p
         ask(model, store, other)
         report, _ = ask(model, store, other)
     assert (report.loaded_chunks, report.computed_chunks) == (4, 0)
-
-
-def failing(*_):
-    raise RuntimeError("fails here")
 
 
 def test_protect_ends_with_the_last_of_two_requests(chunk_bytes, shared_model, prompt):

@@ -18,6 +18,7 @@ from hf_blend.model.calibrate import ensure_trusted, ratio_1
 from hf_blend.model.checks import CHECKS, CheckedModel, allowed_of, token_errors
 from hf_blend.model.quantised import shared_scale
 from hf_blend.prefill import row_masks
+from tests.asking import raising
 
 ROW_MASK = row_masks.row_mask
 
@@ -53,10 +54,7 @@ def test_a_model_whose_blend_is_off_is_refused_with_the_way_out(dtype, tiny_mode
 
 
 def test_a_self_test_that_breaks_is_a_refusal_and_says_how(tiny_model, monkeypatch):
-    def broken(*_: Any) -> None:
-        raise RuntimeError("the shapes 3 and 4 do not match")
-
-    monkeypatch.setattr(row_masks, "row_mask", broken)
+    monkeypatch.setattr(row_masks, "row_mask", raising(RuntimeError("the shapes 3 and 4 do not match")))
     with pytest.raises(UnsupportedModelError, match="ended in RuntimeError: the shapes 3 and 4 do not match"):
         ensure_trusted(tiny_model(), trial_cache)
 

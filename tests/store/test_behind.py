@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -22,8 +22,10 @@ from hf_blend.store.slow import ComputeTimes
 from hf_blend.store.tiers.base import WrappedTier
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES
+from tests.asking import raising
 from tests.faults.faulty_tier import FaultyTier
 from tests.faults.tiers import FaultyServer
+from tests.serving.processes import wait_for
 
 WAIT_S = 60.0  # for what must happen; nothing here waits so long unless it fails
 
@@ -108,8 +110,7 @@ def filled(far, chunk):
     return far
 
 
-def never():
-    raise AssertionError("nothing has to be computed")
+never = raising(AssertionError("nothing has to be computed"))
 
 
 def streamed(store, key, recompute=never, **given):
@@ -133,10 +134,7 @@ def threads():
 
 
 def join_writers():
-    for thread in threading.enumerate():
-        if thread.name == "hf_blend-write":
-            thread.join(WAIT_S)
-    assert not threads()
+    wait_for(lambda: not threads(), "the end of the writers")
 
 
 # one read
@@ -181,7 +179,7 @@ def test_what_becomes_of_the_object_after_it_was_read_changes_nothing(
         if what == "replaced":
             tier.tier.put_if_absent(name, [memoryview(b"other bytes")])
         if what == "gone":
-            monkeypatch.setattr(tier.tier, "open", lambda name: never())
+            monkeypatch.setattr(tier.tier, "open", never)
 
     monkeypatch.setattr(FarSource, "after", staticmethod(happen))
     store = ChunkStore([], [near, filled])
@@ -211,21 +209,14 @@ def test_a_copy_that_fails_costs_neither_the_chunk_nor_the_object(load, fault, q
 def test_a_chunk_that_a_full_device_cannot_hold_is_used_all_the_same(load, filled, chunk, same, monkeypatch):
     stored = chunk(layers=4)
     store = ChunkStore(Limits(memory_bytes=1 << 24).memories(), [filled])
-
-    def out_of_memory(chunk):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(store._memories[0], "put", out_of_memory)
+    monkeypatch.setattr(store._memories[0], "put", raising(RuntimeError("out of memory")))
     same(load(store, stored.key), stored)
     assert store.stats()["store_failures"] == {"RuntimeError": 1}
 
 
 @WAYS
 def test_without_memory_for_a_copy_a_chunk_is_read_all_the_same(load, filled, chunk, same, monkeypatch):
-    def no_room(*given):
-        raise MemoryError
-
-    monkeypatch.setattr("hf_blend.store.slow.np.empty", no_room)
+    monkeypatch.setattr("hf_blend.store.slow.np.empty", raising(MemoryError()))
     near, stored = MemoryTier(), chunk(layers=4)
     same(load(ChunkStore([], [near, filled]), stored.key), stored)
     assert not near.objects
@@ -341,10 +332,9 @@ def test_a_deleted_chunk_is_not_written_later(far, chunk):
     assert far.at_put.wait(WAIT_S)
     assert store.delete(second.key)
     assert not store.contains(second.key)
-    deleting = threading.Thread(target=store.delete, args=(first.key,))
-    deleting.start()
-    far.put_gate.set()
-    deleting.join(WAIT_S)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(store.delete, first.key)
+        far.put_gate.set()
     assert store.flush()
     assert not far.tier.objects
     assert not store.contains(first.key)
@@ -414,11 +404,8 @@ def test_a_write_that_fails_is_counted_and_later_ones_are_written(chunk):
 
 
 def test_a_machine_without_threads_drops_and_counts(far, chunk, monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
     store = ChunkStore([], [far])
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
     store.put(chunk())
     assert store.stats()["dropped_writes"] == {"far:thread": 1}
     assert not store.contains(chunk().key)
@@ -489,10 +476,7 @@ def test_a_get_that_takes_longer_than_its_budget_is_a_miss_and_is_held_when_it_c
     assert counted(store, "misses") == {"slow": 1}
     assert counted(store, "load_failures") == {"far:slow": 1}
     filled.read_gate.set()
-    for _ in range(600):
-        if store._is_held(stored.key.digest):
-            break
-        time.sleep(0.01)
+    wait_for(lambda: store._is_held(stored.key.digest), "the late load")
     same(store.get(stored.key, budget_s=0.01), stored)
     assert store.stats()["hits"] == {"memory": 1}
     assert store.flush()
@@ -506,10 +490,7 @@ def test_a_tier_that_is_slow_all_the_time_is_asked_by_a_few_loads_only(filled, c
         assert store.get(chunk().key, budget_s=0.001) is None
     assert filled.calls["open", "behind"] == slow.MOST_LATE
     filled.open_gate.set()
-    for _ in range(600):
-        if not store._late._late:
-            break
-        time.sleep(0.01)
+    wait_for(lambda: not store._late._late, "the end of the late loads")
     assert store.get(chunk(layers=4).key, budget_s=WAIT_S) is not None
 
 
@@ -524,7 +505,6 @@ def test_a_stream_that_does_not_begin_in_time_is_a_miss(gate, filled, chunk):
 def test_a_layer_that_takes_longer_than_the_budget_is_computed_and_those_before_it_are_used(
     filled, chunk, same, monkeypatch
 ):
-
     monkeypatch.setattr("hf_blend.store.store.READ_BYTES", 0)
     stored, computed = chunk(layers=4), []
     store = ChunkStore([], [filled])
@@ -536,7 +516,7 @@ def test_a_layer_that_takes_longer_than_the_budget_is_computed_and_those_before_
     assert computed == [1]
     assert layers[0][0] is first[0]
     same(replace(found, layers=layers), stored)
-    assert store.stats()["misses"] == {"slow": 1}
+    assert counted(store, "misses") == {"slow": 1}
     assert filled.calls["delete", "request"] == 0, "slow is not damaged"
 
 
@@ -550,7 +530,7 @@ def test_waiting_for_all_layers_together_uses_up_one_budget(filled, chunk):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_near_tier_has_no_budget(depth, tmp_path, chunk, same, monkeypatch):
-    monkeypatch.setattr(slow.LateLoads, "run", lambda *given: never())
+    monkeypatch.setattr(slow.LateLoads, "run", never)
     stored = chunk()
     ChunkStore.open(tmp_path).put(stored)
     store = ChunkStore.open(tmp_path, memory_bytes=0)

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk tier: whole or absent, whatever the file system does."""
 
+import contextlib
 import errno
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -13,10 +15,13 @@ from pathlib import Path
 import pytest
 
 from hf_blend.errors import StoreError
+from hf_blend.store.tiers import disk
 from hf_blend.store.tiers import files as files_module
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.disk import DiskTier
 from hf_blend.store.tiers.files import remove_abandoned, write_atomically
+from tests.asking import noting, raising
+from tests.faults.damage import NODES
 
 NAME = "ab/cd/" + "cd" * 32
 PARTS = [memoryview(b"head"), memoryview(b""), memoryview(b"x" * 5000)]
@@ -39,23 +44,6 @@ def read(tier, name=NAME):
 
 def leftovers(tier):
     return [path.name for path in tier.root.rglob("*") if path.is_file()]
-
-
-def failing(number, *, after=0):
-    """Give a function that works `after` times through the original, then raises."""
-
-    def patch(monkeypatch, name):
-        original, calls = getattr(os, name), []
-
-        def call(*args, **kwargs):
-            calls.append(args)
-            if len(calls) > after:
-                raise OSError(number, os.strerror(number))
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(files_module.os, name, call)
-
-    return patch
 
 
 def test_files_and_directories_are_private(tier):
@@ -88,7 +76,14 @@ def test_a_system_that_reads_a_few_bytes_at_a_time_still_reads_all(tier, monkeyp
     ],
 )
 def test_a_failing_write_leaves_nothing_behind(tier, monkeypatch, call, number, after):
-    failing(number, after=after)(monkeypatch, call)
+    calls = []
+
+    def fail(*_, **__):
+        calls.append(call)
+        if len(calls) > after:
+            raise OSError(number, os.strerror(number))
+
+    noting(monkeypatch, os, call, fail)
     with pytest.raises(OSError, match=os.strerror(number)):
         tier.put_if_absent(NAME, PARTS)
     monkeypatch.undo()
@@ -98,10 +93,7 @@ def test_a_failing_write_leaves_nothing_behind(tier, monkeypatch, call, number, 
 
 
 def test_an_interrupted_write_leaves_nothing_behind(tier, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(files_module.os, "rename", interrupted)
+    monkeypatch.setattr(files_module.os, "rename", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         tier.put_if_absent(NAME, PARTS)
     assert leftovers(tier) == []
@@ -110,8 +102,7 @@ def test_an_interrupted_write_leaves_nothing_behind(tier, monkeypatch):
 def test_data_is_synced_before_it_gets_its_name_and_the_name_after(tier, monkeypatch):
     calls = []
     for name in ("fdatasync", "rename", "fsync"):
-        original = getattr(os, name)
-        monkeypatch.setattr(files_module.os, name, lambda *a, n=name, o=original: (calls.append(n), o(*a))[1])
+        noting(monkeypatch, os, name, lambda *_, name=name: calls.append(name))
     tier.put_if_absent(NAME, PARTS)
     assert calls[-3:] == ["fdatasync", "rename", "fsync"]
     assert calls[:-3] == ["fsync"] * 3  # the new directories
@@ -122,8 +113,8 @@ def test_data_is_synced_before_it_gets_its_name_and_the_name_after(tier, monkeyp
 
 
 def test_a_removal_and_the_folders_of_a_new_store_reach_the_device(tmp_path, monkeypatch):
-    synced, sync = [], files_module.sync_directory
-    monkeypatch.setattr("hf_blend.store.tiers.disk.sync_directory", lambda path: (synced.append(path), sync(path))[1])
+    synced = []
+    noting(monkeypatch, disk, "sync_directory", synced.append)
     tier = DiskTier(tmp_path / "new" / "er" / "store")
     assert synced == [tmp_path / "new" / "er", tmp_path / "new", tmp_path]
     tier.put_if_absent(NAME, PARTS)
@@ -139,8 +130,6 @@ def test_a_removal_and_the_folders_of_a_new_store_reach_the_device(tmp_path, mon
 
 
 def test_a_directory_removed_while_running_is_made_again(tier):
-    import shutil
-
     tier.put_if_absent(NAME, PARTS)
     shutil.rmtree(tier.root / "objects" / "ab")
     assert tier.open(NAME) is None
@@ -149,48 +138,29 @@ def test_a_directory_removed_while_running_is_made_again(tier):
     assert read(tier) == CONTENT
 
 
-def plant_link(path, target):
-    target.write_bytes(b"secret")
-    path.symlink_to(target)
+def bind_socket(path, _):
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:  # names of sockets are short
+        made.bind("s")
+    (path.parent / "s").rename(path)
 
 
-def plant_dangling_link(path, target):
-    path.symlink_to(target)
+PLANTED = {**NODES, "socket": bind_socket}
 
 
-def plant_pipe(path, target):
-    os.mkfifo(path)
-
-
-def plant_socket(path, target):
-    here = os.getcwd()
-    os.chdir(path.parent)  # names of sockets are short
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind("s")
-        os.rename("s", path.name)
-    finally:
-        os.chdir(here)
-
-
-def plant_directory(path, target):
-    path.mkdir()
-
-
-@pytest.mark.parametrize("plant", [plant_link, plant_dangling_link, plant_pipe, plant_socket, plant_directory])
-def test_what_is_not_a_file_is_refused_without_touching_it_or_waiting(tier, tmp_path, plant):
+@pytest.mark.parametrize("kind", sorted({*PLANTED} - {"gone", "hard link to another"}))
+def test_what_is_not_a_file_is_refused_without_touching_it_or_waiting(tier, tmp_path, kind):
     path, target = tier.path(NAME), tmp_path / "target"
     path.parent.mkdir(parents=True)
-    plant(path, target)
-    before = target.exists() and target.read_bytes()
+    target.write_bytes(b"secret")
+    PLANTED[kind](path, target)
     with pytest.raises(EntryFault) as caught:
         tier.open(NAME)
     assert (caught.value.reason, caught.value.corrupt) == ("foreign", False)
     assert not tier.contains(NAME)
-    if plant is not plant_directory:
+    if kind != "directory":
         assert tier.put_if_absent(NAME, PARTS)  # takes the place of the link, never of what it leads to
         assert read(tier) == CONTENT
-    assert (target.exists() and target.read_bytes()) == before
+    assert target.read_bytes() == b"secret"
 
 
 def names(tier, space=""):
@@ -265,11 +235,8 @@ def test_a_temporary_file_goes_when_its_writer_is_gone_and_not_before(tier):
 
 
 def test_remove_abandoned_goes_by_age_where_there_are_no_locks_and_leaves_other_files(tmp_path, monkeypatch):
-    def unsupported(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
     path, other = tmp_path / f"{'cd' * 32}.{'0' * 16}.tmp", tmp_path / "notes.tmp"
-    monkeypatch.setattr(files_module.fcntl, "flock", unsupported)
+    monkeypatch.setattr(files_module.fcntl, "flock", raising(OSError(errno.ENOLCK, "no locks")))
     for one in (path, other):
         one.write_bytes(b"part")
     assert not remove_abandoned(path)

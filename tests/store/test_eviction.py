@@ -3,14 +3,18 @@
 """Who leaves a full tier: by policy, never what is pinned, never more than is needed, and the same after a restart."""
 
 import math
+import os
 import random
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from hf_blend import plugins
-from hf_blend.store import ChunkStore
+from hf_blend.store import ChunkStore, bounded, memory
 from hf_blend.store.budget import Budget
 from hf_blend.store.index import Index, one_more
+from hf_blend.store.tiers.memory import MemoryTier
 
 POLICIES = plugins.describe("store.eviction")
 
@@ -124,8 +128,6 @@ def test_a_tenant_over_its_quota_evicts_its_own(tmp_path, chunk, entry_bytes):
 
 
 def test_an_old_chunk_is_a_miss_and_goes_and_one_from_the_future_is_not_immortal(tmp_path, chunk):
-    import os
-
     one, two = chunk(), chunk((8, 9))
     with ChunkStore.open(tmp_path / "s", memory_bytes=0, ttl_s=3600) as store:
         for stored, age_s in ((one, -7200), (two, 315_360_000)):
@@ -136,3 +138,40 @@ def test_an_old_chunk_is_a_miss_and_goes_and_one_from_the_future_is_not_immortal
             assert store.get(stored.key) is None
         assert store.stats()["misses"] == {"expired": 2}
         assert store.stats()["removed"] == {"expired": 2}
+
+
+def test_an_old_chunk_in_memory_is_not_there_and_a_miss(chunk, monkeypatch):
+    with ChunkStore.open("memory://", ttl_s=3600) as store:
+        store.put(chunk())
+        assert store.contains(chunk().key)
+        later_s = time.monotonic() + 7200
+        monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: later_s, time=time.time))
+        assert not store.contains(chunk().key)
+        assert store.get(chunk().key) is None
+
+
+def test_what_cannot_be_deleted_is_tried_once_and_stays(tmp_path, chunk, entry_bytes, monkeypatch):
+    chunks, tried, unlink = [chunk((5, 6, 7 + number)) for number in range(5)], [], os.unlink
+    monkeypatch.setattr(bounded, "_LOOK_EVERY_S", 0.0)
+    with ChunkStore.open(tmp_path / "s", memory_bytes=0, disk_bytes=2 * entry_bytes) as store:
+
+        def refuse_the_first(path, **given):
+            if chunks[0].key.digest in str(path):
+                tried.append(path)
+                raise PermissionError(13, "Permission denied")
+            unlink(path, **given)
+
+        monkeypatch.setattr(os, "unlink", refuse_the_first)
+        for one in chunks:
+            store.put(one)
+        assert held(store, chunks) == [0, 4]
+    assert len(tried) == 1
+
+
+def test_describe_counts_what_turns_out_to_be_a_tenants(chunk):
+    policy, name = plugins.load("store.eviction", "lru")(), "ab/cd/" + "cd" * 32
+    tier = bounded.BoundedTier(MemoryTier(), None, policy, Index(None, policy), owner="mine", quota_bytes=10)
+    tier.index.enter([(name, 8, 0.0, "")])
+    assert tier.fits(3, tier.quota)
+    tier.describe([(name, chunk().key)])
+    assert not tier.fits(3, tier.quota)

@@ -14,7 +14,7 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill.layout import layout_of
 from hf_blend.store import ChunkStore
 from hf_blend.store.entry import encode_entry
-from tests.asking import logits
+from tests.asking import logits, raising
 
 SECRET = b"of this store"
 CHUNK = list(range(20, 44))
@@ -75,9 +75,6 @@ def said_to_be(dtype):
 
 CRAFTED = {
     "a table beyond all numbers": (lambda *_: {"layer_table": "[1e999]"}, "format"),
-    "an infinite table": (lambda *_: {"layer_table": "[Infinity]"}, "format"),
-    "a codec that is a number": (lambda *_: {"codec": 5}, "format"),
-    "a codec that is a list": (lambda *_: {"codec": ["raw"]}, "format"),
     "a head more": (all_of("layer", lambda states: torch.cat([states, states[:1]])), "layout"),
     "wider keys": (all_of("layer.0.k", lambda keys: torch.cat([keys, keys], dim=2)), "layout"),
     "wider tables": (all_of("table", lambda table: torch.cat([table, table], dim=1)), "layout"),
@@ -135,18 +132,15 @@ def streamed(store, stored, layout):
     return chunk
 
 
-@pytest.mark.parametrize(("craft", "reason"), [*CRAFTED.values()][:4:3])
+@pytest.mark.parametrize(("craft", "reason"), [*CRAFTED.values()][:2])
 def test_without_the_secret_nothing_crafted_is_even_parsed(tmp_path, forge, stored, monkeypatch, craft, reason):
-    def never(*_, **__):
-        raise AssertionError("parsed before it was proved")
-
     _, path = planted(tmp_path, forge, stored, craft, SECRET)
     forged = {"secret": [forge(stored, None, **craft(forge, stored)), forge(stored, b"other", **craft(forge, stored))]}
     good = forge(stored, SECRET)
     claimed = bytearray(forge(stored, SECRET, **craft(forge, stored)))
     claimed[150] ^= 1  # in the digits of the seal, or right behind them
     forged["auth"] = [bytes(claimed), good[:200] + bytes([good[200] ^ 1]) + good[201:]]
-    monkeypatch.setattr(json, "loads", never)
+    monkeypatch.setattr(json, "loads", raising(AssertionError("parsed before it was proved")))
     for expected, contents in forged.items():
         for content in contents:
             path.write_bytes(content)

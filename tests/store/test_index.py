@@ -20,6 +20,7 @@ from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
 from hf_blend.store.index import Index
 from hf_blend.store.tiers.base import ObjectStat
 from hf_blend.store.tiers.disk import DiskTier
+from tests.asking import raising
 
 
 @pytest.fixture
@@ -55,8 +56,7 @@ def long_chunk(number):
     return ChunkKV(ChunkKey("0" * 64, (), ids), (((torch.ones(1, 24, 2),) * 2),), (), (-1,))
 
 
-def never(*_):
-    raise AssertionError("the folder was listed, or an entry read")
+never = raising(AssertionError("the folder was listed, or an entry read"))
 
 
 def test_a_store_opens_from_its_index_without_listing_folders_or_reading_entries(root, monkeypatch):
@@ -162,12 +162,9 @@ def test_what_another_process_does_with_the_index_is_waited_for_and_then_passed_
 
 
 def test_where_a_file_system_has_no_locks_a_process_has_an_index_of_its_own(root, monkeypatch):
-    def refused(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
     expected = listed(root)
     monkeypatch.setattr("hf_blend.store.index.BUSY_S", 0.05)
-    monkeypatch.setattr("hf_blend.store.index.fcntl.lockf", refused)
+    monkeypatch.setattr("hf_blend.store.index.fcntl.lockf", raising(OSError(errno.ENOLCK, "No locks available")))
     with contextlib.closing(sqlite3.connect(index_of(root), isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")  # SQLite says the same where there are no locks
         assert listed(root) == expected
@@ -176,11 +173,7 @@ def test_where_a_file_system_has_no_locks_a_process_has_an_index_of_its_own(root
 def test_a_full_device_leaves_the_index_as_it_is(root, chunk, monkeypatch):
     expected, full = listed(root), sqlite3.OperationalError("database or disk is full")
     full.sqlite_errorcode = sqlite3.SQLITE_FULL
-
-    def refused(*_, **__):
-        raise full
-
-    monkeypatch.setattr("hf_blend.store.index.Index._group", refused)
+    monkeypatch.setattr("hf_blend.store.index.Index._group", raising(full))
     with ChunkStore.open(root, memory_bytes=0) as store:
         store.put(chunk((8, 8)))
         assert store.stats()["skipped"] == {}
@@ -353,9 +346,5 @@ def test_an_entry_that_vanishes_while_the_store_looks_at_it_is_passed_over(root,
 def test_entries_that_cannot_be_listed_now_leave_what_is_known(root, monkeypatch):
     store = ChunkStore.open(root)
     assert len(store) == 6
-
-    def refused(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(DiskTier, "shards", refused)
+    monkeypatch.setattr(DiskTier, "shards", raising(PermissionError(13, "Permission denied")))
     assert len(store) == 6

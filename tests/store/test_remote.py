@@ -17,7 +17,7 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES
-from tests.asking import logits
+from tests.asking import logits, noting
 
 KINDS = ("redis", pytest.param("s3", marks=pytest.mark.slow))  # S3 keeps the promises of a tier in test_tiers.py too
 NAME = "ab/cd/" + "e" * 64
@@ -52,12 +52,8 @@ def wait_until_healthy(tier):
 def count_calls(tier, monkeypatch):
     """Counts the questions that really go to the server, those in the background left out."""
     asked = []
-
-    def counted(method, real):
-        return lambda *args: (asked.append(method), real(*args))[1]
-
     for method in ("ask_stat", "ask_bytes", "ask_put", "ask_delete", "ask_all"):
-        monkeypatch.setattr(tier, method, counted(method, getattr(tier, method)))
+        noting(monkeypatch, tier, method, lambda *_, method=method: asked.append(method))
     return asked
 
 
@@ -146,14 +142,8 @@ def test_an_answer_that_is_cut_dripping_or_garbled_is_a_miss_and_never_other_byt
 def test_a_server_killed_while_an_object_is_written_shows_nothing_of_it(new_server, served_tier, monkeypatch):
     server = new_server("redis")
     tier = served_tier("redis", server)
-    real = tier._client.set
-
-    def kill_at_the_second_piece(key, *args, **kwargs):
-        if key.endswith(":1"):
-            server.kill()
-        return real(key, *args, **kwargs)
-
-    monkeypatch.setattr(tier._client, "set", kill_at_the_second_piece)
+    kill_at_the_second_piece = lambda key, *_, **__: server.kill() if key.endswith(":1") else None  # noqa: E731
+    noting(monkeypatch, tier._client, "set", kill_at_the_second_piece)
     hurry(tier)
     with pytest.raises(OSError, match=LOST):
         tier.put_if_absent(NAME, [memoryview(LARGE)])
@@ -166,14 +156,12 @@ def test_a_server_killed_while_an_object_is_written_shows_nothing_of_it(new_serv
 
 def test_a_writer_that_dies_leaves_pieces_that_vanish_by_themselves(served_tier, monkeypatch):
     tier = served_tier("redis")
-    real = tier._client.set
 
-    def die_before_the_names(key, *args, **kwargs):
+    def die_before_the_names(*_, **kwargs):
         if "nx" in kwargs:
             raise KeyboardInterrupt
-        return real(key, *args, **kwargs)
 
-    monkeypatch.setattr(tier._client, "set", die_before_the_names)
+    noting(monkeypatch, tier._client, "set", die_before_the_names)
     with pytest.raises(KeyboardInterrupt):
         tier.ask_put(NAME, LARGE)
     left = tier._client.keys("*")

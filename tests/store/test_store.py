@@ -20,11 +20,14 @@ from hypothesis import strategies as st
 
 import hf_blend
 from hf_blend.errors import ConfigError, PromptError, StoreError
+from hf_blend.model import canary
 from hf_blend.model.anatomy import default_sink
+from hf_blend.model.capture import capture_chunks
 from hf_blend.store import ChunkKey, ChunkStore
 from hf_blend.store.eviction.lru import Lru
 from hf_blend.store.memory import MemoryCache, available_bytes, default_memory_bytes
 from hf_blend.store.tiers import files as files_module
+from tests.asking import noting, raising
 
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(1, 9)), max_size=40)
 
@@ -161,11 +164,7 @@ def test_a_read_error_is_a_miss_and_the_entry_stays(opened, root, chunk, same, m
     stored = chunk()
     opened().put(stored)
     store = opened()
-
-    def broken(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(files_module.os, "preadv", broken)
+    monkeypatch.setattr(files_module.os, "preadv", raising(OSError(errno.EIO, "an I/O error")))
     assert store.get(stored.key) is None
     assert store.get(stored.key) is None
     assert store.stats()["misses"] == {"io": 2}
@@ -228,10 +227,7 @@ def test_malformed_chunks_are_refused_by_name(opened, chunk):
 
 
 def full_disk(monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files_module.os, "write", full)
+    monkeypatch.setattr(files_module.os, "write", raising(OSError(errno.ENOSPC, "no space left")))
 
 
 def test_a_full_disk_costs_only_the_disk_copy(opened, root, chunk, same, files, monkeypatch, caplog):
@@ -411,11 +407,7 @@ def test_what_is_in_memory_is_contained_whatever_the_disk_says(opened, root, chu
     store.put(chunk())
     assert store.contains(chunk().key)
     assert opened().contains(chunk().key)
-
-    def broken(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr("hf_blend.store.tiers.disk.DiskTier.contains", broken)
+    monkeypatch.setattr("hf_blend.store.tiers.disk.DiskTier.contains", raising(OSError(errno.EIO, "an I/O error")))
     assert store.contains(chunk().key)
     assert not opened().contains(chunk().key)
 
@@ -433,10 +425,7 @@ def test_delete_removes_from_both_tiers(opened, chunk, files, root):
 def test_a_delete_that_the_disk_refuses_is_an_error(opened, chunk, monkeypatch):
     store = opened()
     store.put(chunk())
-
-    def refused(path):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
+    refused = raising(PermissionError(errno.EACCES, "Permission denied"))
     monkeypatch.setattr("hf_blend.store.tiers.disk.os.unlink", refused)
     with pytest.raises(StoreError, match="cannot be removed"):
         store.delete(chunk().key)
@@ -465,12 +454,8 @@ def test_what_vanished_since_it_was_listed_is_forgotten(opened, root, chunk):
 
 
 def test_add_computes_what_is_missing_and_nothing_else(tiny_model, tokenizer, opened, same, monkeypatch):
-    from hf_blend.model import canary
-
     model, calls = tiny_model("llama"), []
-    original = canary.capture_chunks
-    count = lambda model, keys: (calls.extend(key.token_ids for key in keys), original(model, keys))[1]  # noqa: E731
-    monkeypatch.setattr(canary, "capture_chunks", count)
+    noting(monkeypatch, canary, "capture_chunks", lambda _, keys: calls.extend(key.token_ids for key in keys))
     store = opened()
     keys = store.add(model, tokenizer, ["abc", [10, 11], "abc"])
     assert [key.chunk_prefix_ids for key in keys] == [(1,)] * 3
@@ -479,7 +464,7 @@ def test_add_computes_what_is_missing_and_nothing_else(tiny_model, tokenizer, op
     assert store.add(model, None, [[10, 11]]) == keys[1:2]
     assert len(calls) == 2
     stored = opened().get(keys[1])
-    same(stored, original(model, keys[:2])[1])
+    same(stored, capture_chunks(model, keys[:2])[1])
     (bare,) = store.add(model, None, [[10, 11]], chunk_prefix_ids=())
     assert bare.chunk_prefix_ids == ()
     assert store.get(bare) is not None
