@@ -214,7 +214,7 @@ def test_an_entry_without_chunks_computes_every_row_and_disturbs_no_other(shared
     assert starts[0] == 0, "the entry that computes everything must be as wide as the batch"
     results = []
     for rows in ([0, 1], [0], [1]):
-        cache = BlendCache(model, store, recompute_ratio=0.3, selector="kv-deviation")  # which waits for a layer
+        cache = BlendCache(model, store, recompute_ratio=0.3)
         cache.get_seq_length()
         begin = min(starts[row] for row in rows)
         given = {"attention_mask": mask[rows, begin:], "position_ids": places[rows, begin:], "logits_to_keep": 1}

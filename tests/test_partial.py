@@ -192,18 +192,6 @@ def opened_all(store: Any) -> Any:
             yield store.source(key), key
 
 
-def test_every_changed_byte_of_a_header_is_refused(model, store):
-    source, key = next(iter(opened_all(store)))
-    end = BlockReader(source, key).data_start
-    for place in range(0, end, max(1, end // 150)):
-        content = bytearray(source.content)
-        content[place] ^= 1 << (place % 8)
-        with pytest.raises(EntryFault):
-            BlockReader(BytesSource(bytes(content)), key).tables()
-    with pytest.raises(EntryFault):
-        BlockReader(BytesSource(source.content[: end - 1]), key).tables()
-
-
 def nan(chunk):
     chunk.layers[1][0].view(-1)[7] = float("nan")
     return chunk
@@ -240,24 +228,6 @@ def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
     assert set(store.faults) == {reason}
     assert {name: one.content for name, one in tier.objects.items()}.keys() <= good.keys()
     assert torch.equal(answered(model, store)[0], wanted)
-
-
-def test_blocks_of_a_store_with_a_secret_are_signed_and_their_names_say_nothing():
-    model, tier = tiny_model("llama"), MemoryTier()
-    plain, signed = (Watched(tier, secret) for secret in (None, b"the store's own"))
-    wanted, *_ = answered(model, plain)
-    names = set(tier.objects)
-    assert torch.equal(answered(model, signed)[0], wanted)
-    assert len(tier.objects) == 2 * len(names)
-    new = " ".join(set(tier.objects) - names)
-    assert not [key for key in signed.put_keys.values() if key.digest in new]
-    for key in signed.put_keys.values():
-        tier.objects[signed._catalog.name(key.digest)] = tier.objects[plain._catalog.name(key.digest)]
-    assert torch.equal(answered(model, signed)[0], wanted)
-    assert signed.faults == {"secret": len(names)}
-    assert torch.equal(answered(model, signed)[0], wanted)
-    assert signed.faults == {"secret": len(names)}
-    assert not plain.faults
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.randoms())

@@ -137,6 +137,10 @@ def test_a_batch_whose_layers_count_positions_recomputes_the_same_columns_in_eve
     assert float((found[0][0] - found[1][0]).abs().max()) <= 1e-5
     assert found[0][1] == pytest.approx(found[1][1])
     assert found[2][1] > found[1][1], "more is recomputed where entries differ"
+    shorter = {**PIECES, "chunks": PIECES["chunks"][-1:]}
+    cache, inputs = prepared(model, PIECES, shorter, recompute_ratio=0.3, selector="kv-deviation")
+    logits(model, inputs, cache)
+    assert cache.report.charged_budget < 0.58, "padding of one keeps no column of the other: 0.64 where it does"
 
 
 def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_a_cache():
