@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from hf_blend import plugins
-from hf_blend.store import ChunkStore, bounded, memory
-from hf_blend.store.budget import Budget
+from hf_blend.store import ChunkStore, budget, memory
+from hf_blend.store.budget import BoundedTier, Budget
 from hf_blend.store.index import Index, one_more
 from hf_blend.store.tiers.memory import MemoryTier
 
@@ -152,7 +152,7 @@ def test_an_old_chunk_in_memory_is_not_there_and_a_miss(chunk, monkeypatch):
 
 def test_what_cannot_be_deleted_is_tried_once_and_stays(tmp_path, chunk, entry_bytes, monkeypatch):
     chunks, tried, unlink = [chunk((5, 6, 7 + number)) for number in range(5)], [], os.unlink
-    monkeypatch.setattr(bounded, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(budget, "_LOOK_EVERY_S", 0.0)
     with ChunkStore.open(tmp_path / "s", memory_bytes=0, disk_bytes=2 * entry_bytes) as store:
 
         def refuse_the_first(path, **given):
@@ -170,7 +170,7 @@ def test_what_cannot_be_deleted_is_tried_once_and_stays(tmp_path, chunk, entry_b
 
 def test_describe_counts_what_turns_out_to_be_a_tenants(chunk):
     policy, name = plugins.load("store.eviction", "lru")(), "ab/cd/" + "cd" * 32
-    tier = bounded.BoundedTier(MemoryTier(), None, policy, Index(None, policy), owner="mine", quota_bytes=10)
+    tier = BoundedTier(MemoryTier(), None, policy, Index(None, policy), owner="mine", quota_bytes=10)
     tier.index.enter([(name, 8, 0.0, "")])
     assert tier.fits(3, tier.quota)
     tier.describe([(name, chunk().key)])
