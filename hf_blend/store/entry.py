@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,12 +27,14 @@ from .format import (
     DTYPES,
     NAMES,
     EntryFile,
+    Header,
     TensorPlan,
     bytes_of,
     compact,
     digest_of,
     hash_namespace,
     pack_entry,
+    read_raw_header,
 )
 from .seal import content_hasher
 from .tiers.base import EntryFault, Source, as_fault
@@ -159,31 +162,30 @@ def encode_entry(
 
 
 def read_key(source: Source, namespace: str, secret: bytes | None = None) -> ChunkKey:
-    """Find out which chunk an entry holds, without reading its KV."""
-    file = EntryFile(source, KINDS, secret)
+    """Find out which chunk an entry holds, without reading its KV, from the sealed header and ids that prove it.
+
+    Listing does this for each entry; the whole header is checked when its chunk is read.
+    """
+    raw = read_raw_header(source)
+    rows = Header.peek(raw, KINDS, secret)
     with as_fault("the header"):
-        digest, fingerprint, space = (file.header.about[name] for name in ("key", "fingerprint", "namespace"))
+        digest, fingerprint, space = (str(rows["__metadata__"][name]) for name in ("key", "fingerprint", "namespace"))
+        tokens, prefix = (int(rows[name]["shape"][0]) for name in ("token_ids", "chunk_prefix_ids"))
     if space != hash_namespace(namespace):
         raise EntryFault("namespace", f"the entry {digest} belongs to another namespace", corrupt=False)
-    token_ids, chunk_prefix_ids = _read_ids(file)
+    if not (tokens >= 0 and prefix >= 0 and tokens + prefix <= _MAX_IDS):
+        raise EntryFault("format", f"{tokens + prefix} token ids are not those of a chunk")
+    if len(raw) + 8 * (tokens + prefix) > source.stat.nbytes:
+        raise EntryFault("truncated", f"{source.stat.nbytes} bytes cannot hold {tokens + prefix} token ids")
+    ids = np.empty(tokens + prefix, "<i8")
+    source.read_into(len(raw), ids.view(np.uint8).data)
     try:
-        key = ChunkKey(fingerprint, chunk_prefix_ids, token_ids, namespace)
+        key = ChunkKey(fingerprint, ids[tokens:].tolist(), ids[:tokens].tolist(), namespace)
     except ConfigError as error:
         raise EntryFault("key", f"the entry holds no token ids ({error})") from None
     if key.digest != digest:
         raise EntryFault("key", f"the token ids are not those of {digest}")
     return key
-
-
-def _read_ids(file: EntryFile) -> tuple[tuple[int, ...], ...]:
-    """The ids of the chunk and of its prefix."""
-    plans = file.header.tensors[:2]
-    with as_fault("the token ids"):
-        for plan, name in zip(plans, ("token_ids", "chunk_prefix_ids"), strict=True):
-            if plan.name != name or plan.dtype != "I64" or len(plan.shape) != 1 or plan.shape[0] > _MAX_IDS:
-                raise EntryFault("format", f"{plan.name} ({plan.dtype}, {plan.shape}) are not {name} of a chunk")
-        take = file.taker(file.start, sum(plan.nbytes for plan in plans))
-        return tuple(tuple(take(plan.name).tolist()) for plan in plans)
 
 
 class EntryReader:
@@ -200,7 +202,7 @@ class EntryReader:
             self._check_header()
         if layout is not None and layout != self.layout:
             raise EntryFault("layout", f"{self.layout!r:.160} is not what the model has: {layout!r:.160}")
-        if _read_ids(self._file) != (key.token_ids, key.chunk_prefix_ids):
+        if self._read_ids() != (key.token_ids, key.chunk_prefix_ids):
             raise EntryFault("key", f"the entry holds other tokens than those of {key.digest}")
         if self.in_blocks:
             self._read_order()
@@ -318,6 +320,14 @@ class EntryReader:
                 first = self._packing.codec.parts(kinds[0])[0].suffix
                 return self._file.plans[f"layer.{later}.{kinds[0]}{first}"][1]
         return self._file.end
+
+    def _read_ids(self) -> tuple[tuple[int, ...], ...]:
+        plans = self.header.tensors[:2]
+        for plan in plans:
+            if plan.dtype != "I64":
+                raise EntryFault("format", f"{plan.name} are {plan.dtype}, expected I64")
+        take = self._file.taker(self._file.start, sum(plan.nbytes for plan in plans))
+        return tuple(tuple(take(plan.name).tolist()) for plan in plans)
 
     def _read_order(self) -> None:
         """Read the order of the tokens, and the digests of blocks, of which there must be so many."""
