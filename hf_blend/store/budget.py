@@ -8,13 +8,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from .chunk import ChunkKey
 from .eviction.base import EvictionPolicy
 from .index import Index, Use
 from .locks import new_lock
 from .stats import StoreStats
-from .tiers.base import ObjectStat, Source, Tier, WrappedTier, is_name
+from .tiers.base import ObjectStat, Source, Tier, is_name
 
 __all__ = ["APPLY_EVERY", "BoundedTier", "Budget"]
 
@@ -182,7 +183,7 @@ class Budget:
         return self._last_s
 
 
-class BoundedTier(WrappedTier, Budget):
+class BoundedTier(Budget):
     """Passes everything on to another tier, and keeps its bytes, with those being written, below a cap.
 
     What is in the tier is counted when the first object is put, and again every few seconds while objects are put, so
@@ -203,9 +204,8 @@ class BoundedTier(WrappedTier, Budget):
         spare_bytes: int | None = None,
         quota_bytes: int | None = None,
     ) -> None:
-        WrappedTier.__init__(self, tier)
-        Budget.__init__(self, cap_bytes, policy, index)
-        self.owner = owner
+        super().__init__(cap_bytes, policy, index)
+        self.tier, self.name, self.owner = tier, tier.name, owner
         self.quota = None if quota_bytes is None else (owner, quota_bytes)
         self._totals |= {} if quota_bytes is None else {owner: 0}
         self.makes_room = True  # on a full device, by evicting; not where another tier takes what is refused
@@ -214,6 +214,10 @@ class BoundedTier(WrappedTier, Budget):
         self._next_look_s = self._next_recount_s = -1.0
         self._has_put = False
         self._stuck: frozenset[str] = frozenset()
+
+    def __getattr__(self, method: str) -> Any:
+        """What it does not do itself the tier does."""
+        return getattr(self.tier, method)
 
     def sync(self, space: str = "", thorough: bool = False) -> None:
         """Bring the index in step with the tier; raises OSError if one of them cannot be asked now."""

@@ -14,7 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from hf_blend.store.tiers.base import EntryFault, ObjectStat, Source, Tier, WrappedTier
+from throttled import WrappedTier
+
+from hf_blend.store.tiers.base import EntryFault, ObjectStat, Source, Tier
 
 FAULTS = {
     "open.io": "raises EIO",

@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from throttled import WrappedTier
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import StoreError
 from hf_blend.store import slow
 from hf_blend.store.opening import Limits
 from hf_blend.store.slow import ComputeTimes
-from hf_blend.store.tiers.base import WrappedTier
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES
 from tests.asking import raising

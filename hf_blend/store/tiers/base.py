@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from ...errors import ConfigError, HfBlendError
 
@@ -21,7 +21,6 @@ __all__ = [
     "ObjectStat",
     "Source",
     "Tier",
-    "WrappedTier",
     "as_fault",
     "check_name",
     "is_name",
@@ -182,42 +181,6 @@ class Tier(ABC):
 
     def close(self) -> None:  # noqa: B027 (may do nothing)
         """Let go of connections and threads; what was stored stays. Closing twice is allowed."""
-
-
-def _passed_on(method: str) -> Any:
-    """A method that is the one of the tier behind."""
-
-    def call(self: "WrappedTier", *given: Any, **named: Any) -> Any:
-        return getattr(self.tier, method)(*given, **named)
-
-    return call
-
-
-class WrappedTier(Tier):
-    """Does what the tier behind does."""
-
-    open = _passed_on("open")
-    put_if_absent = _passed_on("put_if_absent")
-    replace = _passed_on("replace")
-    delete = _passed_on("delete")
-    shards = _passed_on("shards")
-    listing = _passed_on("listing")
-    stat = _passed_on("stat")
-    contains = _passed_on("contains")
-    set_pin = _passed_on("set_pin")
-    pins = _passed_on("pins")
-    remove_orphans = _passed_on("remove_orphans")
-    close = _passed_on("close")
-
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
-        self.name = tier.name
-        self.is_local = tier.is_local
-
-    @property
-    def is_healthy(self) -> bool:
-        """As the tier behind."""
-        return self.tier.is_healthy
 
 
 def check_name(name: str) -> str:
