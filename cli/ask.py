@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a question over documents: retrieve, answer with stored KV, name the sources."""
+"""Ask a question over documents; the answer names its sources."""
 
 from pathlib import Path
 from statistics import fmean, median
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ask"]
 
-Question = Annotated[str | None, typer.Argument(help="The question; without one, the bundled questions are asked.")]
-Files = Annotated[list[str] | None, typer.Argument(help="Documents to ask about: files, folders; - is stdin.")]
 Questions = Annotated[
     Path | None, typer.Option(help="File with a question on each line; all arguments are documents then.")
 ]
@@ -32,8 +30,8 @@ MOST_SHOWN = 400  # tokens of a prompt in which the recomputed ones are marked
 
 
 def ask(
-    question: Question = None,
-    files: Files = None,
+    question: options.Question = None,
+    documents: options.Documents = None,
     questions: Questions = None,
     model: options.Model = None,
     store: options.Store = None,
@@ -76,7 +74,7 @@ def ask(
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
-    given, documents = read_questions(question, files or [], questions)
+    given, read = read_questions(question, documents or [], questions)
     source = open_model(model, device, dtype)
     shown = _Shown(json, compare, is_listed=questions is not None or not given)
     ways = asking.methods(config, compare)
@@ -85,7 +83,7 @@ def ask(
         ChunkStore.open(store, partial=partial, correction=correction) as opened,
         interruptible(lambda: shown.kept(len(asks))),
     ):
-        asks = prepare(source, given, documents, top_k, chunk_tokens, system, max_new_tokens, opened)
+        asks = prepare(source, given, read, top_k, chunk_tokens, system, max_new_tokens, opened)
         asker = asking.Asker(source.load(), source.tokenizer, opened)
         opened.controller = LoadingController(asker.model, opened, config) if controller else None
         for asked in asks:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Talk about documents: answers are streamed, earlier questions are remembered, sources are named."""
+"""Talk about documents: streamed answers that name their sources."""
 
 import sys
 from collections.abc import Iterator
@@ -19,15 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["chat"]
 
-Files = Annotated[
-    list[str] | None, typer.Argument(metavar="CORPUS ...", help="Files, folders; the default is bundled documents.")
-]
 Fixed = Annotated[bool, typer.Option("--fixed", help="Keep the pieces of the first question for all others.")]
 WORDS = "Ask something. /sources names what the last answer read, /reset forgets the conversation, /quit ends it."
 
 
 def chat(
-    corpus: Files = None,
+    corpus: options.Corpus = None,
     model: options.Model = None,
     store: options.Store = None,
     top_k: options.TopK = 8,

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Show full prefill, full reuse and blending side by side in a browser."""
+"""Show full prefill, full reuse and blending in a browser."""
 
 from typing import Annotated, Any
 

@@ -24,11 +24,12 @@ def env(model: Model = None, json: Json = False) -> None:
         hf-blend env --json
         hf-blend env --model tiny:llama --json
     """
-    document = {**_versions(), **_machine(), **_surroundings(), **(_model(model) if model else {})}
+    document = {**versions(), **_machine(), **_surroundings(), **(_model(model) if model else {})}
     show(document, as_json=json, title="for a bug report")
 
 
-def _versions() -> dict[str, Any]:
+def versions() -> dict[str, Any]:
+    """Versions of all that matters."""
     import platform
     from importlib import metadata
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Score methods, ratios and models on tasks, with intervals, charged budget and time to first token."""
+"""Score methods, ratios and models on tasks, with intervals."""
 
 import json as json_format
 from pathlib import Path
@@ -14,7 +14,7 @@ from .output import Json, progress, say, show
 __all__ = ["eval"]
 
 TASKS_HELP = "Tasks, or Python files with one; the default is needle. Or: compare FOLDER FOLDER, two runs."
-Tasks = Annotated[list[str] | None, typer.Argument(help=TASKS_HELP)]
+Tasks = Annotated[list[str] | None, typer.Argument(metavar="TASK", help=TASKS_HELP)]
 Models = Annotated[list[str], typer.Option("--model", help="Hub id or folder; may be repeated. Default: smollm2.")]
 METHODS_HELP = "A method, or a selector, with @RATIO or without; or all; may be repeated."
 Methods = Annotated[list[str], typer.Option("--method", help=METHODS_HELP)]

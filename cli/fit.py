@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Fit what other text adds to a chunk's K and V, once per model: stored chunks are then nearer to full prefill."""
+"""Fit a correction: stored chunks are then nearer to full prefill."""
 
 from pathlib import Path
 from typing import Annotated

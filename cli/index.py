@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Split documents into chunks, and compute and store the KV of each ahead of time."""
+"""Compute and store the KV of documents ahead of time."""
 
 import contextlib
 import os

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Look inside one prompt: deviation, attention and what each selector takes."""
+"""Look inside one prompt: what is stored, chosen and recomputed."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import RATIO, ChunkTokens, Device, Dtype, Model, Place, TopK
+from .options import RATIO, ChunkTokens, Device, Documents, Dtype, Model, Place, Question, TopK
 from .output import Json, marked, say, show
 from .reading import prepare, read_questions
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect"]
 
-Question = Annotated[str | None, typer.Argument(help="The question; without one, the first bundled one.")]
-Files = Annotated[list[str] | None, typer.Argument(help="Documents to look into: files, folders; - is stdin.")]
 Selectors = Annotated[list[str] | None, typer.Option("--selector", help="A method, with options; may be repeated.")]
 At = Annotated[float, typer.Option("--ratio", min=0.0, max=1.0, help="At which the selectors are compared.")]
 Png = Annotated[Path | None, typer.Option(help="Draw the picture into this file; needs the extra plot.")]
@@ -25,7 +23,7 @@ Png = Annotated[Path | None, typer.Option(help="Draw the picture into this file;
 
 def inspect(
     question: Question = None,
-    files: Files = None,
+    documents: Documents = None,
     model: Model = None,
     selector: Selectors = None,
     ratio: At = RATIO,
@@ -51,9 +49,9 @@ def inspect(
 
     for one in selector or ():
         blend_config(one)  # refuses what is no selector
-    given, documents = read_questions(question, files or [])
+    given, read = read_questions(question, documents or [])
     source = open_model(model, device, dtype)
-    pieces = prepare(source, given, documents, top_k, chunk_tokens)[0].given
+    pieces = prepare(source, given, read, top_k, chunk_tokens)[0].given
     with ChunkStore.open(store) as opened:
         found = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)
     if png is not None:

@@ -28,6 +28,16 @@ from .output import interruptible
 
 HELPERS = {"main", "options", "output", "reading"}
 EXIT_FAILED, EXIT_USAGE = 1, 2  # a command that ran and failed ends by output.fail
+WELCOME = f"""Reuse the KV cache of RAG chunks. Version {__version__}.
+
+\b
+Begin without documents, or with your own:
+  hf-blend ask --compare
+  hf-blend index notes/
+  hf-blend ask "Who keeps the light?" notes/
+
+Any option may come from the environment, such as --store of ask from HF_BLEND_ASK_STORE.
+"""
 STOPPED = "What is stored stays, and no entry is half-written. Run the same command again."
 DEBUG = ("--debug", "--traceback")
 MOST_LETTERS = 300  # of a message that is not ours
@@ -61,7 +71,7 @@ def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 def build(words: Sequence[str] = ()) -> typer.Typer:
     """Put the command line together."""
-    app = _group(f"Reuse the KV cache of RAG chunks. Version {__version__}.")
+    app = _group(WELCOME)
     app.callback()(_root)
     for name, line in commands().items():
         if name in words:
@@ -78,14 +88,23 @@ def main(words: Sequence[str] | None = None) -> None:
     typed = list(sys.argv[1:] if words is None else words)
     asked = [word for word in typed if word not in DEBUG]
     try:
-        build([*asked, *(word for name in COMPLETION for word in os.environ.get(name, "").split())])(
-            asked, prog_name="hf-blend", auto_envvar_prefix="HF_BLEND"
-        )
+        app = build([*asked, *(word for name in COMPLETION for word in os.environ.get(name, "").split())])
+        command = typer.main.get_command(app)
+        _hide_variables(command)
+        command(asked, prog_name="hf-blend", auto_envvar_prefix="HF_BLEND")
     except Exception as error:
         if len(asked) < len(typed):
             raise
         typer.echo(f"hf-blend: {_sentence(error)}", err=True)
         sys.exit(EXIT_USAGE if isinstance(error, HfBlendError | OSError) else EXIT_FAILED)
+
+
+def _hide_variables(command: Any) -> None:
+    """Leave the variable of each option out of the help, which says once how they are named."""
+    for option in command.params:
+        option.show_envvar = False
+    for inner in getattr(command, "commands", {}).values():
+        _hide_variables(inner)
 
 
 def _sentence(error: Exception) -> str:
@@ -120,18 +139,16 @@ def _add(app: typer.Typer, name: str, line: str) -> None:
         app.add_typer(target := _group(line), name=name)
     for command, function in found.items():
         text, examples = split_examples(function.__doc__ or "")
-        epilog = "\n  ".join(["\b\nExamples:", *examples]) if examples else None
+        shown = [example.partition("  # ")[0] for example in examples]  # the mark is for the tests
+        epilog = "\n  ".join(["\b\nExamples:", *shown]) if shown else None
         target.command(command, help=text, epilog=epilog)(interruptible(STOPPED)(function))
 
 
 def _versions(wanted: bool) -> None:
     if wanted:
-        import platform
-        from importlib import metadata
+        from .env import versions
 
-        packages = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "numpy")
-        lines = [f"{package} {metadata.version(package)}" for package in packages]
-        typer.echo("\n".join([f"hf-blend {__version__}", f"python {platform.python_version()}", *lines]))
+        typer.echo("\n".join(f"{name} {version}" for name, version in versions().items()).replace("_", "-", 1))
         raise typer.Exit
 
 

@@ -13,9 +13,9 @@ import typer
 from hf_blend.config import BlendConfig
 
 __all__ = [
-    "RATIO", "REAL", "SELECTOR", "ChunkTokens", "Controller", "Corpus", "Correction", "Device", "Dtype",
-    "IndexedTokens", "MaxNewTokens", "Model", "Partial", "Place", "Ratio", "Rounds", "Selector", "Shape", "Store",
-    "System", "TimedDtype", "TimedModel", "TopK", "Unverified", "timed",
+    "RATIO", "REAL", "SELECTOR", "ChunkTokens", "Controller", "Corpus", "Correction", "Device", "Documents", "Dtype",
+    "IndexedTokens", "MaxNewTokens", "Model", "Partial", "Place", "Question", "Ratio", "Rounds", "Selector", "Shape",
+    "Store", "System", "TimedDtype", "TimedModel", "TopK", "Unverified", "timed",
 ]  # fmt: skip
 
 REAL = "smollm2"  # the model of those who name none
@@ -32,7 +32,14 @@ Place = Annotated[str, typer.Option("--store", help="Where chunks are kept.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
 Corpus = Annotated[
     list[str] | None,
-    typer.Argument(metavar="CORPUS ...", help="Files or folders: text, Markdown, HTML, PDF, JSONL; - is stdin."),
+    typer.Argument(metavar="CORPUS", help="Files or folders; without any, the bundled handbook. - is stdin."),
+]
+Question = Annotated[
+    str | None, typer.Argument(metavar="QUESTION", help="The question; without one, bundled ones are asked.")
+]
+Documents = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="DOCUMENT", help="Files or folders: text, Markdown, HTML, PDF, JSONL; - is stdin."),
 ]
 Correction = Annotated[
     Path | None, typer.Option("--correction", help="File of hf-blend fit: chunks are stored with it, or found.")

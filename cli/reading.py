@@ -84,8 +84,8 @@ def read_questions(
     if not all(given):
         raise PromptError(f"the question is {question!r}, but a text is expected. Write it before the documents.")
     if not names:
-        told = f"{question!r} is a path: write the question before it." if Path(given[0]).exists() else "Name some."
-        raise PromptError(f"the question {given[0]!r} came without documents. {told} Or give - for standard input.")
+        told = f"{given[0]!r} is a path: write the question before it" if Path(given[0]).exists() else "Name some"
+        raise PromptError(f"the question {given[0]!r} came without documents. {told}, or give - for standard input.")
     return given, read(names)
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a model over HTTP, as OpenAI's API, with documents whose KV is reused."""
+"""Serve a model over HTTP, as OpenAI's API, over stored documents."""
 
 import logging
 import threading

@@ -26,10 +26,10 @@ Store = Annotated[str | None, typer.Option("--store", help="Folder of the store;
 Namespace = Annotated[str, typer.Option(help="Look at the chunks of this namespace.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Show the newest N only.")]
 Names = Annotated[
-    list[str] | None, typer.Argument(metavar="NAME ...", help="Documents or folders as ls names them, or digests.")
+    list[str] | None, typer.Argument(metavar="NAME", help="Documents or folders as ls names them, or digests.")
 ]
 Chunks = Annotated[bool, typer.Option("--chunks", help="Show every chunk, with its digest.")]
-Digests = Annotated[list[str] | None, typer.Argument(metavar="DIGEST ...", help="Digests, or how they begin.")]
+Digests = Annotated[list[str] | None, typer.Argument(metavar="DIGEST", help="Digests, or how they begin.")]
 Model = Annotated[str | None, typer.Option(help="All chunks of the models whose fingerprint begins so.")]
 All = Annotated[bool, typer.Option("--all", help="All chunks of the namespace.")]
 
@@ -41,7 +41,7 @@ def check(
     repair: Annotated[bool, typer.Option("--repair", help="Remove what can never become good.")] = False,
     json: Json = False,
 ) -> None:
-    """Read and verify every entry; exit code 1 if one is damaged and stays.
+    """Read and verify every entry. Exit code 1 if one is damaged and stays.
 
     Entries of another namespace or secret are counted as foreign: nothing can be known of them, and they stay.
 
@@ -77,7 +77,7 @@ def gc(
     ttl_s: Annotated[float | None, typer.Option(min=0, help="Remove chunks older than this, in seconds.")] = None,
     json: Json = False,
 ) -> None:
-    """Remove what crashed writers left, what is too old, and the chunks that would be evicted first.
+    """Remove what is too old, left by a crash, or first to be evicted.
 
     Examples:
         hf-blend store gc --ttl-s 2592000
@@ -98,7 +98,7 @@ def rm(
     secret_file: SecretFile = None,
     json: Json = False,
 ) -> None:
-    """Remove documents, or chunks by their digests; a chunk that another document has too stays.
+    """Remove documents, or chunks by their digests. A chunk that another document has too stays.
 
     Examples:
         hf-blend store rm --model 0123abcd
@@ -149,7 +149,7 @@ def ls(
     chunks: Chunks = False,
     json: Json = False,
 ) -> None:
-    """List the indexed documents with their models, sizes and ages; with --chunks every chunk, the newest first.
+    """List the indexed documents with their models, sizes and ages. With --chunks every chunk, the newest first.
 
     Chunks that no document is known of are in one row without a name: those of texts that were given to the library,
     of a store with a secret, and the beginnings of prompts.
@@ -242,7 +242,7 @@ def plan(
     output: Annotated[Path | None, typer.Option(help="Write the arguments of ChunkStore.open here, as JSON.")] = None,
     json: Json = False,
 ) -> None:
-    """Choose the device for stored KV by delay and cost: the cheapest that hides its loading under recomputing.
+    """Choose the device for stored KV by delay and cost. It is the cheapest that hides its loading under recomputing.
 
     Devices are named by --price; memory is that of the process, any other is a folder or URL named by --at.
 
@@ -271,7 +271,7 @@ def move(
     secret_file: SecretFile = None,
     json: Json = False,
 ) -> None:
-    """Move what is stored to one tier, as far as there is room: each chunk is then kept once.
+    """Move what is stored to one tier, as far as there is room. Each chunk is then kept once.
 
     A chunk is written there before it leaves another tier, and a run that was stopped is started again.
 

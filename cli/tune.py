@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Find the cheapest selector and ratio that stay near full prefill, on your own prompts, without labels."""
+"""Find the cheapest selector and ratio near enough to full prefill."""
 
 from contextlib import ExitStack
 from pathlib import Path

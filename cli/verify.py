@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Check that blending is exact for a model, or for every model type."""
+"""Check that blending is exact for a model, or for every type."""
 
 from typing import Annotated, Any
 

@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def home(tmp_path, monkeypatch):
     """A place of its own for the default store, and a wide screen."""
     monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
 
 
@@ -72,6 +72,10 @@ def test_help_lists_every_command_file_with_its_first_line(run):
         assert name in out
         assert line.split()[0] in out
         assert line.endswith("."), f"cli/{name}: its first docstring line is shown to users: {line!r}"
+    shown = re.findall(r"^  \S+  +(.*)", run("store", "--help")[1] + out, re.MULTILINE)
+    assert not [line for line in shown if line.endswith("...")], "cut where the screen ends"
+    assert "env var" not in run("ask", "--help")[1]
+    assert "# network" not in run("ask", "--help")[1]
 
 
 def test_help_imports_no_command_and_that_of_a_command_no_torch():

@@ -25,7 +25,7 @@ def break_even(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Time to the first token at small lengths: full prefill against blending, every chunk in memory.
+    """Find the length from which on blending is faster. Every chunk is in memory.
 
     Examples:
         hf-blend bench break-even --shape tiny --tokens 32 --rounds 1 --json

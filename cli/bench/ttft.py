@@ -39,7 +39,7 @@ def ttft(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Time to the first token: stock full prefill against blending with every chunk in memory.
+    """Measure the time to the first token, in full and blended. Every chunk is in memory.
 
     With --model and --data on real prompts, as `hf-blend ask` puts them; medians over them.
 
