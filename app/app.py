@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Space: the page of `hf-blend demo`, for visitors whom nobody knows. `make space` lays out all that it needs."""
 
+from hf_blend.evaluation.demo.model_cache import ModelCache
 from hf_blend.evaluation.demo.page import Demo, serve
-from hf_blend.evaluation.demo.shelf import ModelCache
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
 
 demo = Demo(

@@ -39,14 +39,14 @@ def demo(
         hf-blend demo --check --no-folders --json  # slow
         hf-blend demo --model HuggingFaceTB/SmolLM2-135M-Instruct --port 7860  # network
     """
+    from hf_blend.evaluation.demo.model_cache import ModelCache
     from hf_blend.evaluation.demo.page import Demo, serve
-    from hf_blend.evaluation.demo.shelf import ModelCache
 
     _refuse_taken(host, port)
     limits: dict[str, Any] = {"most_parameters": int(most_parameters * 1e9), "takes_folders": folders}
     made = Demo(ModelCache(**limits, device=device, dtype=dtype), model=model)
     if made.model:
-        made.shelf.take(made.model)
+        made.models.take(made.model)
     say("Answering the first question, so that the page opens with it.")
     blocks, url = serve(made, host=host, port=port, wait=False)
     try:
@@ -75,7 +75,7 @@ def _refuse_taken(host: str, port: int | None) -> None:
 
 def _checked(url: str, made: Any, json: bool) -> None:
     """Ask the question that the page opened with through its own interface."""
-    from hf_blend.evaluation.demo.wish import first_answers
+    from hf_blend.evaluation.demo.request import first_answers
 
     answers = first_answers(url, made.model)
     show({"url": url, "answers": answers}, as_json=json)

@@ -139,8 +139,8 @@ def _add(app: typer.Typer, name: str, line: str) -> None:
         app.add_typer(target := _group(line), name=name)
     for command, function in found.items():
         text, examples = split_examples(function.__doc__ or "")
-        shown = [example.partition("  # ")[0] for example in examples]  # the mark is for the tests
-        epilog = "\n  ".join(["\b\nExamples:", *shown]) if shown else None
+        examples = [example.partition("  # ")[0] for example in examples]  # the mark is for the tests
+        epilog = "\n  ".join(["\b\nExamples:", *examples]) if examples else None
         target.command(command, help=text, epilog=epilog)(interruptible(STOPPED)(function))
 
 

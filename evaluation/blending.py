@@ -63,7 +63,7 @@ def ways(text: str, ratios: Sequence[float]) -> list[tuple[str, float | None]]:
     return [(name, own)]
 
 
-def approach(name: str, ratio: float | None, *given: Any) -> EvalMethod:
+def make_method(name: str, ratio: float | None, *given: Any) -> EvalMethod:
     """Make a method ready."""
     if takes_ratio(name):
         return Blending(name, 0.0 if ratio is None else ratio, *given)

@@ -22,7 +22,7 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 
-from .blending import approach, ways
+from .blending import make_method, ways
 from .bundled import REAL, load_model
 from .folder import RunFolder, place_of
 from .methods.base import EvalMethod, Outcome
@@ -96,38 +96,38 @@ class EvalConfig:
 
 
 def run(
-    trial: EvalConfig,
+    config: EvalConfig,
     folder: RunFolder,
     progress: Callable[[Iterator[Any], int], Any] | None = None,
     load: Callable[[str, str, str], tuple[nn.Module, Any]] = load_model,
 ) -> None:
     """Answer all that the folder has no answer to."""
-    for name in trial.models:
-        if _is_complete(trial, name, folder):
+    for name in config.models:
+        if _is_complete(config, name, folder):
             continue
-        model, tokenizer = load(name, trial.device, trial.dtype or "auto")
-        for task_name in trial.tasks:
-            task = load_task(trial, task_name, tokenizer)
-            samples = task.samples(trial.limit, trial.shape())
-            bench = _Bench(trial, name, task_name, task, model, tokenizer, folder)
-            parts = [samples[first : first + trial.batch] for first in range(0, len(samples), trial.batch)]
+        model, tokenizer = load(name, config.device, config.dtype or "auto")
+        for task_name in config.tasks:
+            task = load_task(config, task_name, tokenizer)
+            samples = task.samples(config.limit, config.shape())
+            bench = _Bench(config, name, task_name, task, model, tokenizer, folder)
+            parts = [samples[first : first + config.batch] for first in range(0, len(samples), config.batch)]
             for part in progress(iter(parts), len(parts)) if progress else parts:
                 bench.answer(part)
 
 
-def _is_complete(trial: EvalConfig, model: str, folder: RunFolder) -> bool:
+def _is_complete(config: EvalConfig, model: str, folder: RunFolder) -> bool:
     """Whether nothing is left to answer, known without loading the model; only where the number is known."""
-    if trial.limit is None:
+    if config.limit is None:
         return False
-    wanted = trial.limit * len(trial.ways())
-    counts = [sum(place[:2] == (task, model) for place in folder.lines) for task in trial.tasks]
+    wanted = config.limit * len(config.ways())
+    counts = [sum(place[:2] == (task, model) for place in folder.lines) for task in config.tasks]
     return all(count >= wanted for count in counts)
 
 
-def load_task(trial: EvalConfig, name: str, tokenizer: Any) -> Task:
+def load_task(config: EvalConfig, name: str, tokenizer: Any) -> Task:
     """Return a task of a run."""
-    data = dict(trial.data).get(name)
-    made: Task = plugins.load("evaluation.tasks", name)(tokenizer, Path(data) if data else None, trial.seed)
+    data = dict(config.data).get(name)
+    made: Task = plugins.load("evaluation.tasks", name)(tokenizer, Path(data) if data else None, config.seed)
     return made
 
 
@@ -136,7 +136,7 @@ class _Bench:
 
     def __init__(
         self,
-        trial: EvalConfig,
+        config: EvalConfig,
         model_name: str,
         task_name: str,
         task: Task,
@@ -144,13 +144,13 @@ class _Bench:
         tokenizer: Any,
         folder: Any,
     ) -> None:
-        self._trial, self._names, self._folder = trial, (task_name, model_name), folder
-        store = trial.open_store()
+        self._config, self._names, self._folder = config, (task_name, model_name), folder
+        store = config.open_store()
         given = (model, tokenizer, store, task.max_new_tokens)
         self._ways: list[tuple[str, float | None, EvalMethod]] = [
-            (name, ratio, approach(name, ratio, *given)) for name, ratio in trial.ways()
+            (name, ratio, make_method(name, ratio, *given)) for name, ratio in config.ways()
         ]
-        self._warm = approach(WARM, None, model, tokenizer, store, 1)
+        self._warm = make_method(WARM, None, model, tokenizer, store, 1)
         rules = dict.fromkeys((task.score, *task.also))
         self._rules: dict[str, Score] = {name: plugins.load("evaluation.scores", name)(tokenizer) for name in rules}
         self._score, self._done = task.score, 0
@@ -167,7 +167,7 @@ class _Bench:
             way.warm(asked)
         full = self._ways[0][2].answer(asked)
         wanted = [one.ids for one in full]
-        alone = [sample.id in timed and len(asked) > 1 and not self._trial.times_batches for sample in asked]
+        alone = [sample.id in timed and len(asked) > 1 and not self._config.times_batches for sample in asked]
         lines = []
         for name, ratio, way in self._ways:
             found = self._answered(way, asked, wanted)
@@ -189,7 +189,7 @@ class _Bench:
         return (*self._names, name, ratio, sample.id) in self._folder.lines
 
     def _time(self, one: Outcome) -> float | None:
-        return one.batch_ttft_ms if self._trial.times_batches else one.ttft_ms
+        return one.batch_ttft_ms if self._config.times_batches else one.ttft_ms
 
     def _line(
         self, name: str, ratio: float | None, sample: Sample, one: Outcome, full: Outcome, time_ms: Any, warm: Outcome

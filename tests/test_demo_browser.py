@@ -14,8 +14,8 @@ from worlds import REFERENCE, reference_questions
 from hf_blend import ChunkStore
 from hf_blend.evaluation.demo.compare import compare
 from hf_blend.evaluation.demo.page import Demo, serve
+from hf_blend.evaluation.demo.request import HANDBOOK, DemoRequest, first_request
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
-from hf_blend.evaluation.demo.wish import HANDBOOK, DemoRequest, first_wish
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = [name for name in ("playwright", "gradio") if importlib.util.find_spec(name) is None]
@@ -54,9 +54,9 @@ def opened(demo):
     """Answers that the page is shown with, of a small model; the handbook is more than it reads."""
     asked = DemoRequest(TEXT, FIRST, 0.3, "kv-deviation")
     with ChunkStore.open("memory://") as store:
-        *_, scene = compare(demo.shelf.take(REFERENCE), store, asked, demo.visitors.limits)
-    judged = (replace(panel, correct=panel.text == ANSWERS[FIRST]) for panel in scene.panels)
-    return replace(scene, panels=tuple(judged))
+        *_, state = compare(demo.models.take(REFERENCE), store, asked, demo.visitors.limits)
+    judged = (replace(panel, correct=panel.text == ANSWERS[FIRST]) for panel in state.panels)
+    return replace(state, panels=tuple(judged))
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,8 @@ def test_the_page_opens_answered_with_story_question_and_cards_on_the_first_scre
     assert seen.page.evaluate("() => document.documentElement.scrollHeight") <= 2.5 * size["height"]
     assert seen.chosen() == 0, "the marked text is folded"
     assert seen.page.evaluate("() => document.documentElement.scrollWidth") <= size["width"]
-    expect(seen.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(first_wish().question)
+    box = seen.page.locator("#hb-question textarea, #hb-question input").first
+    expect(box).to_have_value(first_request().question)
     expect(seen.page.locator("#hb-story input")).to_have_value(HANDBOOK)
     seen.page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
 

@@ -24,7 +24,7 @@ import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
 from hf_blend.cli.main import build
 from hf_blend.errors import PluginNotFoundError
-from hf_blend.evaluation.demo.wish import DemoRequest
+from hf_blend.evaluation.demo.request import DemoRequest
 from hf_blend.verify.runner import check_names
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, small_tokenizer
 from tests.conftest import slow_but

@@ -10,7 +10,7 @@ import torch
 from worlds import REFERENCE, REFERENCE_TASK
 
 from hf_blend import ChunkStore
-from hf_blend.evaluation.blending import approach, method_names, takes_ratio
+from hf_blend.evaluation.blending import make_method, method_names, takes_ratio
 from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.methods.prefix_caching import PrefixCaching
 from hf_blend.evaluation.tasks.base import Sample, Shape
@@ -40,7 +40,7 @@ def samples(published, mistral_tokenizer):
 @pytest.fixture(scope="module")
 def way(model, mistral_tokenizer):
     def made(name, ratio=0.2, store=None, new_tokens=NEW_TOKENS):
-        return approach(
+        return make_method(
             name, ratio if takes_ratio(name) else None, model, mistral_tokenizer,
             store or ChunkStore.open("memory://"), new_tokens,
         )  # fmt: skip
@@ -189,10 +189,8 @@ def test_a_model_with_windows_gives_its_logits_too(shared_model, tokenizer, piec
     model, drawn, wanted = shared_model(family, sliding_window=16), pieces(), [(5, 90, 17, 40)]
     sample = Sample("s", (*drawn["prefix"][1:],), (*map(tuple, drawn["chunks"]),), (*drawn["question"],), ("a",))
     ratio = 0.2 if takes_ratio(name) else None
-    short, long = (
-        approach(name, ratio, model, tokenizer, ChunkStore.open("memory://"), count).answer([sample], wanted)[0].logits
-        for count in (1, 5)
-    )
+    ways = [make_method(name, ratio, model, tokenizer, ChunkStore.open("memory://"), count) for count in (1, 5)]
+    short, long = (one.answer([sample], wanted)[0].logits for one in ways)
     assert (short - long).abs().max() < 1e-3 * long.abs().max()
     if name in ("full-prefill", "prefix-caching"):
         ids = torch.tensor([[*drawn["prefix"], *sum(drawn["chunks"], []), *drawn["question"], *wanted[0]]])

@@ -123,7 +123,7 @@ def test_the_layout_starts_without_an_installation(tmp_path):
     code = (
         "import app, hf_blend\nfrom hf_blend.evaluation.demo.page import build\n"
         "assert hf_blend.__file__.startswith(app.__file__.removesuffix('app.py')), hf_blend.__file__\n"
-        "build(app.demo)\nprint(app.demo.shelf.takes_folders)"
+        "build(app.demo)\nprint(app.demo.models.takes_folders)"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore, plugins
-from hf_blend.evaluation.blending import approach
+from hf_blend.evaluation.blending import make_method
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.methods.base import Blended, Outcome
@@ -196,8 +196,8 @@ class _Bench:
             return
         store, length = ChunkStore.open("memory://"), self._task.max_new_tokens
         given = (self._model, self._tokenizer, store, length)
-        approach(WARM, None, *given).answer([sample])
-        full = approach(FULL, None, *given).answer([sample])[0]
+        make_method(WARM, None, *given).answer([sample])
+        full = make_method(FULL, None, *given).answer([sample])[0]
         lines = [self._line(FULL, sample, full, {})]
         stores: dict[tuple[int, bool], PartialStore] = {}
         for way in ways:

@@ -15,9 +15,9 @@ from ..answering import FULL_PREFILL, FULL_REUSE, Method, chunks_of
 from ..asking import Asker, Question, Reply
 from ..documents import unknown_words
 from ..inspecting import Inspector
-from .shelf import Loaded, ModelCache
+from .model_cache import Loaded, ModelCache
+from .request import DemoRequest, first_request, prepare
 from .visitors import Limits
-from .wish import DemoRequest, first_wish, prepare
 
 POLL_S = 0.02
 
@@ -47,83 +47,83 @@ class DemoState:
     failed: bool = False
 
 
-def compare(loaded: Loaded, store: ChunkStore, wish: DemoRequest, limits: Limits) -> Iterator[DemoState]:
-    """Answer three ways, and tell the scene again and again while the answers are written."""
-    asked = prepare(loaded, wish, limits)
-    texts = "\n".join([wish.question, wish.documents, *(piece.text for piece in asked.sources)])
+def compare(loaded: Loaded, store: ChunkStore, query: DemoRequest, limits: Limits) -> Iterator[DemoState]:
+    """Answer three ways, and tell the state again and again while the answers are written."""
+    asked = prepare(loaded, query, limits)
+    texts = "\n".join([query.question, query.documents, *(piece.text for piece in asked.sources)])
     strange = unknown_words(loaded.tokenizer, texts)
-    if strange and wish.files:
+    if strange and query.files:
         raise PromptError(f"{strange} Name a model that knows them, such as smollm2.")
-    methods = (FULL_PREFILL, FULL_REUSE, Method("blend", wish.config()))
-    scene = DemoState(tuple(Panel(method.name) for method in methods), sources=tuple(asked.source_names))
-    kept = yield from _store(loaded, store, asked, scene)
-    scene = replace(scene, status="Asking three ways …")
-    yield scene
+    methods = (FULL_PREFILL, FULL_REUSE, Method("blend", query.config()))
+    state = DemoState(tuple(Panel(method.name) for method in methods), sources=tuple(asked.source_names))
+    kept = yield from _store(loaded, store, asked, state)
+    state = replace(state, status="Asking three ways …")
+    yield state
     asker = Asker(loaded.model, loaded.tokenizer, store)
     report = asker.answer(asked.given, methods[-1].config, 1).report
     for place, method in enumerate(methods):
-        for told in _one(asker, asked, (place, method), limits, scene):
+        for told in _one(asker, asked, (place, method), limits, state):
             yield told
-        scene = told
-    said = [_verdict(scene), kept, _too_short(scene), "" if report is None else report.notice, strange]
-    yield replace(_looked_into(loaded, store, asked, scene), status=" ".join(filter(None, said)))
+        state = told
+    said = [_verdict(state), kept, _too_short(state), "" if report is None else report.notice, strange]
+    yield replace(_looked_into(loaded, store, asked, state), status=" ".join(filter(None, said)))
 
 
 def again(
-    loaded: Loaded, store: ChunkStore, wish: DemoRequest, limits: Limits, scene: DemoState
+    loaded: Loaded, store: ChunkStore, query: DemoRequest, limits: Limits, state: DemoState
 ) -> Iterator[DemoState]:
     """Answer once more by blending alone, after a slider was moved."""
     asker, which = (
         Asker(loaded.model, loaded.tokenizer, store),
-        (len(scene.panels) - 1, Method("blend", wish.config())),
+        (len(state.panels) - 1, Method("blend", query.config())),
     )
-    yield from _one(asker, prepare(loaded, wish, limits), which, limits, scene)
+    yield from _one(asker, prepare(loaded, query, limits), which, limits, state)
 
 
-def opening(shelf: ModelCache, limits: Limits, model: str = "") -> DemoState:
+def opening(models: ModelCache, limits: Limits, model: str = "") -> DemoState:
     """Answer what the page begins with: a question about the handbook."""
     with ChunkStore.open("memory://") as store:
-        *_, scene = compare(shelf.take(model), store, first_wish(), limits)
-    return scene
+        *_, state = compare(models.take(model), store, first_request(), limits)
+    return state
 
 
-def _store(loaded: Loaded, store: ChunkStore, asked: Question, scene: DemoState) -> Generator[DemoState, None, str]:
+def _store(loaded: Loaded, store: ChunkStore, asked: Question, state: DemoState) -> Generator[DemoState, None, str]:
     """Store the pieces that are missing, one by one, and say so; the result is a sentence."""
     keys = list(dict.fromkeys(store.keys(loaded.model, loaded.tokenizer, chunks_of(loaded.tokenizer, asked.given))))
     missing = [key for key in keys if not store.contains(key)]
     present = len(keys) - len(missing)
     for number, key in enumerate(missing):
-        yield replace(scene, status=f"{present + number} of {len(keys)} pieces stored …")
+        yield replace(state, status=f"{present + number} of {len(keys)} pieces stored …")
         store.add(loaded.model, loaded.tokenizer, [key.token_ids])
     return f"{len(missing)} pieces stored now, {present} before."
 
 
 def _one(
-    asker: Asker, asked: Question, which: tuple[int, Method], limits: Limits, scene: DemoState
+    asker: Asker, asked: Question, which: tuple[int, Method], limits: Limits, state: DemoState
 ) -> Iterator[DemoState]:
-    """Let one method answer; the scene with its panel growing."""
+    """Let one method answer; the state with its panel growing."""
     place, method = which
     text = ""
 
     def run(tell: Callable[[str], None]) -> Reply:
         return asker.ask(asked, method, limits.new_tokens, tell)
 
-    yield _with_panel(scene, place, Panel(method.name, "writing"))
+    yield _with_panel(state, place, Panel(method.name, "writing"))
     for told in streamed(run):
         if isinstance(told, Reply):
-            row, marks = told.row, tuple(told.tokens) if told.answer.report else scene.tokens
+            row, marks = told.row, tuple(told.tokens) if told.answer.report else state.tokens
             rule = plugins.load("evaluation.scores", "containment")()
             correct = bool(rule.best(row["answer"], asked.answers)) if asked.answers else None
             done = Panel(method.name, "done", row["answer"], row["ttft_ms"], row["charged_budget"], correct)
-            yield replace(_with_panel(scene, place, done), tokens=marks)
+            yield replace(_with_panel(state, place, done), tokens=marks)
         else:
             text += told
-            yield _with_panel(scene, place, Panel(method.name, "writing", text))
+            yield _with_panel(state, place, Panel(method.name, "writing", text))
 
 
-def _verdict(scene: DemoState) -> str:
+def _verdict(state: DemoState) -> str:
     """Say what blending was good for, where it saved time; of an unknown answer, whether the words are the same."""
-    full, reuse, blend = scene.panels
+    full, reuse, blend = state.panels
     if not (full.ttft_ms and blend.ttft_ms and blend.ttft_ms < full.ttft_ms):
         return ""
     speed = f"{full.ttft_ms / blend.ttft_ms:.1f} x as fast as full prefill"
@@ -139,26 +139,26 @@ def _words(one: Panel, full: Panel) -> str:
     return "the same words" if one.text == full.text else "other words"
 
 
-def _too_short(scene: DemoState) -> str:
+def _too_short(state: DemoState) -> str:
     """Say so where blending took longer than a full prefill."""
-    full, blend = scene.panels[0].ttft_ms, scene.panels[-1].ttft_ms
+    full, blend = state.panels[0].ttft_ms, state.panels[-1].ttft_ms
     if full is None or blend is None or blend < full:
         return ""
     return "This prompt is too short, or this model too small, for blending to save time."
 
 
-def _with_panel(scene: DemoState, place: int, panel: Panel) -> DemoState:
-    return replace(scene, panels=(*scene.panels[:place], panel, *scene.panels[place + 1 :]))
+def _with_panel(state: DemoState, place: int, panel: Panel) -> DemoState:
+    return replace(state, panels=(*state.panels[:place], panel, *state.panels[place + 1 :]))
 
 
-def _looked_into(loaded: Loaded, store: ChunkStore, asked: Question, scene: DemoState) -> DemoState:
-    """The scene with the deviation of stored KV; without it where nothing can be reused."""
+def _looked_into(loaded: Loaded, store: ChunkStore, asked: Question, state: DemoState) -> DemoState:
+    """The state with the deviation of stored KV; without it where nothing can be reused."""
     try:
         inspector = Inspector(loaded.model, loaded.tokenizer, store, asked.given, with_attention=False)
     except PromptError:
-        return scene
+        return state
     rows = tuple(tuple(row) for row in inspector.deviation())
-    return replace(scene, deviation=rows, columns=tuple(inspector.columns))
+    return replace(state, deviation=rows, columns=tuple(inspector.columns))
 
 
 class _Gone(RuntimeError):

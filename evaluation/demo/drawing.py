@@ -32,9 +32,9 @@ def panel(shown: Panel, full: Panel | None = None) -> str:
     )
 
 
-def panels(scene: DemoState) -> tuple[str, ...]:
+def panels(state: DemoState) -> tuple[str, ...]:
     """All answers, side by side."""
-    return tuple(panel(one, scene.panels[0]) for one in scene.panels)
+    return tuple(panel(one, state.panels[0]) for one in state.panels)
 
 
 def status(text: str, kind: str = "info", sources: Sequence[str] = ()) -> str:
@@ -44,19 +44,19 @@ def status(text: str, kind: str = "info", sources: Sequence[str] = ()) -> str:
     return f'<p class="hb-status hb-{kind}" role="{role}">{escape(text)}{named}</p>' if text else ""
 
 
-def documents(scene: DemoState) -> str:
+def documents(state: DemoState) -> str:
     """The documents: recomputed tokens framed, the ground the darker the further stored KV is off."""
-    if not scene.tokens:
+    if not state.tokens:
         return ""
-    worst = [max(column) for column in zip(*scene.deviation, strict=True)]
+    worst = [max(column) for column in zip(*state.deviation, strict=True)]
     largest = max(worst, default=0.0) or 1.0
-    off = {column: value / largest for column, value in zip(scene.columns, worst, strict=True)}
-    shown = "".join(_token(place, *pair, off.get(place)) for place, pair in enumerate(scene.tokens[:MOST_TOKENS]))
-    more = len(scene.tokens) - MOST_TOKENS
-    taken = sum(chosen for _, chosen in scene.tokens)
+    off = {column: value / largest for column, value in zip(state.columns, worst, strict=True)}
+    shown = "".join(_token(place, *pair, off.get(place)) for place, pair in enumerate(state.tokens[:MOST_TOKENS]))
+    more = len(state.tokens) - MOST_TOKENS
+    taken = sum(chosen for _, chosen in state.tokens)
     left = f"<p>… and {more:,} tokens more</p>" if more > 0 else ""
     return (
-        f'<p class="hb-legend"><b class="hb-chosen">framed</b>: recomputed, {taken} of {len(scene.tokens)} tokens. '
+        f'<p class="hb-legend"><b class="hb-chosen">framed</b>: recomputed, {taken} of {len(state.tokens)} tokens. '
         f"The darker, the further its stored KV is from that of a full prefill.</p>"
         f'<div class="hb-tokens">{shown}</div>{left}'
     )

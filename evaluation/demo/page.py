@@ -16,9 +16,9 @@ from ..bundled import REAL
 from ..documents import READERS, Document, printable, read_file, short_reason
 from . import drawing
 from .compare import DemoState, Panel, again, compare, opening
-from .shelf import ModelCache
+from .model_cache import ModelCache
+from .request import HANDBOOK, DemoRequest, first_request, selectors, stories
 from .visitors import Visitors
-from .wish import HANDBOOK, DemoRequest, first_wish, selectors, stories
 
 OWN = "my own text"
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
@@ -53,14 +53,14 @@ COPY = "\n  navigator.clipboard?.writeText(location.href);"
 class Demo:
     """What the page does when something is pressed, without the page; it begins with `model`, or smollm2."""
 
-    shelf: ModelCache = field(default_factory=ModelCache)
+    models: ModelCache = field(default_factory=ModelCache)
     visitors: Visitors = field(default_factory=Visitors)
     model: str = ""
 
     def opening(self) -> DemoState:
         """Answer what the page begins with, or say why there is no answer."""
         try:
-            return opening(self.shelf, self.visitors.limits, self.model)
+            return opening(self.models, self.visitors.limits, self.model)
         except HfBlendError as error:  # there is no model, or it reads less than the handbook has
             if self.model and not isinstance(error, PromptError):
                 raise
@@ -81,26 +81,26 @@ class Demo:
         said = f"{len(found)} documents with {letters:,} letters." if paths else ""
         return tuple(found), said + (f" Left out: {'; '.join(left)}." if left else "")
 
-    def ask(self, request: Any, model: str, wish: DemoRequest) -> Iterator[DemoState]:
+    def ask(self, request: Any, model: str, query: DemoRequest) -> Iterator[DemoState]:
         """Answer three ways."""
         yield from self._guarded(
-            EMPTY, request, lambda store: compare(self.shelf.take(model), store, wish, self.visitors.limits)
+            EMPTY, request, lambda store: compare(self.models.take(model), store, query, self.visitors.limits)
         )
 
-    def move(self, request: Any, model: str, wish: DemoRequest, scene: DemoState) -> Iterator[DemoState]:
+    def move(self, request: Any, model: str, query: DemoRequest, state: DemoState) -> Iterator[DemoState]:
         """Blend once more at another ratio or with another selector, if something was asked before."""
-        if scene.panels[0].state != "done":
-            yield scene
+        if state.panels[0].state != "done":
+            yield state
             return
         limits = self.visitors.limits
         yield from self._guarded(
-            scene, request, lambda store: again(self.shelf.take(model), store, wish, limits, scene)
+            state, request, lambda store: again(self.models.take(model), store, query, limits, state)
         )
 
     def _guarded(
         self, before: DemoState, request: Any, run: Callable[[Any], Iterator[DemoState]]
     ) -> Iterator[DemoState]:
-        """Count the visitor, run, and turn a refusal into a scene."""
+        """Count the visitor, run, and turn a refusal into a state."""
         try:
             self.visitors.admit(visitor_of(request))
             yield from run(self.visitors.store(request.session_hash or ""))
@@ -118,12 +118,12 @@ def build(demo: Demo) -> Any:
     """Put the page together."""
     os.environ.update(QUIET)
     gradio = import_extra("gradio", extra="demo", wanted_by="the demo")
-    scene = demo.opening()
+    state = demo.opening()
     with gradio.Blocks(title="hf_blend", analytics_enabled=False, delete_cache=(UPLOADS_S, UPLOADS_S)) as blocks:
         gradio.HTML(HEAD, elem_id="hb-head", padding=False)
         with gradio.Tabs():
             with gradio.Tab("Examples", id="examples"):
-                _examples(gradio, blocks, demo, scene)
+                _examples(gradio, blocks, demo, state)
             with gradio.Tab("Your files", id="own"):
                 _own(gradio, demo)
             with gradio.Tab("Quality", id="quality"):
@@ -177,18 +177,18 @@ class _Asking:
         return [self.question, self.ratio, self.selector, self.model]
 
 
-def _asking(gradio: Any, demo: Demo, prefix: str, wish: DemoRequest, scene: DemoState, model: str) -> _Asking:
+def _asking(gradio: Any, demo: Demo, prefix: str, query: DemoRequest, state: DemoState, model: str) -> _Asking:
     """Draw a question, its answers and its settings; what is marked is folded."""
     with gradio.Row(elem_classes="hb-asking", equal_height=True):
-        asked = gradio.Textbox(wish.question, label="Question", elem_id=f"{prefix}-question", scale=5, min_width=240)
+        asked = gradio.Textbox(query.question, label="Question", elem_id=f"{prefix}-question", scale=5, min_width=240)
         button = gradio.Button("Ask three ways", variant="primary", elem_id=f"{prefix}-ask", scale=1, min_width=150)
-    shown = _shown(scene)
+    shown = _shown(state)
     said = gradio.HTML(shown[1], elem_id=f"{prefix}-status", padding=False)
     with gradio.Row(elem_id=f"{prefix}-panels", elem_classes="hb-panels"):
         answers = [gradio.HTML(one, min_width=220, padding=False) for one in shown[2:5]]
     with gradio.Row():
         ratio = gradio.Slider(
-            0, 1, wish.recompute_ratio, step=0.01, label="Recompute ratio", elem_id=f"{prefix}-ratio",
+            0, 1, query.recompute_ratio, step=0.01, label="Recompute ratio", elem_id=f"{prefix}-ratio",
         )  # fmt: skip
         selector = gradio.Dropdown(
             list(selectors()), value=BlendConfig.selector, label="Selector", elem_id=f"{prefix}-selector"
@@ -196,34 +196,34 @@ def _asking(gradio: Any, demo: Demo, prefix: str, wish: DemoRequest, scene: Demo
         named = gradio.Textbox(
             model, label="Model", placeholder="smollm2, or an id on the hub", elem_id=f"{prefix}-model",
             info="smollm2, or a hub id"
-            + (", or a folder" if demo.shelf.takes_folders else ""),
+            + (", or a folder" if demo.models.takes_folders else ""),
         )  # fmt: skip
     gradio.HTML(WORK, padding=False)
     with gradio.Accordion("Which tokens were computed again", open=False, elem_id=f"{prefix}-marked"):
         marked = gradio.HTML(shown[5], elem_id=f"{prefix}-documents", padding=False)
-    outputs = [gradio.State(scene), said, *answers, marked]
+    outputs = [gradio.State(state), said, *answers, marked]
     return _Asking(asked, button, outputs, named, ratio, selector)
 
 
-def _examples(gradio: Any, blocks: Any, demo: Demo, scene: DemoState) -> None:
+def _examples(gradio: Any, blocks: Any, demo: Demo, state: DemoState) -> None:
     """The tab with the bundled handbook, answered by the time it is seen."""
-    wish = first_wish()
+    query = first_request()
     with gradio.Row(elem_id="hb-given"):
         with gradio.Column(scale=2, min_width=280):
             story = gradio.Dropdown([*stories(), OWN], value=HANDBOOK, label="Story", elem_id="hb-story")
             try_these = gradio.Dropdown(
-                list(stories()[HANDBOOK]["questions"]), value=wish.question, elem_id="hb-try",
+                list(stories()[HANDBOOK]["questions"]), value=query.question, elem_id="hb-try",
                 label="Questions that full prefill answers",
             )  # fmt: skip
         documents = gradio.Textbox(
-            wish.documents, lines=4, max_lines=4, scale=3, min_width=280, elem_id="hb-text",
+            query.documents, lines=4, max_lines=4, scale=3, min_width=280, elem_id="hb-text",
             label="Documents: one a line, or paragraphs with empty lines between them",
         )  # fmt: skip
-    asking = _asking(gradio, demo, "hb", wish, scene, demo.model or REAL)
+    asking = _asking(gradio, demo, "hb", query, state, demo.model or REAL)
     copy = gradio.Button("Copy link to this question", elem_id="hb-copy", size="sm")
     inputs = [asking.model, documents, asking.question, asking.ratio, asking.selector]
     linked = [*asking.settings, story, documents]
-    ask, move = _handlers(gradio, demo, lambda values: (str(values[0] or ""), _wish(*values[1:])))
+    ask, move = _handlers(gradio, demo, lambda values: (str(values[0] or ""), _request_of(*values[1:])))
     pressed = [asking.button.click, asking.question.submit]
     done = gradio.on(pressed, ask, inputs, asking.outputs, api_name="ask", **QUEUE)
     done.then(None, linked, None, js=LINK % (OWN, MOST_LINKED, ""), api_visibility="private")
@@ -268,15 +268,15 @@ def _own(gradio: Any, demo: Demo) -> None:
     asking = _asking(gradio, demo, "own", DemoRequest("", ""), EMPTY, demo.model or REAL)
     inputs = [asking.model, held, asking.question, asking.ratio, asking.selector, top_k]
 
-    def wish(values: Sequence[Any]) -> tuple[str, DemoRequest]:
+    def query(values: Sequence[Any]) -> tuple[str, DemoRequest]:
         model, documents, *rest, most = values
-        return str(model or ""), _wish("", *rest, files=documents, top_k=int(most or 0))
+        return str(model or ""), _request_of("", *rest, files=documents, top_k=int(most or 0))
 
     def take(paths: list[str] | None) -> tuple[Any, ...]:
         documents, said = demo.read((paths or [])[: limits.files])
         return documents, drawing.status(said)
 
-    ask, move = _handlers(gradio, demo, wish)
+    ask, move = _handlers(gradio, demo, query)
     uploaded.change(take, [uploaded], [held, read], api_visibility="private")
     pressed = [asking.button.click, asking.question.submit]
     gradio.on(pressed, ask, inputs, asking.outputs, api_visibility="private", **QUEUE)
@@ -284,13 +284,13 @@ def _own(gradio: Any, demo: Demo) -> None:
 
 
 def _handlers(gradio: Any, demo: Demo, read: Callable[[Sequence[Any]], tuple[str, DemoRequest]]) -> tuple[Any, Any]:
-    """What is called when a question is asked, and when a setting is moved; `read` gives model and wish of values."""
+    """What is called when a question is asked, and when a setting is moved; `read` gives model and query of values."""
 
     def ask(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         yield from map(_shown, demo.ask(request, *read(values)))
 
-    def move(request: gradio.Request, scene: DemoState, *values: Any) -> Iterator[tuple[Any, ...]]:
-        yield from map(_shown, demo.move(request, *read(values), scene))
+    def move(request: gradio.Request, state: DemoState, *values: Any) -> Iterator[tuple[Any, ...]]:
+        yield from map(_shown, demo.move(request, *read(values), state))
 
     return ask, move
 
@@ -329,13 +329,13 @@ def _share(text: str | None) -> float | None:
     return number if 0 <= number <= 1 else None
 
 
-def _wish(documents: str, question: str, ratio: float | None, selector: str | None, **more: Any) -> DemoRequest:
+def _request_of(documents: str, question: str, ratio: float | None, selector: str | None, **more: Any) -> DemoRequest:
     return DemoRequest(
         documents or "", question or "", float(ratio or 0.0), str(selector or BlendConfig.selector), **more
     )
 
 
-def _shown(scene: DemoState) -> tuple[Any, ...]:
+def _shown(state: DemoState) -> tuple[Any, ...]:
     """The values of all outputs, in their order."""
-    said = drawing.status(scene.status, "error" if scene.failed else "info", scene.sources)
-    return (scene, said, *drawing.panels(scene), drawing.documents(scene))
+    said = drawing.status(state.status, "error" if state.failed else "info", state.sources)
+    return (state, said, *drawing.panels(state), drawing.documents(state))

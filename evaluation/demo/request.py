@@ -16,7 +16,7 @@ from ..asking import Question
 from ..bundled import handbook_questions
 from ..documents import Document
 from ..retrieving import TOP_K, Retriever, Splitter
-from .shelf import Loaded
+from .model_cache import Loaded
 from .visitors import Limits
 
 HANDBOOK = "Handbook of a mountain hut"  # what the page opens with
@@ -52,7 +52,7 @@ def stories() -> dict[str, dict[str, Any]]:
     return {HANDBOOK: {"documents": text, "questions": answers}}
 
 
-def first_wish() -> DemoRequest:
+def first_request() -> DemoRequest:
     """The question that the page opens with."""
     story = stories()[HANDBOOK]
     return DemoRequest(story["documents"], next(iter(story["questions"])), FIRST_RATIO)
@@ -72,20 +72,21 @@ def documents_of(text: str) -> list[str]:
     return [f"{part.strip()}\n" for part in parts if part.strip()]
 
 
-def prepare(loaded: Loaded, wish: DemoRequest, limits: Limits) -> Question:
+def prepare(loaded: Loaded, query: DemoRequest, limits: Limits) -> Question:
     """Make a prompt of what was asked for."""
-    limits.check_letters(wish.documents or "".join(one.text for one in wish.files), wish.question, bool(wish.files))
-    given = wish.files or [Document(f"document {n}", text) for n, text in enumerate(documents_of(wish.documents), 1)]
+    text = query.documents or "".join(one.text for one in query.files)
+    limits.check_letters(text, query.question, bool(query.files))
+    given = query.files or [Document(f"document {n}", text) for n, text in enumerate(documents_of(query.documents), 1)]
     pieces = Splitter(loaded.tokenizer, limits.chunk_tokens).split_all(given)
     most = limits.most_tokens(loaded.token_bytes)
     room = min(most, loaded.source.positions or most) - limits.new_tokens
-    if wish.files:
-        pieces = Retriever(pieces, wish.top_k).rank(wish.question)
+    if query.files:
+        pieces = Retriever(pieces, query.top_k).rank(query.question)
     while True:
-        made = request(loaded.tokenizer, [piece.prompt_text for piece in pieces], wish.question, None)
+        made = request(loaded.tokenizer, [piece.prompt_text for piece in pieces], query.question, None)
         if (tokens := len(ids_of(loaded.tokenizer, made))) <= room:
-            return Question(wish.question, made, _known_answers(wish), tuple(pieces) if wish.files else ())
-        if not wish.files or len(pieces) < 2:
+            return Question(query.question, made, _known_answers(query), tuple(pieces) if query.files else ())
+        if not query.files or len(pieces) < 2:
             raise PromptError(
                 f"documents and question have {tokens:,} tokens for this model, and {room:,} fit: their KV takes "
                 f"{loaded.token_bytes / 1000:,.0f} kB a token. Leave some documents out, or put them into files: of "
@@ -94,8 +95,8 @@ def prepare(loaded: Loaded, wish: DemoRequest, limits: Limits) -> Question:
         pieces = pieces[:-1]
 
 
-def _known_answers(wish: DemoRequest) -> tuple[str, ...]:
-    text, question = wish.documents.replace("\r\n", "\n").strip(), wish.question.strip()
+def _known_answers(query: DemoRequest) -> tuple[str, ...]:
+    text, question = query.documents.replace("\r\n", "\n").strip(), query.question.strip()
     found = (story["questions"].get(question) for story in stories().values() if story["documents"] == text)
     return tuple(filter(None, found))
 
@@ -106,7 +107,7 @@ ANSWER = re.compile(r'data-method="([^"]+)" data-state="done".*?class="hb-answer
 def first_answers(url: str, model: str) -> dict[str, str]:
     """Ask the question that the page opened with."""
     client = import_extra("gradio_client", extra="demo", wanted_by="checking the page").Client(url, verbose=False)
-    wish = first_wish()
-    how = (wish.recompute_ratio, wish.selector)
-    shown = client.predict(model, wish.documents, wish.question, *how, api_name="/ask")
+    query = first_request()
+    how = (query.recompute_ratio, query.selector)
+    shown = client.predict(model, query.documents, query.question, *how, api_name="/ask")
     return {method: unescape(text) for value in shown for method, text in ANSWER.findall(str(value))}
