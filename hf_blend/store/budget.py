@@ -348,7 +348,8 @@ class BoundedTier(Budget):
             self._next_look_s = -1.0
             self._look()
             for name in self.index.larger(self._cap_bytes):  # damaged: what is whole need not leave for it
-                self.stats.count("evicted", self.name, int(self._let_go(name)))
+                if name not in self._pins and name not in self._used:
+                    self.stats.count("evicted", self.name, int(self._let_go(name)))
         super()._evict(nbytes, quota)
 
     def _let_go(self, name: str) -> bool:

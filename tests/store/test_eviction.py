@@ -115,6 +115,23 @@ def test_what_is_pinned_stays_and_a_full_house_refuses(tmp_path, chunk, entry_by
         assert held(store, chunks) == [2, 3]
 
 
+def test_what_can_never_fit_evicts_nothing_and_what_is_larger_than_all_may_be_leaves_first(
+    tmp_path, chunk, entry_bytes
+):
+    chunks = [chunk((5, 6, 7 + number)) for number in range(3)]
+    large = chunk(range(3, 400))
+    with ChunkStore.open(tmp_path / "s", memory_bytes=0) as store:
+        for one in (*chunks[:2], large):
+            store.put(one)
+    settings = {"memory_bytes": 0, "disk_bytes": 3 * entry_bytes}
+    with ChunkStore.open(tmp_path / "s", **settings) as store:
+        store.put(chunks[2])
+        assert held(store, [*chunks, large]) == [0, 1, 2]
+        store.put(large)
+        assert held(store, [*chunks, large]) == [0, 1, 2]
+        assert store.stats()["store_failures"] == {"ENOSPC": 1}
+
+
 def test_a_tenant_over_its_quota_evicts_its_own(tmp_path, chunk, entry_bytes):
     mine, theirs = ([chunk((5, 6, n), namespace=space) for n in range(7, 11)] for space in ("mine", "theirs"))
     with ChunkStore.open(tmp_path / "s", memory_bytes=0, namespace="theirs") as other:
