@@ -8,17 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore, observer
+from hf_blend import BlendCache, observer
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
-from tests.asking import hooks
+from tests.asking import asked, hooks, memory, prepared
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-
-
-def store():
-    return ChunkStore.open("memory://")
 
 
 def ids_of(request):
@@ -34,24 +30,23 @@ def generate(model, cache, inputs, **changes):
 def test_a_cache_that_is_never_used_leaves_nothing_on_the_model(shared_model, untouched):
     model = shared_model()
     with untouched(model):
-        cache = BlendCache(model, store())
+        cache = BlendCache(model, memory())
         assert hooks(model) == 0
         assert not cache
         assert len(cache) == 4
 
 
-def test_a_chunk_that_occurs_twice_is_fetched_once(shared_model, pieces, tokenizer):
-    model, kept, request = shared_model(), store(), pieces()
+def test_a_chunk_that_occurs_twice_is_fetched_once(shared_model, pieces):
+    model, kept, request = shared_model(), memory(), pieces()
     request["chunks"] = [request["chunks"][0], request["chunks"][1], request["chunks"][0]]
-    cache = BlendCache(model, kept, recompute_ratio=1.0)
-    output = generate(model, cache, cache.inputs(tokenizer, **request))
+    cache, output = asked(model, request, store=kept, ways=GREEDY, recompute_ratio=1.0)
     assert (cache.report.computed_chunks, cache.report.reusable_tokens) == (3, 17 + 23 + 17)
     assert torch.equal(output, model.generate(ids_of(request), **GREEDY))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 7])
 def test_stored_chunks_are_found_by_content_at_any_offset_of_plain_ids(shared_model, pieces, offset):
-    model, kept, request = shared_model(), store(), pieces()
+    model, kept, request = shared_model(), memory(), pieces()
     kept.add(model, None, request["chunks"])
     filler = pieces(prefix=40, seed=6)["prefix"][1:]
     ids = torch.tensor([[1, *filler[:offset], *request["chunks"][2], *filler[:3], *request["chunks"][0], 9, 8, 7]])
@@ -65,7 +60,7 @@ def test_stored_chunks_are_found_by_content_at_any_offset_of_plain_ids(shared_mo
 
 
 def test_plain_ids_and_built_inputs_are_the_same_request(shared_model, pieces, tokenizer):
-    model, kept, request = shared_model(), store(), pieces()
+    model, kept, request = shared_model(), memory(), pieces()
     built = BlendCache(model, kept, recompute_ratio=0.15)
     first = generate(model, built, built.inputs(tokenizer, **request))
     found = BlendCache(model, kept, recompute_ratio=0.15)
@@ -82,7 +77,7 @@ def test_plain_ids_and_built_inputs_are_the_same_request(shared_model, pieces, t
 def test_a_prompt_without_stored_chunks_is_a_plain_request(shared_model, pieces, untouched):
     model, ids = shared_model(), ids_of(pieces())
     with untouched(model):
-        cache = BlendCache(model, store(), recompute_ratio=0.0)
+        cache = BlendCache(model, memory(), recompute_ratio=0.0)
         assert torch.equal(generate(model, cache, ids), model.generate(ids, **GREEDY))
     assert (cache.report.reusable_tokens, cache.report.prompt_tokens) == (0, ids.shape[1])
 
@@ -103,12 +98,11 @@ def fail_in(monkeypatch, module, error, calls_before=0):
 
 
 @pytest.mark.parametrize("place", ["embed_tokens", "norm", "lm_head"])
-def test_an_exception_outside_the_layers_leaves_no_hook(tiny_model, pieces, tokenizer, untouched, monkeypatch, place):
+def test_an_exception_outside_the_layers_leaves_no_hook(tiny_model, pieces, untouched, monkeypatch, place):
     model, request = tiny_model(), pieces()
     module = getattr(model, place, None) or getattr(model.model, place)
     with untouched(model):
-        cache = BlendCache(model, store(), recompute_ratio=0.3)
-        inputs = cache.inputs(tokenizer, **request)
+        cache, inputs = prepared(model, request, recompute_ratio=0.3)
         with monkeypatch.context() as patch:
             fail_in(patch, module, Boom(), calls_before=4 if place == "embed_tokens" else 0)
             with pytest.raises(Boom):
@@ -121,14 +115,12 @@ def test_an_exception_outside_the_layers_leaves_no_hook(tiny_model, pieces, toke
     [(0, Boom, 1), (1, Boom, 0), (3, Boom, 1), (0, KeyboardInterrupt, 0), (2, KeyboardInterrupt, 0)],
 )
 def test_after_an_exception_in_any_layer_the_next_request_works_with_the_same_cache_and_others(
-    tiny_model, pieces, tokenizer, untouched, monkeypatch, layer, error, calls_before
+    tiny_model, pieces, untouched, monkeypatch, layer, error, calls_before
 ):
-    model, kept, request = tiny_model(), store(), pieces()
-    first = BlendCache(model, kept, recompute_ratio=0.3)
-    wanted = generate(model, first, first.inputs(tokenizer, **request))
+    model, kept, request = tiny_model(), memory(), pieces()
+    _, wanted = asked(model, request, store=kept, ways=GREEDY, recompute_ratio=0.3)
     with untouched(model):
-        cache = BlendCache(model, kept, recompute_ratio=0.3)
-        inputs = cache.inputs(tokenizer, **request)
+        cache, inputs = prepared(model, request, store=kept, recompute_ratio=0.3)
         with monkeypatch.context() as patch:
             fail_in(patch, decoder_layers(model)[layer].mlp, error(), calls_before)
             with pytest.raises(error):
@@ -143,10 +135,9 @@ def test_after_an_exception_in_any_layer_the_next_request_works_with_the_same_ca
 
 
 @pytest.mark.parametrize("place", ["rotary_emb", "norm"])
-def test_the_request_after_an_interrupt_may_fail_outside_the_layers(tiny_model, pieces, tokenizer, monkeypatch, place):
-    model, kept, request = tiny_model(), store(), pieces()
-    cache = BlendCache(model, kept, recompute_ratio=0.3)
-    inputs = cache.inputs(tokenizer, **request)
+def test_the_request_after_an_interrupt_may_fail_outside_the_layers(tiny_model, pieces, monkeypatch, place):
+    model, kept, request = tiny_model(), memory(), pieces()
+    cache, inputs = prepared(model, request, store=kept, recompute_ratio=0.3)
     generate(model, cache, inputs)  # fills the store, so that the interrupt comes in the blended forward
     cache.reset()
     for module, error in ((decoder_layers(model)[2].mlp, KeyboardInterrupt()), (getattr(model.model, place), Boom())):
@@ -158,12 +149,11 @@ def test_the_request_after_an_interrupt_may_fail_outside_the_layers(tiny_model, 
     assert len({one.get_seq_length() for one in cache.layers}) == 1
 
 
-def test_a_plain_request_beside_a_blended_one_is_unaffected(shared_model, pieces, tokenizer):
+def test_a_plain_request_beside_a_blended_one_is_unaffected(shared_model, pieces):
     model, request = shared_model(), pieces()
     plain = model.generate(ids_of(request), **GREEDY)
     logits = model(ids_of(request)).logits
-    cache = BlendCache(model, store(), recompute_ratio=0.0)
-    inputs = cache.inputs(tokenizer, **request)
+    cache, inputs = prepared(model, request, recompute_ratio=0.0)
     cache.get_seq_length()  # the hooks stand, and wait for their own cache
     assert hooks(model) == 1
     assert torch.equal(model.generate(ids_of(request), **GREEDY), plain)
@@ -174,12 +164,11 @@ def test_a_plain_request_beside_a_blended_one_is_unaffected(shared_model, pieces
 
 @torch.no_grad()
 def test_two_caches_whose_steps_alternate_do_not_see_each_other(shared_model, pieces, tokenizer):
-    model, kept = shared_model(), store()
+    model, kept = shared_model(), memory()
     requests = [pieces(), pieces((40, 11), seed=1)]
     alone = []
     for request in requests:
-        cache = BlendCache(model, kept, recompute_ratio=0.15)
-        alone.append(generate(model, cache, cache.inputs(tokenizer, **request)))
+        alone.append(asked(model, request, store=kept, ways=GREEDY, recompute_ratio=0.15)[1])
     caches = [BlendCache(model, kept, recompute_ratio=0.15) for _ in requests]
     inputs = [one.inputs(tokenizer, **request)["input_ids"] for one, request in zip(caches, requests, strict=True)]
     for cache in caches:
@@ -201,15 +190,15 @@ def test_caches_in_threads_do_not_see_each_other(tiny_model, pieces, tokenizer, 
         cache = BlendCache(model, kept, recompute_ratio=0.15)
         return generate(model, cache, cache.inputs(tokenizer, **request), max_new_tokens=3)
 
-    shared = store()
+    shared = memory()
     with untouched(model), ThreadPoolExecutor(4) as pool:
-        alone = [ask(request, store()) for request in requests]
+        alone = [ask(request, memory()) for request in requests]
         together = list(pool.map(ask, requests, [shared] * 4))
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
 
 
 @torch.no_grad()
-def test_a_chunk_computed_while_another_thread_runs_the_model_has_its_own_tables(tiny_model, pieces, tokenizer):
+def test_a_chunk_computed_while_another_thread_runs_the_model_has_its_own_tables(tiny_model, pieces):
     model, request = tiny_model(), pieces((17,))
     inside, done = threading.Event(), threading.Event()
 
@@ -222,7 +211,7 @@ def test_a_chunk_computed_while_another_thread_runs_the_model_has_its_own_tables
         inside.set()
         done.wait(30)
 
-    kept, quiet = store(), store()
+    kept, quiet = memory(), memory()
     quiet.add(model, None, request["chunks"])
     thread = threading.Thread(target=other_thread)
     thread.start()
@@ -237,7 +226,7 @@ def test_a_chunk_computed_while_another_thread_runs_the_model_has_its_own_tables
 
 
 def test_a_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tokenizer):
-    model, kept, request = tiny_model(bos_token_id=None), store(), pieces()
+    model, kept, request = tiny_model(bos_token_id=None), memory(), pieces()
     cache = BlendCache(model, kept, recompute_ratio=1.0)
     assert cache.chunk_prefix_ids == ()
     output = generate(model, cache, cache.inputs(tokenizer, **request))
@@ -249,7 +238,7 @@ def test_a_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tok
 
 
 def test_a_sink_of_ones_own_stands_before_each_chunk(shared_model, pieces, tokenizer):
-    model, kept, request = shared_model(), store(), pieces()
+    model, kept, request = shared_model(), memory(), pieces()
     cache = BlendCache(model, kept, chunk_prefix_ids=tuple(request["prefix"]), recompute_ratio=0.0)
     generate(model, cache, cache.inputs(tokenizer, **request))
     assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (5 + 17, 23 + 31)

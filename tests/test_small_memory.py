@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore, observer
-from tests.asking import raising
+from hf_blend import ChunkStore, observer
+from tests.asking import prefilled, raising
 
 CHUNKS, TOKENS = 10, 20
 MODEL = "llama"
@@ -33,10 +33,7 @@ def chunk_bytes(shared_model, prompt):
 
 def ask(model, store, prompt, ratio=0.2):
     """Prefill; the report and the last logits."""
-    cache = BlendCache(model, store, recompute_ratio=ratio)
-    inputs = cache.inputs(None, **prompt)
-    with torch.no_grad():
-        logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
+    cache, logits, _ = prefilled(model, prompt, store=store, recompute_ratio=ratio)
     return cache.report, logits
 
 
@@ -65,15 +62,15 @@ def test_notice_is_empty_where_the_disk_keeps_what_memory_does_not(shared_model,
     assert (report.notice, report.loaded_chunks, report.computed_chunks) == ("", CHUNKS + 1, 0)
 
 
-def test_chunks_of_a_request_that_ended_or_failed_may_be_evicted(shared_model, prompt, pieces, chunk_bytes):
+def test_chunks_of_a_request_that_failed_or_ended_may_go(shared_model, prompt, pieces, chunk_bytes, monkeypatch):
     model, other = shared_model(MODEL), {**pieces((TOKENS,) * 3, prefix=0, seed=5), "prefix": [1]}
     with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes)) as store:
-        hook = model.model.layers[1].register_forward_pre_hook(observer(raising(RuntimeError("fails here"))))
-        try:
+        with monkeypatch.context() as patch:
+            fails = raising(RuntimeError("fails here"))  # with its traceback, which holds the request
+            patch.setitem(model.model.layers[1]._forward_pre_hooks, -1, observer(fails))
             with pytest.raises(RuntimeError, match="fails here"):
                 ask(model, store, prompt)
-        finally:
-            hook.remove()
+        del fails
         gc.collect()
         ask(model, store, prompt)
         ask(model, store, other)
