@@ -16,7 +16,7 @@ from ..bundled import choose_dtype, open_model
 OWN = "model:"  # before the path or id of a model that is no shape
 
 
-def _llama(sizes: str, vocabulary: int, positions: int, **more: Any) -> dict[str, Any]:
+def llama(sizes: str, vocabulary: int, positions: int, **more: Any) -> dict[str, Any]:
     """Return settings of a llama from "hidden, MLP, layers, heads, KV heads"."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     given = dict(zip(names, map(int, sizes.split()), strict=True))
@@ -24,24 +24,11 @@ def _llama(sizes: str, vocabulary: int, positions: int, **more: Any) -> dict[str
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _llama("64 128 8 4 2", 512, 8192),
-    "tiny-deep": _llama("64 128 32 4 2", 512, 131072),
-    "narrow-48-layers": _llama("32 32 48 2 2", 512, 8192),
-    "thin": _llama("128 256 4 2 1", 512, 131072),
-    "wide-kv": _llama("256 256 16 8 8", 512, 8192),
-    "smollm2-135m": _llama("576 1536 30 9 3", 49152, 8192, tie_word_embeddings=True),
-    "llama-3.1-8b": _llama("4096 14336 32 32 8", 128256, 131072),
-    "mistral-7b": _llama("4096 14336 32 32 8", 32768, 32768, model_type="mistral", sliding_window=None),
-    "tiny-hybrid": _llama("64 128 4 4 2", 512, 8192, model_type="lfm2", full_attn_idxs=[2]),
-    "lfm2-350m": _llama(
-        "1024 6656 16 16 8", 65536, 128000, model_type="lfm2", full_attn_idxs=[2, 5, 8, 10, 12, 14],
-        tie_word_embeddings=True,
-    ),
-    "qwen3.5-12-layers": _llama(
-        "1024 3584 12 8 2", 4096, 32768, model_type="qwen3_5_text", head_dim=256, linear_num_key_heads=16,
-        linear_num_value_heads=16, tie_word_embeddings=True,
-    ),
-}  # fmt: skip
+    "tiny": llama("64 128 8 4 2", 512, 8192),
+    "smollm2-135m": llama("576 1536 30 9 3", 49152, 8192, tie_word_embeddings=True),
+    "llama-3.1-8b": llama("4096 14336 32 32 8", 128256, 131072),
+    "mistral-7b": llama("4096 14336 32 32 8", 32768, 32768, model_type="mistral", sliding_window=None),
+}
 
 
 def wait_for(model: nn.Module) -> None:
