@@ -109,7 +109,9 @@ def index(
         evicted = sum(opened.stats()["evicted"].values())
     if is_first or shard:
         numbers = {"documents": len({piece.name for piece in pieces}), **asdict(done), "evicted": evicted}
-        show({**numbers, "shard": f"{share.number}/{share.count}"}, as_json=json)
+        if json or share.count > 1:
+            numbers["shard"] = f"{share.number}/{share.count}"
+        show(numbers, as_json=json)
     if done.refused or evicted:
         fail(f"the store did not keep {done.refused + evicted} chunks. Make room for them, and run it again.")
 
