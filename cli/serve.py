@@ -113,7 +113,7 @@ def serve(
         hf-blend serve --model HuggingFaceTB/SmolLM2-135M-Instruct --store my-chunks  # network
     """
     from hf_blend.evaluation.answering import blend_config
-    from hf_blend.evaluation.bundled import load_model
+    from hf_blend.evaluation.bundled import open_model
 
     rows = _tenants(tenants, secret_file, api_key)
     blend = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
@@ -126,8 +126,7 @@ def serve(
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
     }  # fmt: skip
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
-    loaded, tokenizer = load_model(model, device, dtype)
-    service = _service(loaded, tokenizer, plan, limits)
+    service = _service(open_model(model, device, dtype), plan, limits)
     say(f"Serving {service.name} in {service.memory}.")
     answers: list[dict[str, Any]] = []
 
@@ -190,12 +189,16 @@ def _tenants(path: Path | None, secret_file: Path | None, api_key: str | None) -
     return read_tenants(path) if path is not None else []
 
 
-def _service(model: Any, tokenizer: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Service":
+def _service(source: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Service":
+    from hf_blend.evaluation.pictures import Eyes
     from hf_blend.serving.run import ServerPlan, make_service
     from hf_blend.serving.wire import Limits
 
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    return make_service(model, tokenizer, ServerPlan(**plan, limits=Limits(**limits)))
+    server = ServerPlan(**plan, limits=Limits(**limits))
+    processor = source.processor()
+    eyes = processor and Eyes(processor, source.config, server.limits)
+    return make_service(source.load(), source.tokenizer, server, eyes)
 
 
 def _run(service: "Service", host: str, port: int, started: Callable[[str, Callable[[], None]], None]) -> None:

@@ -54,15 +54,25 @@ class ModelSource:
 
     def load(self) -> nn.Module:
         """Read the weights."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+        kind = AutoModelForImageTextToText if _reads_images(self.config) else AutoModelForCausalLM
         try:
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(
-                self.folder, dtype=self.dtype, local_files_only=self.is_local_only
-            )
+            model: nn.Module = kind.from_pretrained(self.folder, dtype=self.dtype, local_files_only=self.is_local_only)
         except (OSError, ValueError) as error:
             raise _unreadable(self.name, "weights", error) from error
         return model.to(self.device).eval()
+
+    def processor(self) -> Any:
+        """What makes prompts with images for the model; None where it reads text alone."""
+        if not _reads_images(self.config):
+            return None
+        from transformers import AutoProcessor
+
+        try:
+            return AutoProcessor.from_pretrained(self.folder, local_files_only=self.is_local_only)
+        except (ImportError, OSError, ValueError) as error:
+            raise _unreadable(self.name, "processor", error) from error
 
 
 def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO) -> ModelSource:
@@ -158,7 +168,7 @@ def _refuse_non_decoder(config: Any, name: str | None) -> None:
         what = "an encoder-decoder"
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         what = "an encoder"
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not _reads_images(config):
         what = "no causal language model"
     else:
         return
@@ -166,6 +176,16 @@ def _refuse_non_decoder(config: Any, name: str | None) -> None:
         f"the model {name!r} is of the type {kind}, {what}, but a decoder-only language model is expected: it is the "
         "KV cache of its prompt that is reused. Give another, such as HuggingFaceTB/SmolLM2-135M-Instruct."
     )
+
+
+def _reads_images(config: Any) -> bool:
+    """Whether a model is one for images and text, and not one for text alone as well."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _tokenizer(folder: str, name: str | None, config: Any, is_local_only: bool) -> Any:

@@ -3,10 +3,12 @@
 """Small random models that read images, their prompts, and the stock answer to compare with."""
 
 import functools
+import inspect
 
+import pytest
 import torch
 from tiny_image_models import END, IMAGE, KINDS, START, VIDEO, image_arguments, picture, tiny_image_model
-from transformers import DynamicCache
+from transformers import DynamicCache, LlavaForConditionalGeneration
 
 from hf_blend import BlendCache, ChunkStore
 
@@ -16,6 +18,11 @@ __all__ = ["END", "IMAGE", "KINDS", "START", "VIDEO", "picture"]
 FAST = ("llava", "qwen3_vl", "gemma3")
 FLOOR = 2e-5  # of logits of size 1 to 5: sums in another order; another image moves them by 0.01 to 1
 PREFIX, CHUNKS, QUESTION = [1, 5, 6, 7], [[*range(10, 26)], [*range(30, 50)], [*range(52, 70)]], [7, 8, 9, 11]
+
+needs_encoding = pytest.mark.skipif(
+    "mm_encoder_outputs" not in inspect.signature(LlavaForConditionalGeneration.forward).parameters,
+    reason="images cannot be encoded ahead: needs transformers 5.18 or newer",
+)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ The oracles are the stock model with a `DynamicCache`, run with each image, and 
 model's own positions.
 """
 
-import inspect
 import logging
 
 import pytest
@@ -14,7 +13,7 @@ import tiny_image_models
 import torch
 from families import broken, verify_image_types
 from tiny_image_models import tiny_image_model
-from transformers import AutoConfig, DynamicCache, LlavaForConditionalGeneration
+from transformers import AutoConfig, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError, plugins
 from hf_blend.context.reuse import blended
@@ -49,6 +48,7 @@ from tests.image_models import (
     build,
     filled,
     gap,
+    needs_encoding,
     picture,
     prompt,
     stock,
@@ -57,10 +57,6 @@ from tests.image_models import (
 TEXT_TOKENS = sum(map(len, CHUNKS))
 SELECTORS = sorted({*plugins.describe("selectors")} - {"explicit", "compose"})
 SLOW = pytest.mark.slow
-needs_encoding = pytest.mark.skipif(
-    "mm_encoder_outputs" not in inspect.signature(LlavaForConditionalGeneration.forward).parameters,
-    reason="images cannot be encoded ahead: needs transformers 5.18 or newer",
-)
 ways = pytest.mark.parametrize("chunks", [False, pytest.param(True, marks=needs_encoding)])
 
 

@@ -5,9 +5,10 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -17,15 +18,17 @@ from ..errors import PromptError
 from ..prompt.detokenizer import Detokenizer
 from ..prompt.pieces import TextPrompt
 from .meters import Meters
+from .prefills import Prefilled
 from .sampling import Sampling
 from .service import Running, Service, Tenant
 from .tools import Parts
-from .wire import ChatRequest, Generation, summed, usage
+from .wire import ChatRequest, Generation
 
 __all__ = ["Answering", "Asked", "sse"]
 
 CLIENT_GONE = 499  # as nginx counts it; nobody reads it
 
+FIGURES = ("reused_tokens", "recomputed_tokens", "prefix_tokens", "computed_chunks")
 Put = Callable[["Step | Exception"], None]
 
 
@@ -92,10 +95,10 @@ class Answer:
         except Exception as error:
             put(error)
 
-    def costs(self) -> dict[str, Any]:
-        """What it cost so far."""
-        name, tokens = (self.run.name, len(self.run.tokens)) if self.run else ("", 0)
-        return usage(len(self.prompt.ids), tokens, self._service.engine.outcome(name))
+    @property
+    def prefilled(self) -> Prefilled:
+        """How its prompt was computed."""
+        return (self.run and self._service.engine.outcome(self.run.name)) or Prefilled("plain")
 
     def logprobs(self, end: int | None = None) -> dict[str, Any] | None:
         """Log probabilities of the tokens since they were last given."""
@@ -106,10 +109,7 @@ class Answer:
         given = [self._logprob(index) for index in rows]
         if isinstance(self._fields, ChatRequest):
             return {"content": [{**one, "top_logprobs": top} for one, top in given], "refusal": None}
-        offsets = []
-        for one, _ in given:
-            offsets.append(self._offset)
-            self._offset += len(one["token"])
+        *offsets, self._offset = accumulate((len(one["token"]) for one, _ in given), initial=self._offset)
         return {
             "tokens": [one["token"] for one, _ in given],
             "token_logprobs": [one["logprob"] for one, _ in given],
@@ -161,7 +161,7 @@ class Answering:
                 for one in self._answers:  # before the next await, which a client that is gone may end
                     if one.run is not None:
                         self._service.note_begin(one.run)
-                    self._meters.answered(one.run, one.costs(), is_whole=one.reason is not None)
+                    self._meters.answered(one.run, costs([one]), is_whole=one.reason is not None)
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def whole(self) -> Response:
@@ -178,8 +178,7 @@ class Answering:
                 one.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
         rows = [self._row(*one, one[0].reason, one[0].logprobs()) for one in zip(self._answers, messages, strict=True)]
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        return JSONResponse({**self._head(kind), "choices": rows, "usage": self._usage()})
+        return JSONResponse({**self._head(""), "choices": rows, "usage": self._usage()})
 
     async def stream(self, failed: Callable[[Exception], tuple[int, dict[str, Any]]]) -> Response:
         """Answer token by token. What is refused is refused before the stream begins."""
@@ -209,7 +208,7 @@ class Answering:
                 for event in self._events_of(step):
                     yield event
             if self._fields.stream_options.include_usage:
-                yield sse({**self._head(self._kind), "choices": [], "usage": self._usage()})
+                yield sse({**self._head(), "choices": [], "usage": self._usage()})
             status = 200
             yield b"data: [DONE]\n\n"
         except Exception as error:
@@ -230,7 +229,7 @@ class Answering:
     def _event(
         self, answer: Answer, part: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
     ) -> bytes:
-        return sse({**self._head(self._kind), "choices": [self._row(answer, part, reason, logprobs, "delta")]})
+        return sse({**self._head(), "choices": [self._row(answer, part, reason, logprobs, "delta")]})
 
     def _row(self, answer: Answer, part: dict[str, Any], reason: Any, logprobs: Any, name: str = "message") -> Any:
         """An answer, or what is new of it, as an element of `choices`."""
@@ -238,18 +237,15 @@ class Answering:
         return {"index": answer.number, "logprobs": logprobs, "finish_reason": reason, **form}
 
     def _usage(self) -> dict[str, Any]:
-        return summed([one.costs() for one in self._answers], self._fields.n)
+        return costs(self._answers, self._fields.n)
 
     @property
     def _is_chat(self) -> bool:
         return isinstance(self._fields, ChatRequest)
 
-    @property
-    def _kind(self) -> str:
-        return "chat.completion.chunk" if self._is_chat else "text_completion"
-
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, end: str = ".chunk") -> dict[str, Any]:
         name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{self._request.state.id}"
+        kind = f"chat.completion{end}" if self._is_chat else "text_completion"
         return {"id": name, "object": kind, "created": int(time.time()), "model": self._service.name}
 
 
@@ -262,3 +258,24 @@ async def _gone(request: Request) -> None:
 def sse(body: dict[str, Any]) -> bytes:
     """An event of a stream."""
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+def costs(answers: Sequence[Answer], each: int = 1) -> dict[str, Any]:
+    """What answers cost so far; each prompt, of so many answers, counts once."""
+    prompts = answers[::each]
+    found = [one.prefilled for one in prompts]
+    own = {name: sum(getattr(one, name) for one in found) for name in FIGURES}
+    own["prefix_tokens"] += sum(one.tokens for one in found if one.how == "shared")
+    tokens = {
+        "prompt_tokens": sum(len(one.prompt.ids) for one in prompts),
+        "completion_tokens": sum(len(one.run.tokens) for one in answers if one.run),
+    }
+    charged = found[0].charged_budget
+    return {
+        **tokens,
+        "total_tokens": sum(tokens.values()),
+        "prompt_tokens_details": {"cached_tokens": own["reused_tokens"] + own["prefix_tokens"]},
+        "hf_blend": {
+            "prefill": found[0].how, **own, "charged_budget": None if charged is None else round(charged, 4)
+        },
+    }  # fmt: skip

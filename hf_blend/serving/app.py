@@ -62,7 +62,9 @@ class Server:
             return _error(503, text, "server_error", "stopping")
         self.check_model(fields.model or self.service.name)
         fields.check(self.service.limits)
-        self._check_bias(fields)
+        if max(fields.logit_bias, default=0) >= self.service.vocabulary:
+            odd, size = max(fields.logit_bias), self.service.vocabulary
+            raise PromptError(f"logit_bias has the token {odd}, expected one below {size}. Correct it.")
 
         async def asked() -> Asked:
             async with self._in_turn[request.state.tenant.name]:
@@ -77,13 +79,6 @@ class Server:
         """Refuse a model that is not served."""
         if name != self.service.name:
             raise UnknownModelError(f"the model {name!r:.80} is not served; {self.service.name!r} is. Ask for it.")
-
-    def _check_bias(self, fields: Generation) -> None:
-        size = self.service.vocabulary
-        if fields.logit_bias and max(fields.logit_bias) >= size:
-            raise PromptError(
-                f"logit_bias has the token {max(fields.logit_bias)}, expected one below {size}. Correct it."
-            )
 
     def _asked(self, fields: Generation, prompts: list[TextPrompt]) -> Asked:
         service, schema = self.service, fields.json_form
@@ -136,7 +131,8 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
         def build() -> list[TextPrompt]:
             messages = [message.for_template() for message in fields.messages]
             template = {**fields.chat_template_kwargs, **({"tools": _tools(fields)} if fields.callable else {})}
-            return [chat_prompt(service.tokenizer, messages, fields.documents, documents, template, longest)]
+            given = (fields.documents, documents, template, longest, service.eyes)
+            return [chat_prompt(service.tokenizer, messages, *given)]
 
         return await server.answer(request, fields, build)
 

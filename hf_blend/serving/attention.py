@@ -3,10 +3,8 @@
 """Attention of a step of continuous batching that walks the requests of the step.
 
 With sdpa, transformers attends with the tokens of all requests of a step to the keys of all of them, under one dense
-mask, although each request sees its own keys alone. Here each request's rows meet its own keys. The scores that are
-computed are then the sum over the requests of rows x keys, and a request that decodes is one row, whose K and V need
-not be repeated for each query head. Kernels that take the lengths of the requests, as flash attention does, are left
-as they are.
+mask. Here each request's rows meet its own keys; one that decodes is one row, whose K and V need not be repeated for
+each query head. Kernels that take the lengths of the requests, as flash attention does, are left as they are.
 
 On a CPU, a copy of K and V out of the blocks is half of a decoding step. There a row of a `BlendedPagedCache`, where
 those of blocks in a row are a slice, meets them in place.

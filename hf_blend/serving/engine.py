@@ -2,14 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`BlendedBatching`: transformers' continuous batching, with prompts whose chunks are stored blended into its blocks.
 
-    with BlendedBatching(model, store, recompute_ratio=0.15) as engine:
-        request = engine.add_request(token_ids, max_new_tokens=64)
-        output = engine.get_result(timeout=60)
-        print(output.generated_tokens, engine.outcome(request))
-
-The engine's steps are stock, but that each request attends to its own keys alone. Between two of them a blended
-prefill runs for `stall_s` and up to a layer, or in proportion to what the steps of those that decode take. That of a
-tenant that has had less than the others in a step does not wait for its end: it runs between two layers of it.
+`docs/serving.md` shows its use. The engine's steps are stock, but that each request attends to its own keys alone.
+Between two of them a blended prefill runs for `stall_s` and up to a layer, or in proportion to what the steps of those
+that decode take; that of a tenant that has had less than the others in a step runs between two layers of it.
 """
 
 import copy
@@ -19,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -201,6 +197,8 @@ class BlendedBatching(ContinuousBatchingManager):
             configs = {id(one): one for one in (self.model.config, text_config(self.model))}
             self._configs = [(one, vars(one).get("is_causal")) for one in configs.values()]
             self._hooks = walk_requests(self.model)
+            if hasattr(self.model.base_model, "get_rope_index"):
+                self._hooks.append(self.model.register_forward_pre_hook(self._behind_images, with_kwargs=True))
             self._hooks += [one.register_forward_pre_hook(self._overtake) for one in decoder_layers(self.model)]
         super().start()
 
@@ -286,11 +284,7 @@ class BlendedBatching(ContinuousBatchingManager):
         return bool(goes_on)
 
     def _advance(self) -> None:
-        """Give a turn to the prefill that is under way, before a step.
-
-        While others decode it has four times as long as their last step took, less what it took too long before: a
-        layer of a long prompt may take longer than that. So tokens come at a fifth of the speed at worst.
-        """
+        """Give a turn to the prefill that is under way, before a step: less what it took too long before."""
         is_decoding = self.batch_processor is not None and bool(self.batch_processor.scheduler.active_requests)
         seconds = self._due_s if self.stall_s is None else self.stall_s
         begun = time.monotonic()
@@ -335,6 +329,17 @@ class BlendedBatching(ContinuousBatchingManager):
         self._given_s += took
         self.on_stall(took)
 
+    def _behind_images(self, module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        """Move the positions of a step's rows whose images take fewer of them than tokens."""
+        if self._stepping != threading.get_ident() or self.batch_processor is None:
+            return None
+        scheduler: Any = self.batch_processor.scheduler
+        rows = [one for one in scheduler.in_step for _ in range(one.query_length)]
+        moved = [getattr(one.state, "fewer_positions", 0) for one in rows]
+        positions = given["position_ids"].clone()
+        positions[0, : len(moved)] += torch.tensor(moved, dtype=positions.dtype, device=positions.device)
+        return args, {**given, "position_ids": positions}
+
     def take_up(self) -> None:
         """Take up new requests, as the engine does before each step."""
         for state in drain_queue(self.input_queue):
@@ -365,6 +370,12 @@ class BlendedBatching(ContinuousBatchingManager):
         if is_over or state.streaming:
             self.output_router.deliver(state.to_generation_output())
 
+    def fail(self, state: RequestState, error: Exception) -> None:
+        """End a request with an error."""
+        processor: Any = self.batch_processor
+        processor._handle_request_error(error, state)
+        processor.scheduler.drop(state.request_id)
+
     def _recover(self, processor: Any, error: Exception) -> None:
         """Fail the request whose fault it is, and serve on; a stock engine ends here.
 
@@ -382,9 +393,10 @@ class BlendedBatching(ContinuousBatchingManager):
             if one not in blamed or not is_clear:
                 scheduler.put_back(one.state, is_suspect=one in blamed)
                 continue
-            if one.state.request_id != PROBE:
-                processor._handle_request_error(error, one.state)
-            scheduler.drop(one.state.request_id)
+            if one.state.request_id == PROBE:
+                scheduler.drop(PROBE)
+            else:
+                self.fail(one.state, error)
         if not blamed or blamed[0].state.request_id == PROBE:
             self._failures += 1
             if self._failures > MOST_FAILURES:
@@ -394,7 +406,7 @@ class BlendedBatching(ContinuousBatchingManager):
 
     def _probe(self, scheduler: BlendedScheduler) -> None:
         """Let a request of one token follow, alone; nobody is told of it."""
-        here: Any = _Here()
+        here: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *given: call(*given))  # in place of a loop
         self.output_router.result_handlers[PROBE] = (lambda output: None, here)
         scheduler.put_back(RequestState(PROBE, [0], max_new_tokens=1), is_suspect=True)
 
@@ -433,46 +445,36 @@ class _Untouched(TorchFunctionMode):
         return function(*args, **given)
 
 
-class _Here:
-    """Stands where transformers keeps an event loop, and calls at once."""
-
-    @staticmethod
-    def call_soon_threadsafe(call: Callable[..., Any], *given: Any) -> None:
-        call(*given)
-
-
 def _check_model(model: nn.Module) -> None:
-    name, attention = type(model).__name__, getattr(model.config, "_attn_implementation", None)
-    config = text_config(model)
-    if attention != STOCK and not is_flash(str(attention)):
-        raise UnsupportedModelError(
-            f"{name} attends by {attention!r}, but blended prefills and the engine share sdpa or flash attention. "
-            "Load it with attn_implementation='sdpa'."
-        )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
+    name, config = type(model).__name__, text_config(model)
+    attention = str(getattr(model.config, "_attn_implementation", None))
+    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
     windows = kinds - {"full_attention"} if kinds else ({f"a window of {window}"} if window else set())
-    if windows:
-        raise UnsupportedModelError(
-            f"layers of {name} have {', '.join(sorted(map(str, windows)))}, of which the engine keeps the last tokens "
-            "alone, but blended blocks hold every token. Use a BlendCache for each request."
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    if any(kind in str(rope.get("rope_type", "")) for kind in ("dynamic", "longrope")):
-        raise UnsupportedModelError(
-            f"{name} has rope_type={rope['rope_type']!r}: its frequencies depend on the longest prompt in a step, so "
-            "requests would change each other. Use a BlendCache for each request."
-        )
-    if getattr(model, "_device_mesh", None) is not None:
-        raise UnsupportedModelError(
-            f"{name} is spread over devices by tensor parallelism, but a blended prefill runs on one. Load it without "
-            "tp_plan."
-        )
+    rope = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", ""))
+    alone = "Use a BlendCache for each request."
+    refused = (
+        (attention != STOCK and not is_flash(attention),
+         f"{name} attends by {attention!r}, but blended prefills and the engine share sdpa or flash attention. Load "
+         "it with attn_implementation='sdpa'."),
+        (windows,
+         f"layers of {name} have {', '.join(sorted(map(str, windows)))}, of which the engine keeps the last tokens "
+         f"alone, but blended blocks hold every token. {alone}"),
+        ("dynamic" in rope or "longrope" in rope,
+         f"{name} has rope_type={rope!r}: its frequencies depend on the longest prompt in a step, so requests would "
+         f"change each other. {alone}"),
+        (getattr(model, "_device_mesh", None) is not None,
+         f"{name} is spread over devices by tensor parallelism, but a blended prefill runs on one. Load it without "
+         "tp_plan."),
+    )  # fmt: skip
+    for is_so, complaint in refused:
+        if is_so:
+            raise UnsupportedModelError(complaint)
 
 
 def _check_settings(
     config: BlendConfig, batching: ContinuousBatchingConfig, generation: GenerationConfig, stall_s: float | None
 ) -> None:
+    blocks, graphs = batching.num_blocks, batching.use_cuda_graph
     refused = (
         (config.kv_bits is not None, f"kv_bits={config.kv_bits}", "the engine's blocks hold the model's dtype"),
         (config.kv_device_map is not None, f"kv_device_map={config.kv_device_map}",
@@ -481,9 +483,11 @@ def _check_settings(
         (batching.scheduler_type != "fifo", f"scheduler_type={batching.scheduler_type!r}", "only 'fifo' holds back"),
         (not batching.allow_block_sharing, "allow_block_sharing=False", "blended blocks enter by the shared prefix"),
         (bool(batching.use_async_batching), "use_async_batching=True", "a prefill needs the model between steps"),
-        (_graphs(batching), f"use_cuda_graph={batching.use_cuda_graph}", "a prefill would break a captured graph"),
+        (any(graphs if isinstance(graphs, tuple) else [graphs]), f"use_cuda_graph={graphs}",
+         "a prefill would break a captured graph"),
         (batching.cpu_offload_space != 0, f"cpu_offload_space={batching.cpu_offload_space}", "a swap hashes again"),
-        (not _is_count(batching.num_blocks), f"num_blocks={batching.num_blocks!r}", "a number from 1 on is expected"),
+        (blocks is not None and (type(blocks) is not int or blocks < 1), f"num_blocks={blocks!r}",
+         "a number from 1 on is expected"),
         (bool(batching.max_blocks_per_request), f"max_blocks_per_request={batching.max_blocks_per_request}",
          "the decode fast path writes K and V by itself"),
         ((generation.num_return_sequences or 1) != 1, f"num_return_sequences={generation.num_return_sequences}",
@@ -495,10 +499,6 @@ def _check_settings(
             raise ConfigError(f"{given} cannot be served with blended prompts: {reason}. Leave it at its default.")
 
 
-def _is_count(given: Any) -> bool:
-    return given is None or (type(given) is int and given > 0)
-
-
 def _check_end_tokens(given: Any) -> None:
     """Refuse here what would fail in the engine, or would never end an answer."""
     ids = list(given) if isinstance(given, list | tuple) else [given]
@@ -506,8 +506,3 @@ def _check_end_tokens(given: Any) -> None:
         raise ConfigError(
             f"eos_token_id={given!r} came, expected the id of a token, a list of such, or None. Give whole numbers."
         )
-
-
-def _graphs(batching: ContinuousBatchingConfig) -> bool:
-    given = batching.use_cuda_graph
-    return any(given) if isinstance(given, tuple) else bool(given)

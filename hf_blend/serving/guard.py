@@ -152,7 +152,11 @@ class Guard:
             scope["state"]["tenant"] = tenant
             body = await self._body(headers, receive)
         except Refused as refused:
-            await _answer(scope, receive, send, refused)
+            is_stranger = refused.status == 401
+            kind = "authentication_error" if is_stranger else "invalid_request_error"
+            more = {"www-authenticate": "Bearer"} if is_stranger else {"connection": "close"}
+            answer = respond(refused.status, error_body(str(refused), kind, refused.code), more)
+            await answer(scope, receive, send)
             return
         if body is None:
             return
@@ -186,13 +190,6 @@ class Guard:
         except TimeoutError:
             slow = f"the body did not arrive within {self._limits.body_s:g} s. Send it faster."
             raise Refused(408, slow, "request_timeout") from None
-
-
-async def _answer(scope: Scope, receive: Receive, send: Send, refused: Refused) -> None:
-    is_stranger = refused.status == 401
-    body = error_body(str(refused), "authentication_error" if is_stranger else "invalid_request_error", refused.code)
-    headers = {"www-authenticate": "Bearer"} if is_stranger else {"connection": "close"}
-    await respond(refused.status, body, headers)(scope, receive, send)
 
 
 def respond(status: int, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> JSONResponse:

@@ -71,10 +71,6 @@ class Meters:
             for kind in ("reused", "recomputed", "prefix"):
                 self.tokens.labels(kind).inc(own[f"{kind}_tokens"])
 
-    def describe(self) -> list[Any]:
-        """Nothing is collected when this is registered."""
-        return []
-
     def collect(self) -> Iterator[Any]:
         """What the engine knows, as it is now."""
         service, engine = self._service, self._service.engine

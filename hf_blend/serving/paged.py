@@ -2,11 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's paged cache, with blocks that hold blended K and V.
 
-A block whose K and V are those of a full prefill may serve any request whose prompt begins with the same tokens: the
-engine shares it by a hash over these tokens. Blended K and V depend on more: which chunks stood where, and how much of
-them was recomputed. So the hashes of blended blocks begin at another root, made of these things, and only a request
-with the same chunks at the same places and the same settings finds them. A tenant's hashes are salted, so that nobody
-learns from a first token's time what another has asked.
+The engine shares a block by a hash over the tokens of its prompt so far. Blended K and V depend on more: which chunks
+stood where, and how much of them was recomputed. So the hashes of blended blocks begin at another root, made of these
+things. A tenant's hashes are salted, so that nobody learns from a first token's time what another has asked.
 """
 
 from collections.abc import Sequence

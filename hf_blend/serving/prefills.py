@@ -2,15 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blended prefills of requests that wait, in turns with the engine.
 
-A thread of its own looks up what is stored of a prompt; a request of which nothing is goes to the engine at once.
-The others of a tenant are prefilled one by one, in the order in which they came. The tenant that has had least of the
-model goes first, also before a prefill of another that is under way.
-
-Why not inside `PagedAttentionCache.search_prefix_match`, where the engine asks what is there of a prompt: an answer is
-due at once, and 0 means "compute it", so every request that waits would be blended within one step, and nobody's next
-token would come before all of them were done. Here a request is held back from the engine until its blocks are filled.
-Its first token is drawn from the logits of the blend, and it joins those that decode. Where the blocks are those of an
-earlier request there are no logits: then that method answers up to where these blocks go.
+A request of which nothing is stored goes to the engine at once. The others of a tenant are prefilled one by one; the
+tenant that has had least of the model goes first, also before a prefill of another that is under way. The first token
+is drawn from the logits of the blend. Where the blocks are those of an earlier request there are no logits: then
+`PagedAttentionCache.search_prefix_match` answers up to where these blocks go. `docs/serving.md` says why not always.
 """
 
 import hashlib
@@ -18,7 +13,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +34,7 @@ from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, Found
 from .paged import salted
+from .pictures import model_inputs
 from .shares import Shares
 from .turns import Turns
 
@@ -63,6 +59,11 @@ class Reuse:
     prompt: TextPrompt
     salt: tuple[int, ...] = ()
     is_blended: bool = True
+
+    @property
+    def pictures(self) -> Mapping[str, Any]:
+        """What a forward is given for the images of the prompt; empty if it has none."""
+        return getattr(self.prompt, "arguments", {})
 
 
 @dataclass
@@ -151,7 +152,9 @@ class BlendedPrefills:
             self._reuse.setdefault(*self._finished)
         reuse = self._reuse.get(state.request_id)
         is_held = reuse is not None and reuse.is_blended
-        self._note(state.request_id, Prefilled("waiting" if is_held else "plain"))
+        self.outcomes[state.request_id] = Prefilled("waiting" if is_held else "plain")
+        while len(self.outcomes) > KEPT_REPORTS:
+            self.outcomes.popitem(last=False)
         if reuse is not None and is_held:
             self._held[state.request_id] = _Held(state, reuse, self.outcomes[state.request_id])
 
@@ -311,7 +314,7 @@ class BlendedPrefills:
     def _find(self, reuse: Reuse) -> Future[bool]:
         """Look up whether there is something to blend, beside the engine; named documents always are."""
         found: Future[bool] = Future()
-        if reuse.prompt.known:
+        if reuse.prompt.known or reuse.pictures:
             found.set_result(True)
             return found
         identity = reuse.store.identity(fingerprint(self._model))
@@ -351,17 +354,15 @@ class BlendedPrefills:
             logger.warning("request %s is computed in full: %s: %s", request_id, type(error).__name__, error)
             outcome.tokens, outcome.reason = 0, f"{type(error).__name__}: {error}"
             self._engine.paged.free_blocks(request_id, no_cache=True)
+            if held.reuse.pictures:  # the engine has none
+                self._engine.fail(held.state, error)
+                return
         if error is None and held.first is not None:
             self._engine.enter(held.state, held.first)
         elif outcome.tokens:
             self._ready[request_id] = outcome.tokens
         else:
             outcome.how = "plain"
-
-    def _note(self, request_id: str, outcome: Prefilled) -> None:
-        self.outcomes[request_id] = outcome
-        while len(self.outcomes) > KEPT_REPORTS:
-            self.outcomes.popitem(last=False)
 
     def _run(self, held: _Held) -> None:
         """In the thread: fill the blocks of one request."""
@@ -375,34 +376,31 @@ class BlendedPrefills:
         """How many of a prompt's first tokens are in its blocks now."""
         state, reuse, paged = held.state, held.reuse, self._engine.paged
         spans = self._found(held)
-        if not spans:
+        if not spans and not reuse.pictures:
             return 0
-        exact, least = spans[0].start, spans[-1].start + spans[-1].tokens
+        exact, least = (spans[0].start, spans[-1].start + spans[-1].tokens) if spans else (0, 0)
         ids = salted(state.initial_tokens, reuse.salt)
-        root = self._root(spans, reuse, state.initial_tokens)
+        root = self._root(spans, reuse, state.initial_tokens) if spans else 0
         fetched = []
         for span in spans:  # into memory, while the engine runs
             fetched.append(reuse.store.get(span.key, FETCH_S))
             self.turns.release()
         self.turns.checkpoint()
-        if paged.count_exact(ids) >= least:
-            held.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
-            return 0
-        shared = paged.share_blended(state, ids[:-1], exact, root, least)
-        if shared:
-            held.outcome.how = "shared"
-            return shared
-        while not self._reserve(state, len(ids)):
+        if not reuse.pictures:  # ids do not tell which images are in blocks: these are not shared
+            if paged.count_exact(ids) >= least:
+                held.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
+                return 0
+            if shared := paged.share_blended(state, ids[:-1], exact, root, least):
+                held.outcome.how = "shared"
+                return shared
+        scheduler = self._engine.batch_processor.scheduler
+        while not (scheduler.may_grow() and paged.reserve(state, len(ids))):
             self.turns.checkpoint(end_turn=True)  # blocks come back as others finish
         self._blend(held)
         del fetched
         is_planned = self._spans(reuse, reuse.store.identity(held.identity), state.initial_tokens) == spans
-        paged.register(state.request_id, ids if is_planned else (), exact, root, least)
+        paged.register(state.request_id, ids if is_planned and not reuse.pictures else (), exact, root, least)
         return len(ids)
-
-    def _reserve(self, state: Any, tokens: int) -> bool:
-        may_grow = self._engine.batch_processor.scheduler.may_grow()
-        return bool(may_grow and self._engine.paged.reserve(state, tokens))
 
     def _found(self, held: _Held) -> Spans:
         """Where chunks stand in a prompt that are stored; those that must be are computed first."""
@@ -441,10 +439,13 @@ class BlendedPrefills:
         state, paged = held.state, self._engine.paged
         cache = BlendCache(self._model, held.reuse.store, self._config)
         cache.get_seq_length()  # from here on it sees the model's call
-        ids = torch.tensor([state.initial_tokens], device=paged.device)
-        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        inputs: Mapping[str, Any] = {"input_ids": torch.tensor([state.initial_tokens], device=paged.device)}
+        if held.reuse.pictures:
+            given, state.fewer_positions = model_inputs(self._model, state.initial_tokens, held.reuse.pictures)
+            inputs = cache.inputs_with_images(**given)
+        output = self._model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         layers: list[Any] = cache.layers
-        rows = paged.rows_of(state.request_id, ids.shape[1])
+        rows = paged.rows_of(state.request_id, len(state.initial_tokens))
         for index, layer in enumerate(layers):
             self.turns.checkpoint()
             paged.write(index, rows, layer.keys[0], layer.values[0])

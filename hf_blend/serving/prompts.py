@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import PromptError
-from ..prompt.messages import build_messages, plain_messages
+from ..prompt.messages import build_messages, plain_messages, render
 from ..prompt.pieces import Span, TextPrompt, tokenize
 from ..prompt.text import build_text
 from ..prompt.tokenizer import front_ids
+from .pictures import MARK, is_picture, parts_of
 from .tools import check_rendered
 
 __all__ = ["chat_prompt", "text_prompt"]
@@ -27,24 +28,39 @@ def chat_prompt(
     most: int | None = None,
     template: Mapping[str, Any] | None = None,
     tokens: int | None = None,
+    eyes: Any = None,
 ) -> TextPrompt:
     """Render messages with the tokenizer's chat template; a last message of the assistant is continued.
 
-    More documents than `most`, and texts of more than `tokens`, are refused before all of them is tokenized.
+    More documents than `most`, and texts of more than `tokens`, are refused before all of them is tokenized. With
+    images, which `eyes` read, the template is the processor's.
     """
-    given = plain_messages(messages)
-    last = next((message for message in reversed(given) if message.get("role") == "user"), None)
+    if any(is_picture(part) for message in messages for part in parts_of(message)):
+        if eyes is None:
+            raise PromptError("image_url came, but the model that is served reads text alone. Leave images out.")
+        rendered, images = eyes.take(messages)
+        texts = [{**row, "content": [part for part in row["content"] if part is not MARK]} for row in rendered]
+        given, renderer = plain_messages(texts), eyes.processor
+    else:
+        given, renderer, images = plain_messages(messages), tokenizer, []
+        rendered = given
+    last = next((row for row in reversed(rendered) if row.get("role") == "user"), None)
     if last is None:
         raise PromptError(f"{len(given)} messages came, but none with role 'user' is among them. Send a question.")
-    has_template = getattr(tokenizer, "chat_template", None) is not None
+    has_template = getattr(renderer, "chat_template", None) is not None
     contents = [message["content"] for message in given]
     chunks, added = _added(documents, contents, BETWEEN if has_template else "\n")
     _check_fits(tokenizer, tokens, added, *contents)
-    last["content"] = f"{added}{last['content']}"
+    front = [{"type": "text", "text": added}] if images and added else []
+    last["content"] = [*front, *last["content"]] if images else f"{added}{last['content']}"
     arguments = dict(template or {})
     if given[-1]["role"] == "assistant":
         arguments["continue_final_message"] = True
-    check_rendered(tokenizer, given, arguments)
+    check_rendered(renderer, rendered, arguments)
+    if images:
+        arguments.setdefault("add_generation_prompt", "continue_final_message" not in arguments)
+        found: TextPrompt = eyes.prompt(render(renderer, rendered, **arguments), images, chunks, most)
+        return found
     if has_template:
         return build_messages(tokenizer, given, chunks, arguments, most)
     return build_text(tokenizer, "".join(message["content"] for message in given), chunks, special=True, most=most)

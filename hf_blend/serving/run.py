@@ -15,6 +15,7 @@ from torch import nn
 from transformers import ContinuousBatchingConfig
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError
 from ..model.anatomy import text_config
@@ -54,8 +55,10 @@ class ServerPlan:
     stall_s: float | None = None
 
 
-def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
-    """Open the stores, start the engine."""
+def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any = None) -> Service:
+    """Open the stores, start the engine. With `evaluation.pictures.Eyes`, requests may bring images."""
+    if eyes is not None:
+        plugins.room("images.encoder").ImageEncoder(model)  # or refuses a model whose images cannot be chunks
     rows = list(plan.tenants) or [Tenant()]
     available = available_bytes()
     share, per_token = available // 4 // len(rows), _bytes_per_token(model)
@@ -63,12 +66,10 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
     disk_share = _disk_share(plan.location, len(rows))
 
     def open_store(tenant: Tenant) -> ChunkStore:
-        secret = tenant.secret if tenant.name else plan.secret
-        given: dict[str, Any] = {"namespace": tenant.name, "secret": secret, "memory_bytes": share}
-        quota = disk_share if tenant.quota_bytes is None else tenant.quota_bytes
-        return ChunkStore.open(
-            plan.location, remote=plan.remote, quota_bytes=quota, correction=plan.correction, **given
-        )
+        given: dict[str, Any] = {"namespace": tenant.name, "secret": tenant.secret if tenant.name else plan.secret}
+        given["quota_bytes"] = disk_share if tenant.quota_bytes is None else tenant.quota_bytes
+        given |= {"memory_bytes": share, "remote": plan.remote, "correction": plan.correction}
+        return ChunkStore.open(plan.location, **given)
 
     tenants = Tenants(rows, open_store)
     try:
@@ -88,12 +89,12 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan) -> Service:
     except BaseException:
         tenants.close()
         raise
+    plan_gb, share_gb, all_gb = (f"{one / 1e9:.1f} GB" for one in (tokens * per_token, share, available))
     memory = (
-        f"{str(model.dtype).removeprefix('torch.')} on {model.device}; up to {_gigabytes(tokens * per_token)} for "
-        f"{tokens} tokens of requests and {_gigabytes(share)} for the chunks of each of {len(rows)} tenants, of "
-        f"{_gigabytes(available)} of memory available"
+        f"{str(model.dtype).removeprefix('torch.')} on {model.device}; up to {plan_gb} for {tokens} tokens of "
+        f"requests and {share_gb} for the chunks of each of {len(rows)} tenants, of {all_gb} of memory available"
     )
-    return Service(engine, tokenizer, tenants, plan.limits, plan.name, memory, plan.metrics_by_tenant)
+    return Service(engine, tokenizer, tenants, plan.limits, plan.name, memory, plan.metrics_by_tenant, eyes)
 
 
 def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start: OnStart | None = None) -> None:
@@ -109,15 +110,12 @@ def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start
         service.close(0.0)
         raise ConfigError(f"port {port} of {host} cannot be listened at. Choose another with --port.") from error
     server = _Draining(config, service, patience_s)
-
-    def stop() -> None:
-        server.should_exit = True
-
     with listener:
         listener.listen(config.backlog)  # who connects from now on waits until the server is up
         number = listener.getsockname()[1]
         if on_start is not None:
-            on_start(f"http://{f'[{host}]' if ':' in host else host}:{number}", stop)
+            url = f"http://{f'[{host}]' if ':' in host else host}:{number}"
+            on_start(url, lambda: setattr(server, "should_exit", True))
         gc.collect()
         gc.freeze()  # a collection among 400,000 objects of libraries stops all threads for 0.25 s, as a blend takes
         try:
@@ -134,7 +132,7 @@ class _Draining(uvicorn.Server):
         self._service, self._patience_s = service, patience_s
 
     async def shutdown(self, sockets: Any = None) -> None:
-        self._service.drain()
+        self._service.is_draining = True
         ending = asyncio.get_running_loop().call_later(self._patience_s, self._service.give_up)
         try:
             await super().shutdown(sockets)
@@ -176,7 +174,3 @@ def _disk_share(location: str | None, tenants: int) -> int | None:
     with ChunkStore.open(location, memory_bytes=0) as store:
         sizes = [size for tier, size in store.stats()["capacity_bytes"].items() if size and tier != "memory"]
     return min(sizes) // tenants if sizes else None
-
-
-def _gigabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB"

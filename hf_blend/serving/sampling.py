@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,8 +70,7 @@ class Watch:
             raise NotNumbers(rows)
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """The log probability of a token, before any processor, and the likeliest tokens in its place."""
 
     logprob: float
@@ -80,11 +79,7 @@ class TokenLogprob:
 
 @dataclass
 class Sampling:
-    """How the tokens of one request are drawn.
-
-    It has no state of its own: the number that draws a token follows from the seed and the token's index. So a step
-    that fails and is computed again draws the same.
-    """
+    """How the tokens of one request are drawn: a step that is computed again draws the same, by seed and index."""
 
     prompt_tokens: int
     processors: LogitsProcessorList

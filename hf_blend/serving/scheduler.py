@@ -22,8 +22,6 @@ class BlendedScheduler(FIFOScheduler):
 
     The tenant that has had least of the model goes first. While it has prompts, those of others wait. Others that
     decode stay in its steps as long as there is room, but in the step that brings its first tokens.
-
-    As `BlendedPagedCache` it is made of the engine's own, because the engine knows its schedulers by name.
     """
 
     prefills: BlendedPrefills

@@ -160,12 +160,12 @@ class Service:
 
     def __init__(
         self, engine: BlendedBatching, tokenizer: Any, tenants: Tenants, limits: Limits, name: str, memory: str = "",
-        metrics_by_tenant: bool = False,
+        metrics_by_tenant: bool = False, eyes: Any = None,
     ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.tenants, self.limits, self.name = engine, tokenizer, tenants, limits, name
-        self.memory, self.metrics_by_tenant = memory, metrics_by_tenant
+        self.memory, self.metrics_by_tenant, self.eyes = memory, metrics_by_tenant, eyes
         self.running: Counter[str] = Counter()  # requests under way, by tenant
-        self.is_draining = False
+        self.is_draining = False  # if so, no more requests are taken
         self._come = set[asyncio.Queue[Any]]()  # what the engine sends to each request under way
         own, config = engine.model.generation_config, text_config(engine.model)
         given = {one: getattr(own, one, None) for one in DEFAULTS}
@@ -254,10 +254,6 @@ class Service:
         outcome = self.engine.outcome(run.name)
         run.begun = (outcome.begun if outcome else None) or run.begun
 
-    def drain(self) -> None:
-        """Take no more requests."""
-        self.is_draining = True
-
     def give_up(self) -> None:
         """End what is under way, with an error that says so. Called in the event loop."""
         for outputs in self._come:
@@ -265,7 +261,7 @@ class Service:
 
     def close(self, patience_s: float = 30.0) -> None:
         """Let what is under way come to its end, stop the engine, and close the stores."""
-        self.drain()
+        self.is_draining = True
         self.engine.stop(timeout=patience_s)
         if self.engine.is_running():
             self.engine.stop(hard_stop=True)

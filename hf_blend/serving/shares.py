@@ -2,12 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of the model each tenant has had: who has had least goes first.
 
-What counts is the CPU time of the thread that computes, on a device the time that passes: on a busy machine most of
-the time that passes is used by others.
-
 Start-time fair queueing: a tenant that comes back from being away begins a second ahead of the one that had least of
-those that are there. So nobody saves up more than that by being away, and who asks for less than an equal share finds
-itself first, for a whole request if that is short.
+those that are there. So nobody saves up more than that, and who asks for less than an equal share finds itself first.
 """
 
 import threading

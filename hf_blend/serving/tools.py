@@ -30,11 +30,11 @@ HERMES = {  # what models write whose tokenizer does not say how they call: <too
 
 def check_rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> None:
     """Refuse what a chat template would leave out without a word."""
-    names = [name for name in ("name", "tool_calls") if any(name in message for message in messages)]
-    less = {name: [{key: one for key, one in row.items() if key != name} for row in messages] for name in names}
-    rows: list[tuple[str, Any, Any]] = [
-        (f"messages.{_first(messages, name)}.{name}", less[name], template) for name in names
-    ]
+    rows = list[tuple[str, Any, Any]]()
+    for name in ("name", "tool_calls"):
+        first = next((number for number, message in enumerate(messages) if name in message), None)
+        less = [{key: one for key, one in row.items() if key != name} for row in messages]
+        rows += [] if first is None else [(f"messages.{first}.{name}", less, template)]
     if template.get("tools"):
         rows.append(("tools", messages, {**template, "tools": None}))
     if not rows:
@@ -47,10 +47,6 @@ def check_rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], templa
                 f"{what} came, but the model's chat template leaves that out: the model would not see it. Leave it "
                 "out, or serve a model whose template has it."
             )
-
-
-def _first(messages: Sequence[Mapping[str, Any]], name: str) -> int:
-    return next(number for number, message in enumerate(messages) if name in message)
 
 
 class Parts:

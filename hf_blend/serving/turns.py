@@ -2,11 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread that runs a model in turns with the engine: it stops at each decoder layer when its time is up.
 
-A blended prefill of a long prompt takes longer than users who are reading may wait for their next token. So it runs in
-a thread of its own, and the engine lends that thread the model between two of its steps. Hooks on the decoder layers
-are the places where the thread may be stopped. What needs no model, such as reading from a store, runs beside the
-engine. What looks at the model does not: during a step of the engine transformers sets `config.is_causal` to False,
-and a forward that began then would build another mask.
+The engine lends it the model between two of its steps; hooks on the decoder layers are the places where it may be
+stopped. What needs no model, such as reading from a store, runs beside the engine. What looks at the model does not:
+during a step transformers sets `config.is_causal` to False, and a forward that began then would build another mask.
 """
 
 import threading

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
 
 from ..errors import PromptError
-from .prefills import Prefilled
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,9 @@ class Limits:
     new_tokens: int = 256  # where an answer is cut that names no length
     documents: int = 256  # of one request, and places of its prompt where they are
     messages: int = 1024  # of one request
+    images: int = 8  # of one request
+    pixels: int = 1 << 22  # of its images together
+    image_bytes: int = 1 << 27  # that the processor makes of them
     choices: int = 32  # answers to one request, `n` to each of its prompts
     tools: int = 128  # of one request
     schema_chars: int = 1 << 16  # of a JSON schema, or of those of all tools
@@ -136,19 +138,6 @@ class Tool(_Given):
     function: Function
 
 
-class NamedFunction(_Given):
-    """A function that is to be called."""
-
-    name: Text
-
-
-class NamedTool(_Given):
-    """A tool that is to be called."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class JsonSchema(_Given):
     """A schema that an answer follows."""
 
@@ -252,7 +241,7 @@ class ChatRequest(Generation):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
     tools: list[Tool] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
     chat_template_kwargs: dict[str, Any] = {}
     modalities: list[Literal["text"]] = ["text"]
 
@@ -274,7 +263,7 @@ class ChatRequest(Generation):
             if message.content is None and not message.tool_calls:
                 raise PromptError(f"messages.{number}.content is missing, expected text. Leave the message out.")
         names = [tool.function.name for tool in self.tools]
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
         if (chosen and chosen not in names) or (self.tool_choice == "required" and not names):
             raise PromptError(f"tool_choice is {chosen or 'required'!r:.60}, expected one of tools: {names!r:.80}.")
         _check_chars("tools", [tool.function.parameters for tool in self.tools], limits)
@@ -296,7 +285,7 @@ class ChatRequest(Generation):
         """As above; and the schema of a call, where there has to be one."""
         if self.tool_choice in ("none", "auto"):
             return super().json_form
-        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
         rows = [tool.function for tool in self.tools if name in (None, tool.function.name)]
         calls = [
             {
@@ -391,40 +380,6 @@ def _check_chars(what: str, given: Any, limits: Limits) -> None:
     chars = len(json.dumps(given))
     if chars > limits.schema_chars:
         raise PromptError(f"{what} has {chars} characters of JSON, expected at most {limits.schema_chars}. Send less.")
-
-
-def usage(prompt_tokens: int, completion_tokens: int, prefilled: Prefilled | None) -> dict[str, Any]:
-    """What a request cost."""
-    got = prefilled or Prefilled("plain")
-    prefix = got.prefix_tokens + (got.tokens if got.how == "shared" else 0)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": got.reused_tokens + prefix},
-        "hf_blend": {
-            "prefill": got.how,
-            "reused_tokens": got.reused_tokens,
-            "recomputed_tokens": got.recomputed_tokens,
-            "prefix_tokens": prefix,
-            "computed_chunks": got.computed_chunks,
-            "charged_budget": None if got.charged_budget is None else round(got.charged_budget, 4),
-        },
-    }
-
-
-def summed(rows: Sequence[dict[str, Any]], each: int) -> dict[str, Any]:
-    """What several answers cost; each prompt, of so many answers, counts once."""
-    first, *others = rows[::each]
-    total: dict[str, Any] = {**first, "hf_blend": {**first["hf_blend"]}}
-    total["prompt_tokens"] = sum(row["prompt_tokens"] for row in (first, *others))
-    total["completion_tokens"] = sum(row["completion_tokens"] for row in rows)
-    total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    cached = sum(row["prompt_tokens_details"]["cached_tokens"] for row in (first, *others))
-    total["prompt_tokens_details"] = {"cached_tokens": cached}
-    for name in ("reused_tokens", "recomputed_tokens", "prefix_tokens", "computed_chunks"):
-        total["hf_blend"][name] = sum(row["hf_blend"][name] for row in (first, *others))
-    return total
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:

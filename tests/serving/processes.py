@@ -51,14 +51,14 @@ def server_process(folder, *words):
 
 
 @contextmanager
-def running(reference, folder, patience_s=20, **settings):
+def running(reference, folder, patience_s=20, eyes=None, **settings):
     """A server in a thread, and its service."""
     from hf_blend.config import BlendConfig
     from hf_blend.serving.run import ServerPlan, make_service, serve
 
     model, tokenizer = reference
     given = {"cache_tokens": 8192, "page_tokens": 16, "blend": BlendConfig(selector="kv-deviation"), **settings}
-    service = make_service(model, tokenizer, ServerPlan(location=str(folder), **given))
+    service = make_service(model, tokenizer, ServerPlan(location=str(folder), **given), eyes)
     up, ends = threading.Event(), []
 
     def started(url, stop):

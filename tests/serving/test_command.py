@@ -3,6 +3,7 @@
 """`hf-blend serve`: where its options come from, and what reaches the model, the service and the log."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,15 +25,16 @@ def reached(monkeypatch):
     """Run the command until it would start an engine; gives its plan, and how the model was loaded."""
     found = {}
 
-    def load(name, device, dtype):
+    def find(name, device, dtype):
         found.update(model=name, device=device, dtype=dtype)
-        return None, None
+        return SimpleNamespace(load=lambda: None, tokenizer=None, processor=lambda: None)
 
-    def make(model, tokenizer, plan):
+    def make(model, tokenizer, plan, eyes):
+        assert eyes is None
         found["plan"] = plan
         raise Reached
 
-    monkeypatch.setattr(bundled, "load_model", load)
+    monkeypatch.setattr(bundled, "open_model", find)
     monkeypatch.setattr(run, "make_service", make)
 
     def start(*words):

@@ -222,7 +222,7 @@ CHAT_WRONG = {
         "messages.0.tool_calls.0.function.arguments is",
     ),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0.content is missing, expected text"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "which is no text"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "served reads text alone"),
     "modalities": ({"modalities": ["audio"]}, "modalities.0 is 'audio', expected 'text'"),
     "functions": ({"functions": [{}]}, "functions is [{}], expected"),
 }
