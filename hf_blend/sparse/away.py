@@ -3,10 +3,10 @@
 """Blocks of a layer whose K and V are away from its device: only those that are looked at are brought.
 
     host or disk | block 0 | block 1 | … | block n-1 | rest
-    device       | slot 0 | slot 1 | … | tail         and a representation of every block
+    device       | selected blocks, in order | tail         and a representation of every block
 
-A selection that changes brings the blocks that it has not got, into the slots of those that it drops. They are read
-ahead on another thread: a step before a lock is compared, its own query says which they will be.
+A selection that changes brings the blocks that it has not got. They are read ahead on another thread: a step before a
+lock is compared, its own query says which they will be.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..offload.layer import OffloadedLayer
-from .blocks import KV, ROOM_TOKENS, BlockedLayer
+from .blocks import KV, BlockedLayer
 from .config import SparseConfig
 from .layout import Layout
 from .lock import Selection
@@ -72,8 +72,7 @@ class AwayBlocks(BlockedLayer):
 
     def whole(self) -> KV:
         """K and V of all tokens, brought, `[batch, kv_heads, tokens, head_dim]`."""
-        keys, values = self._layer.read(0, self._layer.length)
-        return keys, values
+        return self._read(0, self._layer.length)
 
     def prefetch(self, selections: Sequence[Selection]) -> None:
         """Read ahead what selections would bring, on another thread."""
@@ -91,126 +90,74 @@ class AwayBlocks(BlockedLayer):
 
     def attended(self, selections: Sequence[Selection]) -> tuple[Layout, Tensor, Tensor]:
         """See `BlockedLayer.attended`."""
-        if not self.is_away:
-            return super().attended(selections)
-        total, known = self._layer.length, min(self._held, self._layer.unchanged_tokens)
-        layout = self._layout
-        if layout is None or layout.selections != tuple(selections) or known < layout.tail or self._copy is None:
-            layout, known = self._change(Layout(selections, self._size), known)
-        used = layout.fixed + total - layout.tail
-        copy = self._grown(used)
-        if known < total:
-            for part, new in zip(copy, self._layer.read(known, total), strict=True):
-                part[:, :, used - (total - known) : used] = new
-        self._layout, self._held = layout, total
-        return layout, copy[0][:, :, :used], copy[1][:, :, :used]
-
-    def _grown(self, used: int) -> KV:
-        """The copy, with room for so many columns."""
-        keys, values = self._copy  # type: ignore[misc]
-        if keys.shape[2] < used:
-            self._copy = keys, values = self._room(keys, used), self._room(values, used)
+        found = super().attended(selections)
+        if self.is_away:
             self._count()
-        return keys, values
-
-    @staticmethod
-    def _room(states: Tensor, used: int) -> Tensor:
-        batch, heads, held, width = states.shape
-        grown = states.new_zeros((batch, heads, used + ROOM_TOKENS, width))  # a filler is hidden, but not from NaN
-        grown[:, :, :held] = states
-        return grown
-
-    def _change(self, new: Layout, known: int) -> tuple[Layout, int]:
-        """Bring the blocks of a layout that are not there, into slots that are free; the tail follows them."""
-        old = self._layout
-        if old is None or self._copy is None or self._copy[0].shape[0] != len(new.rows) or known < old.tail:
-            old, known, self._copy = None, 0, self._layer.read(0, 0)
-        count, here = new.fixed // self._size, self._columns(old, known)
-        rows, moved, missing = [], [], []
-        for row, blocks in enumerate(new.rows):
-            placed = [-1] * count
-            slots = 0 if old is None else min(old.fixed, new.fixed)
-            stay = [one for one in blocks if one >= 0 and here[row].get(one, slots) < slots]
-            for one in stay:
-                placed[here[row][one] // self._size] = one
-            free = [slot for slot, one in enumerate(placed) if one < 0]
-            absent: dict[int, int] = {}
-            for slot, one in zip(free, sorted(set(blocks) - {-1, *stay}), strict=False):
-                placed[slot] = one
-                if one in here[row]:
-                    moved.append((row, slot, self._taken(row, here[row][one])))
-                else:
-                    absent[one] = slot
-            rows.append(placed)
-            missing.append(absent)
-        tail = None
-        if old is not None and old.tail <= new.tail < known:
-            first, behind = old.fixed + new.tail - old.tail, old.fixed + known - old.tail
-            tail = [part[:, :, first:behind].clone() for part in self._copy]
-        copy = self._grown(new.fixed + self._layer.length - new.tail)
-        for row, slot, block in moved:
-            for part, states in zip(copy, block, strict=True):
-                part[row, :, slot * self._size : (slot + 1) * self._size] = states
-        self._bring(copy, missing)
-        if tail is not None:
-            for part, states in zip(copy, tail, strict=True):
-                part[:, :, new.fixed : new.fixed + states.shape[2]] = states
-        return Layout(new.selections, self._size, rows), known if tail is not None else new.tail
-
-    def _columns(self, old: Layout | None, known: int) -> list[dict[int, int]]:
-        """For each request where the copy has a block: its first column."""
-        if old is None:
-            return [{} for _ in range(len(self._copy[0]))] if self._copy is not None else []
-        size, found = self._size, []
-        behind = range(-(-old.tail // size), known // size)
-        for blocks in old.rows:
-            slots = {one: slot * size for slot, one in enumerate(blocks) if one >= 0 and (one + 1) * size <= known}
-            found.append({one: old.fixed + one * size - old.tail for one in behind} | slots)
         return found
 
-    def _taken(self, row: int, column: int) -> KV:
-        keys, values = self._copy  # type: ignore[misc]
-        columns = slice(column, column + self._size)
-        return keys[row, :, columns].clone(), values[row, :, columns].clone()
+    def _gathered(self, layout: Layout, capacity: int) -> KV:
+        """See `BlockedLayer._gathered`; blocks that the copy has are moved, the others are brought."""
+        if not self.is_away:
+            return super()._gathered(layout, capacity)
+        here = self._columns(len(layout.rows))
+        missing = [sorted({*blocks} - {-1, *there}) for blocks, there in zip(layout.rows, here, strict=True)]
+        keys, values = (one.new_zeros((*one.shape[:2], capacity, one.shape[3])) for one in self._layer.read(0, 0))
+        copy = keys, values  # zeros, as a filler is hidden, but not from NaN
+        for row, (blocks, there) in enumerate(zip(layout.rows, here, strict=True)):
+            kept = {slot: there[one] for slot, one in enumerate(blocks) if one in there}
+            columns = (torch.tensor([*kept.values()], dtype=torch.long)[:, None] + torch.arange(self._size)).flatten()
+            for old, part in zip(self._copy or (), copy, strict=False):
+                some = old[row].index_select(1, columns.to(old.device)).unflatten(1, (-1, self._size))
+                self._scatter(part[row], [*kept], some)
+        for row, found in enumerate(self._brought(missing, copy)):
+            slots = {one: slot for slot, one in enumerate(layout.rows[row])}
+            for blocks, states in found:
+                for part, some in zip(copy, states, strict=True):
+                    self._scatter(part[row], [slots[one] for one in blocks], some)
+        return copy
 
-    def _bring(self, copy: KV, missing: list[dict[int, int]]) -> None:
-        """Write blocks into their slots; those that were read ahead are not read again."""
+    def _columns(self, batch: int) -> list[dict[int, int]]:
+        """For each request the blocks that the copy has, and their first columns."""
+        old, known = self._layout, min(self._held, self._layer.unchanged_tokens)
+        if old is None or self._copy is None or self._copy[0].shape[0] != batch or known < old.tail:
+            return [{} for _ in range(batch)]
+        behind = range(-(-old.tail // self._size), known // self._size)
+        tail = {one: old.fixed + one * self._size - old.tail for one in behind}
+        return [tail | {one: slot * self._size for slot, one in enumerate(row) if one >= 0} for row in old.rows]
+
+    def _brought(self, missing: Blocks, copy: KV) -> list[list[tuple[list[int], KV]]]:
+        """For each request blocks and their K and V, `[kv_heads, blocks, size, head_dim]`, read ahead or now."""
+        found: list[list[tuple[list[int], KV]]] = [[] for _ in missing]
         ahead, self._ahead = self._ahead, None
-        ready: list[dict[int, int]] = [{} for _ in missing]
-        if ahead is not None and len(ahead[0]) == len(missing):
-            ready = [
-                {one: place for place, one in enumerate(some) if one in absent}
-                for some, absent in zip(ahead[0], missing, strict=True)
-            ]
-            for row, (block, some) in enumerate(zip(ahead[1].result(), ready, strict=True)):
-                self._scatter(copy, row, {missing[row][one]: place for one, place in some.items()}, block)
-        rest = [[one for one in absent if one not in some] for absent, some in zip(missing, ready, strict=True)]
+        coming = ahead[0] if ahead is not None and len(ahead[0]) == len(missing) else [[] for _ in missing]
+        ready = [[one for one in some if one in absent] for some, absent in zip(coming, missing, strict=True)]
+        rest = [[one for one in absent if one not in some] for some, absent in zip(ready, missing, strict=True)]
         away = self._layer.away_tokens // self._size
         there = [[one for one in blocks if one < away] for blocks in rest]
-        if any(there):
-            for row, (block, blocks) in enumerate(zip(self._layer.blocks(there, self._size), there, strict=True)):
-                self._scatter(copy, row, {missing[row][one]: place for place, one in enumerate(blocks)}, block)
+        sources = [(coming, ready, ahead[1].result())] if ahead is not None and any(ready) else []
+        sources += [(there, there, self._layer.blocks(there, self._size))] if any(there) else []
+        for held, wanted, blocks in sources:
+            for row, (names, states) in enumerate(zip(wanted, blocks, strict=True)):
+                index = torch.tensor([held[row].index(one) for one in names], dtype=torch.long)
+                some = states if names == held[row] else [part[index] for part in states]
+                keys, values = (part.to(copy[0].device, non_blocking=True).permute(2, 0, 1, 3) for part in some)
+                found[row].append((names, (keys, values)))
         for row, blocks in enumerate(rest):
             for one in set(blocks) - set(there[row]):  # the last ones, of which some tokens are not away
-                slot = missing[row][one] * self._size
-                for part, new in zip(copy, self._layer.read(one * self._size, (one + 1) * self._size), strict=True):
-                    part[row, :, slot : slot + self._size] = new[row]
-        token_bytes = sum(part[0, :, :1].numel() * part.element_size() for part in copy)
+                keys, values = self._layer.read(one * self._size, (one + 1) * self._size)
+                found[row].append(([one], (keys[row][:, None], values[row][:, None])))
         prefetched, read = sum(map(len, ready)), sum(map(len, rest))
         in_vain = sum(map(len, ahead[0])) - prefetched if ahead is not None else 0
+        token_bytes = sum(part[0, :, :1].numel() * part.element_size() for part in copy)
         self._metrics.loaded_blocks += prefetched + read
         self._metrics.prefetched_blocks += prefetched
         self._metrics.loaded_bytes += (prefetched + read + in_vain) * self._size * token_bytes
+        return found
 
-    def _scatter(self, copy: KV, row: int, places: dict[int, int], block: KV) -> None:
-        """Write blocks `[blocks, size, kv_heads, head_dim]` into slots; `places` is slot → which of them."""
-        if not places:
-            return
-        slots, chosen = torch.tensor(list(places)), list(places.values())
-        for part, states in zip(copy, block, strict=True):
-            some = states if chosen == list(range(len(states))) else states[chosen]
-            every = part[row, :, : part.shape[2] // self._size * self._size].unflatten(1, (-1, self._size))
-            every.index_copy_(1, slots.to(part.device), some.to(part.device, non_blocking=True).permute(2, 0, 1, 3))
+    def _scatter(self, states: Tensor, slots: list[int], blocks: Tensor) -> None:
+        """Write blocks `[kv_heads, blocks, size, head_dim]` to slots of `[kv_heads, columns, head_dim]`."""
+        every = states[:, : states.shape[1] // self._size * self._size].unflatten(1, (-1, self._size))
+        every.index_copy_(1, torch.tensor(slots, dtype=torch.long, device=states.device), blocks)
 
     def _forget_ahead(self) -> None:
         if self._ahead is not None:
@@ -229,11 +176,14 @@ class AwayBlocks(BlockedLayer):
         self._layer.unchanged_tokens = keys.shape[2]
         self._count()
 
-    def _keys(self, start: int, end: int) -> Tensor:
+    def _read(self, start: int, end: int) -> KV:
         if not self.is_away:
-            return super()._keys(start, end)
-        keys: Tensor = self._layer.read(start, end)[0]
-        return keys
+            return super()._read(start, end)
+        keys, values = self._layer.read(start, end)
+        return keys, values
+
+    def _keys(self, start: int, end: int) -> Tensor:
+        return self._read(start, end)[0]
 
     def _count(self) -> None:
         """Note what is on the device."""

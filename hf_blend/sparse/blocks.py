@@ -102,8 +102,8 @@ class BlockedLayer:
         used = layout.fixed + total - layout.tail
         if held < layout.tail or self._copy is None or self._copy[0].shape[2] < used:
             self._copy, held = self._gathered(layout, used + ROOM_TOKENS), layout.tail
-        for copy, states in zip(self._copy, (self._layer.keys, self._layer.values), strict=True):
-            copy[:, :, layout.fixed + held - layout.tail : used] = states[:, :, held:]
+        for copy, states in zip(self._copy, self._read(held, total), strict=True):
+            copy[:, :, layout.fixed + held - layout.tail : used] = states
         self._layout, self._held = layout, total
         return layout, self._copy[0][:, :, :used], self._copy[1][:, :, :used]
 
@@ -125,6 +125,10 @@ class BlockedLayer:
             chosen = buffer[row, :, : count * size].view(heads, count, size * width)  # none in less than a block
             torch.index_select(found, 1, blocks[row], out=chosen)
         return buffer
+
+    def _read(self, start: int, end: int) -> KV:
+        """K and V of some tokens."""
+        return self._layer.keys[:, :, start:end], self._layer.values[:, :, start:end]
 
     def _keys(self, start: int, end: int) -> Tensor:
         """K of some tokens."""

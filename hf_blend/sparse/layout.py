@@ -20,14 +20,12 @@ from .lock import Selection
 class Layout:
     """The columns that are made of some selections."""
 
-    def __init__(
-        self, selections: Sequence[Selection], block_tokens: int, rows: list[list[int]] | None = None
-    ) -> None:
+    def __init__(self, selections: Sequence[Selection], block_tokens: int) -> None:
         self.selections, self._size = tuple(selections), block_tokens
         self.tail = min(one.tail for one in selections)
         inside = [[block for block in one.blocks if block * block_tokens < self.tail] for one in selections]
         most = max(map(len, inside))
-        self.rows = rows or [blocks + [-1] * (most - len(blocks)) for blocks in inside]
+        self.rows = [blocks + [-1] * (most - len(blocks)) for blocks in inside]
         self.fixed = most * block_tokens
 
     @cached_property
