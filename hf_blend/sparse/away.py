@@ -134,16 +134,19 @@ class AwayBlocks(BlockedLayer):
         rest = [[one for one in absent if one not in some] for some, absent in zip(ready, missing, strict=True)]
         away = self._layer.away_tokens // self._size
         there = [[one for one in blocks if one < away] for blocks in rest]
-        sources = [(coming, ready, ahead[1].result())] if ahead is not None and any(ready) else []
-        sources += [(there, there, self._layer.blocks(there, self._size))] if any(there) else []
+        sources: list[tuple[Blocks, Blocks, list[KV]]] = []
+        if ahead is not None and any(ready):
+            sources.append((coming, ready, ahead[1].result()))
+        if any(there):
+            sources.append((there, there, self._layer.blocks(there, self._size)))
         for held, wanted, blocks in sources:
             for row, (names, states) in enumerate(zip(wanted, blocks, strict=True)):
                 index = torch.tensor([held[row].index(one) for one in names], dtype=torch.long)
-                some = states if names == held[row] else [part[index] for part in states]
+                some = states if names == held[row] else (states[0][index], states[1][index])
                 keys, values = (part.to(copy[0].device, non_blocking=True).permute(2, 0, 1, 3) for part in some)
                 found[row].append((names, (keys, values)))
-        for row, blocks in enumerate(rest):
-            for one in set(blocks) - set(there[row]):  # the last ones, of which some tokens are not away
+        for row, absent in enumerate(rest):
+            for one in set(absent) - set(there[row]):  # the last ones, of which some tokens are not away
                 keys, values = self._layer.read(one * self._size, (one + 1) * self._size)
                 found[row].append(([one], (keys[row][:, None], values[row][:, None])))
         prefetched, read = sum(map(len, ready)), sum(map(len, rest))
