@@ -17,7 +17,7 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # of a layer's K 
 
 
 class LayerStates(nn.Module):
-    """K and V of one layer as a module, which accelerate can size, place and bring; on the meta device when away."""
+    """K and V of one layer as a module on the meta device, which accelerate can size and place."""
 
     def __init__(self, keys: tuple[int, ...], values: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__()
@@ -29,10 +29,6 @@ class LayerStates(nn.Module):
     def nbytes(self) -> int:
         """Bytes of both."""
         return sum(states.numel() * states.element_size() for states in self.parameters())
-
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, for as long as they are here."""
-        return self.keys.data, self.values.data
 
 
 def memory_budget(max_memory: Mapping[Place, int | str] | None) -> dict[Place, int]:

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""K and V that are away from their device, in accelerate's offload format, brought back by accelerate's hook.
+"""K and V that are away from their device, in host memory or in files, and how they are brought back.
 
 Tokens are the first axis, so that a file grows at its end: new tokens cost their own bytes, however long the context.
-Writes are ours, because accelerate's writer rewrites a file in place and leaves a torn one behind when it is
-interrupted. Each read is compared with the digests that were taken of the tokens when they were written.
+Each read is compared with the digests that were taken of the tokens when they were written.
 """
 
 import os
@@ -13,20 +12,18 @@ import tempfile
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from accelerate.hooks import AlignDevicesHook
-from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ..errors import OffloadError
-from .placement import LayerStates
 
 PREFIX, LOCK = "hf-blend-kv-", "in-use"
 PIECE_TOKENS = 64  # a file has a digest for each so many tokens, which are the least that is read
@@ -68,46 +65,35 @@ def _remove_abandoned(parent: Path) -> None:
         lock.release()
 
 
-class States(OffloadedWeightsLoader):
-    """Tensors that grow by tokens, in memory or in files of a folder; a mapping from which accelerate brings them.
-
-    A tensor is `[rows, …]`: the tokens that were appended, then room with undefined contents.
-    """
+class States:
+    """Tensors that grow by tokens, `[tokens, …]`, in memory or in files of a folder."""
 
     def __init__(self, parent: str | os.PathLike[str] | None) -> None:
-        super().__init__(state_dict={}, index={})
         self._folder = None if parent is None else Folder(parent)
-        self._digests: dict[str, list[tuple[int, int]]] = {}  # of pieces on disk: (tokens up to here, digest)
-        self._pools: dict[str, Tensor] = {}  # what `state_dict` shows the first rows of
-
-    @property
-    def tokens_on_disk(self) -> dict[str, int]:
-        """How many tokens of each tensor are in a file."""
-        return {name: ends[-1][0] if ends else 0 for name, ends in self._digests.items()}
+        self._pools: dict[str, Tensor] = {}  # those in memory, with room behind their tokens
+        self._rows: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of a token, of those in files
+        self._digests: dict[str, list[tuple[int, int]]] = {}  # of pieces in a file: (tokens up to here, digest)
 
     @property
     def disk_bytes(self) -> int:
         """Bytes in files."""
-        return sum(held * self._row_bytes(name) for name, held in self.tokens_on_disk.items())
+        return sum(ends[-1][0] * self._row_bytes(name) for name, ends in self._digests.items() if ends)
 
     def create(self, name: str, like: Tensor, device: torch.device | None) -> None:
-        """Begin an empty tensor.
+        """Begin an empty tensor; without a device, in a file.
 
         Shapes: like `[tokens, …]`.
         """
         self.remove(name)
         if device is not None:
-            pool = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=device)
-            self._pools[name] = self.state_dict[name] = pool
+            self._pools[name] = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=device)
             return
         if self._folder is None:
             raise OffloadError(
                 f"{name} goes to the disk, but offload_folder is None, expected a folder. Give offload_folder=…, or "
                 "allow more in max_memory."
             )
-        self.save_folder = str(self._folder.path)
-        self.index[name] = {"dtype": str(like.dtype).removeprefix("torch."), "shape": [0, *like.shape[1:]]}
-        self._digests[name] = []
+        self._rows[name], self._digests[name] = (like.shape[1:], like.dtype), []
         self._write(name, b"", 0)
 
     def append(self, name: str, held: int, states: Tensor) -> None:
@@ -115,31 +101,20 @@ class States(OffloadedWeightsLoader):
 
         Shapes: states `[new, …]`.
         """
-        if name in self.state_dict:
-            self.reserve(name, held + len(states))
-            self.state_dict[name][held : held + len(states)] = states
+        end = held + len(states)
+        if name in self._pools:
+            pool = self._pools[name]
+            if len(pool) < end:
+                self._pools[name] = pool.new_empty((end + end // SPARE, *pool.shape[1:]))
+                self._pools[name][:held] = pool[:held]
+            self._pools[name][held:end] = states
             return
         data, width = _bytes(states), self._row_bytes(name)
         self._write(name, data, held * width)
-        end = held + len(states)
         cuts = [held, *range(held - held % PIECE_TOKENS + PIECE_TOKENS, end, PIECE_TOKENS), end]
         for first, last in pairwise(cuts):
             piece = data[(first - held) * width : (last - held) * width]
             self._digests[name].append((last, xxhash.xxh3_64_intdigest(piece)))
-        self.reserve(name, end)
-
-    def reserve(self, name: str, rows: int) -> None:
-        """Make a tensor so many rows long, at least as many as it has tokens; what is read then has room for more."""
-        if name in self.state_dict:
-            pool, held = self._pools[name], self.state_dict[name]
-            if len(pool) < rows:
-                pool = pool.new_empty((rows + rows // SPARE, *pool.shape[1:]))
-                pool[: len(held)] = held
-                self._pools[name] = pool
-            self.state_dict[name] = pool[:rows]
-            return
-        os.truncate(self._path(name), rows * self._row_bytes(name))  # a hole: no block of the disk is used
-        self.index[name]["shape"][0] = rows
 
     def crop(self, name: str, tokens: int) -> None:
         """Keep the first so many tokens."""
@@ -152,7 +127,6 @@ class States(OffloadedWeightsLoader):
         del ends[count:]
         if rest is not None:
             ends.append((tokens, xxhash.xxh3_64_intdigest(_bytes(rest))))
-        self.reserve(name, tokens)
 
     def forget(self, name: str, held: int) -> None:
         """Take back the last `append`, as far as it came, behind so many tokens."""
@@ -165,21 +139,34 @@ class States(OffloadedWeightsLoader):
 
         Shape: `[tokens, …]`.
         """
-        if name in self.state_dict:
-            return [self.state_dict[name][start:end] for start, end in ranges]
+        if name in self._pools:
+            return [self._pools[name][start:end] for start, end in ranges]
+        with self._reading(name) as file:
+            return [self._read(name, file, start, end) for start, end in ranges]
+
+    def fill(self, name: str, out: Tensor) -> None:
+        """Write all tokens of a tensor to one of that length, on any device."""
+        if name in self._pools or out.device.type != "cpu":
+            out.copy_(self.read(name, [(0, len(out))])[0])
+        else:
+            with self._reading(name) as file:
+                self._read(name, file, 0, len(out), out)
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[int]:
         try:
             with self._path(name).open("rb", buffering=0) as file:
-                return [self._read(name, file.fileno(), start, end) for start, end in ranges]
+                yield file.fileno()
         except OSError as error:
-            raise OffloadError(f"{name} cannot be read from {self.save_folder}: {error}. {AGAIN}") from error
+            raise OffloadError(f"{name} cannot be read from {self._path(name)}: {error}. {AGAIN}") from error
 
-    def _read(self, name: str, file: int, start: int, end: int) -> Tensor:
-        ends, width, info = self._digests[name], self._row_bytes(name), self.index[name]
+    def _read(self, name: str, file: int, start: int, end: int, out: Tensor | None = None) -> Tensor:
+        """Read whole pieces, so that they can be verified; into a tensor, where it is given, that is of just these."""
+        ends, width, (row, dtype) = self._digests[name], self._row_bytes(name), self._rows[name]
         first = bisect_right(ends, start, key=lambda piece: piece[0])
         last = bisect_left(ends, end, key=lambda piece: piece[0])
         begin, behind = ends[first - 1][0] if first else 0, ends[last][0]
-        shape = (behind - begin, *info["shape"][1:])
-        states = torch.empty(shape, dtype=getattr(torch, info["dtype"]))
+        states = torch.empty((behind - begin, *row), dtype=dtype) if out is None else out
         data = _bytes(states)
         if os.preadv(file, [data], begin * width) == len(data):
             self._verify(name, data, begin, ends[first : last + 1])
@@ -202,35 +189,17 @@ class States(OffloadedWeightsLoader):
 
     def remove(self, name: str) -> None:
         """Forget a tensor and delete its file."""
-        self.state_dict.pop(name, None)
         self._pools.pop(name, None)
         self._digests.pop(name, None)
-        if self.index.pop(name, None) is not None:
+        if self._rows.pop(name, None) is not None:
             self._path(name).unlink(missing_ok=True)
 
-    def __getitem__(self, name: str) -> Tensor:
-        """A tensor as accelerate reads it, verified."""
-        try:
-            states: Tensor = super().__getitem__(name)
-        except (OSError, ValueError) as error:
-            raise OffloadError(f"{name} cannot be read from {self.save_folder}: {error}. {AGAIN}") from error
-        if pieces := self._digests.get(name):
-            self._verify(name, _bytes(states[: pieces[-1][0]]), 0, pieces)
-        return states
-
-    def __len__(self) -> int:
-        return len(self.state_dict) + len(self.index)
-
-    def __iter__(self) -> Any:
-        return iter((*self.state_dict, *self.index))
-
     def _path(self, name: str) -> Path:
-        return Path(self.save_folder) / f"{name}.dat"
+        return self._folder.path / f"{name}.dat"  # type: ignore[union-attr]
 
     def _row_bytes(self, name: str) -> int:
-        info = self.index[name]
-        width = torch.Size(info["shape"][1:]).numel()
-        return width * getattr(torch, info["dtype"]).itemsize
+        row, dtype = self._rows[name]
+        return row.numel() * dtype.itemsize
 
     def _write(self, name: str, data: Any, offset: int) -> None:
         path = self._path(name)
@@ -253,7 +222,7 @@ def _bytes(states: Tensor) -> Any:
 
 
 class AwayLayer:
-    """K and V of one layer away from its device; brought by accelerate's hook for one use at a time."""
+    """K and V of one layer away from its device; brought for one use at a time."""
 
     def __init__(self, index: int, states: States, keys: Tensor, values: Tensor, place: torch.device | None) -> None:
         """Begin an empty layer.
@@ -263,7 +232,6 @@ class AwayLayer:
         self._prefix, self._states, self.tokens = f"layer.{index}.", states, 0
         self._like = (keys.new_empty((0, *keys.shape[1:])), values.new_empty((0, *values.shape[1:])))
         self._lock = threading.Lock()
-        self.place = place
         for name, like in zip(("keys", "values"), self._like, strict=True):
             states.create(self._prefix + name, like, place)
 
@@ -290,24 +258,12 @@ class AwayLayer:
             self.tokens += len(keys)
 
     def bring(self, rows: int) -> tuple[Tensor, Tensor]:
-        """K and V on the device, `[rows, batch, kv_heads, head_dim]`; what is behind the tokens is undefined.
-
-        accelerate's hook brings them to host memory. From there they go to a GPU without it: the hook would empty the
-        allocator's cache, and so wait for the device, for every tensor.
-        """
-        keys, values = self._like
+        """K and V on the device, `[rows, batch, kv_heads, head_dim]`; what is behind the tokens is undefined."""
+        keys, values = (like.new_empty((rows, *like.shape[1:])) for like in self._like)
         with self._lock:
-            for name in ("keys", "values"):
-                self._states.reserve(self._prefix + name, rows)
-            shapes = ((rows, *keys.shape[1:]), (rows, *values.shape[1:]))
-            module = LayerStates(*shapes, keys.dtype)
-            weights: Mapping[str, Tensor] = PrefixedDataset(self._states, self._prefix)
-            where = "cpu" if self.place is None else self.place
-            hook = AlignDevicesHook(where, offload=True, weights_map=weights)
-            hook.pre_forward(hook.init_hook(module))  # called directly: attached, it makes a cycle with the module
-            brought = module()
-            hook.post_forward(module, None)
-        return brought[0].to(keys.device), brought[1].to(values.device)
+            for name, states in (("keys", keys), ("values", values)):
+                self._states.fill(self._prefix + name, states[: self.tokens])
+        return keys, values
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """K and V of some tokens on the device, `[tokens, batch, kv_heads, head_dim]`."""
