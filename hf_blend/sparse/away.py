@@ -104,11 +104,11 @@ class AwayBlocks(BlockedLayer):
         keys, values = (one.new_zeros((*one.shape[:2], capacity, one.shape[3])) for one in self._layer.read(0, 0))
         copy = keys, values  # zeros, as a filler is hidden, but not from NaN
         for row, (blocks, there) in enumerate(zip(layout.rows, here, strict=True)):
-            kept = {slot: there[one] for slot, one in enumerate(blocks) if one in there}
-            columns = (torch.tensor([*kept.values()], dtype=torch.long)[:, None] + torch.arange(self._size)).flatten()
+            moved = {slot: there[one] for slot, one in enumerate(blocks) if one in there}
+            columns = (torch.tensor([*moved.values()], dtype=torch.long)[:, None] + torch.arange(self._size)).flatten()
             for old, part in zip(self._copy or (), copy, strict=False):
                 some = old[row].index_select(1, columns.to(old.device)).unflatten(1, (-1, self._size))
-                self._scatter(part[row], [*kept], some)
+                self._scatter(part[row], [*moved], some)
         for row, found in enumerate(self._brought(missing, copy)):
             slots = {one: slot for slot, one in enumerate(layout.rows[row])}
             for blocks, states in found:
@@ -129,14 +129,14 @@ class AwayBlocks(BlockedLayer):
         """For each request blocks and their K and V, `[kv_heads, blocks, size, head_dim]`, read ahead or now."""
         found: list[list[tuple[list[int], KV]]] = [[] for _ in missing]
         ahead, self._ahead = self._ahead, None
-        coming = ahead[0] if ahead is not None and len(ahead[0]) == len(missing) else [[] for _ in missing]
-        ready = [[one for one in some if one in absent] for some, absent in zip(coming, missing, strict=True)]
+        expected = ahead[0] if ahead is not None and len(ahead[0]) == len(missing) else [[] for _ in missing]
+        ready = [[one for one in some if one in absent] for some, absent in zip(expected, missing, strict=True)]
         rest = [[one for one in absent if one not in some] for some, absent in zip(ready, missing, strict=True)]
         away = self._layer.away_tokens // self._size
         there = [[one for one in blocks if one < away] for blocks in rest]
         sources: list[tuple[Blocks, Blocks, list[KV]]] = []
         if ahead is not None and any(ready):
-            sources.append((coming, ready, ahead[1].result()))
+            sources.append((expected, ready, ahead[1].result()))
         if any(there):
             sources.append((there, there, self._layer.blocks(there, self._size)))
         for held, wanted, blocks in sources:
