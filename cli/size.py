@@ -27,7 +27,7 @@ def size(model: Model, context: Context = 32768, batch: Batch = 1, dtype: Dtype 
     import psutil
 
     from hf_blend.evaluation.bundled import KV_DTYPES, choose_dtype
-    from hf_blend.model.size import cache_size
+    from hf_blend.evaluation.cache_size import cache_size
     from hf_blend.model_names import load_config
 
     kind: Any = None if dtype is None else choose_dtype(dtype, KV_DTYPES)

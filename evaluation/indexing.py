@@ -13,11 +13,11 @@ from torch import nn
 from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, StoreError
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.model.size import cache_size
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.store import ChunkKey
 
 from .bundled import ModelSource, handbook_pages
+from .cache_size import cache_size
 from .documents import Document
 from .retrieving import Piece, closed
 from .sources import Source, Sources

@@ -11,10 +11,10 @@ from typing import Any
 
 from hf_blend.errors import ConfigError, suggest
 from hf_blend.loading.estimator import GB, Placement, StorageDevice, Workload, choose, place
-from hf_blend.model.size import cache_size
 from hf_blend.model_names import load_config
 
 from .bundled import KV_DTYPES, choose_dtype, load_model
+from .cache_size import cache_size
 
 MEMORY = "memory"
 

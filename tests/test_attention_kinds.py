@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hf_blend.errors import UnsupportedModelError
-from hf_blend.prefill import row_masks
+from hf_blend.prefill import arguments
 from hf_blend.verify.full_recompute import fused_ratio
 from hf_blend.verify.model_under_test import ModelUnderTest
 from tests.asking import generated, prefill, prepared
@@ -41,7 +41,7 @@ def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, 
 def flash_model(monkeypatch):
     """Models whose attention is a stand-in for flash attention, which is not installed here."""
     monkeypatch.setitem(AttentionInterface._global_mapping, FLASH, flash)
-    monkeypatch.setattr(row_masks, "_told", set())
+    monkeypatch.setattr(arguments, "_told", set())
 
     def build(family):
         model = zoo_model(family, **MIXED.get(family, {}))

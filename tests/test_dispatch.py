@@ -15,7 +15,7 @@ from hf_blend.model import fingerprint
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.identity import weights
 from hf_blend.model.placement import input_device
-from hf_blend.model.row_masks import CausalLines, RowMask
+from hf_blend.model.row_masks import LocalLines, RowMask
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
 
@@ -163,7 +163,7 @@ def _has_hook(module: Any) -> bool:
 
 
 def test_a_mask_that_is_brought_to_another_device_goes_on_attending_by_blocks():
-    mask = RowMask.of(CausalLines(torch.tensor([[2, 5, 8]]), 9, ask=lambda: [2, 5, 8]))
+    mask = RowMask.of(LocalLines(torch.tensor([[2, 5, 8]]), 9, ask=lambda: [2, 5, 8]))
     assert mask.to(torch.device("cpu")) is mask
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, RowMask)

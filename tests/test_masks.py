@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_blend.model import row_masks
-from hf_blend.model.row_masks import CausalLines, RowMask, attend, row_mask
+from hf_blend.model.row_masks import LocalLines, RowMask, attend, row_mask
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -149,8 +149,8 @@ def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_
     query = torch.randn(batch, 4, len(columns), 8, generator=generator)
     key, value = torch.randn(2, batch, 4 // group, 64, 8, generator=generator)
     wanted = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
-    made = [row_masks.MadeLines(dense), row_masks.LocalLines(columns.expand(batch, -1), 64)]
-    made += [CausalLines(columns[None], 64, ask=columns.tolist)] if batch == 1 else []
+    made = [row_masks.MadeLines(dense), LocalLines(columns.expand(batch, -1), 64)]
+    made += [LocalLines(columns[None], 64, ask=columns.tolist)] if batch == 1 else []
     for lines in made:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(row_masks, "BLOCK_ROWS", (step, step))
@@ -162,7 +162,7 @@ def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_
             patch.setattr(row_masks, "KEPT_BYTES", kept_bytes)
             patch.setattr(row_masks, "_fused", row_masks._fused if in_two else None)
             got = [attend(query, key, value, lines) for _ in range(2)]
-            blocks = lines.spans if in_two and isinstance(lines, row_masks.CausalLines) else lines.blocks
+            blocks = lines.spans if in_two and lines.is_causal else lines.blocks
         assert [number for block in blocks for number in range(64)[block.rows]] == list(range(len(columns)))
         for one in got:
             torch.testing.assert_close(one, wanted, atol=1e-5, rtol=0)
@@ -170,17 +170,17 @@ def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_
 
 def test_a_block_of_few_rows_reads_no_key_that_all_its_rows_are_before():
     columns = torch.arange(0, 1500, 15)
-    lines = CausalLines(columns[None], 1500, ask=columns.tolist)
+    lines = LocalLines(columns[None], 1500, ask=columns.tolist)
     assert not lines.spans
     assert [block.keys.stop for block in lines.blocks] == [int(columns[47]) + 1, int(columns[95]) + 1, 1486]
-    assert len(CausalLines(columns[None, :40], 1500, ask=columns[:40].tolist).blocks) == 1, "too few to cut"
+    assert len(LocalLines(columns[None, :40], 1500, ask=columns[:40].tolist).blocks) == 1, "too few to cut"
 
 
 def test_attention_in_two_steps_makes_no_mask_of_the_keys_that_a_block_shares(monkeypatch):
     rows, made = scattered(1, 700, 4000), []
     query, key, value = attention_inputs(1, 700, 4000)
-    cut = row_masks.LocalLines.cut
-    monkeypatch.setattr(row_masks.LocalLines, "cut", lambda *given: made.append(cut(*given)) or made[-1])
+    cut = LocalLines.cut
+    monkeypatch.setattr(LocalLines, "cut", lambda *given: made.append(cut(*given)) or made[-1])
     got = attend(query, key, value, row_mask(None, rows, 0, 4000, "sdpa").lines)
     assert sum(mask.numel() for mask in made) < 0.11 * 700 * 4000
     dense = torch.arange(4000) <= rows[0][:, None]
@@ -205,7 +205,7 @@ def gradients(attention, given):
 
 def test_a_causal_mask_takes_no_memory_until_some_code_asks_for_a_tensor():
     columns = torch.arange(0, 1 << 20, 64)
-    mask = RowMask.of(CausalLines(columns[None], 1 << 20, ask=columns.tolist))  # 16 GiB as booleans
+    mask = RowMask.of(LocalLines(columns[None], 1 << 20, ask=columns.tolist))  # 16 GiB as booleans
     assert mask.shape == (1, 1, 1 << 14, 1 << 20)
     assert (mask.dtype, mask.dim(), mask.device.type) == (torch.bool, 4, "cpu")
     assert len(mask.lines.spans) <= (1 << 14) / 64 + 1

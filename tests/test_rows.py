@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_blend.cache.indexed_layer import IndexedKind
+from hf_blend.cache.layers import BlendLayer
 from hf_blend.model.anatomy import LayerCall
+from hf_blend.prefill.arguments import RowArguments
 from hf_blend.prefill.layer_kind import LayerKind
 from hf_blend.prefill.rows import Rows, highest
 
@@ -86,16 +88,17 @@ def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers():
         def forward(self, hidden_states, position_embeddings=None):
             """Nothing."""
 
-    table, taken = tuple(torch.arange(24.0).view(1, 12, 2) + part for part in (0, 100)), {}
+    table = tuple(torch.arange(24.0).view(1, 12, 2) + part for part in (0, 100))
     arguments = {"position_embeddings": table}
     calls = [LayerCall.bind(Layer(), (torch.zeros(1, 12, 4),), arguments) for _ in range(2)]
     kinds, prefill = [IndexedKind(), LayerKind()], SimpleNamespace(tokens=12)
     kinds[0]._table = table
     rows = Rows.at([[2, 5, 7, 11]], torch.device("cpu"))
-    fewer, remaining = rows.last(2)
+    fewer, _ = rows.last(2)
+    cuts = RowArguments(SimpleNamespace(_attn_implementation="sdpa"), [BlendLayer()], 0, 12)
     for call, kind in zip(calls, kinds, strict=True):
-        for kept, index, total in ((rows, rows.columns, 12), (fewer, remaining, 4)):
-            call.take_rows(index, total, kept.columns, taken)
+        for kept in (rows, fewer):
+            cuts.cut(0, call, kept, None)
             kind.take_rows(prefill, call, kept)
     assert [part.shape[1] for call in calls for part in call.arguments["position_embeddings"]] == [14, 14, 2, 2]
     assert torch.equal(calls[1].arguments["position_embeddings"][1], table[1][:, [7, 11]])

@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 from transformers import AutoConfig, DynamicCache
 
 from hf_blend.errors import ConfigError, UnsupportedModelError
-from hf_blend.model.size import cache_size
+from hf_blend.evaluation.cache_size import cache_size
 
 FAMILIES = ("llama", "mistral", "gemma3_text", "falcon", "deepseek_v3", "gptj")
 TOKENS, BATCH = 40, 2

@@ -57,13 +57,13 @@ def test_a_mask_that_is_left_out_hides_the_wrong_keys_from_scattered_rows(monkey
     scattered = sdpa_attention_forward(attention, query[:, :, rows], keys, keys, None)[0]
     assert (scattered - full[:, rows]).abs().max() > 0.1, "the trap: no error, other numbers"
 
-    give = blend.RowMasks.give
+    cut = blend.RowArguments.cut
 
-    def watched(self, index, call, model_mask, rows):
+    def watched(self, index, call, rows, model_mask, attends):
         seen.append((model_mask, call))
-        return give(self, index, call, model_mask, rows)
+        return cut(self, index, call, rows, model_mask, attends)
 
-    monkeypatch.setattr(blend.RowMasks, "give", watched)
+    monkeypatch.setattr(blend.RowArguments, "cut", watched)
     model = zoo_model("llama")
     model.set_attn_implementation("sdpa")
     assert error(model, PIECES) <= 1e-5

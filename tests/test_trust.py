@@ -17,10 +17,10 @@ from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.calibrate import ensure_trusted, ratio_1
 from hf_blend.model.checks import CHECKS, CheckedModel, allowed_of, token_errors
 from hf_blend.model.quantised import shared_scale
-from hf_blend.prefill import row_masks
+from hf_blend.prefill import arguments
 from tests.asking import raising
 
-ROW_MASK = row_masks.row_mask
+ROW_MASK = arguments.row_mask
 
 
 def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: str, *_: Any) -> Any:
@@ -47,20 +47,20 @@ def test_the_promised_families_pass_with_room(family, dtype, tiny_model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_whose_blend_is_off_is_refused_with_the_way_out(dtype, tiny_model, monkeypatch):
-    monkeypatch.setattr(row_masks, "row_mask", looking_ahead)
+    monkeypatch.setattr(arguments, "row_mask", looking_ahead)
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(UnsupportedModelError, match=f"off by .* in {name}, where .*allow_unverified=True"):
         ensure_trusted(tiny_model().to(dtype), trial_cache)
 
 
 def test_a_self_test_that_breaks_is_a_refusal_and_says_how(tiny_model, monkeypatch):
-    monkeypatch.setattr(row_masks, "row_mask", raising(RuntimeError("the shapes 3 and 4 do not match")))
+    monkeypatch.setattr(arguments, "row_mask", raising(RuntimeError("the shapes 3 and 4 do not match")))
     with pytest.raises(UnsupportedModelError, match="ended in RuntimeError: the shapes 3 and 4 do not match"):
         ensure_trusted(tiny_model(), trial_cache)
 
 
 def test_the_user_may_overrule_it_and_is_warned_once(tiny_model, monkeypatch, caplog):
-    monkeypatch.setattr(row_masks, "row_mask", looking_ahead)
+    monkeypatch.setattr(arguments, "row_mask", looking_ahead)
     model = tiny_model()
     with caplog.at_level(logging.WARNING, "hf_blend"):
         for _ in range(3):

@@ -18,9 +18,8 @@ from hf_blend.cache import layers
 from hf_blend.context import self_extend, sequence_cache, tables
 from hf_blend.hybrids import mixer
 from hf_blend.model import calibrate, capture, hooks
-from hf_blend.model.anatomy import LayerCall
 from hf_blend.model.checks import CHECKS, CheckResult
-from hf_blend.prefill import blend, plan, realign, row_masks, rows, selection
+from hf_blend.prefill import arguments, blend, plan, realign, rows, selection
 from hf_blend.selectors.base import Selector
 from hf_blend.store import format
 from hf_blend.verify.model_under_test import FLOAT32_LOGITS, ModelUnderTest, attending, attention_of
@@ -127,7 +126,7 @@ def first_key_unseen(mask: Any, *given: Any) -> Any:
     visible = plain.clone() if plain.dtype == torch.bool else plain == 0
     first = visible.long().argmax(-1, keepdim=True)
     visible &= ~(torch.zeros_like(visible).scatter(-1, first, True) & (visible.sum(-1, keepdim=True) > 1))
-    return row_masks.RowMask.of(visible) if isinstance(made, row_masks.RowMask) else visible
+    return arguments.RowMask.of(visible) if isinstance(made, arguments.RowMask) else visible
 
 
 def without_padding(mask: Any, rows: Any, past: int, keys: int, implementation: str, *_: Any) -> Any:
@@ -178,10 +177,10 @@ def only_keys_written(self: Any, states: Any, fresh: Any) -> None:
     WRITE_STATES(self, states[:1], fresh[:1])
 
 
-def rotated_for_other_places(self: Any, index: Any, *arguments: Any, **kwargs: Any) -> None:
-    table = self.arguments["position_embeddings"]
-    TAKE_ROWS(self, index, *arguments, **kwargs)
-    self.arguments["position_embeddings"] = tuple(part[:, : index.shape[1]] for part in table)
+def rotated_for_other_places(self: Any, index: int, call: Any, rows: Any, *given: Any) -> None:
+    CUT(self, index, call, rows, *given)
+    table = call.given["position_embeddings"]
+    call.arguments["position_embeddings"] = tuple(part[:, : rows.columns.shape[1]] for part in table)
 
 
 def one_too_few(self: Any, ratio: float, tokens: int) -> int:
@@ -229,9 +228,9 @@ def seeing_ahead(self: Any, hidden_states: Any, *given: Any, **kwargs: Any) -> A
 
 
 FORWARD = LlamaAttention.forward
-COMPOSE, WRITE, ROW_MASK, HIGHEST = realign.compose, realign.Realigner.write, row_masks.row_mask, selection.highest
+COMPOSE, WRITE, ROW_MASK, HIGHEST = realign.compose, realign.Realigner.write, arguments.row_mask, selection.highest
 COMPUTE_CHUNKS, BEGIN = plan.compute_chunks, blend.Prefill._begin
-TAKE_ROWS = LayerCall.take_rows
+CUT = arguments.RowArguments.cut
 WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.ForwardHooks._ended, layers.BlendLayer.update
 
 BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attribute, what is put in its place
@@ -243,18 +242,18 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("layer_0", realign, "compose", one_step_each),
     ("moved_chunk", realign, "compose", one_step_each),
     ("prefix_cache", plan, "compute_chunks", stored_coarsely),
-    ("ratio_1", row_masks, "row_mask", looking_ahead),
-    ("ratio_1", row_masks, "row_mask", first_key_unseen),
-    ("ratio_1_batch", row_masks, "row_mask", without_padding),
-    ("all_but_one", row_masks, "row_mask", looking_ahead),
-    ("ratio_1_states", row_masks, "row_mask", looking_ahead),
+    ("ratio_1", arguments, "row_mask", looking_ahead),
+    ("ratio_1", arguments, "row_mask", first_key_unseen),
+    ("ratio_1_batch", arguments, "row_mask", without_padding),
+    ("all_but_one", arguments, "row_mask", looking_ahead),
+    ("ratio_1_states", arguments, "row_mask", looking_ahead),
     ("ratio_1_text", layers.BlendLayer, "update", answer_spoilt),
     ("ratio_1_ignores_store", rows.Rows, "write_states", only_keys_written),
-    ("fused_ratio", row_masks, "row_mask", looking_ahead),
-    ("fused_ratio", LayerCall, "take_rows", rotated_for_other_places),
+    ("fused_ratio", arguments, "row_mask", looking_ahead),
+    ("fused_ratio", arguments.RowArguments, "cut", rotated_for_other_places),
     ("question_is_fresh", blend.Prefill, "_begin", question_from_a_stale_place),
     ("unchosen_bytes", plan, "compute_chunks", stored_coarsely),
-    ("causality", row_masks, "row_mask", looking_ahead),
+    ("causality", arguments, "row_mask", looking_ahead),
     ("store_bytes", realign.Realigner, "write", store_written),
     ("same_bits", selection, "highest", by_lot),
     ("selection", Selector, "count", one_too_few),
@@ -365,7 +364,7 @@ def test_verify_command_ends_with_1_and_names_what_fails_or_is_refused(monkeypat
     code, out, err = run("verify", "tiny:gpt2", "--json")
     assert (code, json.loads(out)["rungs"]) == (1, [])
     assert "layer 0 of GPT2LMHeadModel" in err
-    monkeypatch.setattr(row_masks, "row_mask", looking_ahead)
+    monkeypatch.setattr(arguments, "row_mask", looking_ahead)
     code, out, err = run(*"verify tiny:llama --dtype float32 --attention sdpa --rung causality --json".split())
     document = json.loads(out)
     assert (code, document["supported"]) == (1, False)

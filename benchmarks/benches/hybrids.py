@@ -26,6 +26,7 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, suggest
 from hf_blend.evaluation.bench.shapes import text_config, timed_model, wait_for
 from hf_blend.hybrids.mixer_probe import mixers_of
+from hf_blend.prefill.report import BlendReport
 from hf_blend.store.chunk import ChunkKey
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -69,7 +70,7 @@ def _row(shape: str, plan: HybridsPlan, progress: Callable[[str], None]) -> dict
         inputs = cache.inputs(None, **pieces)
         parts = watch.stock(inputs)
         blend_ms = watch.prefill({**inputs, "past_key_values": cache})
-        kept.append({**parts, "blend_ms": blend_ms, "bound_ms": _bound(parts, cache.report.flop_shares())})
+        kept.append({**parts, "blend_ms": blend_ms, "bound_ms": _bound(parts, flop_shares(cache.report))})
     figures, (key,) = _figures(kept[1:]), store.add(model, None, pieces["chunks"][:1])
     sizes, layers = _bytes(model, store, key), len(mixers_of(model))
     loaded = plan.chunks * plan.chunk_tokens * sum(sizes[f"{one}_bytes_per_token"] for one in STORED)
@@ -163,9 +164,25 @@ def _figures(rounds: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def flop_shares(report: BlendReport) -> dict[str, float]:
+    """Of what a full prefill spends on products of weights and tokens, and on attention, the shares spent here."""
+    full, spent = [0.0, 0.0], [0.0, 0.0]
+    for work in report._work:
+        cost, active = report._costs[work.layer], work.real & work.active_columns
+        if work.kv_only:
+            spent[0] += cost.before_kv * int(active.sum())
+            continue
+        for into, tokens in ((full, work.real), (spent, active)):
+            keys = float((report._columns(work, tokens) + 1).sum())
+            into[0] += (cost.before_kv + cost.after_kv) * int(tokens.sum())
+            into[1] += cost.per_key * keys
+    shares = (one / total if total else 0.0 for one, total in zip(spent, full, strict=True))
+    return dict(zip(("products", "attention"), shares, strict=True))
+
+
 def _costs(cache: BlendCache) -> dict[str, float]:
     report = cache.report
-    shares = {f"{name}_share": share for name, share in report.flop_shares().items()}
+    shares = {f"{name}_share": share for name, share in flop_shares(report).items()}
     return {"charged_budget": report.charged_budget, **shares, "flop_bound": report.flop_bound}
 
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, HfBlendError, MissingExtraError
-from hf_blend.model.size import cache_size
 from hf_blend.model_names import PACKAGED, locate
 
 from ..bundled import REAL, ModelSource, first_line, open_model
+from ..cache_size import cache_size
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 FAILURES = (ImportError, LookupError, OSError, RuntimeError, ValueError)

@@ -20,12 +20,12 @@ from transformers import Cache
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.model.anatomy import stock_cache
-from hf_blend.model.size import cache_size
 from hf_blend.prefill.report import BlendReport
 from hf_blend.prompt.pieces import Prompt, batch
 from hf_blend.prompt.tokenizer import front_ids
 
 from ..answering import AnswerStreamer, ends_of
+from ..cache_size import cache_size
 from ..tasks.base import Sample
 
 

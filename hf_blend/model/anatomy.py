@@ -256,26 +256,6 @@ class LayerCall:
 
         return next((value for value in self.arguments.values() if isinstance(value, Cache)), None)
 
-    def take_rows(
-        self, index: Tensor, total: int, columns: Tensor, taken: dict[tuple[int, int], Any], with_hidden: bool = True
-    ) -> None:
-        """Keep some rows of every per-token argument: those at `index`, which are at `columns` of the prompt.
-
-        A tensor is per token where its second axis has `total` entries, or the third of four; rotary tables may come
-        as a tuple. What a model passes to several layers is taken once for the same columns, where they share `taken`.
-
-        Shapes: index `[batch, kept]`, columns `[batch, kept]`.
-        """
-        if with_hidden:  # `[…, batch, rows, width]`: several streams in Gemma 3n
-            self.hidden = gather_rows(self.hidden, index, self.hidden.dim() - 2)
-        for name, value in self.arguments.items():
-            if name != self.mask_name and isinstance(value, (Tensor, tuple, list)):
-                given = self.given[name]
-                key = (id(given), id(columns))
-                if key not in taken:  # both are kept alive, or their ids would be used again
-                    taken[key] = (_rows(value, index, total), given, columns)
-                self.arguments[name] = taken[key][0]
-
 
 @lru_cache(maxsize=256)
 def parameter_names(module_class: type[nn.Module]) -> tuple[str, ...]:
@@ -283,21 +263,6 @@ def parameter_names(module_class: type[nn.Module]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(module_class.forward).parameters.values())[1:]
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
-
-
-def _rows(value: Any, index: Tensor, total: int) -> Any:
-    """Take rows of a value that has one for each of `total` tokens, or of those in a tuple or list that have."""
-    found = []
-    for part in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(part, (tuple, list)):
-            part = _rows(part, index, total)
-        elif isinstance(part, Tensor) and part.dim() > 1 and part.shape[1] == total:
-            is_one = index.shape[0] == 1
-            part = part.index_select(1, index[0].to(part.device)) if is_one else gather_rows(part, index)
-        elif isinstance(part, Tensor) and part.dim() == 4 and part.shape[2] == total:
-            part = gather_rows(part.transpose(1, 2), index).transpose(1, 2)  # by head: a factor of queries, a bias
-        found.append(part)
-    return type(value)(found) if isinstance(value, (tuple, list)) else found[0]
 
 
 def gather_rows(value: Tensor, index: Tensor, axis: int = 1) -> Tensor:

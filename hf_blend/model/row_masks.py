@@ -19,7 +19,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class RowLines(ABC):
     dtype: torch.dtype
     device: torch.device
     _biases: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
-    knows_columns: ClassVar[bool] = False  # the host does
+    is_causal: bool = field(default=False, init=False)  # rows see all keys up to their columns, which the host knows
 
     @abstractmethod
     def cut(self, rows: slice, keys: slice) -> Tensor:
@@ -78,7 +78,7 @@ class RowLines(ABC):
         """Blocks in order; together they hold every row once."""
         (rows, keys), (least, most) = self.shape[2:], CAUSAL_MASK
         step = min(BLOCK_ROWS[self.device.type == "cuda"], max(64, BLOCK_BYTES // (4 * keys)))
-        if self.knows_columns and self.device.type == "cpu" and least < rows * keys <= most:
+        if self.is_causal and self.device.type == "cpu" and least < rows * keys <= most:
             step = CAUSAL_ROWS  # nobody has to wait for the columns, so there are more blocks
         elif rows * keys <= SMALL_MASK:  # nobody is asked where they are
             return [RowBlock(slice(0, rows), slice(0, keys))]
@@ -124,33 +124,25 @@ class RowLines(ABC):
 
 
 class MadeLines(RowLines):
-    """The lines of a mask that is there."""
+    """The lines of a mask that is there: all of them, or those of some rows."""
 
-    def __init__(self, mask: Tensor) -> None:
-        """Take a mask `[batch, heads or 1, rows, keys]`; no copy."""
-        super().__init__(tuple(mask.shape), mask.dtype, mask.device)
-        self._mask = mask
+    def __init__(self, mask: Tensor, rows: Tensor | None = None) -> None:
+        """Take a mask `[batch or 1, heads or 1, tokens, keys]`; no copy.
 
-    def cut(self, rows: slice, keys: slice) -> Tensor:
-        """See `RowLines.cut`; a view."""
-        return self._mask[:, :, rows, keys]
-
-
-class ModelLines(RowLines):
-    """Some rows' lines of the mask that a model made for all of them."""
-
-    def __init__(self, mask: Tensor, rows: Tensor) -> None:
-        """Take a mask `[batch or 1, heads or 1, tokens, keys]`, and the rows `[batch, kept]`."""
-        super().__init__((rows.shape[0], mask.shape[1], rows.shape[1], mask.shape[3]), mask.dtype, mask.device)
-        self._mask, self._rows = mask, rows.to(mask.device)
+        Shapes: rows `[batch, kept]`.
+        """
+        batch, count = (mask.shape[0], mask.shape[2]) if rows is None else rows.shape
+        super().__init__((batch, mask.shape[1], count, mask.shape[3]), mask.dtype, mask.device)
+        self._mask, self._rows = mask, None if rows is None else rows.to(mask.device)
 
     def cut(self, rows: slice, keys: slice) -> Tensor:
-        """See `RowLines.cut`."""
+        """See `RowLines.cut`; a view, where all rows are there."""
+        if self._rows is None:
+            return self._mask[:, :, rows, keys]
         mask, index = self._mask[..., keys], self._rows[:, rows]
         if index.shape[0] == 1:
             return mask.index_select(2, index[0])
-        mask = mask.expand(index.shape[0], *mask.shape[1:])
-        return torch.take_along_dim(mask, index[:, None, :, None], dim=2)
+        return torch.take_along_dim(mask.expand(index.shape[0], *mask.shape[1:]), index[:, None, :, None], dim=2)
 
 
 class LocalLines(RowLines):
@@ -159,12 +151,13 @@ class LocalLines(RowLines):
     def __init__(
         self, columns: Tensor, keys: int, window: int | None = None, real: Tensor | None = None, ask: Any = None
     ) -> None:
-        """Describe the lines; `ask` gives the columns of a single entry as the host knows them.
+        """Describe the lines; of a single entry without window and padding `ask` gives the columns to the host.
 
         Shapes: columns `[batch, rows]`, real `[batch, …]`.
         """
         super().__init__((columns.shape[0], 1, columns.shape[1], keys), torch.bool, columns.device)
         self._columns, self._window, self._real, self._ask = columns, window, real, ask
+        self.is_causal = ask is not None
 
     def cut(self, rows: slice, keys: slice) -> Tensor:
         """See `RowLines.cut`."""
@@ -176,6 +169,36 @@ class LocalLines(RowLines):
             real = self._real[:, -self.shape[3] :][:, None, None, keys]
             seen = seen & real.to(device=seen.device, dtype=torch.bool)
         return seen
+
+    @cached_property
+    def spans(self) -> list[RowBlock]:
+        """Blocks for attention in two steps: first the keys that all rows of a block see, then the rest."""
+        if not self.is_causal or self.shape[2] * self.shape[3] <= CAUSAL_MASK[1]:
+            return []
+        rows, numbers = self.shape[2], self._numbers
+        step, cut, start = max(SPAN_ROWS[0], min(SPAN_ROWS[1], rows // SPAN_BLOCKS)), [], 0
+        for run in _runs(numbers, RUN_ROWS):
+            cut += _steps(start, run.start, step)
+            cut.append(run)
+            start = run.stop
+        ends = [(one, numbers[one.start], numbers[one.stop - 1]) for one in (*cut, *_steps(start, rows, step))]
+        return [
+            RowBlock(one, slice(0, last + 1), first, last - first == one.stop - one.start - 1)
+            for one, first, last in ends
+        ]
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        found: list[int] = self._ask()
+        return found
+
+    def _hidden(self, rows: slice, keys: slice) -> Tensor:
+        if not self.is_causal:
+            return super()._hidden(rows, keys)
+        return torch.arange(keys.start, keys.stop, device=self.device) > self._columns[:, None, rows, None]
+
+    def _ends(self, cut: list[slice]) -> list[tuple[int, int]]:
+        return [(0, self._numbers[rows.stop - 1] + 1) for rows in cut] if self.is_causal else super()._ends(cut)
 
 
 class PackedLines(RowLines):
@@ -233,42 +256,6 @@ class PackedLines(RowLines):
         return None if is_causal else made
 
 
-class CausalLines(LocalLines):
-    """Each row of one batch entry sees the keys up to its own column; the host knows which that is."""
-
-    knows_columns = True
-
-    def _hidden(self, rows: slice, keys: slice) -> Tensor:
-        columns = torch.arange(keys.start, keys.stop, device=self.device)
-        return columns > self._columns[:, None, rows, None]
-
-    @cached_property
-    def _numbers(self) -> list[int]:
-        found: list[int] = self._ask()
-        return found
-
-    @cached_property
-    def spans(self) -> list[RowBlock]:
-        """Blocks for attention in two steps: first the keys that all rows of a block see, then the rest."""
-        numbers, rows = self._numbers, self.shape[2]
-        if rows * self.shape[3] <= CAUSAL_MASK[1]:
-            return []
-        step, cut, start = max(SPAN_ROWS[0], min(SPAN_ROWS[1], rows // SPAN_BLOCKS)), [], 0
-        for run in _runs(numbers, RUN_ROWS):
-            cut += _steps(start, run.start, step)
-            cut.append(run)
-            start = run.stop
-        cut += _steps(start, rows, step)
-        return [self._span(block) for block in cut]
-
-    def _span(self, rows: slice) -> RowBlock:
-        first, last = self._numbers[rows.start], self._numbers[rows.stop - 1]
-        return RowBlock(rows, slice(0, last + 1), first, last - first == rows.stop - rows.start - 1)
-
-    def _ends(self, cut: list[slice]) -> list[tuple[int, int]]:
-        return [(0, self._numbers[rows.stop - 1] + 1) for rows in cut]
-
-
 def _runs(numbers: list[int], least: int) -> list[slice]:
     """Where at least so many numbers are neighbours."""
     gaps = [0, *(at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1), len(numbers)]
@@ -294,7 +281,7 @@ def attend(
         done = _at_once(query, key, value, lines, lines.blocks[0], dropout, scale)
         return done.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
     out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
-    spans = lines.spans if isinstance(lines, CausalLines) and _gives_sums(query, key, value, dropout) else []
+    spans = lines.spans if isinstance(lines, LocalLines) and _gives_sums(query, key, value, dropout) else []
     for block in spans or lines.blocks:
         given = query[:, :, block.rows], key, value, lines, block
         done = _in_two(*given, scale) if spans else _at_once(*given, dropout, scale)
@@ -395,13 +382,13 @@ def row_mask(
         return _cut_blocks(model_mask, rows, keys)
     lines: RowLines
     if model_mask is not None and model_mask.dim() == 4:
-        lines = ModelLines(model_mask, rows)
+        lines = MadeLines(model_mask, rows)
     elif model_mask is not None or window is not None or rows.shape[0] > 1:
         lines = LocalLines(rows + past, keys, window, model_mask)
     else:
         known = numbers or rows[0].tolist
         columns = rows + past if past else rows
-        lines = CausalLines(columns, keys, ask=lambda: [number + past for number in known()])
+        lines = LocalLines(columns, keys, ask=lambda: [number + past for number in known()])
     if implementation == "sdpa":
         return RowMask.of(lines)
     mask = lines.plain()
@@ -450,7 +437,7 @@ class RowMask(Tensor):
     @property
     def is_causal(self) -> bool:
         """Whether each row sees exactly the keys up to its own column."""
-        return isinstance(self.lines, CausalLines)
+        return self.lines.is_causal
 
     @classmethod
     def __torch_function__(

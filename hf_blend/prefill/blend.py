@@ -26,20 +26,20 @@ from torch import Tensor, nn
 from ..config import BlendConfig
 from ..correctors.base import Corrector, LayerView
 from ..errors import UnsupportedModelError
-from ..model.anatomy import LayerCall, text_config
+from ..model.anatomy import LayerCall, gather_rows, text_config
 from ..model.attention import AttentionCapture, StopForward
 from ..model.extras import LayerExtra
 from ..model.row_masks import looks_ahead
 from ..rotary.tables import Table, rotary_table
 from ..selectors.base import KV, Hear, Selector
+from .arguments import RowArguments
 from .buffers import LayerBuffers
 from .layer_kind import LayerKind, StatelessKind
-from .observing import AttentionObserver, WholeChunks, attention_of
+from .observing import AttentionObserver, ImportanceListener, attention_of
 from .plan import PlacedChunk, Plan
 from .realign import Realigner
 from .report import BlendReport, Work
 from .request import Request
-from .row_masks import RowMasks
 from .rows import Rows
 from .selection import Select, Selection
 
@@ -65,7 +65,7 @@ class PrefillContext:
     probe: Callable[[Hear, Sequence[int], Tensor | None], None]
     extras: Sequence[LayerExtra | None] = ()
     observer: AttentionObserver | None = None
-    loader: Any = None  # loads chunks in part; None: as `WholeChunks` does
+    loader: Any = None  # loads chunks in part; None: they are written whole
     is_probe: bool = False  # nothing is selected, and only the question is computed
     shares_layers: bool = False  # with the forward that it is a probe of, to which they stay open
 
@@ -95,19 +95,22 @@ class Prefill:
         self._with_keys = [index for index, kind in enumerate(self._kinds) if kind.has_keys]
         self._last = max((index for index, kind in enumerate(self._kinds) if kind.has_states), default=-1)
         self._selection = Selection(context, self._with_keys)
+        self._loader: Any = context.loader if context.observer is None else None
+        if self._loader is not None:
+            self._loader.realigner = context.realigner
+        self._stored: Any = self._loader or context.realigner  # writes what is stored, and compares it
         self._first_ratio, self._schedule, self._checks = self._scheduled()
-        self._loader = context.loader
-        if self._loader is None or context.observer is not None:
-            self._loader = WholeChunks(context, max(self._checks, default=-1))
-        self._buffers = LayerBuffers(context, self._last, self._loader)
+        self._listener = self._loader  # to what attention looks at, for the store
+        if context.loader is None and plan.store is not None and plan.store.reads_importance and not context.is_probe:
+            self._listener = ImportanceListener(context, max(self._checks, default=-1))
+        self._buffers = LayerBuffers(context, self._last, self._stored)
         config = text_config(context.model)
         # tokens in the cache before the new ones; for layers that scale their queries by positions which they count
         # themselves what added to `arange(rows)` gives the positions of the rows, `[rows]`
         self.past: int | Tensor = context.past
         self._counts_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # a layer counts for all entries
-        self._masks = RowMasks(config, layers, context.past, self.tokens)
-        self._taken: dict[tuple[int, int], Any] = {}  # rows of arguments that several layers are given
+        self._arguments = RowArguments(config, layers, context.past, self.tokens)
         self._tables: dict[int, tuple[Any, Table | None]] = {}  # by the id of what several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._selected_counts = plan.stored_counts  # of the reusable tokens, those that are computed
@@ -128,7 +131,7 @@ class Prefill:
             first_ratio, selects = self._selection.schedule(stateful)
         for index, select in selects.items():
             steps[index].append(select)
-        if context.loader is not None and context.observer is None:
+        if self._loader is not None:
             last, tokens = max(selects, default=-1), context.plan.real.numel()
             ratio = selects[last].ratio if selects else first_ratio or 0.0
             sees_all = context.selector.count(ratio, tokens) == tokens
@@ -176,8 +179,8 @@ class Prefill:
         if index == 0:
             self._begin(call)
         if self._rows is not None:
-            hidden_too = index == 0 or bool(context.request.others)
-            self._keep_rows(index, call, self._rows, self._rows.columns, hidden_too)
+            has_all = index == 0 or bool(context.request.others)
+            self._keep_rows(index, call, self._rows, self._rows.columns if has_all else None)
         for step in self._schedule[index]:
             match step:
                 case Select(ratio) if any(plan.stored_counts):
@@ -187,7 +190,7 @@ class Prefill:
                     self._loader.begin(index, None if sees_all else self._rows, plan)
                 case Trim():
                     self._trim(index, call)
-        ends = self._capture_attention(index, call) if context.observer is not None or self._loader.listens else False
+        ends = self._capture_attention(index, call) if context.observer or self._listener else False
         columns = None if self._rows is None else self._rows.columns
         context.report._work.append(Work(index, ends, columns, plan.reusable, plan.real, context.past))
 
@@ -246,7 +249,8 @@ class Prefill:
         self.close_doors()
         self.context.realigner.close()
         self._buffers.settle(len(self._kinds))
-        self._loader.finish()
+        if self._listener is not None:
+            self._listener.finish()
         if plan.replaced:
             replaced = len(plan.replaced)
             self.context.report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
@@ -282,8 +286,7 @@ class Prefill:
         chunks = [placed for placed in self.context.plan.chunks if self._rows is None or not placed.exact]
         if self._is_narrowed or not chunks:
             return
-        errors = self._loader.mismatches(chunks, self.context.realigner, computed)
-        for placed, error in zip(chunks, errors, strict=True):
+        for placed, error in zip(chunks, self._stored.mismatches(0, chunks, *computed), strict=True):
             if error > MISMATCH_LIMIT:
                 logger.warning(
                     "chunk %s is computed again: its stored K/V at layer 0 differ by %.2g from those of its tokens",
@@ -344,19 +347,17 @@ class Prefill:
         stored, charge = self._uncorrected.pop(index), context.report.charge
         context.corrector.correct(LayerView(index, chunk, fresh.to(chunk.device), stored, states, derotated, charge))
 
-    def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor, with_hidden: bool = True) -> None:
-        """Let a layer run for rows at these indices, `[batch, kept]`, among those that its call is for."""
-        is_all = self._rows is None or self._rows is rows
-        before = self.tokens if is_all else self._rows.columns.shape[1]  # type: ignore[union-attr]
-        call.take_rows(remaining, before, rows.columns, self._taken, with_hidden)
+    def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor | None) -> None:
+        """Let a layer run for some rows: those at `[batch, kept]` of its hidden states; None: they are these."""
+        if remaining is not None:  # `[…, batch, rows, width]`: several streams in Gemma 3n
+            call.hidden = gather_rows(call.hidden, remaining, call.hidden.dim() - 2)
+        self._arguments.cut(index, call, rows, self._model_mask, self._kind.attends)
         self._rows = rows
         if self._counts_positions:
             columns = rows.columns[0]
             self.past = self.context.past + columns - torch.arange(len(columns), device=columns.device)
         if self._kind.has_hooks:
             self._kind.take_rows(self, call, rows)
-        if self._kind.attends:
-            self._masks.give(index, call, self._model_mask, rows)
 
     def _look(self, index: int, call: LayerCall) -> None:
         """Run a layer until what it keeps is known for the active rows."""
@@ -413,8 +414,8 @@ class Prefill:
             take = partial(observer.take, number)
             taken = attention_of(columns, self.tokens, context.report.charge, take)
             self._capture, ends = AttentionCapture(call.layer, taken), number == observer.last
-        else:
-            self._capture = self._loader.capture(index, call.layer, self._rows, context.realigner, context.past)
+        elif self._listener is not None:
+            self._capture = self._listener.capture(index, call.layer, self._rows, context.past)
         if self._capture is not None:
             self._capture.open(call.cache)
         return ends

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class LayerBuffers:
     """What is open of the layers of one forward."""
 
-    def __init__(self, context: "PrefillContext", last: int, loader: Any) -> None:
-        self._loader, self._layers = loader, context.layers
+    def __init__(self, context: "PrefillContext", last: int, stored: Any) -> None:
+        self._stored, self._layers = stored, context.layers
         self._plan, self._realigner = context.plan, context.realigner
         self._tokens, self._last, self._is_shared = context.plan.real.shape[1], last, context.shares_layers
         self.settles = not all(getattr(layer, "keeps_all", True) for layer in context.layers)  # some give back
@@ -78,7 +78,7 @@ class LayerBuffers:
             if several is not None and len(group) > 1:
                 self._realigner.write(index, chunks, *several)
                 return
-        self._loader.write(index, chunks, self._realigner, self.open[index])
+        self._stored.write(index, chunks, *self.open[index])
 
     def prefetch(self, following: Sequence[int], checks: Sequence[int], device: torch.device) -> None:
         """Bring what is stored of the next layers to the device, while the ones that are open compute."""

@@ -3,8 +3,8 @@
 """What attention looks at in a forward: seen by selectors and observers, and noted for the store.
 
 A probe is a pass of the question alone over the stored KV, before anything is recomputed. For a store that reads it,
-`WholeChunks` gathers what each stored token gets as the request runs: in a few layers behind the last check layer
-the queries of the question's last rows meet the keys of the stored chunks, which are in the cache by then; the model's
+`ImportanceListener` gathers what each stored token gets as the request runs: in a few layers behind the last check
+layer the queries of the question's last rows meet the keys of the stored chunks, in the cache by then; the model's
 own attention follows. Nothing else is computed, and the device is asked once, at the end of the forward.
 """
 
@@ -21,7 +21,6 @@ from ..model.attention import AttentionCapture, AttentionFn, StopForward, stock_
 from ..selectors.attention import Attention
 from ..selectors.base import Hear
 from .plan import PlacedChunk
-from .realign import KV, Realigner
 
 if TYPE_CHECKING:
     from .blend import PrefillContext
@@ -115,21 +114,18 @@ def run_probe(
             model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True, **given)
 
 
-class WholeChunks:
-    """Stored chunks that are written whole, and what attention says of them, gathered for a store that reads it.
+class ImportanceListener:
+    """What attention says of stored chunks, gathered for a store that reads it.
 
-    What loads chunks in part (`PrefillContext.loader`) has the same methods, and `begin` of a layer.
+    What loads chunks in part (`PrefillContext.loader`) has the same methods.
     """
 
     def __init__(self, context: "PrefillContext", after: int) -> None:
-        """Prepare to listen behind a layer; nowhere in a probe."""
+        """Prepare to listen behind a layer."""
         plan = self._plan = context.plan
         self._past, self._charge = context.past, context.report.charge
         self._sums: dict[int, Tensor] = {}
         self._layers: frozenset[int] = frozenset()
-        self.listens = False  # takes the attention of some layers
-        if context.is_probe or context.loader is not None or plan.store is None or not plan.store.reads_importance:
-            return
         # not what a prompt begins with, where attention rests in any case
         said = [one for one in plan.chunks if context.past or not one.exact or one.chunk.key.chunk_prefix_ids]
         by_row = groupby(said, lambda placed: placed.row)
@@ -141,17 +137,6 @@ class WholeChunks:
         deep = deep[:-1] or deep  # past the K and V of the last layer only the last row is computed
         if self._rows > 0 and stops:
             self._layers = frozenset(deep[::-1][:: max(1, len(deep) // LAYERS)][:LAYERS])
-            self.listens = bool(self._layers)
-
-    def write(self, index: int, chunks: Sequence[PlacedChunk], realigner: Realigner, states: KV) -> None:
-        """Write a layer of stored chunks to its opened columns, `[batch, kv_heads, tokens, head_dim]`."""
-        realigner.write(index, chunks, *states)
-
-    def mismatches(
-        self, chunks: Sequence[PlacedChunk], realigner: Realigner, computed: Sequence[Tensor]
-    ) -> list[float]:
-        """How far each chunk's stored states at layer 0 are from those computed; see `Realigner.mismatches`."""
-        return realigner.mismatches(0, chunks, *computed)
 
     def capture(self, index: int, layer: nn.Module, *_: Any) -> AttentionCapture | None:
         """Take a layer's attention: note what it looks at, then attend as the model would; None where not listened."""

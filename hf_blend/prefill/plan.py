@@ -106,13 +106,9 @@ class Plan:
     compute_ms: float = 0.0
     store_ms: float = 0.0
     check_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._host_real = self.real  # stays with the host when `real` goes to the device
-        self.release: Callable[[], object] = lambda: None  # the store may evict the chunks
-        self._padding: dict[torch.device, Tensor] = {}
-        if self.chunks:
-            self.begin()
+    release: Callable[[], object] = lambda: None  # the store may evict the chunks
+    _padding: dict[torch.device, Tensor] = field(default_factory=dict)
+    _table: Tensor | None = None  # see `token_table`
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -138,10 +134,9 @@ class Plan:
     def begin(self, logits_rows: int = 1) -> None:
         """Mark the new tokens that have stored KV, but for those whose logits are asked for; all chunks are there."""
         self.end = self.real.shape[1] - min(logits_rows, self.real.shape[1])
-        self._table: Tensor | None = None  # see `token_table`
         self.has_padding = min(self.counts, default=0) < self.real.shape[1]
-        self._marks = np.zeros((2, *self.real.shape), dtype=bool)  # on the host: exact, reusable
-        exact, reusable = self._marks
+        self._marks = np.zeros((3, *self.real.shape), dtype=bool)  # stay with the host: exact, reusable, no padding
+        exact, reusable, self._marks[2] = self._marks[0], self._marks[1], self.real
         for placed in self.chunks:
             (exact if placed.exact else reusable)[placed.row, placed.columns] = True
         exact[:, self.end :] = reusable[:, self.end :] = False
@@ -153,8 +148,9 @@ class Plan:
 
     def fresh(self, with_reusable: bool) -> np.ndarray:
         """`[batch, tokens]`: True on columns that are not padding and have no exact KV; known to the host."""
-        exact, reusable = self._marks
-        return np.asarray(self._host_real) & ~(exact if with_reusable else exact | reusable)
+        exact, reusable, real = self._marks
+        found: np.ndarray = real & ~(exact if with_reusable else exact | reusable)
+        return found
 
     def padding_on(self, device: torch.device) -> Tensor:
         """`[batch, tokens]`, True on padding."""
@@ -185,7 +181,7 @@ class Plan:
         """Treat a chunk as if it had not been stored: its tokens are computed like a question's."""
         self.chunks.remove(placed)
         self._table = None
-        self._marks[:, placed.row, placed.columns] = False
+        self._marks[:2, placed.row, placed.columns] = False
         self.reusable[placed.row, placed.columns] = self.exact[placed.row, placed.columns] = False
         tokens = max(0, min(placed.columns.stop, self.end) - placed.start)
         self.fresh_counts[placed.row] += tokens

@@ -176,21 +176,6 @@ class BlendReport:
         full = sum(self._costs[work.layer].of_all(self._columns(work, work.real)) for work in self._layers())
         return full / self.flops if self.flops else 1.0
 
-    def flop_shares(self) -> dict[str, float]:
-        """Of what a full prefill spends on products of weights and tokens, and on attention, the shares spent here."""
-        full, spent = [0.0, 0.0], [0.0, 0.0]
-        for work in self._work:
-            cost, active = self._costs[work.layer], work.real & work.active_columns
-            if work.kv_only:
-                spent[0] += cost.before_kv * int(active.sum())
-                continue
-            for into, tokens in ((full, work.real), (spent, active)):
-                keys = float((self._columns(work, tokens) + 1).sum())
-                into[0] += (cost.before_kv + cost.after_kv) * int(tokens.sum())
-                into[1] += cost.per_key * keys
-        shares = (one / total if total else 0.0 for one, total in zip(spent, full, strict=True))
-        return dict(zip(("products", "attention"), shares, strict=True))
-
     def _layers(self) -> list[Work]:
         """One entry per layer, and per part of a prompt that came in parts."""
         return [work for work in self._work if not work.kv_only]

@@ -56,12 +56,11 @@ class PartialLoading(PartDecoding):
     IMPRESS; or "values", the keys of all heads, and for each head the values of blocks that it looks at.
     """
 
-    listens = True  # see `WholeChunks`
-
     def __init__(self, cache: BlendCache, share: float = 0.25, alpha: float = 0.6, fallback: str = "whole") -> None:
         super().__init__(cache)
         self._share, self._alpha, self._fallback = share, alpha, fallback
         self._store: Any = cache.store
+        self.realigner: Any = None  # of the forward that runs
         self._index = -1
         self._chunks: list[PlacedChunk] = []
         self._fresh: Tensor | None = None
@@ -98,34 +97,39 @@ class PartialLoading(PartDecoding):
         self._index, self._chunks = (index, few) if can and few else (-1, [])
         self._fresh = None if rows is None else rows.columns  # the last layer has fewer rows, but these are fresh
 
-    def mismatches(self, chunks: Sequence[PlacedChunk], realigner: Realigner, opened: Sequence[Tensor]) -> list[float]:
+    def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> list[float]:
         """As `Realigner.mismatches` of layer 0, by one head's keys where a chunk is in blocks: they tell tokens apart.
 
-        Shapes: opened `[batch, kv_heads, tokens, head_dim]`.
+        Shapes: *opened `[batch, kv_heads, tokens, head_dim]`.
         """
+        realigner = self.realigner
         if len(opened) == 1:  # of a mixer
-            return realigner.mismatches(0, chunks, *opened)
-        found, rotates_keys = list[float](), realigner.styles[0].slot == 0
+            return realigner.mismatches(layer, chunks, *opened)
+        found, rotates_keys = list[float](), realigner.styles[layer].slot == 0
         for chunk in chunks:
             in_blocks = isinstance(chunk.chunk.layers, PartialLayers) and chunk.is_whole and rotates_keys
-            if not in_blocks or _layers(chunk).is_whole(0):
-                found += realigner.mismatches(0, [chunk], *opened)
+            if not in_blocks or _layers(chunk).is_whole(layer):
+                found += realigner.mismatches(layer, [chunk], *opened)
                 continue
-            keys = _layers(chunk).part(0, 0, [0], range(_layers(chunk).reader.blocks)).to(opened[0].device)
-            moved = realigner.rotated(0, chunk, keys, torch.arange(chunk.tokens, device=keys.device))[0].float()
+            keys = _layers(chunk).part(layer, 0, [0], range(_layers(chunk).reader.blocks)).to(opened[0].device)
+            moved = realigner.rotated(layer, chunk, keys, torch.arange(chunk.tokens, device=keys.device))[0].float()
             fresh = opened[0][chunk.row, 0, chunk.columns].float()
             size = fresh.square().sum(dim=1)
             share = (fresh - moved).square().sum(dim=1) / size.maximum(size.mean()).clamp_min(1e-30)
             found.append(float(share.sqrt().nan_to_num(nan=float("inf")).max()))
         return found
 
-    def write(self, index: int, chunks: Sequence[PlacedChunk], realigner: Realigner, opened: KV) -> None:
-        """Write a layer of stored chunks; where it is loaded in part, probe heads of those in blocks only."""
+    def write(self, index: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> None:
+        """Write a layer of stored chunks; where it is loaded in part, probe heads of those in blocks only.
+
+        Shapes: *opened `[batch, kv_heads, tokens, head_dim]`.
+        """
+        realigner = self.realigner
         if chunks and index == self._index:
             rotates_keys = realigner.styles[index].slot == 0  # not what is in the place of the values
             self._chunks = [chunk for chunk in self._chunks if rotates_keys and chunk in chunks]
             self._index = index if rotates_keys else -1
-            part = _LayerPart(index, realigner, *opened)
+            part = _LayerPart(index, realigner, opened[0], opened[1])
             for chunk in self._chunks:
                 for states in opened:
                     states[chunk.row, :, chunk.columns] = 0
@@ -133,9 +137,7 @@ class PartialLoading(PartDecoding):
             chunks = [one for one in chunks if one not in self._chunks]
         realigner.write(index, chunks, *opened)
 
-    def capture(
-        self, index: int, module: nn.Module, rows: Rows | None, realigner: Realigner, past: int
-    ) -> AttentionCapture | None:
+    def capture(self, index: int, module: nn.Module, rows: Rows | None, past: int) -> AttentionCapture | None:
         """Takes a layer's attention: chooses, loads, writes, attends. None where the layer is not loaded in part."""
         if rows is None or index != self._index:
             return None
@@ -150,7 +152,7 @@ class PartialLoading(PartDecoding):
                     f"those of its cache are expected, {tuple(layer.keys.shape)}: it cannot be loaded in part. "
                     "Open the store without partial."
                 )
-            self._index, part = -1, _LayerPart(index, realigner, key, value, past)
+            self._index, part = -1, _LayerPart(index, self.realigner, key, value, past)
             question = _Question(query, rows, given.get("scaling") or query.shape[-1] ** -0.5)
             there = torch.ones(key.shape[0], key.shape[1], key.shape[2], dtype=torch.bool)
             for row in sorted({chunk.row for chunk in chunks}):

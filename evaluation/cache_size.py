@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, UnsupportedModelError
-from .anatomy import layer_configs
+from hf_blend.errors import ConfigError, UnsupportedModelError
+from hf_blend.model.anatomy import layer_configs
 
 INT8_SCALE_BYTES = 4  # a float32 scale for each token's V, and for each channel's K in a block
 INT8_BLOCK_TOKENS = 64

@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a layer that runs for some rows only: their own part of what the model made for all tokens.
+
+The mask is, for eager, an additive one; for sdpa a `RowMask`, attended by blocks; for flex the model's own block mask,
+asked at the rows' places. Flash attention has no mask that could say where scattered rows stand, and takes their
+positions for those of packed sequences: layers with scattered rows go through sdpa, and their user is told once.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import UnsupportedModelError
+from ..model.anatomy import LayerCall, LayerInfo, gather_rows
+from ..model.attention import STOCK, is_flash, open_door
+from ..model.row_masks import RowMask, row_mask
+from .rows import Rows
+
+logger = logging.getLogger(__name__)
+
+_told: set[str] = set()  # attention implementations that were spoken of
+
+
+class RowArguments:
+    """Cuts the arguments of one forward's layers; what several layers are given is cut once for the same rows."""
+
+    def __init__(self, config: Any, layers: Sequence[Any], past: int, tokens: int) -> None:
+        """Prepare for one forward of a model with this config, and of `tokens` tokens behind others."""
+        self._implementation = config._attn_implementation or "eager"
+        self._sources = kv_sources(layers, getattr(config, "layer_types", None))
+        self._past, self._tokens, self._is_flash = past, tokens, is_flash(self._implementation)
+        open_door(self._implementation)
+        self._cut: dict[tuple[object, ...], tuple[Any, ...]] = {}  # with what its key names by id, which stays alive
+
+    def cut(self, index: int, call: LayerCall, rows: Rows, model_mask: Any, attends: bool = True) -> None:
+        """Leave a call the rows' part of every argument but the hidden states, and of the model's mask for a layer.
+
+        A tensor is per token where its second axis has an entry for each, or the third of four; rotary tables may come
+        as a tuple.
+        """
+        for name, given in call.given.items():
+            if name in call.arguments and name != call.mask_name and isinstance(given, (Tensor, tuple, list)):
+                key: tuple[object, ...] = (id(given), id(rows))
+                if key not in self._cut:
+                    self._cut[key] = _rows(given, rows.columns, self._tokens), given, rows
+                call.arguments[name] = self._cut[key][0]
+        if attends:
+            if self._is_flash and not LayerInfo.of(call.layer).attention:
+                raise UnsupportedModelError(
+                    f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go "
+                    f"through sdpa instead of {self._implementation}. Load the model with attn_implementation='sdpa'."
+                )
+            window = getattr(self._sources[index], "sliding_window", None)  # says how many keys a row of a mask has
+            key = (id(model_mask), id(rows), window)
+            if key not in self._cut:
+                self._cut[key] = self._mask(index, rows, model_mask, window), model_mask, rows
+            call.arguments[call.mask_name] = self._cut[key][0]
+
+    def _mask(self, index: int, rows: Rows, model_mask: Any, window: int | None) -> Any:
+        """The rows' lines of a mask."""
+        keys, offset = self._past + self._tokens, 0  # all, but of a window
+        if window is not None:
+            keys, offset = self._sources[index].sizes_behind(self._past, self._tokens)
+        if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == rows.columns.shape[1] < self._tokens:
+            # Gemma 4 has cut it: behind its last K and V it goes on with the rows that are asked for
+            return RowMask.of(model_mask) if self._implementation == STOCK else model_mask
+        if self._is_flash:
+            _tell_of_flash(self._implementation)
+        name, window = (STOCK, window) if self._is_flash else (self._implementation, None)
+        return row_mask(model_mask, rows.columns, self._past - offset, keys, name, lambda: rows.numbers[0], window)
+
+
+def kv_sources(layers: Sequence[Any], kinds: Sequence[str] | None) -> list[Any]:
+    """The layer whose K and V each layer looks at: its own, or the last before it of its kind that has any."""
+    found, last = list[Any](), dict[str, Any]()
+    for index, layer in enumerate(layers):
+        kind = "" if kinds is None else kinds[index]
+        if hasattr(layer, "sizes_behind"):
+            last[kind] = layer
+        found.append(last.get(kind, layer))
+    return found
+
+
+def _tell_of_flash(name: str) -> None:
+    if name not in _told:
+        _told.add(name)
+        logger.warning(
+            "attention is %s, which cannot see scattered rows: in a prefill that reuses chunks the layers that "
+            "compute only some rows use sdpa; all others, and decoding, use %s",
+            name,
+            name,
+        )
+
+
+def _rows(value: Any, index: Tensor, total: int) -> Any:
+    """Take rows of a value that has one for each of `total` tokens, or of those in a tuple or list that have."""
+    found = []
+    for part in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(part, (tuple, list)):
+            part = _rows(part, index, total)
+        elif isinstance(part, Tensor) and part.dim() > 1 and part.shape[1] == total:
+            is_one = index.shape[0] == 1
+            part = part.index_select(1, index[0].to(part.device)) if is_one else gather_rows(part, index)
+        elif isinstance(part, Tensor) and part.dim() == 4 and part.shape[2] == total:
+            part = gather_rows(part.transpose(1, 2), index).transpose(1, 2)  # by head: a factor of queries, a bias
+        found.append(part)
+    return type(value)(found) if isinstance(value, (tuple, list)) else found[0]
