@@ -110,9 +110,7 @@ def _with_true_kv(plan: Plan, true: Capture, config: BlendConfig) -> Plan:
         )
         return replace(placed, chunk=ChunkKV(placed.chunk.key, layers, cut, numbers), first=0, count=placed.tokens)
 
-    made = Plan([*map(filled, plan.chunks)], plan.real.clone(), [*plan.counts], config, store=plan.store)
-    made.begin()
-    return made
+    return Plan([*map(filled, plan.chunks)], plan.real.clone(), [*plan.counts], config, store=plan.store).begin()
 
 
 def _share(got: Tensor, true: Tensor, by_median: bool) -> float:

@@ -131,7 +131,7 @@ class Plan:
             self.pipeline.close()
             self.pipeline = None
 
-    def begin(self, logits_rows: int = 1) -> None:
+    def begin(self, logits_rows: int = 1) -> "Plan":
         """Mark the new tokens that have stored KV, but for those whose logits are asked for; all chunks are there."""
         self.end = self.real.shape[1] - min(logits_rows, self.real.shape[1])
         self.has_padding = min(self.counts, default=0) < self.real.shape[1]
@@ -145,6 +145,7 @@ class Plan:
         known = zip(self.counts, self.exact_counts, self.stored_counts, strict=True)
         self.fresh_counts = [count - sum(stored) for count, *stored in known]
         self.exact, self.reusable = torch.from_numpy(exact.copy()), torch.from_numpy(reusable.copy())
+        return self
 
     def fresh(self, with_reusable: bool) -> np.ndarray:
         """`[batch, tokens]`: True on columns that are not padding and have no exact KV; known to the host."""

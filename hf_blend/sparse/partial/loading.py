@@ -33,7 +33,6 @@ from .itf import agreed, importance, probe_count
 from .seen import PartDecoding, attend_part
 from .store import PartialLayers
 
-KV = tuple[Tensor, Tensor]
 FALLBACKS = ("whole", "values")
 
 
