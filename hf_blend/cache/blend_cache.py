@@ -661,26 +661,22 @@ class BlendCache(Cache):
         planner = Planner(self.model, self.store, identity, sink, self.config, known.tokenizer)
         planner.placeholders = self._placeholders
         planner.images = {} if known.images is None else known.images.alone
+        if is_begun:
+            planner.report = copy.copy(self.report)  # the old one comes back after a failure
+        else:
+            planner.report = BlendReport(past_tokens=self._past, _costs=layer_costs(self.model))
         plan, known.pending = expected.plan(planner, request, self._past)
+        self.report = planner.report
         if known.pending.is_other:
             known.beginning = ()
-        if is_begun:
-            self.report = copy.copy(self.report)  # the old one comes back after a failure
-        else:
-            nominal = plan.config.nominal_ratio(len(self._own_layers))
-            self.report = BlendReport(nominal, past_tokens=self._past, _costs=layer_costs(self.model))
+        if not is_begun:
+            self.report.nominal_ratio = plan.config.nominal_ratio(len(self._own_layers))
         self.report.planned(
             prompt_tokens=sum(map(len, request.rows)),
             reusable_tokens=sum(plan.stored_counts),
             exact_tokens=sum(plan.exact_counts),
-            computed_chunks=plan.computed,
-            loaded_chunks=plan.loaded,
-            chunks_of_sets=plan.of_sets,
-            seam_tokens=plan.seam_tokens,
             encoded_images=0 if is_begun or known.images is None else known.images.encoded,
-            compute_ms=plan.compute_ms,
-            store_ms=plan.store_ms,
-            check_ms=self._check_ms + plan.check_ms,
+            check_ms=self._check_ms,
         )
         self._check_ms = 0.0
         self.report.advice = self.report.advice if plan.advice is None else asdict(plan.advice)

@@ -3,9 +3,7 @@
 """Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -27,7 +25,7 @@ from ..store.chunk import ChunkKey, ChunkKV, Found, Layout
 from ..store.stream import StreamedLayers
 from .layout import layout_of
 from .pipeline import Pipeline
-from .report import Advice
+from .report import Advice, BlendReport
 
 
 @dataclass(frozen=True)
@@ -94,28 +92,15 @@ class Plan:
     counts: list[int]
     config: BlendConfig  # of this forward
     computed: int = 0
-    loaded: int = 0
-    of_sets: int = 0
     tokenizers: set[str] = field(default_factory=set)
-    seam_tokens: int = 0
     replaced: list[ChunkKey] = field(default_factory=list)
     pipeline: Pipeline | None = None
     store: ChunkStore | None = None
     advice: Advice | None = None
     kept_ratio: float = 1.0
-    compute_ms: float = 0.0
-    store_ms: float = 0.0
-    check_ms: float = 0.0
     release: Callable[[], object] = lambda: None  # the store may evict the chunks
     _padding: dict[torch.device, Tensor] = field(default_factory=dict)
     _table: Tensor | None = None  # see `token_table`
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add the time of a block to the attribute of this name, in milliseconds."""
-        began_s = time.perf_counter()
-        yield
-        setattr(self, name, getattr(self, name) + 1e3 * (time.perf_counter() - began_s))
 
     def read_ahead(self, depth: float) -> None:
         """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
@@ -210,6 +195,7 @@ class Planner:
         self._sets: dict[str, list[ChunkKey]] = {}  # of chunks that were computed together, by what names them
         self.placeholders = frozenset[int]()  # no chunk that holds one is looked up, or computed alone
         self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
+        self.report = BlendReport()  # to which is added what planning costs
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
         self._config = text_config(model)
@@ -313,7 +299,7 @@ class Planner:
                 made = partial(kind, number, column, exact=exact, number=index, first=here, count=count)
                 found.append((key, made))
                 if first == offset and key.chunk_prefix_ids == self._chunk_prefix_ids:
-                    plan.seam_tokens += len(key.token_ids) - tokens
+                    self.report.seam_tokens += len(key.token_ids) - tokens
         return found
 
     def _fetch(self, plan: Plan, keys: Sequence[ChunkKey], first: Set[ChunkKey]) -> None:
@@ -323,7 +309,7 @@ class Planner:
         """
         if not keys:
             return
-        with plan.timed("check_ms"):
+        with self.report.timed("check_ms"):
             layout = layout_of(self._model, self._fingerprint)
         missing = self._load(plan, list(dict.fromkeys(keys)), layout)
         if not missing:
@@ -331,16 +317,17 @@ class Planner:
         alone = [
             key for key in missing if key in first or key.token_ids in self.images or key.fingerprint in self._sets
         ]
-        with plan.timed("check_ms"):
+        with self.report.timed("check_ms"):
             together = packs(self._model, [key for key in missing if key not in alone])
             canary_of(self._model)  # found here once, and known where the chunks are computed
         for pack in [*([key] for key in alone), *together]:
             with self._store.timed(*pack):
-                with plan.timed("compute_ms"):
+                with self.report.timed("compute_ms"):
                     chunks = self._compute(pack)
-                with plan.timed("store_ms"):
+                with self.report.timed("store_ms"):
                     self._fetched.update({chunk.key: self._store.put(chunk) for chunk in chunks})
             plan.computed += len(pack)
+        self.report.computed_chunks += plan.computed
 
     def _load(self, plan: Plan, keys: Sequence[ChunkKey], layout: Layout) -> list[ChunkKey]:
         """Bring the chunks from the store that are there and of the model; gives the keys of the others."""
@@ -356,8 +343,8 @@ class Planner:
             if chunk is None:
                 missing.append(key)
                 continue
-            plan.loaded += 1
-            plan.of_sets += key.fingerprint in self._sets
+            self.report.loaded_chunks += 1
+            self.report.chunks_of_sets += key.fingerprint in self._sets
             plan.tokenizers |= {chunk.tokenizer} - {""}
             self._canaries.add(chunk.canary)
             self._fetched[key] = chunk

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request cost: the one honest meter."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -127,6 +129,13 @@ class BlendReport:
         """Add to the figures of these names; a prompt that comes in parts is planned part by part."""
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + count)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time of a block to the figure of this name, in milliseconds."""
+        began_s = time.perf_counter()
+        yield
+        setattr(self, name, getattr(self, name) + 1e3 * (time.perf_counter() - began_s))
 
     def charge(self, flops: Charge) -> None:
         """Note work of choosing and correcting that is no layer's own; a tensor is read when a figure is asked for."""
