@@ -4,7 +4,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ class Request:
     """What one forward of the model asks for: all that is read of its arguments, and why it is computed plainly.
 
     `rows` has the new tokens of each entry without padding, `starts` the column of the first, `before` how many
-    tokens of its prompt are in the cache, `columns` those of tokens that padding separates; all are empty where
-    `fallback_reason` says why no chunk can be reused.
+    tokens of its prompt are in the cache, `columns` those of tokens that padding separates, `others` the arguments
+    that bring more than text; all are empty where `fallback_reason` says why no chunk can be reused.
     """
 
     arguments: Mapping[str, Any]
@@ -43,6 +42,8 @@ class Request:
     starts: list[int] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
     columns: list[tuple[int, ...]] = field(default_factory=list)
+    others: tuple[str, ...] = ()
+    logits_rows: int = 1
 
     @classmethod
     def parse(
@@ -64,10 +65,10 @@ class Request:
         reason = _why_plain(arguments, config) if width > 1 else ""
         if reason or width < 2 or ids is None:
             return cls(arguments, width, reason, ids, mask)
-        before = max(0, held - pending.held)
+        before, extra = max(0, held - pending.held), (other_inputs(arguments), int(arguments["logits_to_keep"]))
         if mask is None:
             rows, count = ids.tolist(), ids.shape[0]
-            return cls(arguments, width, "", ids, None, rows, [0] * count, [before] * count, [()] * count)
+            return cls(arguments, width, "", ids, None, rows, [0] * count, [before] * count, [()] * count, *extra)
         both = torch.cat((ids, mask.to(ids.dtype)), dim=1).cpu().numpy()  # the device is asked once
         new, own, past = both[:, :width], both[:, -width:] != 0, both[:, width:-width] != 0
         gaps = (own[:, 1:] < own[:, :-1]).any(axis=1)
@@ -78,17 +79,12 @@ class Request:
         counts = [before] * len(rows)
         if past.shape[1] >= before:
             counts = [int(count) for count in past[:, past.shape[1] - before :].sum(axis=1)]
-        return cls(arguments, width, "", ids, mask, rows, [width - len(row) for row in rows], counts, columns)
+        return cls(arguments, width, "", ids, mask, rows, [width - len(row) for row in rows], counts, columns, *extra)
 
     @classmethod
     def unseen(cls, keys: Tensor) -> "Request":
         """A forward of which only the keys of its first layer are known, `[batch, kv_heads, tokens, head_dim]`."""
         return cls({}, keys.shape[2], UNSEEN if keys.shape[2] > 1 else "", keys[:, 0, :, 0])
-
-    @cached_property
-    def others(self) -> tuple[str, ...]:
-        """The arguments that bring more than text."""
-        return other_inputs(self.arguments)
 
     def real_tokens(self) -> int:
         """How many tokens are not padding, all batch entries; may ask the device."""
@@ -112,17 +108,16 @@ class PendingPrompt:
     def plan(self, planner: Planner, request: Request, past: int) -> tuple[Plan, "PendingPrompt"]:
         """Plan a forward; gives what is expected after it, too."""
         prompts = None if self.batch is None else self.batch.find(request.rows, request.before)
-        logits_rows = int(request.arguments["logits_to_keep"])
         new = list(zip(request.rows, request.starts, request.columns, strict=True))
         if prompts is None:
             others = [PromptRow(tuple(ids), len(ids), start, 0, columns) for ids, start, columns in new]
-            return planner.plan(others, request.width, past == 0, logits_rows), PendingPrompt(is_other=True)
+            return planner.plan(others, request.width, past == 0, request.logits_rows), PendingPrompt(is_other=True)
         rows = [
             PromptRow(one.ids, before + len(ids), start, before, columns, one.spans(), one.opening, one.is_searched)
             for one, before, (ids, start, columns) in zip(prompts, request.before, new, strict=True)
         ]
         beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
-        plan = planner.plan(rows, request.width, beginning, logits_rows)
+        plan = planner.plan(rows, request.width, beginning, request.logits_rows)
         if all(row.end >= len(row.ids) for row in rows):
             return plan, PendingPrompt()
         rest = PendingPrompt(self.batch, self.held)
