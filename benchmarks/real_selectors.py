@@ -55,6 +55,7 @@ TEXT = "text"  # what the library computes chunks behind; without a context they
 TOGETHER = "together"  # in the place of a correction: the prompt's chunks were computed together, in another order
 ANSWER_TOKENS = 10  # over which the divergence is the mean
 TRIED_RATIOS = (0.03, 0.2)
+CHOSEN_ON = 106  # prompts of a task: every other of them chose something; on those behind nothing was chosen
 FITTED, QUESTIONS = 24, 3  # prompts of a regression; questions a prompt to train it
 BYTES = {"smollm2": 46_080, "gemma3": 36_864}  # of K and V of a token, in float32
 
@@ -277,23 +278,23 @@ def run(asked: argparse.Namespace) -> None:
     bench = Bench(asked.model, contexts, dict(asked.correction), task)
     path = asked.rows / f"{bench.name}-{asked.task}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = set()
-    if path.exists():
-        done = {(line["id"], line["method"]) for line in map(json.loads, path.read_text("utf-8").splitlines())}
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    done = {(line["id"], line["method"]) for line in lines}
     prompts = read_prompts(asked.data, task)
     if asked.examples:
         prompts = behind_examples(prompts, asked.examples, task)
     fitting = (row for row in prompts if is_fitting(bench, row))
     apart, rows = list(itertools.islice(fitting, 2)), list(itertools.islice(fitting, asked.limit))
     methods = [Method(text, bench.corrections) for text in asked.methods]
-    methods = [method for method in methods if any((row["id"], method.text) not in done for row in rows)]
-    ratios = {method.text: bench.ratio(method, apart) for method in methods}
+    methods = [method for method in methods if any((row["id"], method.text) not in done for row in rows[asked.skip :])]
+    found = {line["method"]: line["ratio"] for line in lines}
+    ratios = {one.text: found[one.text] if one.text in found else bench.ratio(one, apart) for one in methods}
     print(ratios, flush=True)
     with path.open("a", encoding="utf-8") as file:
-        for number, row in enumerate(rows):
+        for number, row in enumerate(rows[asked.skip :], asked.skip):
             open_methods = [m for m in methods if (row["id"], m.text) not in done and ratios[m.text] is not None]
             for line in measured(bench, row, open_methods, ratios):
-                half = "choose" if number % 2 == 0 else "report"
+                half = "choose" if number % 2 == 0 and number < CHOSEN_ON else "report"
                 file.write(json.dumps({"id": row["id"], "half": half, **line}) + "\n")
             file.flush()
 
@@ -461,6 +462,7 @@ def main() -> None:
     measure.add_argument("--context", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
     measure.add_argument("--correction", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
     measure.add_argument("--examples", type=Path, help="what is put before each row of a summarisation")
+    measure.add_argument("--skip", type=int, default=0, help="prompts that something was chosen or trained on")
     measure.add_argument("--limit", type=int, default=40)
     measure.set_defaults(do=run)
     train = commands.add_parser("fit")

@@ -97,6 +97,8 @@ ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "`ramp`": "ramp@text=0.1",
     "`ramp`, the default": "ramp@text=0.15",
 }
+LIMIT = {"text": "", "trained": ", corrected"}  # ways of `frontier_limit.py`
+RULES = {"greedy": "the search", "ramp": "`ramp`", "random": "tokens at random"}
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
@@ -170,6 +172,28 @@ def _frontier(document: dict[str, Any], rows: Sequence[tuple[str, str, float]] =
             for row in own
         ]
         lines.append(f"| {name} | {100 * key[1]:.0f} % | {' | '.join(cells)} |")
+    return lines
+
+
+def _limit(document: dict[str, Any]) -> list[str]:
+    """What a search that knows the answer leaves, and what rules leave on the same prompts."""
+    found = {(row["model"], row["task"], row["way"], row["rule"], row["share"]): row for row in document["rows"]}
+    asked = list(dict.fromkeys((row["model"], row["task"], row["n"]) for row in document["rows"] if row["share"]))
+    header = " | ".join(f"{model}, {task}, n = {n}" for model, task, n in asked)
+    lines = [f"| recomputed | charged | {header} |", "|---" * (2 + len(asked)) + "|"]
+    for share in dict.fromkeys(row["share"] for row in document["rows"]):
+        for way, corrected in LIMIT.items():
+            for rule, name in RULES.items():
+                own = [found.get((model, task, way, rule, share)) for model, task, _ in asked]
+                if any(own):
+                    cells = [
+                        f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}"
+                        if row
+                        else ""
+                        for row in own
+                    ]
+                    name = name if share else "nothing"
+                    lines.append(f"| {name}{corrected} | {100 * share:.0f} % | {' | '.join(cells)} |")
     return lines
 
 
@@ -302,6 +326,7 @@ TABLES = {
     "ends": _ends,
     "families": _families,
     "frontier": _frontier,
+    "frontier_limit": _limit,
     "real_answers": _answers,
     "together": partial(_frontier, rows=TOGETHER),
     "scored": _scored,
