@@ -99,6 +99,14 @@ def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
     assert parts(plan(one, row, known=known)) == [(0, 0, 3, True), (3, 1, 6, False)], "what is before it is an entry"
 
 
+def test_drop_makes_the_tokens_of_a_chunk_fresh_whatever_else_is_computed(planner):
+    made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q))
+    dropped = made.chunks[0]
+    made.drop(dropped)
+    assert made.fresh(with_reusable=False)[0, dropped.columns].all()
+    assert made.fresh(with_reusable=False)[0].sum() == made.fresh_counts[0] == 2 + len(A) + len(Q)
+
+
 def test_column_mask_is_that_of_the_layers_that_see_everything():
     seen, window = torch.ones(2, 1, 2, 6, dtype=torch.bool), torch.ones(2, 1, 2, 6, dtype=torch.bool)
     seen[1, ..., :2] = window[1, ..., :2] = window[0, ..., :1] = False

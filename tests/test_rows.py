@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_blend.cache.indexed_layer import IndexedKind
-from hf_blend.cache.layers import BlendLayer
-from hf_blend.model.anatomy import LayerCall
+from hf_blend.cache.layers import BlendLayer, BlendSlidingLayer
+from hf_blend.model.anatomy import LayerCall, decoder_layers
 from hf_blend.prefill.arguments import RowArguments
 from hf_blend.prefill.layer_kind import LayerKind
 from hf_blend.prefill.rows import Rows, highest
@@ -102,6 +102,17 @@ def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers():
             kind.take_rows(prefill, call, kept)
     assert [part.shape[1] for call in calls for part in call.arguments["position_embeddings"]] == [14, 14, 2, 2]
     assert torch.equal(calls[1].arguments["position_embeddings"][1], table[1][:, [7, 11]])
+
+
+def test_cut_counts_the_keys_of_a_window_from_the_first_that_the_layer_still_holds(shared_model):
+    layer, past, tokens, window = decoder_layers(shared_model())[0], 20, 12, 8
+    config = SimpleNamespace(_attn_implementation="flash_attention_2")
+    cuts = RowArguments(config, [BlendSlidingLayer(window)], past, tokens)
+    call = LayerCall.bind(layer, (torch.zeros(1, tokens, 64),), {"attention_mask": None})
+    cuts.cut(0, call, Rows.at([[2, 5, 7, 11]], torch.device("cpu")), None)
+    columns, keys = torch.tensor([2, 5, 7, 11])[:, None] + past, torch.arange(past - window + 1, past + tokens)
+    visible = (keys <= columns) & (keys > columns - window)
+    assert torch.equal(call.arguments["attention_mask"].plain()[0, 0], visible)
 
 
 @st.composite
