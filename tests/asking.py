@@ -5,6 +5,7 @@
 import torch
 
 from hf_blend import BlendCache, ChunkStore, SequenceCache
+from hf_blend.model.row_masks import row_mask
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 PIECES = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [5, 6, 7, 8]}
@@ -109,3 +110,8 @@ def raising(error):
         raise error
 
     return fail
+
+
+def looking_ahead(mask, rows, past, keys, *given):
+    """`row_mask` that shows each row the key behind its own."""
+    return row_mask(mask, (rows + 1).clamp_max(keys - past - 1), past, keys, given[0])

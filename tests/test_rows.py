@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import nn
 
 from hf_blend.cache.indexed_layer import IndexedKind
 from hf_blend.cache.layers import BlendLayer, BlendSlidingLayer
@@ -83,14 +82,10 @@ def test_states_taken_and_written_back_change_nothing_and_touch_no_other_column(
         assert torch.equal(target, torch.where(written, one, torch.tensor(7.0)))
 
 
-def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers():
-    class Layer(nn.Module):
-        def forward(self, hidden_states, position_embeddings=None):
-            """Nothing."""
-
+def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers(shared_model):
     table = tuple(torch.arange(24.0).view(1, 12, 2) + part for part in (0, 100))
-    arguments = {"position_embeddings": table}
-    calls = [LayerCall.bind(Layer(), (torch.zeros(1, 12, 4),), arguments) for _ in range(2)]
+    given = (torch.zeros(1, 12, 64),), {"position_embeddings": table}
+    calls = [LayerCall.bind(layer, *given) for layer in decoder_layers(shared_model())[:2]]
     kinds, prefill = [IndexedKind(), LayerKind()], SimpleNamespace(tokens=12)
     kinds[0]._table = table
     rows = Rows.at([[2, 5, 7, 11]], torch.device("cpu"))
@@ -105,13 +100,11 @@ def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers():
 
 
 def test_cut_counts_the_keys_of_a_window_from_the_first_that_the_layer_still_holds(shared_model):
-    layer, past, tokens, window = decoder_layers(shared_model())[0], 20, 12, 8
-    config = SimpleNamespace(_attn_implementation="flash_attention_2")
-    cuts = RowArguments(config, [BlendSlidingLayer(window)], past, tokens)
-    call = LayerCall.bind(layer, (torch.zeros(1, tokens, 64),), {"attention_mask": None})
+    call = LayerCall.bind(decoder_layers(shared_model())[0], (torch.zeros(1, 12, 64),), {"attention_mask": None})
+    cuts = RowArguments(SimpleNamespace(_attn_implementation="flash_attention_2"), [BlendSlidingLayer(8)], 20, 12)
     cuts.cut(0, call, Rows.at([[2, 5, 7, 11]], torch.device("cpu")), None)
-    columns, keys = torch.tensor([2, 5, 7, 11])[:, None] + past, torch.arange(past - window + 1, past + tokens)
-    visible = (keys <= columns) & (keys > columns - window)
+    columns, keys = torch.tensor([[22], [25], [27], [31]]), torch.arange(13, 32)
+    visible = (keys <= columns) & (keys > columns - 8)
     assert torch.equal(call.arguments["attention_mask"].plain()[0, 0], visible)
 
 

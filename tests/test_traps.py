@@ -22,7 +22,7 @@ from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.identity.watch import StructureWatch
 from hf_blend.prefill import blend
 from hf_blend.rotary.regime import frequency_regime, stretches
-from tests.asking import GREEDY, PIECES, prefilled, prepared
+from tests.asking import GREEDY, PIECES, noting, prefilled, prepared
 from tests.asking import prefill as logits
 
 WAYS = {**GREEDY, "max_new_tokens": 12}
@@ -57,13 +57,7 @@ def test_a_mask_that_is_left_out_hides_the_wrong_keys_from_scattered_rows(monkey
     scattered = sdpa_attention_forward(attention, query[:, :, rows], keys, keys, None)[0]
     assert (scattered - full[:, rows]).abs().max() > 0.1, "the trap: no error, other numbers"
 
-    cut = blend.RowArguments.cut
-
-    def watched(self, index, call, rows, model_mask, attends):
-        seen.append((model_mask, call))
-        return cut(self, index, call, rows, model_mask, attends)
-
-    monkeypatch.setattr(blend.RowArguments, "cut", watched)
+    noting(monkeypatch, blend.RowArguments, "cut", lambda _, index, call, rows, mask, *__: seen.append((mask, call)))
     model = zoo_model("llama")
     model.set_attn_implementation("sdpa")
     assert error(model, PIECES) <= 1e-5

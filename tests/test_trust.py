@@ -5,7 +5,6 @@
 import logging
 import warnings
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +17,7 @@ from hf_blend.model.calibrate import ensure_trusted, ratio_1
 from hf_blend.model.checks import CHECKS, CheckedModel, allowed_of, token_errors
 from hf_blend.model.quantised import shared_scale
 from hf_blend.prefill import arguments
-from tests.asking import raising
-
-ROW_MASK = arguments.row_mask
-
-
-def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: str, *_: Any) -> Any:
-    return ROW_MASK(mask, (rows + 1).clamp_max(keys - past - 1), past, keys, implementation)
+from tests.asking import looking_ahead, raising
 
 
 @pytest.fixture

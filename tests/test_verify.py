@@ -24,6 +24,7 @@ from hf_blend.selectors.base import Selector
 from hf_blend.store import format
 from hf_blend.verify.model_under_test import FLOAT32_LOGITS, ModelUnderTest, attending, attention_of
 from hf_blend.verify.runner import DTYPES, Verdict, check_names, run_checks, verify
+from tests.asking import looking_ahead
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PER_FAMILY = [
@@ -114,10 +115,6 @@ def one_step_each(style: Any, old: Any, new: Any) -> Any:
     """Every real move goes a little too far, so two moves go farther than one."""
     cos, sin = COMPOSE(style, old, new)
     return (cos, sin) if bool((sin == 0).all()) else wrong_turn(style, old, new)
-
-
-def looking_ahead(mask: Any, rows: Any, past: int, keys: int, implementation: str, *_: Any) -> Any:
-    return ROW_MASK(mask, (rows + 1).clamp_max(keys - past - 1), past, keys, implementation)
 
 
 def first_key_unseen(mask: Any, *given: Any) -> Any:
