@@ -351,7 +351,8 @@ class BlendedPrefills:
         outcome, request_id = held.outcome, held.state.request_id
         if error is not None:
             self.failures += 1
-            logger.warning("request %s is computed in full: %s: %s", request_id, type(error).__name__, error)
+            then = "fails" if held.reuse.pictures else "is computed in full"
+            logger.warning("request %s %s: %s: %s", request_id, then, type(error).__name__, error)
             outcome.tokens, outcome.reason = 0, f"{type(error).__name__}: {error}"
             self._engine.paged.free_blocks(request_id, no_cache=True)
             if held.reuse.pictures:  # the engine has none

