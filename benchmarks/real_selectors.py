@@ -46,7 +46,7 @@ from hf_blend.evaluation.tasks.samsum import Samsum
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.context import default_prefix
 from hf_blend.model.correction import ContextCorrection
-from hf_blend.model.distillation import distilled
+from hf_blend.training.distillation import distilled
 
 RESULTS = Path(__file__).parent / "results"
 SYSTEM = "Answer the question from the documents. Reply with the answer only, in a few words."

@@ -57,7 +57,7 @@ def fit(
     from hf_blend.model.capture import keeps_tokens_alone
     from hf_blend.model.context import default_prefix
     from hf_blend.model.correction import ContextCorrection
-    from hf_blend.model.distillation import HELD_OUT, distilled
+    from hf_blend.training.distillation import HELD_OUT, distilled
 
     if corpus and prompts:
         raise typer.BadParameter("got a corpus and --prompts, expected one of them.")

@@ -12,11 +12,11 @@ from transformers import DynamicCache
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.evaluation.fitting import DOCUMENTS, made_documents, prompts_of, read_documents
-from hf_blend.model import distillation
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.correction import ContextCorrection
-from hf_blend.model.distillation import distilled
 from hf_blend.prompt.pieces import Span
+from hf_blend.training import distillation
+from hf_blend.training.distillation import distilled
 from tests.conftest import random_ids
 
 FAMILIES = (

@@ -26,6 +26,7 @@ MOST = {
     "serving": 4_018,
     "sparse": 2_273,
     "store": 6_011,
+    "training": 302,
     "verify": 1_371,
     "cli": 2_431,
     "evaluation": 5_260,

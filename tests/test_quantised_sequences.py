@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
-from transformers import AutoTokenizer, DynamicCache
-from worlds import REFERENCE
+from transformers import DynamicCache
 
 from hf_blend import ChunkStore, ConfigError, SequenceCache, ShiftCache, StoreError
 from hf_blend.context.conversation import Conversation
@@ -424,12 +423,12 @@ def test_generate_works_in_every_mode_and_a_copy_is_its_own():
         assert same(bits_of(cache), before)
 
 
-def test_a_window_and_a_conversation_hold_few_bits_too(tmp_path):
+def test_a_window_and_a_conversation_hold_few_bits_too(reference, tmp_path):
     cache = ShiftCache(MODEL, window_tokens=100, kv_bits=8)
     MODEL.generate(prompt(90), past_key_values=cache, max_new_tokens=150, eos_token_id=None)
     assert cache.shifts >= 2
     assert "layer.0.k.bytes" in cache.state()
-    model, tokenizer = _reference()
+    model, tokenizer = reference
     chat = Conversation(model, tokenizer, window_tokens=160, archive=ChunkStore.open("memory://"), kv_bits=8)
     for turn in range(4):
         chat.ask("Tell me what was said before about the mill, the river and the town. " * 2, max_new_tokens=4)
@@ -441,12 +440,6 @@ def test_a_window_and_a_conversation_hold_few_bits_too(tmp_path):
     assert chat.recall(0, recompute_ratio=0.2).report.reusable_tokens > 0
     assert chat.cache.state()["kv_bits"] == 8
     chat.ask("And now?", max_new_tokens=4)
-
-
-def _reference():
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(REFERENCE), AutoTokenizer.from_pretrained(REFERENCE)
 
 
 def test_other_bits_are_refused_and_what_is_held_in_others_is_not_taken_up():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("context", "hybrids", "images", "integrations", "loading", "offload", "serving", "sparse", "verify")
+ROOMS = (*"context hybrids images integrations loading offload serving sparse training verify".split(),)
 APART = {*ROOMS, "__main__.py"}  # not of the core
 OF_ROOMS = {*ROOMS, "cli", "evaluation"}  # and the words of `hf_blend` that come from rooms
 OF_ROOMS |= {"StateCheckpoints", "ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"}

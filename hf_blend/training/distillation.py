@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, UnsupportedModelError
+from ..model.anatomy import full_cache, input_device
+from ..model.calibrate import rotary_styles
+from ..model.capture import capture, capture_chunks, cut_chunk, keeps_tokens_alone, packs
+from ..model.correction import KV, ContextCorrection, addition, beside, features_of, not_sinks
+from ..model.fingerprint import fingerprint
+from ..model.identity.canonical import canonical, notes_kept
 from ..prompt.pieces import Span
 from ..rotary.base import RotaryStyle, compose
 from ..store.chunk import ChunkKey, ChunkKV
-from .anatomy import full_cache, input_device
-from .calibrate import rotary_styles
-from .capture import capture, capture_chunks, cut_chunk, keeps_tokens_alone, packs
-from .correction import KV, ContextCorrection, addition, beside, features_of, not_sinks
-from .fingerprint import fingerprint
-from .identity.canonical import canonical, notes_kept
 
 ANSWER_TOKENS = 12  # of full prefill's own answer
 QUESTION_TOKENS = 8  # before the answer
