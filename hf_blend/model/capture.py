@@ -281,6 +281,12 @@ def packs(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
     return found
 
 
+def capture_alone(model: nn.Module, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkKV]:
+    """Compute chunks as a request does that lacks them all, each once."""
+    listed = packs(model, dict.fromkeys(keys))
+    return {one.key: one for pack in listed for one in capture_chunks(model, pack)}
+
+
 def _may_pack(model: nn.Module) -> bool:
     return getattr(text_config(model), "_attn_implementation", None) == STOCK
 

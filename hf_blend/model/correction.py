@@ -25,7 +25,7 @@ from ..rotary.base import RotaryStyle, compose
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import default_sink
 from .calibrate import rotary_styles
-from .capture import capture, capture_chunks, cut_chunk, packs
+from .capture import capture, capture_alone, capture_chunks, cut_chunk
 from .fingerprint import fingerprint
 
 __all__ = ["ContextCorrection"]
@@ -193,8 +193,7 @@ class ContextCorrection:
         for ids, spans in prompts:
             captured = capture(model, torch.tensor([[*ids]]))
             keys = [ChunkKey(identity, sink, tokens) for _, tokens, _, _ in spans]
-            listed = packs(model, dict.fromkeys(keys))
-            alone = {one.key: one for pack in listed for one in capture_chunks(model, pack)}
+            alone = capture_alone(model, keys)
             for key, (start, tokens, first, count) in zip(keys, spans, strict=True):
                 there = cut_chunk(
                     captured, ChunkKey(identity, (), tokens[first : first + count]), start, start + count

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import full_cache, input_device
 from ..model.calibrate import rotary_styles
-from ..model.capture import capture, capture_chunks, cut_chunk, keeps_tokens_alone, packs
+from ..model.capture import capture, capture_alone, cut_chunk, keeps_tokens_alone
 from ..model.correction import KV, ContextCorrection, addition, beside, features_of, not_sinks
 from ..model.fingerprint import fingerprint
 from ..model.identity.canonical import canonical, notes_kept
@@ -223,7 +223,7 @@ class _Documents:
         self._captured = capture(model, torch.tensor([ids]))
         self._columns = torch.cat([torch.arange(span.start, span.stop) for span in spans])
         keys = [ChunkKey(correction.model, correction.prefix, span.token_ids) for span in spans]
-        alone = {one.key: one for pack in packs(model, dict.fromkeys(keys)) for one in capture_chunks(model, pack)}
+        alone = capture_alone(model, keys)
         chunks = [(alone[key], span) for key, span in zip(keys, spans, strict=True)]
         styles = rotary_styles(model)
         self.layers = {layer: self._layer(chunks, layer, styles[layer]) for layer in correction.maps}

@@ -28,7 +28,7 @@ from ..prompt.pieces import Prompt
 from ..selectors.base import KV
 from ..store import ChunkStore
 from ..store.chunk import ChunkKV
-from .model_under_test import ModelUnderTest, distance, placed, unchosen
+from .model_under_test import ModelUnderTest, distance, placed, states_apart, unchosen
 
 RATIO = 0.3
 NEW_TOKENS = 8
@@ -48,9 +48,8 @@ def ratio_1_states(subject: ModelUnderTest) -> CheckResult:
     """Ratio 1.0 leaves the K and V of a full prefill in the cache, at every layer and token, in a padded batch too."""
     got, errors = subject.blend(subject.prompts, 1.0), []
     for row, run in enumerate(subject.plain(subject.prompts)):
-        tokens = run.logits.shape[0]
-        for mine, expected in zip(got.layers, run.layers, strict=True):
-            errors += [distance(one[row, :, -tokens:], other) for one, other in zip(mine, expected, strict=True)]
+        mine = [tuple(states[row, :, -len(run.logits) :] for states in layer) for layer in got.layers]
+        errors.append(states_apart(mine, run.layers))
     return CheckResult(max(errors), max(subject.floor.states, subject.logit_tolerance))
 
 

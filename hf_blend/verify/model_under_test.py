@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..cache.blend_cache import BlendCache
 from ..model.anatomy import decoder_layers, full_cache, text_config
 from ..model.calibrate import rotary_styles
-from ..model.capture import capture, capture_chunk, capture_chunks, packs
+from ..model.capture import capture, capture_alone, capture_chunk
 from ..model.checks import FLOORS, Blended, CheckedModel, CheckResult, Comparison, States, kv_of, question_rows
 from ..model.extras import extras_of
 from ..model.fingerprint import fingerprint
@@ -159,7 +159,7 @@ class ModelUnderTest(CheckedModel):
         """Different chunks as a request computes them that lacks them all, in the same order."""
         identity = fingerprint(self.model)
         keys = [ChunkKey(identity, self.chunk_prefix_ids, ids) for ids in all_ids]
-        made = {one.key: one for pack in packs(self.model, keys) for one in capture_chunks(self.model, pack)}
+        made = capture_alone(self.model, keys)
         return [made[key] for key in keys]
 
     def tables_at(self, start: int, tokens: int) -> tuple[Table | None, ...]:
@@ -188,8 +188,8 @@ def measure_floor(model: nn.Module, prompts: Sequence[Prompt]) -> Floor:
     pairs = [(one, other) for way in ways for one, other in zip(expected, way, strict=True)]
     return Floor(
         max(distance(one.logits, other.logits) for one, other in pairs),
-        max(_apart(one.layers[:1], other.layers[:1]) for one, other in pairs),
-        max(_apart(one.layers, other.layers) for one, other in pairs),
+        max(states_apart(one.layers[:1], other.layers[:1]) for one, other in pairs),
+        max(states_apart(one.layers, other.layers) for one, other in pairs),
     )
 
 
@@ -255,9 +255,10 @@ def distance(one: Tensor, other: Tensor) -> float:
     return largest if largest == largest else float("inf")
 
 
-def _apart(one: Sequence[States], other: Sequence[States]) -> float:
+def states_apart(one: Sequence[States], other: Sequence[States], columns: slice = slice(None)) -> float:
+    """Largest difference of what layers keep of some tokens, `[…, tokens, width]` each."""
     pairs = (pair for layers in zip(one, other, strict=True) for pair in zip(*layers, strict=True))
-    return max((distance(*pair) for pair in pairs), default=0.0)
+    return max((distance(a[..., columns, :], b[..., columns, :]) for a, b in pairs), default=0.0)
 
 
 def _cut(logits: Tensor, cache: Any, row: int, tokens: int) -> PrefillLogits:

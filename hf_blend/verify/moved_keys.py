@@ -18,7 +18,7 @@ from ..prefill.plan import PlacedChunk
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
 from ..store.chunk import ChunkKV
-from .model_under_test import ModelUnderTest, distance, rounding
+from .model_under_test import ModelUnderTest, distance, rounding, states_apart
 
 CHUNK_TOKENS = 24
 NEAR, FAR = 41, 130  # positions in the prompt; neither is a multiple of the other
@@ -82,9 +82,9 @@ def moved_chunk(subject: ModelUnderTest) -> CheckResult:
     layers = capture(subject.model, torch.tensor([ids]), positions[None]).layers
     there = [tuple(states[0, :, _home(subject) :] for states in layer) for layer in layers]
     got = _moved(subject, _probe_chunk(subject), FAR).layers
-    errors = [distance(*pair) for one, other in zip(got, there, strict=True) for pair in zip(one, other, strict=True)]
     largest = max(float(states.abs().amax()) for layer in there for states in layer)
-    return CheckResult(max(errors), FLOORS * subject.floor.states + largest * rounding(subject.dtype, 6, moves=1))
+    allowed = FLOORS * subject.floor.states + largest * rounding(subject.dtype, 6, moves=1)
+    return CheckResult(states_apart(got, there), allowed)
 
 
 @check()

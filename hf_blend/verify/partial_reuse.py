@@ -18,7 +18,7 @@ from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
 from ..prompt.pieces import Prompt
 from ..store import ChunkStore
-from .model_under_test import ModelUnderTest, distance, in_pieces, reusable, unchosen
+from .model_under_test import ModelUnderTest, distance, in_pieces, reusable, states_apart, unchosen
 
 RATIO = 0.3
 RATIOS = (0.0, 0.05, 0.15, 0.5, 0.99, 1.0)
@@ -120,8 +120,8 @@ def causality(subject: ModelUnderTest) -> CheckResult:
     changes = _changes(subject, prompt)
     for changed, column in changes:
         after = _scattered(subject, changed)
-        error = max(error, _apart(before, after, slice(0, column)))
-        moved = max(moved, _apart(before, after, slice(column, None)))
+        error = max(error, states_apart(before, after, slice(0, column)))
+        moved = max(moved, states_apart(before, after, slice(column, None)))
     if not moved:
         return nothing_shown("the changed tokens changed nothing, so nothing was shown")
     return CheckResult(error, subject.floor.states if error and _moves_plainly(subject, prompt, changes) else 0.0)
@@ -196,7 +196,7 @@ def _moves_plainly(subject: ModelUnderTest, prompt: Prompt, changes: Sequence[tu
         before = in_pieces(subject.model, [prompt], pieces)[0].layers
         for changed, column in changes:
             after = in_pieces(subject.model, [changed], pieces)[0].layers
-            if _apart(before, after, slice(0, column)):
+            if states_apart(before, after, slice(0, column)):
                 return True
     return False
 
@@ -220,10 +220,3 @@ def _changes(subject: ModelUnderTest, prompt: Prompt) -> list[tuple[Prompt, int]
 
 def _other(subject: ModelUnderTest, ids: Sequence[int], index: int) -> tuple[int, ...]:
     return (*ids[:index], (ids[index] + 1) % subject.vocabulary, *ids[index + 1 :])
-
-
-def _apart(before: Sequence[States], after: Sequence[States], columns: slice) -> float:
-    pairs = [
-        (a[:, columns], b[:, columns]) for one in zip(before, after, strict=True) for a, b in zip(*one, strict=True)
-    ]
-    return max((distance(a, b) for a, b in pairs), default=0.0)
