@@ -130,7 +130,11 @@ class AwayBlocks(BlockedLayer):
         found: list[list[tuple[list[int], KV]]] = [[] for _ in missing]
         ahead, self._ahead = self._ahead, None
         expected = ahead[0] if ahead is not None and len(ahead[0]) == len(missing) else [[] for _ in missing]
-        ready = [[one for one in some if one in absent] for some, absent in zip(expected, missing, strict=True)]
+        known = self._layer.unchanged_tokens // self._size
+        ready = [
+            [one for one in some if one in absent and one < known]
+            for some, absent in zip(expected, missing, strict=True)
+        ]
         rest = [[one for one in absent if one not in some] for some, absent in zip(ready, missing, strict=True)]
         away = self._layer.away_tokens // self._size
         there = [[one for one in blocks if one < away] for blocks in rest]
@@ -172,6 +176,7 @@ class AwayBlocks(BlockedLayer):
         count = keys.shape[2] // self._size
         if (self._has_stepped and self._layer.unchanged_tokens) or not count:
             return
+        self._forget_ahead()  # it may be of tokens that were in these places
         self._made, self._held = None, 0
         blocks = keys[:, :, : count * self._size].unflatten(2, (count, self._size))
         self._prepared = self._method.prepare(blocks)
