@@ -136,11 +136,11 @@ def count(run: Callable[[], Any]) -> KernelCount:
     return counted
 
 
-
 def first_token(model: Any, cache: Any, inputs: Mapping[str, Any]) -> None:
     """Generate one token, and wait for it."""
     model.generate(**inputs, past_key_values=cache, max_new_tokens=1, min_new_tokens=1, do_sample=False)
     wait_for(model)
+
 
 def host_ratio(ours: Callable[[], Any], stock: Callable[[], Any], rounds: int) -> float:
     """Median over rounds of the processor time of one run over that of the other, in turns, on one thread.
