@@ -22,6 +22,7 @@ from .visitors import Visitors
 
 OWN = "my own text"
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+PRIVATE = {"api_visibility": "private"}
 QUEUE = {"concurrency_limit": 1, "concurrency_id": "model"}  # one answer at a time, so that times are comparable
 UPLOADS_S = 3600  # until what was uploaded is deleted
 HEAD = """<h1>hf_blend</h1><p>One question over documents, answered three ways: the model reads everything again,
@@ -160,49 +161,59 @@ def serve(demo: Demo, *, host: str = "127.0.0.1", port: int | None = None, wait:
     return blocks, url
 
 
-@dataclass(frozen=True)
-class _Asking:
+class _Form:
     """A question, its answers and its settings, on one tab."""
 
-    question: Any
-    button: Any
-    outputs: list[Any]
-    model: Any
-    ratio: Any
-    selector: Any
+    def __init__(self, gradio: Any, demo: Demo, prefix: str, query: DemoRequest, state: DemoState) -> None:
+        self._demo = demo
+        with gradio.Row(elem_classes="hb-asking", equal_height=True):
+            self.question = gradio.Textbox(
+                query.question, label="Question", elem_id=f"{prefix}-question", scale=5, min_width=240
+            )
+            self._button = gradio.Button(
+                "Ask three ways", variant="primary", elem_id=f"{prefix}-ask", scale=1, min_width=150
+            )
+        shown = _shown(state)
+        said = gradio.HTML(shown[1], elem_id=f"{prefix}-status", padding=False)
+        with gradio.Row(elem_id=f"{prefix}-panels", elem_classes="hb-panels"):
+            answers = [gradio.HTML(one, min_width=220, padding=False) for one in shown[2:5]]
+        with gradio.Row():
+            self.ratio = gradio.Slider(
+                0, 1, query.recompute_ratio, step=0.01, label="Recompute ratio", elem_id=f"{prefix}-ratio"
+            )
+            self.selector = gradio.Dropdown(
+                list(selectors()), value=BlendConfig.selector, label="Selector", elem_id=f"{prefix}-selector"
+            )
+            self.model = gradio.Textbox(
+                demo.model or REAL, label="Model", placeholder="smollm2, or an id on the hub",
+                elem_id=f"{prefix}-model", info="smollm2, or a hub id" + ", or a folder" * demo.models.takes_folders,
+            )  # fmt: skip
+        gradio.HTML(WORK, padding=False)
+        with gradio.Accordion("Which tokens were computed again", open=False, elem_id=f"{prefix}-marked"):
+            marked = gradio.HTML(shown[5], elem_id=f"{prefix}-documents", padding=False)
+        self.outputs = [gradio.State(state), said, *answers, marked]
 
-    @property
-    def settings(self) -> list[Any]:
-        """The controls whose values every question needs."""
-        return [self.question, self.ratio, self.selector, self.model]
+    def inputs(self, documents: Any, *more: Any) -> list[Any]:
+        """The controls whose values `_asked` reads."""
+        return [self.model, documents, self.question, self.ratio, self.selector, *more]
 
+    def connect(self, gradio: Any, inputs: list[Any], **api: str) -> Any:
+        """Answer when a question is asked, and blend again when ratio or selector is another, typed or dragged."""
 
-def _asking(gradio: Any, demo: Demo, prefix: str, query: DemoRequest, state: DemoState, model: str) -> _Asking:
-    """Draw a question, its answers and its settings; what is marked is folded."""
-    with gradio.Row(elem_classes="hb-asking", equal_height=True):
-        asked = gradio.Textbox(query.question, label="Question", elem_id=f"{prefix}-question", scale=5, min_width=240)
-        button = gradio.Button("Ask three ways", variant="primary", elem_id=f"{prefix}-ask", scale=1, min_width=150)
-    shown = _shown(state)
-    said = gradio.HTML(shown[1], elem_id=f"{prefix}-status", padding=False)
-    with gradio.Row(elem_id=f"{prefix}-panels", elem_classes="hb-panels"):
-        answers = [gradio.HTML(one, min_width=220, padding=False) for one in shown[2:5]]
-    with gradio.Row():
-        ratio = gradio.Slider(
-            0, 1, query.recompute_ratio, step=0.01, label="Recompute ratio", elem_id=f"{prefix}-ratio",
-        )  # fmt: skip
-        selector = gradio.Dropdown(
-            list(selectors()), value=BlendConfig.selector, label="Selector", elem_id=f"{prefix}-selector"
-        )
-        named = gradio.Textbox(
-            model, label="Model", placeholder="smollm2, or an id on the hub", elem_id=f"{prefix}-model",
-            info="smollm2, or a hub id"
-            + (", or a folder" if demo.models.takes_folders else ""),
-        )  # fmt: skip
-    gradio.HTML(WORK, padding=False)
-    with gradio.Accordion("Which tokens were computed again", open=False, elem_id=f"{prefix}-marked"):
-        marked = gradio.HTML(shown[5], elem_id=f"{prefix}-documents", padding=False)
-    outputs = [gradio.State(state), said, *answers, marked]
-    return _Asking(asked, button, outputs, named, ratio, selector)
+        def ask(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+            yield from self.ask(request, *values)
+
+        def move(request: gradio.Request, state: DemoState, *values: Any) -> Iterator[tuple[Any, ...]]:
+            yield from map(_shown, self._demo.move(request, *_asked(*values), state))
+
+        moved, given = [self.ratio.input, self.selector.input], [self.outputs[0], *inputs]
+        gradio.on(moved, move, given, self.outputs, trigger_mode="always_last", **PRIVATE, **QUEUE)
+        pressed = [self._button.click, self.question.submit]
+        return gradio.on(pressed, ask, inputs, self.outputs, **api, **QUEUE)
+
+    def ask(self, request: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """The values of all outputs, again and again while the answers are written."""
+        yield from map(_shown, self._demo.ask(request, *_asked(*values)))
 
 
 def _examples(gradio: Any, blocks: Any, demo: Demo, state: DemoState) -> None:
@@ -219,16 +230,13 @@ def _examples(gradio: Any, blocks: Any, demo: Demo, state: DemoState) -> None:
             query.documents, lines=4, max_lines=4, scale=3, min_width=280, elem_id="hb-text",
             label="Documents: one a line, or paragraphs with empty lines between them",
         )  # fmt: skip
-    asking = _asking(gradio, demo, "hb", query, state, demo.model or REAL)
+    form = _Form(gradio, demo, "hb", query, state)
     copy = gradio.Button("Copy link to this question", elem_id="hb-copy", size="sm")
-    inputs = [asking.model, documents, asking.question, asking.ratio, asking.selector]
-    linked = [*asking.settings, story, documents]
-    ask, move = _handlers(gradio, demo, lambda values: (str(values[0] or ""), _request_of(*values[1:])))
-    pressed = [asking.button.click, asking.question.submit]
-    done = gradio.on(pressed, ask, inputs, asking.outputs, api_name="ask", **QUEUE)
-    done.then(None, linked, None, js=LINK % (OWN, MOST_LINKED, ""), api_visibility="private")
-    copy.click(None, linked, None, js=LINK % (OWN, MOST_LINKED, COPY), api_visibility="private")
-    _on_moved(gradio, asking, move, inputs)
+    inputs = form.inputs(documents)
+    linked = [form.question, form.ratio, form.selector, form.model, story, documents]
+    done = form.connect(gradio, inputs, api_name="ask")
+    done.then(None, linked, None, js=LINK % (OWN, MOST_LINKED, ""), **PRIVATE)
+    copy.click(None, linked, None, js=LINK % (OWN, MOST_LINKED, COPY), **PRIVATE)
 
     def pick(name: str) -> tuple[Any, ...]:
         story = stories().get(name, {"documents": "", "questions": {}})
@@ -241,15 +249,13 @@ def _examples(gradio: Any, blocks: Any, demo: Demo, state: DemoState) -> None:
 
     def ask_linked(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         is_asked = asks_at_once(request.query_params, demo.model)
-        yield from ask(request, *values) if is_asked else [(gradio.skip(),) * len(asking.outputs)]
+        yield from form.ask(request, *values) if is_asked else [(gradio.skip(),) * len(form.outputs)]
 
-    private = {"api_visibility": "private"}
-    picked = [documents, try_these, asking.question]
-    story.input(pick, [story], picked, **private)
-    try_these.input(lambda text: text or "", [try_these], [asking.question], **private)
-    documents.input(lambda: OWN, None, [story], **private)
-    quiet = {**private, "show_progress": "hidden"}  # most visitors come without a link
-    blocks.load(follow, None, linked, **quiet).then(ask_linked, inputs, asking.outputs, **quiet, **QUEUE)
+    story.input(pick, [story], [documents, try_these, form.question], **PRIVATE)
+    try_these.input(lambda text: text or "", [try_these], [form.question], **PRIVATE)
+    documents.input(lambda: OWN, None, [story], **PRIVATE)
+    quiet = {**PRIVATE, "show_progress": "hidden"}  # most visitors come without a link
+    blocks.load(follow, None, linked, **quiet).then(ask_linked, inputs, form.outputs, **quiet, **QUEUE)
 
 
 def _own(gradio: Any, demo: Demo) -> None:
@@ -265,41 +271,14 @@ def _own(gradio: Any, demo: Demo) -> None:
             1, 16, DemoRequest.top_k, step=1, label="Pieces retrieved", elem_id="own-top-k", min_width=160
         )
     held, read = gradio.State(()), gradio.HTML(elem_id="own-read", padding=False)
-    asking = _asking(gradio, demo, "own", DemoRequest("", ""), EMPTY, demo.model or REAL)
-    inputs = [asking.model, held, asking.question, asking.ratio, asking.selector, top_k]
-
-    def query(values: Sequence[Any]) -> tuple[str, DemoRequest]:
-        model, documents, *rest, most = values
-        return str(model or ""), _request_of("", *rest, files=documents, top_k=int(most or 0))
+    form = _Form(gradio, demo, "own", DemoRequest("", ""), EMPTY)
 
     def take(paths: list[str] | None) -> tuple[Any, ...]:
         documents, said = demo.read((paths or [])[: limits.files])
         return documents, drawing.status(said)
 
-    ask, move = _handlers(gradio, demo, query)
-    uploaded.change(take, [uploaded], [held, read], api_visibility="private")
-    pressed = [asking.button.click, asking.question.submit]
-    gradio.on(pressed, ask, inputs, asking.outputs, api_visibility="private", **QUEUE)
-    _on_moved(gradio, asking, move, inputs)
-
-
-def _handlers(gradio: Any, demo: Demo, read: Callable[[Sequence[Any]], tuple[str, DemoRequest]]) -> tuple[Any, Any]:
-    """What is called when a question is asked, and when a setting is moved; `read` gives model and query of values."""
-
-    def ask(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        yield from map(_shown, demo.ask(request, *read(values)))
-
-    def move(request: gradio.Request, state: DemoState, *values: Any) -> Iterator[tuple[Any, ...]]:
-        yield from map(_shown, demo.move(request, *read(values), state))
-
-    return ask, move
-
-
-def _on_moved(gradio: Any, asking: _Asking, move: Any, inputs: list[Any]) -> None:
-    """Blend again when the ratio or the selector is another, be it typed or dragged."""
-    moved = [asking.ratio.input, asking.selector.input]
-    given = [asking.outputs[0], *inputs]
-    gradio.on(moved, move, given, asking.outputs, trigger_mode="always_last", api_visibility="private", **QUEUE)
+    uploaded.change(take, [uploaded], [held, read], **PRIVATE)
+    form.connect(gradio, form.inputs(held, top_k), **PRIVATE)
 
 
 def _followed(query: Mapping[str, str], skip: Any) -> Iterator[Any]:
@@ -329,10 +308,13 @@ def _share(text: str | None) -> float | None:
     return number if 0 <= number <= 1 else None
 
 
-def _request_of(documents: str, question: str, ratio: float | None, selector: str | None, **more: Any) -> DemoRequest:
-    return DemoRequest(
-        documents or "", question or "", float(ratio or 0.0), str(selector or BlendConfig.selector), **more
-    )
+def _asked(
+    model: str | None, documents: Any, question: str | None, ratio: float | None, selector: str | None, top_k: int = 0
+) -> tuple[str, DemoRequest]:
+    """The model that was named, and what is asked of it; documents are a text, or files that were read."""
+    text, files = ("", documents) if isinstance(documents, tuple) else (documents or "", ())
+    how = (float(ratio or 0.0), str(selector or BlendConfig.selector))
+    return str(model or ""), DemoRequest(text, question or "", *how, files, int(top_k or 0))
 
 
 def _shown(state: DemoState) -> tuple[Any, ...]:
