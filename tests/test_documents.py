@@ -97,12 +97,6 @@ def test_a_file_that_is_named_is_read_as_text_whatever_its_ending(folder):
     assert (document.name, document.text) == ("script.py", "pass")
 
 
-@pytest.mark.parametrize(("name", "says"), [("old.txt", "not UTF-8"), ("empty.md", "no text"), ("none", "no file")])
-def test_a_file_that_is_named_and_cannot_be_read_is_refused(folder, name, says):
-    with pytest.raises(PromptError, match=says):
-        list(Corpus([str(folder / name)]))
-
-
 def test_a_folder_without_documents_is_refused_with_what_was_left_out(tmp_path):
     (tmp_path / "a.py").write_text("pass")
     with pytest.raises(PromptError, match=r"no document was found in .*a\.py.*\.txt"):
@@ -123,16 +117,6 @@ def test_the_rows_that_other_commands_read_are_documents_too(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps(row, ensure_ascii=False) + '\n{"documents": ["four"]}\n', "utf-8")
     found = {one.name: one.text for one in Corpus([str(tmp_path / "x.jsonl")])}
     assert found == {"x.jsonl:7.1": "one\u2028two", "x.jsonl:7.2": "three", "x.jsonl:2": "four"}
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [('{"body": 1}', r"line 1 of .*x\.jsonl' has no chunks or documents or text"), ("{", r"line 1 of .* is not JSON")],
-)
-def test_a_line_that_is_no_document_is_named(content, says, tmp_path):
-    (tmp_path / "x.jsonl").write_text(content)
-    with pytest.raises(PromptError, match=says):
-        list(Corpus([str(tmp_path / "x.jsonl")]))
 
 
 def test_documents_come_from_standard_input_too():
@@ -247,11 +231,3 @@ def test_a_store_with_a_secret_or_without_a_folder_keeps_no_names(tmp_path, stor
     Sources(store).add([OLD])
     with ChunkStore.open(tmp_path / "kv", namespace="other") as opened:
         assert list(Sources(opened)) == []
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "hf_blend.source/1"}', json.dumps({"format": "other"})])
-def test_a_damaged_entry_is_passed_over(store, tmp_path, text):
-    Sources(store).add([OLD, OTHER])
-    path = next(path for path in tmp_path.rglob("*.json") if "a.md" in path.read_text())
-    path.write_text(text)
-    assert list(Sources(store)) == [OTHER]

@@ -187,18 +187,6 @@ def test_uploaded_files_are_each_read_or_named_without_a_folder_of_the_server(cr
     assert "11.jsonl (line 2 is not JSON: Expecting property name enclosed in double quotes)" in said
 
 
-def test_one_bad_file_of_each_kind_does_not_end_the_index_of_a_folder(tmp_path, run):
-    folder, store = tmp_path / "notes", tmp_path / "kv"
-    folder.mkdir()
-    bad = {"a.jsonl": JSONL[0], "b.html": HTML[0], "c.html": HTML[7], "d.pdf": PDF[0], "e.pdf": PDF[4]}
-    for name, content in {**bad, "good.txt": b"the drum"}.items():
-        (folder / name).write_bytes(content)
-    code, out, err = run("index", folder, "--model", REFERENCE, "--store", store, "--json")
-    assert code == 0, err
-    assert json.loads(out)["documents"] == 1
-    assert all(f"notes/{name} (" in err for name in bad)
-
-
 def test_names_that_are_no_utf8_or_escape_sequences_are_indexed_asked_about_and_printed_escaped(tmp_path, run):
     folder, store = tmp_path / "notes", tmp_path / "kv"
     folder.mkdir()

@@ -130,12 +130,6 @@ def test_the_converted_weights_are_those_of_the_file(empty_caches):
             assert np.array_equal(converted.get_tensor(f"model.layers.3.{ours}.weight"), expected)
 
 
-def config_folder(path: Path, model_type: str, **fields: object) -> str:
-    """A folder with nothing but a config: reading its weights fails differently."""
-    AutoConfig.for_model(model_type, **fields).save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture
 def no_weights(monkeypatch):
     """Fail where weights are read."""
@@ -146,20 +140,14 @@ unread = pytest.mark.usefixtures("no_weights")
 
 
 @unread
-def test_open_model_refuses_what_cannot_be_used_by_a_sentence(model_folder, tmp_path):
-    for model_type, says in (("t5", "encoder-decoder"), ("bert", "an encoder"), ("vit", "vit")):
-        with pytest.raises(UnsupportedModelError, match=rf"(?s){says}.*decoder-only|decoder-only.*{says}"):
-            open_model(config_folder(tmp_path / model_type, model_type))
+def test_open_model_refuses_what_cannot_be_used_by_a_sentence(tmp_path):
+    """What else it refuses is among the mistakes of test_new_user.py."""
+    AutoConfig.for_model("vit").save_pretrained(tmp_path / "vit")
+    with pytest.raises(UnsupportedModelError, match=r"(?s)vit.*decoder-only|decoder-only.*vit"):
+        open_model(str(tmp_path / "vit"))
     (tmp_path / "empty").mkdir()
-    shutil.copytree(model_folder, tmp_path / "small")
-    config = json.loads((tmp_path / "small" / "config.json").read_text())
-    (tmp_path / "small" / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
     for given, says in (
-        ({"name": config_folder(tmp_path / "llama", "llama")}, r"has no tokenizer .*save_pretrained"),
-        ({"name": str(tmp_path / "small")}, "258 tokens, but its model has embeddings for 100"),
         ({"name": str(tmp_path / "empty")}, "config of the model"),
-        ({"name": "./nowhere"}, "no folder './nowhere'"),
-        ({"device": "cuda:99"}, "cuda:99"),
         ({"device": "gpu"}, "'gpu' cannot be used"),
         ({"dtype": "bf16"}, "Did you mean 'bfloat16'"),
     ):

@@ -5,7 +5,6 @@
 import ast
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -18,14 +17,6 @@ AROUND = [p for room in BESIDE for p in sorted((ROOT / room).rglob("*.py"))]
 HEADER = ["# SPDX-FileCopyrightText: 2026 The hf_blend authors", "# SPDX-License-Identifier: Apache-2.0"]
 MAX_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 50, 9
 FOREIGN_ERRORS = {"Exception", "ValueError", "KeyError", "RuntimeError", "ImportError", "LookupError"}
-COINED = (  # and how many uses of a word are left
-    "Fusor Chooser Repair Slot Whole Brought Coming Detour Glance Reached Taker Hear:1 Listener sight Guest Pilot "
-    "Steering Door lay laid learn:1 turned unturned:1 sink_ids flows flowing wanted:22 kept:19 picked:1 "
-    "HeldChunks Upkeep Tally Finding weigh:1 examine reclaim:1 expect:4 Rung Subject climb ladder zoo rubbish "
-    "few:3 Cells shown:13 is_laid know_outcome Wish Shelf Scene Approach Trial asked:45 place:42 places:19 "
-    "regime:1 looking seen:21 slot:6 slots:7 whole:24 wholes:2 brought:7 coming:1 glance detour rung:1 rungs "
-    "tally wish:11 shelf:2 scene:20 approach:1 trial:6 "
-).split()
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:home|root|mnt|work|Users|tmp)/\w+")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -181,23 +172,3 @@ def text_files() -> list[Path]:
 
 def test_no_file_speaks_of_one_machine():
     assert not offenders(text_files(), lambda path: MACHINE_PATH.findall(path.read_text("utf-8", errors="replace")))
-
-
-def defined_names(path: Path) -> Iterator[str]:
-    """Give each name that a file defines: classes, functions, arguments, variables and attributes."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, Function | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
-
-
-def test_names_are_those_of_the_field():
-    """A name of `COINED` is a private word for what has a public one; its uses only shrink."""
-    counts = Counter(name.lstrip("_") for path in PACKAGE for name in defined_names(path))
-    left = {name: int(count or 0) for name, _, count in (word.partition(":") for word in COINED)}
-    assert {name: counts[name] for name, most in left.items() if counts[name] > most} == {}
