@@ -197,3 +197,16 @@ def test_a_model_with_windows_gives_its_logits_too(shared_model, tokenizer, piec
         with torch.no_grad():
             stock = model(ids, use_cache=False).logits[0, -5:-1]
         assert (long - stock).abs().max() < 1e-3 * stock.abs().max()
+
+
+def test_run_says_which_chunks_were_new_and_a_complete_one_loads_no_model(model_folder, tmp_path):
+    trial = EvalConfig(("needle",), (model_folder,), ("full-reuse",), limit=2, most_chunks=2)
+    with RunFolder(tmp_path, trial.settings) as folder:
+        run(trial, folder)
+        computed = {(line["id"], line["method"]): line["computed_chunks"] for line in folder.lines.values()}
+    assert computed == {
+        (f"needle-{number}", method): 3 - number for number in (0, 1) for method in ("full-prefill", "full-reuse")
+    }, "the text before the chunks once, the two chunks of each"
+    with RunFolder(tmp_path, trial.settings) as folder:
+        run(trial, folder, load=None)
+        assert len(folder.lines) == 4
