@@ -171,11 +171,6 @@ class BlendConfig:
                 f'max_memory={dict(limits)} came with kv_device_map={placed!r}, expected "auto", which is what it '
                 'limits. Give kv_device_map="auto".'
             )
-        if placed is not None and self.kv_bits is not None:
-            raise ConfigError(
-                f"kv_device_map={placed!r} came with kv_bits={self.kv_bits}, but what is placed has the model's "
-                "dtype. Leave one of them out."
-            )
         if placed is not None and self.max_tokens is not None:
             raise ConfigError(
                 f"kv_device_map={placed!r} came with max_tokens={self.max_tokens}, but static buffers stay on their "

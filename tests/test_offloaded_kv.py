@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, BlendConfig, ConfigError
 from hf_blend.cache.layers import BlendLayer
+from hf_blend.cache.quantised_layer import QuantisedLayer
 from hf_blend.errors import OffloadError
 from hf_blend.offload import memory as placing
 from hf_blend.offload.layer import OffloadedLayer
@@ -23,7 +25,17 @@ from hf_blend.offload.states import Folder, States
 from tests.asking import GREEDY, memory
 from tests.asking import LONG as PIECES
 from tests.asking import asked as answered
+from tests.conftest import slow_but
 
+HOW = {
+    "beams": {"num_beams": 3}, "lookup": {"prompt_lookup_num_tokens": 4}, "sampling": {"do_sample": True, "top_k": 20},
+    "parts": {"prefill_chunk_size": 50}, "batch": {}, "auto": {}, "here": {},
+}  # fmt: skip
+ALL = product(("llama", "gemma3_text", "qwen3_next"), (None, 8, 4), HOW)
+CASES = [
+    *(("llama", None, how) for how in ("beams", "lookup", "sampling", "batch")), ("llama", 4, "beams"),
+    ("gemma3_text", None, "auto"), ("gemma3_text", 8, "batch"), ("qwen3_next", 8, "auto"), ("llama", 8, "here"),
+]  # fmt: skip
 LAYERS, ROW = 12, 2 * 2 * 16 * 4  # of the long model; bytes of K and V of a token in a layer
 WAYS = {**GREEDY, "max_new_tokens": 12}
 LONG = {
@@ -102,16 +114,17 @@ def test_max_memory_holds_a_prompt_of_four_times_its_size_and_the_text_is_the_sa
     assert list(tmp_path.iterdir()) == [], "what was offloaded is deleted with the cache"
 
 
+@pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("place", ["disk", "cpu"])
-def test_offloaded_layer_is_a_blend_layer_whatever_is_done_with_it(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(placing, "_is_same", lambda *_: False)  # as if a GPU computed, and "cpu" were another place
+def test_offloaded_layer_is_a_layer_on_its_device_whatever_is_done_with_it(tmp_path, monkeypatch, place, bits):
+    monkeypatch.setattr(placing, "is_same", lambda *_: False)  # as if a GPU computed, and "cpu" were another place
     torch.manual_seed(0)
 
     def states(tokens, batch=2):
         return torch.randn(batch, 2, tokens, 8), torch.randn(batch, 2, tokens, 6)
 
-    plain = BlendLayer()
-    memory = KVMemory([0, 1], {0: place, 1: place}, None, tmp_path)
+    plain = BlendLayer() if bits is None else QuantisedLayer(bits)
+    memory = KVMemory([0, 1], BlendConfig(kv_device_map=place, offload_folder=tmp_path, kv_bits=bits))
     layer, other = OffloadedLayer(memory, 0), OffloadedLayer(memory, 1)
 
     def same(what):
@@ -144,9 +157,11 @@ def test_offloaded_layer_is_a_blend_layer_whatever_is_done_with_it(tmp_path, mon
     assert twin.keys.shape[0] == 2
     before = [one.snapshot() for one in (plain, layer)]
     for one, snapshot in zip((plain, layer), before, strict=True):
-        one.open(9, *states(9, 4))
+        one.update(*(part.repeat(1, 1, 30, 1) for part in new))
+        one.open(9, *new)
         one.restore(snapshot)
     same("restored")
+    assert torch.equal(copy.deepcopy(layer).keys, plain.keys), "no bit changes in a copy"
     for one in (plain, layer):
         one.reset()
         one.update(*(part[:1] for part in new))
@@ -154,10 +169,20 @@ def test_offloaded_layer_is_a_blend_layer_whatever_is_done_with_it(tmp_path, mon
     layer.reset()
     other.reset()
     assert memory.resident_bytes == memory.disk_bytes == 0
-    assert files(tmp_path) == (["layer.0.keys.dat", "layer.0.values.dat"] if place == "disk" else [])
+    assert bool(files(tmp_path)) == (place == "disk"), "those of the copy"
     del twin
     gc.collect()
     assert files(tmp_path) == []
+
+
+def test_max_memory_counts_packed_layers_as_they_are_kept_and_the_one_at_work_unpacked(long_model, tmp_path):
+    store, limit = memory(), KV_BYTES // 3
+    _, expected = asked(long_model, store, LONG, kv_bits=8)
+    places = {"kv_device_map": "auto", "max_memory": {"cpu": limit}, "offload_folder": tmp_path}
+    cache, got = asked(long_model, store, LONG, kv_bits=8, **places)
+    assert torch.equal(got, expected)
+    assert 3 < list(cache.kv_memory.device_map.values()).count("cpu") < LAYERS
+    assert limit / 2 < cache.kv_memory.peak_resident_bytes <= limit + (TOKENS + 12 + 2 * GROW_TOKENS) * ROW
 
 
 def test_decoding_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch):
@@ -168,43 +193,43 @@ def test_decoding_step_writes_no_more_than_its_own_tokens(model, tmp_path, monke
         write(self, name, data, offset)
 
     monkeypatch.setattr(States, "_write", noted)
-    places = dict.fromkeys(range(4), "disk")
-    ways, store = {**WAYS, "max_new_tokens": 80}, memory()
-    cache, _ = asked(model, store, ways=ways, kv_device_map=places, offload_folder=tmp_path)
+    ways = {**WAYS, "max_new_tokens": 80}
+    cache, _ = asked(model, memory(), ways=ways, kv_device_map="disk", offload_folder=tmp_path)
     tokens = sum(written) / (ROW * 4)
     assert tokens == 3 + 80 + 65 + 4 + GROW_TOKENS, "each token once, the last ones not yet"
     assert len([size for size in written if size]) == 2 * 4 * 2, "the prompt, and one block"
     assert cache.kv_memory.disk_bytes == sum(written)
 
 
-@pytest.mark.parametrize("how", ["beams", "assisted", "batch", "sampling in bfloat16"])
-def test_kv_device_map_gives_the_same_text_in_every_way_of_decoding(model, tiny_model, tmp_path, how):
-    store, ways, pieces = memory(), dict(WAYS), PIECES
-    if how == "beams":
-        ways |= {"num_beams": 3}
-    if how == "assisted":
-        ways |= {"assistant_model": tiny_model(num_hidden_layers=2)}
-    if how == "sampling in bfloat16":
-        ways |= {"do_sample": True, "top_k": 20}
-        model = copy.deepcopy(model).to(torch.bfloat16)
+@pytest.mark.parametrize(("family", "bits", "how"), slow_but(*CASES, among=ALL))
+def test_kv_device_map_gives_the_logits_of_a_cache_on_its_device(tmp_path, family, bits, how):
+    model, store, pieces = zoo_model(family), memory(), PIECES
+    ways = {**WAYS, "max_new_tokens": 70, "output_logits": True, "return_dict_in_generate": True, **HOW[how]}
+    ways |= {"prompt_lookup_num_tokens": None} if family == "qwen3_next" else {}
+    places = {"kv_device_map": {"here": "cpu", "auto": "auto"}.get(how, "disk"), "offload_folder": tmp_path}
+    places |= {"max_memory": {"cpu": 60_000}} if how == "auto" else {}
+    model = copy.deepcopy(model).to(torch.bfloat16) if how == "sampling" else model
     if how == "batch":
         chunks = [PIECES["chunks"], [[9, 8, 7] * 30, [4, 5] * 20]]
         pieces = {**PIECES, "prefix": [[1, 4, 5]] * 2, "chunks": chunks, "question": [[5, 6, 7], [8, 9]]}
-    texts = []
-    for settings in ({}, {"kv_device_map": {0: "disk", 1: "cpu", 2: "disk", 3: "disk"}, "offload_folder": tmp_path}):
-        torch.manual_seed(3)
-        cache, text = asked(model, store, pieces, ways, **settings)
-        texts.append(text)
-    assert torch.equal(*texts)
-    assert cache.kv_memory.disk_bytes > 0
+    torch.manual_seed(3)
+    there, found = asked(model, store, pieces, ways, kv_bits=bits, **places)
+    torch.manual_seed(3)
+    here, expected = asked(model, store, pieces, ways, kv_bits=bits)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(torch.equal(*pair) for pair in zip(found.logits, expected.logits, strict=True))
+    own = {index: layer for index, layer in enumerate(here.layers) if type(layer) in (BlendLayer, QuantisedLayer)}
+    assert {*there.kv_memory.device_map} == {*own}, "windows and states stay where they are"
+    assert (there.kv_memory.disk_bytes > 0) == (how != "here")
+    whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in own.values())
+    assert there.kv_memory.disk_bytes <= whole * {None: 1, 8: 0.6, 4: 0.5}[bits]
+    assert not bits or all(there.layers[n].away_tokens == one.packed_tokens > 100 for n, one in own.items())
 
 
 @pytest.mark.parametrize("selector", ["kv-deviation", "query-attention"])
 def test_history_goes_on_in_offloaded_kv(model, tmp_path, selector):
-    store = memory()
-    ways, texts = {**WAYS, "max_new_tokens": 10}, []
-    places = dict.fromkeys(range(4), "disk")
-    for settings in ({}, {"kv_device_map": places, "offload_folder": str(tmp_path)}):
+    store, ways, texts = memory(), {**WAYS, "max_new_tokens": 10}, []
+    for settings in ({}, {"kv_device_map": "disk", "offload_folder": str(tmp_path)}):
         cache = BlendCache(model, store, selector=selector, **settings)
         first = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **ways)
         more = cache.inputs(None, chunks=[list(range(30, 100))], question=[3, 4], history=first)
@@ -217,28 +242,18 @@ def test_history_goes_on_in_offloaded_kv(model, tmp_path, selector):
 
 @pytest.mark.parametrize("how", ["cpu", "disk"])
 def test_kv_device_map_of_a_model_that_accelerate_offloads(tiny_model, tmp_path, how):
-    model, store, ways = tiny_model(), memory(), WAYS
-    _, expected = asked(model, store, ways=ways)
+    model, store = tiny_model(), memory()
+    _, expected = asked(model, store)
     if how == "cpu":
         cpu_offload(model, torch.device("cpu"))
     else:
         disk_offload(model, str(tmp_path / "weights"), execution_device=torch.device("cpu"))
     forwards = {name: module.forward for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
-    limit = {"cpu": 2 * 160 * ROW}
-    cache, got = asked(model, store, ways=ways, kv_device_map="auto", max_memory=limit, offload_folder=tmp_path / "kv")
+    places = {"kv_device_map": "auto", "max_memory": {"cpu": 2 * 160 * ROW}, "offload_folder": tmp_path / "kv"}
+    cache, got = asked(model, store, **places)
     assert torch.equal(got, expected)
     assert "disk" in cache.kv_memory.device_map.values()
     assert forwards == {name: module.forward for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
-
-
-def test_kv_device_map_leaves_windows_where_they_are(tmp_path):
-    model, store = zoo_model("gemma3_text"), memory()
-    _, expected = asked(model, store)
-    limits = {"kv_device_map": "auto", "max_memory": {"cpu": 0}, "offload_folder": str(tmp_path)}
-    cache, got = asked(model, store, **limits)
-    assert torch.equal(got, expected)
-    assert set(cache.kv_memory.device_map.values()) == {"disk"}
-    assert 0 < len(cache.kv_memory.device_map) < len(cache.layers)
 
 
 def test_damaged_file_is_refused_and_the_model_and_the_cache_stay_usable(model, untouched, tmp_path):
@@ -297,8 +312,7 @@ def test_folders_of_processes_that_were_killed_are_swept_and_those_in_use_stay(t
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert files(tmp_path) == ["layer.0.keys.dat"]
-    one = KVMemory([0], {0: "disk"}, None, tmp_path)
-    two = KVMemory([0], {0: "disk"}, None, tmp_path)
+    one, two = (KVMemory([0], BlendConfig(kv_device_map="disk", offload_folder=tmp_path)) for _ in range(2))
     assert files(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 2
     del one, two
@@ -315,7 +329,6 @@ REFUSED = {
     "a size": ({"kv_device_map": "auto", "max_memory": {"cpu": "much"}}, r"accelerate refuses.*size"),
     "a size below 0": ({"kv_device_map": "auto", "max_memory": {"cpu": -1}}, r"'cpu': -1, expected bytes"),
     "static buffers": ({"kv_device_map": "auto", "max_tokens": 500}, r"max_tokens=500"),
-    "8 bits": ({"kv_device_map": "auto", "kv_bits": 8}, r"kv_bits=8"),
 }
 
 
@@ -340,5 +353,4 @@ def test_kv_device_map_survives_json(tmp_path):
     again = BlendConfig.from_dict(json.loads(config.to_json()))
     assert again == config
     assert again.device_map == {4: 1, 5: 0, 6: "disk"}
-    limits = BlendConfig(kv_device_map="auto", max_memory={0: "4GB", "cpu": 10}).memory_limits
-    assert limits == {0: "4GB", "cpu": 10}
+    assert BlendConfig(kv_device_map="auto", max_memory={0: "4GB", "cpu": 10}).memory_limits == {0: "4GB", "cpu": 10}

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding from K and V in 8 bits: the prefill is exact, the error afterwards bounded, about half the bytes held."""
 
-import copy
-
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
@@ -150,17 +148,6 @@ def test_the_prefill_is_exact_and_decoding_keeps_half_the_bytes_or_less(family, 
             held = 2 * sum(part[:, :, :1].numel() for part in (other.keys, other.values)) * layer.length
             recent = (layer.length - layer.packed_tokens) / layer.length
             assert layer.nbytes <= held * ((0.75 if bits == 8 else 0.5) * (1 - recent) + recent)
-
-
-@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 50}])
-def test_it_works_in_every_mode(mode):
-    model = zoo_model("llama")
-    cache, inputs = prepared(model, LONG, recompute_ratio=1.0, kv_bits=8)
-    got = model.generate(**inputs, past_key_values=cache, **{**GREEDY, "max_new_tokens": 20}, **mode)
-    assert got.shape[1] == inputs["input_ids"].shape[1] + 20
-    assert cache.report.reusable_tokens > 0
-    twin = copy.deepcopy(cache)
-    assert torch.equal(twin.layers[2].keys, cache.layers[2].keys)
 
 
 def test_kv_bits_refuses_other_widths_and_a_model_of_windows_only():

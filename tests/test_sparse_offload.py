@@ -109,8 +109,9 @@ def test_draft_sees_what_its_target_sees_from_disk(tmp_path):
 
 
 def test_kv_device_map_decodes_a_layer_that_stays_beside_one_that_does_not(model, tmp_path):
-    expected, places = decoded(model), {1: "disk", 3: "disk"}
-    alike(decoded(model, kv_device_map=places, offload_folder=str(tmp_path)), expected)
+    for places, bits in (({1: "disk", 3: "disk"}, None), ("disk", 8), ({1: "disk", 3: "cpu"}, 4)):
+        expected = decoded(model, kv_bits=bits)
+        alike(decoded(model, kv_bits=bits, kv_device_map=places, offload_folder=str(tmp_path)), expected)
 
 
 def test_contexts_that_grow_and_shrink_between_sessions_are_read_again(model, tmp_path):

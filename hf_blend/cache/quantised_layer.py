@@ -154,7 +154,7 @@ class PackedCells:
         """Have room for so many packed tokens, so that no buffer moves; what it holds of none is 0."""
         for name, part in self.columns.items():
             buffer = part.buffer
-            part.buffer = buffer.new_zeros((*buffer.shape[:2], _column(name, tokens), *buffer.shape[3:]))
+            part.buffer = buffer.new_zeros((*buffer.shape[:2], column(name, tokens), *buffer.shape[3:]))
         self.columns[GROUPS].buffer.copy_(torch.arange(tokens) // GROUP_TOKENS)  # whichever are packed
 
     def read(self, start: int, stop: int, out: Sequence[Tensor]) -> None:
@@ -453,8 +453,8 @@ def is_by_group(name: str) -> bool:
     return name in ("k.scale", "k.least")
 
 
-def _column(name: str, tokens: int) -> int:
-    """The column of a part behind so many tokens, which are whole groups."""
+def column(name: str, tokens: int) -> int:
+    """The column of a part behind so many tokens, which are whole groups where it has one for each group."""
     return tokens // GROUP_TOKENS if is_by_group(name) else tokens
 
 

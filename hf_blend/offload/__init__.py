@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV beyond the device: accelerate decides how many layers' K and V are kept where.
 
-`placement` asks accelerate's memory maths, `states` holds what is elsewhere and brings a layer's K and V, `memory`
-joins the two for one cache and counts bytes. The files are written here, append-only, and verified whenever read.
+`memory` asks accelerate's memory maths and counts bytes for one cache, `states` holds what is elsewhere and brings a
+layer's K and V. The files are written here, append-only, and verified whenever read.
 """

@@ -6,33 +6,30 @@ A layer that is away is brought whole for its own attention, in a forward and in
 device until they fill a block, so that a step writes nothing but its own token in memory.
 """
 
-import copy
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cache.layers import BlendLayer, MadeStates
+from ..cache.quantised_layer import GROUP_TOKENS, QuantisedLayer
 from ..config import BlendConfig
 from ..errors import ConfigError
 from .memory import GROW_TOKENS, KVMemory, round_up
-from .states import AwayLayer
+from .states import AwayLayer, along_batch, as_states
 
 
-def offload(layers: list[Any], config: BlendConfig) -> KVMemory | None:
+def offload(layers: list[Any], config: BlendConfig) -> KVMemory:
     """Put layers whose K and V grow with the context under a memory, in place."""
-    if config.kv_device_map is None:
-        return None
-    indices = [index for index, layer in enumerate(layers) if type(layer) is BlendLayer]
+    indices = [index for index, layer in enumerate(layers) if type(layer) in (BlendLayer, QuantisedLayer)]
     if not indices:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ConfigError(
             f"kv_device_map={config.kv_device_map!r} came with a cache of {kinds}, expected layers whose K and V grow "
             "with the context: windows and states hold no more than they need. Leave kv_device_map out."
         )
-    memory = KVMemory(indices, config.device_map, config.memory_limits, config.offload_folder)
+    memory = KVMemory(indices, config)
     for index in indices:
         layers[index] = OffloadedLayer(memory, index)
     return memory
@@ -42,13 +39,14 @@ class OffloadedLayer(MadeStates, BlendLayer):
     """K and V of one decoder layer, resident or away as the memory decides.
 
     Away, the first tokens are in the memory and the others in `_recent`, `[GROW_TOKENS, batch, kv_heads, head_dim]`.
+    In 8 or 4 bits every layer is so, wherever its memory is: what is packed and when is as in a `QuantisedLayer`.
     `keys` and `values` bring all of them at every look, except while a forward has opened them.
     """
 
     keeps_all = False
 
     def __init__(self, memory: KVMemory, index: int) -> None:
-        self.memory, self._index = memory, index
+        self.memory, self.index = memory, index
         self.away_tokens = 0  # so many of the first tokens are in the memory
         self._held = 0  # tokens in the memory or in `_recent`
         self._recent: tuple[Tensor, Tensor] | None = None
@@ -67,14 +65,14 @@ class OffloadedLayer(MadeStates, BlendLayer):
     def nbytes(self) -> int:
         """Bytes on the device, what is brought for one look left out."""
         recent = sum(states.nbytes for states in (*(self._recent or ()), *(self._opened or ())))
-        return super().nbytes + recent
+        return super().nbytes + recent + (self.there.nbytes_here if self.index in self.memory.away else 0)
 
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """See `BlendLayer.open`; what is away is on the device until `settle`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + tokens
-        stays = self.memory.is_resident(self._index, end, key_states, value_states)
+        stays = self.memory.is_resident(self.index, end, key_states, value_states)
         if self._buffers is not None or (stays and not self._held):
             if self._buffers is None or self._buffers[0].shape[2] < end:
                 self._move(key_states, value_states, round_up(end), slice(0, start))
@@ -89,6 +87,11 @@ class OffloadedLayer(MadeStates, BlendLayer):
     def is_away(self) -> bool:
         """Whether the layer's K and V are not all on its device."""
         return self._buffers is None and self._held > 0
+
+    @property
+    def there(self) -> AwayLayer:
+        """The tokens that are in the memory."""
+        return self.memory.away[self.index]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -113,8 +116,13 @@ class OffloadedLayer(MadeStates, BlendLayer):
             rows = (keys, values)
             if self._recent is not None:
                 rows = tuple(torch.cat([old[:first], new]) for old, new in zip(self._recent, rows, strict=True))
-            self.memory.put(self._index, *rows)
-            self.away_tokens, self._recent = self._held, None
+            is_packed = self.memory.bits is not None
+            stay = GROUP_TOKENS + end % GROUP_TOKENS if is_packed else 0
+            self.memory.put(self.index, *(part[: end - stay] for part in rows))
+            self._recent = None
+            self.unchanged_tokens = min(self.unchanged_tokens, self.away_tokens if is_packed else self._held)
+            self.away_tokens = self._held = self._held - stay
+            self._append(*(part[end - stay :] for part in rows))
         elif len(keys):
             if self._recent is None:
                 self._recent = _room(keys), _room(values)
@@ -129,29 +137,17 @@ class OffloadedLayer(MadeStates, BlendLayer):
             keys, values = self._like()
             return keys[:, :, :0], values[:, :, :0]
         if start < min(end, self.away_tokens):
-            parts.append(self._there.read(start, min(end, self.away_tokens)))
+            parts.append(self.there.read(start, min(end, self.away_tokens)))
         if end > self.away_tokens and self._recent is not None:
             first, behind = max(start, self.away_tokens) - self.away_tokens, end - self.away_tokens
             parts.append((self._recent[0][first:behind], self._recent[1][first:behind]))
         keys, values = (torch.cat(some) if len(parts) > 1 else some[0] for some in zip(*parts, strict=True))
-        return _as_states(keys), _as_states(values)
-
-    def blocks(self, rows: Sequence[Sequence[int]], size: int) -> list[tuple[Tensor, Tensor]]:
-        """Some blocks of each request in host memory, `[blocks, size, kv_heads, head_dim]`; see `AwayLayer.blocks`."""
-        return self._there.blocks(rows, size)
-
-    def blocks_ahead(self, rows: Sequence[Sequence[int]], size: int) -> Future[list[tuple[Tensor, Tensor]]]:
-        """The same, read on another thread."""
-        return self.memory.reading().submit(self._there.blocks, rows, size)
-
-    def count(self, what: str, nbytes: int) -> None:
-        """Note how many bytes of something of this layer are on its device."""
-        self.memory.count((what, self._index), nbytes)
+        return as_states(keys), as_states(values)
 
     def settle(self) -> None:
         """Put away what shall not stay on the device."""
         if self._buffers is not None:
-            if not self.memory.is_resident(self._index, self.length, *self._buffers):
+            if not self.memory.is_resident(self.index, self.length, *self._buffers):
                 rows = tuple(buffer[:, :, : self.length].permute(2, 0, 1, 3) for buffer in self._buffers)
                 self._buffers = None
                 self._keep(*rows)
@@ -163,19 +159,23 @@ class OffloadedLayer(MadeStates, BlendLayer):
     def _keep(self, keys: Tensor, values: Tensor) -> None:
         """Hold all tokens of the layer, `[tokens, batch, kv_heads, head_dim]`."""
         if self.observer is not None:
-            self.observer(_as_states(keys))
+            self.observer(as_states(keys))
         self._append(keys[self._held :], values[self._held :])
 
     def snapshot(self) -> Any:
         """What `restore` needs to take back every token that comes from now on."""
-        return self.length
+        return self.length, self.away_tokens, self._recent
 
     def restore(self, snapshot: Any) -> None:
         """Forget the tokens that came since a snapshot, also in the middle of a forward."""
+        length, away_tokens, recent = snapshot
         self._opened = None
         if self._buffers is None:
             self.length = min(self.length, self._held)
-        self._shorten(min(snapshot, self.length))
+        if self.memory.bits is not None and away_tokens < self.away_tokens:  # some are packed since
+            self.memory.crop(self.index, away_tokens)
+            self.away_tokens, self._recent = away_tokens, recent
+        self._shorten(min(length, self.length))
 
     def _forget(self, removed: int) -> None:
         if self.is_initialized and removed:
@@ -189,9 +189,13 @@ class OffloadedLayer(MadeStates, BlendLayer):
         self._shortened()
         if self._buffers is None:
             self._held = length
-            if length < self.away_tokens:
-                self.memory.crop(self._index, length)
-                self.away_tokens, self._recent = length, None
+            if length < self.away_tokens:  # those of a group that is cut are unpacked for good
+                start = length if self.memory.bits is None else length - length % GROUP_TOKENS
+                rows = self.there.read(start, length) if start < length else ()
+                self.memory.crop(self.index, start)
+                self.away_tokens, self._held, self._recent = start, start, None
+                if rows:
+                    self._append(*rows)
         self._count()
 
     def reset(self) -> None:
@@ -199,40 +203,31 @@ class OffloadedLayer(MadeStates, BlendLayer):
         super().reset()
         self._recent = self._opened = None
         self.away_tokens = self._held = 0
-        self.memory.remove(self._index)
+        self.memory.remove(self.index)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only some batch entries; nothing is read where they all stay as they are."""
         if not torch.equal(indices.cpu(), torch.arange(self.batch_size)):
             super().batch_select_indices(indices)
 
-    @property
-    def _there(self) -> AwayLayer:
-        """The tokens that are in the memory."""
-        return self.memory.away[self._index]
-
     def _like(self) -> tuple[Tensor, Tensor]:
         """Any K and V of the layer, while it holds some outside of buffers."""
-        if self._recent is None:
-            return self._there.like
-        return _as_states(self._recent[0]), _as_states(self._recent[1])
+        keys, values = self.there.like if self._recent is None else self._recent
+        return as_states(keys), as_states(values)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Write the whole layer again, changed along its batch."""
-        if not self.length:
-            return
-        keys, values = (change(states) for states in self._shown_or_brought())
-        length, visible = self.length, self.visible
-        self.reset()
-        self.visible = change(visible) if visible is not None and visible.dim() == 3 else visible
-        opened = self.open(length, keys, values)
-        for new, states in zip(opened, (keys, values), strict=True):
-            new.copy_(states)
+        """Write what is held again, changed along its batch; what is away stays so."""
+        super()._map(change)
+        self.unchanged_tokens = 0
+        if self._recent is not None:
+            self._recent = along_batch(change, self._recent[0]), along_batch(change, self._recent[1])
+        self.memory.change(self.index, change)
         self.settle()
+        self._count()
 
     def _brought(self, rows: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All tokens on the device, in the caller's hands, `[rows or more, batch, kv_heads, head_dim]`."""
-        brought = self.memory.bring(self._index, rows, keys, values)
+        brought = self.memory.bring(self.index, rows, keys, values)
         if self._recent is not None and self._held > self.away_tokens:
             for states, recent in zip(brought, self._recent, strict=True):
                 states[self.away_tokens : self._held] = recent[: self._held - self.away_tokens]
@@ -245,38 +240,26 @@ class OffloadedLayer(MadeStates, BlendLayer):
         if self._buffers is not None or self._opened is not None:
             return self._shown()
         keys, values = self._brought(self._held, *self._like())
-        return _as_states(keys[: self._held]), _as_states(values[: self._held])
+        return as_states(keys[: self._held]), as_states(values[: self._held])
 
     def _shown(self) -> tuple[Tensor, Tensor]:
         """Views of all tokens, as a forward sees them."""
         if self._buffers is not None:
             return self._columns(slice(0, self.length))
         keys, values = self._opened  # type: ignore[misc]
-        return _as_states(keys[: self.length]), _as_states(values[: self.length])
+        return as_states(keys[: self.length]), as_states(values[: self.length])
 
     def _show(self, length: int) -> None:
         self.length = length
 
     def _count(self) -> None:
-        self.memory.count(("held", self._index), self.nbytes)
+        self.memory.count(("held", self.index), self.nbytes)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedLayer":
-        """The same tokens in a copy of the memory; those that a forward has opened are left out."""
-        twin = OffloadedLayer(copy.deepcopy(self.memory, memo), self._index)
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy, whose memory is one too: without what a forward has opened, and without who looks on."""
         length = self.length if self._buffers is not None else self._held
-        if length:
-            keys, values = (states[:, :, :length] for states in self._shown_or_brought())
-            for new, states in zip(twin.open(length, keys, values), (keys, values), strict=True):
-                new.copy_(states)
-            twin.settle()
-        twin.unchanged_tokens, twin.visible = self.unchanged_tokens, copy.deepcopy(self.visible, memo)
-        return twin
+        return {**vars(self), "length": length, "_opened": None, "observer": None, "sees_blocks": False}
 
 
 def _room(rows: Tensor) -> Tensor:
     return rows.new_empty((GROW_TOKENS, *rows.shape[1:]))
-
-
-def _as_states(rows: Tensor) -> Tensor:
-    """`[tokens, batch, kv_heads, head_dim]` as `[batch, kv_heads, tokens, head_dim]`."""
-    return rows.permute(1, 2, 0, 3)

@@ -6,44 +6,45 @@ A layer is *resident* where its K and V stay on the device that computes it, and
 away is brought for its own attention; meanwhile the next one is read on another thread.
 """
 
-import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..cache.quantised_layer import GROUP_TOKENS, pack
+from ..config import BlendConfig
 from ..errors import ConfigError
-from .placement import DISK, Place, Shapes, memory_budget, place_layers
-from .states import AwayLayer, States
+from .states import AwayLayer, States, as_states, is_same
 
+DISK = "disk"
 GROW_TOKENS = 64  # buffers grow by so many; so many new tokens of a layer stay on its device before they are put away
 READER = "hf_blend-kv"  # the name of the thread that reads ahead
+Place = int | str  # a device as accelerate names it: a number for a GPU, "mps", "cpu" or "disk"
 
 
 class KVMemory:
     """Places the layers of one cache, holds those that are away, and counts bytes."""
 
-    def __init__(
-        self,
-        layers: Sequence[int],
-        device_map: str | Mapping[int, Place],
-        max_memory: Mapping[Place, int | str] | None = None,
-        folder: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, layers: Sequence[int], config: BlendConfig) -> None:
         """Prepare to place some layers."""
-        self._layers, self._settings = tuple(layers), (device_map, max_memory, folder)
-        self._is_auto = device_map == "auto"
-        self._budget = memory_budget(max_memory) if self._is_auto else {}
-        self.device_map: dict[int, Place] = {}
-        if not self._is_auto:
-            self.device_map = dict.fromkeys(layers, device_map) if isinstance(device_map, str) else dict(device_map)
-        self._check()
-        self._states = States(folder)
-        self._shapes: dict[int, Shapes] = {}  # of the layers that were seen, for `_room` tokens
+        self._layers, self._config, self.bits, placed = tuple(layers), config, config.kv_bits, config.device_map
+        self._is_auto = placed == "auto"
+        self._budget = memory_budget(config.memory_limits) if self._is_auto else {}
+        places: Any = dict.fromkeys(layers, placed) if isinstance(placed, str) else placed
+        self.device_map: dict[int, Place] = {} if self._is_auto else places
+        for index, place in self.device_map.items():
+            if index not in self._layers:
+                raise ConfigError(
+                    f"kv_device_map places layer {index}, but expected layers whose K and V grow with the context: "
+                    f"{list(self._layers)}. Take it out: a layer with a window or a state stays where it is computed."
+                )
+            _device(place)
+        self._states = States(config.offload_folder)
+        self._row_bytes: dict[int, tuple[int, int]] = {}  # of a token of each layer: as it is kept, as it is brought
         self._room = 0  # tokens that the present map is for
         self.away: dict[int, AwayLayer] = {}  # by the number of the layer
         self._counts: dict[Any, int] = {}
@@ -52,15 +53,6 @@ class KVMemory:
         self._ahead: tuple[int, int, Future[tuple[Tensor, Tensor]]] | None = None
         self._reader: ThreadPoolExecutor | None = None
         self.peak_resident_bytes = self.loads = self.prefetched = 0
-
-    def _check(self) -> None:
-        for index, place in self.device_map.items():
-            if index not in self._layers:
-                raise ConfigError(
-                    f"kv_device_map places layer {index}, but expected layers whose K and V grow with the context: "
-                    f"{list(self._layers)}. Take it out: a layer with a window or a state stays where it is computed."
-                )
-            _device(place)
 
     @property
     def disk_bytes(self) -> int:
@@ -75,32 +67,30 @@ class KVMemory:
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
     def is_resident(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> bool:
-        """Whether the K and V of a layer shall stay on its device once it holds so many tokens.
+        """Whether the K and V of a layer shall stay on its device, as they are, once it holds so many tokens.
 
         Shapes: keys `[batch, kv_heads, rows, head_dim]`.
         """
         if self._is_auto:
             self._plan(index, round_up(tokens), keys, values)
         place = self.device_map.get(index)
-        return place is None or (place != DISK and _is_same(_device(place), keys.device))
+        return self.bits is None and (place is None or (place != DISK and is_same(_device(place), keys.device)))
 
     def _plan(self, index: int, room: int, keys: Tensor, values: Tensor) -> None:
         """Place all layers for a number of tokens, if that was not done yet; unseen ones are taken to be alike."""
-        seen = (_sized(keys, room), _sized(values, room), keys.dtype)
-        if room <= self._room and _widths(self._shapes.get(index)) == _widths(seen):
+        brought = sum(map(_row_bytes, (keys, values)))
+        if room <= self._room and self._row_bytes.get(index, (0, 0))[1] == brought:
             return
-        room = max(room, self._room)
-        self._room, self._shapes[index] = room, seen
-        known = {one: self._shapes.get(one, seen) for one in self._layers}
-        shapes = {one: ((room, *k[1:]), (room, *v[1:]), dtype) for one, (k, v, dtype) in known.items()}
-        if not self._shapes.keys() >= shapes.keys():
-            self._shapes = dict(shapes)
-        self.device_map = place_layers(shapes, self._budget)
+        seen = brought if self.bits is None else _packed_bytes(self.bits, keys, values), brought
+        self._room = room = max(room, self._room)
+        self._row_bytes = {one: self._row_bytes.get(one, seen) for one in self._layers} | {index: seen}
+        nbytes = {one: room * kept for one, (kept, _) in self._row_bytes.items()}
+        self.device_map = place_layers(nbytes, self._budget)
         main = keys.device.index if keys.device.type == "cuda" else keys.device.type
-        away = sum(place != main for place in self.device_map.values())
-        if away and main in self._budget:  # the last tokens of these stay on the device for a while
-            recent = away * sum(GROW_TOKENS * _row_bytes(states) for states in (keys, values))
-            self.device_map = place_layers(shapes, {**self._budget, main: max(0, self._budget[main] - recent)})
+        away = sum(place != main for place in self.device_map.values()) if self.bits is None else len(nbytes)
+        if away and main in self._budget:  # the last tokens of these stay on the device for a while, one is unpacked
+            beside = away * GROW_TOKENS * brought + room * (seen[1] - seen[0])
+            self.device_map = place_layers(nbytes, {**self._budget, main: max(0, self._budget[main] - beside)})
 
     def put(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Put tokens of a layer away, behind those that are.
@@ -109,10 +99,16 @@ class KVMemory:
         """
         self._forget_ahead(index)
         if index not in self.away:
-            place = self.device_map[index]
-            device = None if place == DISK else _device(place)
-            self.away[index] = AwayLayer(index, self._states, keys, values, device)
+            place = self.device_map.get(index)
+            device = keys.device if place is None else None if place == DISK else _device(place)
+            self.away[index] = AwayLayer(index, self._states, (keys, values), device, self.bits)
         self.away[index].append(keys, values)
+
+    def change(self, index: int, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the batch of what is away of a layer."""
+        if index in self.away:
+            self._forget_ahead(index)
+            self.away[index] = self.away[index].changed(self._states, change)
 
     def bring(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of a layer on its device, in the caller's hands, with room for so many tokens.
@@ -123,7 +119,7 @@ class KVMemory:
         self.count("at work", 0)
         if layer is None or not layer.tokens:
             rows = round_up(tokens)
-            brought = tuple(states.new_empty(_sized(states, rows)) for states in (keys, values))
+            brought = tuple(states.new_empty((rows, *states.shape[:2], states.shape[3])) for states in (keys, values))
         else:
             brought = self._take_ahead(index, tokens) or layer.bring(max(tokens, layer.tokens + GROW_TOKENS))
             self.loads += 1
@@ -146,14 +142,14 @@ class KVMemory:
 
     def _read_ahead(self, index: int) -> None:
         """Have the next layer that is away read, the first after the last."""
-        order = [one for one in self._layers if one in self.away and self.away[one].tokens]
+        order = [one for one in self._layers if one in self.away and not self.away[one].nbytes_here]
         later = next((one for one in order if one > index), order[0] if order else index)
         if later == index or self._ahead is not None:
             return
         layer = self.away[later]
         rows = layer.tokens + GROW_TOKENS
         self._ahead = (later, rows, self.reading().submit(_on_side_stream, layer, rows))
-        self.count("ahead", rows * layer.row_bytes)
+        self.count("ahead", rows * sum(map(_row_bytes, map(as_states, layer.like))))
 
     def reading(self) -> ThreadPoolExecutor:
         """The thread that reads ahead."""
@@ -178,7 +174,7 @@ class KVMemory:
         """Keep the first so many tokens of what is away of a layer."""
         if index in self.away:
             self._forget_ahead(index)
-            self.away[index].crop(tokens)
+            self.away[index].crop(tokens) if tokens else self.away.pop(index).remove()
 
     def remove(self, index: int) -> None:
         """Forget all that is away of a layer, and what was decided with it."""
@@ -191,10 +187,49 @@ class KVMemory:
             self._room = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVMemory":
-        """An empty one with the same settings and a folder of its own."""
-        device_map, max_memory, folder = self._settings
-        twin = memo[id(self)] = KVMemory(self._layers, device_map, max_memory, folder)
+        """The same tokens in the same places, with a folder of its own."""
+        twin = memo[id(self)] = KVMemory(self._layers, self._config)
+        twin.device_map, twin._room, twin._row_bytes = dict(self.device_map), self._room, dict(self._row_bytes)
+        twin.away = {index: layer.changed(twin._states, Tensor.clone) for index, layer in self.away.items()}
+        for what, nbytes in self._counts.items():
+            twin.count(what, nbytes if what[0] == "held" else 0)
         return twin
+
+
+def memory_budget(max_memory: Mapping[Place, int | str] | None) -> dict[Place, int]:
+    """Bytes that may be used of each device, in the order in which accelerate fills them."""
+    from accelerate.utils import get_max_memory
+
+    try:
+        return dict(get_max_memory(None if max_memory is None else dict(max_memory)))
+    except ValueError as error:
+        raise ConfigError(
+            f"max_memory is {dict(max_memory or {})!r}, which accelerate refuses: {error}. Expected bytes for each "
+            'device, such as {0: "4GB", "cpu": "16GB"}.'
+        ) from error
+
+
+def place_layers(layers: Mapping[int, int], budget: Mapping[Place, int]) -> dict[int, Place]:
+    """Let accelerate distribute the K and V of some layers, of so many bytes each, over devices, host memory and disk.
+
+    accelerate fills the devices in order and leaves room on the first, and in host memory, for the largest layer that
+    is not there: the one at work. What fits nowhere goes to the disk.
+    """
+    from accelerate import infer_auto_device_map
+
+    tree, memory = nn.Module(), dict[Any, Any](budget)
+    for index, nbytes in layers.items():
+        tree.register_buffer(str(index), torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+    found = infer_auto_device_map(tree, memory, clean_result=False)
+    places: dict[int, Place] = {int(name): place for name, place in found.items()}
+    on_disk = sum(layers[index] for index, place in places.items() if place == DISK)
+    if on_disk > budget.get(DISK, on_disk):
+        raise ConfigError(
+            f"the K and V of {sum(place == DISK for place in places.values())} of {len(places)} layers, {on_disk:,} "
+            f"bytes, go to the disk, but max_memory allows {budget[DISK]:,} there. Raise max_memory, or shorten the "
+            "prompt."
+        )
+    return places
 
 
 def round_up(tokens: int) -> int:
@@ -231,16 +266,10 @@ def _device(place: Place) -> torch.device:
         ) from error
 
 
-def _is_same(device: torch.device, other: torch.device) -> bool:
-    return device.type == other.type and (device.index or 0) == (other.index or 0)
-
-
-def _sized(states: Tensor, rows: int) -> tuple[int, ...]:
-    return (rows, *states.shape[:2], states.shape[3])
-
-
-def _widths(shapes: Shapes | None) -> Any:
-    return None if shapes is None else (shapes[0][1:], shapes[1][1:], shapes[2])
+def _packed_bytes(bits: int, keys: Tensor, values: Tensor) -> int:
+    """Of a packed token, rounded up."""
+    group = (one.new_empty((*one.shape[:2], GROUP_TOKENS, one.shape[3]), device="meta") for one in (keys, values))
+    return -(-sum(part.nbytes for part in pack(bits, *group).values()) // GROUP_TOKENS)
 
 
 def _row_bytes(states: Tensor) -> int:

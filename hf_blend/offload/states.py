@@ -6,13 +6,14 @@ Tokens are the first axis, so that a file grows at its end: new tokens cost thei
 Each read is compared with the digests that were taken of the tokens when they were written.
 """
 
+import copy
 import os
 import shutil
 import tempfile
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,8 @@ import xxhash
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from ..cache.layers import Pair
+from ..cache.quantised_layer import GROUP_TOKENS, column, pack, unpack
 from ..errors import OffloadError
 
 PREFIX, LOCK = "hf-blend-kv-", "in-use"
@@ -79,6 +82,10 @@ class States:
         """Bytes in files."""
         return sum(ends[-1][0] * self._row_bytes(name) for name, ends in self._digests.items() if ends)
 
+    def pool_bytes(self, name: str) -> int:
+        """Bytes of a tensor in memory, with the room behind its tokens."""
+        return self._pools[name].nbytes if name in self._pools else 0
+
     def create(self, name: str, like: Tensor, device: torch.device | None) -> None:
         """Begin an empty tensor; without a device, in a file.
 
@@ -127,12 +134,6 @@ class States:
         del ends[count:]
         if rest is not None:
             ends.append((tokens, xxhash.xxh3_64_intdigest(_bytes(rest))))
-
-    def forget(self, name: str, held: int) -> None:
-        """Take back the last `append`, as far as it came, behind so many tokens."""
-        ends = self._digests.get(name)
-        while ends and ends[-1][0] > held:
-            ends.pop()
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Some of the tokens of a tensor, without the others.
@@ -222,86 +223,141 @@ def _bytes(states: Tensor) -> Any:
 
 
 class AwayLayer:
-    """K and V of one layer away from its device; brought for one use at a time."""
+    """K and V of one layer away from its device, brought for one use at a time; packed in whole groups with `bits`."""
 
-    def __init__(self, index: int, states: States, keys: Tensor, values: Tensor, place: torch.device | None) -> None:
-        """Begin an empty layer.
-
-        Shapes: keys `[tokens, batch, kv_heads, head_dim]`.
-        """
+    def __init__(self, index: int, states: States, some: Pair, place: torch.device | None, bits: int | None) -> None:
+        """Begin an empty layer like some tokens, `[tokens, batch, kv_heads, head_dim]` each, a group at least."""
         self._prefix, self._states, self.tokens = f"layer.{index}.", states, 0
-        self._like = (keys.new_empty((0, *keys.shape[1:])), values.new_empty((0, *values.shape[1:])))
-        self._lock = threading.Lock()
-        for name, like in zip(("keys", "values"), self._like, strict=True):
+        self._place, self._bits, self._lock = place, bits, threading.Lock()
+        self.like = some[0][:0].clone(), some[1][:0].clone()  # on the device that computes the layer
+        self._names = tuple(parts := self._parts(some[0][:GROUP_TOKENS], some[1][:GROUP_TOKENS]))
+        for name, like in parts.items():
             states.create(self._prefix + name, like, place)
 
     @property
-    def like(self) -> tuple[Tensor, Tensor]:
-        """K and V of no token, `[batch, kv_heads, 0, head_dim]` each, on the device that computes the layer."""
-        return self._like[0].permute(1, 2, 0, 3), self._like[1].permute(1, 2, 0, 3)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a token."""
-        return sum(like.shape[1:].numel() * like.element_size() for like in self._like)
+    def nbytes_here(self) -> int:
+        """Bytes on the device that computes the layer, where packed tokens may be."""
+        is_here = self._bits is not None and self._place is not None and is_same(self._place, self.like[0].device)
+        return sum(self._states.pool_bytes(self._prefix + name) for name in self._names) if is_here else 0
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Put tokens behind those it holds, `[new, batch, kv_heads, head_dim]` each."""
         with self._lock:
             try:
-                for name, new in (("keys", keys), ("values", values)):
-                    self._states.append(self._prefix + name, self.tokens, new)
+                for name, new in self._parts(keys, values).items():
+                    self._states.append(self._prefix + name, column(name, self.tokens), new)
             except BaseException:
-                for name in ("keys", "values"):
-                    self._states.forget(self._prefix + name, self.tokens)
+                for name in self._names:
+                    self._states.crop(self._prefix + name, column(name, self.tokens))
                 raise
             self.tokens += len(keys)
 
-    def bring(self, rows: int) -> tuple[Tensor, Tensor]:
+    def bring(self, rows: int) -> Pair:
         """K and V on the device, `[rows, batch, kv_heads, head_dim]`; what is behind the tokens is undefined."""
-        keys, values = (like.new_empty((rows, *like.shape[1:])) for like in self._like)
         with self._lock:
-            for name, states in (("keys", keys), ("values", values)):
+            if self._bits is not None:
+                return self._unpacked(self._kept([(0, self.tokens)], self.like[0].device)[0], rows)
+            keys, values = (like.new_empty((rows, *like.shape[1:])) for like in self.like)
+            for name, states in zip(self._names, (keys, values), strict=True):
                 self._states.fill(self._prefix + name, states[: self.tokens])
         return keys, values
 
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def read(self, start: int, end: int) -> Pair:
         """K and V of some tokens on the device, `[tokens, batch, kv_heads, head_dim]`."""
         with self._lock:
-            found = [self._states.read(self._prefix + name, [(start, end)])[0] for name in ("keys", "values")]
-            return found[0].to(self._like[0].device), found[1].to(self._like[1].device)
+            return self._read([(start, end)], self.like[0].device)[0]
 
-    def blocks(self, rows: Sequence[Sequence[int]], size: int) -> list[tuple[Tensor, Tensor]]:
+    def blocks(self, rows: Sequence[Sequence[int]], size: int) -> list[Pair]:
         """K and V of some blocks of `size` tokens of each request, in host memory; pinned where a GPU computes.
 
         Shape: `[blocks, size, kv_heads, head_dim]`.
         """
-        with self._lock:
-            keys, values = (list(self._gathered(name, rows, size)) for name in ("keys", "values"))
-        return list(zip(keys, values, strict=True))
-
-    def _gathered(self, name: str, rows: Sequence[Sequence[int]], size: int) -> Iterator[Tensor]:
-        name, like = self._prefix + name, self._like[name == "values"]
         some = sorted({block for blocks in rows for block in blocks})
-        found = self._states.read(name, [(block * size, block * size + size) for block in some])
-        places = {block: place for place, block in enumerate(some)}
-        for row, blocks in enumerate(rows):
-            shape, is_pinned = (len(blocks), size, *like.shape[2:]), like.is_cuda and torch.cuda.is_available()
-            gathered = torch.empty(shape, dtype=like.dtype, pin_memory=is_pinned)  # a copy from there need not wait
-            for target, block in zip(gathered, blocks, strict=True):
-                target.copy_(found[places[block]][:, row])
-            yield gathered
+        with self._lock:
+            found = self._read([(block * size, block * size + size) for block in some])
+            known = dict(zip(some, found, strict=True))
+            return [self._gathered([known[one] for one in blocks], row, size) for row, blocks in enumerate(rows)]
+
+    def _gathered(self, blocks: Sequence[Pair], row: int, size: int) -> Pair:
+        """Those of one request."""
+        is_pinned = self.like[0].is_cuda and torch.cuda.is_available()  # a copy from there need not wait
+        keys, values = (
+            torch.empty((len(blocks), size, *like.shape[2:]), dtype=like.dtype, pin_memory=is_pinned)
+            for like in self.like
+        )
+        for place, pair in enumerate(blocks):
+            keys[place], values[place] = pair[0][:, row], pair[1][:, row]
+        return keys, values
+
+    def changed(self, states: States, change: Callable[[Tensor], Tensor]) -> "AwayLayer":
+        """The same tokens, of which no bit changes, in these or other states, with another batch."""
+        twin = copy.copy(self)
+        twin._states, twin.like = states, (along_batch(change, self.like[0]), along_batch(change, self.like[1]))
+        with self._lock:
+            for name in self._names:
+                [kept] = self._states.read(self._prefix + name, [(0, column(name, self.tokens))])
+                part = along_batch(change, kept)
+                states.create(self._prefix + name, part, self._place)
+                states.append(self._prefix + name, 0, part)
+        return twin
 
     def crop(self, tokens: int) -> None:
         """Keep the first so many tokens."""
         with self._lock:
-            for name in ("keys", "values"):
-                self._states.crop(self._prefix + name, tokens)
+            for name in self._names:
+                self._states.crop(self._prefix + name, column(name, tokens))
             self.tokens = min(self.tokens, tokens)
 
     def remove(self) -> None:
         """Forget all tokens and delete the files."""
         with self._lock:
-            for name in ("keys", "values"):
+            for name in self._names:
                 self._states.remove(self._prefix + name)
             self.tokens = 0
+
+    def _parts(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """What is kept of some tokens, by name, `[tokens or groups, batch, …]`."""
+        if self._bits is None:
+            return {"keys": keys, "values": values}
+        packed = pack(self._bits, as_states(keys), as_states(values))
+        return {name: part.movedim(2, 0) for name, part in packed.items()}
+
+    def _kept(self, ranges: Sequence[tuple[int, int]], device: torch.device | None) -> list[tuple[Tensor, ...]]:
+        """The parts of some tokens, on a device or where they are."""
+        parts = (
+            self._states.read(self._prefix + name, [(column(name, start), column(name, end)) for start, end in ranges])
+            for name in self._names
+        )
+        return [tuple(part.to(device or part.device) for part in some) for some in zip(*parts, strict=True)]
+
+    def _read(self, ranges: Sequence[tuple[int, int]], device: torch.device | None = None) -> list[Pair]:
+        """K and V of some tokens, `[tokens, batch, kv_heads, head_dim]`, on a device or where they are kept."""
+        if self._bits is None:
+            return [(keys, values) for keys, values in self._kept(ranges, device)]
+        whole = [(start - start % GROUP_TOKENS, end + -end % GROUP_TOKENS) for start, end in ranges]
+        pairs = (self._unpacked(parts, 0) for parts in self._kept(whole, device))
+        cuts = (slice(start - first, end - first) for (start, end), (first, _) in zip(ranges, whole, strict=True))
+        return [(keys[cut], values[cut]) for (keys, values), cut in zip(pairs, cuts, strict=True)]
+
+    def _unpacked(self, parts: Sequence[Tensor], rows: int) -> Pair:
+        """K and V, with room for so many rows."""
+        packed = {name: part.movedim(0, 2) for name, part in zip(self._names, parts, strict=True)}
+        tokens, device = packed["v.bytes"].shape[2], parts[0].device
+        keys, values = (one.new_empty((max(rows, tokens), *one.shape[1:]), device=device) for one in self.like)
+        unpack(packed, as_states(keys[:tokens]), as_states(values[:tokens]))
+        return keys, values
+
+
+def as_states(rows: Tensor) -> Tensor:
+    """`[tokens, batch, kv_heads, head_dim]` as `[batch, kv_heads, tokens, head_dim]`."""
+    return rows.permute(1, 2, 0, 3)
+
+
+def along_batch(change: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """What a change of the first axis makes of the batch of `[tokens, batch, …]`."""
+    return change(rows.transpose(0, 1)).transpose(0, 1)
+
+
+def is_same(device: torch.device, other: torch.device) -> bool:
+    """Return True for two names of one device."""
+    return device.type == other.type and (device.index or 0) == (other.index or 0)

@@ -86,7 +86,7 @@ class AwayBlocks(BlockedLayer):
             for one, have in zip(selections, held, strict=True)
         ]
         if any(coming):
-            self._ahead = coming, self._layer.blocks_ahead(coming, self._size)
+            self._ahead = coming, self._layer.memory.reading().submit(self._layer.there.blocks, coming, self._size)
 
     def attended(self, selections: Sequence[Selection]) -> tuple[Layout, Tensor, Tensor]:
         """See `BlockedLayer.attended`."""
@@ -142,7 +142,7 @@ class AwayBlocks(BlockedLayer):
         if ahead is not None and any(ready):
             sources.append((expected, ready, ahead[1].result()))
         if any(there):
-            sources.append((there, there, self._layer.blocks(there, self._size)))
+            sources.append((there, there, self._layer.there.blocks(there, self._size)))
         for held, wanted, blocks in sources:
             for row, (names, states) in enumerate(zip(wanted, blocks, strict=True)):
                 index = torch.tensor([held[row].index(one) for one in names], dtype=torch.long)
@@ -195,5 +195,5 @@ class AwayBlocks(BlockedLayer):
 
     def _count(self) -> None:
         """Note what is on the device."""
-        self._layer.count("blocks", sum(part.nbytes for part in self._copy or ()))
-        self._layer.count("represented", 0 if self._made is None else self._made.nbytes)
+        self._layer.memory.count(("blocks", self._layer.index), sum(part.nbytes for part in self._copy or ()))
+        self._layer.memory.count(("represented", self._layer.index), 0 if self._made is None else self._made.nbytes)
