@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
-from hf_blend import BlendCache, plugins
+from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
+from hf_blend.model.placement import input_device
 from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.prompt.messages import build_messages, render
 from hf_blend.prompt.pieces import Span, build
@@ -58,6 +60,17 @@ def inputs_of(cache: BlendCache, tokenizer: Any, given: dict[str, Any]) -> Batch
     return make(tokenizer, **given)
 
 
+def begun(
+    model: nn.Module, tokenizer: Any, store: ChunkStore, given: dict[str, Any], config: BlendConfig | None
+) -> tuple[BlendCache | None, Any]:
+    """The cache and the ids that `generate` answers a request with; no cache, for a full prefill, without a config."""
+    if config is None:
+        ids = torch.tensor([ids_of(tokenizer, given)], device=input_device(model))
+        return None, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    cache = BlendCache(model, store, config)
+    return cache, inputs_of(cache, tokenizer, given)
+
+
 def ids_of(tokenizer: Any, given: dict[str, Any]) -> list[int]:
     """Token ids of a request; those that `inputs_of` gives too."""
     if "messages" in given:
@@ -101,7 +114,8 @@ class Method:
 
 
 FULL_PREFILL = Method("full prefill")
-FULL_REUSE = Method("full reuse", BlendConfig(recompute_ratio=0.0, selector="none"))
+REUSE = BlendConfig(recompute_ratio=0.0, selector="none")
+FULL_REUSE = Method("full reuse", REUSE)
 
 
 def blend_config(selector: str, **settings: Any) -> BlendConfig:
@@ -132,10 +146,13 @@ def _layer(text: str) -> int:
 
 
 class AnswerStreamer:
-    """A streamer that passes the answer on while it is written, and notes when it began."""
+    """A streamer that notes when each token comes, and passes the answer on while it is written."""
 
-    def __init__(self, tokenizer: Any, tell: Callable[[str], None] | None = None) -> None:
-        self.first: float | None = None
+    def __init__(
+        self, tokenizer: Any = None, tell: Callable[[str], None] | None = None, started: float | None = None
+    ) -> None:
+        self._started = time.perf_counter() if started is None else started
+        self._arrived: list[float] = []  # when each new token came
         self._tell, self._text = tell, Detokenizer(tokenizer, ())
         self._ids: list[int] = []
         self._is_prompt_seen = False
@@ -143,7 +160,7 @@ class AnswerStreamer:
     def put(self, value: Tensor) -> None:
         """Take new tokens; the first call brings the prompt."""
         if self._is_prompt_seen:
-            self.first = self.first or time.perf_counter()
+            self._arrived.append(time.perf_counter())
             self._ids += value.flatten().tolist()
             self.end(is_last=False)
         self._is_prompt_seen = True
@@ -152,6 +169,16 @@ class AnswerStreamer:
         """Pass on what is new, at the end also what was held back."""
         if self._tell and (new := self._text.feed(self._ids, is_last)):
             self._tell(new)
+
+    @property
+    def ttft_ms(self) -> float:
+        """From the start of the request to its first new token."""
+        return 1e3 * (self._arrived[0] - self._started)
+
+    @property
+    def decode_tokens_s(self) -> float:
+        """Tokens a second after the first."""
+        return (len(self._arrived) - 1) / (self._arrived[-1] - self._arrived[0])
 
 
 def ends_of(model: nn.Module) -> list[int]:

@@ -8,7 +8,6 @@ answers greedily, and its answer is forced on a blended prefill of the same prom
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,21 +24,20 @@ from hf_blend.prefill.report import BlendReport
 from .answering import (
     FULL_PREFILL,
     FULL_REUSE,
+    REUSE,
     AnswerStreamer,
     Method,
     Turn,
+    begun,
     documents_end,
     ends_of,
     ids_of,
-    inputs_of,
     request,
 )  # fmt: skip
 from .bundled import ModelSource
 from .retrieving import Piece, Retriever
 
 FORCED_TOKENS = 10  # of full prefill's answer
-REUSE = FULL_REUSE.config or BlendConfig(recompute_ratio=0.0, selector="none")
-
 STUB = "x"  # in the place of documents, where the rest of a prompt is measured
 SEARCHED_TURNS = 1  # earlier questions that the next one may mean with a pronoun
 
@@ -121,13 +119,7 @@ class Asker:
     ) -> Answer:
         """Answer a request greedily, by a full prefill if there is no config; with the logits of its first tokens."""
         streamer = AnswerStreamer(self.tokenizer, tell)
-        started = time.perf_counter()
-        cache = None if config is None else BlendCache(self.model, self.store, config)
-        if cache is None:
-            ids = torch.tensor([ids_of(self.tokenizer, given)], device=input_device(self.model))
-            inputs: Any = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        else:
-            inputs = inputs_of(cache, self.tokenizer, given)
+        cache, inputs = begun(self.model, self.tokenizer, self.store, given, config)
         output = self.model.generate(
             **inputs, past_key_values=cache, streamer=streamer, do_sample=False, max_new_tokens=max_new_tokens,
             return_dict_in_generate=True, output_logits=first_logits > 0,
@@ -135,10 +127,9 @@ class Asker:
         prompt = inputs["input_ids"][0]
         ids = output.sequences[0, len(prompt) :].cpu()
         text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
-        ttft_ms = 1e3 * ((streamer.first or time.perf_counter()) - started)
         is_cut = len(ids) == max_new_tokens and int(ids[-1]) not in ends_of(self.model)
         logits = torch.cat(output.logits[:first_logits]).float().cpu() if first_logits else torch.empty(0)
-        return Answer(text, ttft_ms, prompt.cpu(), ids, is_cut, cache, logits)
+        return Answer(text, streamer.ttft_ms, prompt.cpu(), ids, is_cut, cache, logits)
 
     def ask(
         self, question: Question, method: Method, max_new_tokens: int, tell: Callable[[str], None] | None = None

@@ -19,8 +19,8 @@ from hf_blend import plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 
-from .answering import blend_config, ids_of, request
-from .asking import FORCED_TOKENS, REUSE, Asker, Loss, Question
+from .answering import REUSE, blend_config, ids_of, request
+from .asking import FORCED_TOKENS, Asker, Loss, Question
 from .blending import ways
 from .bundled import handbook_questions
 from .rows import ANSWERS, CHUNKS, QUESTION, read_rows

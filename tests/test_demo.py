@@ -18,7 +18,7 @@ from hf_blend.errors import ConfigError, MissingExtraError, PromptError, Unsuppo
 from hf_blend.evaluation.asking import Asker
 from hf_blend.evaluation.bundled import REAL
 from hf_blend.evaluation.demo import drawing, model_cache, page
-from hf_blend.evaluation.demo.compare import DemoState, Panel, _verdict, again, compare, streamed
+from hf_blend.evaluation.demo.compare import DemoState, Panel, again, compare, streamed
 from hf_blend.evaluation.demo.model_cache import ModelCache
 from hf_blend.evaluation.demo.request import HANDBOOK, DemoRequest, documents_of, prepare, selectors, stories
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
@@ -150,21 +150,12 @@ def test_where_no_answer_is_known_words_are_compared_and_times_are_short():
     full = Panel("full prefill", "done", "on Tuesday", 8630.2, 1.0)
     reuse = Panel("full reuse", "done", "on <b>", 470.04, 0.0)
     blend = Panel("blend", "done", "on Tuesday", 2090.1, 0.18)
-    said = _verdict(DemoState((full, reuse, blend)))
-    assert said == (
-        "Blending began its answer 4.1 x as fast as full prefill, with the same words; full reuse wrote other words."
-    )
     first, second, third = drawing.panels(DemoState((full, reuse, blend)))
-    assert "words" not in first.partition("</h2>")[0]
     assert "other words" in second
     assert "same words" in third
     assert "<b>8.6 s</b>" in first
     assert "<b>470 ms</b> · 18.4 x as fast" in second
     assert "18% of the work" in third
-    assert "charged" not in first + second + third
-    assert _verdict(DemoState((replace(full, ttft_ms=1.0), reuse, blend))) == ""
-    known = [replace(one, correct=True) for one in (full, reuse, blend)]
-    assert _verdict(DemoState(tuple(known))) == "Blending began its answer 4.1 x as fast as full prefill."
 
 
 def test_nothing_that_a_visitor_writes_is_markup(model_folder, store, models):

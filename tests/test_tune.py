@@ -13,7 +13,8 @@ import torch
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, PluginNotFoundError, PromptError
 from hf_blend.evaluation import tuning
-from hf_blend.evaluation.asking import REUSE, Answer, Asker, Loss, Question
+from hf_blend.evaluation.answering import REUSE
+from hf_blend.evaluation.asking import Answer, Asker, Loss, Question
 from hf_blend.evaluation.summary import share_interval
 from hf_blend.evaluation.tuning import Point, candidates, choose, read_prompts, scored, tune
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benches.store import forget
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.evaluation.bench.ttft import Clock
+from hf_blend.evaluation.answering import AnswerStreamer
 
 GB = 1e9
 WIDTH = 1024
@@ -121,7 +121,7 @@ def _pieces(plan: PartialPlan) -> dict[str, Any]:
 def _run(model: Any, store: ChunkStore, pieces: dict[str, Any]) -> tuple[float, Any]:
     """Time to the first token, and what was loaded in part."""
     cache = BlendCache(model, store, recompute_ratio=0.0, selector="none")
-    clock = Clock()
+    streamer = AnswerStreamer()
     inputs = cache.inputs(None, **pieces)
-    model.generate(**inputs, past_key_values=cache, streamer=clock, do_sample=False, max_new_tokens=2)
-    return clock.ttft_ms, cache.report.partial
+    model.generate(**inputs, past_key_values=cache, streamer=streamer, do_sample=False, max_new_tokens=2)
+    return streamer.ttft_ms, cache.report.partial

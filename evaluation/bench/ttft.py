@@ -7,21 +7,20 @@
 
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 from hf_blend.version import __version__
 
-from ..answering import blend_config, ids_of, inputs_of
+from ..answering import AnswerStreamer, begun, blend_config, ids_of
 from ..blending import ways
 from ..bundled import open_model
 from ..tuning import read_prompts
@@ -47,33 +46,6 @@ class TtftPlan:
     data: str | None = None
     limit: int | None = None
     decoded_tokens: int = 24
-
-
-@dataclass
-class Clock:
-    """A streamer that notes when each token arrives."""
-
-    started: float = field(default_factory=time.perf_counter)
-    arrived: list[float] = field(default_factory=list)
-
-    def put(self, value: Tensor) -> None:
-        """Note the time; the first call brings the prompt itself."""
-        if value.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.arrived.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing is buffered."""
-
-    @property
-    def ttft_ms(self) -> float:
-        """From the start of the request to its first new token."""
-        return 1e3 * (self.arrived[1] - self.started)
-
-    @property
-    def decode_tokens_s(self) -> float:
-        """Tokens a second after the first."""
-        return (len(self.arrived) - 2) / (self.arrived[-1] - self.arrived[1])
 
 
 def measure_ttft(plan: TtftPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
@@ -166,24 +138,20 @@ def run(
     """Time one generation: a full prefill where there is no config."""
     if _is_cuda(plan):
         torch.cuda.reset_peak_memory_stats()
-    clock = Clock()
-    cache = None if config is None else BlendCache(model, store, config)
-    if cache is None:
-        inputs: Any = {"input_ids": torch.tensor([ids_of(tokenizer, given)], device=plan.device)}
-    else:
-        inputs = inputs_of(cache, tokenizer, given)
+    streamer = AnswerStreamer()
+    cache, inputs = begun(model, tokenizer, store, given, config)
     model.generate(
         **inputs,
         past_key_values=cache,
-        streamer=clock,
+        streamer=streamer,
         do_sample=False,
         eos_token_id=None,
         min_new_tokens=plan.decoded_tokens,
         max_new_tokens=plan.decoded_tokens,
     )
-    figures = {"ttft_ms": clock.ttft_ms}
+    figures = {"ttft_ms": streamer.ttft_ms}
     if plan.decoded_tokens > 1:
-        figures["decode_tokens_s"] = clock.decode_tokens_s
+        figures["decode_tokens_s"] = streamer.decode_tokens_s
     if _is_cuda(plan):
         figures["peak_bytes"] = torch.cuda.max_memory_allocated()
     return {**figures, "report": cache.report} if cache is not None else figures

@@ -88,14 +88,13 @@ class EvalMethod(ABC):
 
         Shapes: inputs `[batch, tokens]`.
         """
-        width, listener = inputs["input_ids"].shape[1], AnswerStreamer(self.tokenizer)
+        width, streamer = inputs["input_ids"].shape[1], AnswerStreamer(started=started)
         if wanted is not None:
             cache.activate_past_recording()  # or windows could not be cropped
         made = self.model.generate(
-            **inputs, past_key_values=cache, do_sample=False, max_new_tokens=self.max_new_tokens, streamer=listener,
+            **inputs, past_key_values=cache, do_sample=False, max_new_tokens=self.max_new_tokens, streamer=streamer,
             output_logits=True, return_dict_in_generate=True, pad_token_id=self._pad,
         )  # fmt: skip
-        ttft_ms = 1e3 * ((listener.first or time.perf_counter()) - started)
         logits: list[Any] = [None] * width
         if wanted is not None:
             logits = self._over(inputs, cache, wanted, made.logits[0])
@@ -104,8 +103,9 @@ class EvalMethod(ABC):
             own = self._until_end(ids)
             text = self._text(int(inputs["input_ids"][row, -1]), own)
             tokens = int(inputs["attention_mask"][row].sum())
-            time_ms = ttft_ms if len(made.sequences) == 1 else None
-            outcomes.append(Outcome(text, tuple(own), time_ms, 1.0, tokens, logits=logits[row], batch_ttft_ms=ttft_ms))
+            time_ms = streamer.ttft_ms if len(made.sequences) == 1 else None
+            given = {"logits": logits[row], "batch_ttft_ms": streamer.ttft_ms}
+            outcomes.append(Outcome(text, tuple(own), time_ms, 1.0, tokens, **given))
         return outcomes
 
     def _text(self, last: int, ids: list[int]) -> str:
