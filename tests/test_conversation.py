@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A conversation keeps its turns, stays in its window, and brings old turns back."""
 
+import copy
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -10,6 +12,7 @@ from transformers import DynamicCache
 from hf_blend import ChunkStore, ConfigError, PromptError, SequenceCache, ShiftCache
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.reuse import blended, continued, take_back
+from hf_blend.errors import StoreError
 from hf_blend.store.tiers.base import EntryFault
 from tests.asking import apart, rotated
 
@@ -214,8 +217,53 @@ def test_a_conversation_of_a_hybrid_is_the_stock_model_on_the_text_that_stays(re
     for wrong in ({**state, name: state[name][..., :-1]}, {**state, name: state[name] * float("nan")}):
         with pytest.raises(EntryFault):
             other.cache.check_state(wrong)
+    with pytest.raises(ConfigError, match=r"archive=.* came with .* Leave archive out"):
+        Conversation(model, tokenizer, archive=ChunkStore.open("memory://"))
+
+
+def packed_by_hand(states, axis):
+    """The first tokens in 8 bits by the definition: K a step for 32 tokens of a channel, V one for each token."""
+    tokens = states.shape[2] // 32 * 32 - 32
+    groups = states[:, :, :tokens].unflatten(2, (-1, 32))
+    step = groups.abs().amax(axis, keepdim=True).clamp_min(1e-30) / 127
+    return torch.cat([((groups / step).round() * step).flatten(2, 3), states[:, :, tokens:]], 2)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("lfm2", marks=pytest.mark.slow)])
+def test_a_conversation_of_a_hybrid_in_8_bits_is_the_stock_model_on_a_cache_that_was_packed_by_hand(
+    reference, tmp_path, name
+):
+    model, tokenizer = tiny_model(name, vocab_size=512), reference[1]
+    few = {"max_new_tokens": 1, "do_sample": False, "eos_token_id": None}
+    chat, plain = Conversation(model, tokenizer, kv_bits=8), Conversation(model, tokenizer)
+    for one in (chat, plain):
+        one.ask("The market opens at noon. " * 60, **few)
+    assert chat.turns == plain.turns, "a forward sees its own tokens as they are"
+    held, by_hand = chat.cache.tokens(), copy.deepcopy(plain.cache._cache)
+    for packed, layer in zip(chat.cache._cache.layers, by_hand.layers, strict=True):
+        if not hasattr(layer, "recurrent_states"):
+            keys, values = packed_by_hand(layer.keys, 3), packed_by_hand(layer.values, 4)
+            assert packed.nbytes < (layer.keys.nbytes + layer.values.nbytes) * 0.6
+            assert apart(packed.keys, keys) <= TOLERANCE * 0.1 < apart(packed.keys, layer.keys)
+            assert apart(packed.values, values) <= TOLERANCE * 0.1 < apart(packed.values, layer.values)
+            layer.keys, layer.values = keys, values
+    chat.save(tmp_path / "chat")
+    later = Conversation(model, tokenizer, kv_bits=8)
+    later.load(tmp_path / "chat")
+    later._messages = [*chat._messages]
+    assert [*map(type, later.cache._cache.layers)] == [*map(type, chat.cache._cache.layers)]
+    for one, again in zip(chat.cache.state().values(), later.cache.state().values(), strict=True):
+        torch.testing.assert_close(one, again, rtol=0, atol=1e-6)
+    with pytest.raises(StoreError, match="another kv_bits"):
+        plain.load(tmp_path / "chat")
+    few["max_new_tokens"] = 12
+    assert chat.ask("Where?", **few) == later.ask("Where?", **few)
+    ids = chat.turns[1].token_ids
+    prompt = torch.tensor([[*held, *chat.turns[0].token_ids[-1:], *ids[:-12]]])
+    expected = model.generate(prompt, past_key_values=by_hand, attention_mask=torch.ones_like(prompt), **few)
+    assert expected[0, -12:].tolist() == [*ids[-12:]]
     with pytest.raises(ConfigError, match=r"kv_bits=8 came with .* Leave kv_bits out"):
-        Conversation(model, tokenizer, kv_bits=8)
+        Conversation(tiny_model("falcon_h1", vocab_size=512), tokenizer, kv_bits=8)
 
 
 def test_bad_input_changes_nothing(reference):

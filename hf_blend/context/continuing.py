@@ -25,8 +25,6 @@ from ..model.modality import text_ids
 from ..model.placement import input_device
 from .stock_form import Parts, StockForm, is_state
 
-__all__ = ["Continuing", "advance", "continuing"]
-
 COMPARED_TOKENS = 4
 STATE_FACTOR = (
     10.0  # of what logits may be off: code for one token may clamp a step that a scan does not (1e-3, zamba2)

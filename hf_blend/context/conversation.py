@@ -151,14 +151,12 @@ class Conversation:
         """What holds the conversation of a model whose states cannot be moved; None for any other."""
         if not other_states(text_config(self.model), only_keys=True):
             return None
-        given = {"archive": self.archive, "kv_bits": kv_bits}
-        for name, value in given.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{name}={value!r:.40} came with {type(self.model).__name__}, whose states hold all tokens before "
-                    f"them, but K and V alone are expected. Leave {name} out."
-                )
-        return StateCache(self.model, window_tokens, keep_tokens)
+        if self.archive is not None:
+            raise ConfigError(
+                f"archive={self.archive!r:.40} came with {type(self.model).__name__}, whose states hold all tokens "
+                "before them, but K and V alone are expected. Leave archive out."
+            )
+        return StateCache(self.model, window_tokens, keep_tokens, kv_bits)
 
     def _answer(
         self, text: str, first: bool, documents: Sequence[str], blend: Mapping[str, Any], options: dict[str, Any]

@@ -24,8 +24,6 @@ from ..model.fingerprint import fingerprint
 from ..model.hooks import callable_as, running_calls
 from ..model.identity.canonical import refuse_request_state
 
-__all__ = ["complaint", "handed"]
-
 
 @dataclass
 class Notes:

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache.cache_layers import cache_layers
+from ..cache.quantised_layer import QuantisedLayer
+from ..config import BlendConfig
 from ..errors import PromptError
 from ..model.anatomy import refuse_extended, stock_cache, text_config
 from ..model.fingerprint import fingerprint
@@ -27,18 +30,17 @@ END = 1 << 31  # of ids
 class StateCache:
     """The tokens of a conversation, and the stock cache that they fill; `shifts` counts how often it was filled again.
 
-    It has what `Conversation` asks of a `ShiftCache`, and is saved in the same kind of file.
+    It has what `Conversation` asks of a `ShiftCache`, and is saved in the same kind of file. With `kv_bits` K and V of
+    layers that keep nothing else are packed; a file holds them unpacked, and they are packed again as they were.
     """
 
-    kv_bits = None
-
-    def __init__(self, model: nn.Module, window_tokens: int | None, keep_tokens: int) -> None:
-        self.model, self._way = model, continuing(model, fingerprint(model))
+    def __init__(self, model: nn.Module, window_tokens: int | None, keep_tokens: int, kv_bits: int | None) -> None:
+        self.model, self._way, self.kv_bits = model, continuing(model, fingerprint(model)), kv_bits
         longest = getattr(text_config(model), "max_position_embeddings", None)
         self.window_tokens, self.keep_tokens, self.shifts = int(window_tokens or longest or END), keep_tokens, 0
         check_window(self.window_tokens, keep_tokens)
         self._ids: list[int] = []
-        self._cache = stock_cache(model)
+        self._cache = self._packed(stock_cache(model))
 
     def tokens(self) -> list[int]:
         """The token ids that are held."""
@@ -79,20 +81,15 @@ class StateCache:
     def check_state(self, state: dict[str, Tensor]) -> None:
         """Raise EntryFault for tensors that `state` never gives."""
         ids, parts = state["ids"], {name: part for name, part in state.items() if name != "ids"}
-        if (
-            ids.dim() != 1
-            or ids.dtype != torch.int64
-            or not len(ids)
-            or not 0 <= int(ids.min()) <= int(ids.max()) < END
-        ):
+        is_long = ids.dim() == 1 and ids.dtype == torch.int64 and len(ids) > 0
+        if not (is_long and 0 <= int(ids.min()) <= int(ids.max()) < END):
             raise EntryFault("values", f"its ids are {tuple(ids.shape)} of {ids.dtype}, or no ids")
         self._way.form.check(parts, 0, len(ids))
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Hold what `state` gave, and nothing else."""
-        parts = {name: part for name, part in state.items() if name != "ids"}
         self._ids = state["ids"].tolist()
-        self._cache = self._way.form.fill([parts], len(self._ids)) if self._ids else stock_cache(self.model)
+        self._cache = self._packed(self._way.form.fill([state], len(self._ids)))
 
     def _fitting(self, ids: list[int], new: int) -> list[int]:
         """The ids that stay so that they and an answer fit: if not all, the first and less than half of those held."""
@@ -109,4 +106,14 @@ class StateCache:
         """A cache of its own that holds a beginning of some ids, and how many."""
         if self._ids and ids[: len(self._ids)] == self._ids:
             return copy.deepcopy(self._cache), len(self._ids)
-        return stock_cache(self.model), 0
+        return self._packed(stock_cache(self.model)), 0
+
+    def _packed(self, cache: Any) -> Any:
+        """The same cache, whose layers hold K and V in few bits where that is asked for."""
+        config = BlendConfig(kv_bits=self.kv_bits)
+        for index, layer in enumerate(cache_layers(self.model, len(cache.layers), config) if self.kv_bits else ()):
+            if isinstance(layer, QuantisedLayer):
+                if (filled := cache.layers[index]).is_initialized:
+                    layer.update(filled.keys, filled.values)
+                cache.layers[index] = layer
+        return cache

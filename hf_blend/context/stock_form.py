@@ -18,8 +18,6 @@ from ..model.calibrate import STATE_KINDS
 from ..store.chunk import has_usable_values
 from ..store.tiers.base import EntryFault
 
-__all__ = ["Parts", "StockForm", "is_state"]
-
 _TOKEN_AXES = {"keys": -2, "values": -2, "indexer_keys": 1, "indexer_position_ids": -1}  # where tokens are counted
 _CONSTANTS = ("_sliding_window_tensor",)
 _FLAGS = ("has_previous_state", "is_initialized", "is_indexer_initialized")
