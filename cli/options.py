@@ -15,7 +15,7 @@ from hf_blend.config import BlendConfig
 __all__ = [
     "RATIO", "REAL", "SELECTOR", "ChunkTokens", "Controller", "Corpus", "Correction", "Device", "Documents", "Dtype",
     "IndexedTokens", "MaxNewTokens", "Model", "Partial", "Place", "Question", "Ratio", "Rounds", "Selector", "Shape",
-    "Store", "System", "TimedDtype", "TimedModel", "TopK", "Unverified", "timed",
+    "Store", "System", "TimedDtype", "TimedModel", "TopK", "Unverified", "Weights", "timed",
 ]  # fmt: skip
 
 REAL = "smollm2"  # the model of those who name none
@@ -46,6 +46,7 @@ Correction = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Where the model runs, such as cuda:1; auto is a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16; auto is as they were saved.")]
+Weights = Annotated[str, typer.Option(help="8bit or 4bit, by bitsandbytes; auto is as they were saved.")]
 Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
 Selector = Annotated[
     str, typer.Option(help="Which tokens are recomputed: a method or a file with one, options behind it.")

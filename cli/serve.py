@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import RATIO, REAL, SELECTOR, Correction, Device, Dtype, Model, Ratio, Store, Unverified
+from .options import RATIO, REAL, SELECTOR, Correction, Device, Dtype, Model, Ratio, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def serve(
     served_model_name: ServedName = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     store: Store = None,
     remote: Remote = None,
     correction: Correction = None,
@@ -126,7 +127,7 @@ def serve(
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
     }  # fmt: skip
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
-    service = _service(open_model(model, device, dtype), plan, limits)
+    service = _service(open_model(model, device, dtype, weights), plan, limits)
     say(f"Serving {service.name} in {service.memory}.")
     answers: list[dict[str, Any]] = []
 

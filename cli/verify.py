@@ -52,12 +52,9 @@ def verify(
         _verify_all(json)
         return
     verdict = run_checks(
-        model or "",
-        dtypes=dtype or ("float32", "bfloat16"),
-        attention=attention or ATTENTIONS,
-        checks=rung,
+        model or "", dtypes=dtype or ("float32", "bfloat16"), attention=attention or ATTENTIONS, checks=rung,
         device=str(choose_device(device)),
-    )
+    )  # fmt: skip
     document = verdict.to_dict()
     show(document if json else document["rungs"], as_json=json, title=model)
     if not verdict.supported:

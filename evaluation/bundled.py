@@ -11,7 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
-from hf_blend.errors import ConfigError, UnsupportedModelError, suggest
+from hf_blend.errors import ConfigError, UnsupportedModelError, import_extra, suggest
 from hf_blend.model_names import locate
 from hf_blend.rotary.regime import stretches
 
@@ -30,6 +30,7 @@ HANDBOOK = files("hf_blend") / "bundled" / "handbook"
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
+WEIGHTS = (AUTO, "8bit", "4bit")
 HUB_S = 5.0  # until the hub counts as out of reach
 
 
@@ -44,6 +45,7 @@ class ModelSource:
     device: torch.device
     dtype: torch.dtype | str
     is_local_only: bool = False
+    quantised: dict[str, Any] = field(default_factory=dict)  # arguments of `from_pretrained` for fewer bits
 
     @property
     def positions(self) -> int | None:
@@ -57,11 +59,12 @@ class ModelSource:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         kind = AutoModelForImageTextToText if _reads_images(self.config) else AutoModelForCausalLM
+        given = {"dtype": self.dtype, "local_files_only": self.is_local_only, **self.quantised}
         try:
-            model: nn.Module = kind.from_pretrained(self.folder, dtype=self.dtype, local_files_only=self.is_local_only)
+            model: nn.Module = kind.from_pretrained(self.folder, **given)
         except (OSError, ValueError) as error:
             raise _unreadable(self.name, "weights", error) from error
-        return model.to(self.device).eval()
+        return (model if self.quantised else model.to(self.device)).eval()
 
     def processor(self) -> Any:
         """What makes prompts with images for the model; None where it reads text alone."""
@@ -75,7 +78,7 @@ class ModelSource:
             raise _unreadable(self.name, "processor", error) from error
 
 
-def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO) -> ModelSource:
+def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO, weights: str = AUTO) -> ModelSource:
     """Find a model and read its config and tokenizer."""
     where, kind = choose_device(device), choose_dtype(dtype)
     name = name or REAL
@@ -88,8 +91,9 @@ def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO) -
     is_local_only = not os.path.isdir(folder) and not _hub_is_reachable()
     config = _config(folder, name, is_local_only)
     _refuse_non_decoder(config, name)
+    quantised = _quantised(weights, config, name, where, kind)
     tokenizer = _tokenizer(folder, name, config, is_local_only)
-    return ModelSource(name, folder, config, tokenizer, where, kind, is_local_only)
+    return ModelSource(name, folder, config, tokenizer, where, kind, is_local_only, quantised)
 
 
 def load_model(name: str | None = None, device: str = "cpu", dtype: str = AUTO) -> tuple[nn.Module, Any]:
@@ -124,6 +128,22 @@ def choose_dtype(name: str = AUTO, known: Sequence[str] = (AUTO, *DTYPES)) -> to
         return AUTO
     found: torch.dtype = getattr(torch, name)
     return found
+
+
+def _quantised(weights: str, config: Any, name: str, device: torch.device, dtype: torch.dtype | str) -> dict[str, Any]:
+    """What `from_pretrained` needs to quantise a model; 4 bits are multiplied in the dtype of all else."""
+    from transformers import BitsAndBytesConfig
+
+    if weights not in WEIGHTS:
+        raise ConfigError(f"no weights named {weights!r}. {suggest(weights, WEIGHTS)}")
+    if weights == AUTO:
+        return {}
+    import_extra("bitsandbytes", extra="quant", wanted_by=f"--weights {weights}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"--weights is {weights}, but {name!r} was saved quantised, and is used so. Leave it out.")
+    kind = config.get_text_config(decoder=True).dtype if dtype == AUTO else dtype
+    how = BitsAndBytesConfig(**{f"load_in_{weights}": True}, bnb_4bit_compute_dtype=kind)
+    return {"quantization_config": how, "device_map": {"": device}}
 
 
 def _hub_is_reachable() -> bool:

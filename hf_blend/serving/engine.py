@@ -30,6 +30,7 @@ from ..model.anatomy import decoder_layers, text_config
 from ..model.attention import STOCK, is_flash
 from ..model.canary import canary_of
 from ..model.fingerprint import fingerprint
+from ..model.quantised import silence_casts
 from ..prefill.layout import layout_of
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
@@ -88,6 +89,7 @@ class BlendedBatching(ContinuousBatchingManager):
             generation_config.eos_token_id = -1
         _check_model(model)
         _check_settings(self.blend_config, batching, generation_config, stall_s)
+        silence_casts(model, self)
         BlendCache(model, store, self.blend_config)  # calibrates and tests the model, or refuses it
         layout_of(model, fingerprint(model))
         canary_of(model)

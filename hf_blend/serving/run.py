@@ -76,22 +76,20 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any =
         store = next(iter(tenants.stores.values()))
         prefix = plan.blend.chunk_prefix_ids
         engine = BlendedBatching(
-            model,
-            store,
-            plan.blend,
+            model, store, plan.blend,
             chunk_prefix_ids=store.default_prefix(model, tokenizer) if prefix is None else prefix,
-            generation_config=greedy(model, plan.limits.new_tokens),
-            batching=_batching(tokens, plan),
+            generation_config=greedy(model, plan.limits.new_tokens), batching=_batching(tokens, plan),
             stall_s=plan.stall_s,
-        )
+        )  # fmt: skip
         add_sampling(engine.logit_processor)
         engine.start()
     except BaseException:
         tenants.close()
         raise
     plan_gb, share_gb, all_gb = (f"{one / 1e9:.1f} GB" for one in (tokens * per_token, share, available))
+    kinds = [str(model.dtype)[6:], *(one for one in ("8bit", "4bit") if getattr(model, f"is_loaded_in_{one}", False))]
     memory = (
-        f"{str(model.dtype).removeprefix('torch.')} on {model.device}; up to {plan_gb} for {tokens} tokens of "
+        f"{' with weights in '.join(kinds)} on {model.device}; up to {plan_gb} for {tokens} tokens of "
         f"requests and {share_gb} for the chunks of each of {len(rows)} tenants, of {all_gb} of memory available"
     )
     return Service(engine, tokenizer, tenants, plan.limits, plan.name, memory, plan.metrics_by_tenant, eyes)
@@ -142,12 +140,9 @@ class _Draining(uvicorn.Server):
 
 def _batching(tokens: int, plan: ServerPlan) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(
-        page_size=plan.page_tokens,
-        num_blocks=-(-tokens // plan.page_tokens),
-        max_batch_tokens=plan.batch_tokens,
-        max_requests_per_batch=plan.batch_requests,
-        per_request_processors=False,
-    )
+        page_size=plan.page_tokens, num_blocks=-(-tokens // plan.page_tokens), max_batch_tokens=plan.batch_tokens,
+        max_requests_per_batch=plan.batch_requests, per_request_processors=False,
+    )  # fmt: skip
 
 
 def _cache_tokens(model: nn.Module, plan: ServerPlan, fitting: int) -> int:

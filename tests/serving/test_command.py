@@ -3,16 +3,22 @@
 """`hf-blend serve`: where its options come from, and what reaches the model, the service and the log."""
 
 import logging
+import sys
 from types import SimpleNamespace
 
+import httpx
 import pytest
+from worlds import REFERENCE, reference_questions
 
 from hf_blend.cli.main import main
-from hf_blend.errors import ConfigError
+from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.evaluation import bundled
 from hf_blend.serving import run
+from hf_blend.serving.prompts import text_prompt
 from hf_blend.serving.service import Tenant, Tenants
+from tests.serving.processes import running
 
+QUESTION = reference_questions()[0]
 KEY = "key-of-all-0123456789"
 
 
@@ -25,8 +31,8 @@ def reached(monkeypatch):
     """Run the command until it would start an engine; gives its plan, and how the model was loaded."""
     found = {}
 
-    def find(name, device, dtype):
-        found.update(model=name, device=device, dtype=dtype)
+    def find(name, device, dtype, weights):
+        found.update(model=name, device=device, dtype=dtype, weights=weights)
         return SimpleNamespace(load=lambda: None, tokenizer=None, processor=lambda: None)
 
     def make(model, tokenizer, plan, eyes):
@@ -46,8 +52,10 @@ def reached(monkeypatch):
     return start
 
 
-def test_a_server_uses_the_device_and_the_dtype_of_other_commands(reached):
-    assert (reached()["device"], reached()["dtype"]) == ("auto", "auto")
+def test_a_server_uses_the_device_and_the_dtype_of_other_commands(reached, monkeypatch):
+    assert (reached()["device"], reached()["dtype"], reached()["weights"]) == ("auto", "auto", "auto")
+    monkeypatch.setenv("HF_BLEND_SERVE_WEIGHTS", "4bit")
+    assert (reached()["weights"], reached("--weights", "8bit")["weights"]) == ("4bit", "8bit")
     found = reached("--device", "cuda:1", "--dtype", "bfloat16", "--model", "here")
     assert (found["device"], found["dtype"], found["model"]) == ("cuda:1", "bfloat16", "here")
 
@@ -109,3 +117,30 @@ def test_requests_are_logged_by_default(reached, access, monkeypatch):
     reached()
     assert access.isEnabledFor(logging.INFO)
     assert not access.propagate
+
+
+@pytest.mark.parametrize("weights", ["8bit", "4bit"])
+def test_a_server_with_few_bits_answers_as_a_lone_cache_with_the_same_model(weights, bench, tmp_path, caplog):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes makes 8 and 4 bits of weights")
+    source = bundled.open_model(REFERENCE, "cpu", weights=weights)
+    model, body = source.load(), {"model": "smollm2", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    with running((model, source.tokenizer), tmp_path) as service:
+        assert service.memory.startswith(f"float32 with weights in {weights} on cpu; ")
+        asked = {**body, "prompt": QUESTION["question"], "documents": QUESTION["chunks"]}
+        answer = [httpx.post(f"{service.url}/v1/completions", json=asked, timeout=60).json() for _ in range(2)][1]
+        assert answer["usage"]["hf_blend"]["prefill"] == "blended"
+        ids = text_prompt(source.tokenizer, asked["prompt"], asked["documents"]).ids
+        lone = bench.lone_answer(model, service.engine.store, ids, new=8, selector="kv-deviation")
+    assert answer["choices"][0]["text"] == source.tokenizer.decode(lone, skip_special_tokens=True)
+    assert not [line for line in caplog.messages if "inputs will be cast" in line]
+    model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="saved quantised"):
+        bundled.open_model(str(tmp_path / "saved"), weights=weights)
+
+
+def test_weights_of_another_name_and_those_without_bitsandbytes_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="no weights named 'int8'"):
+        bundled.open_model(REFERENCE, weights="int8")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(MissingExtraError, match=r'--weights 8bit needs bitsandbytes.*hf-blend\[quant\]"'):
+        bundled.open_model(REFERENCE, weights="8bit")
