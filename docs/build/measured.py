@@ -203,7 +203,7 @@ def _first_token(title: str, result: str, question: str, ratio: float, behind: s
             "FLOP bound": number("flop_bound", ".2f", " x"),
             "decoding beside stock": number("decode_vs_dynamic", ".2f", " x"),
         },
-        "A speed-up above its bound at 100 % shows how much noise there is. It cannot show answers, nor the time on a GPU.",
+        "A speed-up above its bound at 100 % is noise. It cannot show answers, nor the time on a GPU.",
         behind=behind,
     )
 
