@@ -247,8 +247,11 @@ def test_cache_of_a_hybrid_can_be_reset_and_copied_and_cropped_where_it_keeps_ke
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize(("name", "has_past"), [("qwen3_next", False), ("deepseek_v32", True), ("falcon_h1", False)])
-def test_forward_that_fails_leaves_states_and_indexer_keys_as_they_were(name, has_past):
+@pytest.mark.parametrize(
+    ("name", "has_past", "bits"),
+    [("qwen3_next", False, None), ("deepseek_v32", True, None), ("deepseek_v32", True, 8), ("falcon_h1", False, None)],
+)
+def test_forward_that_fails_leaves_states_and_indexer_keys_as_they_were(name, has_past, bits):
     model, store, found = subject_of(name).model, memory(), []
 
     @observer
@@ -256,7 +259,7 @@ def test_forward_that_fails_leaves_states_and_indexer_keys_as_they_were(name, ha
         raise KeyError("on purpose")
 
     for fails in (None, False, True):  # the first fills the store
-        blended, inputs = prepared(model, pieces(), store=store, recompute_ratio=0.3)
+        blended, inputs = prepared(model, pieces(), store=store, recompute_ratio=0.3, kv_bits=bits)
         if has_past:
             said = model.generate(**inputs, past_key_values=blended, **WORDS)
             inputs = blended.inputs(None, **{**pieces(seed=3), "prefix": None}, history=said)
@@ -335,8 +338,8 @@ def test_what_a_mixer_or_an_indexer_does_not_allow_is_refused_by_name():
         SequenceCache(subject_of("qwen3_next").model)
     with pytest.raises(UnsupportedModelError, match=r"layer 0 keeps a state of another kind \(Indexed\)"):
         SequenceCache(subject.model)
-    with pytest.raises(ConfigError, match="layers are all of the kind DynamicIndexedLayer"):
-        BlendCache(subject.model, memory(), kv_bits=8)
+    with pytest.raises(ConfigError, match="layers are all of the kind LinearAttentionAndFullAttentionLayer"):
+        BlendCache(subject_of("falcon_h1").model, memory(), kv_bits=8)
     blended = BlendCache(subject.model, memory())
     with pytest.raises(UnsupportedModelError, match="by an indexer"), sparse_decoding(subject.model, blended):
         pass

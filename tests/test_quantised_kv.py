@@ -9,7 +9,8 @@ from tiny_models import tiny_model as zoo_model
 from hf_blend import BlendCache, ChunkStore, ConfigError
 from hf_blend.cache.layers import BlendLayer, BlendSlidingLayer
 from hf_blend.cache.quantised_layer import GROUP_TOKENS, QuantisedLayer, pack, unpack
-from tests.asking import LONG, prepared
+from hf_blend.model.anatomy import stock_cache
+from tests.asking import LONG, apart, packed_by_hand, prefill, prepared
 from tests.conftest import slow_but
 
 GREEDY = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None}
@@ -148,6 +149,28 @@ def test_the_prefill_is_exact_and_decoding_keeps_half_the_bytes_or_less(family, 
             held = 2 * sum(part[:, :, :1].numel() for part in (other.keys, other.values)) * layer.length
             recent = (layer.length - layer.packed_tokens) / layer.length
             assert layer.nbytes <= held * ((0.75 if bits == 8 else 0.5) * (1 - recent) + recent)
+
+
+INDEXED = ("llama", "deepseek_v32", "glm_moe_dsa", "qwen3_next")
+
+
+@pytest.mark.parametrize("name", slow_but("deepseek_v32", among=INDEXED))
+@torch.no_grad()
+def test_a_step_is_that_of_a_stock_cache_that_was_packed_by_hand(name):
+    model = zoo_model(name)
+    (cache, inputs), by_hand = prepared(model, LONG, recompute_ratio=1.0, kv_bits=8), stock_cache(model)
+    assert apart(prefill(model, inputs, cache), prefill(model, inputs, by_hand)) <= 1e-4
+    for layer in by_hand.layers:
+        if not hasattr(layer, "recurrent_states"):
+            layer.keys, layer.values = packed_by_hand(layer.keys, 3), packed_by_hand(layer.values, 4)
+    assert any(isinstance(layer, QuantisedLayer) for layer in cache.layers)
+    ids = torch.tensor([[5, 9, 11]]).split(1, 1)
+    steps = [[model(one, past_key_values=of).logits for one in ids] for of in (cache, by_hand)]
+    assert all(apart(*pair) <= 1e-4 for pair in zip(*steps, strict=True))
+    if name != "qwen3_next":
+        cache.crop(-3)
+        again = [model(one, past_key_values=cache).logits for one in ids]
+        assert all(torch.equal(*pair) for pair in zip(again, steps[0], strict=True))
 
 
 def test_kv_bits_refuses_other_widths_and_a_model_of_windows_only():

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..model.anatomy import has_indexer, stock_layers, text_config
 from ..model.extras import rooms
 from ..model.fingerprint import PerStructure
-from .indexed_layer import IndexedLayer
+from .indexed_layer import IndexedLayer, QuantisedIndexedLayer
 from .layers import BlendLayer, BlendSlidingLayer
 from .quantised_layer import QuantisedLayer, QuantisedStaticLayer
 from .static_layer import StaticLayer, StaticSlidingLayer
@@ -32,6 +32,7 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     """The layers of a blend cache: full, sliding or of a mixer where transformers' own cache has such a layer."""
     stock, kv_bits = _stock_layers(model, digest), config.kv_bits
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
+    indexed = IndexedLayer if kv_bits is None else partial(QuantisedIndexedLayer, kv_bits)
     sliding: Callable[[int], BlendLayer] = BlendSlidingLayer
     if (most := config.max_tokens) is not None:
         is_chunked = getattr(text_config(model), "attention_chunk_size", None) is not None
@@ -44,9 +45,8 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
                 )
         full = partial(StaticLayer, most) if kv_bits is None else partial(QuantisedStaticLayer, most, kv_bits)
         sliding = partial(StaticSlidingLayer, most)
-    layers: list[Any] = [
-        _like(stock[index], full, sliding, most) if index < len(stock) else full() for index in range(count)
-    ]
+    every = [*stock, *[None] * count][:count]
+    layers: list[Any] = [_like(one, indexed if has_indexer(one) else full, sliding, most) for one in every]
     for layer in layers:
         if most is not None and getattr(layer, "has_only_state", False):
             layer.is_compileable = True  # a state is as large behind any number of tokens
@@ -54,8 +54,7 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
         kinds = sorted({type(layer).__name__ for layer in stock})
         raise ConfigError(
             f"kv_bits={kv_bits} came with a model whose layers are all of the kind {' or '.join(kinds)}, but only "
-            f"full layers are kept in {kv_bits} bits: others hold no more than a window, or an indexer's keys too. "
-            "Leave kv_bits out."
+            f"full layers are kept in {kv_bits} bits: others hold no more than a window or state. Leave kv_bits out."
         )
     return layers
 
@@ -82,8 +81,6 @@ def _like(stock: Any, full: Callable[[], BlendLayer], sliding: Callable[[int], B
     added = next((made for room in rooms() if (made := room.make_layer(stock, most)) is not None), None)
     if added is not None:
         return added
-    if has_indexer(stock):
-        return IndexedLayer()
     if getattr(stock, "is_sliding", False):
         return sliding(stock.sliding_window)
     return stock if isinstance(stock, getattr(cache_utils, "DummyLayer", ())) else full()

@@ -13,6 +13,7 @@ from ..prefill.layer_kind import LayerKind
 from ..prefill.rows import Rows
 from ..rotary.tables import Table
 from .layers import BlendLayer
+from .quantised_layer import QuantisedLayer
 
 
 class IndexedKind(LayerKind):
@@ -62,8 +63,8 @@ class IndexedLayer(BlendLayer):
     prefill_kind = IndexedKind
     keeps_all = False  # a probe writes to layers of its own: the indexer's keys are written once only
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.indexer_keys: Tensor | None = None
         self.indexer_position_ids: Tensor | None = None
 
@@ -82,18 +83,15 @@ class IndexedLayer(BlendLayer):
 
         Shapes: keys `[batch, rows, width]` → `[batch, tokens, width]`.
         """
-        return self._appended(keys.new_zeros(keys.shape[0], tokens, keys.shape[2]))[:, -tokens:]
+        return self.update_indexer(keys.new_zeros(keys.shape[0], tokens, keys.shape[2]))[:, -tokens:]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Append the indexer's keys of new tokens, `[batch, new, width]`.
 
         Shape: `[batch, tokens, width]`.
         """
-        return self._appended(indexer_key_states)
-
-    def _appended(self, keys: Tensor) -> Tensor:
         known = () if self.indexer_keys is None else (self.indexer_keys,)
-        self.indexer_keys = torch.cat((*known, keys), dim=1)
+        self.indexer_keys = torch.cat((*known, indexer_key_states), dim=1)
         return self.indexer_keys
 
     @property
@@ -101,8 +99,8 @@ class IndexedLayer(BlendLayer):
         """Bytes held, spare columns included."""
         return super().nbytes + (0 if self.indexer_keys is None else self.indexer_keys.nbytes)
 
-    def _forget(self, removed: int) -> None:
-        super()._forget(removed)
+    def _shortened(self) -> None:
+        super()._shortened()
         self._change(lambda keys: keys[:, : self.length])
 
     def reset(self) -> None:
@@ -120,3 +118,7 @@ class IndexedLayer(BlendLayer):
             self.indexer_keys = change(self.indexer_keys)
         if self.indexer_position_ids is not None:
             self.indexer_position_ids = change(self.indexer_position_ids.permute(1, 2, 0)).permute(2, 0, 1)
+
+
+class QuantisedIndexedLayer(IndexedLayer, QuantisedLayer):
+    """K and V in 8 or 4 bits, and an indexer's keys as they are."""

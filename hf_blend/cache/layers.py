@@ -210,7 +210,7 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         """Forget the last tokens, whose number is negative."""
         if self.is_initialized:
             self._show(self.length + removed)
-            self._shortened()
+        self._shortened()
 
     def _shortened(self) -> None:
         """Keep of what is noted of the tokens that of the first ones only."""

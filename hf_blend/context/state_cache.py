@@ -115,5 +115,6 @@ class StateCache:
             if isinstance(layer, QuantisedLayer):
                 if (filled := cache.layers[index]).is_initialized:
                     layer.update(filled.keys, filled.values)
+                    vars(layer).update({name: vars(filled)[name] for name in vars(filled) if "indexer_" in name})
                 cache.layers[index] = layer
         return cache
