@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look inside one prompt: what is stored, chosen and recomputed."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,7 +59,7 @@ def inspect(
         draw(found, png)
         say(f"drawn into {png}")
     if json:
-        show(found.to_dict(), as_json=True)
+        show(asdict(found), as_json=True)
     else:
         _tables(found)
 

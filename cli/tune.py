@@ -3,6 +3,7 @@
 """Find the cheapest selector and ratio near enough to full prefill."""
 
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,7 +94,7 @@ def tune(
             seed=seed,
             watch=lambda items, what: progress(items, what, quiet=json),
         )
-    document = got.to_dict()
+    document = asdict(got)
     if json:
         show(document, as_json=True)
     else:

@@ -7,7 +7,7 @@ the tokens, and the rank correlation of that deviation between neighbouring laye
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,6 @@ class Inspection:
     ratio: float
     attention_deviation: dict[str, float]
     selector: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any, Self
 from hf_blend import ChunkStore
 from hf_blend.errors import StoreError
 from hf_blend.store.format import hash_namespace
+from hf_blend.store.tiers.files import write_atomically
 
 from .documents import Document, printable
 
@@ -74,9 +74,8 @@ class Sources:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for source in sources:
-            part = self._folder / f".{source.id}.{os.getpid()}.part"
-            part.write_text(json.dumps({"format": FORMAT, **asdict(source)}), "ascii")
-            os.replace(part, self._folder / f"{source.id}.json")
+            content = json.dumps({"format": FORMAT, **asdict(source)}).encode("ascii")
+            write_atomically(self._folder / f"{source.id}.json", [content], durable=False)
 
     def __iter__(self) -> Iterator[Source]:
         """All documents, by name; a file that cannot be read, or holds something else, is passed over."""

@@ -10,7 +10,7 @@ among on one half of the prompts; the figures of the choice come from the other 
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -75,10 +75,6 @@ class Tuning:
     reuse_kl: float
     points: list[Point]
     answers: dict[str, dict[str, float]] | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
-        return asdict(self)
 
 
 def bundled_prompts(count: int, seed: int, tokenizer: Any) -> list[Question]:

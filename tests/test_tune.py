@@ -3,7 +3,7 @@
 """The cheapest candidate that leaves little enough is chosen on one half of the prompts, and measured on the other."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -77,7 +77,7 @@ def test_the_choice_is_measured_on_prompts_that_did_not_choose_it():
     assert (got.choice.charged, got.choice.ttft_ratio) == pytest.approx((0.3, 0.4))
     assert got.reuse_kl == pytest.approx(sum(1 + int(name) for name in {*reported}) / 3)
     assert (got.config["selector"], got.config["recompute_ratio"], got.answers) == ("random", 0.3, None)
-    assert json.loads(json.dumps(got.to_dict()))["config"] == got.config
+    assert json.loads(json.dumps(asdict(got)))["config"] == got.config
 
 
 class ToldLess(Told):

@@ -15,8 +15,8 @@ from ..answering import FULL_PREFILL, FULL_REUSE, Method, chunks_of
 from ..asking import Asker, Question, Reply
 from ..documents import unknown_words
 from ..inspecting import Inspector
-from .model_cache import Loaded, ModelCache
-from .request import DemoRequest, first_request, prepare
+from .model_cache import Loaded
+from .request import DemoRequest, prepare
 from .visitors import Limits
 
 POLL_S = 0.02
@@ -65,7 +65,7 @@ def compare(loaded: Loaded, store: ChunkStore, query: DemoRequest, limits: Limit
         for told in _one(asker, asked, (place, method), limits, state):
             yield told
         state = told
-    said = [_verdict(state), kept, _too_short(state), "" if report is None else report.notice, strange]
+    said = [_verdict(state), kept, "" if report is None else report.notice, strange]
     yield replace(_looked_into(loaded, store, asked, state), status=" ".join(filter(None, said)))
 
 
@@ -73,18 +73,9 @@ def again(
     loaded: Loaded, store: ChunkStore, query: DemoRequest, limits: Limits, state: DemoState
 ) -> Iterator[DemoState]:
     """Answer once more by blending alone, after a slider was moved."""
-    asker, which = (
-        Asker(loaded.model, loaded.tokenizer, store),
-        (len(state.panels) - 1, Method("blend", query.config())),
-    )
+    asker = Asker(loaded.model, loaded.tokenizer, store)
+    which = (len(state.panels) - 1, Method("blend", query.config()))
     yield from _one(asker, prepare(loaded, query, limits), which, limits, state)
-
-
-def opening(models: ModelCache, limits: Limits, model: str = "") -> DemoState:
-    """Answer what the page begins with: a question about the handbook."""
-    with ChunkStore.open("memory://") as store:
-        *_, state = compare(models.take(model), store, first_request(), limits)
-    return state
 
 
 def _store(loaded: Loaded, store: ChunkStore, asked: Question, state: DemoState) -> Generator[DemoState, None, str]:
@@ -122,10 +113,12 @@ def _one(
 
 
 def _verdict(state: DemoState) -> str:
-    """Say what blending was good for, where it saved time; of an unknown answer, whether the words are the same."""
+    """Say what blending was good for, if it saved time; of an unknown answer, whether the words are the same."""
     full, reuse, blend = state.panels
-    if not (full.ttft_ms and blend.ttft_ms and blend.ttft_ms < full.ttft_ms):
+    if not (full.ttft_ms and blend.ttft_ms):
         return ""
+    if blend.ttft_ms >= full.ttft_ms:
+        return "This prompt is too short, or this model too small, for blending to save time."
     speed = f"{full.ttft_ms / blend.ttft_ms:.1f} x as fast as full prefill"
     if (full.correct, reuse.correct, blend.correct) == (True, False, True):
         return f"Blending gave the right answer {speed}; full reuse got it wrong."
@@ -137,14 +130,6 @@ def _verdict(state: DemoState) -> str:
 
 def _words(one: Panel, full: Panel) -> str:
     return "the same words" if one.text == full.text else "other words"
-
-
-def _too_short(state: DemoState) -> str:
-    """Say so where blending took longer than a full prefill."""
-    full, blend = state.panels[0].ttft_ms, state.panels[-1].ttft_ms
-    if full is None or blend is None or blend < full:
-        return ""
-    return "This prompt is too short, or this model too small, for blending to save time."
 
 
 def _with_panel(state: DemoState, place: int, panel: Panel) -> DemoState:

@@ -9,13 +9,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hf_blend import ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, PromptError, import_extra
 
 from ..bundled import REAL
 from ..documents import READERS, Document, printable, read_file, short_reason
 from . import drawing
-from .compare import DemoState, Panel, again, compare, opening
+from .compare import DemoState, Panel, again, compare
 from .model_cache import ModelCache
 from .request import HANDBOOK, DemoRequest, first_request, selectors, stories
 from .visitors import Visitors
@@ -61,7 +62,9 @@ class Demo:
     def opening(self) -> DemoState:
         """Answer what the page begins with, or say why there is no answer."""
         try:
-            return opening(self.models, self.visitors.limits, self.model)
+            with ChunkStore.open("memory://") as store:
+                *_, state = compare(self.models.take(self.model), store, first_request(), self.visitors.limits)
+            return state
         except HfBlendError as error:  # there is no model, or it reads less than the handbook has
             if self.model and not isinstance(error, PromptError):
                 raise
