@@ -63,8 +63,6 @@ IndexedTokens = Annotated[
 ]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
 TopK = Annotated[int, typer.Option(min=0, help="Most pieces of documents for a question; 0 is all that fit.")]
-
-
 System = Annotated[str | None, typer.Option(help="Text before the documents.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut.")]
 
