@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from hf_blend import ChunkStore, plugins
 from hf_blend.errors import PromptError
@@ -18,8 +18,6 @@ from ..inspecting import Inspector
 from .model_cache import Loaded
 from .request import DemoRequest, prepare
 from .visitors import Limits
-
-POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ class _Gone(RuntimeError):
 
 def streamed(run: Callable[[Callable[[str], None]], Reply]) -> Iterator[str | Reply]:
     """Run something that tells text as it goes, in a thread of its own."""
-    told: SimpleQueue[str] = SimpleQueue()
+    told: SimpleQueue[str | None] = SimpleQueue()
     gone = threading.Event()
 
     def tell(text: str) -> None:
@@ -161,13 +159,10 @@ def streamed(run: Callable[[Callable[[str], None]], Reply]) -> Iterator[str | Re
         told.put(text)
 
     with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(run, tell)
+        future.add_done_callback(lambda _: told.put(None))
         try:
-            future = pool.submit(run, tell)
-            while not (future.done() and told.empty()):
-                try:
-                    yield told.get(timeout=POLL_S)
-                except Empty:
-                    continue
+            yield from iter(told.get, None)
             yield future.result()
         finally:
             gone.set()
