@@ -38,10 +38,3 @@ MOST = {
 def test_lines_of_a_room_do_not_grow(room):
     found = {**lines.by_room(), **lines.totals()}[room]
     assert found <= MOST.get(room, 0), f"{room} has {found:,} lines; `python benchmarks/lines.py` shows all rooms"
-
-
-def test_the_table_has_every_room_and_its_sums():
-    found, shown = lines.by_room(), lines.table()
-    assert {*lines.CORE} <= {*found}
-    assert all(f"{name:14}{count:>8,}" in shown for name, count in found.items())
-    assert sum(count for name, count in found.items() if name not in lines.BESIDE) == lines.totals()["hf_blend"]
