@@ -3,6 +3,7 @@
 """Tiers in real servers that are killed, frozen and restarted empty: time is lost once, and never an answer."""
 
 import contextlib
+import gc
 import importlib
 import json
 import logging
@@ -10,13 +11,15 @@ import os
 import sys
 import threading
 import time
+import weakref
+from functools import partial
 
 import pytest
 
 from hf_blend import ChunkStore, plugins
 from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.store.tiers.base import EntryFault
-from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES
+from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES, start
 from tests.asking import logits, noting
 
 KINDS = ("redis", pytest.param("s3", marks=pytest.mark.slow))  # S3 keeps the promises of a tier in test_tiers.py too
@@ -113,6 +116,27 @@ def test_a_server_lost_while_an_object_is_read_opens_the_circuit(kind, how, new_
     if how == "frozen":
         source.read_into(HEAD_BYTES, memoryview(target)[HEAD_BYTES:])
         assert bytes(target) == LARGE
+
+
+class Content(bytearray):
+    """Bytes that may be watched."""
+
+
+def test_a_write_that_failed_keeps_no_bytes_until_a_collection(new_server, served_tier):
+    server = new_server("redis")
+    tier = served_tier("redis", server)
+    server.kill()
+    content, gone = Content(1 << 20), []
+    weakref.finalize(content, gone.append, True)
+    gc.disable()
+    try:
+        error = start(partial(tier.ask_put, NAME, content), "put").exception(30)
+        is_lost = isinstance(error, OSError)
+        del content, error
+        assert is_lost
+        assert gone
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", KINDS)

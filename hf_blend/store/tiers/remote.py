@@ -9,6 +9,7 @@ import random
 import secrets
 import threading
 import time
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -52,9 +53,7 @@ class Circuit:
     """
 
     def __init__(self, name: str, ping: Callable[[], object], deadline_s: float) -> None:
-        self.name = name
-        self.deadline_s = deadline_s
-        self._ping = ping
+        self.name, self.deadline_s, self._ping = name, deadline_s, ping
         self._is_open = False
         self._pause_s = FIRST_PAUSE_S
         self._ask_again_s = 0.0
@@ -93,11 +92,9 @@ class Circuit:
 
     def _refuse(self) -> None:
         with self._lock:
-            is_due = self._asking_pid != os.getpid() and time.monotonic() >= self._ask_again_s
-            if is_due:
+            if self._asking_pid != os.getpid() and time.monotonic() >= self._ask_again_s:
                 self._asking_pid = os.getpid()
-        if is_due:
-            threading.Thread(target=self._ask_again, name="hf_blend-ping", daemon=True).start()
+                threading.Thread(target=self._ask_again, name="hf_blend-ping", daemon=True).start()
         raise ConnectionError(errno.EHOSTDOWN, f"the {self.name} tier did not answer, and is asked again later")
 
     def _ask_again(self) -> None:
@@ -119,13 +116,18 @@ def start(act: Callable[[], Answer], name: str) -> "Future[Answer]":
     """Do something in a thread of its own, which keeps no process from ending."""
     future: Future[Answer] = Future()
 
-    def run() -> None:
+    def run(future: Future[Answer]) -> None:
         try:
             future.set_result(act())
         except BaseException as error:  # for the thread that waits
+            held: BaseException | None = error
+            while held is not None:  # a client's frame may hold it, and so all bytes of the call until a collection
+                traceback.clear_frames(held.__traceback__)
+                held = held.__cause__ or held.__context__
             future.set_exception(error)
+            del future  # this frame is held by the exception
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run, args=(future,), name=name, daemon=True).start()
     return future
 
 
@@ -154,10 +156,8 @@ class RemoteSource:
     """An opened object, of which a piece is in memory."""
 
     def __init__(self, found: Found, head: bytes, fetch: Callable[[int, int], bytes]) -> None:
-        self.stat = found.stat
-        self.identity = found.identity
-        self._piece = (0, head)
-        self._fetch = fetch
+        self.stat, self.identity = found.stat, found.identity
+        self._piece, self._fetch = (0, head), fetch
 
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""
@@ -245,9 +245,8 @@ class RemoteTier(base.Tier):
         """Walk over every object whose name begins so, with its size and age, once a short question was answered."""
         began_s = time.monotonic()
         self.circuit.call(self.ask_ping)
-        found = self.circuit.call(
-            lambda: self.ask_all(prefix[:2]), limit_s=_LISTING_DEADLINES * self.circuit.deadline_s
-        )
+        limit_s = _LISTING_DEADLINES * self.circuit.deadline_s
+        found = self.circuit.call(lambda: self.ask_all(prefix[:2]), limit_s=limit_s)
         with self._lock:
             took_s, stamp = time.monotonic() - began_s, self._listed.get(prefix, (0.0, ""))[1]
             self._listed[prefix] = (time.monotonic() + max(_LIST_EVERY_S, 20 * took_s), stamp)
