@@ -9,7 +9,7 @@ Prompts of six passages, cut to a few words. Tokens are recomputed in groups of 
 round adds the group behind which the mean divergence over full prefill's answer is least: the first tries all groups,
 the others four that brought most when they were last tried. So the choice knows the answer, which no rule does; a
 search that looks at several groups at a time may find less. `ramp` and random tokens stand beside it, at as many
-tokens. A line is kept for each prompt, way and share; `run` goes on where it stopped.
+tokens. A line is kept for each prompt, way and share; `run` continues where it stopped.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from real_selectors import RESULTS, TEXT, Bench, Task, read_prompts
+from real_selectors import TEXT, Bench, Task, command_line, read_prompts
 
 from hf_blend import BlendCache, ChunkStore
 
@@ -146,20 +146,10 @@ def table(asked: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    measure = commands.add_parser("run")
-    measure.add_argument("--model", default="smollm2")
+    parser, _, measure, _ = command_line(__doc__, "frontier_limit", run, table)
     measure.add_argument("--task", required=True)
     measure.add_argument("--data", type=Path, required=True)
-    measure.add_argument("--correction", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
     measure.add_argument("--limit", type=int, default=12)
-    measure.set_defaults(do=run)
-    write = commands.add_parser("table")
-    write.add_argument("--output", type=Path, default=RESULTS / "frontier_limit.json")
-    write.set_defaults(do=table)
-    for command in (measure, write):
-        command.add_argument("--rows", type=Path, default=RESULTS / "frontier_limit")
     asked = parser.parse_args()
     asked.do(asked)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from real_selectors import RESULTS, Bench, Method
+from real_selectors import Bench, Method, command_line
 from transformers import DynamicCache
 
 from hf_blend import BlendCache
@@ -170,21 +170,11 @@ def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    measure = commands.add_parser("run")
-    measure.add_argument("--model", default="smollm2")
+    parser, _, measure, _ = command_line(__doc__, "real_answers", run, table)
     measure.add_argument("--data", type=Path, nargs="+", required=True)
     measure.add_argument("--methods", nargs="+", required=True)
-    measure.add_argument("--correction", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
     measure.add_argument("--start", type=int, default=0)
     measure.add_argument("--limit", type=int, default=320)
-    measure.set_defaults(do=run)
-    write = commands.add_parser("table")
-    write.add_argument("--output", type=Path, default=RESULTS / "real_answers.json")
-    write.set_defaults(do=table)
-    for command in (measure, write):
-        command.add_argument("--rows", type=Path, default=RESULTS / "real_answers")
     asked = parser.parse_args()
     asked.do(asked)
 

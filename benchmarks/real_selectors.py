@@ -450,21 +450,32 @@ def _answers(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**found, "score_difference": interval([line["score"] - line["full_score"] for line in lines])}
 
 
+def command_line(about: str | None, name: str, run: Any, table: Any) -> tuple[argparse.ArgumentParser, Any, Any, Any]:
+    """Parse `run` for a model and `table`, over rows in a folder of this name; gives their parents and both."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    measure, write = commands.add_parser("run"), commands.add_parser("table")
+    measure.add_argument("--model", default="smollm2")
+    measure.add_argument("--correction", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
+    measure.set_defaults(do=run)
+    write.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
+    write.set_defaults(do=table)
+    for command in (measure, write):
+        command.add_argument("--rows", type=Path, default=RESULTS / name)
+    return parser, commands, measure, write
+
+
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    measure = commands.add_parser("run")
-    measure.add_argument("--model", default="smollm2")
+    parser, commands, measure, write = command_line(__doc__, "real_selectors", run, table)
     measure.add_argument("--task", required=True)
     measure.add_argument("--data", type=Path, required=True)
     measure.add_argument("--methods", nargs="+", required=True)
     measure.add_argument("--context", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
-    measure.add_argument("--correction", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
     measure.add_argument("--examples", type=Path, help="what is put before each row of a summarisation")
     measure.add_argument("--skip", type=int, default=0, help="prompts that something was chosen or trained on")
     measure.add_argument("--limit", type=int, default=40)
-    measure.set_defaults(do=run)
+    write.add_argument("--limit", type=int, default=40, help="prompts of a task that are counted, in their order")
     train = commands.add_parser("fit")
     train.add_argument("--model", default="smollm2")
     train.add_argument("--data", type=Path, required=True)
@@ -474,12 +485,6 @@ def main() -> None:
     )
     train.add_argument("--limit", type=int, default=48)
     train.set_defaults(do=fit)
-    write = commands.add_parser("table")
-    write.add_argument("--output", type=Path, default=RESULTS / "real_selectors.json")
-    write.add_argument("--limit", type=int, default=40, help="prompts of a task that are counted, in their order")
-    write.set_defaults(do=table)
-    for command in (measure, write):
-        command.add_argument("--rows", type=Path, default=RESULTS / "real_selectors")
     asked = parser.parse_args()
     asked.do(asked)
 

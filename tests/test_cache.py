@@ -118,7 +118,7 @@ def test_after_an_exception_in_any_layer_the_next_request_works_with_the_same_ca
     tiny_model, pieces, untouched, monkeypatch, layer, error, calls_before
 ):
     model, kept, request = tiny_model(), memory(), pieces()
-    _, wanted = asked(model, request, store=kept, ways=GREEDY, recompute_ratio=0.3)
+    _, expected = asked(model, request, store=kept, ways=GREEDY, recompute_ratio=0.3)
     with untouched(model):
         cache, inputs = prepared(model, request, store=kept, recompute_ratio=0.3)
         with monkeypatch.context() as patch:
@@ -130,7 +130,7 @@ def test_after_an_exception_in_any_layer_the_next_request_works_with_the_same_ca
         other = BlendCache(model, kept, recompute_ratio=1.0)
         assert torch.equal(generate(model, other, inputs), plain)
         if calls_before == 0:
-            assert torch.equal(generate(model, cache, inputs), wanted)
+            assert torch.equal(generate(model, cache, inputs), expected)
         assert hooks(model) == 0
 
 

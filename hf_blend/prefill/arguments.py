@@ -4,7 +4,7 @@
 
 The mask is, for eager, an additive one; for sdpa a `RowMask`, attended by blocks; for flex the model's own block mask,
 asked at the rows' places. Flash attention has no mask that could say where scattered rows stand, and takes their
-positions for those of packed sequences: layers with scattered rows go through sdpa, and their user is told once.
+positions for those of packed sequences: layers with scattered rows go through sdpa, which is logged once.
 """
 
 import logging
@@ -65,7 +65,7 @@ class RowArguments:
         if window is not None:
             keys, offset = self._sources[index].sizes_behind(self._past, self._tokens)
         if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == rows.columns.shape[1] < self._tokens:
-            # Gemma 4 has cut it: behind its last K and V it goes on with the rows that are asked for
+            # Gemma 4 has cut it: behind its last K and V only the rows that are asked for continue
             return RowMask.of(model_mask) if self._implementation == STOCK else model_mask
         if self._is_flash:
             _tell_of_flash(self._implementation)

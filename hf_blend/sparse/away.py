@@ -143,8 +143,8 @@ class AwayBlocks(BlockedLayer):
             sources.append((expected, ready, ahead[1].result()))
         if any(there):
             sources.append((there, there, self._layer.there.blocks(there, self._size)))
-        for held, wanted, blocks in sources:
-            for row, (names, states) in enumerate(zip(wanted, blocks, strict=True)):
+        for held, selected, blocks in sources:
+            for row, (names, states) in enumerate(zip(selected, blocks, strict=True)):
                 index = torch.tensor([held[row].index(one) for one in names], dtype=torch.long)
                 some = states if names == held[row] else (states[0][index], states[1][index])
                 keys, values = (part.to(copy[0].device, non_blocking=True).permute(2, 0, 1, 3) for part in some)

@@ -185,6 +185,10 @@ def other_header(forge, kind, good, change, secret=None):
     return forge.header('",' + text, secret, kind) + good[stop:]
 
 
+def codec_of(entry):
+    return json.loads(entry[8 : 8 + int.from_bytes(entry[:8], "little")])["__metadata__"]["codec"]
+
+
 @many
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "signed"])
 def test_entries_in_blocks(chunk, forge, cases, secret):
@@ -211,7 +215,8 @@ def test_entries_in_blocks(chunk, forge, cases, secret):
                 elif place < len(got.layers):
                     assert torch.isfinite(got.layers[place][0]).all()
         store.put(stored)
-        assert tier.objects[name].content == good
+        kept = tier.objects[name].content  # an entry of a codec that others may know stays theirs
+        assert kept == good or (kept == content and codec_of(kept) != codec_of(good))
 
     tried(cases // 2, check, seed=st.integers(0), other=st.none())
     tried(cases - cases // 2, check, seed=st.just(0), other=changes)
