@@ -93,7 +93,7 @@ def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers(shar
     cuts = RowArguments(SimpleNamespace(_attn_implementation="sdpa"), [BlendLayer()], 0, 12)
     for call, kind in zip(calls, kinds, strict=True):
         for kept in (rows, fewer):
-            cuts.cut(0, call, kept, None)
+            cuts.cut(0, call, kept, None, True, {12: kept.columns})
             kind.take_rows(prefill, call, kept)
     assert [part.shape[1] for call in calls for part in call.arguments["position_embeddings"]] == [14, 14, 2, 2]
     assert torch.equal(calls[1].arguments["position_embeddings"][1], table[1][:, [7, 11]])
@@ -102,7 +102,7 @@ def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers(shar
 def test_cut_counts_the_keys_of_a_window_from_the_first_that_the_layer_still_holds(shared_model):
     call = LayerCall.bind(decoder_layers(shared_model())[0], (torch.zeros(1, 12, 64),), {"attention_mask": None})
     cuts = RowArguments(SimpleNamespace(_attn_implementation="flash_attention_2"), [BlendSlidingLayer(8)], 20, 12)
-    cuts.cut(0, call, Rows.at([[2, 5, 7, 11]], torch.device("cpu")), None)
+    cuts.cut(0, call, Rows.at([[2, 5, 7, 11]], torch.device("cpu")), None, True, {})
     columns, keys = torch.tensor([[22], [25], [27], [31]]), torch.arange(13, 32)
     visible = (keys <= columns) & (keys > columns - 8)
     assert torch.equal(call.arguments["attention_mask"].plain()[0, 0], visible)

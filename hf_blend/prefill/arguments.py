@@ -8,7 +8,7 @@ positions for those of packed sequences: layers with scattered rows go through s
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from .rows import Rows
 
 logger = logging.getLogger(__name__)
 
+Taken = Mapping[int, Tensor]  # number of rows → which of them are kept, `[batch, kept]`
 _told: set[str] = set()  # attention implementations that were spoken of
 
 
@@ -35,17 +36,17 @@ class RowArguments:
         open_door(self._implementation)
         self._cut: dict[tuple[object, ...], tuple[Any, ...]] = {}  # with what its key names by id, which stays alive
 
-    def cut(self, index: int, call: LayerCall, rows: Rows, model_mask: Any, attends: bool = True) -> None:
+    def cut(self, index: int, call: LayerCall, rows: Rows, mask: Any, attends: bool, taken: Taken) -> None:
         """Leave a call the rows' part of every argument but the hidden states, and of the model's mask for a layer.
 
-        A tensor is per token where its second axis has an entry for each, or the third of four; rotary tables may come
-        as a tuple.
+        A tensor is per token where its second axis, or the third of four, has a number of entries that `taken` knows;
+        rotary tables may come as a tuple.
         """
         for name, given in call.given.items():
             if name in call.arguments and name != call.mask_name and isinstance(given, (Tensor, tuple, list)):
                 key: tuple[object, ...] = (id(given), id(rows))
                 if key not in self._cut:
-                    self._cut[key] = _rows(given, rows.columns, self._tokens), given, rows
+                    self._cut[key] = _rows(given, taken), given, rows
                 call.arguments[name] = self._cut[key][0]
         if attends:
             if self._is_flash and not LayerInfo.of(call.layer).attention:
@@ -54,9 +55,9 @@ class RowArguments:
                     f"through sdpa instead of {self._implementation}. Load the model with attn_implementation='sdpa'."
                 )
             window = getattr(self._sources[index], "sliding_window", None)  # says how many keys a row of a mask has
-            key = (id(model_mask), id(rows), window)
+            key = (id(mask), id(rows), window)
             if key not in self._cut:
-                self._cut[key] = self._mask(index, rows, model_mask, window), model_mask, rows
+                self._cut[key] = self._mask(index, rows, mask, window), mask, rows
             call.arguments[call.mask_name] = self._cut[key][0]
 
     def _mask(self, index: int, rows: Rows, model_mask: Any, window: int | None) -> Any:
@@ -67,8 +68,12 @@ class RowArguments:
         if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == rows.columns.shape[1] < self._tokens:
             # Gemma 4 has cut it: behind its last K and V only the rows that are asked for continue
             return RowMask.of(model_mask) if self._implementation == STOCK else model_mask
-        if self._is_flash:
-            _tell_of_flash(self._implementation)
+        if self._is_flash and self._implementation not in _told:
+            _told.add(self._implementation)
+            logger.warning(
+                "attention is %s, which cannot see scattered rows: layers that compute only some rows use sdpa",
+                self._implementation,
+            )
         name, window = (STOCK, window) if self._is_flash else (self._implementation, None)
         return row_mask(model_mask, rows.columns, self._past - offset, keys, name, lambda: rows.numbers[0], window)
 
@@ -76,35 +81,23 @@ class RowArguments:
 def kv_sources(layers: Sequence[Any], kinds: Sequence[str] | None) -> list[Any]:
     """The layer whose K and V each layer looks at: its own, or the last before it of its kind that has any."""
     found, last = list[Any](), dict[str, Any]()
-    for index, layer in enumerate(layers):
-        kind = "" if kinds is None else kinds[index]
+    for kind, layer in zip(kinds or [""] * len(layers), layers, strict=False):
         if hasattr(layer, "sizes_behind"):
             last[kind] = layer
         found.append(last.get(kind, layer))
     return found
 
 
-def _tell_of_flash(name: str) -> None:
-    if name not in _told:
-        _told.add(name)
-        logger.warning(
-            "attention is %s, which cannot see scattered rows: in a prefill that reuses chunks the layers that "
-            "compute only some rows use sdpa; all others, and decoding, use %s",
-            name,
-            name,
-        )
-
-
-def _rows(value: Any, index: Tensor, total: int) -> Any:
-    """Take rows of a value that has one for each of `total` tokens, or of those in a tuple or list that have."""
+def _rows(value: Any, taken: Taken) -> Any:
+    """Take rows of a tensor, or of those in a tuple or list, that has one for each of so many tokens."""
     found = []
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, (tuple, list)):
-            part = _rows(part, index, total)
-        elif isinstance(part, Tensor) and part.dim() > 1 and part.shape[1] == total:
+            part = _rows(part, taken)
+        elif isinstance(part, Tensor) and part.dim() > 1 and (index := taken.get(part.shape[1])) is not None:
             is_one = index.shape[0] == 1
             part = part.index_select(1, index[0].to(part.device)) if is_one else gather_rows(part, index)
-        elif isinstance(part, Tensor) and part.dim() == 4 and part.shape[2] == total:
+        elif isinstance(part, Tensor) and part.dim() == 4 and (index := taken.get(part.shape[2])) is not None:
             part = gather_rows(part.transpose(1, 2), index).transpose(1, 2)  # by head: a factor of queries, a bias
         found.append(part)
     return type(value)(found) if isinstance(value, (tuple, list)) else found[0]

@@ -113,6 +113,7 @@ class Prefill:
         self._arguments = RowArguments(config, layers, context.past, self.tokens)
         self._tables: dict[int, tuple[Any, Table | None]] = {}  # by the id of what several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
+        self._row_axis: int | None = None  # of the hidden states, behind the axis of the batch
         self._selected_counts = plan.stored_counts  # of the reusable tokens, those that are computed
         self._is_narrowed = False  # some reusable tokens are computed no more
         self._kind = LayerKind()  # of the layer that runs
@@ -349,9 +350,15 @@ class Prefill:
 
     def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor | None) -> None:
         """Let a layer run for some rows: those at `[batch, kept]` of its hidden states; None: they are these."""
-        if remaining is not None:  # `[…, batch, rows, width]`: several streams in Gemma 3n
-            call.hidden = gather_rows(call.hidden, remaining, call.hidden.dim() - 2)
-        self._arguments.cut(index, call, rows, self._model_mask, self._kind.attends)
+        if remaining is not None:
+            if self._row_axis is None:  # several streams of rows are before the batch in Gemma 3n, behind rows in HYV4
+                batch, count, *more = call.hidden.shape
+                self._row_axis = 1 if len(more) == 1 or (batch, count) == self.context.plan.real.shape else 2
+            call.hidden = gather_rows(call.hidden, remaining, self._row_axis)
+        taken = {self.tokens: rows.columns}
+        if remaining is not None and self._rows is not None and self._rows is not rows:
+            taken.setdefault(self._rows.columns.shape[1], remaining)  # what earlier layers made of the rows that ran
+        self._arguments.cut(index, call, rows, self._model_mask, self._kind.attends, taken)
         self._rows = rows
         if self._counts_positions:
             columns = rows.columns[0]
