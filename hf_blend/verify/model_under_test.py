@@ -247,17 +247,16 @@ def attending(model: nn.Module, implementation: str) -> Iterator[None]:
 
 def distance(one: Tensor, other: Tensor) -> float:
     """Largest absolute difference of two tensors of one shape; NaN counts as infinite."""
-    if one.shape != other.shape:
-        return float("inf")
-    if not one.numel():
-        return 0.0
+    if one.shape != other.shape or not one.numel():
+        return 0.0 if one.shape == other.shape else float("inf")
     largest = float((one.float() - other.float()).abs().amax())
     return largest if largest == largest else float("inf")
 
 
 def states_apart(one: Sequence[States], other: Sequence[States], columns: slice = slice(None)) -> float:
     """Largest difference of what layers keep of some tokens, `[…, tokens, width]` each."""
-    pairs = (pair for layers in zip(one, other, strict=True) for pair in zip(*layers, strict=True))
+    kept = zip(filter(None, one), filter(None, other), strict=True)  # of layers that keep any
+    pairs = (pair for layers in kept for pair in zip(*layers, strict=True))
     return max((distance(a[..., columns, :], b[..., columns, :]) for a, b in pairs), default=0.0)
 
 

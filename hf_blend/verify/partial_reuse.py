@@ -54,9 +54,10 @@ def question_is_fresh(subject: ModelUnderTest) -> CheckResult:
     errors = []
     for prompt in subject.prompts:
         got, stock = subject.blend([prompt], 0.0), full_cache(subject.model)
-        for index, (keys, values) in enumerate(got.layers):
-            before = len(prompt.ids) - len(prompt.question)
-            stock.update(keys[:, :, :before].clone(), values[:, :, :before].clone(), index)
+        before = len(prompt.ids) - len(prompt.question)
+        for index, states in enumerate(got.layers):
+            if states:  # others look at those of an earlier layer
+                stock.update(*(part[:, :, :before].clone() for part in states), index)
             indexer_keys = getattr(got.cache.layers[index], "indexer_keys", None)
             if indexer_keys is not None:
                 stock.update_indexer(indexer_keys[:, :before].clone(), index)
@@ -161,7 +162,7 @@ def _continued(subject: ModelUnderTest, ids: tuple[int, ...], cache: Cache) -> T
 
 def _cache_error(got: Blended, logits: Tensor, stock: Cache) -> float:
     pairs = [(got.logits, logits)]
-    for mine, stocked in zip(got.layers, kv_of(stock), strict=True):
+    for mine, stocked in zip(filter(None, got.layers), filter(None, kv_of(stock)), strict=True):
         pairs += [(one[:, :, -other.shape[2] :], other) for one, other in zip(mine, stocked, strict=True)]
     return max(distance(*pair) for pair in pairs)
 
