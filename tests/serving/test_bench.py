@@ -9,6 +9,7 @@ import pytest
 from benches.serve import (
     BLEND,
     CACHE,
+    LLAMA,
     WAYS,
     Clock,
     ServePlan,
@@ -52,6 +53,12 @@ def test_every_way_answers_the_same_requests_and_a_second_run_goes_on(tmp_path):
     with pytest.raises(ConfigError, match="measured with another new_tokens"):
         measure_serve(replace(plan, new_tokens=4))
     assert {one for one in threading.enumerate() if not one.daemon} == before, "a thread keeps the process alive"
+
+
+@pytest.mark.parametrize(("ways", "said"), [((LLAMA,), "llama.cpp is asked for 'tiny'"), (("vllm",), "the ways are")])
+def test_serve_refuses_ways_that_it_cannot_measure(ways, said):
+    with pytest.raises(ConfigError, match=said):
+        measure_serve(replace(PLAN, ways=ways))
 
 
 def test_documents_keep_their_law_and_prompts_do_not_depend_on_how_many_there_are(shared_model):
