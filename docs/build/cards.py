@@ -28,6 +28,7 @@ class Recipe:
     selector: str
     target: float
     about: str
+    is_behind_text: bool = True  # its chunks are computed behind the short text, as is the default; else BOS alone
 
     @property
     def name(self) -> str:
@@ -36,15 +37,25 @@ class Recipe:
 
 
 RECIPES = (
-    Recipe("kv-deviation", 0.15, "CacheBlend's rule: the tokens whose K and V at layer 1 are furthest off."),
+    Recipe(
+        "ramp", 0.15, "The default: tokens near the head of a chunk, and more of them in chunks with more before them."
+    ),
     Recipe("boundary", 0.05, "The first tokens of each chunk, chosen without looking at the question or the states."),
+    Recipe(
+        "kv-deviation",
+        0.15,
+        "CacheBlend's rule as published: the tokens whose K and V at layer 1 differ most; chunks behind BOS alone.",
+        is_behind_text=False,
+    ),
 )
 
 
 def recipe_card(recipe: Recipe) -> str:
     """Write the card of a recipe."""
     document = load_result(RESULT)
-    own = {target: row for (name, target), row in sorted(first_task(document).items()) if name == recipe.selector}
+    measured = f"{recipe.selector}@text" if recipe.is_behind_text else recipe.selector
+    own = {target: row for (name, target), row in sorted(first_task(document).items()) if name == measured}
+    prefix = "" if recipe.is_behind_text else ", chunk_prefix_ids=[tokenizer.bos_token_id]"
     shown, (low, high) = own[recipe.target], document["settings"]["tokens"]
     return "\n".join([
         f"---\n{_data(recipe, shown).to_yaml()}\n---\n",
@@ -52,14 +63,16 @@ def recipe_card(recipe: Recipe) -> str:
         f"{recipe.about} Written by `docs/build/cards.py` from "
         f"[{RESULT}.json](../benchmarks/results/{RESULT}.json).\n",
         f"n = {shown['n']} prompts of {shown['task']}, {low:,} to {high:,} tokens. KL is the divergence of the "
-        "next-token distribution from full prefill's, as a share of what full reuse has, with 95 % intervals. "
+        "next-token distribution from full prefill's, as a share of what full reuse of chunks behind BOS alone has, "
+        "with 95 % intervals. "
         "*Nominal* is the share of the reusable tokens that is recomputed, *charged* what it cost, as a share of a "
         "full prefill's work.\n",
         "| nominal | charged | KL, of full reuse's | first token |\n|---|---|---|---|",
         *(_line(row) for row in own.values()),
         "\n## How to use it\n",
         '```python\nfrom hf_blend import BlendCache, ChunkStore\n\nstore = ChunkStore.open("kv-store")',
-        f'cache = BlendCache(model, store, selector="{recipe.selector}", recompute_ratio={shown["ratio"]:.2f})\n```\n',
+        f'cache = BlendCache(model, store, selector="{recipe.selector}", recompute_ratio={shown["ratio"]:.2f}{prefix})'
+        "\n```\n",
         "All other settings of `BlendConfig` are the defaults.\n",
         f"{LIMITS}\n",
     ])  # fmt: skip
