@@ -9,28 +9,28 @@ import lines
 import pytest
 
 MOST = {
-    "top": 1_269,
-    "cache": 2_021,
+    "top": 1_264,
+    "cache": 2_019,
     "context": 3_318,
     "correctors": 182,
     "hybrids": 932,
     "images": 666,
     "integrations": 1_737,
     "loading": 467,
-    "model": 4_243,
+    "model": 4_232,
     "offload": 911,
-    "prefill": 2_644,
+    "prefill": 2_654,
     "prompt": 703,
     "rotary": 338,
     "selectors": 729,
-    "serving": 4_019,
+    "serving": 4_016,
     "sparse": 2_278,
-    "store": 6_011,
+    "store": 6_010,
     "training": 302,
     "verify": 1_361,
-    "cli": 2_431,
-    "evaluation": 5_260,
-    "tests": 32_480,
+    "cli": 2_430,
+    "evaluation": 5_222,
+    "tests": 32_323,
 }
 
 

@@ -55,7 +55,9 @@ def recipe_card(recipe: Recipe) -> str:
     document = load_result(RESULT)
     measured = f"{recipe.selector}@text" if recipe.is_behind_text else recipe.selector
     own = {target: row for (name, target), row in sorted(first_task(document).items()) if name == measured}
-    prefix = "" if recipe.is_behind_text else ", chunk_prefix_ids=[tokenizer.bos_token_id]"
+    before, prefix = ("", "") if recipe.is_behind_text else (
+        "bos = [tokenizer.bos_token_id]\n", ", chunk_prefix_ids=bos"
+    )  # fmt: skip
     shown, (low, high) = own[recipe.target], document["settings"]["tokens"]
     return "\n".join([
         f"---\n{_data(recipe, shown).to_yaml()}\n---\n",
@@ -71,8 +73,8 @@ def recipe_card(recipe: Recipe) -> str:
         *(_line(row) for row in own.values()),
         "\n## How to use it\n",
         '```python\nfrom hf_blend import BlendCache, ChunkStore\n\nstore = ChunkStore.open("kv-store")',
-        f'cache = BlendCache(model, store, selector="{recipe.selector}", recompute_ratio={shown["ratio"]:.2f}{prefix})'
-        "\n```\n",
+        f'{before}cache = BlendCache(model, store, selector="{recipe.selector}", '
+        f"recompute_ratio={shown['ratio']:.2f}{prefix})\n```\n",
         "All other settings of `BlendConfig` are the defaults.\n",
         f"{LIMITS}\n",
     ])  # fmt: skip

@@ -527,8 +527,13 @@ class BlendCache(Cache):
         request = Request.parse(arguments, self._text_config, held, self._prompts.pending, self._masked_before)
         self._masked_before = 0
         self._refuse_tokens(request.width, held)
+        rooms = plugins.extensions("extra_inputs") if request.others else []
+        if request.others and not rooms:
+            names = ", ".join(request.others)
+            reason = f"{names} came with the prompt, but only text is known without hf_blend.images."
+            request = replace(request, rows=[], fallback_reason=reason)
         if request.rows:
-            self._begin(request, held)
+            self._begin(request, held, rooms)
         else:
             self._fall_back(request)
 
@@ -595,15 +600,9 @@ class BlendCache(Cache):
         known.pending = PendingPrompt()
         self._hooks.leave()
 
-    def _begin(self, request: Request, held: int) -> None:
-        """Plan a forward, and enter the layers if anything of it is stored."""
+    def _begin(self, request: Request, held: int, rooms: Sequence[Any]) -> None:
+        """Plan a forward, and enter the layers if anything of it is stored; `rooms` know what is no text."""
         self._past, self._advised, began_s, known = held, None, time.perf_counter(), self._prompts
-        rooms = plugins.extensions("extra_inputs") if request.others else []
-        if request.others and not rooms:
-            names = ", ".join(request.others)
-            reason = f"{names} came with the prompt, but only text is known without hf_blend.images."
-            self._fall_back(replace(request, fallback_reason=reason))
-            return
         if request.others and known.images is not None:
             request = known.images.name(request)
         before = known.pending, self.report

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PromptError
+from ..errors import PromptError, UnsupportedModelError
 from ..model.anatomy import PER_TOKEN
-from ..model.identity.canonical import refuse_arguments
 from ..model.modality import other_inputs
 from ..prompt.pieces import PromptBatch
 from .plan import Plan, Planner, PromptRow
 
+ADAPTERS = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
 PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
 UNSEEN = (
     "the call of the model was not seen: its forward was called past its hooks, or neither inputs() nor "
@@ -53,7 +53,7 @@ class Request:
 
         `masked_before` new tokens had their mask made of rows and columns before the model was called.
         """
-        refuse_arguments(arguments)
+        _refuse_adapters(arguments)
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         states = ids if ids is not None else arguments.get("inputs_embeds")
         width = 0 if states is None else states.shape[1]
@@ -163,6 +163,16 @@ def _why_plain(arguments: Mapping[str, Any], config: Any) -> str:
             "only some. Pass logits_to_keep=1, or the number of last tokens whose logits are needed."
         )
     return ""
+
+
+def _refuse_adapters(arguments: Mapping[str, Any]) -> None:
+    """Refuse a forward that says which adapters compute it: no stored chunk is told by them."""
+    given = [name for name in ADAPTERS if arguments.get(name) is not None]
+    if given:
+        raise UnsupportedModelError(
+            f"{given[0]}={arguments[given[0]]!r:.60} chooses adapters for this request alone, by which no stored "
+            "chunk can be told. Choose the adapter for the model with set_adapter."
+        )
 
 
 def _refuse_held_tokens(ids: Tensor | None, positions: Tensor | None, held: int) -> None:

@@ -6,7 +6,7 @@ Forward hooks may change what a model computes, and cannot be compared: those of
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from ...errors import ConfigError, UnsupportedModelError
 from .code import is_library, qualified_name
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
-PER_REQUEST = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
 KNOWN = ("hf_blend", "transformers", "accelerate", "torch")  # their hooks watch, or put weights in place
 HARMLESS = ("make_inputs_require_grad", "make_inputs_require_grads")  # of PEFT, for training
 _MARK = "_hf_blend_observer"
@@ -75,16 +74,6 @@ def refuse_wrapper(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{name} has no language modelling head, so it cannot generate. Pass the whole causal language model, as "
             "AutoModelForCausalLM loads it, and not its base model."
-        )
-
-
-def refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse a forward that says which adapters compute it: no stored chunk is told by them."""
-    given = [name for name in PER_REQUEST if arguments.get(name) is not None]
-    if given:
-        raise UnsupportedModelError(
-            f"{given[0]}={arguments[given[0]]!r:.60} chooses adapters for this request alone, by which no stored "
-            "chunk can be told. Choose the adapter for the model with set_adapter."
         )
 
 
