@@ -192,9 +192,11 @@ def _tenants(path: Path | None, secret_file: Path | None, api_key: str | None) -
 
 def _service(source: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Service":
     from hf_blend.evaluation.pictures import Eyes
+    from hf_blend.serving.heaps import share_heaps
     from hf_blend.serving.run import ServerPlan, make_service
     from hf_blend.serving.wire import Limits
 
+    share_heaps()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     server = ServerPlan(**plan, limits=Limits(**limits))
     processor = source.processor()

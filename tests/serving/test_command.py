@@ -3,6 +3,9 @@
 """`hf-blend serve`: where its options come from, and what reaches the model, the service and the log."""
 
 import logging
+import os
+import platform
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -144,3 +147,36 @@ def test_weights_of_another_name_and_those_without_bitsandbytes_are_refused(monk
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingExtraError, match=r'--weights 8bit needs bitsandbytes.*hf-blend\[quant\]"'):
         bundled.open_model(REFERENCE, weights="8bit")
+
+
+HEAPS = """
+import ctypes, threading
+from hf_blend.serving.heaps import share_heaps
+if {shares}:
+    share_heaps()
+met = threading.Barrier(12)
+def hold():
+    held = [bytearray(50_000) for _ in range(20)]
+    met.wait()
+threads = [threading.Thread(target=hold) for _ in range(12)]
+for one in threads:
+    one.start()
+for one in threads:
+    one.join()
+ctypes.CDLL(None).malloc_stats()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has a heap for each thread")
+def test_share_heaps_keeps_threads_from_having_a_heap_each_unless_the_user_says_how_many():
+    def heaps(shares, **more):
+        kept = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+        words = [sys.executable, "-c", HEAPS.format(shares=shares)]
+        return subprocess.run(words, env={**kept, **more}, capture_output=True, text=True, check=True).stderr.count(
+            "Arena "
+        )
+
+    alone, shared = heaps(False), heaps(True)
+    assert shared < alone
+    assert shared <= 3, "one may be there before"
+    assert heaps(True, MALLOC_ARENA_MAX="5") == heaps(False, MALLOC_ARENA_MAX="5") == 5
