@@ -19,7 +19,7 @@ MOST = {
     "loading": 467,
     "model": 4_232,
     "offload": 911,
-    "prefill": 2_654,
+    "prefill": 2_661,
     "prompt": 703,
     "rotary": 338,
     "selectors": 729,
@@ -30,7 +30,7 @@ MOST = {
     "verify": 1_361,
     "cli": 2_432,
     "evaluation": 5_222,
-    "tests": 32_370,
+    "tests": 32_383,
 }
 
 

@@ -99,6 +99,17 @@ def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers(shar
     assert torch.equal(calls[1].arguments["position_embeddings"][1], table[1][:, [7, 11]])
 
 
+def test_cut_takes_rows_of_all_tokens_where_there_are_as_many_heads_as_rows_that_ran(shared_model):
+    by_head, columns = torch.randn(2, 3, 12, 4), [[1, 7], [5, 9]]
+    given = {"position_embeddings": (by_head,), "attention_mask": None}
+    call = LayerCall.bind(decoder_layers(shared_model())[0], (torch.zeros(2, 12, 64),), given)
+    rows, ran = Rows.at(columns, torch.device("cpu")), torch.tensor([[0, 2], [1, 2]])
+    cuts = RowArguments(SimpleNamespace(_attn_implementation="sdpa"), [BlendLayer()], 0, 12)
+    cuts.cut(0, call, rows, None, True, {12: rows.columns, 3: ran})
+    expected = torch.stack([by_head[row][:, kept] for row, kept in enumerate(columns)])
+    assert torch.equal(call.arguments["position_embeddings"][0], expected)
+
+
 def test_cut_counts_the_keys_of_a_window_from_the_first_that_the_layer_still_holds(shared_model):
     call = LayerCall.bind(decoder_layers(shared_model())[0], (torch.zeros(1, 12, 64),), {"attention_mask": None})
     cuts = RowArguments(SimpleNamespace(_attn_implementation="flash_attention_2"), [BlendSlidingLayer(8)], 20, 12)

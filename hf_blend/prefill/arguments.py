@@ -21,7 +21,7 @@ from .rows import Rows
 
 logger = logging.getLogger(__name__)
 
-Taken = Mapping[int, Tensor]  # number of rows → which of them are kept, `[batch, kept]`
+Taken = Mapping[int, Tensor]  # number of rows → which of them are kept, `[batch, kept]`; all tokens first
 _told: set[str] = set()  # attention implementations that were spoken of
 
 
@@ -89,15 +89,22 @@ def kv_sources(layers: Sequence[Any], kinds: Sequence[str] | None) -> list[Any]:
 
 
 def _rows(value: Any, taken: Taken) -> Any:
-    """Take rows of a tensor, or of those in a tuple or list, that has one for each of so many tokens."""
+    """Take rows of a tensor, or of those in a tuple or list, that has one for each of so many tokens.
+
+    A number of heads may be one of rows: what is first in `taken` is looked for on all axes before the next.
+    """
     found = []
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, (tuple, list)):
             part = _rows(part, taken)
-        elif isinstance(part, Tensor) and part.dim() > 1 and (index := taken.get(part.shape[1])) is not None:
-            is_one = index.shape[0] == 1
-            part = part.index_select(1, index[0].to(part.device)) if is_one else gather_rows(part, index)
-        elif isinstance(part, Tensor) and part.dim() == 4 and (index := taken.get(part.shape[2])) is not None:
-            part = gather_rows(part.transpose(1, 2), index).transpose(1, 2)  # by head: a factor of queries, a bias
+        elif isinstance(part, Tensor) and part.dim() > 1:
+            axes = (1, 2) if part.dim() == 4 else (1,)
+            cuts = ((axis, index) for count, index in taken.items() for axis in axes if part.shape[axis] == count)
+            axis, index = next(cuts, (0, part))
+            if axis == 1:
+                is_one = index.shape[0] == 1
+                part = part.index_select(1, index[0].to(part.device)) if is_one else gather_rows(part, index)
+            elif axis == 2:  # by head: a factor of queries, a bias
+                part = gather_rows(part.transpose(1, 2), index).transpose(1, 2)
         found.append(part)
     return type(value)(found) if isinstance(value, (tuple, list)) else found[0]
