@@ -44,12 +44,13 @@ from hf_blend.serving.prompts import chat_prompt
 
 GENERATE, CACHE = "generate", "generate+BlendCache"
 STOCK, WALK, PREFIX, BLEND = "stock", "stock, by requests", "prefixes, by requests", "blending"
-LLAMA = "llama.cpp"  # not among the ways unless asked for: it needs the packages xllamacpp and gguf
+LLAMA = "llama.cpp"  # measured where it is asked for: it needs xllamacpp
 LONE = (GENERATE, CACHE)
 WAYS = (*LONE, BLEND, WALK, PREFIX, STOCK)
+ALL_WAYS = (*WAYS, LLAMA)
 WITHOUT = (GENERATE, STOCK, WALK, PREFIX, LLAMA)  # ways without reuse of chunks
 GROWS = ("rounds", "ways", "loads", "out")  # fields of a plan in which runs that write the same file may differ
-OWN_WEIGHTS = "smollm2"
+LLAMA_MODEL = "smollm2"  # whose weights llama.cpp reads
 DRAWS = 2000
 
 
@@ -101,11 +102,11 @@ def measure_serve(plan: ServePlan, progress: Callable[[str], Any] | None = None)
             f"there are {plan.documents} documents for {plan.chunks} in a prompt, and {plan.requests} requests; "
             "expected are at least as many documents, and 2 requests. Raise --documents or --requests."
         )
-    if not set(plan.ways) <= {*WAYS, LLAMA}:
-        raise ConfigError(f"the ways are {plan.ways}, expected some of {(*WAYS, LLAMA)}. Correct --ways.")
-    if LLAMA in plan.ways and (plan.shape is not None or plan.model != OWN_WEIGHTS):
+    if not set(plan.ways) <= set(ALL_WAYS):
+        raise ConfigError(f"the ways are {plan.ways}, expected some of {ALL_WAYS}. Correct --ways.")
+    if LLAMA in plan.ways and (plan.shape is not None or plan.model != LLAMA_MODEL):
         raise ConfigError(
-            f"llama.cpp is asked for {plan.shape or plan.model!r}, expected {OWN_WEIGHTS!r}, the weights that its "
+            f"llama.cpp is asked for {plan.shape or plan.model!r}, expected {LLAMA_MODEL!r}, the weights that its "
             "file and ours share. Leave --shape and --model, or llama.cpp, away."
         )
     torch.set_num_threads(1)
@@ -227,7 +228,7 @@ class _Bench:
         plan = self.plan
         most = max(len(prompt.ids) for prompt in self.prompts.values()) + plan.new_tokens
         if way == LLAMA:
-            from llama_cpp import LlamaEngine
+            from llama_server import LlamaEngine
 
             return LlamaEngine(most + plan.page_tokens, plan.at_once, plan.new_tokens)
         room = (plan.at_once + 6) * most
@@ -384,7 +385,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each way at once and at each load; intervals of 95 % by drawing rounds, or requests, again."""
     rows = []
     for name in dict.fromkeys(_row_of(one) for one in runs):
-        for way in (*WAYS, LLAMA):
+        for way in ALL_WAYS:
             mine = [one for one in runs if one["way"] == way and _row_of(one) == name]
             if not mine:
                 continue
