@@ -489,6 +489,16 @@ def test_inputs_without_a_placeholder_in_the_prompt_reuse_nothing(monkeypatch):
     assert cache.report.loaded_chunks == 0
 
 
+def test_inputs_that_nothing_installed_knows_are_computed_and_named(monkeypatch):
+    known = plugins.extensions
+    monkeypatch.setattr(plugins, "extensions", lambda kind: [] if kind == "extra_inputs" else known(kind))
+    inputs = arguments("llava", CHUNKS[0], picture("llava"), *CHUNKS[1:], seeds=(1,))
+    got, cache = blend("llava", inputs, filled("llava"), chunks=False, recompute_ratio=0.0, selector="none")
+    assert gap(got, stock("llava", inputs)[0]) < FLOOR
+    assert "pixel_values came with the prompt, but only text is known" in cache.report.fallback_reason
+    assert (cache.report.loaded_chunks, cache.report.prompt_tokens) == (0, inputs["input_ids"].shape[1])
+
+
 def test_placeholder_ids_are_those_of_the_config_and_its_lists_and_may_be_the_first_ids(monkeypatch):
     assert not placeholder_ids(AutoConfig.for_model("llama"))
     config = AutoConfig.for_model("ovis2")

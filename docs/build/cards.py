@@ -55,9 +55,7 @@ def recipe_card(recipe: Recipe) -> str:
     document = load_result(RESULT)
     measured = f"{recipe.selector}@text" if recipe.is_behind_text else recipe.selector
     own = {target: row for (name, target), row in sorted(first_task(document).items()) if name == measured}
-    before, prefix = ("", "") if recipe.is_behind_text else (
-        "bos = [tokenizer.bos_token_id]\n", ", chunk_prefix_ids=bos"
-    )  # fmt: skip
+    prefix = "" if recipe.is_behind_text else ", chunk_prefix_ids=bos"
     shown, (low, high) = own[recipe.target], document["settings"]["tokens"]
     return "\n".join([
         f"---\n{_data(recipe, shown).to_yaml()}\n---\n",
@@ -73,7 +71,8 @@ def recipe_card(recipe: Recipe) -> str:
         *(_line(row) for row in own.values()),
         "\n## How to use it\n",
         '```python\nfrom hf_blend import BlendCache, ChunkStore\n\nstore = ChunkStore.open("kv-store")',
-        f'{before}cache = BlendCache(model, store, selector="{recipe.selector}", '
+        *(["bos = [tokenizer.bos_token_id]"] if prefix else []),
+        f'cache = BlendCache(model, store, selector="{recipe.selector}", '
         f"recompute_ratio={shown['ratio']:.2f}{prefix})\n```\n",
         "All other settings of `BlendConfig` are the defaults.\n",
         f"{LIMITS}\n",

@@ -166,12 +166,12 @@ def _why_plain(arguments: Mapping[str, Any], config: Any) -> str:
 
 
 def _refuse_adapters(arguments: Mapping[str, Any]) -> None:
-    """Refuse a forward that says which adapters compute it: no stored chunk is told by them."""
+    """Refuse a forward that names its adapters: the key of a chunk does not."""
     given = [name for name in ADAPTERS if arguments.get(name) is not None]
     if given:
         raise UnsupportedModelError(
-            f"{given[0]}={arguments[given[0]]!r:.60} chooses adapters for this request alone, by which no stored "
-            "chunk can be told. Choose the adapter for the model with set_adapter."
+            f"{given[0]}={arguments[given[0]]!r:.60} chooses adapters for this request alone, which the keys of "
+            "stored chunks do not name. Choose the adapter for the model with set_adapter."
         )
 
 

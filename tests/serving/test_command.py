@@ -16,7 +16,7 @@ from worlds import REFERENCE, reference_questions
 from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.evaluation import bundled
-from hf_blend.serving import run
+from hf_blend.serving import heaps, run
 from hf_blend.serving.prompts import text_prompt
 from hf_blend.serving.service import Tenant, Tenants
 from tests.serving.processes import running
@@ -45,6 +45,7 @@ def reached(monkeypatch):
 
     monkeypatch.setattr(bundled, "open_model", find)
     monkeypatch.setattr(run, "make_service", make)
+    monkeypatch.setattr(heaps, "share_heaps", lambda: found.update(is_bounded="plan" not in found))
 
     def start(*words):
         found.clear()
@@ -60,6 +61,7 @@ def test_a_server_uses_the_device_and_the_dtype_of_other_commands(reached, monke
     monkeypatch.setenv("HF_BLEND_SERVE_WEIGHTS", "4bit")
     assert (reached()["weights"], reached("--weights", "8bit")["weights"]) == ("4bit", "8bit")
     found = reached("--device", "cuda:1", "--dtype", "bfloat16", "--model", "here")
+    assert found["is_bounded"], "the heaps of threads, before there are any"
     assert (found["device"], found["dtype"], found["model"]) == ("cuda:1", "bfloat16", "here")
 
 
@@ -167,16 +169,17 @@ ctypes.CDLL(None).malloc_stats()
 """
 
 
+def heaps_of_twelve_threads(shares, **more):
+    kept = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    words = [sys.executable, "-c", HEAPS.format(shares=shares)]
+    done = subprocess.run(words, env={**kept, **more}, capture_output=True, text=True, check=True)
+    return done.stderr.count("Arena ")
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has a heap for each thread")
 def test_share_heaps_keeps_threads_from_having_a_heap_each_unless_the_user_says_how_many():
-    def heaps(shares, **more):
-        kept = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
-        words = [sys.executable, "-c", HEAPS.format(shares=shares)]
-        return subprocess.run(words, env={**kept, **more}, capture_output=True, text=True, check=True).stderr.count(
-            "Arena "
-        )
-
-    alone, shared = heaps(False), heaps(True)
+    alone, shared = heaps_of_twelve_threads(False), heaps_of_twelve_threads(True)
     assert shared < alone
     assert shared <= 3, "one may be there before"
-    assert heaps(True, MALLOC_ARENA_MAX="5") == heaps(False, MALLOC_ARENA_MAX="5") == 5
+    asked = {"MALLOC_ARENA_MAX": "5"}
+    assert heaps_of_twelve_threads(True, **asked) == heaps_of_twelve_threads(False, **asked) == 5
