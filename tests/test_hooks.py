@@ -25,7 +25,7 @@ class Recorder(DynamicCache):
     def forward_begins(self, arguments):
         self.told.append(("begins", sorted(arguments)))
         if self.enters_layers:
-            self.hooks.enter_layers(tokens=6)
+            self.hooks.enter_layers(width=6)
 
     def enter(self, index, call):
         self.told.append(index)
@@ -110,7 +110,7 @@ def test_hooks_called_without_keyword_arguments_do_nothing(model, place):
     register = module.register_forward_pre_hook if place.startswith("before") else module.register_forward_hook
     handle = register(lambda *_: called.append(guest.hooks.leave()))
     guest.hooks.watch_model()
-    guest.hooks.enter_layers(tokens=6)
+    guest.hooks.enter_layers(width=6)
     run(model, DynamicCache())
     assert called
     assert guest.told == []

@@ -571,14 +571,14 @@ class BlendCache(Cache):
             self._is_seen = False
             self._hooks.leave(watching=self._prompts.pending.is_begun)  # the model has asked for the length once more
 
-    def _refuse_tokens(self, tokens: int, held: int) -> None:
+    def _refuse_tokens(self, width: int, held: int) -> None:
         """Refuse tokens that static buffers have no room for, or that the model would compute as if none were held."""
         if self.config.max_tokens is not None:
             check_masked(self.model, self.config.max_tokens)
-            check_room(held, tokens, self.config.max_tokens)
-        if self._ignores_states and tokens > 1 and held:
+            check_room(held, width, self.config.max_tokens)
+        if self._ignores_states and width > 1 and held:
             raise ConfigError(
-                f"{tokens} tokens came behind the {held} that the cache holds, but the code of "
+                f"{width} tokens came behind the {held} that the cache holds, but the code of "
                 f"{self._text_config.model_type} models takes the states of tokens before into account only "
                 "where one token comes at a time. reset() the cache and pass the whole conversation in one prompt, "
                 "without prefill_chunk_size."
@@ -671,9 +671,6 @@ class BlendCache(Cache):
         if not is_begun:
             self.report.nominal_ratio = plan.config.nominal_ratio(len(self._own_layers))
         self.report.planned(
-            prompt_tokens=sum(map(len, request.rows)),
-            reusable_tokens=sum(plan.stored_counts),
-            exact_tokens=sum(plan.exact_counts),
             encoded_images=0 if is_begun or known.images is None else known.images.encoded,
             check_ms=self._check_ms,
         )

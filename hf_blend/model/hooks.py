@@ -65,7 +65,7 @@ class ForwardHooks:
                 handle = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
                 self._before.append((module, handle))
 
-    def enter_layers(self, tokens: int, between: bool = False) -> None:
+    def enter_layers(self, width: int, between: bool = False) -> None:
         """See every decoder layer begin."""
         if self._inner:
             return
@@ -76,7 +76,7 @@ class ForwardHooks:
                 ends = layer.register_forward_hook(self._layer_ends, with_kwargs=True)
                 self._inner.append((layer, ends))
         if wants_all_rows(self._model):
-            ends = self._layers[-1].register_forward_hook(partial(self._fill_rows, tokens), with_kwargs=True)
+            ends = self._layers[-1].register_forward_hook(partial(self._fill_rows, width), with_kwargs=True)
             self._inner.append((self._layers[-1], ends))
 
     def leave(self, watching: bool = False, stop: bool = False) -> None:
@@ -153,9 +153,9 @@ class ForwardHooks:
         cache = self._own(args, rest[0] if len(rest) == 2 else None)
         return None if cache is None or cache.prefill is None else cache.prefill.leave(rest[-1])
 
-    def _fill_rows(self, tokens: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+    def _fill_rows(self, width: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         is_own = self._own(args, rest[0] if len(rest) == 2 else None) is not None
-        return _behind_zeros(rest[-1], tokens) if is_own else None
+        return _behind_zeros(rest[-1], width) if is_own else None
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> HookedCache | None:
         """The cache, if this call carries it."""

@@ -37,8 +37,7 @@ _ID_FIELD = re.compile(r"_?(?P<stem>.+?)(?P<token>_token)?_(?:ids?|index)")
 
 def other_inputs(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """The arguments of a forward that may change what its tokens stand for, or who sees whom."""
-    given = ((name, value) for name, value in arguments.items() if name not in TEXT_ARGUMENTS)
-    return tuple(sorted(name for name, value in given if _is_other(name, value)))
+    return tuple(sorted(name for name in arguments if name not in TEXT_ARGUMENTS and _is_other(arguments, name)))
 
 
 def has_features(arguments: Mapping[str, Any]) -> bool:
@@ -46,7 +45,8 @@ def has_features(arguments: Mapping[str, Any]) -> bool:
     return any(not name.endswith(KINDS_OF_TOKENS) for name in other_inputs(arguments))
 
 
-def _is_other(name: str, value: Any) -> bool:
+def _is_other(arguments: Mapping[str, Any], name: str) -> bool:
+    value = arguments[name]
     if isinstance(value, bool | int | float | str) or _is_empty(value):
         return False
     return not (name in TEXT_WHERE_ZERO and isinstance(value, Tensor) and not bool(value.any()))

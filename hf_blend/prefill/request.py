@@ -154,8 +154,7 @@ def _why_plain(arguments: Mapping[str, Any], config: Any) -> str:
         return "attention_mask does not have two axes. Pass one of [batch, tokens] with 0 on padding, or none."
     if arguments.get("labels") is not None:
         return "labels were passed, and a loss needs the logits of every token. Pass logits_to_keep=1 and no labels."
-    given = ((name, arguments.get(name)) for name in PER_TOKEN)
-    if any(getattr(config, name, False) if value is None else value for name, value in given):
+    if any(getattr(config, name, False) if (own := arguments.get(name)) is None else own for name in PER_TOKEN):
         return f"outputs of every token were asked for: {', '.join(PER_TOKEN)} must be off for chunks to be reused."
     if not isinstance(keep, int) or keep < 1:
         return (
@@ -167,10 +166,10 @@ def _why_plain(arguments: Mapping[str, Any], config: Any) -> str:
 
 def _refuse_adapters(arguments: Mapping[str, Any]) -> None:
     """Refuse a forward that names its adapters: the key of a chunk does not."""
-    given = [name for name in ADAPTERS if arguments.get(name) is not None]
-    if given:
+    name = next((name for name in ADAPTERS if arguments.get(name) is not None), None)
+    if name:
         raise UnsupportedModelError(
-            f"{given[0]}={arguments[given[0]]!r:.60} chooses adapters for this request alone, which the keys of "
+            f"{name}={arguments[name]!r:.60} chooses adapters for this request alone, which the keys of "
             "stored chunks do not name. Choose the adapter for the model with set_adapter."
         )
 
