@@ -596,7 +596,7 @@ class BlendCache(Cache):
             self.report.fallback_reason = reason
             _warn_once(reason)
         if is_told or is_begun:
-            self.report.planned(prompt_tokens=request.real_tokens())
+            self.report.prompt_tokens += request.real_tokens()
         known.pending = PendingPrompt()
         self._hooks.leave()
 
@@ -670,10 +670,8 @@ class BlendCache(Cache):
             known.beginning = ()
         if not is_begun:
             self.report.nominal_ratio = plan.config.nominal_ratio(len(self._own_layers))
-        self.report.planned(
-            encoded_images=0 if is_begun or known.images is None else known.images.encoded,
-            check_ms=self._check_ms,
-        )
+            self.report.encoded_images = 0 if known.images is None else known.images.encoded
+        self.report.check_ms += self._check_ms
         self._check_ms = 0.0
         self.report.advice = self.report.advice if plan.advice is None else asdict(plan.advice)
         self._notice(plan, identity, OTHER_IDS if expected.batch and known.pending.is_other else "")

@@ -58,7 +58,7 @@ class MixerKind(LayerKind):
         if self._pass is not None:
             self._rows_given.append(dict(call.arguments))  # kept alive: they are told by their ids
             plan, given = prefill.context.plan, full_arguments(call.arguments, self._given)
-            padding = plan.padding_on(rows.columns.device) if plan.has_padding else None
+            padding = ~plan.real.to(rows.columns.device) if plan.has_padding else None
             self._pass.rows = ActiveRows(rows.columns, prefill.tokens, given, padding)
 
     def computed(self) -> KV | None:

@@ -253,8 +253,8 @@ class Prefill:
         if self._listener is not None:
             self._listener.finish()
         if plan.replaced:
-            replaced = len(plan.replaced)
-            self.context.report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
+            self.context.report.computed_chunks += len(plan.replaced)
+            self.context.report.loaded_chunks -= len(plan.replaced)
         plan.close()
 
     def close_doors(self) -> None:

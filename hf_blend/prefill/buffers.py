@@ -74,7 +74,7 @@ class LayerBuffers:
             self._first |= dict.fromkeys(group, index)
             if blank:  # NaN would pass a mask
                 for states in several or self.open[index]:
-                    states.masked_fill_(self._plan.padding_on(states.device)[:, None, :, None], 0)
+                    states.masked_fill_(~self._plan.real.to(states.device)[:, None, :, None], 0)
             if several is not None and len(group) > 1:
                 self._realigner.write(index, chunks, *several)
                 return

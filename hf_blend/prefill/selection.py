@@ -75,7 +75,7 @@ class Selection:
             self._first_scores = None if self._sees_layers else scores
         selected = highest(scores.to(view.reusable.device), view.reusable, counts)
         if self._is_first:
-            self._report.chose(rows.columns, selected, self._context.past)
+            self._report._chosen.append((rows.columns, selected, self._context.past))
             self._is_first = False
         self._report.select_ms += 1e3 * (time.perf_counter() - started)
         return selected, counts
