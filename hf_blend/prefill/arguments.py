@@ -31,7 +31,12 @@ class RowArguments:
     def __init__(self, config: Any, layers: Sequence[Any], past: int, tokens: int) -> None:
         """Prepare for one forward of a model with this config, and of `tokens` tokens behind others."""
         self._implementation = config._attn_implementation or "eager"
-        self._sources = kv_sources(layers, getattr(config, "layer_types", None))
+        # the layer whose K and V each layer looks at: its own, or the last before it of its kind that has any
+        self._sources, last = list[Any](), dict[str, Any]()
+        for kind, layer in zip(getattr(config, "layer_types", None) or [""] * len(layers), layers, strict=False):
+            if hasattr(layer, "sizes_behind"):
+                last[kind] = layer
+            self._sources.append(last.get(kind, layer))
         self._past, self._tokens, self._is_flash = past, tokens, is_flash(self._implementation)
         open_door(self._implementation)
         self._cut: dict[tuple[object, ...], tuple[Any, ...]] = {}  # with what its key names by id, which stays alive
@@ -76,16 +81,6 @@ class RowArguments:
             )
         name, window = (STOCK, window) if self._is_flash else (self._implementation, None)
         return row_mask(model_mask, rows.columns, self._past - offset, keys, name, lambda: rows.numbers[0], window)
-
-
-def kv_sources(layers: Sequence[Any], kinds: Sequence[str] | None) -> list[Any]:
-    """The layer whose K and V each layer looks at: its own, or the last before it of its kind that has any."""
-    found, last = list[Any](), dict[str, Any]()
-    for kind, layer in zip(kinds or [""] * len(layers), layers, strict=False):
-        if hasattr(layer, "sizes_behind"):
-            last[kind] = layer
-        found.append(last.get(kind, layer))
-    return found
 
 
 def _rows(value: Any, taken: Taken) -> Any:

@@ -8,9 +8,8 @@
     deeper layers       only those are computed, against their own fresh K/V and the stored K/V of all others
     last layer          past its K/V only the rows whose output is expected
 
-The schedule says before the first layer what each layer does. To look before paying, a layer is run until its K and V
-reach the cache and left there by a private exception; then it is run again for the selected rows. The layer's code is
-the model's own.
+What each layer does is known before the first. To look before paying, a layer is run until its K and V reach the cache
+and left there by a private exception; then it is run again for the selected rows. The layer's code is the model's own.
 """
 
 import logging
@@ -41,7 +40,7 @@ from .realign import Realigner
 from .report import BlendReport, Work
 from .request import Request
 from .rows import Rows
-from .selection import Select, Selection
+from .selection import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -70,21 +69,6 @@ class PrefillContext:
     shares_layers: bool = False  # with the forward that it is a probe of, to which they stay open
 
 
-@dataclass(frozen=True)
-class LoadInPart:
-    """At one layer behind the last check layer: stored chunks may be loaded in part."""
-
-    sees_all: bool  # every token is recomputed, so nothing is loaded
-
-
-@dataclass(frozen=True)
-class Trim:
-    """At the last layer: past its K and V only the rows whose output is expected go on."""
-
-
-Step = Select | LoadInPart | Trim
-
-
 class Prefill:
     """The state of one forward; made when it begins, gone when it ends."""
 
@@ -95,14 +79,19 @@ class Prefill:
         self._with_keys = [index for index, kind in enumerate(self._kinds) if kind.has_keys]
         self._last = max((index for index, kind in enumerate(self._kinds) if kind.has_states), default=-1)
         self._selection = Selection(context, self._with_keys)
+        stateful = [index for index, kind in enumerate(self._kinds) if kind.has_states]
+        # by what tokens are selected before layer 0 (None: all are computed there), and at which check layers
+        self._first_ratio, self._ratios = self._selection.schedule(stateful)
+        self._last_check = max(self._ratios, default=-1)
         self._loader: Any = context.loader if context.observer is None else None
         if self._loader is not None:
             self._loader.realigner = context.realigner
+            ratio = self._ratios.get(self._last_check, self._first_ratio or 0.0)
+            self._loads_nothing = context.selector.count(ratio, plan.real.numel()) == plan.real.numel()
         self._stored: Any = self._loader or context.realigner  # writes what is stored, and compares it
-        self._first_ratio, self._schedule, self._checks = self._scheduled()
         self._listener = self._loader  # to what attention looks at, for the store
         if context.loader is None and plan.store is not None and plan.store.reads_importance and not context.is_probe:
-            self._listener = ImportanceListener(context, max(self._checks, default=-1))
+            self._listener = ImportanceListener(context, self._last_check)
         self._buffers = LayerBuffers(context, self._last, self._stored)
         config = text_config(context.model)
         # tokens in the cache before the new ones; for layers that scale their queries by positions which they count
@@ -121,26 +110,6 @@ class Prefill:
         self._awaited: set[str] | None = None  # what a look into the layer still waits for; None: it runs to its end
         self._uncorrected: dict[int, KV] = {}
         self._capture: AttentionCapture | None = None  # of the layer that runs
-
-    def _scheduled(self) -> tuple[float | None, list[list[Step]], list[int]]:
-        """The ratio selected by before layer 0 (None: all are computed there), the steps of each layer, the checks."""
-        context, steps = self.context, list[list[Step]]([] for _ in self._kinds)
-        first_ratio: float | None = 0.0
-        selects: dict[int, Select] = {}
-        if not context.is_probe:
-            stateful = [index for index, kind in enumerate(self._kinds) if kind.has_states]
-            first_ratio, selects = self._selection.schedule(stateful)
-        for index, select in selects.items():
-            steps[index].append(select)
-        if self._loader is not None:
-            last, tokens = max(selects, default=-1), context.plan.real.numel()
-            ratio = selects[last].ratio if selects else first_ratio or 0.0
-            sees_all = context.selector.count(ratio, tokens) == tokens
-            for index in range(last + 1, len(steps)):
-                steps[index].append(LoadInPart(sees_all))
-        if self._last >= 0 and context.observer is None:
-            steps[self._last].append(Trim())
-        return first_ratio, steps, sorted(selects)
 
     def probe(self, observer: AttentionObserver, spare_layers: Callable[[], Sequence[Any]]) -> "Prefill":
         """A forward inside this one that recomputes the question alone; shared layers would be corrected twice."""
@@ -182,15 +151,16 @@ class Prefill:
         if self._rows is not None:
             has_all = index == 0 or bool(context.request.others)
             self._keep_rows(index, call, self._rows, self._rows.columns if has_all else None)
-        for step in self._schedule[index]:
-            match step:
-                case Select(ratio) if any(plan.stored_counts):
-                    self._look(index, call)
-                    self._select(index, call, ratio)
-                case LoadInPart(sees_all):
-                    self._loader.begin(index, None if sees_all else self._rows, plan)
-                case Trim():
-                    self._trim(index, call)
+        if index in self._ratios and any(plan.stored_counts):
+            self._look(index, call)
+            self._select(index, call, self._ratios[index])
+        if self._loader is not None and index > self._last_check:
+            self._loader.begin(index, None if self._loads_nothing else self._rows, plan)
+        if index == self._last and context.observer is None and plan.chunks:  # past its K and V only what is asked for
+            rows, expected = self._rows or Rows.every(plan.real), self.tokens - plan.end
+            if expected < rows.columns.shape[1]:
+                self._look(index, call)
+                self._keep_rows(index, call, *rows.last(expected))
         ends = self._capture_attention(index, call) if context.observer or self._listener else False
         columns = None if self._rows is None else self._rows.columns
         context.report._work.append(Work(index, ends, columns, plan.reusable, plan.real, context.past))
@@ -212,11 +182,11 @@ class Prefill:
         Shapes: keys `[batch, kv_heads, rows, head_dim]`, values `[batch, kv_heads, rows, head_dim]`.
         """
         if index not in self._buffers.used:  # its columns are opened, and what is stored is written
-            context, checks = self.context, () if self._is_narrowed else self._checks
+            context, checks = self.context, () if self._is_narrowed else tuple(self._ratios)
             blank = self._rows is not None and context.plan.has_padding
             self._buffers.use(index, keys, values, self.stored_chunks, checks, blank)
             if keys.device.type != "cpu":
-                checks = () if index in self._checks else checks
+                checks = () if index in self._ratios else checks
                 self._buffers.prefetch([one for one in self._with_keys if one > index], checks, keys.device)
             if self._rows is not None and context.corrector.is_active:  # before anything fresh is written over it
                 self._uncorrected[index] = self._buffers.open[index][0].clone(), self._buffers.open[index][1].clone()
@@ -273,7 +243,7 @@ class Prefill:
 
     def is_compared(self, index: int) -> bool:
         """Return True if what a layer keeps is compared with what is stored, or computed twice."""
-        return index in self._checks or index in (0, self._last)
+        return index in self._ratios or index in (0, self._last)
 
     def reach(self, part: str) -> None:
         """Stop a look into a layer when the last part that it waits for has come."""
@@ -310,10 +280,10 @@ class Prefill:
                 return
         counts, nothing, selected = plan.stored_counts, [0] * len(plan.stored_counts), None
         if context.is_probe:
-            counts = self._narrowed_to(nothing)
+            counts = nothing
         elif self._first_ratio is not None:
             selected, counts = self._selection.select(0, Rows.every(plan.reusable), None, self._first_ratio)
-            self._narrowed_to(counts)
+        self._selected_counts, self._is_narrowed = counts, counts != plan.stored_counts
         total = [fresh + stored for fresh, stored in zip(plan.fresh_counts, counts, strict=True)]
         if min(total) == self.tokens:
             return
@@ -323,13 +293,8 @@ class Prefill:
             self._rows = Rows.at([np.flatnonzero(row).tolist() for row in known], device)
         else:
             active = torch.from_numpy(known).to(device)
-            self._rows = Rows.of(*self._aligned(active if selected is None else active | selected, total))[0]
-
-    def _aligned(self, active: Tensor, counts: list[int]) -> tuple[Tensor, list[int] | None]:
-        """Active rows `[batch, rows]` and how many there are in each entry; None where the device has to be asked."""
-        if not self._needs_same_columns:
-            return active, counts
-        return active.any(dim=0, keepdim=True).repeat(len(counts), 1), None
+            active = active if selected is None else active | selected
+            self._rows = Rows.of(active, total, self._needs_same_columns)[0]
 
     def _drop(self, placed: PlacedChunk) -> None:
         self.context.plan.drop(placed)
@@ -391,26 +356,14 @@ class Prefill:
         rows = self._rows or Rows.every(plan.real)
         computed = self._buffers.open.get(index) or self._kind.computed()
         selected, counts = self._selection.select(index, rows, computed, ratio)
-        counts = self._narrowed_to([min(pair) for pair in zip(counts, self._selected_counts, strict=True)])
+        counts = [min(pair) for pair in zip(counts, self._selected_counts, strict=True)]
+        self._selected_counts, self._is_narrowed = counts, counts != plan.stored_counts
         total = [sum(pair) for pair in zip(plan.fresh_counts, counts, strict=True)]
         remaining = ~rows.take(plan.reusable) | selected
         if plan.has_padding:
             remaining = remaining & rows.take(plan.real)
         if self._rows is None or tuple(total) != self._rows.counts:
-            self._keep_rows(index, call, *rows.keep(*self._aligned(remaining, total)))
-
-    def _narrowed_to(self, counts: list[int]) -> list[int]:
-        """Note how many of the reusable tokens of each entry are computed from here on."""
-        self._selected_counts, self._is_narrowed = counts, counts != self.context.plan.stored_counts
-        return counts
-
-    def _trim(self, index: int, call: LayerCall) -> None:
-        """Go on past K and V with the rows only whose output is expected."""
-        plan, rows = self.context.plan, self._rows or Rows.every(self.context.plan.real)
-        expected = self.tokens - plan.end
-        if expected < rows.columns.shape[1] and plan.chunks:
-            self._look(index, call)
-            self._keep_rows(index, call, *rows.last(expected))
+            self._keep_rows(index, call, *rows.keep(remaining, total, self._needs_same_columns))
 
     def _capture_attention(self, index: int, call: LayerCall) -> bool:
         """Take the attention of a layer where an observer asks for it; gives True if nothing runs behind it."""

@@ -27,11 +27,12 @@ class Rows:
     _moved: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, selected: Tensor, counts: Sequence[int] | None = None) -> tuple["Rows", Tensor]:
-        """Keep the selected places of a grid.
-
-        Shapes: selected `[batch, places]` → `[batch, kept]`.
-        """
+    def of(
+        cls, selected: Tensor, counts: Sequence[int] | None = None, is_alike: bool = False
+    ) -> tuple["Rows", Tensor]:
+        """Keep the selected places, `[batch, places]` → `[batch, kept]`; if alike, each entry those of all."""
+        if is_alike:
+            selected, counts = selected.any(dim=0, keepdim=True).repeat(selected.shape[0], 1), None
         known = tuple(selected.sum(dim=1).tolist()) if counts is None else tuple(counts)
         width, device = max(known), selected.device
         index = torch.argsort(selected.view(torch.uint8), dim=1, descending=True, stable=True)[:, :width]
@@ -63,12 +64,11 @@ class Rows:
         found: list[list[int]] = self.columns.tolist()
         return found
 
-    def keep(self, selected: Tensor, counts: Sequence[int] | None = None) -> tuple["Rows", Tensor]:
-        """Keep some of these rows.
-
-        Shapes: selected `[batch, rows]` → `[batch, kept]`.
-        """
-        rest, index = Rows.of(selected if self.filler is None else selected & ~self.filler, counts)
+    def keep(
+        self, selected: Tensor, counts: Sequence[int] | None = None, is_alike: bool = False
+    ) -> tuple["Rows", Tensor]:
+        """Keep some of these rows as `of` does, `[batch, rows]` → `[batch, kept]`."""
+        rest, index = Rows.of(selected if self.filler is None else selected & ~self.filler, counts, is_alike)
         if self.is_all:
             return rest, index
         return Rows(self.columns.gather(1, index), rest.filler, rest.counts), index

@@ -4,7 +4,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +16,6 @@ from .rows import Rows, highest
 
 if TYPE_CHECKING:
     from .blend import PrefillContext
-
-
-@dataclass(frozen=True)
-class Select:
-    """At one layer, which share of the reusable tokens is computed from there on."""
-
-    ratio: float
 
 
 class Selection:
@@ -39,23 +31,23 @@ class Selection:
         one = context.selector
         self._sees_layers = one.needs_kv or one.needs_full_prefill
 
-    def schedule(self, stateful: Sequence[int]) -> tuple[float | None, dict[int, Select]]:
-        """The ratio by which tokens are selected before the first layer, and what is selected at which layer.
+    def schedule(self, stateful: Sequence[int]) -> tuple[float | None, dict[int, float]]:
+        """The share of the reusable tokens that is computed from the first layer on, and from which later ones on.
 
         A selector that needs no K and V selects before the first layer, with the first check layer's ratio, and again
         at the later check layers. If nothing is to be selected at all, that is settled before the first layer too. A
         check layer that keeps nothing to compare is moved to the next one that does: `stateful` are those that do.
         """
-        one, before, found = self._selector, None, dict[int, Select]()
+        before, found = None, dict[int, float]()
         ratios = self._context.config.ratios(len(self._context.layers))
-        if not one.count(max(ratios.values()), self._plan.real.numel()):
+        if self._context.is_probe or not self._selector.count(max(ratios.values()), self._plan.real.numel()):
             return 0.0, {}
         if not self._sees_layers:
             before = ratios.pop(min(ratios))
         for layer, ratio in sorted(ratios.items()):
             index = next((index for index in stateful if index >= layer), None)
             if index is not None:
-                found[index] = Select(ratio)
+                found[index] = ratio
         return before, found
 
     def select(self, index: int, rows: Rows, fresh: KV | None, ratio: float) -> tuple[Tensor, list[int]]:
