@@ -25,7 +25,7 @@ def can_blend(cache: BlendCache, request: Request) -> bool:
             ", ".join(request.others),
         )
         return False
-    if cache._past == 0:
+    if request.past == 0:
         return True
     return has_passed(FirstForward(cache, request.arguments, is_named), OTHER_INPUTS)
 

@@ -55,7 +55,6 @@ class PrefillContext:
     layers: Sequence[Any]
     request: Request
     plan: Plan
-    past: int
     config: BlendConfig
     report: BlendReport
     realigner: Realigner
@@ -96,10 +95,10 @@ class Prefill:
         config = text_config(context.model)
         # tokens in the cache before the new ones; for layers that scale their queries by positions which they count
         # themselves what added to `arange(rows)` gives the positions of the rows, `[rows]`
-        self.past: int | Tensor = context.past
+        self.past: int | Tensor = context.request.past
         self._counts_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # a layer counts for all entries
-        self._arguments = RowArguments(config, layers, context.past, self.tokens)
+        self._arguments = RowArguments(config, layers, context.request.past, self.tokens)
         self._tables: dict[int, tuple[Any, Table | None]] = {}  # by the id of what several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._row_axis: int | None = None  # of the hidden states, behind the axis of the batch
@@ -163,7 +162,7 @@ class Prefill:
                 self._keep_rows(index, call, *rows.last(expected))
         ends = self._capture_attention(index, call) if context.observer or self._listener else False
         columns = None if self._rows is None else self._rows.columns
-        context.report._work.append(Work(index, ends, columns, plan.reusable, plan.real, context.past))
+        context.report._work.append(Work(index, ends, columns, plan.reusable, plan.real, context.request.past))
 
     def leave(self, output: Any) -> Any:
         """Put the rows that left a layer back to their columns, where a decoder may add to them between its layers.
@@ -327,7 +326,7 @@ class Prefill:
         self._rows = rows
         if self._counts_positions:
             columns = rows.columns[0]
-            self.past = self.context.past + columns - torch.arange(len(columns), device=columns.device)
+            self.past = self.context.request.past + columns - torch.arange(len(columns), device=columns.device)
         if self._kind.has_hooks:
             self._kind.take_rows(self, call, rows)
 
@@ -335,7 +334,7 @@ class Prefill:
         """Run a layer until what it keeps is known for the active rows."""
         context, kind, plan = self.context, self._kind, self.context.plan
         columns, layer = None if self._rows is None else self._rows.columns, context.layers[index]
-        context.report._work.append(Work(index, True, columns, plan.reusable, plan.real, context.past))
+        context.report._work.append(Work(index, True, columns, plan.reusable, plan.real, context.request.past))
         self._awaited, before = set(kind.parts), kind.snapshot(layer) if kind.has_hooks else None
         try:
             call.layer.forward(call.hidden, **call.arguments)  # past its hooks
@@ -375,7 +374,7 @@ class Prefill:
             taken = attention_of(columns, self.tokens, context.report.charge, take)
             self._capture, ends = AttentionCapture(call.layer, taken), number == observer.last
         elif self._listener is not None:
-            self._capture = self._listener.capture(index, call.layer, self._rows, context.past)
+            self._capture = self._listener.capture(index, call.layer, self._rows, context.request.past)
         if self._capture is not None:
             self._capture.open(call.cache)
         return ends

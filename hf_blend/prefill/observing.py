@@ -123,11 +123,11 @@ class ImportanceListener:
     def __init__(self, context: "PrefillContext", after: int) -> None:
         """Prepare to listen behind a layer."""
         plan = self._plan = context.plan
-        self._past, self._charge = context.past, context.report.charge
+        self._past, self._charge = context.request.past, context.report.charge
         self._sums: dict[int, Tensor] = {}
         self._layers: frozenset[int] = frozenset()
         # not what a prompt begins with, where attention rests in any case
-        said = [one for one in plan.chunks if context.past or not one.exact or one.chunk.key.chunk_prefix_ids]
+        said = [one for one in plan.chunks if context.request.past or not one.exact or one.chunk.key.chunk_prefix_ids]
         by_row = groupby(said, lambda placed: placed.row)
         self._chunks = {row: list(chunks) for row, chunks in by_row}
         stops = [chunks[-1].columns.stop for chunks in self._chunks.values()]

@@ -67,7 +67,7 @@ class Selection:
             self._first_scores = None if self._sees_layers else scores
         selected = highest(scores.to(view.reusable.device), view.reusable, counts)
         if self._is_first:
-            self._report._chosen.append((rows.columns, selected, self._context.past))
+            self._report._chosen.append((rows.columns, selected, self._context.request.past))
             self._is_first = False
         self._report.select_ms += 1e3 * (time.perf_counter() - started)
         return selected, counts
@@ -131,18 +131,18 @@ class Selection:
         truth = full_prefill(self._context)
         for layer, table in enumerate(truth.tables):
             self._realigner.tables.setdefault(layer, table)
-        pairs, past = [truth.layers[index][:2] for index in self._with_keys], self._context.past
+        pairs, past = [truth.layers[index][:2] for index in self._with_keys], self._context.request.past
         return [(keys[:, :, past:], values[:, :, past:]) for keys, values in pairs]
 
 
 def full_prefill(context: "PrefillContext") -> Capture:
     """K, V and rotary tables of a full prefill, for research; only for a prompt that begins the cache."""
-    if context.past:
+    request = context.request
+    if request.past:
         raise PromptError(
-            f"the selector {context.config.selector!r} runs a full prefill of the whole prompt, but {context.past} "
+            f"the selector {context.config.selector!r} runs a full prefill of the whole prompt, but {request.past} "
             "tokens are in the cache already and their ids are not known. Use it on a fresh cache."
         )
-    request = context.request
     if request.others:
         return capture_forward(context.model, request.arguments)[0]
     mask = request.mask
