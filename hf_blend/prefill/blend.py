@@ -165,10 +165,7 @@ class Prefill:
         context.report._work.append(Work(index, ends, columns, plan.reusable, plan.real, context.request.past))
 
     def leave(self, output: Any) -> Any:
-        """Put the rows that left a layer back to their columns, where a decoder may add to them between its layers.
-
-        Shapes: output `[…, batch, rows, width]`.
-        """
+        """Put rows that left a layer, `[…, batch, rows, width]`, back to their columns, to which a decoder may add."""
         if self._rows is None or not self.context.request.others:
             return None
         if isinstance(output, tuple):
@@ -176,10 +173,7 @@ class Prefill:
         return self._rows.spread(output, self.tokens)
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
-        """Take the K and V of the active rows, and give back those of all tokens.
-
-        Shapes: keys `[batch, kv_heads, rows, head_dim]`, values `[batch, kv_heads, rows, head_dim]`.
-        """
+        """Take K and V of the active rows, `[batch, kv_heads, rows, head_dim]`, and give back those of all tokens."""
         if index not in self._buffers.used:  # its columns are opened, and what is stored is written
             context, checks = self.context, () if self._is_narrowed else tuple(self._ratios)
             blank = self._rows is not None and context.plan.has_padding
@@ -205,10 +199,7 @@ class Prefill:
         return layer.keys, layer.values
 
     def update_indexer(self, index: int, keys: Tensor) -> Tensor:
-        """Take an indexer's keys of the active rows, and give back those of all tokens.
-
-        Shapes: keys `[batch, rows, width]` → `[batch, tokens, width]`.
-        """
+        """Take an indexer's keys of the active rows, `[batch, rows, width]`, and give back those of all tokens."""
         found: Tensor = self._kind.update_indexer(self, index, keys, self._rows)  # type: ignore[attr-defined]
         self.reach("indexer")
         return found
@@ -218,13 +209,16 @@ class Prefill:
         plan = self.context.plan
         self.close_doors()
         self.context.realigner.close()
-        self._buffers.settle(len(self._kinds))
+        if self._buffers.settles:
+            self._buffers.settle(len(self._kinds))
         if self._listener is not None:
             self._listener.finish()
         if plan.replaced:
             self.context.report.computed_chunks += len(plan.replaced)
             self.context.report.loaded_chunks -= len(plan.replaced)
-        plan.close()
+        plan.release()
+        if plan.pipeline is not None:
+            plan.pipeline.close()
 
     def close_doors(self) -> None:
         """Take the hooks out of the layer that runs and of its attention."""

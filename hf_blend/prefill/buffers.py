@@ -62,8 +62,7 @@ class LayerBuffers:
         if index not in self.open:  # else it was written as another layer's table says
             group, several = range(index, index + 1), None
             if self._opens_several and not keys.requires_grad:
-                until = min((one for one in checks if one >= index), default=self._last)
-                group = self._realigner.group(index, chunks, until, keys.device)
+                group = self._realigner.group(index, chunks, (*checks, self._last), keys.device)
                 first, *others = (self._layers[one] for one in group)
                 several = first.open_with(others, self._tokens, keys, values)
             if several is None:
@@ -87,8 +86,7 @@ class LayerBuffers:
             return
         group = range(first, first + 1)
         if first not in checks and self._opens_several:
-            until = min((one for one in checks if one >= first), default=self._last)
-            group = self._realigner.group(first, self._plan.chunks, until, device)
+            group = self._realigner.group(first, self._plan.chunks, (*checks, self._last), device)
         self._realigner.prefetch(group, device)
 
     def settle(self, index: int) -> None:

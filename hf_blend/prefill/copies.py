@@ -19,7 +19,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-Parts = Callable[[], Sequence[Tensor]]
+Parts = Callable[[], Sequence[Tensor]]  # gives `[layers, heads, tokens, width]` of each chunk
 Moved = tuple[Tensor, Any, Sequence[Tensor]]  # what was moved, the event behind it, the parts in order
 CopyKey = tuple[int, int, int]  # first layer, the one behind the last, K (0) or V (1)
 
@@ -76,10 +76,7 @@ class Copies:
         return self._streams[device]
 
     def ahead(self, key: CopyKey, device: torch.device, parts: Parts) -> None:
-        """Begin to bring states to a device, unless they come already; those of layers long past are let go of.
-
-        Shapes: parts `[layers, heads, tokens, width]`.
-        """
+        """Begin to bring states to a device, unless they come already; those of layers long past are let go of."""
         stream = self.stream(device)
         if stream is None or (key, device) in self._pending or (key, device) in self._there:
             return

@@ -97,13 +97,6 @@ class Plan:
     release: Callable[[], object] = lambda: None  # the store may evict the chunks
     _table: Tensor | None = None  # see `token_table`
 
-    def close(self) -> None:
-        """Nothing more is read ahead, and the chunks may be evicted."""
-        self.release()
-        if self.pipeline is not None:
-            self.pipeline.close()
-            self.pipeline = None
-
     def begin(self, logits_rows: int = 1) -> "Plan":
         """Mark the new tokens that have stored KV, but for those whose logits are asked for; all chunks are there."""
         self.end = self.real.shape[1] - min(logits_rows, self.real.shape[1])

@@ -118,10 +118,10 @@ class Realigner:
             self._alive.append(table)
         return self._alike.get(id(table[0]), table)
 
-    def group(self, layer: int, chunks: Sequence[PlacedChunk], last: int, device: torch.device) -> range:
-        """This layer, and those behind it that can be written with it."""
+    def group(self, layer: int, chunks: Sequence[PlacedChunk], ends: Sequence[int], device: torch.device) -> range:
+        """This layer, and those behind it that can be written with it, up to the next one of `ends`."""
         placed = self._placed(chunks, device) if chunks else None
-        stop = layer + 1
+        stop, last = layer + 1, min(one for one in ends if one >= layer)
         if placed is None or not placed.layer_bytes:
             return range(layer, stop)
         chunk, style = placed.chunks[0].chunk, self.styles[layer]
@@ -149,7 +149,7 @@ class Realigner:
     def write(self, layer: int, chunks: Sequence[PlacedChunk], *parts: Tensor, first: int = 0) -> None:
         """Write stored K and V of chunks to their columns, or with `first` what is there from V (1) on.
 
-        Shapes: *parts `[batch, kv_heads, tokens, head_dim]`; of several layers `[layers, batch, …]`.
+        `[batch, kv_heads, tokens, head_dim]` each, of several layers `[layers, batch, …]`.
         """
         if not chunks:
             return
@@ -190,9 +190,7 @@ class Realigner:
     def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *computed: Tensor) -> list[float]:
         """How far the stored K and V of some chunks are from those computed in this prompt; one tensor: a mixer's.
 
-        One token that stands for an image is seen among hundreds of text.
-
-        Shapes: *computed `[batch, kv_heads, tokens, head_dim]`.
+        One token that stands for an image is seen among hundreds of text. `[batch, kv_heads, tokens, head_dim]` each.
         """
         device, count = computed[0].device, len(chunks)
         placed = self._placed(chunks, device)

@@ -107,10 +107,7 @@ class Rows:
                 into.scatter_(2, columns[:, None, :, None].expand_as(own), own)
 
     def behind(self, table: Tensor, tokens: int) -> Tensor:
-        """A table of all tokens, and behind these the rows' own part of it: some layers look for theirs at the end.
-
-        Shapes: table `[batch or 1, past + tokens, width]` → `[batch, past + tokens + rows, width]`.
-        """
+        """Put the rows' own part of a table, `[batch or 1, past + tokens, width]`, behind it, where layers look."""
         own = gather_rows(table[:, -tokens:], self.columns)
         return torch.cat((table.expand(own.shape[0], -1, -1), own), dim=1)
 
@@ -121,10 +118,7 @@ class Rows:
 
 
 def highest(scores: Tensor, eligible: Tensor, counts: Sequence[int]) -> Tensor:
-    """Mark the highest scores of each batch entry, the earlier of equal ones first.
-
-    Shapes: scores `[batch, places]`, eligible `[batch, places]` → `[batch, places]`.
-    """
+    """Mark the highest of the eligible scores of each batch entry, `[batch, places]`, the earlier of equal ones."""
     if not any(counts):
         return torch.zeros_like(eligible)
     lowest = torch.finfo(torch.float32).min  # above what is not eligible: that may never take the place of what is
