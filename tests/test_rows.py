@@ -86,7 +86,7 @@ def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers(shar
     table = tuple(torch.arange(24.0).view(1, 12, 2) + part for part in (0, 100))
     given = (torch.zeros(1, 12, 64),), {"position_embeddings": table}
     calls = [LayerCall.bind(layer, *given) for layer in decoder_layers(shared_model())[:2]]
-    kinds, prefill = [IndexedKind(), LayerKind()], SimpleNamespace(tokens=12)
+    kinds, prefill = [IndexedKind(), LayerKind()], SimpleNamespace(width=12)
     kinds[0]._table = table
     rows = Rows.at([[2, 5, 7, 11]], torch.device("cpu"))
     fewer, _ = rows.last(2)

@@ -73,7 +73,7 @@ class Prefill:
 
     def __init__(self, context: PrefillContext) -> None:
         plan, layers = context.plan, context.layers
-        self.context, self.tokens = context, plan.real.shape[1]
+        self.context, self.width = context, context.request.width
         self._kinds: list[LayerKind] = [getattr(layer, "prefill_kind", StatelessKind)() for layer in layers]
         self._with_keys = [index for index, kind in enumerate(self._kinds) if kind.has_keys]
         self._last = max((index for index, kind in enumerate(self._kinds) if kind.has_states), default=-1)
@@ -98,7 +98,7 @@ class Prefill:
         self.past: int | Tensor = context.request.past
         self._counts_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # a layer counts for all entries
-        self._arguments = RowArguments(config, layers, context.request.past, self.tokens)
+        self._arguments = RowArguments(config, layers, context.request.past, self.width)
         self._tables: dict[int, tuple[Any, Table | None]] = {}  # by the id of what several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._row_axis: int | None = None  # of the hidden states, behind the axis of the batch
@@ -156,7 +156,7 @@ class Prefill:
         if self._loader is not None and index > self._last_check:
             self._loader.begin(index, None if self._loads_nothing else self._rows, plan)
         if index == self._last and context.observer is None and plan.chunks:  # past its K and V only what is asked for
-            rows, expected = self._rows or Rows.every(plan.real), self.tokens - plan.end
+            rows, expected = self._rows or Rows.every(plan.real), self.width - plan.end
             if expected < rows.columns.shape[1]:
                 self._look(index, call)
                 self._keep_rows(index, call, *rows.last(expected))
@@ -169,8 +169,8 @@ class Prefill:
         if self._rows is None or not self.context.request.others:
             return None
         if isinstance(output, tuple):
-            return (self._rows.spread(output[0], self.tokens), *output[1:])
-        return self._rows.spread(output, self.tokens)
+            return (self._rows.spread(output[0], self.width), *output[1:])
+        return self._rows.spread(output, self.width)
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
         """Take K and V of the active rows, `[batch, kv_heads, rows, head_dim]`, and give back those of all tokens."""
@@ -266,7 +266,7 @@ class Prefill:
         context.realigner.prefetch(range(1), device)
         if context.request.others:
             for placed in list(plan.chunks):  # in which a token sees others behind it than where it was computed
-                if looks_ahead(self._model_mask, placed.row, placed.columns, self.tokens, inside=placed.is_image):
+                if looks_ahead(self._model_mask, placed.row, placed.columns, self.width, inside=placed.is_image):
                     self._drop(placed)
             self._look(0, call)
             if not plan.chunks:
@@ -278,7 +278,7 @@ class Prefill:
             selected, counts = self._selection.select(0, Rows.every(plan.reusable), None, self._first_ratio)
         self._selected_counts, self._is_narrowed = counts, counts != plan.stored_counts
         total = [fresh + stored for fresh, stored in zip(plan.fresh_counts, counts, strict=True)]
-        if min(total) == self.tokens:
+        if min(total) == self.width:
             return
         known = plan.fresh(with_reusable=counts == plan.stored_counts and any(counts))
         is_known = min(total) == max(total) and counts in (plan.stored_counts, nothing)
@@ -313,7 +313,7 @@ class Prefill:
                 batch, count, *more = call.hidden.shape
                 self._row_axis = 1 if len(more) == 1 or (batch, count) == self.context.plan.real.shape else 2
             call.hidden = gather_rows(call.hidden, remaining, self._row_axis)
-        taken = {self.tokens: rows.columns}
+        taken = {self.width: rows.columns}
         if remaining is not None and self._rows is not None and self._rows is not rows:
             taken.setdefault(self._rows.columns.shape[1], remaining)  # what earlier layers made of the rows that ran
         self._arguments.cut(index, call, rows, self._model_mask, self._kind.attends, taken)
@@ -365,7 +365,7 @@ class Prefill:
         if observer is not None and number is not None and observer.takes(number):
             columns = (self._rows or Rows.every(context.plan.real)).columns
             take = partial(observer.take, number)
-            taken = attention_of(columns, self.tokens, context.report.charge, take)
+            taken = attention_of(columns, self.width, context.report.charge, take)
             self._capture, ends = AttentionCapture(call.layer, taken), number == observer.last
         elif self._listener is not None:
             self._capture = self._listener.capture(index, call.layer, self._rows, context.request.past)

@@ -25,7 +25,7 @@ class LayerBuffers:
     def __init__(self, context: "PrefillContext", last: int, stored: Any) -> None:
         self._stored, self._layers = stored, context.layers
         self._plan, self._realigner = context.plan, context.realigner
-        self._tokens, self._last, self._is_shared = context.plan.real.shape[1], last, context.shares_layers
+        self._width, self._last, self._is_shared = context.request.width, last, context.shares_layers
         self.settles = not all(getattr(layer, "keeps_all", True) for layer in context.layers)  # some give back
         self.open: dict[int, KV] = {}
         self.used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
@@ -64,10 +64,10 @@ class LayerBuffers:
             if self._opens_several and not keys.requires_grad:
                 group = self._realigner.group(index, chunks, (*checks, self._last), keys.device)
                 first, *others = (self._layers[one] for one in group)
-                several = first.open_with(others, self._tokens, keys, values)
+                several = first.open_with(others, self._width, keys, values)
             if several is None:
                 group = range(index, index + 1)
-                self.open[index] = self._layers[index].open(self._tokens, keys, values)
+                self.open[index] = self._layers[index].open(self._width, keys, values)
             else:
                 self.open |= {one: (several[0][number], several[1][number]) for number, one in enumerate(group)}
             self._first |= dict.fromkeys(group, index)

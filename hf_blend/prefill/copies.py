@@ -69,15 +69,11 @@ class Copies:
         self._pending: dict[tuple[CopyKey, torch.device], Future[Moved | None]] = {}
         self._there: dict[tuple[CopyKey, torch.device], Tensor | None] = {}
 
-    def stream(self, device: torch.device) -> CopyStream | None:
-        """The stream of a device, opened once."""
-        if device not in self._streams:
-            self._streams[device] = open_stream(device)
-        return self._streams[device]
-
     def ahead(self, key: CopyKey, device: torch.device, parts: Parts) -> None:
         """Begin to bring states to a device, unless they come already; those of layers long past are let go of."""
-        stream = self.stream(device)
+        if device not in self._streams:
+            self._streams[device] = open_stream(device)
+        stream = self._streams[device]
         if stream is None or (key, device) in self._pending or (key, device) in self._there:
             return
         for held in (self._pending, self._there):
