@@ -222,8 +222,8 @@ class Planner:
         self._fetch(plan, [key for key, _ in placed], first)
         plan.chunks += [make(self._fetched[key]) for key, make in placed]
         plan.begin(logits_rows)
-        stored = {"reusable_tokens": sum(plan.stored_counts), "exact_tokens": sum(plan.exact_counts)}
-        self.report.planned(prompt_tokens=sum(counts), **stored)
+        reusable, exact = sum(plan.stored_counts), sum(plan.exact_counts)
+        self.report.planned(prompt_tokens=sum(counts), reusable_tokens=reusable, exact_tokens=exact)
         plan.read_ahead(self._store.pipeline_depth)
         if plan.computed:
             tokens = {key: len(key.token_ids) for key in self._fetched}
