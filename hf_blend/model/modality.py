@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PromptError
+from .anatomy import text_config
 from .fingerprint import PerStructure
 
 TEXT_ARGUMENTS = frozenset({
@@ -83,8 +84,7 @@ def placeholders_of(model: nn.Module) -> frozenset[int]:
 
 def text_ids(model: nn.Module, tokens: int, seed: int = 0) -> Tensor:
     """Random tokens of text, the same for each number of them and seed; `[tokens]`."""
-    others, config = torch.tensor(sorted(placeholder_ids(model.config))), model.config
-    text = torch.arange(getattr(config, "get_text_config", lambda **_: config)(decoder=True).vocab_size)
+    others, text = torch.tensor(sorted(placeholder_ids(model.config))), torch.arange(text_config(model).vocab_size)
     text = text[~torch.isin(text, others)]
     return text[torch.randint(len(text), (tokens,), generator=torch.Generator().manual_seed(seed))]
 
