@@ -17,7 +17,7 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.identity.watch import StructureWatch
 from hf_blend.rotary.base import compose
 from hf_blend.store.chunk import ChunkKey, ChunkKV
-from tests.asking import prepared
+from tests.asking import THREE, prepared
 from tests.conftest import random_pieces as pieces
 from tests.conftest import slow_but
 
@@ -28,8 +28,7 @@ DIAGONAL = [("llama", "sdpa", 3), ("mistral", "eager", 3), ("mistral", "sdpa", 1
             ("qwen3", "sdpa", 3)]  # fmt: skip
 everywhere = pytest.mark.parametrize(("family", "attention", "batch"), slow_but(*DIAGONAL, among=PRODUCT))
 families = pytest.mark.parametrize("family", FAMILIES)
-REQUEST = pieces()
-REQUESTS = [REQUEST, pieces((29,), seed=1), pieces((20, 12), seed=2, question=5)]
+REQUEST = THREE[0]
 
 
 def blend(model, *requests, store=None, keep=1, **settings):
@@ -146,7 +145,7 @@ def columns_of(grid):
 @everywhere
 def test_ratio_one_through_the_sparse_path_is_a_full_prefill(shared_model, family, attention, batch):
     model = shared_model(family, attention, **FAMILIES[family])
-    requests = REQUESTS[:batch]
+    requests = THREE[:batch]
     logits, cache = blend(model, *requests, recompute_ratio=1.0, keep=5)
     wanted, reference = full(model, requests, keep=5)
     assert_close(logits, wanted)
@@ -168,7 +167,7 @@ def test_in_bfloat16_ratio_one_is_as_near_to_a_full_prefill_as_another_full_pref
 @everywhere
 def test_blending_is_splicing_stale_states_into_a_full_prefill(shared_model, family, attention, batch):
     model = shared_model(family, attention, **FAMILIES[family])
-    requests = REQUESTS[:batch]
+    requests = THREE[:batch]
     reference = SplicingCache(*stale(model, requests), {CHECK: 0.3})
     wanted, _ = full(model, requests, reference)
     got, cache = blend(model, *requests, recompute_ratio=0.3)
@@ -189,7 +188,7 @@ def test_blending_is_splicing_stale_states_into_a_full_prefill(shared_model, fam
 )
 @pytest.mark.parametrize("batch", [1, 3])
 def test_later_and_several_check_layers_choose_among_what_still_flows(shared_model, settings, ratios, batch):
-    model, requests = shared_model(), REQUESTS[:batch]
+    model, requests = shared_model(), THREE[:batch]
     reference = SplicingCache(*stale(model, requests), ratios)
     wanted, _ = full(model, requests, reference)
     got, cache = blend(model, *requests, **settings)
@@ -332,7 +331,7 @@ def test_with_every_chunk_refused_the_request_is_a_full_prefill(shared_model, st
 @pytest.mark.parametrize("selector", ["boundary", "random"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_selector_that_needs_no_states_chooses_before_the_first_layer(shared_model, selector, batch):
-    model, requests = shared_model(), REQUESTS[:batch]
+    model, requests = shared_model(), THREE[:batch]
     got, cache = blend(model, *requests, recompute_ratio=0.3, selector=selector)
     layers, lies = stale(model, requests)
     reference = SplicingCache(layers, lies, {-1: 1.0})
