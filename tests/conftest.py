@@ -62,11 +62,8 @@ def slow_but(*fast: Any, among: Iterable[Any]) -> list[Any]:
     """Give the parameters of a sweep: all of `among`, those that are not in `fast` with the mark `slow`."""
     among = [*among]
     assert {*fast} <= {*among}
-    return [one if one in fast else pytest.param(*_several(one), marks=pytest.mark.slow) for one in among]
-
-
-def _several(one: Any) -> tuple[Any, ...]:
-    return one if isinstance(one, tuple) else (one,)
+    values = {one: one if isinstance(one, tuple) else (one,) for one in among}
+    return [one if one in fast else pytest.param(*values[one], marks=pytest.mark.slow) for one in among]
 
 
 def build_tiny_model(

@@ -629,7 +629,6 @@ class BlendCache(Cache):
             self._own_layers,
             request,
             plan,
-            plan.config,
             self.report,
             Realigner(self._styles, self.report, plan.chunks),
             self._selector,

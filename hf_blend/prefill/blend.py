@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..config import BlendConfig
 from ..correctors.base import Corrector, LayerView
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, gather_rows, text_config
@@ -55,7 +54,6 @@ class PrefillContext:
     layers: Sequence[Any]
     request: Request
     plan: Plan
-    config: BlendConfig
     report: BlendReport
     realigner: Realigner
     selector: Selector

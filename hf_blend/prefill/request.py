@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One forward of the model, read once from its arguments; and the prompts that a cache expects."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,10 @@ class Request:
     fallback_reason: str = ""
     ids: Tensor | None = None
     mask: Tensor | None = None
-    rows: list[list[int]] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    before: list[int] = field(default_factory=list)
-    columns: list[tuple[int, ...]] = field(default_factory=list)
+    rows: Sequence[list[int]] = ()
+    starts: Sequence[int] = ()
+    before: Sequence[int] = ()
+    columns: Sequence[tuple[int, ...]] = ()
     others: tuple[str, ...] = ()
     logits_rows: int = 1
 

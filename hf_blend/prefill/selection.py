@@ -36,7 +36,7 @@ class Selection:
         check layer that keeps nothing to compare is moved to the next one that does: `stateful` are those that do.
         """
         context, before, found = self.context, None, dict[int, float]()
-        ratios = context.config.ratios(len(context.layers))
+        ratios = context.plan.config.ratios(len(context.layers))
         if context.is_probe or not context.selector.count(max(ratios.values()), context.plan.real.numel()):
             return 0.0, {}
         if not (context.selector.needs_kv or context.selector.needs_full_prefill):
@@ -137,8 +137,8 @@ def full_prefill(context: "PrefillContext") -> Capture:
     request = context.request
     if request.past:
         raise PromptError(
-            f"the selector {context.config.selector!r} runs a full prefill of the whole prompt, but {request.past} "
-            "tokens are in the cache already and their ids are not known. Use it on a fresh cache."
+            f"the selector {context.plan.config.selector!r} runs a full prefill of the whole prompt, but "
+            f"{request.past} tokens are in the cache already and their ids are not known. Use it on a fresh cache."
         )
     if request.others:
         return capture_forward(context.model, request.arguments)[0]
