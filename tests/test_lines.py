@@ -10,7 +10,7 @@ import pytest
 
 MOST = {
     "top": 1_264,
-    "cache": 2_019,
+    "cache": 2_015,
     "context": 3_318,
     "correctors": 171,
     "hybrids": 932,
@@ -19,7 +19,7 @@ MOST = {
     "loading": 467,
     "model": 4_109,
     "offload": 911,
-    "prefill": 2_661,
+    "prefill": 2_480,
     "prompt": 703,
     "rotary": 319,
     "selectors": 660,
