@@ -19,7 +19,7 @@ MOST = {
     "loading": 467,
     "model": 4_109,
     "offload": 911,
-    "prefill": 2_480,
+    "prefill": 2_474,
     "prompt": 703,
     "rotary": 319,
     "selectors": 660,

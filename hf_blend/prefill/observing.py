@@ -44,22 +44,16 @@ class AttentionObserver:
 
     def take(self, index: int, attended: Attention) -> tuple[Tensor, None]:
         """Tell of a layer, then give what its attention gives, `[batch, rows, heads, value_dim]`."""
-        is_told = self._layers is None or index in self._layers
-        if is_told:
+        if self._layers is None or index in self._layers:
             weights = attended.weights(slice(None))
             self._hear(index, attended, weights)
         if index == self.last:
             raise StopForward
-        if self._anchors is not None:
-            weights = attended.weights(slice(None), self._visible(attended))
+        if self._anchors is not None:  # these are seen, and all that is in the cache or has no place among the columns
+            seen = attended.keys.new_ones(len(self._anchors), 1, attended.keys.shape[2], dtype=torch.bool)
+            seen[:, 0, attended.past : attended.past + self._anchors.shape[1]] = self._anchors.to(seen.device)
+            weights = attended.weights(slice(None), seen)
         return attended.outputs(weights).to(attended.queries.dtype).transpose(1, 2).contiguous(), None
-
-    def _visible(self, attended: Attention) -> Tensor:
-        """`[batch, 1, keys]`: the anchors, and all that is in the cache or has no place among the columns."""
-        anchors = self._anchors.to(attended.keys.device)  # type: ignore[union-attr]
-        keys = torch.ones(anchors.shape[0], attended.keys.shape[2], dtype=torch.bool, device=anchors.device)
-        keys[:, attended.past : attended.past + anchors.shape[1]] = anchors
-        return keys[:, None]
 
 
 def attention_of(
