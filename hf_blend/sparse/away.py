@@ -65,9 +65,8 @@ class AwayBlocks(BlockedLayer):
 
     def close(self) -> None:
         """The session is over."""
-        self.release()
         self._made = None
-        self._count()
+        self.release()
         self._layer.sees_blocks, self._layer.observer = False, None
 
     def whole(self) -> KV:
@@ -87,13 +86,6 @@ class AwayBlocks(BlockedLayer):
         ]
         if any(coming):
             self._ahead = coming, self._layer.memory.reading().submit(self._layer.there.blocks, coming, self._size)
-
-    def attended(self, selections: Sequence[Selection]) -> tuple[Layout, Tensor, Tensor]:
-        """See `BlockedLayer.attended`."""
-        found = super().attended(selections)
-        if self.is_away:
-            self._count()
-        return found
 
     def _gathered(self, layout: Layout, capacity: int) -> KV:
         """See `BlockedLayer._gathered`; blocks that the copy has are moved, the others are brought."""
@@ -187,11 +179,7 @@ class AwayBlocks(BlockedLayer):
     def _read(self, start: int, end: int) -> KV:
         if not self.is_away:
             return super()._read(start, end)
-        keys, values = self._layer.read(start, end)
-        return keys, values
-
-    def _keys(self, start: int, end: int) -> Tensor:
-        return self._read(start, end)[0]
+        return self._layer.read(start, end)
 
     def _count(self) -> None:
         """Note what is on the device."""

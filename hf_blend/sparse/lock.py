@@ -53,11 +53,8 @@ class SelectionLock:
         """Whether the next step needs to know what would be selected now."""
         if not self._config.lock or self.selection is None:
             return True
-        return min(self._config.lock_duration - self.age_steps, self._interval - self.unchecked_steps) <= 0
-
-    @property
-    def _interval(self) -> int:
-        return self._config.checkpoint_interval
+        is_old = self.age_steps >= self._config.lock_duration
+        return is_old or self.unchecked_steps >= self._config.checkpoint_interval
 
     def get(self, select: Callable[[], Selection], steps: int = 1) -> Selection:
         """The selection of the next step."""
