@@ -19,6 +19,7 @@ from random import Random
 from typing import Any
 
 import torch
+from huggingface_hub import cached_assets_path
 from torch import nn
 
 from .. import plugins
@@ -82,7 +83,8 @@ def profile_of(
     """The profile of a model on this machine, measured if it is not known."""
     config, lengths = config or BlendConfig(), lengths or _lengths(model)
     machine = _machine(model, config, lengths)
-    path = _path(machine, folder)
+    root = cached_assets_path("hf_blend", namespace="profiles") if folder is None else folder
+    path = root / f"{machine['model'][:16]}.json"
     try:
         known = json.loads(path.read_text("utf-8"))
         if known["machine"] == machine:
@@ -178,10 +180,3 @@ def _machine(model: nn.Module, config: BlendConfig, lengths: Sequence[int]) -> d
         "lengths": list(lengths),
         "config": settings,
     }
-
-
-def _path(machine: dict[str, Any], folder: Path | None) -> Path:
-    from huggingface_hub import cached_assets_path
-
-    root = cached_assets_path("hf_blend", namespace="profiles") if folder is None else folder
-    return Path(root) / f"{machine['model'][:16]}.json"
