@@ -20,7 +20,7 @@ from hf_blend.context.reuse import blended
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.images import encoder as images
 from hf_blend.images.encoder import ImageEncoder, digest_of
-from hf_blend.images.input_test import FirstForward
+from hf_blend.images.extra_inputs import FirstForward
 from hf_blend.images.prompts import name_images
 from hf_blend.model.capture import capture_chunk, capture_forward
 from hf_blend.model.fingerprint import fingerprint

@@ -22,8 +22,6 @@ from ..errors import PromptError, UnsupportedModelError
 from ..model.checks import LOGITS, allowed_of, norm_error
 from ..model.identity.canonical import canonical, notes_kept
 
-__all__ = ["Features", "ImageEncoder", "digest_of"]
-
 PIXELS = "pixel_values"
 GRID = "image_grid_thw"  # rows of `pixel_values` are patches then, and not images
 ENCODED = "mm_encoder_outputs"
