@@ -73,7 +73,6 @@ class ImageEncoder:
     """Encodes the images of a prompt with a model's own vision tower, each alone."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the tower."""
         self._model = model
         self._form: _Form | None = None
         self._encode = getattr(getattr(model, "base_model", model), "get_image_features", None)

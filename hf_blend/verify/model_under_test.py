@@ -150,10 +150,9 @@ class ModelUnderTest(CheckedModel):
         """Queries and keys are rounded as where they are moved once each."""
         return rounding(dtype, 12, moves=2)
 
-    def chunk(self, ids: Sequence[int], chunk_prefix_ids: Sequence[int] | None = None) -> ChunkKV:
+    def chunk(self, ids: Sequence[int]) -> ChunkKV:
         """A chunk computed alone, as a request does it."""
-        prefix = self.chunk_prefix_ids if chunk_prefix_ids is None else chunk_prefix_ids
-        return capture_chunk(self.model, ids, prefix, fingerprint(self.model))
+        return capture_chunk(self.model, ids, self.chunk_prefix_ids, fingerprint(self.model))
 
     def chunks(self, all_ids: Sequence[tuple[int, ...]]) -> list[ChunkKV]:
         """Different chunks as a request computes them that lacks them all, in the same order."""
