@@ -18,7 +18,7 @@ from hf_blend.cache.layers import BlendLayer
 from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.layout import Layout
-from hf_blend.sparse.lock import LockMetrics, Selection, SelectionLock
+from hf_blend.sparse.lock import Selection, SelectionLock, SparseMetrics
 from tests.conftest import slow_but
 
 SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
@@ -440,7 +440,7 @@ class Described:
 )
 @given(CONFIGS, PROGRAMS)
 def test_selection_lock_does_what_is_described(config, program):
-    metrics = LockMetrics()
+    metrics = SparseMetrics()
     lock, plain = SelectionLock(config, metrics), Described(config)
     for one in program:
         if one == "unlock":

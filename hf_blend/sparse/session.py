@@ -29,25 +29,9 @@ from .away import AwayBlocks
 from .blocks import BlockedLayer
 from .config import MOST_STEP_TOKENS, SparseConfig
 from .layout import Layout, cut_mask, is_cut, kept_mass
-from .lock import LockMetrics, Selection, SelectionLock
+from .lock import Selection, SelectionLock, SparseMetrics
 
 SelectedKV = tuple[Tensor, Tensor, Any]  # K, V and mask of what is looked at
-
-
-@dataclass
-class SparseMetrics(LockMetrics):
-    """What happened."""
-
-    rounds: int = 0
-    full_rounds: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    compared_rounds: int = 0
-    equal_rounds: int = 0
-    dense_steps: int = 0
-    loaded_blocks: int = 0
-    prefetched_blocks: int = 0
-    loaded_bytes: int = 0
 
 
 @dataclass

@@ -33,12 +33,13 @@ def attend_step(
         cut = hidden_too(mask, _with_new(visible, key.shape[2]), query, key)
         return stock(module, query, key, value, _as_taken(cut, query, name), **given)
     columns = torch.cat([visible, torch.arange(int(visible[-1]) + 1, key.shape[2], device=key.device)])
-    seen = columns <= torch.arange(key.shape[2] - rows, key.shape[2], device=key.device)[:, None]
-    if mask is None:
-        cut = None if rows == 1 else _as_taken(seen[None, None], query, name)
-    else:
+    if mask is not None:
         cut = mask.index_select(-1, columns)
-        cut = cut & seen if cut.dtype == torch.bool else cut
+    elif rows == 1:
+        cut = None
+    else:
+        seen = columns <= torch.arange(key.shape[2] - rows, key.shape[2], device=key.device)[:, None]
+        cut = _as_taken(seen[None, None], query, name)
     return stock(module, query, key.index_select(2, columns), value.index_select(2, columns), cut, **given)
 
 
