@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
-from ..model.capture import Capture, capture_forward
+from ..model.capture import Capture, capture_forward, distinct_tables
 from ..model.checks import (
     FINE,
     LOGITS,
@@ -129,17 +129,13 @@ def true_kv(subject: FirstForward) -> CheckResult | None:
 
 def _with_true_kv(plan: Plan, true: Capture, config: BlendConfig) -> Plan:
     """The same plan, with K and V of a full prefill in every chunk."""
-    held: dict[int, int] = {}
-    tables = [table for table in true.tables if table is not None and held.setdefault(id(table[0]), len(held)) >= 0]
-    distinct = list({id(table[0]): table for table in tables}.values())
-    numbers = tuple(-1 if table is None else held[id(table[0])] for table in true.tables)
+    distinct, numbers = distinct_tables(true.tables)
+    tables = [[part.unflatten(0, (-1, plan.real.shape[1])) for part in table] for table in distinct]
 
     def filled(placed: PlacedChunk) -> PlacedChunk:
         row, columns = placed.row, placed.columns
         layers = tuple(tuple(one[row, :, columns] for one in states) for states in true.layers)
-        cut = tuple(
-            (cos[row % len(cos), columns].float(), sin[row % len(sin), columns].float()) for cos, sin in distinct
-        )
+        cut = tuple((cos[row % len(cos), columns], sin[row % len(sin), columns]) for cos, sin in tables)
         return replace(placed, chunk=ChunkKV(placed.chunk.key, layers, cut, numbers), first=0, count=placed.tokens)
 
     return Plan([*map(filled, plan.chunks)], plan.real.clone(), [*plan.counts], config, store=plan.store).begin()
