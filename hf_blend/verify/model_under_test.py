@@ -14,7 +14,6 @@ whole and alone, and again in each of these ways, none of our code in the model:
 It is the largest difference over all ways, prompts and rows: more rows than any check looks at.
 """
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,11 +101,6 @@ class ModelUnderTest(CheckedModel):
     def logit_tolerance(self) -> float:
         """How far logits may be off: the floor; in float32 1e-5 where the floor is lower."""
         return max(self.floor.logits, FLOAT32_LOGITS) if self.dtype == torch.float32 else self.floor.logits
-
-    def ids(self, count: int, seed: int) -> tuple[int, ...]:
-        """Random tokens, none of the special ones at the beginning of the vocabulary."""
-        drawn = random.Random(seed)
-        return tuple(drawn.randrange(min(8, self.vocabulary - 1), self.vocabulary) for _ in range(count))
 
     def cache(self, ratio: float, store: Any = None, selector: str = "kv-deviation", **more: Any) -> BlendCache:
         """A cache for a request, on its own store if none is given; a failed self-test is for the checks to say."""
