@@ -30,6 +30,7 @@ from ..model.checks import (
     ensure_passed,
     has_passed,
     kv_of,
+    norm_error,
     token_errors,
 )
 from ..model.modality import has_features, other_inputs
@@ -115,14 +116,14 @@ def true_kv(subject: FirstForward) -> CheckResult | None:
     if not plan.chunks:
         return None
     is_fine, bound = subject.model.dtype in FINE, allowed_of(LOGITS, subject.model.dtype)
-    errors = [_share(logits, expected, by_median=False) * (1 if is_fine else bound / COARSE_LOGITS_BOUND)]
+    errors = [norm_error(logits, expected) * (1 if is_fine else bound / COARSE_LOGITS_BOUND)]
     for fresh in subject.fresh(plan):
         for layer, states in zip(kv_of(cache), true.layers, strict=True):
             for held, full in zip(layer, states, strict=False):  # a mixer's projections are not kept
                 count = held.shape[2]  # a window of the last tokens, or all
                 rows = fresh[:, -count:].to(held.device)
                 got, known = (states[:, :, -count:].transpose(1, 2)[rows] for states in (held, full))
-                errors.append(_share(got, known, by_median=not is_fine))
+                errors.append(norm_error(got, known) if is_fine else _median_error(got, known))
     off = f"it is off by {max(errors):.2g}, where at most {bound:.2g} is expected."
     return CheckResult(max(errors), bound, f"with K and V of a plain forward in the place of stored ones {off}")
 
@@ -141,11 +142,9 @@ def _with_true_kv(plan: Plan, true: Capture, config: BlendConfig) -> Plan:
     return Plan([*map(filled, plan.chunks)], plan.real.clone(), [*plan.counts], config, store=plan.store).begin()
 
 
-def _share(got: Tensor, true: Tensor, by_median: bool) -> float:
-    """Size of a difference `[tokens, …]` over the size of what is true, of all tokens or of the one in the middle."""
-    if not true.numel():
-        return 0.0
+def _median_error(got: Tensor, true: Tensor) -> float:
+    """Size of the difference `[tokens, …]` at the token in the middle, over the size of what is true."""
     if got.shape != true.shape:
         return float("inf")
     errors = token_errors(got.flatten(1), true.flatten(1))
-    return float(errors.median() if by_median else errors.square().mean().sqrt())
+    return float(errors.median()) if len(errors) else 0.0

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from operator import mul
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..model.anatomy import text_config
 from ..model.fingerprint import fingerprint
+from ..model.modality import text_ids
 from ..store import ChunkStore
 
 LENGTHS, RATIOS = (512, 1536), (0.05, 0.5)
@@ -101,7 +101,7 @@ def profile_of(
 
 def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> float:
     """How fast a store gives back a chunk that it does not hold in memory: read, verified."""
-    (key,) = store.add(model, None, [_ids(model, tokens, 99)])
+    (key,) = store.add(model, None, [text_ids(model, tokens, 99).tolist()])
     rates = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
@@ -113,7 +113,7 @@ def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> 
 
 def reading_s(model: nn.Module, chunks: int, tokens: int, ratio: float) -> float:
     """What reading, verifying and unpacking the chunks of a request adds to it, however fast their bytes come."""
-    pieces = [_ids(model, tokens, seed) for seed in range(chunks)]
+    pieces = [text_ids(model, tokens, seed).tolist() for seed in range(chunks)]
     stores = ChunkStore.open("memory://"), ChunkStore([], [plugins.load("store.tiers", "memory")()])
     taken: tuple[list[float], ...] = ([], [])
     for number in range(READINGS + 1):
@@ -139,7 +139,7 @@ def _lengths(model: nn.Module) -> tuple[int, ...]:
 def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], machine: dict[str, Any]) -> Profile:
     store, nbytes, chunks = ChunkStore.open("memory://"), 0.0, {}
     for tokens in lengths:
-        chunks[tokens] = [_ids(model, tokens // CHUNKS, seed) for seed in range(CHUNKS)]
+        chunks[tokens] = [text_ids(model, tokens // CHUNKS, seed).tolist() for seed in range(CHUNKS)]
         (key, *_) = store.add(model, None, chunks[tokens])
         chunk = store.get(key)
         nbytes = chunk.nbytes / chunk.tokens if chunk else nbytes
@@ -156,16 +156,10 @@ def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], mac
 
 @torch.no_grad()
 def _seconds(model: nn.Module, cache: Any, chunks: list[list[int]]) -> float:
-    inputs = cache.inputs(None, chunks=chunks, question=_ids(model, QUESTION_TOKENS, 77))
+    inputs = cache.inputs(None, chunks=chunks, question=text_ids(model, QUESTION_TOKENS, 77).tolist())
     started = time.perf_counter()
     model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=1)
     return time.perf_counter() - started
-
-
-def _ids(model: nn.Module, count: int, seed: int) -> list[int]:
-    size = model.get_input_embeddings().num_embeddings
-    drawn = Random(seed)
-    return [drawn.randrange(3, int(size)) for _ in range(count)]
 
 
 def _machine(model: nn.Module, config: BlendConfig, lengths: Sequence[int]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...errors import ConfigError
 from ...model.attention import STOCK, AttentionFn
 from ...model.row_masks import MadeLines, attend
-from ..layout import is_cut
+from ..layout import as_taken, is_cut, narrowed
 
 
 def attend_step(
@@ -30,8 +30,8 @@ def attend_step(
     if not is_cut(mask, name):
         raise ConfigError(f"decoding over a part of the KV needs sdpa or eager attention, not {name!r}.")
     if visible.dim() == 3:
-        cut = hidden_too(mask, _with_new(visible, key.shape[2]), query, key)
-        return stock(module, query, key, value, _as_taken(cut, query, name), **given)
+        cut = as_taken(hidden_too(mask, visible, query, key), query, name)
+        return stock(module, query, key, value, cut, **given)
     columns = torch.cat([visible, torch.arange(int(visible[-1]) + 1, key.shape[2], device=key.device)])
     if mask is not None:
         cut = mask.index_select(-1, columns)
@@ -39,7 +39,7 @@ def attend_step(
         cut = None
     else:
         seen = columns <= torch.arange(key.shape[2] - rows, key.shape[2], device=key.device)[:, None]
-        cut = _as_taken(seen[None, None], query, name)
+        cut = as_taken(seen[None, None], query, name)
     return stock(module, query, key.index_select(2, columns), value.index_select(2, columns), cut, **given)
 
 
@@ -56,8 +56,7 @@ def attend_part(
     """Attention of the rows over what is there; `visible` is None for all, else as `BlendLayer.visible`."""
     part = mask.as_subclass(Tensor)
     if visible is not None and visible.dim() == 3:
-        part = hidden_too(part, _with_new(visible, key.shape[2]), query, key)
-        return stock(module, query, key, value, part, **given)
+        return stock(module, query, key, value, hidden_too(part, visible, query, key), **given)
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
         part = part.index_select(-1, visible.to(mask.device))
@@ -71,24 +70,12 @@ def hidden_too(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor)
     """A mask that hides what is not there as well, `[batch, heads or 1, rows, keys]`, of the kind of `mask`.
 
     Shapes: mask `[batch or 1, heads or 1, rows, keys]`, boolean or additive, None is the causal one of the last rows;
-    visible `[batch, kv_heads or 1, keys]`; query and key `[batch, heads, rows or keys, head_dim]`.
+    visible `[batch, kv_heads or 1, keys of the prompt]`; query and key `[batch, heads, rows or keys, head_dim]`.
     """
+    rows, keys = query.shape[2], key.shape[2]
     heads = query.shape[1] // key.shape[1] if visible.shape[1] > 1 else 1
-    lines = visible.to(query.device).repeat_interleave(heads, dim=1)[:, :, None]
+    there = nn.functional.pad(visible, (0, keys - visible.shape[2]), value=True)  # so is what came behind the prompt
+    lines = there.to(query.device).repeat_interleave(heads, dim=1)[:, :, None]
     if mask is None:
-        rows, keys = query.shape[2], key.shape[2]
         return lines & torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
-    return mask & lines if mask.dtype == torch.bool else mask.masked_fill(~lines, torch.finfo(mask.dtype).min)
-
-
-def _as_taken(mask: Tensor, query: Tensor, name: str) -> Tensor:
-    """A mask as the attention of this name takes it: only sdpa takes a boolean one, others add it to the scores."""
-    if name == "sdpa" or mask.dtype != torch.bool:
-        return mask
-    zeros = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-    return zeros.masked_fill_(~mask, torch.finfo(query.dtype).min)
-
-
-def _with_new(visible: Tensor, keys: int) -> Tensor:
-    """`[batch, kv_heads or 1, keys]`: what came behind the prompt is there."""
-    return nn.functional.pad(visible, (0, keys - visible.shape[2]), value=True)
+    return narrowed(mask, lines)
