@@ -254,23 +254,19 @@ class AwayLayer:
         with self._lock:
             return self._read([(start, end)], self.like[0].device)[0]
 
-    def blocks(self, rows: Sequence[Sequence[int]], size: int) -> list[Pair]:
-        """K and V of some blocks of each request, `[blocks, size, kv_heads, head_dim]`, in host memory."""
-        some = sorted({block for blocks in rows for block in blocks})
-        with self._lock:
-            found = self._read([(block * size, block * size + size) for block in some])
-            known = dict(zip(some, found, strict=True))
-            return [self._gathered([known[one] for one in blocks], row, size) for row, blocks in enumerate(rows)]
-
-    def _gathered(self, blocks: Sequence[Pair], row: int, size: int) -> Pair:
-        """Those of one request."""
+    def blocks(self, some: Sequence[tuple[int, int]], size: int) -> Pair:
+        """K and V of some blocks, (request, number) each, `[blocks, size, kv_heads, head_dim]`, in host memory."""
         is_pinned = self.like[0].is_cuda and torch.cuda.is_available()  # a copy from there need not wait
         keys, values = (
-            torch.empty((len(blocks), size, *like.shape[2:]), dtype=like.dtype, pin_memory=is_pinned)
+            torch.empty((len(some), size, *like.shape[2:]), dtype=like.dtype, pin_memory=is_pinned)
             for like in self.like
         )
-        for place, pair in enumerate(blocks):
-            keys[place], values[place] = pair[0][:, row], pair[1][:, row]
+        numbers = sorted({number for _, number in some})
+        with self._lock:
+            found = self._read([(number * size, number * size + size) for number in numbers])
+            known = dict(zip(numbers, found, strict=True))
+            for place, (row, number) in enumerate(some):
+                keys[place], values[place] = known[number][0][:, row], known[number][1][:, row]
         return keys, values
 
     def changed(self, states: States, change: Callable[[Tensor], Tensor]) -> "AwayLayer":
