@@ -97,10 +97,7 @@ class PartialLayers(Sequence[KV]):
                 missing.setdefault(lacking, []).append(head)
         for lacking, those in missing.items():
             found, positions = self.reader.read_blocks(layer, part, those, lacking), self.reader.positions_of(lacking)
-            if those == list(range(those[0], those[-1] + 1)):
-                held[those[0] : those[-1] + 1].index_copy_(1, positions, found)
-            else:
-                held[torch.tensor(those)[:, None], positions] = found
+            held[torch.tensor(those)[:, None], positions] = found
             for head in those:
                 known[head].update(lacking)
         return held
