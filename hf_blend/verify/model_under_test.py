@@ -73,7 +73,6 @@ class ModelUnderTest(CheckedModel):
         self.styles = rotary_styles(model)
         self.mixers = extras_of(model, len(decoder_layers(model)))
         self.num_layers = len(decoder_layers(model))
-        self.vocabulary = text_config(model).vocab_size
         bos = getattr(text_config(model), "bos_token_id", None)
         self.chunk_prefix_ids = (bos,) if isinstance(bos, int) else ()
 
