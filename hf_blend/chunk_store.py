@@ -124,7 +124,7 @@ class ChunkStore(BaseStore):
                     "from a disk. Give a directory, and remote=URL."
                 )
             settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
-            make = functools.partial(plugins.room("sparse.partial.impress").open_partial, settings)
+            make = functools.partial(plugins.room("sparse.partial.loading").open_partial, settings)
             if root is None:  # blocks are bytes, in memory too
                 limits, memories = replace(limits, tier_bytes=memories[-1].cap_bytes), []
                 tiers = [plugins.load("store.tiers", "memory")()]
