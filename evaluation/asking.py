@@ -29,10 +29,10 @@ from .answering import (
     Method,
     Turn,
     begun,
-    documents_end,
     ends_of,
     ids_of,
     request,
+    spans_of,
 )  # fmt: skip
 from .bundled import ModelSource
 from .retrieving import Piece, Retriever
@@ -152,7 +152,8 @@ class Asker:
         if got.report and got.report.advice:
             row["advice"] = got.report.advice
         chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
-        ids = got.input_ids.tolist()[: documents_end(self.tokenizer, question.given)]
+        end = max((span.stop for span in spans_of(self.tokenizer, question.given)), default=0)
+        ids = got.input_ids.tolist()[:end]
         return Reply(row, [(self.tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids)], got)
 
     def time_again(self, question: Question, replies: Sequence[tuple[Method, Reply]], rounds: int) -> None:

@@ -142,17 +142,11 @@ class Corpus:
 
 def _entries(root: Path) -> list[Path]:
     """List all that is in a folder and in its folders, which are not listed themselves unless they cannot be read."""
-    found, folders = list[Path](), [root]
-    while folders:
-        folder = folders.pop()
-        try:
-            entries = list(os.scandir(folder))
-        except OSError:
-            found.append(folder)
-            continue
-        folders += [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
-        found += [Path(entry) for entry in entries if not entry.is_dir(follow_symlinks=False)]
-    return sorted(found)
+    found, closed = list[Path](), list[OSError]()
+    for folder, folders, names in os.walk(root, onerror=closed.append):
+        found += [Path(folder, name) for name in names]
+        found += [path for name in folders if (path := Path(folder, name)).is_symlink()]  # which is not followed
+    return sorted([*found, *(Path(error.filename) for error in closed)])
 
 
 def read_file(path: Path, name: str) -> list[Document]:

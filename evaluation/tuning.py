@@ -140,7 +140,8 @@ def tune(
         ways += [replace(one, name=f"{one.name}, corrected", is_corrected=True) for one in ways]
     askers = {False: asker, True: corrected or asker}
     losses = _losses(askers, watch(shuffled[:middle], "prompts, choosing"), ways, seed)
-    points = sorted((_point(name, own, losses[reuse.name]) for name, own in losses.items()), key=_charge)
+    points = [_point(name, own, losses[reuse.name]) for name, own in losses.items()]
+    points.sort(key=lambda point: point.charged)
     best, leaves_enough = choose(points, leave)
     chosen = next(one for one in ways if one.name == best.candidate)
     others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
@@ -161,7 +162,9 @@ def tune(
 def choose(points: Sequence[Point], leave: float) -> tuple[Point, bool]:
     """Find the cheapest candidate that leaves little enough of full reuse's KL divergence."""
     enough = [point for point in points if point.kl <= leave]
-    return (min(enough, key=_charge), True) if enough else (min(points, key=lambda point: point.kl), False)
+    if enough:
+        return min(enough, key=lambda point: point.charged), True
+    return min(points, key=lambda point: point.kl), False
 
 
 def scored(texts: Sequence[str], prompts: Sequence[Question]) -> dict[str, float]:
@@ -198,11 +201,8 @@ def _losses(
 
 def _point(name: str, own: Sequence[Loss], reuse: Sequence[Loss]) -> Point:
     """One candidate's figures as shares of full reuse's."""
-    pairs: Mapping[str, tuple[list[float], list[float]]] = {
-        field: ([getattr(one, field) for one in own], [getattr(one, field) for one in reuse])
-        for field in ("kl", "kl_first")
-    }
-    low, high = share_interval(*pairs["kl"]) if (share := _share(*pairs["kl"])) else (0.0, 0.0)
+    kl, reuse_kl = [one.kl for one in own], [one.kl for one in reuse]
+    low, high = share_interval(kl, reuse_kl) if (share := _share(kl, reuse_kl)) else (0.0, 0.0)
     ratios = [one.ttft_ratio for one in own]
     return Point(
         name,
@@ -210,7 +210,7 @@ def _point(name: str, own: Sequence[Loss], reuse: Sequence[Loss]) -> Point:
         share,
         low,
         high,
-        _share(*pairs["kl_first"]),
+        _share([one.kl_first for one in own], [one.kl_first for one in reuse]),
         statistics.median(ratios),
         *interval(ratios, of_median=True),
         len(own),
@@ -220,7 +220,3 @@ def _point(name: str, own: Sequence[Loss], reuse: Sequence[Loss]) -> Point:
 def _share(parts: Sequence[float], wholes: Sequence[float]) -> float:
     """Sum of the parts over that of the wholes; 0 where there is nothing to lose."""
     return sum(parts) / sum(wholes) if sum(wholes) > LEAST_KL * len(wholes) else 0.0
-
-
-def _charge(point: Point) -> float:
-    return point.charged

@@ -66,7 +66,6 @@ def test_help_lists_every_command_file_with_its_first_line(run):
     code, out, _ = run("--help")
     assert code == 0
     names = {path.stem for path in (ROOT / "cli").glob("[!_]*.py")} - command.HELPERS
-    names |= {path.parent.name for path in (ROOT / "cli").glob("*/__init__.py")}
     assert set(command.commands()) == {name.replace("_", "-") for name in names}
     for name, line in command.commands().items():
         assert name in out

@@ -199,11 +199,9 @@ class _Looking:
 class _Stepped(EvalMethod):
     """Continues a prompt."""
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, max_new_tokens: int, assistant: nn.Module, is_long: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, max_new_tokens: int, assistant: nn.Module) -> None:
         super().__init__(model, tokenizer, ChunkStore.open("memory://"), max_new_tokens)
-        self._assistant, self._is_long, self.rounds = assistant, is_long, _Rounds(None)
+        self._assistant, self.rounds = assistant, _Rounds(None)
         self.looking: _Looking | None = None
 
     def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
@@ -216,9 +214,7 @@ class _Stepped(EvalMethod):
         ids = self.inputs([sample])["input_ids"]
         cache = BlendCache(self.model, ChunkStore.open("memory://"))
         rounds = self.rounds = _Rounds(cache)
-        given: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
-        if not self._is_long:
-            given |= {"eos_token_id": None, "max_new_tokens": TEXT_TOKENS}
+        given: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": TEXT_TOKENS}
         if way.draft:
             given |= {"assistant_model": self._assistant}
         door: AbstractContextManager[Any] = nullcontext()
@@ -249,7 +245,7 @@ class _Bench:
         settings = assistant.generation_config
         settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = DRAFTED_TOKENS, "constant"
         settings.assistant_confidence_threshold = 0.0
-        self._stepped = _Stepped(model, tokenizer, task.max_new_tokens, assistant, task.is_long)
+        self._stepped = _Stepped(model, tokenizer, task.max_new_tokens, assistant)
         self._rule, self._whole = (plugins.load("evaluation.scores", one)(tokenizer) for one in (task.score, WHOLE))
 
     def answer(self, sample: Sample, ways: Sequence[Way]) -> None:

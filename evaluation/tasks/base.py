@@ -81,7 +81,6 @@ class Task(ABC):
     score: ClassVar[str]  # name of the rule in `hf_blend.evaluation.scores` that counts
     also: ClassVar[tuple[str, ...]] = ("word-f1", "exact-match")  # rules that are counted beside it
     max_new_tokens: ClassVar[int] = 32
-    is_long: ClassVar[bool] = False  # answers are texts, over which tokens a second can be measured
     hub: ClassVar[tuple[str, str | None, str] | None] = None  # id, configuration and split on the hub
     prefix: ClassVar[str] = ""
     asks: ClassVar[bool] = True  # the question of the row; other tasks ask the same of every row
