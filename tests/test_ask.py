@@ -107,12 +107,6 @@ def test_compared_methods_are_timed_in_turns_and_the_median_counts(store, first,
     assert [row["ttft_ms"] for row in rows[:3]] == [ms for _, ms in taken[4:7]], "the middle one of the three"
 
 
-def test_rounds_without_methods_to_compare_are_refused(store, run):
-    code, _, err = run("ask", "--rounds", "3", "--store", store)
-    assert code
-    assert "--compare" in err
-
-
 def test_a_comparison_prints_each_answer_once_and_a_line_for_each_method(store, first, run, monkeypatch):
     few = handbook_questions()[:2]
     monkeypatch.setattr("hf_blend.evaluation.bundled.handbook_questions", lambda: few)

@@ -11,6 +11,7 @@ from benches.overhead import OverheadPlan, measure_overhead
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bench import shapes
 from hf_blend.evaluation.bench.shapes import timed_model
+from tests.asking import jsonl
 
 SMALL = {
     "ttft": "--chunks 2 --chunk-tokens 24 --question-tokens 4 --ratios 0.2 --rounds 1",
@@ -37,14 +38,14 @@ def test_a_bench_times_the_model_that_is_named(bench, model_folder, run, monkeyp
 
 def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, run):
     rows = [{"chunks": ["The mill is old.", f"Ann owns it {n}."], "question": "Who?"} for n in range(3)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("--model", model_folder, "--data", tmp_path / "rows.jsonl", "--limit", 2, "--ratios", 0.5, "--rounds", 2)
+    path = jsonl(tmp_path / "rows.jsonl", *rows)
+    words = ("--model", model_folder, "--data", path, "--limit", 2, "--ratios", 0.5, "--rounds", 2)
     code, out, err = run("bench", "ttft", *words, "--json")
     found = json.loads(out)
     assert (code, found["prompts"], err.count("prompt 2 of 2")) == (0, 2, 6)
     letters = len("The mill is old.\n\nAnn owns it 0.\n\nWho?")  # bytes; no BOS before a text
     assert (found["rows"][0]["ratio"], found["rows"][0]["prompt_tokens"]) == (0.5, letters)
-    code, _, err = run("bench", "ttft", "--shape", "tiny", "--data", tmp_path / "rows.jsonl")
+    code, _, err = run("bench", "ttft", "--shape", "tiny", "--data", path)
     assert (code, "'tiny' is a shape, which has no tokenizer. Name a model with --model" in err) == (2, True)
 
 

@@ -32,20 +32,12 @@ def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_example
     assert interval([1.0] * 9) == (1.0, 1.0)
 
 
-def test_the_answer_is_streamed_as_it_is_returned(reference):
-    question = reference_questions()[0]
-    pieces = {name: question[name] for name in ("prefix", "chunks", "question")}
-    heard: list[str] = []
-    asker = asking.Asker(*reference, ChunkStore.open("memory://"))
-    got = asker.answer(pieces, BlendConfig(recompute_ratio=1.0), 16, tell=heard.append)
-    assert "".join(heard).strip() == got.text != ""
-
-
-def test_a_reply_marks_the_recomputed_tokens_and_no_others(reference):
+def test_a_reply_is_streamed_as_it_is_returned_and_marks_the_recomputed_tokens_and_no_others(reference, store):
     question = reference_questions()[0]
     asked = asking.Question("?", {name: question[name] for name in ("prefix", "chunks", "question")})
-    blend = answering.Method("blend", BlendConfig(recompute_ratio=0.2))
-    reply = asking.Asker(*reference, ChunkStore.open("memory://")).ask(asked, blend, 8)
+    blend, heard = answering.Method("blend", BlendConfig(recompute_ratio=0.2)), list[str]()
+    reply = asking.Asker(*reference, store).ask(asked, blend, 8, heard.append)
+    assert "".join(heard).strip() == reply.answer.text != ""
     marked = sum(chosen for _, chosen in reply.tokens)
     assert marked == len(reply.answer.report.chosen_columns[0]) > 0
     assert marked < len(reply.tokens)

@@ -189,6 +189,7 @@ def mistakes():
     yield ["chat", "notes", "--model", "FOLDERS/t5"], "an encoder-decoder"
     yield ["index", "notes", "--model", "FOLDERS/small"], "embeddings for 100"
     yield ["ask", "Who?", "notes", "--ratio", "15"], "15 % is 0.15"
+    yield ["ask", "Who?", "notes", "--rounds", "3"], "got --rounds 3 without --compare"
     yield ["ask", "Who?", "notes", "--selector", "kv-devation"], "Did you mean 'kv-deviation'?"
     yield ["ask", "Who?", "notes", "--selector", "./mine.py"], "there is no file 'mine.py'"
     yield ["ask", "Who?", "notes", "--device", "cuda:99"], "cuda:99"
