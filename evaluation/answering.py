@@ -134,6 +134,15 @@ def _layer(text: str) -> int:
     return int(text)
 
 
+def divergence(logits: Tensor, full: Tensor) -> Tensor:
+    """KL divergence of next-token distributions from full prefill's, in nats.
+
+    Shapes: `[tokens, vocabulary]` → `[tokens]`.
+    """
+    got, wanted = (part.double().log_softmax(-1) for part in (logits, full))
+    return nn.functional.kl_div(got, wanted, reduction="none", log_target=True).sum(-1).clamp(min=0)
+
+
 class AnswerStreamer:
     """A streamer that notes when each token comes, and passes the answer on while it is written."""
 

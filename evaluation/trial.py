@@ -22,6 +22,7 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 
+from .answering import divergence
 from .blending import make_method, ways
 from .bundled import REAL, load_model
 from .folder import RunFolder, place_of
@@ -219,6 +220,5 @@ def agreement(logits: Tensor | None, full: Tensor | None) -> tuple[float | None,
     """
     if logits is None or full is None or logits.shape != full.shape or not len(full):
         return None, None
-    wanted, got = full.log_softmax(dim=-1), logits.log_softmax(dim=-1)
-    kl = float((wanted.exp() * (wanted - got)).sum(dim=-1).mean())
-    return max(0.0, kl), float((full.argmax(-1) == logits.argmax(-1)).float().mean())
+    kl, is_same = divergence(logits, full), full.argmax(-1) == logits.argmax(-1)
+    return float(kl.mean()), float(is_same.float().mean())

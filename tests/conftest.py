@@ -213,6 +213,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
     return run_words
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Be in an empty folder, with a default store of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory as users have them: a small random model, saved, and a tokenizer whose tokens are bytes."""

@@ -134,9 +134,9 @@ def test_the_kl_is_that_of_two_forced_answers(source, model, monkeypatch):
     made = asking.Question("", request(tokenizer, chunks, "Who keeps the light?", None))
     ways, opened = asking.methods(BlendConfig(0.15), compare=True), ChunkStore.open("memory://")
     asker = asking.Asker(model, tokenizer, opened)
-    pairs = [(way, asker.ask(made, way, 12)) for way in ways]
-    asker.diverge(made, pairs)
-    full, reused = (reply for _, reply in pairs[:2])
+    replies = [asker.ask(made, way, 12) for way in ways]
+    asker.diverge(made, replies)
+    full, reused, _ = replies
     ids, prompt = full.answer.ids[:10], full.answer.input_ids
     cache = BlendCache(model, opened, recompute_ratio=0.0, selector="none")
     inputs = cache.inputs_from_messages(tokenizer, made.given["messages"], made.given["documents"])

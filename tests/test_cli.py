@@ -43,11 +43,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    """A place of its own for the default store, and a wide screen."""
-    monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
+def screen(here, monkeypatch):
+    """A wide screen, in an empty folder."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -61,14 +61,6 @@ LINES = sorted({line for path in PAGES for line in command_lines(path)})
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
-    return tmp_path
-
-
-@pytest.fixture
 def ready(reference, here):
     """What a page's blocks find ready, in an empty folder."""
     one = reference_questions()[0]

@@ -3,23 +3,20 @@
 """The reference models and what is asked of them are what they claim; answers and insides come from real runs."""
 
 import random
-from itertools import islice
 
 import pytest
 import torch
 from world_scoring import score_examples
-from worlds import CHAIN_TASK, CHAINS, REFERENCE, REFERENCE_TASK, reference_questions
+from worlds import reference_questions
 from worlds.chains import sampling as chains
 from worlds.world.sampling import Example, sample_examples
 
-from hf_blend import BlendConfig, ChunkStore, ConfigError, plugins
+from hf_blend import BlendConfig, ChunkStore, ConfigError
 from hf_blend.errors import PromptError
 from hf_blend.evaluation import answering, asking
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
-from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.inspecting import Inspector, draw, rank_correlation
 from hf_blend.evaluation.summary import interval
-from tests.conftest import slow_but
 
 
 def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_examples():
@@ -77,14 +74,6 @@ def test_the_reference_model_reads_across_chunks_and_full_reuse_does_not(referen
     ids = torch.tensor([tokenizer.encode("".join(asked[0].prompt_pieces))])
     output = model.generate(ids, attention_mask=torch.ones_like(ids))
     assert tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip() == asked[0].answer
-
-
-@pytest.mark.parametrize("path", slow_but(REFERENCE_TASK, among=[REFERENCE_TASK, CHAIN_TASK]))
-def test_a_task_may_be_a_file(path):
-    task = plugins.load("evaluation.tasks", path)(load_model(REFERENCE if path == REFERENCE_TASK else CHAINS)[1])
-    for row, sample in zip(islice(task.rows(), 3), task.samples(3), strict=True):
-        assert (sample.id, sample.answers) == (row["id"], tuple(row["answers"]))
-        assert sample.chunks == tuple(task.ids(chunk) for chunk in row["chunks"])
 
 
 @pytest.fixture(scope="module")

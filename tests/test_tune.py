@@ -213,18 +213,6 @@ def test_prompts_are_what_a_chat_model_is_asked_and_keep_their_passages_apart(tm
     assert plain.given == {"prefix": None, "chunks": first.given["documents"], "question": "Who owns it?"}
 
 
-@pytest.mark.parametrize("name", ["hotpotqa_natural", "musique_natural"])
-def test_published_prompts_are_read_with_each_passage_as_a_document(published, name):
-    path = published / f"{name}.jsonl"
-    for prompt, row in zip(read_prompts(path, Chat()), map(json.loads, path.open(encoding="utf-8")), strict=True):
-        content, end = prompt.given["messages"][1]["content"], 0
-        assert [text.rstrip() for text in prompt.given["documents"]] == [text.rstrip() for text in row["chunks"]]
-        for text in prompt.given["documents"]:
-            end = content.index(text.rstrip(), end) + len(text.rstrip())
-        assert content.index(row["question"], end) > end
-        assert prompt.answers == tuple(row["answers"])
-
-
 def test_a_prompt_that_is_too_long_is_refused_by_name(tmp_path, tokenizer):
     with pytest.raises(PromptError, match=r"row 'a' of '.*rows.jsonl' has 8[0-9] tokens.*at most the model's 60"):
         read_prompts(jsonl(tmp_path / "rows.jsonl", ROW), tokenizer, positions=60)

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_blend.evaluation.report import chart, page
+from hf_blend.evaluation.report import chart, page, table
 
 RESULT, PAGE = "result.json", "index.html"
 Row = Mapping[str, Any]
@@ -36,10 +36,7 @@ def columns_of(rows: Iterable[Row]) -> list[str]:
 def every_column(rows: Sequence[Row]) -> str:
     """An HTML table of rows, no column left out."""
     names = columns_of(rows)
-    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
-    lines = ["".join(f"<td>{escape(cell(row.get(name)))}</td>" for name in names) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return table((name.replace("_", " ") for name in names), ([cell(row.get(name)) for name in names] for row in rows))
 
 
 def as_csv(rows: Sequence[Row]) -> str:
