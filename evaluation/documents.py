@@ -74,7 +74,6 @@ class Corpus:
                 raise PromptError(f"there is no file or folder {name!r}. Give files or folders with documents.")
 
     def __iter__(self) -> Iterator[Document]:
-        """Read one document after the other."""
         self.left_out.clear()
         count = 0
         for name in self.names:
@@ -217,7 +216,6 @@ def _pdf(path: Path) -> str:
 
 
 def _is_open(reader: Any) -> bool:
-    """Return True if a PDF can be read without a password."""
     return not reader.is_encrypted or bool(reader.decrypt(""))
 
 

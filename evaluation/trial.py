@@ -133,8 +133,6 @@ def load_task(config: EvalConfig, name: str, tokenizer: Any) -> Task:
 
 
 class _Bench:
-    """One task with one model."""
-
     def __init__(
         self,
         config: EvalConfig,

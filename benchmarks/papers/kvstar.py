@@ -32,7 +32,7 @@ from hf_blend.evaluation.trial import EvalConfig, load_task
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.session import SparseSession, block_shares
-from papers.paper_page import write_paper
+from papers.paper_page import Groups, by_way, write_paper
 
 METHOD, CONTROL, BLOCK_TOKENS, TEXT_TOKENS, DRAFTED_TOKENS = "kvstar", "random", 16, 24, 4
 DENSE, WHOLE = "dense", "exact-match"
@@ -302,18 +302,8 @@ def chance_jaccard(count: int, one: int, other: int) -> float:
     return sum(times * both / (one + other - both) for both, times in ways) / math.comb(count, other)
 
 
-Groups = Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]]  # (task, way) → sample → line
-
-
-def _by_way(lines: Sequence[Mapping[str, Any]]) -> Groups:
-    groups: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
-    for line in lines:
-        groups.setdefault((line["task"], line["method"]), {})[line["id"]] = line
-    return groups
-
-
 def _rows(lines: Sequence[Mapping[str, Any]], ways: Sequence[Way]) -> list[dict[str, Any]]:
-    groups = _by_way(lines)
+    groups = by_way(lines)
     return [_row(groups, task, way) for task in dict.fromkeys(task for task, _ in groups) for way in ways]
 
 
@@ -368,7 +358,7 @@ def _ratio_interval(lines: Sequence[Mapping[str, Any]], ratio: float) -> tuple[f
 def _overlaps(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How far the draft's selections are those that the model's own queries of the same round would make."""
     rows = []
-    for (task, way), found in _by_way(lines).items():
+    for (task, way), found in by_way(lines).items():
         layers: dict[int, list[Sequence[float]]] = {}
         for line in found.values():
             for layer, pair in line["jaccard"].items():

@@ -14,6 +14,7 @@ from hf_blend.evaluation.report import chart, page, table
 
 RESULT, PAGE = "result.json", "index.html"
 Row = Mapping[str, Any]
+Groups = Mapping[tuple[str, str], Mapping[str, Row]]  # (task, way) → sample → line
 
 
 def write_paper(result: Mapping[str, Any], folder: Path, title: str, against: tuple[str, str]) -> None:
@@ -26,6 +27,14 @@ def write_paper(result: Mapping[str, Any], folder: Path, title: str, against: tu
         (folder / f"{name}.tex").write_text(as_latex(rows), "utf-8")
     (folder / RESULT).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", "utf-8")
     (folder / PAGE).write_text(page(title, "".join(parts), result["settings"]), "utf-8")
+
+
+def by_way(lines: Iterable[Row]) -> Groups:
+    """Group the answers of a run."""
+    groups: dict[tuple[str, str], dict[str, Row]] = {}
+    for line in lines:
+        groups.setdefault((line["task"], line["method"]), {})[line["id"]] = line
+    return groups
 
 
 def columns_of(rows: Iterable[Row]) -> list[str]:

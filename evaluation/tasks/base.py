@@ -53,7 +53,6 @@ class Shape:
     most_chunks: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
         if self.chunk_order not in ORDERS:
             raise ConfigError(f"chunk_order is {self.chunk_order!r}, wanted one of {', '.join(ORDERS)}.")
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
@@ -86,7 +85,6 @@ class Task(ABC):
     asks: ClassVar[bool] = True  # the question of the row; other tasks ask the same of every row
 
     def __init__(self, tokenizer: Any, data: Path | None = None, seed: int = 0) -> None:
-        """Prepare."""
         self.tokenizer, self.data, self.seed = tokenizer, data, seed
 
     @abstractmethod
