@@ -205,7 +205,8 @@ def _pdf(path: Path) -> str:
     content = io.BytesIO(_bytes(path))
     try:
         reader = pypdf.PdfReader(content)
-        pages = [page.extract_text() for page in reader.pages] if _is_open(reader) else None
+        is_open = not reader.is_encrypted or reader.decrypt("")  # with no password
+        pages = [page.extract_text() for page in reader.pages] if is_open else None
     except Exception as error:  # of a crafted file not only its own
         raise _unreadable(repr(str(path)), f"no PDF that pypdf understands: {_why(error)}") from error
     if pages is None:
@@ -213,10 +214,6 @@ def _pdf(path: Path) -> str:
     if not "".join(pages).strip():
         raise _unreadable(repr(str(path)), "its pages hold no text, only pictures")
     return "\n\n".join(pages)
-
-
-def _is_open(reader: Any) -> bool:
-    return not reader.is_encrypted or bool(reader.decrypt(""))
 
 
 READERS: dict[str, tuple[Callable[[Path], str], bool]] = {  # ending: reader, is it Markdown

@@ -19,7 +19,7 @@ from hf_blend import plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 
-from .answering import REUSE, blend_config, ids_of, request
+from .answering import FULL_PREFILL, FULL_REUSE, REUSE, blend_config, ids_of, request
 from .asking import FORCED_TOKENS, Asker, Loss, Question
 from .blending import ways
 from .bundled import handbook_questions
@@ -32,7 +32,6 @@ LEAVE = 0.5  # of full reuse's KL divergence
 LEAST_KL = 1e-6  # nats: where full reuse loses no more, there is nothing to repair
 BUNDLED_PAGES = 6  # of the handbook, in one prompt
 ANSWER_TOKENS = 32  # of an answer that is scored
-FULL, FULL_REUSE = "full prefill", "full reuse"
 SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers", "corrector", "corrector_options")
 SCORES = {"f1": "word-f1", "containment": "containment"}
 Watch = Callable[[Sequence[Any], str], Iterable[Any]]
@@ -134,7 +133,7 @@ def tune(
         raise ConfigError(f"got {len(found)} candidates, expected 1 or more. Name a selector and a ratio.")
     shuffled = Random(seed).sample(list(prompts), len(prompts))
     middle = (len(prompts) + 1) // 2
-    reuse = Candidate(FULL_REUSE, replace(REUSE, allow_unverified=found[0].config.allow_unverified))
+    reuse = Candidate(FULL_REUSE.name, replace(REUSE, allow_unverified=found[0].config.allow_unverified))
     ways = [reuse, *found]
     if corrected:
         ways += [replace(one, name=f"{one.name}, corrected", is_corrected=True) for one in ways]
@@ -192,7 +191,7 @@ def _losses(
         for one in Random(f"{seed} {prompt.name}").sample(found, len(found)):
             losses[one.name].append(askers[one.is_corrected].loss(prompt, full, one.config))
         if said is not None:
-            said.setdefault(FULL, []).append(full.text)
+            said.setdefault(FULL_PREFILL.name, []).append(full.text)
             for one in found:
                 own = askers[one.is_corrected].answer(prompt.given, one.config, ANSWER_TOKENS)
                 said.setdefault(one.name, []).append(own.text)

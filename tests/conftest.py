@@ -153,6 +153,10 @@ class IdTokenizer:
     def encode(text: str, add_special_tokens: bool = True) -> list[int]:
         return [*([1] if add_special_tokens else []), *(3 + ord(letter) % 120 for letter in text)]
 
+    @staticmethod
+    def decode(ids: Any, **_: Any) -> str:
+        return str(ids)
+
 
 @functools.cache
 def shared_tiny_model(model_type: str = "llama", attention: str = "sdpa", **config: Any) -> PreTrainedModel:

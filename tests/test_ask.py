@@ -3,7 +3,6 @@
 """`hf-blend ask` in a process of its own, and `chat`: what one stores the next loads, each turn is a full prompt."""
 
 import contextlib
-import hashlib
 import io
 import json
 import re
@@ -35,11 +34,8 @@ def asked_outside(store: Path) -> dict:
     return json.loads(done.stdout)
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*.safetensors")
-    }
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 """A bench times the model that is named, and counts what a prefill asks of the host: a GPU waits for every launch."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -20,20 +21,12 @@ SMALL = {
 EACH = ["ttft", pytest.param("break-even", marks=pytest.mark.slow)]
 
 
-def names(found):
-    """All that a document calls `shape`."""
-    if isinstance(found, dict):
-        own = [found["shape"]] if isinstance(found.get("shape"), str) else []
-        return own + [name for value in found.values() for name in names(value)]
-    return [name for value in found for name in names(value)] if isinstance(found, list) else []
-
-
 @pytest.mark.parametrize("bench", EACH)
 def test_a_bench_times_the_model_that_is_named(bench, model_folder, run, monkeypatch):
     monkeypatch.setattr(shapes, "random_model", None)  # weights are never made up
     code, out, err = run("bench", bench, "--model", model_folder, *SMALL[bench].split(), "--json")
     assert code == 0, err
-    assert {*names(json.loads(out))} == {f"model:{model_folder}"}
+    assert {*re.findall(r'"shape": "(.*)"', out)} == {f"model:{model_folder}"}
 
 
 def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, run):

@@ -77,16 +77,9 @@ def test_the_reference_model_reads_across_chunks_and_full_reuse_does_not(referen
 
 
 @pytest.fixture(scope="module")
-def found(shared_model, pieces, untouched):
-    class Tokenizer:
-        bos_token_id = pad_token_id = 1
-
-        @staticmethod
-        def decode(ids):
-            return f"t{ids[0]}"
-
+def found(shared_model, pieces, tokenizer, untouched):
     with untouched(shared_model()):
-        inspector = Inspector(shared_model(), Tokenizer, ChunkStore.open("memory://"), pieces())
+        inspector = Inspector(shared_model(), tokenizer, ChunkStore.open("memory://"), pieces())
         return inspector.look(["kv-deviation", "boundary", "random"], 0.2, (0.0, 0.5, 1.0))
 
 

@@ -145,8 +145,7 @@ def test_too_little_to_choose_from_is_refused():
 
 
 @pytest.fixture
-def asker(shared_model, tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "decode", staticmethod(lambda ids, **_: str(ids)), raising=False)
+def asker(shared_model, tokenizer):
     return Asker(shared_model(), tokenizer, ChunkStore.open("memory://"))
 
 

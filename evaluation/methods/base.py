@@ -21,7 +21,6 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.model.anatomy import stock_cache
 from hf_blend.model.placement import input_device
-from hf_blend.prefill.report import BlendReport
 from hf_blend.prompt.pieces import Prompt, batch
 from hf_blend.prompt.tokenizer import front_ids
 
@@ -164,21 +163,17 @@ class Blended(EvalMethod):
             name: [getattr(one, name) for one in prompts] for name in ("prefix", "chunks", "question")
         }
         found = self.generate(cache.inputs(self.tokenizer, **pieces), cache, wanted, started)
-        return [_reported(one, cache.report, len(samples), self.token_bytes) for one in found]
+        report, count = cache.report, len(samples)  # the figures of a batch are shared out evenly
+        reused = (report.reusable_tokens + report.exact_tokens) // count
+        figures: dict[str, Any] = {
+            "charged_budget": report.charged_budget,
+            "reused_tokens": reused,
+            "read_bytes": int(report.partial["loaded_bytes"]) if report.partial else reused * self.token_bytes,
+            "computed_chunks": report.computed_chunks // count,
+            "loaded_chunks": report.loaded_chunks // count,
+        }
+        return [replace(one, **figures) for one in found]
 
     def keeper(self) -> Any:
         """The store that the cache reads; a method may put something in front of it."""
         return self.store
-
-
-def _reported(outcome: Outcome, report: BlendReport, batch_size: int, token_bytes: int) -> Outcome:
-    """The figures of a batch are shared out evenly."""
-    reused = (report.reusable_tokens + report.exact_tokens) // batch_size
-    return replace(
-        outcome,
-        charged_budget=report.charged_budget,
-        reused_tokens=reused,
-        read_bytes=int(report.partial["loaded_bytes"]) if report.partial else reused * token_bytes,
-        computed_chunks=report.computed_chunks // batch_size,
-        loaded_chunks=report.loaded_chunks // batch_size,
-    )
