@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_blend import BlendCache, ChunkStore, plugins, sparse_decoding
+from hf_blend import BlendCache, ChunkStore, observer, plugins, sparse_decoding
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
@@ -222,7 +222,7 @@ class _Stepped(EvalMethod):
             config = SparseConfig(way.share, BLOCK_TOKENS, way.method, recent_blocks=1, min_tokens=0, lock=way.lock)
             draft = self._assistant if way.draft in (SEES, SELECTS) else None
             door = sparse_decoding(self.model, cache, config, draft=draft, draft_selects=way.draft == SELECTS)
-        noting = self.model.register_forward_pre_hook(rounds.note, with_kwargs=True)
+        noting = self.model.register_forward_pre_hook(observer(rounds.note), with_kwargs=True)
         try:
             with door as session:
                 self.looking = _Looking(session, compares) if session else None
