@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests as many tests make them: ids, a cache over a store in memory, a blended prefill, a greedy answer."""
 
+import json
+
 import torch
 
 from hf_blend import BlendCache, ChunkStore, SequenceCache
@@ -103,6 +105,12 @@ def noting(monkeypatch, owner, name, note):
         return real(*given, **more)
 
     monkeypatch.setattr(owner, name, call)
+
+
+def jsonl(path, *rows):
+    """A file with one row on each line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
 
 
 def raising(error):
