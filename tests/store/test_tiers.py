@@ -3,11 +3,13 @@
 """What every tier promises. A new tier is tested here as soon as `tier_factories` in conftest.py makes one."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hf_blend.errors import ConfigError
 from hf_blend.store import ChunkStore
+from hf_blend.store.opening import Limits
 from hf_blend.store.tiers.base import EntryFault, Tier
 
 NAMES = [f"{number:02x}/{number:02x}/{number:02x}{0:062x}" for number in range(3)]
@@ -94,25 +96,20 @@ def test_a_name_that_is_not_hex_is_refused(tier, name):
 
 
 def test_two_writers_of_one_name_leave_one_whole_object(tier):
-    barrier, stored = threading.Barrier(4), []
+    barrier = threading.Barrier(4)
 
-    def write():
+    def write(_):
         barrier.wait()
-        stored.append(put(tier, NAMES[0], b"a" * 4096, b"b" * 4096))
+        return put(tier, NAMES[0], b"a" * 4096, b"b" * 4096)
 
-    threads = [threading.Thread(target=write) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert any(stored)
+    with ThreadPoolExecutor(4) as pool:
+        assert any([*pool.map(write, range(4))])
     assert content(tier, NAMES[0]) == b"a" * 4096 + b"b" * 4096
 
 
 def test_a_store_on_a_tier_loads_what_it_stored_and_refuses_what_was_changed(tier, chunk, same):
-    store, stored = ChunkStore([], [tier]), chunk()
+    store, stored = ChunkStore([], [tier], limits=Limits(queue_bytes=0)), chunk()
     store.put(stored)
-    store.flush()
     same(store.get(stored.key), stored)
     (name, _), *others = tier.listing()
     assert not others
@@ -123,7 +120,6 @@ def test_a_store_on_a_tier_loads_what_it_stored_and_refuses_what_was_changed(tie
         assert store.get(stored.key) is None
     assert not tier.contains(name), "what cannot become good is removed"
     store.put(stored)
-    store.flush()
     same(ChunkStore([], [tier]).get(stored.key), stored)
     assert len(store) == 1
 
