@@ -12,7 +12,6 @@ from hf_blend.store.metrics import StoreMetrics
 from hf_blend.store.tiers.memory import MemoryTier
 from tests.faults.faulty_tier import FaultyTier
 
-
 prometheus = pytest.importorskip("prometheus_client")
 
 
