@@ -51,6 +51,7 @@ _COUNTED = (
     *("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "dropped_writes", "evicted"),
     *("moved", "removed", "skipped"),
 )
+_TIMED = ("load_seconds", "store_seconds")
 
 
 class PendingWrite(NamedTuple):
@@ -489,7 +490,7 @@ class BaseStore:
         tiers: list[Any] = [*self._memories, *self._tiers]
         return {
             **{group: self._stats.group(group) for group in _COUNTED},
-            "seconds": self._stats.seconds(),
+            "seconds": {stage: found for stage in _TIMED if (found := self._stats.group(stage))},
             "entries": len(self._catalog),
             "bytes": {tier.name: tier.nbytes for tier in tiers},
             "pinned_bytes": {tier.name: tier.pinned_bytes for tier in tiers},
@@ -500,7 +501,7 @@ class BaseStore:
 
     def traffic(self) -> dict[str, tuple[int, float]]:
         """Bytes of K and V that were read since opening, and the seconds that took, by tier."""
-        seconds = self._stats.seconds().get("load_seconds", {})
+        seconds = self._stats.group("load_seconds")
         return {tier: (nbytes, seconds.get(tier, 0.0)) for tier, nbytes in self._stats.group("loaded_bytes").items()}
 
     def close(self) -> None:
