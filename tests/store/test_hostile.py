@@ -125,13 +125,6 @@ def test_a_crafted_entry_costs_a_request_time_and_nothing_else(tmp_path, forge, 
         assert torch.equal(values, own_values)
 
 
-def streamed(store, stored, layout):
-    chunk = store.stream(stored.key, lambda: stored, layout=layout)
-    if chunk is not None:
-        list(chunk.layers)
-    return chunk
-
-
 @pytest.mark.parametrize(("craft", "reason"), [*CRAFTED.values()][:2])
 def test_without_the_secret_nothing_crafted_is_even_parsed(tmp_path, forge, stored, monkeypatch, craft, reason):
     _, path = planted(tmp_path, forge, stored, craft, SECRET)
