@@ -261,11 +261,3 @@ def test_an_unusable_place_is_refused_with_a_way_out(tmp_path):
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StoreError, match=r"cannot be kept at .*file.*memory://"):
             DiskTier(root)
-
-
-def test_a_file_is_replaced_in_one_step(tmp_path):
-    path = tmp_path / "index"
-    write_atomically(path, [b"old"], durable=False)
-    write_atomically(path, [b"new"], durable=True)
-    assert path.read_bytes() == b"new"
-    assert len(list(tmp_path.iterdir())) == 1

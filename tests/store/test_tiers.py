@@ -130,21 +130,3 @@ def test_pins_are_remembered_or_none_are(tier):
     assert tier.pins() <= {NAMES[0]}
     tier.set_pin(NAMES[0], False)
     assert tier.pins() == frozenset()
-
-
-def test_a_chunk_that_moves_is_in_one_tier_and_whole(tmp_path, chunk, same):
-    far = f"file://{tmp_path / 'far'}"
-    with ChunkStore.open(tmp_path / "near", remote=far, memory_bytes=0) as store:
-        moved, stays = chunk((5, 1)), chunk((5, 2))
-        for one in (moved, stays):
-            store.put(one)
-        near, remote = (tier.name for tier in store.tiers())
-        assert store.flush()
-        assert store.move([moved.key], remote) == 1
-        assert [store.tier_of(one.key) for one in (moved, stays)] == [remote, near]
-        assert store.move([moved.key, chunk((5, 3)).key], near) == 1, "one of them is nowhere"
-        assert store.tier_of(moved.key) == near
-        with pytest.raises(ConfigError, match=r"no tier named 'dsk'.*Did you mean 'disk'"):
-            store.move([moved.key], "dsk")
-    with ChunkStore.open(tmp_path / "near", memory_bytes=0) as store:
-        same(store.get(moved.key), moved)
