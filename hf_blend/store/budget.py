@@ -144,7 +144,6 @@ class Budget:
         self._evict(nbytes)
 
     def _evict(self, nbytes: int, quota: tuple[str, int] | None = None) -> None:
-        """Let go of what leaves, until enough is gone."""
         while names := self.victims(nbytes, quota):
             for name in names:
                 self.stats.count("evicted", self.name, int(self._let_go(name)))

@@ -293,7 +293,6 @@ class EntryReader:
                     yield (f"layer.{index}.{kind}{part.suffix}", part.axes, part.tokens_axis, tokens)
 
     def _layout(self) -> Layout:
-        """What the chunk looks like."""
         packing, plans = self._packing, {plan.name: plan for plan in self.header.tensors}
 
         def form(index: int, kind: str) -> tuple[int, int, torch.dtype]:

@@ -516,7 +516,6 @@ class BaseStore:
         self.importance.save()
 
     def _verify(self, tier: BoundedTier, name: str, repair: bool) -> CheckResult:
-        """Read and verify one entry."""
         source, digest = None, self._catalog.digest(name)
         with contextlib.ExitStack() as opened:
             try:
@@ -769,11 +768,9 @@ class BaseStore:
         return removed
 
     def _is_held(self, digest: str) -> bool:
-        """Return True if a chunk is ready to use."""
         return any(one.contains(digest) for one in self._at_hand)
 
     def _encode(self, chunk: ChunkKV) -> Sequence[memoryview]:
-        """Write a chunk as an entry of this store."""
         return encode_entry(chunk, self.secret, self._codec)
 
     def _move(self, digest: str, there: BoundedTier) -> bool:
