@@ -111,29 +111,16 @@ def forge() -> Forge:
     return Forge()
 
 
-@pytest.fixture(scope="session")
-def chunk() -> Callable[..., ChunkKV]:
-    return build_chunk
+def handed(value: Any) -> Any:
+    """A fixture that gives something as it is."""
+    return pytest.fixture(scope="session")(lambda: value)
 
 
-@pytest.fixture(scope="session")
-def same() -> Callable[[ChunkKV | None, ChunkKV], None]:
-    return assert_same_chunk
-
-
-@pytest.fixture(scope="session")
-def source() -> type[BytesSource]:
-    return BytesSource
-
-
-@pytest.fixture(scope="session")
-def content() -> Callable[[ChunkKV], bytes]:
-    return content_of
-
-
-@pytest.fixture(scope="session")
-def files() -> Callable[[Path], dict[str, bytes]]:
-    return files_in
+chunk = handed(build_chunk)
+same = handed(assert_same_chunk)
+source = handed(BytesSource)
+content = handed(content_of)
+files = handed(files_in)
 
 
 def s3_command(port: int) -> list[str]:
