@@ -226,6 +226,16 @@ def test_threads_that_read_the_filter_at_once_do_not_wait_for_each_other_and_los
     assert [[one.start for one in each] for each in found] == [[1, 26]] * 2
 
 
+def test_rows_that_changed_in_the_file_are_not_counted(root):
+    expected = listed(root)
+    for change in ("name = 'x'", "owner = ''", "nbytes = 7", "chunk = NULL", "created = -1"):
+        with contextlib.closing(sqlite3.connect(index_of(root))) as db, db:
+            db.execute(f"UPDATE objects SET {change} WHERE name = (SELECT max(name) FROM objects)")
+        with ChunkStore.open(root) as store:
+            assert len(store) == 6, change
+        assert listed(root) == expected, change
+
+
 def test_many_threads_and_stores_share_one_folder(tmp_path, chunk):
     def write(first):
         with ChunkStore.open(tmp_path / "s", memory_bytes=0, durability="none") as store:
