@@ -17,11 +17,11 @@ from .locks import new_lock
 from .stats import StoreStats
 from .tiers.base import ObjectStat, Source, Tier, is_name
 
-__all__ = ["APPLY_EVERY", "BoundedTier", "Budget"]
+__all__ = ["BoundedTier", "Budget"]
 
 logger = logging.getLogger(__name__)
 
-APPLY_EVERY = 1024  # uses that are noted before they are entered in the index
+_APPLY_EVERY = 1024  # uses that are noted before they are entered in the index
 _LOOK_EVERY_S = 2.0  # at what other processes stored, and at most a fiftieth of the time
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -166,7 +166,7 @@ class Budget:
 
     def _note(self, name: str, important_ratio: float | None) -> None:
         self._noted.append((name, self._now_s(), important_ratio))
-        if len(self._noted) >= APPLY_EVERY:
+        if len(self._noted) >= _APPLY_EVERY:
             self.apply()
 
     def apply(self) -> None:

@@ -22,8 +22,8 @@ class StoreStats:
     """Counts that threads may share, grouped as `hits`, `misses` and so on."""
 
     def __init__(self) -> None:
-        self.counts: defaultdict[tuple[str, str], float] = defaultdict(int)
-        self.lock = new_lock()  # held around each change of `counts`
+        self._counts: defaultdict[tuple[str, str], float] = defaultdict(int)
+        self._lock = new_lock()
         self._warned: set[str] = set()
 
     @contextlib.contextmanager
@@ -37,17 +37,17 @@ class StoreStats:
 
     def count(self, group: str, name: str, by: float = 1) -> None:
         """Add to one count."""
-        with self.lock:
-            self.counts[group, name] += by
+        with self._lock:
+            self._counts[group, name] += by
 
     def group(self, group: str) -> dict[str, Any]:
         """Give the counts of one group, by name."""
-        with self.lock:
-            return {name: count for (kind, name), count in sorted(self.counts.items()) if kind == group and count}
+        with self._lock:
+            return {name: count for (kind, name), count in sorted(self._counts.items()) if kind == group and count}
 
     def warn_once(self, text: str) -> None:
         """Log a warning unless the same was logged before."""
-        with self.lock:
+        with self._lock:
             known = text in self._warned or len(self._warned) >= _MAX_WARNED
             self._warned.add(text)
         if not known:
