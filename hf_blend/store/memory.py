@@ -38,18 +38,15 @@ class MemoryCache(Budget):
         """Find chunks of a layout, and count the uses; what is too old, written to, or of another layout leaves."""
         found: dict[ChunkKey, ChunkKV] = {}
         with self._lock:
-            known, guards = list[ChunkKey](), list[Guard]()
             for key in keys:
-                if key.digest in self._chunks:
-                    known.append(key)
-                    guards.append(self._chunks[key.digest][1])
-            for key, is_intact in zip(known, Guard.are_intact(guards), strict=True):
                 name = key.digest
-                chunk, _, since_s = self._chunks[name]
+                if name not in self._chunks:
+                    continue
+                chunk, guard, since_s = self._chunks[name]
                 if self.ttl_s is not None and time.monotonic() - since_s > self.ttl_s:
                     self.delete(name)
                     continue
-                if not is_intact:
+                if not guard.is_intact():
                     self.delete(name)
                     self.stats.count("load_failures", f"{self.name}:changed")
                     self.stats.warn_once(f"chunk {name} was written to after it was handed out, and is read again")
