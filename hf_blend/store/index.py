@@ -107,7 +107,6 @@ class Index:
 
     def _begin(self) -> None:
         """Know nothing of what the file says."""
-        self._groups: dict[tuple[str, str, bytes], int] = {}
         self._parts: dict[str, str] = {}  # stamps of what is known to be in step
         self._checked: set[str] = set()  # those whose rows were compared with their digest
         self._windows, self._newest = np.zeros(1, np.uint64), 0  # hashes of heads and windows, sorted; of which chunk
@@ -384,15 +383,11 @@ class Index:
         self, db: Any, owner: str, fingerprint: str, chunk_prefix_ids: Sequence[int], make: bool = False
     ) -> int | None:
         named = (owner, fingerprint, pack_tokens(chunk_prefix_ids))
-        if named not in self._groups:
-            if make:
-                db.execute("INSERT OR IGNORE INTO groups(owner, fingerprint, prefix) VALUES (?, ?, ?)", named)
-            sql = "SELECT id FROM groups WHERE owner = ? AND fingerprint = ? AND prefix = ?"
-            found = db.execute(sql, named).fetchone()
-            if found is None or make:  # a transaction that fails takes a new number back
-                return found and int(found[0])
-            self._groups[named] = int(found[0])
-        return self._groups[named]
+        if make:
+            db.execute("INSERT OR IGNORE INTO groups(owner, fingerprint, prefix) VALUES (?, ?, ?)", named)
+        sql = "SELECT id FROM groups WHERE owner = ? AND fingerprint = ? AND prefix = ?"
+        found = db.execute(sql, named).fetchone()
+        return found and int(found[0])
 
     def _positions(self, ids: np.ndarray) -> np.ndarray:
         """Where in a prompt a head or a window stands, of any chunk there was; anywhere until all of them are read."""
