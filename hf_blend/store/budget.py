@@ -82,15 +82,12 @@ class Budget:
         with self._lock, contextlib.suppress(OSError):  # it costs only a better choice of who leaves
             self._note(name, important_ratio)
 
-    def remove(self, name: str) -> int:
-        """Strike an object off; its pin stays for its return. Gives the bytes that it took."""
+    def remove(self, name: str) -> None:
+        """Strike an object off; its pin stays for its return."""
         with self._lock:
-            row = self.index.row(name)
-            if row is None:
-                return 0
-            self.index.remove(name)
-            self._grow(-row[0], row[1])
-            return row[0]
+            if (row := self.index.row(name)) is not None:
+                self.index.remove(name)
+                self._grow(-row[0], row[1])
 
     def set_pin(self, name: str, pinned: bool) -> None:
         """Keep an object, entered or not, from leaving, or let it."""

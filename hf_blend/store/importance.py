@@ -50,7 +50,7 @@ class TokenImportance:
         self._is_loaded = path is None
         self._lock = new_lock()
 
-    def note(self, digest: str, scores: Tensor, share: float) -> int:
+    def note(self, digest: str, scores: Tensor, share: float) -> None:
         """Take in what one request found.
 
         Shapes: scores `[tokens]`.
@@ -71,7 +71,6 @@ class TokenImportance:
             self._unsaved += 1
             if self._unsaved >= SAVE_EVERY:
                 self.save()
-            return known.requests
 
     def scores(self, digest: str) -> Tensor | None:
         """`[tokens]` float32, the average attention of a chunk's tokens; None if no request has reported it."""
