@@ -54,20 +54,15 @@ class Circuit:
 
     def __init__(self, name: str, ping: Callable[[], object], deadline_s: float) -> None:
         self.name, self.deadline_s, self._ping = name, deadline_s, ping
-        self._is_open = False
+        self.is_open = False  # calls fail at once
         self._pause_s = FIRST_PAUSE_S
         self._ask_again_s = 0.0
         self._asking_pid = -1  # of the process that asks in the background: a forked child has no such thread
         self._lock = new_lock()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether calls fail at once."""
-        return self._is_open
-
     def call(self, act: Callable[[], Answer], nbytes: int = 0, limit_s: float | None = None) -> Answer:
         """Do something that needs the server."""
-        if self._is_open:
+        if self.is_open:
             self._refuse()
         try:
             return _within(limit_s or self.deadline_s + nbytes / SLOWEST_BYTES_PER_S, act)
@@ -85,9 +80,9 @@ class Circuit:
 
     def _open(self, error: Exception) -> None:
         with self._lock:
-            if not self._is_open:
+            if not self.is_open:
                 logger.warning("the %s tier is left alone until it answers again (%r)", self.name, error)
-            self._is_open = True
+            self.is_open = True
             self._ask_again_s = time.monotonic() + self._pause_s * random.uniform(0.75, 1.25)
 
     def _refuse(self) -> None:
@@ -109,7 +104,7 @@ class Circuit:
             with self._lock:
                 self._pause_s = FIRST_PAUSE_S if answered else min(2 * self._pause_s, LONGEST_PAUSE_S)
                 self._ask_again_s = time.monotonic() + self._pause_s * random.uniform(0.75, 1.25)
-                self._asking_pid, self._is_open = -1, not answered
+                self._asking_pid, self.is_open = -1, not answered
 
 
 def start(act: Callable[[], Answer], name: str) -> "Future[Answer]":
