@@ -58,8 +58,7 @@ class Server:
     async def answer(self, request: Request, fields: Generation, build: Callable[[], list[TextPrompt]]) -> Response:
         """Answer a request of either kind."""
         if not self.service.is_ready:
-            text = "the server is about to stop, or its engine has ended. Ask another."
-            return _error(503, text, "server_error", "stopping")
+            raise Stopping("the server is about to stop, or its engine has ended. Ask another.")
         self.check_model(fields.model or self.service.name)
         fields.check(self.service.limits)
         if max(fields.logit_bias, default=0) >= self.service.vocabulary:

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from starlette.responses import JSONResponse
@@ -192,6 +191,7 @@ class Guard:
             raise Refused(408, slow, "request_timeout") from None
 
 
-def respond(status: int, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> JSONResponse:
+def respond(status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Answer with an error; one that passes says when to ask again."""
-    return JSONResponse(body, status, {**headers, **({"retry-after": RETRY_S} if status in (429, 503) else {})})
+    again = {"retry-after": RETRY_S} if status in (429, 503) else {}
+    return JSONResponse(body, status, {**again, **(headers or {})})

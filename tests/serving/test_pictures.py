@@ -22,7 +22,7 @@ from hf_blend import BlendCache, BlendConfig
 from hf_blend.cli.serve import _service
 from hf_blend.evaluation.bundled import open_model
 from hf_blend.evaluation.pictures import Eyes
-from hf_blend.serving.pictures import PicturePrompt
+from hf_blend.serving.prompts import PicturePrompt
 from hf_blend.serving.wire import Limits
 from tests.chat_templates import DOCUMENTS, small_tokenizer
 from tests.conftest import slow_but
