@@ -149,3 +149,9 @@ def other() -> Iterator[ChunkStore]:
     """An empty store in memory, of the tenant b."""
     with ChunkStore.open("memory://", namespace="b") as opened:
         yield opened
+
+
+@pytest.fixture
+def guidance() -> None:
+    """Skip what needs the library of JSON schemas where it is missing."""
+    pytest.importorskip("llguidance", reason='JSON schemas need pip install "hf-blend[structured]"')

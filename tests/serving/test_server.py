@@ -37,7 +37,7 @@ from hf_blend.serving.service import Tenant, read_tenants
 from hf_blend.serving.wire import Limits
 from tests.asking import noting
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
-from tests.serving.processes import running, wait_for
+from tests.serving.processes import metrics, running, wait_for
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2"
@@ -239,10 +239,8 @@ BAD = {
     "no prompt": ({"model": MODEL}, {}, 400, None),
     "wrong temperature": ({"prompt": "a", "temperature": 9}, {}, 400, None),
     "wrong length": ({"prompt": "a", "max_tokens": 0}, {}, 400, None),
-    "unknown field": ({"prompt": "a", "tempreature": 1}, {}, 400, "bad_request"),
     "too many stops": ({"prompt": "a", "stop": list("abcde")}, {}, 400, "bad_request"),
     "empty document": ({"prompt": "a", "documents": [""]}, {}, 400, None),
-    "too many documents": ({"prompt": "a", "documents": [f"no {n}." for n in range(40)]}, {}, 400, "bad_request"),
     "too long": ({"prompt": "a " * 5000}, {}, 400, "bad_request"),
     "a token that does not exist": ({"prompt": [5, 10**6]}, {}, 400, "bad_request"),
     "a negative token": ({"prompt": [5, -1]}, {}, 400, "bad_request"),
@@ -395,7 +393,7 @@ def test_health_and_metrics_say_what_happens(server, http, client, monkeypatch):
     with httpx.Client(base_url=server.url) as anybody:
         assert anybody.get("/health").json() == {"ready": True}
         text = anybody.get("/metrics").text
-    values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}
+    values = metrics(server.url)
     assert values["hf_blend_blocks_used"] == 0
     assert values['hf_blend_requests_total{status="200"}'] >= 1
     assert values['hf_blend_prefills_total{how="plain"}'] >= 1
@@ -437,14 +435,14 @@ def test_a_failed_step_is_a_500_and_the_server_serves_on(server, client, monkeyp
     check_idle(server)
 
 
-def statuses(http):
-    lines = http.get("/metrics").text.splitlines()
-    rows = [line.split('"') for line in lines if line.startswith("hf_blend_requests_total")]
-    return {row[1]: float(row[2].strip("} ")) for row in rows}
+def counts(server, *names):
+    found = metrics(server.url)
+    return [found.get(f"hf_blend_{name}", 0.0) for name in names]
 
 
 def test_a_stream_that_fails_in_the_middle_is_counted_as_failed(server, http, monkeypatch):
-    before = statuses(http)
+    names = [f'requests_total{{status="{status}"}}' for status in (500, 200)]
+    failed, fine = counts(server, *names)
 
     def fail_later():
         if any(len(one.state.generated_tokens) > 2 for one in server.engine.batch_processor.scheduler.in_step):
@@ -456,10 +454,8 @@ def test_a_stream_that_fails_in_the_middle_is_counted_as_failed(server, http, mo
     assert answer.status_code == 200, "which was said before"
     assert '"server_error"' in answer.text
     assert "/usr/lib" not in answer.text
-    wait_for(lambda: statuses(http) != before, "a count")
-    after = statuses(http)
-    assert after["500"] == before.get("500", 0) + 1
-    assert after.get("200") == before.get("200")
+    wait_for(lambda: counts(server, *names) != [failed, fine], "a count")
+    assert counts(server, *names) == [failed + 1, fine]
     check_idle(server)
 
 
@@ -557,23 +553,18 @@ def test_who_takes_too_long_for_a_server_that_stops_is_told_so(stream, reference
 
 
 def test_histograms_count_who_was_given_up_too(server, http, no_end, monkeypatch):
-    names = [f"hf_blend_{name}_seconds_count" for name in ("waiting", "prefill", "first_token")]
-    names += [f'hf_blend_given_up_total{{during="{name}"}}' for name in ("waiting", "decoding")]
-
-    def counts():
-        lines = (line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines())
-        found = {name: float(value) for name, value in lines if name in names}
-        return [found.get(name, 0.0) for name in names]
-
-    before = counts()
+    names = [f"{name}_seconds_count" for name in ("waiting", "prefill", "first_token")]
+    names += [f'given_up_total{{during="{name}"}}' for name in ("waiting", "decoding")]
+    before = counts(server, *names)
+    more = lambda: [new - old for new, old in zip(counts(server, *names), before, strict=True)]  # noqa: E731
     with http.stream("POST", "/v1/completions", json=endless(stream=True)) as answer:
         next(answer.iter_lines())
     check_idle(server)
-    assert [new - old for new, old in zip(counts(), before, strict=True)] == [1, 1, 1, 0, 1]
+    assert more() == [1, 1, 1, 0, 1]
     monkeypatch.setattr(server, "limits", Limits(request_s=0.2))
     monkeypatch.setattr(server.engine, "add_request", lambda *given, **settings: None)
     assert http.post("/v1/completions", json=endless()).status_code == 504
-    assert [new - old for new, old in zip(counts(), before, strict=True)] == [2, 1, 2, 1, 1]
+    assert more() == [2, 1, 2, 1, 1]
 
 
 def test_documents_are_chunks_wherever_they_are_in_a_prompt(reference):
