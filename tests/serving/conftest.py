@@ -86,7 +86,7 @@ def collect(engine: Any, requests: Sequence[str], timeout_s: float = 60.0) -> di
     while len(found) < len(requests):
         output = engine.get_result(timeout=timeout_s)
         assert output is not None, f"{len(found)} of {len(requests)} came, the engine runs: {engine.is_running()}"
-        if output.is_finished():
+        if output.is_finished() and output.request_id in requests:
             found[output.request_id] = output
     return found
 

@@ -196,22 +196,19 @@ def test_the_next_turn_of_a_conversation_finds_the_blended_blocks_of_the_last(mo
 
 @pytest.mark.parametrize("changed", ["ratio", "chunk", "salt", "namespace"])
 def test_blended_blocks_are_shared_by_requests_with_the_same_chunks_settings_and_tenant_alone(
-    changed, model, bench, store
+    changed, model, bench, stored, other
 ):
     library = bench.workload.library
-    store.add(model, None, library)
     start = [1, *bench.draw(4, 7), *library[0]]
     ids = [*start, *library[3], *bench.draw(20, 3)]
-    other = [*start, *library[4], *bench.draw(20, 3)] if changed == "chunk" else ids
-    given = {"salt": (5, 6, 7)} if changed == "salt" else {}
-    if changed == "namespace":
-        given["store"] = ChunkStore.open("memory://", namespace="b")
-        given["store"].add(model, None, library)
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+    later = [*start, *library[4], *bench.draw(20, 3)] if changed == "chunk" else ids
+    given = {"salt": {"salt": (5, 6, 7)}, "namespace": {"store": other}}.get(changed, {})
+    other.add(model, None, library)
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
         bench.answer(engine, ids)
         if changed == "ratio":
             engine.prefills._config = engine.prefills._config.from_dict({"recompute_ratio": 0.5})
-        outcomes = [bench.answer(engine, other, **given)[1].how for _ in range(2)]
+        outcomes = [bench.answer(engine, later, **given)[1].how for _ in range(2)]
     assert outcomes == ["blended", "shared"]
 
 
@@ -495,17 +492,14 @@ def test_only_who_asked_of_late_is_remembered(monkeypatch):
     assert shares.are_several, "what one asked is still under way"
 
 
-def test_what_is_reused_whole_is_charged_for_the_time_that_it_takes(model, bench, monkeypatch):
+def test_what_is_reused_whole_is_charged_for_the_time_that_it_takes(model, bench, other, monkeypatch):
     charged = []
-    with (
-        ChunkStore.open("memory://", namespace="c") as store,
-        bench.engine(model, store, recompute_ratio=0.0) as engine,
-    ):
-        store.add(model, None, bench.workload.library)
+    other.add(model, None, bench.workload.library)
+    with bench.engine(model, other, recompute_ratio=0.0) as engine:
         noting(monkeypatch, engine.prefills.shares, "add", lambda *given: charged.append(given))
-        bench.answers(engine, [bench.Ask([1, *bench.workload.library[0], 5, 6])], max_new_tokens=2)
+        bench.answer(engine, [1, *bench.workload.library[0], 5, 6], max_new_tokens=2)
     assert len(charged) >= 2, "turns of the blend, and the step"
-    assert {tenant for tenant, _ in charged} == {"c"}, "also of a request that is over with its step"
+    assert {tenant for tenant, _ in charged} == {"b"}, "also of a request that is over with its step"
     assert min(seconds for _, seconds in charged) > 0
 
 
@@ -650,12 +644,12 @@ def test_a_transformers_without_cache_allocators_is_refused_by_name(monkeypatch)
 @pytest.mark.parametrize("when", ["waiting", "planning", "in a layer", "decoding"])
 def test_a_cancelled_request_leaves_nothing_behind_and_others_go_on(when, model, bench, stored, monkeypatch):
     asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
-    victim = {}
+    cancelled = threading.Event()
 
     def cancel_now(engine, is_meant=True):
         if is_meant:
             engine.cancel_request("victim")
-            victim["done"] = True
+            cancelled.set()
 
     with bench.engine(model, stored, stall_s=0.0, recompute_ratio=RATIO) as engine:
         if when == "planning":
@@ -674,18 +668,13 @@ def test_a_cancelled_request_leaves_nothing_behind_and_others_go_on(when, model,
                 pass
             cancel_now(engine)
             names = [engine.add_request(ask.ids, f"later {n}") for n, ask in enumerate(asks[1:])]
-        found = {}
-        while len(found) < 2:
-            output = engine.get_result(timeout=30)
-            if output.is_finished() and output.request_id in names:
-                found[output.request_id] = output
-        wait_for(lambda: "done" in victim, "the cancellation")
+        found = bench.collected(engine, names)
+        assert cancelled.wait(30)
         wait_for(lambda: not engine.prefills.turns.is_busy, "the end of the prefill")
         wait_for(lambda: not engine.batch_processor.has_pending_requests(), "the end of all")
         check_all_returned(engine)
         assert "victim" not in engine.prefills._reuse
-    alone = bench.alone(model, stored, asks[1:], recompute_ratio=RATIO)
-    assert [found[name].generated_tokens for name in names] == alone
+    assert found == bench.alone(model, stored, asks[1:], recompute_ratio=RATIO)
 
 
 def test_blocks_of_a_prompt_whose_chunk_is_evicted_meanwhile_serve_no_other(model, bench, store, monkeypatch):
@@ -864,10 +853,12 @@ def test_requests_that_the_engine_puts_back_for_want_of_blocks_are_blended_again
     assert found == bench.alone(model, stored, asks, new=40, recompute_ratio=RATIO)
 
 
+EAGER = {"attn_implementation": "eager"}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 REFUSED = {
-    "eager": ({"attention": "eager"}, {}, {}, UnsupportedModelError, "attends by 'eager'.*attn_implementation='sdpa'"),
+    "eager": (EAGER, {}, {}, UnsupportedModelError, "attends by 'eager'.*attn_implementation='sdpa'"),
     "window": ({"sliding_window": 8}, {}, {}, UnsupportedModelError, "a window of 8"),
-    "dynamic": ({"rope": "dynamic"}, {}, {}, UnsupportedModelError, "rope_type='dynamic'"),
+    "dynamic": ({"rope_parameters": DYNAMIC}, {}, {}, UnsupportedModelError, "rope_type='dynamic'"),
     "kv_bits": ({}, {"kv_bits": 8}, {}, ConfigError, "kv_bits=8"),
     "kv_device_map": ({}, {"kv_device_map": {0: "cpu"}}, {}, ConfigError, "kv_device_map="),
     "scheduler": ({}, {}, {"scheduler_type": "prefill_first"}, ConfigError, "scheduler_type='prefill_first'"),
@@ -886,11 +877,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_served_is_refused_by_name(what, tiny_model, bench, store, untouched):
     of_model, settings, pages, kind, words = REFUSED[what]
-    config = {"attn_implementation": "eager"} if "attention" in of_model else {}
-    if "rope" in of_model:
-        config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    family = "mistral" if "sliding_window" in of_model else "llama"
-    model = tiny_model(family, **config, **({"sliding_window": 8} if family == "mistral" else {}))
+    model = tiny_model("mistral" if "sliding_window" in of_model else "llama", **of_model)
     with untouched(model), pytest.raises(kind, match=words):
         bench.engine(model, store, pages, **settings)
 

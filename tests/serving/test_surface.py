@@ -4,6 +4,7 @@
 
 import functools
 import json
+import sys
 
 import httpx
 import jsonschema
@@ -176,7 +177,8 @@ def test_log_probabilities_are_those_of_the_model(client, reference):
 def test_fields_that_change_no_answer_are_taken(client):
     given = {"user": "anna", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "n": 1}
     given |= {"prompt_cache_key": "k", "safety_identifier": "s", "modalities": ["text"], "verbosity": "low"}
-    messages = [{"role": "user", "content": PROMPT}]
+    echoed = {"role": "assistant", "content": "hi", "tool_calls": None, "refusal": None, "annotations": []}
+    messages = [HI, echoed, {"role": "user", "content": PROMPT}]
     whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=4, **given)
     assert whole.choices[0].message.content
 
@@ -201,6 +203,7 @@ WRONG = {
 }
 
 
+HI, DROPPED = {"role": "user", "content": "hi"}, "messages.1.tool_calls came, but the model's chat template leaves"
 CHAT_WRONG = {
     "tools": ({"tools": TOOLS}, "tools came, but the model's chat template leaves that out"),
     "choice": ({"tool_choice": "required"}, "tool_choice is 'required', expected one of tools: []"),
@@ -214,6 +217,9 @@ CHAT_WRONG = {
         {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "a", "arguments": "{"}}]}]},
         "messages.0.tool_calls.0.function.arguments is",
     ),
+    "history": ({"messages": [HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}, HI]}, DROPPED),
+    "history without content": ({"messages": [HI, {"role": "assistant", "tool_calls": [CALL]}, HI]}, DROPPED),
+    "name": ({"messages": [HI, {**HI, "name": "anna"}]}, "messages.1.name came"),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0.content is missing, expected text"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "served reads text alone"),
     "modalities": ({"modalities": ["audio"]}, "modalities.0 is 'audio', expected 'text'"),
@@ -223,7 +229,7 @@ CHAT_WRONG = {
 
 @pytest.mark.parametrize(("path", "what"), [*((TEXT, what) for what in WRONG), *((CHAT, what) for what in CHAT_WRONG)])
 def test_what_is_not_served_is_refused_with_its_name_and_what_was_expected(path, what, http):
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    asked = {"model": MODEL, "messages": [HI], "max_tokens": 2}
     body, (fields, words) = (FREE, WRONG[what]) if path == TEXT else (asked, CHAT_WRONG[what])
     answer = http.post(path, json={**body, **fields})
     assert answer.status_code == 400, answer.text
@@ -348,8 +354,6 @@ def test_a_grammar_that_becomes_too_complex_ends_the_answer_and_says_so(guidance
 
 
 def test_without_the_library_of_schemas_a_form_is_refused_by_name(http, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "llguidance", None)
     answer = http.post(TEXT, json={**FREE, "ignore_eos": False, "response_format": {"type": "json_object"}})
     assert answer.status_code == 400
