@@ -418,42 +418,32 @@ def test_memory_that_is_free_goes_back_to_the_system_when_an_answer_ends_but_not
     assert called == [0]
 
 
-def test_a_failed_step_is_a_500_and_the_server_serves_on(server, client, monkeypatch):
-    broken = []
-
-    def fail_once():
-        if not broken:
-            broken.append(True)
-            raise RuntimeError("a step broke")
-
-    noting(monkeypatch, server.engine, "_generation_step", fail_once)
-    with pytest.raises(openai.InternalServerError, match="failed in the engine"):
-        client.completions.create(model=MODEL, prompt="Rolf", max_tokens=3)
-    assert client.completions.create(model=MODEL, prompt="Rolf", max_tokens=3).choices
-    check_idle(server)
-
-
 def counts(server, *names):
     found = metrics(server.url)
     return [found.get(f"hf_blend_{name}", 0.0) for name in names]
 
 
-def test_a_stream_that_fails_in_the_middle_is_counted_as_failed(server, http, monkeypatch):
-    names = [f'requests_total{{status="{status}"}}' for status in (500, 200)]
-    failed, fine = counts(server, *names)
-
+def test_a_step_that_fails_is_an_error_that_is_counted_also_within_a_stream_and_the_server_serves_on(
+    server, http, monkeypatch
+):
     def fail_later():
         if any(len(one.state.generated_tokens) > 2 for one in server.engine.batch_processor.scheduler.in_step):
             raise AssertionError("somewhere in /usr/lib")
 
-    noting(monkeypatch, server.engine, "_generation_step", fail_later)
-    given = {"prompt": "the the the", "max_tokens": 9, "stream": True, "temperature": 0}
-    answer = http.post("/v1/completions", json=given)
-    assert answer.status_code == 200, "which was said before"
-    assert '"server_error"' in answer.text
-    assert "/usr/lib" not in answer.text
-    wait_for(lambda: counts(server, *names) != [failed, fine], "a count")
-    assert counts(server, *names) == [failed + 1, fine]
+    names = [f'requests_total{{status="{status}"}}' for status in (500, 200)]
+    given = {"prompt": "the the the", "max_tokens": 9, "temperature": 0}
+    with monkeypatch.context() as patch:
+        noting(patch, server.engine, "_generation_step", fail_later)
+        for stream, status in ((False, 500), (True, 200)):  # which was said before
+            failed, fine = counts(server, *names)
+            answer = http.post("/v1/completions", json={**given, "stream": stream})
+            assert answer.status_code == status
+            assert '"server_error"' in answer.text
+            assert "failed in the engine" in answer.text
+            assert "/usr/lib" not in answer.text
+            wait_for(lambda before=(failed, fine): counts(server, *names) != [*before], "a count")
+            assert counts(server, *names) == [failed + 1, fine]
+    assert http.post("/v1/completions", json=given).status_code == 200
     check_idle(server)
 
 
