@@ -23,6 +23,7 @@ import openai
 import psutil
 import pytest
 import torch
+from starlette.requests import Request
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from worlds import reference_questions
@@ -292,7 +293,8 @@ def test_a_length_that_is_no_number_of_bytes_breaks_nothing(length, refused):
     guard = Guard(None, None, Limits(), lambda status: None)
     found = contextlib.nullcontext() if not refused else pytest.raises(Refused, match="larger than 4194304 bytes")
     with found:
-        assert asyncio.run(guard._body({"content-length": length}, receive)) == b"text"
+        headers = [(b"content-length", length.encode("latin1"))]
+        assert asyncio.run(guard._body(Request({"type": "http", "headers": headers}, receive))) == b"text"
 
 
 def test_guard_tells_who_comes_when_too_many_are_here_when_to_ask_again():
