@@ -804,17 +804,10 @@ def test_the_blocks_of_an_engine_take_no_memory_before_they_are_used(model, benc
     assert taken < planned / 10
 
 
-DELETABLE = [
-    (module, owner, part)
-    for module, owners in upstream.NAMES.items()
-    for owner, parts in owners.items()
-    for part in parts.split() or [""]
-]
-
-
 def test_each_name_of_transformers_that_is_gone_is_refused_before_anything_runs(model, bench, store, monkeypatch):
-    removed = 0
-    for module, owner, part in DELETABLE:
+    removed, names = 0, [(name, part) for name, parts in upstream.NAMES.items() for part in parts.split() or [""]]
+    for name, part in names:
+        module, _, owner = name.rpartition(".")
         home = importlib.import_module(f"{upstream.PACKAGE}.{module}")
         where = home if not part else next((one for one in getattr(home, owner).__mro__ if part in vars(one)), None)
         if where is None or not callable(getattr(where, part or owner)):
