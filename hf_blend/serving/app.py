@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 
 from ..errors import HfBlendError, PromptError
@@ -163,7 +164,7 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = await asyncio.to_thread(server.meters.text)
+        text = await asyncio.to_thread(generate_latest, server.meters.registry)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -32,7 +32,6 @@ from ..model.canary import compute_chunk
 from ..model.fingerprint import fingerprint
 from ..model.modality import KINDS_OF_TOKENS
 from ..prefill.plan import of_set
-from ..prefill.report import BlendReport
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, Found
@@ -81,11 +80,6 @@ class Prefilled:
     charged_budget: float | None = None
     reason: str = ""
     begun: float | None = None  # by time.perf_counter
-
-    def note(self, report: BlendReport) -> None:
-        """Keep the figures of a blend; the report itself holds tensors of every layer."""
-        self.how, self.charged_budget = "blended", report.charged_budget
-        self.reused_tokens, self.recomputed_tokens = report.reused_tokens, sum(map(len, report.chosen_columns))
 
 
 @dataclass(eq=False)
@@ -450,7 +444,9 @@ class BlendedPrefills:
             self.turns.checkpoint()
             paged.write(index, rows, layer.keys[0], layer.values[0])
         held.first = self._engine.draw(state, output.logits[0, -1:])
-        held.outcome.note(cache.report)
+        outcome, report = held.outcome, cache.report  # which holds tensors of every layer
+        outcome.how, outcome.charged_budget = "blended", report.charged_budget
+        outcome.reused_tokens, outcome.recomputed_tokens = report.reused_tokens, sum(map(len, report.chosen_columns))
 
     def _root(self, spans: Spans, reuse: Reuse, token_ids: Sequence[int]) -> int:
         """What the hashes of blended blocks begin at: all that their K and V depend on beside the tokens in them."""

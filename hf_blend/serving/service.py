@@ -249,11 +249,6 @@ class Service:
             eos_token_id=-1 if asked.ignore_eos else None,
         )
 
-    def note_begin(self, run: Running) -> None:
-        """Note when its prefill began, if that was a blended one; else the engine has said it."""
-        outcome = self.engine.outcome(run.name)
-        run.begun = (outcome.begun if outcome else None) or run.begun
-
     def give_up(self) -> None:
         """End what is under way, with an error that says so. Called in the event loop."""
         for outputs in self._come:

@@ -200,11 +200,12 @@ class Scheduler(BlendConnector):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Say how many tokens behind those that vLLM has come from here, and whether they come later."""
-        if self._verdict is None or self._verdict.error or self._loaded.get(request.request_id) == _tries(request):
+        name = request.request_id
+        if self._verdict is None or self._verdict.error or self._loaded.get(name) == request.num_preemptions:
             return 0, False
-        if request.request_id not in self._reuse:
-            self._reuse[request.request_id] = self._find(request)
-        reuse = self._reuse[request.request_id]
+        if name not in self._reuse:
+            self._reuse[name] = self._find(request)
+        reuse = self._reuse[name]
         if reuse is None or num_computed_tokens >= reuse.spans[-1].stop:
             return 0, False  # nothing to reuse; or all of it is in blocks of an earlier request with the same salt
         tokens = max(0, request.num_prompt_tokens - 1 - num_computed_tokens)
@@ -253,7 +254,7 @@ class Scheduler(BlendConnector):
         if not num_external_tokens:
             return
         ids, reuse = tuple(request.prompt_token_ids), self._reuse[request.request_id]
-        self._loaded[request.request_id] = _tries(request)
+        self._loaded[request.request_id] = request.num_preemptions
         start = len(ids) - 1 - num_external_tokens
         self._loads.append(Load(request.request_id, ids, reuse, blocks.get_block_ids()[0], start))
 
@@ -464,10 +465,6 @@ def load_tokenizer(model_config: Any) -> Any:
 def _write(layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:
     """Write K and V, `[tokens, kv_heads, head_dim]` each, as the layer writes its own."""
     layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), kv_cache, indices)
-
-
-def _tries(request: Any) -> int:
-    return int(request.num_preemptions)
 
 
 def _model_of_caller() -> nn.Module:
