@@ -264,8 +264,7 @@ class BlendedBatching(ContinuousBatchingManager):
                 "blended blocks hold full attention alone. Use a BlendCache for each request."
             )
         BlendedPagedCache.adopt(processor.cache, self.prefills)
-        scheduler = BlendedScheduler.adopt(processor.scheduler, self.prefills)  # type: ignore[arg-type]
-        scheduler.begin = self._advance
+        BlendedScheduler.adopt(processor.scheduler, self.prefills, self._advance)
         return processor
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
