@@ -15,7 +15,7 @@ MOST = {
     "correctors": 182,
     "hybrids": 932,
     "images": 666,
-    "integrations": 1_737,
+    "integrations": 1_671,
     "loading": 467,
     "model": 4_232,
     "offload": 911,
@@ -23,14 +23,14 @@ MOST = {
     "prompt": 703,
     "rotary": 338,
     "selectors": 729,
-    "serving": 4_042,
+    "serving": 3_973,
     "sparse": 2_278,
     "store": 6_010,
     "training": 302,
     "verify": 1_361,
     "cli": 2_432,
     "evaluation": 5_222,
-    "tests": 32_383,
+    "tests": 32_241,
 }
 
 
