@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import time
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 from benches.soak import SoakPlan, measure_soak
 from worlds import REFERENCE, reference_questions
@@ -23,11 +23,8 @@ EXACT = ("--selector", "kv-deviation")  # with which the small model gives the a
 SOAK_S = float(os.environ.get("HF_BLEND_SOAK_S", "6"))
 
 
-def post(url, body, timeout=60):
-    headers = {"content-type": "application/json", "authorization": "Bearer any"}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=timeout) as response:
-        return json.load(response)
+def post(url, body):
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
 
 
 def asked(number):
