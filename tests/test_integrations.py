@@ -106,9 +106,11 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(answerer):
 
 def test_closing_a_stream_ends_the_computation(answerer):
     before = threading.active_count()
-    stream = iter(answerer.chat(ASKED, DOCUMENTS, max_new_tokens=1000))
+    answer = answerer.chat(ASKED, DOCUMENTS, max_new_tokens=1000)
+    stream = iter(answer)
     assert next(stream)
     stream.close()
+    assert answer._cache.get_seq_length() < answer.prompt_tokens + 900
     assert threading.active_count() <= before
 
 

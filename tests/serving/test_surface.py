@@ -220,6 +220,7 @@ CHAT_WRONG = {
     "history": ({"messages": [HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}, HI]}, DROPPED),
     "history without content": ({"messages": [HI, {"role": "assistant", "tool_calls": [CALL]}, HI]}, DROPPED),
     "name": ({"messages": [HI, {**HI, "name": "anna"}]}, "messages.1.name came"),
+    "documents": ({"documents": ["a"] * 257}, "257 documents came, at most 256 are taken"),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0.content is missing, expected text"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "served reads text alone"),
     "modalities": ({"modalities": ["audio"]}, "modalities.0 is 'audio', expected 'text'"),
