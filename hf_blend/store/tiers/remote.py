@@ -9,18 +9,16 @@ import random
 import secrets
 import threading
 import time
-import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..locks import new_lock
+from ..locks import new_lock, start
 from . import base
 from .base import EntryFault, ObjectStat, Source, check_name
 
-__all__ = ["PIECE_BYTES", "Circuit", "Found", "RefusedError", "RemoteTier", "start"]
+__all__ = ["PIECE_BYTES", "Circuit", "Found", "RefusedError", "RemoteTier"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,25 +103,6 @@ class Circuit:
                 self._pause_s = FIRST_PAUSE_S if answered else min(2 * self._pause_s, LONGEST_PAUSE_S)
                 self._ask_again_s = time.monotonic() + self._pause_s * random.uniform(0.75, 1.25)
                 self._asking_pid, self.is_open = -1, not answered
-
-
-def start(act: Callable[[], Answer], name: str) -> "Future[Answer]":
-    """Do something in a thread of its own, which keeps no process from ending."""
-    future: Future[Answer] = Future()
-
-    def run(future: Future[Answer]) -> None:
-        try:
-            future.set_result(act())
-        except BaseException as error:  # for the thread that waits
-            held: BaseException | None = error
-            while held is not None:  # a client's frame may hold it, and so all bytes of the call until a collection
-                traceback.clear_frames(held.__traceback__)
-                held = held.__cause__ or held.__context__
-            future.set_exception(error)
-            del future  # this frame is held by the exception
-
-    threading.Thread(target=run, args=(future,), name=name, daemon=True).start()
-    return future
 
 
 def _within(limit_s: float, act: Callable[[], Answer]) -> Answer:
