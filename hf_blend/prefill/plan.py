@@ -200,7 +200,7 @@ class Planner:
         plan.begin(logits_rows)
         self.report.prompt_tokens += sum(counts)
         self.report.reusable_tokens += sum(plan.stored_counts)
-        self.report.exact_tokens += int(plan.exact.sum())
+        self.report.exact_tokens += sum(counts) - sum(plan.stored_counts) - sum(plan.fresh_counts)
         streamed = [chunk.layers for chunk in self._fetched.values() if isinstance(chunk.layers, StreamedLayers)]
         if streamed and self._store.pipeline_depth:
             plan.pipeline = Pipeline(streamed, self._store.pipeline_depth)
