@@ -1,7 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of Python by room, beside how many each should have at most: `python benchmarks/lines.py`."""
+"""Lines of Python by room, beside how many each should have at most.
 
+python benchmarks/lines.py               # rooms, core, library, wheel, tests
+python benchmarks/lines.py --promises    # of the rooms with more, which promise takes how many lines
+"""
+
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,6 +20,80 @@ ROOMS = {
 }  # fmt: skip
 FAR = ("store/tiers/fsspec.py", "store/tiers/redis.py", "store/tiers/remote.py")  # a room beside other tiers
 BESIDE = {"cli": 2000, "evaluation": 4000}
+PROMISES = {  # what a user would lose with the files, by room; a room keeps its promises rather than its target
+    "top": {
+        "a setting is checked before a model is touched, with what to write instead": ("config.py",),
+        "methods are files, of ours and of other distributions": ("plugins.py",),
+        "models by name, folder or package; stores of their chunks": ("model_names.py", "chunk_store.py"),
+    },
+    "model": {
+        "any type is judged by its structure and by probes of it, never by its name": (
+            "model/anatomy.py", "model/calibrate.py", "model/checks.py", "model/flops.py",
+        ),
+        "weights, code, hooks, modes that change are noticed, and change the key": (
+            "model/identity", "model/fingerprint.py", "model/canary.py",
+        ),
+        "exact masks for scattered rows, at the price of the rows": ("model/row_masks.py",),
+        "chunks behind text, corrected for it, or as a set": (
+            "model/context.py", "model/correction.py", "model/together.py",
+        ),
+        "quantised and offloaded models, images, caches of a model's own": (
+            "model/quantised.py", "model/placement.py", "model/modality.py", "model/own_cache.py", "model/extras.py",
+        ),
+    },
+    "prefill": {
+        "nothing per chunk: all chunks move together, layers are read and copied ahead": (
+            "prefill/realign.py", "prefill/buffers.py", "prefill/copies.py", "prefill/pipeline.py",
+        ),
+        "what a request cost, and why nothing was reused": ("prefill/report.py", "prefill/notices.py"),
+        "selectors that look at attention, and importance for the store": ("prefill/observing.py",),
+    },
+    "cache": {
+        "K and V in 8 and in 4 bits": ("cache/quantised_layer.py",),
+        "buffers that never move, for compiled steps": ("cache/static_layer.py",),
+        "attention by an indexer": ("cache/indexed_layer.py",),
+    },
+    "store": {
+        "processes share a folder: one index, caps, quotas, eviction, listings": (
+            "store/index.py", "store/budget.py", "store/catalog.py",
+        ),
+        "every byte is verified: seals, secrets, headers that lie, tensors that were written to": (
+            "store/entry.py", "store/format.py", "store/seal.py", "store/guard.py",
+        ),
+        "slow tiers keep nobody waiting": ("store/slow.py", "store/stream.py"),
+        "chunks are found by content at any offset": ("store/content.py",),
+        "importance over requests and restarts": ("store/importance.py",),
+        "Prometheus": ("store/metrics.py",),
+    },
+    "context": {
+        "states of hybrids and of any stock cache, saved where prefixes end": (
+            "context/checkpoints.py", "context/continuing.py", "context/handed.py", "context/state_cache.py",
+        ),
+        "Self-Extend": ("context/self_extend.py",),
+        "sessions as files": ("context/session.py",),
+        "conversations that shift, and blend old turns back in": ("context/conversation.py", "context/reuse.py"),
+    },
+    "sparse": {
+        "IMPRESS: chunks loaded in part": ("sparse/partial",),
+        "sparse decoding over K and V that are away": ("sparse/away.py",),
+    },
+    "offload": {"K and V in memory and in files, each piece verified": ("offload/states.py",)},
+    "loading": {"prices and delays of this machine": ("loading/profile.py", "loading/estimator.py")},
+    "serving": {
+        "OpenAI's requests, streams, log probabilities, tools, JSON schemas, images": (
+            "serving/wire.py", "serving/answers.py", "serving/tools.py", "serving/structured.py", "serving/prompts.py",
+        ),
+        "prefills take turns with steps, and tenants with each other": (
+            "serving/prefills.py", "serving/turns.py", "serving/shares.py",
+        ),
+        "strangers cannot stop it": ("serving/guard.py", "serving/service.py", "serving/heaps.py"),
+        "sampling as each request asks": ("serving/sampling.py",),
+    },
+    "integrations": {"vLLM": ("integrations/vllm",), "datasets and Ray": (
+        "integrations/datasets.py", "integrations/ray.py", "integrations/indexing.py",
+    )},
+    "verify": {"a floor for each model, dtype and attention": ("verify/model_under_test.py", "verify/runner.py")},
+}  # fmt: skip
 TARGETS = {"hf_blend": 24_000, "wheel": 30_000, "tests": 22_000}
 
 
@@ -55,5 +134,21 @@ def table() -> str:
     return "\n".join([f"{'room':14}{'lines':>8}{'target':>8}", *lines])
 
 
+def promises() -> str:
+    """Write which promise takes how many lines of the rooms that have more than they should."""
+    found, lines = by_room(), [f"{'lines':>6}  promise"]
+    for name, held in PROMISES.items():
+        most = {**CORE, **ROOMS}[name]
+        lines.append(f"\n{name}: {found[name]:,} lines, {found[name] - most:,} more than {most:,}")
+        lines += [f"{promised_lines(paths):>6,}  {promise}" for promise, paths in held.items()]
+    return "\n".join(lines)
+
+
+def promised_lines(paths: tuple[str, ...]) -> int:
+    """Return the lines of some files and folders of the package."""
+    files = [ROOT / "hf_blend" / path for path in paths]
+    return sum(count(path) if path.is_dir() else count(path.parent, path.name) for path in files)
+
+
 if __name__ == "__main__":
-    print(table())
+    print(promises() if "--promises" in sys.argv else table())

@@ -31,7 +31,7 @@ MOST = {
     "verify": 1_353,
     "cli": 2_389,
     "evaluation": 5_138,
-    "tests": 31_597,
+    "tests": 31_610,
 }
 
 
@@ -39,3 +39,16 @@ MOST = {
 def test_lines_of_a_room_do_not_grow(room):
     found = {**lines.by_room(), **lines.totals()}[room]
     assert found <= MOST.get(room, 0), f"{room} has {found:,} lines; `python benchmarks/lines.py` shows all rooms"
+
+
+def test_promises_name_files_that_are_there_and_what_they_hold_once():
+    named = [path for held in lines.PROMISES.values() for paths in held.values() for path in paths]
+    assert len(named) == len(set(named))
+    assert [path for path in named if not lines.promised_lines((path,))] == []
+
+
+def test_promises_hold_the_lines_of_every_room_that_has_more_than_it_should():
+    found, most = lines.by_room(), {**lines.CORE, **lines.ROOMS}
+    over = {name: found[name] - count for name, count in most.items() if found[name] > 1.1 * count}
+    held = {name: sum(map(lines.promised_lines, lines.PROMISES.get(name, {}).values())) for name in over}
+    assert {name: (count, held[name]) for name, count in over.items() if held[name] < count} == {}
