@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, PromptError, StateCheckpoints, UnsupportedModelError
-from hf_blend.context import stock_form
+from hf_blend.context.continuing import StockForm
 from hf_blend.model.anatomy import stock_cache
 from tests import asking
 from tests.forging import sealed_header
@@ -525,4 +525,4 @@ def test_a_layer_that_keeps_something_else_is_refused_by_name():
     held = stock_cache(model_of("lfm2"))
     held.layers[1].ring = {"buffer": torch.ones(2)}
     with pytest.raises(UnsupportedModelError, match="layer 1 of a DynamicCache keeps ring"):
-        stock_form.StockForm(held)
+        StockForm(held)

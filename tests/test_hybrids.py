@@ -20,7 +20,7 @@ from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError,
 from hf_blend.context.continuing import continuing
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.hybrids import mixer_probe
-from hf_blend.hybrids.layers import MixerLayer
+from hf_blend.hybrids.extra_layers import MixerLayer
 from hf_blend.hybrids.mixer_probe import mixers_of
 from hf_blend.model import anatomy
 from hf_blend.model.calibrate import ignores_states, rotary_styles

@@ -241,9 +241,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     def _move(self, key_states: Tensor, value_states: Tensor, capacity: int, kept: slice) -> None:
         """Go on in buffers of another capacity that begin with the kept columns of those used so far."""
         old = () if self._buffers is None else self._columns(kept)
-        keys, values = (
-            one.new_empty((*one.shape[:2], capacity, one.shape[3])) for one in (key_states, value_states)
-        )
+        keys, values = (one.new_empty((*one.shape[:2], capacity, one.shape[3])) for one in (key_states, value_states))
         for buffer, held in zip((keys, values), old, strict=False):
             buffer[:, :, : held.shape[2]] = held
         self._hold((keys, values))

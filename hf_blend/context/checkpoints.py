@@ -39,9 +39,8 @@ from ..store.format import EntryFile, pack_entry
 from ..store.index import Index
 from ..store.seal import check_secret, keyed
 from ..store.tiers.base import EntryFault, as_fault
-from .continuing import Continuing, continuing
+from .continuing import Continuing, Parts, continuing
 from .handed import complaint, handed
-from .stock_form import Parts
 from .tables import regime_tokens
 
 __all__ = ["CheckpointStats", "StateCheckpoints"]

@@ -9,6 +9,7 @@ All run before a model is first used so; what fails is refused by the name of it
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -38,23 +39,22 @@ NEAREST: dict[str, Any] = {"trained_tokens": 64, "window_tokens": 1, "group_toke
 Measure = Callable[[CheckedModel], CheckResult]
 
 
-def _of_sequences(measure: Measure) -> Measure:
-    """A check that neither holds nor fails where a model's sequences cannot be kept."""
+def _unless_refused(measure: Measure) -> Measure:
+    """A check that neither holds nor fails where a model is refused what the claim is about."""
 
+    @wraps(measure)
+    @torch.no_grad()
     def measured(subject: CheckedModel) -> CheckResult:
         try:
-            SequenceCache(subject.model)
+            return measure(subject)
         except UnsupportedModelError as error:
             return refused(error)
-        with torch.no_grad():
-            return measure(subject)
 
-    measured.__name__, measured.__doc__ = measure.__name__, measure.__doc__
     return measured
 
 
 @check(first_use="move")
-@_of_sequences
+@_unless_refused
 def whole_shift(subject: CheckedModel) -> CheckResult:
     """A sequence that is shifted as a whole continues as a plain forward at its new positions does."""
     model, ids = subject.model, _ids(subject)
@@ -69,7 +69,7 @@ def whole_shift(subject: CheckedModel) -> CheckResult:
 
 
 @check(first_use="move")
-@_of_sequences
+@_unless_refused
 def closed_hole(subject: CheckedModel) -> CheckResult:
     """After tokens are removed and the rest closes up, layer 0 has the K and V of a direct forward of what is left."""
     model, ids = subject.model, _ids(subject)
@@ -83,7 +83,7 @@ def closed_hole(subject: CheckedModel) -> CheckResult:
 
 
 @check(first_use="share")
-@_of_sequences
+@_unless_refused
 def shared_cells(subject: CheckedModel) -> CheckResult:
     """A sequence that is forked and whose copies are shortened continues, all at once, as plain forwards of each."""
     model, ids = subject.model, _ids(subject)
@@ -92,11 +92,7 @@ def shared_cells(subject: CheckedModel) -> CheckResult:
     new = torch.stack([ids[0, held + number :][:4] for number in range(len(lengths))])
     with cache:
         model(ids[:, :held], past_key_values=cache, use_cache=True)
-        try:
-            numbers = cache.fork(len(lengths))
-        except UnsupportedModelError as error:
-            return refused(error)
-        for number, length in zip(numbers, lengths, strict=True):
+        for number, length in zip(cache.fork(len(lengths)), lengths, strict=True):
             cache.remove(number, length)
         parts = [model(part, past_key_values=cache, use_cache=True).logits for part in (new[:, :-1], new[:, -1:])]
     logits, compared = torch.cat(parts, 1), []
@@ -107,16 +103,17 @@ def shared_cells(subject: CheckedModel) -> CheckResult:
 
 
 @check(first_use="extend", overridable=False)
+@_unless_refused
 def asks_for_attention(subject: CheckedModel) -> CheckResult:
     """Every layer asks transformers for its attention, so that Self-Extend can change it."""
     model, asked = subject.model, set[int]()
     name = type(model).__name__
     try:
-        with torch.no_grad(), extended(model, **NEAREST) as extension:
+        with extended(model, **NEAREST) as extension:
             asked = extension.asked
             model(_ids(subject), use_cache=False)
-    except UnsupportedModelError as error:
-        return refused(error)
+    except UnsupportedModelError:
+        raise
     except FAILURES as broken:
         return violations([f"layer {len(asked)} of {name} cannot be extended: {type(broken).__name__}: {broken}"])
     deaf = [index for index in range(len(decoder_layers(model))) if index not in asked]
@@ -141,13 +138,10 @@ class _FarRow:
 
 
 @check(first_use="extend")
-@torch.no_grad()
+@_unless_refused
 def self_extend(subject: CheckedModel) -> CheckResult:
     """With all other tokens at distance 1, Self-Extend's every layer gives what the stock layer gives at 0, … 0, 1."""
-    try:
-        rows = _far_rows(subject.model, _ids(subject))
-    except UnsupportedModelError as error:
-        return refused(error)
+    rows = _far_rows(subject.model, _ids(subject))
     noise = max(relative_error(again, row.plain) for row in rows for again in row.again)
     allowed = max(FLOORS * noise, subject.contribution_tolerance(rows[0].expected.dtype))
     if subject.must_show and max(relative_error(row.plain, row.expected) for row in rows) <= allowed:
@@ -206,20 +200,16 @@ def _watched(
     """Record, and replace, what layers receive in calls with a cache; other threads may run the model meanwhile."""
     contributed: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def bound(layer: nn.Module, args: Any, kwargs: Any) -> LayerCall | None:
-        call = LayerCall.bind(layer, args, kwargs)
-        return call if any(value is cache for value in call.arguments.values()) else None
-
     def before(index: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = bound(layer, args, kwargs)
-        if call is None or inputs is None:
+        call = LayerCall.bind(layer, args, kwargs)
+        if call.cache is not cache or inputs is None:
             return None
         rows, whole = call.hidden.shape[1], inputs[index]
         return (whole[:, -1:] if rows == 1 else whole[:, :rows],), call.arguments
 
     def after(index: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = bound(layer, args, kwargs)
-        if call is not None:
+        call = LayerCall.bind(layer, args, kwargs)
+        if call.cache is cache:
             left = output[0] if isinstance(output, tuple) else output
             contributed[index] = call.hidden.clone(), left - call.hidden
 

@@ -75,26 +75,17 @@ class TableSource:
 
         Shapes: positions `[tokens]` → `[tokens, width]`.
         """
-        made: dict[int, Table] = {}
-        for maker in self._makers:
-            if maker is not None and id(maker) not in made:
-                made[id(maker)] = _made(maker, positions)
-        return [None if maker is None else made[id(maker)] for maker in self._makers]
+        made = {maker: _made(maker, positions) for maker in {*self._makers} if maker is not None}
+        return [None if maker is None else made[maker] for maker in self._makers]
 
     def rotations(self, old: Tensor, new: Tensor) -> list[Table | None]:
         """For each layer what rotates keys from old to new positions, `[tokens]` each; None where none moves."""
-        found: dict[Any, Table] = {}
-        per_layer: list[Table | None] = [None] * len(self.styles)
         if bool((old == new).all()):
-            return per_layer
-        for index, (style, before, after) in enumerate(
-            zip(self.styles, self.tables(old), self.tables(new), strict=True)
-        ):
-            if before is not None and after is not None:
-                if (style, id(before)) not in found:
-                    found[style, id(before)] = compose(style, before, after)
-                per_layer[index] = found[style, id(before)]
-        return per_layer
+            return [None] * len(self.styles)
+        kinds = [*zip(self.styles, self._makers, strict=True)]
+        last = {kind: layer for layer, kind in enumerate(kinds)}
+        found = {kind: self.rotation(layer, old, new) for kind, layer in last.items()}
+        return [found[kind] for kind in kinds]
 
     def rotation(self, layer: int, old: Tensor, new: Tensor) -> Table | None:
         """What rotates the keys of one layer, as `rotations` gives it; also where none moves."""
