@@ -236,7 +236,7 @@ def test_a_conversation_of_a_hybrid_in_8_bits_is_the_stock_model_on_a_cache_that
     held, by_hand = chat.cache.tokens(), copy.deepcopy(plain.cache._cache)
     for packed, layer in zip(chat.cache._cache.layers, by_hand.layers, strict=True):
         if not hasattr(layer, "recurrent_states"):
-            keys, values = packed_by_hand(layer.keys, 3), packed_by_hand(layer.values, 4)
+            keys, values = packed_by_hand(layer.keys, layer.values)
             beside = getattr(packed, "indexer_keys", torch.empty(0)).nbytes
             assert packed.nbytes < (layer.keys.nbytes + layer.values.nbytes) * 0.6 + beside
             assert apart(packed.keys, keys) <= TOLERANCE * 0.1 < apart(packed.keys, layer.keys)
