@@ -650,24 +650,13 @@ class ShiftCache(SequenceCache):
 
     def make_room(self, tokens: int) -> None:
         """Drop at least half of what each active sequence need not keep, if so many new tokens do not fit."""
+        keep, way_out = self.keep_tokens, "Pass prefill_chunk_size to generate(), or shorten the prompt."
         for number in self.batch:
-            self._make_room(number, tokens)
-
-    def _make_room(self, number: int, tokens: int) -> None:
-        held = self._table.next_position(number)
-        over = held + tokens - self.window_tokens
-        if over <= 0:
-            return
-        rest = held - self.keep_tokens
-        if over > rest:
-            raise PromptError(
-                f"{tokens} new tokens do not fit a window of {self.window_tokens}, of which {self.keep_tokens} are "
-                "kept. Pass prefill_chunk_size to generate(), or shorten the prompt."
-            )
-        dropped = max(over, rest // 2)
-        self.remove(number, self.keep_tokens, self.keep_tokens + dropped)
-        self.shift(number, self.keep_tokens + dropped, None, -dropped)
-        self.shifts += 1
+            dropped = dropped_tokens(self._table.next_position(number), tokens, self.window_tokens, keep, way_out)
+            if dropped:
+                self.remove(number, keep, keep + dropped)
+                self.shift(number, keep + dropped, None, -dropped)
+                self.shifts += 1
 
 
 def check_window(window_tokens: int, keep_tokens: int) -> None:
@@ -677,3 +666,13 @@ def check_window(window_tokens: int, keep_tokens: int) -> None:
             f"keep_tokens is {keep_tokens} and window_tokens {window_tokens}, but at least two tokens must fit behind "
             "those that are kept. Give a larger window_tokens."
         )
+
+
+def dropped_tokens(held: int, new: int, window_tokens: int, keep_tokens: int, way_out: str) -> int:
+    """How many of the tokens behind those kept leave, so that new ones fit: if any, at least half of them."""
+    over, rest = held + new - window_tokens, max(0, held - keep_tokens)
+    if over > rest:
+        raise PromptError(
+            f"{new} new tokens do not fit a window of {window_tokens}, of which {keep_tokens} are kept. {way_out}"
+        )
+    return max(over, rest // 2) if over > 0 else 0
