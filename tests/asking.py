@@ -34,6 +34,13 @@ def generated(model, inputs, cache=None, **ways):
     return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **ways})
 
 
+def as_stock(model, inputs, cache, how=None, **ways):
+    """Ids of prompt and answer, which are those of stock transformers; `how` is said to the first alone."""
+    output = generated(model, inputs, cache, **ways, **(how or {}))
+    assert torch.equal(output, generated(model, inputs, **ways))
+    return output
+
+
 def asked(model, *requests, store=None, ways=GREEDY, **settings):
     """The cache behind an answer, and the ids."""
     cache, inputs = prepared(model, *requests, store=store, **settings)

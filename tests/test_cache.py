@@ -13,20 +13,11 @@ from hf_blend import BlendCache, observer
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
-from tests.asking import GREEDY, asked, generated, hooks, memory, prepared
+from tests.asking import GREEDY, as_stock, asked, generated, hooks, memory, prepared
 
 
 def ids_of(request):
-    return torch.tensor([[*request["prefix"], *sum(request["chunks"], []), *request["question"]]])
-
-
-def generate(model, cache, inputs, **changes):
-    inputs = {"input_ids": inputs} if isinstance(inputs, torch.Tensor) else inputs
-    return generated(model, inputs, cache, **changes)
-
-
-def plain(model, ids):
-    return generated(model, {"input_ids": ids})
+    return {"input_ids": torch.tensor([[*request["prefix"], *sum(request["chunks"], []), *request["question"]]])}
 
 
 def test_a_cache_that_is_never_used_leaves_nothing_on_the_model(shared_model, untouched):
@@ -41,9 +32,9 @@ def test_a_cache_that_is_never_used_leaves_nothing_on_the_model(shared_model, un
 def test_a_chunk_that_occurs_twice_is_fetched_once(shared_model, pieces):
     model, kept, request = shared_model(), memory(), pieces()
     request["chunks"] = [request["chunks"][0], request["chunks"][1], request["chunks"][0]]
-    cache, output = asked(model, request, store=kept, recompute_ratio=1.0)
+    cache, inputs = prepared(model, request, store=kept, recompute_ratio=1.0)
+    as_stock(model, inputs, cache)
     assert (cache.report.computed_chunks, cache.report.reusable_tokens) == (3, 17 + 23 + 17)
-    assert torch.equal(output, plain(model, ids_of(request)))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 7])
@@ -51,27 +42,27 @@ def test_stored_chunks_are_found_by_content_at_any_offset_of_plain_ids(shared_mo
     model, kept, request = shared_model(), memory(), pieces()
     kept.add(model, None, request["chunks"])
     filler = pieces(prefix=40, seed=6)["prefix"][1:]
-    ids = torch.tensor([[1, *filler[:offset], *request["chunks"][2], *filler[:3], *request["chunks"][0], 9, 8, 7]])
+    ids = [1, *filler[:offset], *request["chunks"][2], *filler[:3], *request["chunks"][0], 9, 8, 7]
+    inputs = {"input_ids": torch.tensor([ids])}
     cache = BlendCache(model, kept, recompute_ratio=0.0)
-    generate(model, cache, ids)
+    generated(model, inputs, cache)
     assert cache.report.loaded_chunks == 2
     assert cache.report.computed_chunks == (0 if offset else 1)  # directly behind its sink: the sink is an entry too
     assert cache.report.reusable_tokens + cache.report.exact_tokens == (48 if offset else 49)
-    again = BlendCache(model, kept, recompute_ratio=1.0)
-    assert torch.equal(generate(model, again, ids), plain(model, ids))
+    as_stock(model, inputs, BlendCache(model, kept, recompute_ratio=1.0))
 
 
 def test_plain_ids_and_built_inputs_are_the_same_request(shared_model, pieces, tokenizer):
     model, kept, request = shared_model(), memory(), pieces()
     built = BlendCache(model, kept, recompute_ratio=0.15)
-    first = generate(model, built, built.inputs(tokenizer, **request))
+    first = generated(model, built.inputs(tokenizer, **request), built)
     found = BlendCache(model, kept, recompute_ratio=0.15)
-    assert torch.equal(first, generate(model, found, ids_of(request)))
+    assert torch.equal(first, generated(model, ids_of(request), found))
     assert found.report.chosen_columns == built.report.chosen_columns
     assert found.report.exact_tokens == built.report.exact_tokens == 5
     other = BlendCache(model, kept)
     other.inputs(tokenizer, **request)
-    generate(model, other, ids_of(request).flip(1))
+    generated(model, {"input_ids": ids_of(request)["input_ids"].flip(1)}, other)
     assert "other ids than those of the prompt" in other.report.notice
     assert not built.report.notice
 
@@ -80,8 +71,8 @@ def test_a_prompt_without_stored_chunks_is_a_plain_request(shared_model, pieces,
     model, ids = shared_model(), ids_of(pieces())
     with untouched(model):
         cache = BlendCache(model, memory(), recompute_ratio=0.0)
-        assert torch.equal(generate(model, cache, ids), plain(model, ids))
-    assert (cache.report.reusable_tokens, cache.report.prompt_tokens) == (0, ids.shape[1])
+        as_stock(model, ids, cache)
+    assert (cache.report.reusable_tokens, cache.report.prompt_tokens) == (0, ids["input_ids"].shape[1])
 
 
 class Boom(RuntimeError):
@@ -110,7 +101,7 @@ def test_an_exception_outside_the_layers_leaves_no_hook(tiny_model, pieces, unto
     with untouched(model):
         cache, inputs = prepared(model, request, recompute_ratio=0.3)
         with failing(module, Boom, calls_before=4 if place == "embed_tokens" else 0):
-            generate(model, cache, inputs)
+            generated(model, inputs, cache)
         assert hooks(model) == 0
 
 
@@ -126,12 +117,12 @@ def test_after_an_exception_in_any_layer_the_next_request_works_with_the_same_ca
     with untouched(model):
         cache, inputs = prepared(model, request, store=kept, recompute_ratio=0.3)
         with failing(decoder_layers(model)[layer].mlp, error, calls_before):
-            generate(model, cache, inputs)
+            generated(model, inputs, cache)
         assert error is KeyboardInterrupt or hooks(model) == 0
         other = BlendCache(model, kept, recompute_ratio=1.0)
-        assert torch.equal(generate(model, other, inputs), plain(model, ids_of(request)))
+        as_stock(model, inputs, other)
         if calls_before == 0:
-            assert torch.equal(generate(model, cache, inputs), expected)
+            assert torch.equal(generated(model, inputs, cache), expected)
         assert hooks(model) == 0
 
 
@@ -139,25 +130,25 @@ def test_after_an_exception_in_any_layer_the_next_request_works_with_the_same_ca
 def test_the_request_after_an_interrupt_may_fail_outside_the_layers(tiny_model, pieces, place):
     model, kept, request = tiny_model(), memory(), pieces()
     cache, inputs = prepared(model, request, store=kept, recompute_ratio=0.3)
-    generate(model, cache, inputs)  # fills the store, so that the interrupt comes in the blended forward
+    generated(model, inputs, cache)  # fills the store, so that the interrupt comes in the blended forward
     cache.reset()
     for module, error in ((decoder_layers(model)[2].mlp, KeyboardInterrupt), (getattr(model.model, place), Boom)):
         with failing(module, error):
-            generate(model, cache, inputs)
+            generated(model, inputs, cache)
     assert hooks(model) == 0
     assert len({one.get_seq_length() for one in cache.layers}) == 1
 
 
 def test_a_plain_request_beside_a_blended_one_is_unaffected(shared_model, pieces):
     model, request = shared_model(), pieces()
-    before, logits = plain(model, ids_of(request)), model(ids_of(request)).logits
+    before, logits = generated(model, ids_of(request)), model(**ids_of(request)).logits
     cache, inputs = prepared(model, request, recompute_ratio=0.0)
     cache.get_seq_length()  # the hooks stand, and wait for their own cache
     assert hooks(model) == 1
-    assert torch.equal(plain(model, ids_of(request)), before)
-    assert torch.equal(model(ids_of(request)).logits, logits)
-    generate(model, cache, inputs)
-    assert torch.equal(plain(model, ids_of(request)), before)
+    assert torch.equal(generated(model, ids_of(request)), before)
+    assert torch.equal(model(**ids_of(request)).logits, logits)
+    generated(model, inputs, cache)
+    assert torch.equal(generated(model, ids_of(request)), before)
 
 
 @torch.no_grad()
@@ -184,7 +175,7 @@ def test_caches_in_threads_do_not_see_each_other(tiny_model, pieces, tokenizer, 
 
     def ask(request, kept):
         cache = BlendCache(model, kept, recompute_ratio=0.15)
-        return generate(model, cache, cache.inputs(tokenizer, **request), max_new_tokens=3)
+        return generated(model, cache.inputs(tokenizer, **request), cache, max_new_tokens=3)
 
     shared = memory()
     with untouched(model), ThreadPoolExecutor(4) as pool:
@@ -225,17 +216,16 @@ def test_a_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tok
     model, kept, request = tiny_model(bos_token_id=None), memory(), pieces()
     cache = BlendCache(model, kept, recompute_ratio=1.0)
     assert cache.chunk_prefix_ids == ()
-    output = generate(model, cache, cache.inputs(tokenizer, **request))
-    assert torch.equal(output, plain(model, ids_of(request)))
+    as_stock(model, cache.inputs(tokenizer, **request), cache)
     again = BlendCache(model, kept, recompute_ratio=1.0)
     request["prefix"] = request["chunks"].pop(0)
-    assert torch.equal(generate(model, again, ids_of(request)), plain(model, ids_of(request)))
+    as_stock(model, ids_of(request), again)
     assert again.report.exact_tokens == 17
 
 
 def test_a_sink_of_ones_own_stands_before_each_chunk(shared_model, pieces, tokenizer):
     model, kept, request = shared_model(), memory(), pieces()
     cache = BlendCache(model, kept, chunk_prefix_ids=tuple(request["prefix"]), recompute_ratio=0.0)
-    generate(model, cache, cache.inputs(tokenizer, **request))
+    generated(model, cache.inputs(tokenizer, **request), cache)
     assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (5 + 17, 23 + 31)
     assert kept.contains(ChunkKey(fingerprint(model), request["prefix"], request["chunks"][1]))
