@@ -18,7 +18,7 @@ from hf_blend.context.session import save_session
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import verify
-from tests.asking import filled, prompt
+from tests.asking import fed, filled, prompt
 
 TOLERANCE = 2e-5
 MOVED = ("llama", "deepseek_v3", "gptj", "falcon", "gemma3_text", "gpt_neox", "cohere_compass_text")
@@ -178,15 +178,24 @@ def test_a_prefix_that_was_shifted_in_between_is_blended_back_exactly(name):
     assert blend.report.loaded_chunks == 1
 
 
-def test_holes_are_refused_where_attention_falls_off_with_the_distance_in_tokens_and_inside_self_extend():
-    for name, why in (("bloom", r"measures in tokens, not positions.*shift\(\)"), ("llama", "Self-Extend is active")):
-        cache = filled(tiny_model(name), 40)
-        cache.remove(0, 5, 9)
-        with contextlib.nullcontext() if name == "bloom" else self_extend(cache.model):
-            with pytest.raises(ConfigError, match=why):
-                cache.materialize()
-            cache.shift(0, 9, None, -4)
-            assert cache.materialize()[0].keys.shape[2] == 36
+COUNTED = {  # models that measure distances in tokens
+    "bloom": r"measures in tokens, not positions.*shift\(\)",
+    "gemma3_text": "holes.* within windows",
+    "llama": "Self-Extend is active",
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_holes_are_refused_where_attention_counts_tokens(name):
+    cache = filled(tiny_model(name), 40)
+    cache.remove(0, 5, 9)
+    with self_extend(cache.model) if name == "llama" else contextlib.nullcontext():
+        for look in (cache.materialize, lambda: fed(cache, prompt(2))):
+            with pytest.raises(ConfigError, match=COUNTED[name]):
+                look()
+        cache.shift(0, 9, None, -4)
+        fed(cache, prompt(2))
+    assert cache.positions() == [*range(38)]
 
 
 def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(tmp_path):

@@ -113,16 +113,6 @@ def test_a_plain_call_with_moved_tokens_is_refused_and_does_no_harm():
     assert cache.positions()[-2:] == [24, 25]
 
 
-def test_holes_are_refused_where_layers_attend_within_windows():
-    cache = filled(MODELS["gemma3_text"])
-    cache.remove(0, 2, 5)
-    with pytest.raises(ConfigError, match="holes"):
-        fed(cache, prompt(2))
-    cache.shift(0, 5, None, -3)
-    fed(cache, prompt(2))
-    assert cache.positions() == list(range(23))
-
-
 def test_several_requests_are_refused():
     with pytest.raises(PromptError, match="one request"):
         LLAMA.generate(prompt(6).repeat(2, 1), past_key_values=SequenceCache(LLAMA), max_new_tokens=2)
