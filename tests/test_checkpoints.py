@@ -485,7 +485,8 @@ def test_only_what_the_model_computed_of_one_text_is_saved(tmp_path):
     with torch.no_grad():
         model(ids.repeat(2, 1), past_key_values=batch)
     held = saved.prefill(ids)
-    for cache_, ids_ in ((blended, ids), (batch, ids), (DynamicCache(config=model.config), ids), (held, ids[:, :5])):
+    empty = saved.resume(prompt(9, 9))
+    for cache_, ids_ in ((blended, ids), (batch, ids), (empty, ids), (None, ids), (held, ids[:, :5])):
         with pytest.raises(ConfigError, match="expected"):
             saved.save(cache_, ids_)
     for given in ({"input_ids": ids.repeat(2, 1)}, {"input_ids": "text"}, {"input_ids": ids.float()},

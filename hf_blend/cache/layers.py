@@ -77,6 +77,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     `keys` and `values` always show exactly the tokens that the cache holds; K is rotated for its positions.
     """
 
+    is_croppable = True
     prefill_kind: type[LayerKind] = LayerKind
     keeps_all = True  # as it came: nothing is forgotten or packed when a forward is over
 
@@ -90,11 +91,9 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Make place for new tokens behind those that the layer holds.
+        """Make place for new tokens behind those held, `[batch, kv_heads, tokens, head_dim]`, like some of their rows.
 
         Until `settle` is called, `keys` and `values` show all that the new tokens may look at, themselves included.
-
-        Shapes: key_states `[batch, kv_heads, rows, head_dim]` → `[batch, kv_heads, tokens, head_dim]`.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -107,10 +106,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     def open_with(
         self, others: Sequence[Any], tokens: int, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Make place in this layer and in others, all empty, in one buffer of K and one of V.
-
-        Shape: `[layers, batch, kv_heads, tokens, head_dim]`.
-        """
+        """Make place in this and other layers, all empty: K and V `[layers, batch, kv_heads, tokens, head_dim]`."""
         layers = (self, *others)
         is_alike = self.keeps_all and all(type(layer) is type(self) and layer._buffers is None for layer in layers)
         if not is_alike:
@@ -131,10 +127,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append new tokens.
-
-        Shapes: key_states `[batch, kv_heads, new, head_dim]`, value_states `[batch, kv_heads, new, head_dim]`.
-        """
+        """Append new tokens, `[batch, kv_heads, new, head_dim]` each."""
         if self.visible is not None and not self.is_guarded:
             raise ConfigError(
                 "this cache holds a part of its prompt's KV only, but the model would attend to all of it. Decode "
@@ -170,10 +163,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         return self._buffers[0].shape[0] if self._buffers is not None else 0
 
     def suspend(self, snapshot: Any, past: int) -> Any:
-        """Another forward over the same tokens begins: hold beside K and V what was held at a snapshot.
-
-        Gives what `resume` needs.
-        """
+        """Hold beside K and V what was held at a snapshot, while another forward runs; gives what `resume` needs."""
 
     def resume(self, suspended: Any) -> None:
         """The other forward is over."""

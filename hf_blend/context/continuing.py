@@ -38,7 +38,6 @@ CHUNK_FIELDS = ("mamba_chunk_size", "chunk_size", "block_size")  # tokens that a
 LEAST_CHUNK = 64  # of a delta rule, whose config does not say
 _TOKEN_AXES = {"keys": -2, "values": -2, "indexer_keys": 1, "indexer_position_ids": -1}  # where tokens are counted
 _NAMES = {*_TOKEN_AXES, *STATE_KINDS, "_sliding_window_tensor", "layers"}  # of all that holds a tensor
-_FLAGS = ("has_previous_state", "is_initialized", "is_indexer_initialized")
 
 Parts = dict[str, Tensor]
 
@@ -58,21 +57,14 @@ class StockForm:
                 )
 
     def tokens(self, cache: Any) -> int:
-        """How many tokens a cache holds."""
-        why = self._difference(cache)
-        tokens = 0 if why else int(cache.get_seq_length())
-        if not why and not tokens:
-            why = "it is empty"
-        if not why and any(count != tokens for count in _counts(cache)):
-            why = f"its layers hold {sorted({*_counts(cache)})} tokens"
-        why = why or self._misfit(self.take(cache, 0, tokens), 0, tokens)
-        if why:
+        """How many tokens a cache holds; refused where its layers do not agree, as after a forward that failed."""
+        counts = {int(layer.get_seq_length()) for _, layer, axis, _ in _held(cache) if axis is not None}
+        if len(counts) != 1 or _flags(cache) != _flags(self._filled):  # a reset leaves zeros in transformers 5.17
             raise ConfigError(
-                f"a {type(cache).__name__} cannot be saved, because {why}, but what the model computed of one prompt "
-                "without padding is expected, neither blended nor quantised. Use the cache of resume() or prefill(), "
-                "or DynamicCache(config=model.config)."
+                f"a {type(cache).__name__} whose layers hold {sorted(counts)} tokens cannot be saved, but what the "
+                "model computed of one prompt is expected in all of them. Use the cache of resume() or prefill()."
             )
-        return tokens
+        return counts.pop()
 
     def nbytes(self, tokens: int) -> int:
         """Most bytes that `take` gives of so many tokens."""
@@ -127,20 +119,6 @@ class StockForm:
         found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in parts.items()}
         wrong = next((name for name in {**expected, **found} if found.get(name) != expected.get(name)), None)
         return "" if wrong is None else f"{wrong} is {found.get(wrong)}, expected {expected.get(wrong)}"
-
-    def _difference(self, cache: Any) -> str:
-        """What is not as in the form; empty if all is."""
-        layers, own = getattr(cache, "layers", None), self._filled.layers
-        if not isinstance(layers, list) or len(layers) != len(own):
-            return f"it does not have the {len(own)} layers of this model's stock cache"
-        if getattr(cache, "offloading", False):
-            return "its layers are offloaded, and may be on their way"
-        for index, (layer, like) in enumerate(zip(layers, own, strict=True)):
-            if type(layer) is not type(like):
-                return f"layer {index} is a {type(layer).__name__}, and the stock cache has a {type(like).__name__}"
-            if any(getattr(layer, name, None) != getattr(like, name, None) for name in _FLAGS):
-                return f"layer {index} is empty"
-        return ""
 
 
 @dataclass(frozen=True)
@@ -236,10 +214,7 @@ def _saved(model: nn.Module, form: StockForm, ids: Tensor) -> Parts:
 
 
 def advance(model: nn.Module, cache: Any, ids: Tensor, logits: int = 1) -> Any:
-    """Let a cache hold more tokens, by a forward with the positions that `generate` gives.
-
-    Shapes: ids `[1, tokens]`.
-    """
+    """Let a cache hold more tokens, `[1, tokens]`, by a forward with the positions that `generate` gives."""
     held, taken = cache.get_seq_length(), signature(model.forward).parameters
     ids = ids.to(input_device(model))
     positions = torch.arange(held, held + ids.shape[1], device=ids.device)[None]
@@ -255,7 +230,7 @@ def _longest_chunk(model: nn.Module) -> int:
 
 def _held(cache: Any) -> Iterator[tuple[str, Any, int | None, Tensor]]:
     """Name, layer, axis of tokens (None: a state) and tensor of all that a cache holds."""
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(getattr(cache, "layers", ())):
         for name, axis in _TOKEN_AXES.items():
             if isinstance(getattr(layer, name, None), Tensor):
                 yield f"layer.{index}.{name}", layer, axis, getattr(layer, name)
@@ -265,11 +240,9 @@ def _held(cache: Any) -> Iterator[tuple[str, Any, int | None, Tensor]]:
                     yield f"layer.{index}.{name}.{at}", layer, None, state
 
 
-def _counts(cache: Any) -> Iterator[int]:
-    """How many tokens each layer holds that counts them."""
-    for _, layer, axis, tensor in _held(cache):
-        if axis is not None:
-            yield layer.cumulative_length if _window(layer) else tensor.shape[axis]
+def _flags(cache: Any) -> list[Any]:
+    """Of each layer whether it has states, where it has any at all."""
+    return [getattr(layer, "has_previous_state", None) for layer in cache.layers]
 
 
 def _window(layer: Any) -> int:

@@ -49,10 +49,7 @@ class SequenceLayer(DynamicLayer):
         self.is_initialized = True
 
     def write(self, cell: int, keys: Tensor, values: Tensor) -> Pair:
-        """Store new tokens from a cell on, and show them behind those of the active sequences.
-
-        Shapes: keys `[sequences, kv_heads, tokens, width]` → `[sequences, kv_heads, columns, width]`.
-        """
+        """Store new tokens, `[sequences, kv_heads, tokens, width]`, from a cell on; gives them behind all columns."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self._first = self._first if self.length else cell

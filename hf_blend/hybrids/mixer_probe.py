@@ -166,14 +166,14 @@ def _examined(model: nn.Module, index: int, call: _Call) -> _Found:
     try:
         hidden = call.arguments[call.hidden_name]
         expected = call.run(model, hidden)
-        names, *wires = _linear_names(model, call, hidden)
+        names, readers, results = _linear_names(model, call, hidden)
         inputs = _input_projections(model, call, hidden, names)
         felt = _felt(model, call, hidden, names, inputs)
         given = frozenset(name for name, value in call.arguments.items() if value is not None)
         every = {name: None if name in inputs else which for name, which in felt.items()}
         complaint = ""
         for columns, direct in product((felt, every), (given, None)):
-            found = _Found(columns, inputs, *wires, direct)
+            found = _Found(columns, inputs, readers, results, direct)
             complaint, found.error = _tried(model, call, _mixer(call.module, found), hidden, expected)
             if not complaint:
                 return found
