@@ -117,10 +117,8 @@ print(saved.stats.hits > 0, saved.stats.evicted > 0, saved.stats.rejected, saved
 
 @pytest.mark.slow
 def test_processes_that_share_a_bounded_folder_never_see_half_a_file(tmp_path):
-    running = [
-        subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True)
-        for seed in range(3)
-    ]
+    how = {"stdout": subprocess.PIPE, "text": True, "env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}}
+    running = [subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), str(seed)], **how) for seed in range(3)]
     outputs = [process.communicate()[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0, 0]
     assert outputs == ["True True 0 0"] * 3
