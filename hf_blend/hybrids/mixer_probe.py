@@ -166,8 +166,8 @@ def _examined(model: nn.Module, index: int, call: _Call) -> _Found:
     try:
         hidden = call.arguments[call.hidden_name]
         expected = call.run(model, hidden)
-        names, readers, results = _linear_names(model, call, hidden)
-        inputs = _input_projections(model, call, hidden, names)
+        outputs, readers, results = _seen(model, call, hidden)
+        names, inputs = [*outputs], _input_projections(model, call, hidden, outputs)
         felt = _felt(model, call, hidden, names, inputs)
         given = frozenset(name for name, value in call.arguments.items() if value is not None)
         every = {name: None if name in inputs else which for name, which in felt.items()}
@@ -182,8 +182,8 @@ def _examined(model: nn.Module, index: int, call: _Call) -> _Found:
     raise _refusal(model, index, f"its mixer, {type(call.module).__name__}, cannot be entered by rows: {complaint}")
 
 
-def _linear_names(model: nn.Module, call: _Call, hidden: Tensor) -> tuple[list[str], set[str], set[str]]:
-    """The linear modules that see every token once, by name, in the order of their calls.
+def _seen(model: nn.Module, call: _Call, hidden: Tensor) -> tuple[dict[str, Tensor], set[str], set[str]]:
+    """The outputs of the linear modules that see every token once, by name, in the order of their calls.
 
     Of these, too, those that are given the mixer's hidden states as they are, and those whose output it returns.
     """
@@ -202,18 +202,17 @@ def _linear_names(model: nn.Module, call: _Call, hidden: Tensor) -> tuple[list[s
     counts = Counter(name for name, _, _ in found)
     once = [one for one in found if counts[one[0]] == 1]
     results = {name for name, _, output in once if any(output is one for one in returned)}
-    return [name for name, _, _ in once], {name for name, reads, _ in once if reads}, results
+    return {name: output for name, _, output in once}, {name for name, reads, _ in once if reads}, results
 
 
-def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> set[str]:
+def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, before: Mapping[str, Tensor]) -> set[str]:
     """Those whose output at a token stays when all other tokens change."""
-    alone: set[str] = set(names)
-    before = _outputs(model, call, hidden, names)
+    alone = {*before}
     for token in SEEN_FROM:
         other = _garbage(hidden, seed=token)
         other[:, token] = hidden[:, token]
-        after = _outputs(model, call, other, names)
-        pairs = {name: (after[name][:, token], before[name][:, token]) for name in names}
+        after, *_ = _seen(model, call, other)
+        pairs = {name: (after[name][:, token], output[:, token]) for name, output in before.items()}
         alone -= {name for name, pair in pairs.items() if not _change(*pair) <= allowed_of(CHANGE, hidden.dtype)}
     return alone
 
@@ -324,18 +323,6 @@ def _passed(model: nn.Module, call: _Call, run: MixerPass, hidden: Tensor, cache
         return call.run(model, hidden, **changes)
     finally:
         run.leave()
-
-
-def _outputs(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str, *given: Any) -> None:
-        if given[-1].shape[1] == TOKENS:
-            found[name] = given[-1].detach()
-
-    with hooked(_linears(call.module, names), keep, behind=True):
-        call.run(model, hidden)
-    return found
 
 
 def _linears(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[tuple[str, nn.Module]]:
