@@ -105,10 +105,8 @@ class StateCheckpoints:
         self.stats = CheckpointStats()
         self._secret, self._known = check_secret(secret), dict[str, _Known]()
         try:
-            disk, policy = (
-                plugins.load("store.tiers", "disk")(self.folder / "states"),
-                plugins.load("store.eviction", "lru")(),
-            )
+            disk = plugins.load("store.tiers", "disk")(self.folder / "states")
+            policy = plugins.load("store.eviction", "lru")()
             self._tier = BoundedTier(disk, max_bytes, policy, Index(self.folder / "index" / "states.sqlite", policy))
             self._tier.remove_orphans()
         except (OSError, StoreError) as error:

@@ -16,7 +16,7 @@ its unified cache, sequences that are active together look at the storage as it 
 With `SequenceCache(model, kv_bits=8)` the storage has 8 bits, each token quantised once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, Self
@@ -162,11 +162,8 @@ class SequenceCache(Cache):
                 f"fork({sequences}) was asked with {len(self.batch)} active sequences, but a number from 1 on is "
                 "expected, and one active sequence. Call use() with the sequence to fork."
             )
-        numbers = [self.active, *islice(self._free(), sequences - 1)]
-        self.use(*numbers)
-        self._table.take([numbers[0]] * sequences, numbers)
-        self._changed()
-        return numbers
+        self._take([0] * sequences)
+        return [*self.batch]
 
     def closest(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Find the sequence that a prompt continues best; gives how many tokens of it that holds, too."""
@@ -496,13 +493,10 @@ class SequenceCache(Cache):
         same = (table.ids[cells] == ids[: len(cells)]) & (positions == order) & (table.origins[cells] == order)
         return int(same.long().cumprod(0).sum())
 
-    def _free(self) -> Iterator[int]:
-        """Numbers of no sequence."""
-        return (number for number in count() if number not in {*self._table, *self.batch})
-
     def _take(self, indices: list[int]) -> None:
         """Let the active sequences be copies of those at some indices of the batch."""
-        numbers = [*self.batch[: len(indices)], *islice(self._free(), max(0, len(indices) - len(self.batch)))]
+        free = (number for number in count() if number not in {*self._table, *self.batch})
+        numbers = [*self.batch[: len(indices)], *islice(free, max(0, len(indices) - len(self.batch)))]
         sources, gone = [self.batch[index] for index in indices], self.batch[len(indices) :]
         self.use(*numbers)
         self._table.take(sources, numbers)
