@@ -16,6 +16,7 @@ from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.model.capture import capture
 from tests.asking import apart, fed, filled, hooks, prompt, shifted_by_hand
+from tests.test_sequence_ops import moves
 
 FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text", "deepseek_v3", "gptj")
 TOLERANCE = 1e-5
@@ -32,18 +33,7 @@ def is_direct(cache):
     return max(map(apart, (layer.keys, layer.values), expected)) <= TOLERANCE
 
 
-MOVES = st.lists(
-    st.one_of(
-        st.tuples(st.just("remove"), st.just(0), st.integers(0, 20), st.integers(0, 40)),
-        st.tuples(st.just("shift"), st.just(0), st.integers(0, 20), st.none(), st.integers(-8, 30)),
-        st.tuples(st.just("divide"), st.just(0), st.integers(0, 20), st.none(), st.integers(1, 3)),
-        st.tuples(st.just("copy"), st.just(0), st.just(1)),
-    ),
-    max_size=6,
-)
-
-
-@given(MOVES, st.sampled_from(["llama", "gpt_neox", "deepseek_v3", "gptj"]))
+@given(moves(24), st.sampled_from(["llama", "gpt_neox", "deepseek_v3", "gptj"]))
 def test_keys_after_any_program_are_those_of_a_direct_computation(program, name):
     cache = filled(MODELS[name])
     for operation, *arguments in program:

@@ -27,6 +27,17 @@ OPERATION = st.one_of(
 )
 
 
+def moves(tokens, *more):
+    """Programs of what can be done with a cache whose sequence 0 has so many tokens."""
+    operations = (
+        st.tuples(st.just("remove"), st.just(0), st.integers(0, tokens), st.integers(0, 3 * tokens // 2)),
+        st.tuples(st.just("shift"), st.just(0), st.integers(0, tokens), st.none(), st.integers(-20, 30)),
+        st.tuples(st.just("divide"), st.just(0), st.integers(0, tokens), st.none(), st.integers(1, 3)),
+        st.tuples(st.just("copy"), st.just(0), st.just(1)),
+    )
+    return st.lists(st.one_of(*operations, *more), max_size=6)
+
+
 class Lists:
     """The same operations, one token at a time."""
 
