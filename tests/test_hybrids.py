@@ -265,10 +265,9 @@ def test_forward_that_fails_leaves_states_and_indexer_keys_as_they_were(name, ha
             inputs = blended.inputs(None, **{**pieces(seed=3), "prefix": None}, history=said)
         rest = inputs["input_ids"][:, blended.get_seq_length() :]
         if fails:
-            handle = model.model.layers[2].register_forward_hook(fail)
-            with pytest.raises(KeyError, match="on purpose"), torch.no_grad():
+            hook = model.model.layers[2].register_forward_hook(fail)
+            with hook, pytest.raises(KeyError, match="on purpose"), torch.no_grad():
                 model(rest, past_key_values=blended, use_cache=True, logits_to_keep=1)
-            handle.remove()
             assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.model.layers.modules())
         with torch.set_grad_enabled(fails is None):
             blended.get_seq_length()

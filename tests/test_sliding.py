@@ -18,6 +18,7 @@ from hf_blend.verify.model_under_test import ModelUnderTest
 from tests import asking
 from tests.asking import prefill, prepared
 from tests.conftest import slow_but
+from tests.test_quantised_kv import states
 
 WINDOW = 16  # of every model in the zoo
 FOUR_WINDOWS = {"chunks": (12, 15, 20), "question": 12}  # with BOS and a prefix of 4: 64 tokens
@@ -113,11 +114,6 @@ def test_an_exception_puts_the_windows_back(pieces, monkeypatch):
         assert (layer.get_seq_length(), layer.get_mask_sizes(5)) == (length, sizes)
 
 
-def states(tokens, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(2, 2, tokens, width, generator=generator) for width in (4, 6))
-
-
 @pytest.mark.parametrize("recording", [False, True])
 @pytest.mark.parametrize("window", [2, 5, 16, 40])
 def test_it_shows_what_a_dynamic_sliding_layer_shows(window, recording):
@@ -143,7 +139,7 @@ def test_it_shows_what_a_dynamic_sliding_layer_shows(window, recording):
         assert mine.get_seq_length() == theirs.get_seq_length()
         assert torch.equal(mine.keys, theirs.keys)
         assert torch.equal(mine.values, theirs.values)
-        assert mine.nbytes <= 2 * 2 * (4 + 6) * 4 * (2 * window + 50)
+        assert mine.nbytes <= 2 * 2 * (8 + 6) * 4 * (2 * window + 50)
     assert mine.get_max_length() == theirs.get_max_length() == window
 
 
