@@ -11,7 +11,7 @@ import pytest
 MOST = {
     "top": 1_264,
     "cache": 1_984,
-    "context": 3_163,
+    "context": 3_155,
     "correctors": 182,
     "hybrids": 904,
     "images": 666,
