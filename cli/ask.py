@@ -93,9 +93,8 @@ def ask(
             replies = [asker.ask(asked, way, max_new_tokens, shown.stream) for way in ways]
             shown.end(asked, replies)
             if compare:
-                pairs = list(zip(ways, replies, strict=True))
-                asker.time_again(asked, pairs, rounds)
-                asker.diverge(asked, pairs)
+                asker.time_again(asked, replies, rounds)
+                asker.diverge(asked, replies)
         shown.result(opened)
 
 

@@ -3,10 +3,9 @@
 """The command `hf-blend`: finds its commands among the files beside this one, and imports the one that is asked for.
 
 To add a command, add a file. The first line of its docstring is what `hf-blend --help` says; `__all__` names its
-functions: one with the file's name is the command itself, others are its sub-commands. A folder is a command too, and
-each function in its files a sub-command. A function's docstring is its help; the indented lines under `Examples:`
-become its epilog, and a test runs them. An example that ends in `# slow` or `# network` is run only where that is
-allowed.
+functions: one with the file's name is the command itself, others are its sub-commands. A function's docstring is its
+help; the indented lines under `Examples:` become its epilog, and a test runs them. An example that ends in `# slow` or
+`# network` is run only where that is allowed.
 """
 
 import ast
@@ -47,10 +46,9 @@ COMPLETION = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # where shells put the word
 def commands() -> dict[str, str]:
     """Find the commands without importing them."""
     here = Path(__file__).parent
-    files = {path.stem: path for path in here.glob("[!_]*.py") if path.stem not in HELPERS}
-    files |= {path.parent.name: path for path in here.glob("*/__init__.py")}
-    docstrings = {stem: ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "" for stem, path in files.items()}
-    return {stem.replace("_", "-"): text.partition("\n")[0] for stem, text in sorted(docstrings.items())}
+    files = [path for path in sorted(here.glob("[!_]*.py")) if path.stem not in HELPERS]
+    docstrings = {path.stem: ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "" for path in files}
+    return {stem.replace("_", "-"): text.partition("\n")[0] for stem, text in docstrings.items()}
 
 
 def split_examples(docstring: str) -> tuple[str, list[str]]:
@@ -61,11 +59,7 @@ def split_examples(docstring: str) -> tuple[str, list[str]]:
 
 
 def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """Give the commands in a file, or in the files of a folder: public functions, by the name that users type."""
-    if hasattr(module, "__path__"):
-        files = sorted(path.stem for path in Path(module.__path__[0]).glob("[!_]*.py"))
-        inner = [importlib.import_module(f".{name}", module.__name__) for name in files]
-        return {name: function for part in inner for name, function in functions(part).items()}
+    """Give the commands in a file by the names that users type."""
     return {name.replace("_", "-"): getattr(module, name) for name in module.__all__}
 
 

@@ -12,22 +12,10 @@ import typer
 
 from hf_blend.config import BlendConfig
 
-__all__ = [
-    "RATIO", "REAL", "SELECTOR", "ChunkTokens", "Controller", "Corpus", "Correction", "Device", "Documents", "Dtype",
-    "IndexedTokens", "MaxNewTokens", "Model", "Partial", "Place", "Question", "Ratio", "Rounds", "Selector", "Shape",
-    "Store", "System", "TimedDtype", "TimedModel", "TopK", "Unverified", "Weights", "timed",
-]  # fmt: skip
-
 REAL = "smollm2"  # the model of those who name none
 RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
 
 Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is smollm2.")]
-Shape = Annotated[str, typer.Option(help="Shape of the model; its weights are random.")]
-TimedModel = Annotated[
-    str | None, typer.Option("--model", help="Hub id or path of the model to time, in place of a shape.")
-]
-TimedDtype = Annotated[str, typer.Option("--dtype", help="Of weights and KV; auto is as a model was saved.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")]
 Place = Annotated[str, typer.Option("--store", help="Where chunks are kept.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
 Corpus = Annotated[
@@ -65,10 +53,3 @@ Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a mode
 TopK = Annotated[int, typer.Option(min=0, help="Most pieces of documents for a question; 0 is all that fit.")]
 System = Annotated[str | None, typer.Option(help="Text before the documents.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut.")]
-
-
-def timed(shape: str, model: str | None, device: str) -> tuple[str, str]:
-    """Say what a bench times, as `hf_blend.evaluation.bench.shapes` reads it, and where."""
-    from hf_blend.evaluation.bundled import choose_device
-
-    return f"model:{model}" if model else shape, str(choose_device(device))

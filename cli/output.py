@@ -19,11 +19,6 @@ import typer
 
 from hf_blend.errors import ConfigError
 
-__all__ = [
-    "Json", "SecretFile", "duration", "fail", "humanise", "interruptible", "marked", "progress", "read_secret",
-    "rounded", "say", "show",
-]  # fmt: skip
-
 LINE_S = 5.0  # between two lines of progress in a log
 
 Item = TypeVar("Item")

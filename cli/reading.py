@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from hf_blend.evaluation.documents import Document
     from hf_blend.evaluation.retrieving import Piece, Retriever
 
-__all__ = ["prepare", "read", "read_questions", "say_limits", "split"]
-
 SAMPLE = 20_000  # letters that are looked at for words that a model does not know
 
 

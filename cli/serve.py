@@ -141,7 +141,9 @@ def serve(
 
     if access_log and not check:
         _log_requests()
-    _run(service, host, port, started)
+    from hf_blend.serving.run import serve as serve_over_http  # behind the words about an extra that is missing
+
+    serve_over_http(service, host, port, on_start=started)
     if check and not (answers and answers[0].get("choices")):
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
 
@@ -202,12 +204,6 @@ def _service(source: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Serv
     processor = source.processor()
     eyes = processor and Eyes(processor, source.config, server.limits)
     return make_service(source.load(), source.tokenizer, server, eyes)
-
-
-def _run(service: "Service", host: str, port: int, started: Callable[[str, Callable[[], None]], None]) -> None:
-    from hf_blend.serving.run import serve
-
-    serve(service, host, port, on_start=started)
 
 
 def _ask(url: str, stop: Callable[[], None], model: str, key: str, json: bool, answers: list[dict[str, Any]]) -> None:

@@ -38,7 +38,7 @@ def size(model: Model, context: Context = 32768, batch: Batch = 1, dtype: Dtype 
         "context_tokens": context,
         "batch": batch,
         "dtype": str(found.dtype).removeprefix("torch."),
-        "layers": len(found.layers),
+        "layers": found.num_layers,
         "bytes_per_token": found.bytes_per_token,
         "cache_bytes": found.nbytes,
         "without_groups_bytes": found.without_groups_nbytes,

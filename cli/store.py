@@ -227,7 +227,7 @@ def stats(store: Store = None, namespace: Namespace = "", secret_file: SecretFil
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A path, a hub id, or tiny:TYPE; reference is the bundled one.")],
+    model: Annotated[str, typer.Option(help="A path, a hub id, or, with --prefill-s, tiny:TYPE.")],
     chunks: Annotated[int, typer.Option(min=1, help="Chunks that are stored.")] = 10_000,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 512,
     per_request: Annotated[int, typer.Option(min=1, help="Chunks that a request reads.")] = 8,

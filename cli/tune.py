@@ -111,7 +111,6 @@ def tune(
 
 
 def _said(got: "Tuning") -> list[str]:
-    """The choice in words."""
     one = got.choice
     lines = [
         f"{one.candidate} leaves {one.kl:.2f} [{one.low:.2f}, {one.high:.2f}] of full reuse's KL divergence "

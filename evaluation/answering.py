@@ -78,19 +78,8 @@ def ids_of(tokenizer: Any, given: dict[str, Any]) -> list[int]:
     return list(build(tokenizer, given.get("prefix"), given["chunks"], given["question"]).ids)
 
 
-def chunks_of(tokenizer: Any, given: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Token ids of each chunk of a request, as the store keeps them; some may be equal."""
-    return [span.token_ids for span in _spans(tokenizer, given)]
-
-
-def documents_end(tokenizer: Any, given: dict[str, Any]) -> int:
-    """How many of the tokens of a request stand before the question."""
-    spans = _spans(tokenizer, given)
-    return spans[-1].stop if spans else 0
-
-
-def _spans(tokenizer: Any, given: dict[str, Any]) -> list[Span]:
-    """Where the chunks of a request are."""
+def spans_of(tokenizer: Any, given: dict[str, Any]) -> list[Span]:
+    """Where the chunks of a request are, from left to right."""
     if "messages" in given:
         return build_messages(tokenizer, given["messages"], given["documents"], {}).spans()
     return build(tokenizer, given.get("prefix"), given["chunks"], given["question"]).spans()
@@ -143,6 +132,15 @@ def _layer(text: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"check_layers has {text!r}, expected layers such as 1 or 1+4.")
     return int(text)
+
+
+def divergence(logits: Tensor, full: Tensor) -> Tensor:
+    """KL divergence of next-token distributions from full prefill's, in nats.
+
+    Shapes: `[tokens, vocabulary]` → `[tokens]`.
+    """
+    got, wanted = (part.double().log_softmax(-1) for part in (logits, full))
+    return nn.functional.kl_div(got, wanted, reduction="none", log_target=True).sum(-1).clamp(min=0)
 
 
 class AnswerStreamer:

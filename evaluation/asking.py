@@ -29,10 +29,11 @@ from .answering import (
     Method,
     Turn,
     begun,
-    documents_end,
+    divergence,
     ends_of,
     ids_of,
     request,
+    spans_of,
 )  # fmt: skip
 from .bundled import ModelSource
 from .retrieving import Piece, Retriever
@@ -90,6 +91,7 @@ class Loss:
 class Reply:
     """One method's answer to one question, and the prompt's tokens with those marked that were recomputed."""
 
+    method: Method
     row: dict[str, Any]
     tokens: list[tuple[str, bool]]
     answer: Answer
@@ -152,31 +154,33 @@ class Asker:
         if got.report and got.report.advice:
             row["advice"] = got.report.advice
         chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
-        ids = got.input_ids.tolist()[: documents_end(self.tokenizer, question.given)]
-        return Reply(row, [(self.tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids)], got)
+        end = max((span.stop for span in spans_of(self.tokenizer, question.given)), default=0)
+        ids = got.input_ids.tolist()[:end]
+        tokens = [(self.tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids)]
+        return Reply(method, row, tokens, got)
 
-    def time_again(self, question: Question, replies: Sequence[tuple[Method, Reply]], rounds: int) -> None:
+    def time_again(self, question: Question, replies: Sequence[Reply], rounds: int) -> None:
         """Measure the first token of methods in turns; the median counts, of these and of the time that is there."""
-        times = [[reply.row["ttft_ms"]] for _, reply in replies]
+        for reply in replies:
+            reply.row["rounds_ms"] = [reply.row["ttft_ms"]]
         for _ in range(rounds - 1):
-            for (method, _), taken in zip(replies, times, strict=True):
-                taken.append(self.answer(question.given, method.config, 1).ttft_ms)
-        for (_, reply), taken in zip(replies, times, strict=True):
-            reply.row.update(ttft_ms=statistics.median(taken), rounds_ms=taken)
+            for reply in replies:
+                reply.row["rounds_ms"].append(self.answer(question.given, reply.method.config, 1).ttft_ms)
+        for reply in replies:
+            reply.row["ttft_ms"] = statistics.median(reply.row["rounds_ms"])
 
-    def diverge(self, question: Question, replies: Sequence[tuple[Method, Reply]]) -> None:
+    def diverge(self, question: Question, replies: Sequence[Reply]) -> None:
         """Measure how far methods are from a full prefill over the first tokens of its answer: `kl` of their rows.
 
         It is None where nothing of the prompt can be chosen from, as all of it is exact or computed.
         """
-        full = next(reply.answer for method, reply in replies if method.config is None)
-        for method, reply in replies:
-            report, kl = reply.answer.report, None
-            if method.config is None:
-                kl = 0.0
-            elif report is not None and report.reusable_tokens:
-                kl = self.loss(question, full, method.config).kl
-            reply.row["kl"] = kl
+        full = next(reply.answer for reply in replies if reply.method.config is None)
+        for reply in replies:
+            report, config = reply.answer.report, reply.method.config
+            if config is None:
+                reply.row["kl"] = 0.0
+            else:
+                reply.row["kl"] = self.loss(question, full, config).kl if report and report.reusable_tokens else None
 
     def full(self, question: Question, max_new_tokens: int = FORCED_TOKENS) -> Answer:
         """Answer by a full prefill, with the logits that `loss` compares."""
@@ -207,8 +211,7 @@ class Asker:
         if len(forced):
             given = forced[None].to(input_device(self.model))
             logits = torch.cat([logits, self.model(given, past_key_values=got.cache).logits[0].float().cpu()])
-        wanted = full.logits.double().log_softmax(-1)
-        kl = (wanted.exp() * (wanted - logits.double().log_softmax(-1))).sum(-1).clamp(min=0)
+        kl = divergence(logits, full.logits)
         return Loss(float(kl.mean()), float(kl[0]), report.charged_budget, got.ttft_ms / full.ttft_ms)
 
 

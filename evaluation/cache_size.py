@@ -38,45 +38,23 @@ class LayerSize:
         """Numbers that one token takes."""
         return self.kv_heads * (self.key_width + self.value_width)
 
+    @property
+    def ungrouped_width(self) -> int:
+        """Numbers that it would take if every query head had keys and values of its own."""
+        return self.query_heads * (self.key_width + self.value_width)
+
 
 @dataclass(frozen=True)
 class CacheSize:
-    """A cache's size for some context and batch."""
+    """A cache's size for some context and batch, and what it would be if it were kept otherwise."""
 
-    layers: tuple[LayerSize, ...]
-    context_tokens: int
-    batch: int
+    num_layers: int
     dtype: torch.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        """What one more token takes while no window is full."""
-        return sum(layer.token_width for layer in self.layers) * self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """What the whole cache takes."""
-        return self._sum(lambda layer: layer.token_width * layer.tokens(self.context_tokens), self.dtype)
-
-    @property
-    def without_windows_nbytes(self) -> int:
-        """What it would take if every layer kept every token."""
-        return self._sum(lambda layer: layer.token_width * self.context_tokens, self.dtype)
-
-    @property
-    def without_groups_nbytes(self) -> int:
-        """What it would take if every query head had keys and values of its own."""
-        return self._sum(
-            lambda one: one.token_width // one.kv_heads * one.query_heads * one.tokens(self.context_tokens), self.dtype
-        )
-
-    @property
-    def int8_nbytes(self) -> int:
-        """What it takes in int8, with scales per channel of K in blocks of 64 tokens and per token of V."""
-        return self._sum(lambda layer: _int8_bytes(layer, layer.tokens(self.context_tokens)), torch.int8)
-
-    def _sum(self, count: Any, dtype: torch.dtype) -> int:
-        return self.batch * dtype.itemsize * sum(count(layer) for layer in self.layers)
+    bytes_per_token: int  # while no window is full
+    nbytes: int
+    without_windows_nbytes: int
+    without_groups_nbytes: int
+    int8_nbytes: int
 
 
 def cache_size(config: Any, *, context_tokens: int, batch: int = 1, dtype: torch.dtype | None = None) -> CacheSize:
@@ -85,7 +63,17 @@ def cache_size(config: Any, *, context_tokens: int, batch: int = 1, dtype: torch
         raise ConfigError(f"context is {context_tokens} and batch {batch}, but numbers from 1 on are wanted.")
     text = config.get_text_config(decoder=True)
     dtype = dtype or getattr(text, "dtype", None) or torch.float32
-    return CacheSize(tuple(_layers(text)), context_tokens, batch, dtype)
+    kept = [(layer, layer.tokens(context_tokens)) for layer in _layers(text)]
+    width, each = sum(layer.token_width for layer, _ in kept), batch * dtype.itemsize
+    return CacheSize(
+        num_layers=len(kept),
+        dtype=dtype,
+        bytes_per_token=dtype.itemsize * width,
+        nbytes=each * sum(layer.token_width * tokens for layer, tokens in kept),
+        without_windows_nbytes=each * width * context_tokens,
+        without_groups_nbytes=each * sum(layer.ungrouped_width * tokens for layer, tokens in kept),
+        int8_nbytes=batch * sum(_int8_bytes(layer, tokens) for layer, tokens in kept),
+    )
 
 
 def _layers(config: Any) -> list[LayerSize]:
@@ -140,6 +128,7 @@ def _first(config: Any, name: str) -> int:
 
 
 def _int8_bytes(layer: LayerSize, tokens: int) -> int:
+    """Bytes in int8, with scales per channel of K in blocks and per token of V."""
     blocks = -(-tokens // INT8_BLOCK_TOKENS)
     scales = layer.key_width * blocks + tokens
     return layer.kv_heads * (tokens * (layer.key_width + layer.value_width) + INT8_SCALE_BYTES * scales)

@@ -74,7 +74,6 @@ class Corpus:
                 raise PromptError(f"there is no file or folder {name!r}. Give files or folders with documents.")
 
     def __iter__(self) -> Iterator[Document]:
-        """Read one document after the other."""
         self.left_out.clear()
         count = 0
         for name in self.names:
@@ -142,17 +141,11 @@ class Corpus:
 
 def _entries(root: Path) -> list[Path]:
     """List all that is in a folder and in its folders, which are not listed themselves unless they cannot be read."""
-    found, folders = list[Path](), [root]
-    while folders:
-        folder = folders.pop()
-        try:
-            entries = list(os.scandir(folder))
-        except OSError:
-            found.append(folder)
-            continue
-        folders += [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
-        found += [Path(entry) for entry in entries if not entry.is_dir(follow_symlinks=False)]
-    return sorted(found)
+    found, closed = list[Path](), list[OSError]()
+    for folder, folders, names in os.walk(root, onerror=closed.append):
+        found += [Path(folder, name) for name in names]
+        found += [path for name in folders if (path := Path(folder, name)).is_symlink()]  # which is not followed
+    return sorted([*found, *(Path(error.filename) for error in closed)])
 
 
 def read_file(path: Path, name: str) -> list[Document]:
@@ -212,7 +205,8 @@ def _pdf(path: Path) -> str:
     content = io.BytesIO(_bytes(path))
     try:
         reader = pypdf.PdfReader(content)
-        pages = [page.extract_text() for page in reader.pages] if _is_open(reader) else None
+        is_open = not reader.is_encrypted or reader.decrypt("")  # with no password
+        pages = [page.extract_text() for page in reader.pages] if is_open else None
     except Exception as error:  # of a crafted file not only its own
         raise _unreadable(repr(str(path)), f"no PDF that pypdf understands: {_why(error)}") from error
     if pages is None:
@@ -220,11 +214,6 @@ def _pdf(path: Path) -> str:
     if not "".join(pages).strip():
         raise _unreadable(repr(str(path)), "its pages hold no text, only pictures")
     return "\n\n".join(pages)
-
-
-def _is_open(reader: Any) -> bool:
-    """Return True if a PDF can be read without a password."""
-    return not reader.is_encrypted or bool(reader.decrypt(""))
 
 
 READERS: dict[str, tuple[Callable[[Path], str], bool]] = {  # ending: reader, is it Markdown

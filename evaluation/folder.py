@@ -60,12 +60,11 @@ class RunFolder:
             os.fsync(file.fileno())
         self.lines |= {place_of(line): line for line in lines}
 
-    def write(self, name: str, text: str) -> Path:
+    def write(self, name: str, text: str) -> None:
         """Put a file into the folder, whole or not at all."""
-        path, part = self.path / name, self.path / f".{name}.part"
+        part = self.path / f".{name}.part"
         part.write_text(text, "utf-8")
-        os.replace(part, path)
-        return path
+        os.replace(part, self.path / name)
 
     def _check(self) -> None:
         path = self.path / SETTINGS
@@ -93,9 +92,7 @@ class RunFolder:
         if not path.exists():
             return []
         lines, nbytes = whole_lines(path)
-        if nbytes < path.stat().st_size:  # the last line was being written when the run was stopped
-            with path.open("r+b") as file:
-                file.truncate(nbytes)
+        os.truncate(path, nbytes)  # the last line was being written when the run was stopped
         return lines
 
 

@@ -22,8 +22,6 @@ from .documents import Document
 from .retrieving import Piece, closed
 from .sources import Source, Sources
 
-__all__ = ["Estimate", "Indexed", "Indexer", "Shard", "bundled_pieces"]
-
 
 @dataclass(frozen=True)
 class Shard:

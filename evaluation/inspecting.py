@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig
-from hf_blend.errors import ConfigError, PromptError
+from hf_blend.errors import PromptError, import_extra
 from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.selectors.attention import Attention
 
@@ -119,19 +120,16 @@ class Inspector:
 
     def _attention_deviation(self, config: BlendConfig) -> float:
         got = self._run(config).attention
-        shares = [
-            float((own - full).norm() / full.norm()) for own, full in zip(got, self._full.attention, strict=True)
-        ]
-        return sum(shares) / len(shares)
+        pairs = zip(got, self._full.attention, strict=True)
+        return fmean(float((own - full).norm() / full.norm()) for own, full in pairs)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Spearman's correlation, equal values sharing their mean rank."""
+    if any(max(values) - min(values) < 1e-5 for values in (first, second)):
+        return None
     ranks = [_ranks(torch.tensor(values, dtype=torch.float64)) for values in (first, second)]
-    centred = [part - part.mean() for part in ranks]
-    size = float(centred[0].norm() * centred[1].norm())
-    flat = any(max(values) - min(values) < 1e-5 for values in (first, second))
-    return None if flat or size == 0 else float(centred[0] @ centred[1]) / size
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
 def _ranks(values: Tensor) -> Tensor:
@@ -148,11 +146,8 @@ def _sparsity(weights: Tensor) -> float:
 
 def draw(found: Inspection, path: Path) -> None:
     """Draw five panels into a PNG."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"{str(path)!r} needs matplotlib: {error}. Run pip install hf-blend[plot].") from error
-    figure = Figure(figsize=(14, 11), layout="constrained")
+    figures = import_extra("matplotlib.figure", extra="plot", wanted_by=f"drawing {str(path)!r}")
+    figure = figures.Figure(figsize=(14, 11), layout="constrained")
     grid = figure.add_gridspec(3, 3)
     _deviation(figure.add_subplot(grid[0, :]), figure, found)
     _choices(figure.add_subplot(grid[1, :]), found)

@@ -14,10 +14,8 @@ from typing import Any
 from hf_blend.errors import PromptError
 from hf_blend.model.modality import placeholder_ids
 from hf_blend.prompt.text import build_text
-from hf_blend.serving.pictures import MARK, PicturePrompt, is_picture, parts_of
+from hf_blend.serving.prompts import MARK, PicturePrompt, is_picture, parts_of
 from hf_blend.serving.wire import Limits, check_count
-
-__all__ = ["Eyes"]
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 URL = re.compile(r"data:image/[a-z+.-]{1,20};base64,")

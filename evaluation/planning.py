@@ -42,12 +42,12 @@ def planned(
     rates |= {name: machine.rate(name, places.get(name)) for name in prices if name not in rates}
     devices = [StorageDevice(name, rate * GB, prices[name]) for name, rate in rates.items()]
     token_bytes, prefill, measured = _measures(machine, dtype, prefill_s, workload, ratio)
-    given_here = {"least_ratio": ratio, "gpu_hour": gpu_hour, **measured}
-    held = {**given_here, "read_s": 0.0}  # nothing is read where chunks are held ready to use
-    rows = [
-        place(one, workload, token_bytes, prefill, **(held if _is_held(one.name, places) else given_here))
-        for one in devices
-    ]
+    given_here: dict[str, Any] = {"least_ratio": ratio, "gpu_hour": gpu_hour, **measured}
+    rows = []
+    for device in devices:
+        is_held = device.name == MEMORY and device.name not in places  # chunks are ready to use: nothing is read
+        known = given_here | {"read_s": 0.0} if is_held else given_here
+        rows.append(place(device, workload, token_bytes, prefill, **known))
     chosen = choose(rows)
     return {
         "model": model,
@@ -57,10 +57,6 @@ def planned(
         "chosen": chosen.device,
         "store": _settings(chosen, places, prices),
     }
-
-
-def _is_held(device: str, places: Mapping[str, str]) -> bool:
-    return device == MEMORY and device not in places
 
 
 def _pairs(option: str, texts: Sequence[str] | None, read: Callable[[str], Any]) -> dict[str, Any]:

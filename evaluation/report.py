@@ -8,7 +8,7 @@ The page needs nothing beside itself: no script, no font, no picture from elsewh
 import io
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from html import escape
 from typing import Any
@@ -88,6 +88,13 @@ def html_table(rows: Sequence[Row]) -> str:
     return "".join(_section(task, model, found) for (task, model), found in _groups(rows).items())
 
 
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """An HTML table of texts, which are escaped here."""
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
+    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
 def page(title: str, content: str, settings: Mapping[str, Any]) -> str:
     """A whole HTML document."""
     shown = escape(json.dumps(settings, indent=1, ensure_ascii=False, default=str))
@@ -124,13 +131,8 @@ def _section(task: str, model: str, rows: Sequence[Row]) -> str:
     rules = list(dict.fromkeys(rule for row in rows for rule in row.get("rules") or {}))
     columns = {name: write for name, write in COLUMNS.items() if any(write(row) for row in rows)}
     columns |= {rule: partial(_of_rule, rule) for rule in rules}
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    lines = ["".join(f"<td>{escape(write(row)) or '-'}</td>" for write in columns.values()) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return (
-        f"<h2>{escape(task)}, {escape(model)}</h2>"
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    lines = [[write(row) or "-" for write in columns.values()] for row in rows]
+    return f"<h2>{escape(task)}, {escape(model)}</h2>{table(columns, lines)}"
 
 
 def _of_rule(rule: str, row: Row) -> str:

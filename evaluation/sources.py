@@ -82,7 +82,6 @@ class Sources:
         yield from sorted(self._read().values(), key=lambda source: (source.name, source.model))
 
     def _read(self) -> dict[Path, Source]:
-        """Read each document's file."""
         found = {}
         for path in self._folder.glob("*.json") if self._folder else ():
             with contextlib.suppress(*FAULTS):

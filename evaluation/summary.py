@@ -62,7 +62,7 @@ def _row(paired: Sequence[tuple[Line, Line]], reuse: Mapping[str, Line]) -> dict
     (low, high), (gap_low, gap_high) = interval(own), interval(gaps)
     times = [line["ttft_ms"] for line, _ in paired if line["ttft_ms"] is not None]
     ratios = [right["ttft_ms"] / line["ttft_ms"] for line, right in paired if line["ttft_ms"] and right["ttft_ms"]]
-    where = [line["score"] for line, right in paired if right["score"] > 0]
+    rules = paired[0][0]["scores"]
     return {
         "n": len(paired),
         "score": statistics.fmean(own),
@@ -72,22 +72,17 @@ def _row(paired: Sequence[tuple[Line, Line]], reuse: Mapping[str, Line]) -> dict
         "ttft_ms": statistics.median(times) if times else None,
         "speedup": statistics.median(ratios) if ratios else None,
         "read_bytes": _mean(line.get("read_bytes") for line, _ in paired),
-        "rules": _rules(paired),
+        "rules": {rule: statistics.fmean(line["scores"][rule] for line, _ in paired) for rule in rules},
         "difference": statistics.fmean(gaps),
         "difference_low": gap_low,
         "difference_high": gap_high,
         "normalised": _normalised(paired, reuse),
-        "score_where_full": statistics.fmean(where) if where else None,
+        "score_where_full": _mean(line["score"] for line, right in paired if right["score"] > 0),
         "kl": _mean(line["kl"] for line, _ in paired),
         "top1": _mean(line["top1"] for line, _ in paired),
         "exact_output": _mean(float(line["exact_output"]) for line, _ in paired),
         "prompt_tokens": statistics.fmean(line["prompt_tokens"] for line, _ in paired),
     }
-
-
-def _rules(paired: Sequence[tuple[Line, Line]]) -> dict[str, float]:
-    """The mean of every rule that was counted."""
-    return {rule: statistics.fmean(line["scores"][rule] for line, _ in paired) for rule in paired[0][0]["scores"]}
 
 
 def _normalised(paired: Sequence[tuple[Line, Line]], reuse: Mapping[str, Line]) -> float | None:

@@ -22,6 +22,7 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 
+from .answering import divergence
 from .blending import make_method, ways
 from .bundled import REAL, load_model
 from .folder import RunFolder, place_of
@@ -109,7 +110,7 @@ def run(
         for task_name in config.tasks:
             task = load_task(config, task_name, tokenizer)
             samples = task.samples(config.limit, config.shape())
-            bench = _Bench(config, name, task_name, task, model, tokenizer, folder)
+            bench = _Bench(config, (task_name, name), task, model, tokenizer, folder)
             parts = [samples[first : first + config.batch] for first in range(0, len(samples), config.batch)]
             for part in progress(iter(parts), len(parts)) if progress else parts:
                 bench.answer(part)
@@ -132,19 +133,16 @@ def load_task(config: EvalConfig, name: str, tokenizer: Any) -> Task:
 
 
 class _Bench:
-    """One task with one model."""
-
     def __init__(
         self,
         config: EvalConfig,
-        model_name: str,
-        task_name: str,
+        names: tuple[str, str],
         task: Task,
         model: nn.Module,
         tokenizer: Any,
-        folder: Any,
+        folder: RunFolder,
     ) -> None:
-        self._config, self._names, self._folder = config, (task_name, model_name), folder
+        self._config, self._names, self._folder = config, names, folder
         store = config.open_store()
         given = (model, tokenizer, store, task.max_new_tokens)
         self._ways: list[tuple[str, float | None, EvalMethod]] = [
@@ -157,8 +155,10 @@ class _Bench:
 
     def answer(self, samples: Sequence[Sample]) -> None:
         """Answer some samples by every way that has not answered them yet."""
-        asked = [sample for sample in samples if any(not self._knows(sample, *way[:2]) for way in self._ways)]
-        timed = {sample.id for sample in samples[: max(0, TIMED - self._done)]}
+        known = self._folder.lines
+        asked = [one for one in samples if any((*self._names, *way[:2], one.id) not in known for way in self._ways)]
+        is_timed_alone = len(asked) > 1 and not self._config.times_batches
+        alone = {sample.id for sample in samples[: max(0, TIMED - self._done)] if is_timed_alone}
         self._done += len(samples)
         if not asked:
             return
@@ -167,13 +167,11 @@ class _Bench:
             way.warm(asked)
         full = self._ways[0][2].answer(asked)
         wanted = [one.ids for one in full]
-        alone = [sample.id in timed and len(asked) > 1 and not self._config.times_batches for sample in asked]
         lines = []
         for name, ratio, way in self._ways:
             found = self._answered(way, asked, wanted)
-            pairs = zip(asked, alone, strict=True)
             again = way.answers_together  # the others answered alone just now, and a beginning that they keep is known
-            times = [way.answer([sample])[0].ttft_ms if one and again else None for sample, one in pairs]
+            times = [way.answer([one])[0].ttft_ms if again and one.id in alone else None for one in asked]
             if name == FULL:
                 full = found
             for sample, one, right, time_ms, warm in zip(asked, found, full, times, counted, strict=True):
@@ -185,17 +183,12 @@ class _Bench:
             return way.answer(samples, wanted)
         return [way.answer([sample], [ids])[0] for sample, ids in zip(samples, wanted, strict=True)]
 
-    def _knows(self, sample: Sample, name: str, ratio: float | None) -> bool:
-        return (*self._names, name, ratio, sample.id) in self._folder.lines
-
-    def _time(self, one: Outcome) -> float | None:
-        return one.batch_ttft_ms if self._config.times_batches else one.ttft_ms
-
     def _line(
         self, name: str, ratio: float | None, sample: Sample, one: Outcome, full: Outcome, time_ms: Any, warm: Outcome
     ) -> dict[str, Any]:
         scores = {rule: score.best(one.text, sample.answers) for rule, score in self._rules.items()}
         kl, top1 = agreement(one.logits, full.logits)
+        own_ms = one.batch_ttft_ms if self._config.times_batches else one.ttft_ms
         return {
             "task": self._names[0],
             "model": self._names[1],
@@ -206,7 +199,7 @@ class _Bench:
             "answers": list(sample.answers),
             "score": scores[self._score],
             "scores": scores,
-            "ttft_ms": self._time(one) if time_ms is None else time_ms,
+            "ttft_ms": own_ms if time_ms is None else time_ms,
             "charged_budget": one.charged_budget,
             "prompt_tokens": one.prompt_tokens,
             "reused_tokens": one.reused_tokens,
@@ -225,6 +218,5 @@ def agreement(logits: Tensor | None, full: Tensor | None) -> tuple[float | None,
     """
     if logits is None or full is None or logits.shape != full.shape or not len(full):
         return None, None
-    wanted, got = full.log_softmax(dim=-1), logits.log_softmax(dim=-1)
-    kl = float((wanted.exp() * (wanted - got)).sum(dim=-1).mean())
-    return max(0.0, kl), float((full.argmax(-1) == logits.argmax(-1)).float().mean())
+    kl, is_same = divergence(logits, full), full.argmax(-1) == logits.argmax(-1)
+    return float(kl.mean()), float(is_same.float().mean())

@@ -19,7 +19,7 @@ from hf_blend import plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 
-from .answering import REUSE, blend_config, ids_of, request
+from .answering import FULL_PREFILL, FULL_REUSE, REUSE, blend_config, ids_of, request
 from .asking import FORCED_TOKENS, Asker, Loss, Question
 from .blending import ways
 from .bundled import handbook_questions
@@ -32,7 +32,6 @@ LEAVE = 0.5  # of full reuse's KL divergence
 LEAST_KL = 1e-6  # nats: where full reuse loses no more, there is nothing to repair
 BUNDLED_PAGES = 6  # of the handbook, in one prompt
 ANSWER_TOKENS = 32  # of an answer that is scored
-FULL, FULL_REUSE = "full prefill", "full reuse"
 SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers", "corrector", "corrector_options")
 SCORES = {"f1": "word-f1", "containment": "containment"}
 Watch = Callable[[Sequence[Any], str], Iterable[Any]]
@@ -134,13 +133,14 @@ def tune(
         raise ConfigError(f"got {len(found)} candidates, expected 1 or more. Name a selector and a ratio.")
     shuffled = Random(seed).sample(list(prompts), len(prompts))
     middle = (len(prompts) + 1) // 2
-    reuse = Candidate(FULL_REUSE, replace(REUSE, allow_unverified=found[0].config.allow_unverified))
+    reuse = Candidate(FULL_REUSE.name, replace(REUSE, allow_unverified=found[0].config.allow_unverified))
     ways = [reuse, *found]
     if corrected:
         ways += [replace(one, name=f"{one.name}, corrected", is_corrected=True) for one in ways]
     askers = {False: asker, True: corrected or asker}
     losses = _losses(askers, watch(shuffled[:middle], "prompts, choosing"), ways, seed)
-    points = sorted((_point(name, own, losses[reuse.name]) for name, own in losses.items()), key=_charge)
+    points = [_point(name, own, losses[reuse.name]) for name, own in losses.items()]
+    points.sort(key=lambda point: point.charged)
     best, leaves_enough = choose(points, leave)
     chosen = next(one for one in ways if one.name == best.candidate)
     others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
@@ -161,7 +161,9 @@ def tune(
 def choose(points: Sequence[Point], leave: float) -> tuple[Point, bool]:
     """Find the cheapest candidate that leaves little enough of full reuse's KL divergence."""
     enough = [point for point in points if point.kl <= leave]
-    return (min(enough, key=_charge), True) if enough else (min(points, key=lambda point: point.kl), False)
+    if enough:
+        return min(enough, key=lambda point: point.charged), True
+    return min(points, key=lambda point: point.kl), False
 
 
 def scored(texts: Sequence[str], prompts: Sequence[Question]) -> dict[str, float]:
@@ -189,7 +191,7 @@ def _losses(
         for one in Random(f"{seed} {prompt.name}").sample(found, len(found)):
             losses[one.name].append(askers[one.is_corrected].loss(prompt, full, one.config))
         if said is not None:
-            said.setdefault(FULL, []).append(full.text)
+            said.setdefault(FULL_PREFILL.name, []).append(full.text)
             for one in found:
                 own = askers[one.is_corrected].answer(prompt.given, one.config, ANSWER_TOKENS)
                 said.setdefault(one.name, []).append(own.text)
@@ -198,11 +200,8 @@ def _losses(
 
 def _point(name: str, own: Sequence[Loss], reuse: Sequence[Loss]) -> Point:
     """One candidate's figures as shares of full reuse's."""
-    pairs: Mapping[str, tuple[list[float], list[float]]] = {
-        field: ([getattr(one, field) for one in own], [getattr(one, field) for one in reuse])
-        for field in ("kl", "kl_first")
-    }
-    low, high = share_interval(*pairs["kl"]) if (share := _share(*pairs["kl"])) else (0.0, 0.0)
+    kl, reuse_kl = [one.kl for one in own], [one.kl for one in reuse]
+    low, high = share_interval(kl, reuse_kl) if (share := _share(kl, reuse_kl)) else (0.0, 0.0)
     ratios = [one.ttft_ratio for one in own]
     return Point(
         name,
@@ -210,7 +209,7 @@ def _point(name: str, own: Sequence[Loss], reuse: Sequence[Loss]) -> Point:
         share,
         low,
         high,
-        _share(*pairs["kl_first"]),
+        _share([one.kl_first for one in own], [one.kl_first for one in reuse]),
         statistics.median(ratios),
         *interval(ratios, of_median=True),
         len(own),
@@ -220,7 +219,3 @@ def _point(name: str, own: Sequence[Loss], reuse: Sequence[Loss]) -> Point:
 def _share(parts: Sequence[float], wholes: Sequence[float]) -> float:
     """Sum of the parts over that of the wholes; 0 where there is nothing to lose."""
     return sum(parts) / sum(wholes) if sum(wholes) > LEAST_KL * len(wholes) else 0.0
-
-
-def _charge(point: Point) -> float:
-    return point.charged

@@ -124,7 +124,7 @@ class ChunkStore(BaseStore):
                     "from a disk. Give a directory, and remote=URL."
                 )
             settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
-            make = functools.partial(plugins.room("sparse.partial.impress").open_partial, settings)
+            make = functools.partial(plugins.room("sparse.partial.loading").open_partial, settings)
             if root is None:  # blocks are bytes, in memory too
                 limits, memories = replace(limits, tier_bytes=memories[-1].cap_bytes), []
                 tiers = [plugins.load("store.tiers", "memory")()]
@@ -133,44 +133,24 @@ class ChunkStore(BaseStore):
         return opened
 
     def identity(self, fingerprint: str) -> str:
-        """Name what computes the chunks of this store with a model: the model, and the correction if there is one.
-
-        Args:
-            fingerprint: of the model.
-
-        Returns:
-            The `fingerprint` of the chunks' keys.
-
-        Raises:
-            ConfigError: the correction was fitted for another model.
-        """
+        """Name what computes the chunks of this store with a model: the model, and the correction if there is one."""
         return self.correction.identity(fingerprint) if self.correction else fingerprint
 
     def default_prefix(self, model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-        """The tokens that chunks are computed behind where nothing else is said.
+        """Give the tokens that chunks are computed behind where nothing else is said.
 
-        Args:
-            model: the model that will use them.
-            tokenizer: the model's.
-
-        Returns:
-            The model's BOS, if any, and a short text. BOS alone without a tokenizer, and for models that the text does
-            not suit: few positions, the state of a mixer, or a tokenizer without its words. With a correction what
-            that was fitted behind.
+        They are the model's BOS, if any, and a short text. BOS alone without a tokenizer, and for models that the text
+        does not suit: few positions, the state of a mixer, or a tokenizer without its words. With a correction they
+        are what that was fitted behind.
         """
         from .model.context import default_prefix
 
         return self.correction.prefix if self.correction else default_prefix(model, tokenizer)
 
     def stored_prefix(self, model: nn.Module, fingerprint: str) -> tuple[int, ...]:
-        """The tokens that stored chunks of a model are behind, for prompts that no tokenizer is known of.
+        """Give the tokens that stored chunks of a model are behind, for prompts that no tokenizer is known of.
 
-        Args:
-            model: the model that will use them.
-            fingerprint: of the model.
-
-        Returns:
-            The most tokens where there are several such; the model's BOS, if any, where nothing is stored.
+        The most tokens where there are several such; the model's BOS, if any, where nothing is stored.
         """
         from .model.anatomy import default_sink
 
@@ -306,19 +286,9 @@ class ChunkStore(BaseStore):
         *,
         chunk_prefix_ids: Sequence[int] | None = None,
     ) -> list[ChunkKey]:
-        """The keys under which `add` would store chunks; nothing is computed.
+        """Give the keys under which `add` would store chunks, in their order; arguments are as there.
 
-        Args:
-            model: as in `add`.
-            tokenizer: as in `add`.
-            chunks: as in `add`.
-            chunk_prefix_ids: as in `add`.
-
-        Returns:
-            The keys, in the order of the chunks.
-
-        Raises:
-            PromptError: `chunks` is not a list, or a chunk is empty.
+        Nothing is computed. Raises PromptError if `chunks` is not a list, or a chunk is empty.
         """
         from .model.fingerprint import fingerprint
         from .prompt.pieces import tokenize_chunks

@@ -10,19 +10,6 @@ import importlib
 from collections.abc import Iterable
 from types import ModuleType
 
-__all__ = [
-    "ConfigError",
-    "HfBlendError",
-    "MissingExtraError",
-    "OffloadError",
-    "PluginNotFoundError",
-    "PromptError",
-    "StoreError",
-    "UnsupportedModelError",
-    "import_extra",
-    "suggest",
-]
-
 
 class HfBlendError(Exception):
     """Anything that hf_blend refuses, with the reason and the way out in its message."""

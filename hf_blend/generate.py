@@ -28,7 +28,7 @@ from .store import ChunkStore
 
 if TYPE_CHECKING:
     from .sparse.config import SparseConfig
-    from .sparse.session import SparseMetrics
+    from .sparse.lock import SparseMetrics
 
 
 class Blended:

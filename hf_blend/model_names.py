@@ -19,8 +19,6 @@ from typing import Any
 
 from .errors import ConfigError, MissingExtraError, UnsupportedModelError
 
-__all__ = ["PACKAGED", "Packaged", "from_checkout", "load_config", "load_model", "locate"]
-
 TINY = "tiny:"
 CHECKOUT = Path(__file__).resolve().parent.parent / "benchmarks"
 

@@ -2,15 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests as many tests make them: ids, a cache over a store in memory, a blended prefill, a greedy answer."""
 
+import json
+
 import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, SequenceCache
 from hf_blend.model.row_masks import row_mask
+from tests.conftest import random_pieces
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 PIECES = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [5, 6, 7, 8]}
 LONG = {"prefix": [1, 4, 5], "chunks": [[*range(10, 90)], [*range(20, 85)]], "question": [5, 6, 7, 8]}
+THREE = [random_pieces(), random_pieces((29,), seed=1), random_pieces((20, 12), seed=2, question=5)]
 
 
 def memory():
@@ -115,6 +119,12 @@ def noting(monkeypatch, owner, name, note):
         return real(*given, **more)
 
     monkeypatch.setattr(owner, name, call)
+
+
+def jsonl(path, *rows):
+    """A file with one row on each line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
 
 
 def raising(error):

@@ -62,11 +62,8 @@ def slow_but(*fast: Any, among: Iterable[Any]) -> list[Any]:
     """Give the parameters of a sweep: all of `among`, those that are not in `fast` with the mark `slow`."""
     among = [*among]
     assert {*fast} <= {*among}
-    return [one if one in fast else pytest.param(*_several(one), marks=pytest.mark.slow) for one in among]
-
-
-def _several(one: Any) -> tuple[Any, ...]:
-    return one if isinstance(one, tuple) else (one,)
+    values = {one: one if isinstance(one, tuple) else (one,) for one in among}
+    return [one if one in fast else pytest.param(*values[one], marks=pytest.mark.slow) for one in among]
 
 
 def build_tiny_model(
@@ -153,6 +150,10 @@ class IdTokenizer:
     def encode(text: str, add_special_tokens: bool = True) -> list[int]:
         return [*([1] if add_special_tokens else []), *(3 + ord(letter) % 120 for letter in text)]
 
+    @staticmethod
+    def decode(ids: Any, **_: Any) -> str:
+        return str(ids)
+
 
 @functools.cache
 def shared_tiny_model(model_type: str = "llama", attention: str = "sdpa", **config: Any) -> PreTrainedModel:
@@ -211,6 +212,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
         return ended.value.code or 0, *capsys.readouterr()
 
     return run_words
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Be in an empty folder, with a default store of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 """A bench times the model that is named, and counts what a prefill asks of the host: a GPU waits for every launch."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from benches.overhead import OverheadPlan, measure_overhead
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bench import shapes
 from hf_blend.evaluation.bench.shapes import timed_model
+from tests.asking import jsonl
 
 SMALL = {
     "ttft": "--chunks 2 --chunk-tokens 24 --question-tokens 4 --ratios 0.2 --rounds 1",
@@ -19,32 +21,24 @@ SMALL = {
 EACH = ["ttft", pytest.param("break-even", marks=pytest.mark.slow)]
 
 
-def names(found):
-    """All that a document calls `shape`."""
-    if isinstance(found, dict):
-        own = [found["shape"]] if isinstance(found.get("shape"), str) else []
-        return own + [name for value in found.values() for name in names(value)]
-    return [name for value in found for name in names(value)] if isinstance(found, list) else []
-
-
 @pytest.mark.parametrize("bench", EACH)
 def test_a_bench_times_the_model_that_is_named(bench, model_folder, run, monkeypatch):
     monkeypatch.setattr(shapes, "random_model", None)  # weights are never made up
     code, out, err = run("bench", bench, "--model", model_folder, *SMALL[bench].split(), "--json")
     assert code == 0, err
-    assert {*names(json.loads(out))} == {f"model:{model_folder}"}
+    assert {*re.findall(r'"shape": "(.*)"', out)} == {f"model:{model_folder}"}
 
 
 def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, run):
     rows = [{"chunks": ["The mill is old.", f"Ann owns it {n}."], "question": "Who?"} for n in range(3)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("--model", model_folder, "--data", tmp_path / "rows.jsonl", "--limit", 2, "--ratios", 0.5, "--rounds", 2)
+    path = jsonl(tmp_path / "rows.jsonl", *rows)
+    words = ("--model", model_folder, "--data", path, "--limit", 2, "--ratios", 0.5, "--rounds", 2)
     code, out, err = run("bench", "ttft", *words, "--json")
     found = json.loads(out)
     assert (code, found["prompts"], err.count("prompt 2 of 2")) == (0, 2, 6)
     letters = len("The mill is old.\n\nAnn owns it 0.\n\nWho?")  # bytes; no BOS before a text
     assert (found["rows"][0]["ratio"], found["rows"][0]["prompt_tokens"]) == (0.5, letters)
-    code, _, err = run("bench", "ttft", "--shape", "tiny", "--data", tmp_path / "rows.jsonl")
+    code, _, err = run("bench", "ttft", "--shape", "tiny", "--data", path)
     assert (code, "'tiny' is a shape, which has no tokenizer. Name a model with --model" in err) == (2, True)
 
 

@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs in benchmarks/ run, in the small, and what is committed of them has the figures that they promise."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import bench
+import gpu
+import kv_bits
 import pytest
 import torch
 from benches.joins import JOINS, JoinsPlan, measure_joins
@@ -18,18 +19,11 @@ from hf_blend.errors import ConfigError
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
-def program(name):
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     output = tmp_path / "gpu.json"
     small = ["--tokens", "200", "--chunk-tokens", "64", "--question-tokens", "8", "--rounds", "1"]
-    program("gpu").main(["--device", "cpu", "--shape", "tiny", *small, "--output", str(output)])
+    gpu.main(["--device", "cpu", "--shape", "tiny", *small, "--output", str(output)])
     found = json.loads(output.read_text("utf-8"))
     assert [(row["shape"], row["tokens"], row["ratio"]) for row in found["rows"]] == [
         ("tiny", 137, 0.15),
@@ -62,7 +56,7 @@ def test_the_grid_of_pipeline_and_controller_runs_in_the_small():
 def test_answers_from_8_bits_are_measured_and_as_committed(tmp_path, monkeypatch):
     output = tmp_path / "kv_bits.json"
     monkeypatch.setattr(sys, "argv", ["kv_bits", *"--count 1 --tokens 64 --rounds 1 --output".split(), str(output)])
-    program("kv_bits").main()
+    kv_bits.main()
     found = json.loads(output.read_text("utf-8"))
     kept = json.loads((BENCHMARKS / "results" / "kv_bits.json").read_text("utf-8"))
     assert found["reference"].keys() == kept["reference"].keys()

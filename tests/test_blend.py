@@ -17,6 +17,8 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.identity.watch import StructureWatch
 from hf_blend.rotary.base import compose
 from hf_blend.store.chunk import ChunkKey, ChunkKV
+from tests.asking import THREE, prepared
+from tests.conftest import random_pieces as pieces
 from tests.conftest import slow_but
 
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 24}, "qwen2": {}, "qwen3": {"head_dim": 16}}
@@ -26,25 +28,17 @@ DIAGONAL = [("llama", "sdpa", 3), ("mistral", "eager", 3), ("mistral", "sdpa", 1
             ("qwen3", "sdpa", 3)]  # fmt: skip
 everywhere = pytest.mark.parametrize(("family", "attention", "batch"), slow_but(*DIAGONAL, among=PRODUCT))
 families = pytest.mark.parametrize("family", FAMILIES)
-BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1}, {"chunks": (20, 12), "seed": 2, "question": 5})
+REQUEST = THREE[0]
 
 
-@pytest.fixture
-def blend(tokenizer):
-    """Run one prefill: `blend(model, store, *requests, recompute_ratio=0.3)` gives the last logits and the cache."""
-
-    def run(model, store, *requests, keep=1, **settings):
-        cache = BlendCache(model, store, **{"selector": "kv-deviation", **settings})
-        given = requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
-        inputs = cache.inputs(tokenizer, **given)
-        cache.get_seq_length()  # as generate does, so that the model is watched
-        cache.activate_past_recording()  # so that every column can be looked at, also outside a window
-        places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-        with torch.no_grad():
-            output = model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=keep)
-        return output.logits, cache
-
-    return run
+def blend(model, *requests, store=None, keep=1, **settings):
+    """The last logits of one prefill, and the cache."""
+    cache, inputs = prepared(model, *requests, store=store, **{"selector": "kv-deviation", **settings})
+    cache.activate_past_recording()  # so that every column can be looked at, also outside a window
+    places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        output = model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=keep)
+    return output.logits, cache
 
 
 def laid_out(requests):
@@ -149,10 +143,10 @@ def columns_of(grid):
 
 
 @everywhere
-def test_ratio_one_through_the_sparse_path_is_a_full_prefill(shared_model, pieces, blend, family, attention, batch):
+def test_ratio_one_through_the_sparse_path_is_a_full_prefill(shared_model, family, attention, batch):
     model = shared_model(family, attention, **FAMILIES[family])
-    requests = [pieces(**one) for one in BATCH[:batch]]
-    logits, cache = blend(model, ChunkStore.open("memory://"), *requests, recompute_ratio=1.0, keep=5)
+    requests = THREE[:batch]
+    logits, cache = blend(model, *requests, recompute_ratio=1.0, keep=5)
     wanted, reference = full(model, requests, keep=5)
     assert_close(logits, wanted)
     mask = laid_out(requests)[1]
@@ -160,23 +154,23 @@ def test_ratio_one_through_the_sparse_path_is_a_full_prefill(shared_model, piece
     assert min(cache.report.exact_tokens, cache.report.reusable_tokens) > 0, "nothing was blended"
 
 
-def test_in_bfloat16_ratio_one_is_as_near_to_a_full_prefill_as_another_full_prefill(tiny_model, pieces, blend):
+def test_in_bfloat16_ratio_one_is_as_near_to_a_full_prefill_as_another_full_prefill(tiny_model):
     requests = [pieces(seed=seed) for seed in range(3)]
     eager, sdpa = (tiny_model(attn_implementation=name, weight_scale=3.0).bfloat16() for name in ("eager", "sdpa"))
     wanted, other = full(sdpa, requests)[0].float(), full(eager, requests)[0].float()
-    got, _ = blend(sdpa, ChunkStore.open("memory://"), *requests, recompute_ratio=1.0)
+    got, _ = blend(sdpa, *requests, recompute_ratio=1.0)
     floor = (wanted - other).abs().max()
     assert floor > 0
     assert_close(got.float(), wanted, 2 * float(floor))
 
 
 @everywhere
-def test_blending_is_splicing_stale_states_into_a_full_prefill(shared_model, pieces, blend, family, attention, batch):
+def test_blending_is_splicing_stale_states_into_a_full_prefill(shared_model, family, attention, batch):
     model = shared_model(family, attention, **FAMILIES[family])
-    requests = [pieces(**one) for one in BATCH[:batch]]
+    requests = THREE[:batch]
     reference = SplicingCache(*stale(model, requests), {CHECK: 0.3})
     wanted, _ = full(model, requests, reference)
-    got, cache = blend(model, ChunkStore.open("memory://"), *requests, recompute_ratio=0.3)
+    got, cache = blend(model, *requests, recompute_ratio=0.3)
     assert cache.report.chosen_columns == columns_of(reference.chosen)
     assert_close(got, wanted)
     assert (full(model, requests)[0] - wanted).abs().max() > 1e-2, "the reference is a full prefill: nothing is tested"
@@ -193,20 +187,18 @@ def test_blending_is_splicing_stale_states_into_a_full_prefill(shared_model, pie
     ],
 )
 @pytest.mark.parametrize("batch", [1, 3])
-def test_later_and_several_check_layers_choose_among_what_still_flows(
-    shared_model, pieces, blend, settings, ratios, batch
-):
-    model, requests = shared_model(), [pieces(**one) for one in BATCH[:batch]]
+def test_later_and_several_check_layers_choose_among_what_still_flows(shared_model, settings, ratios, batch):
+    model, requests = shared_model(), THREE[:batch]
     reference = SplicingCache(*stale(model, requests), ratios)
     wanted, _ = full(model, requests, reference)
-    got, cache = blend(model, ChunkStore.open("memory://"), *requests, **settings)
+    got, cache = blend(model, *requests, **settings)
     assert cache.report.chosen_columns == columns_of(reference.sets[min(ratios)])
     assert_close(got, wanted)
 
 
 @torch.no_grad()
-def test_an_entry_without_chunks_computes_every_row_and_disturbs_no_other(shared_model, pieces):
-    model, store = shared_model(), ChunkStore.open("memory://")
+def test_an_entry_without_chunks_computes_every_row_and_disturbs_no_other(shared_model, store):
+    model = shared_model()
     known, unknown = pieces(), pieces(chunks=(90,), seed=3)
     unknown["prefix"] = unknown["prefix"] + unknown["chunks"].pop()
     store.add(model, None, known["chunks"])
@@ -224,9 +216,9 @@ def test_an_entry_without_chunks_computes_every_row_and_disturbs_no_other(shared
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_one_chunk_behind_its_sink_at_ratio_zero_is_prefix_caching_bit_for_bit(shared_model, pieces, blend, attention):
-    model, store, request = shared_model("llama", attention), ChunkStore.open("memory://"), pieces((40,), prefix=0)
-    got, cache = blend(model, store, request, recompute_ratio=0.0, keep=9)
+def test_one_chunk_behind_its_sink_at_ratio_zero_is_prefix_caching_bit_for_bit(shared_model, store, attention):
+    model, request = shared_model("llama", attention), pieces((40,), prefix=0)
+    got, cache = blend(model, request, store=store, recompute_ratio=0.0, keep=9)
     keys = [ChunkKey(fingerprint(model), (), BOS), ChunkKey(fingerprint(model), BOS, request["chunks"][0])]
     stored, past = [store.get(key) for key in keys], DynamicCache()
     for layer in range(LAYERS):
@@ -246,9 +238,9 @@ def stored_chunks(model, store, request):
 
 
 @families
-def test_what_was_not_chosen_is_the_realigned_store_bit_for_bit(shared_model, pieces, blend, family):
-    model, store, request = shared_model(family, **FAMILIES[family]), ChunkStore.open("memory://"), pieces()
-    _, cache = blend(model, store, request, recompute_ratio=0.3)
+def test_what_was_not_chosen_is_the_realigned_store_bit_for_bit(shared_model, store, family):
+    model, request = shared_model(family, **FAMILIES[family]), REQUEST
+    _, cache = blend(model, request, store=store, recompute_ratio=0.3)
     places = torch.arange(len(laid_out([request])[0][0]))[None]
     tables, chosen = model.model.rotary_emb(torch.zeros(1), places), set(cache.report.chosen_columns[0])
     for (start, _), chunk in zip(spans(request, 0), stored_chunks(model, store, request), strict=True):
@@ -264,34 +256,6 @@ def test_what_was_not_chosen_is_the_realigned_store_bit_for_bit(shared_model, pi
             assert torch.equal(cache.layers[layer].values[0][:, left], chunk.layers[layer][1][:, inside])
 
 
-def test_a_request_changes_no_byte_of_the_store_and_repeats_bit_for_bit(shared_model, pieces, blend):
-    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
-    store.add(model, None, request["chunks"])
-    before = [chunk.map(torch.clone) for chunk in stored_chunks(model, store, request)]
-    first, cache = blend(model, store, request, recompute_ratio=0.3)
-    cache.layers[2].keys.fill_(7.0)
-    second, again = blend(model, store, request, recompute_ratio=0.3)
-    assert torch.equal(first, second)
-    assert cache.report.chosen_columns == again.report.chosen_columns
-    for was, now in zip(before, stored_chunks(model, store, request), strict=True):
-        assert all(
-            torch.equal(old, new) for (_, old), (_, new) in zip(was.named_tensors(), now.named_tensors(), strict=True)
-        )
-
-
-@pytest.mark.parametrize("selector", ["kv-deviation", "boundary"])
-def test_no_state_moves_when_a_later_token_changes(shared_model, pieces, blend, selector):
-    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
-    other = {**request, "question": [*request["question"][:4], 77, 78, 79, 80, 81]}
-    settings = {"selector": selector, "recompute_ratio": 0.3}
-    first, second = (blend(model, store, one, **settings)[1] for one in (request, other))
-    same = len(laid_out([request])[0][0]) - 5
-    for one, two in zip(first.layers, second.layers, strict=True):
-        assert torch.equal(one.keys[:, :, :same], two.keys[:, :, :same])
-        assert torch.equal(one.values[:, :, :same], two.values[:, :, :same])
-        assert not torch.equal(one.values[:, :, same:], two.values[:, :, same:])
-
-
 def recomputed(model, store, request, cache, layer):
     """The chunk columns whose values in a layer are not the stored ones."""
     columns = []
@@ -302,8 +266,8 @@ def recomputed(model, store, request, cache, layer):
     return set(columns)
 
 
-def test_question_and_tokens_that_are_not_stored_are_always_fresh(shared_model, pieces, blend):
-    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
+def test_question_and_tokens_that_are_not_stored_are_always_fresh(shared_model, store):
+    model, request = shared_model(), REQUEST
     store.add(model, None, [request["chunks"][0], request["chunks"][2]])
     cache = BlendCache(model, store, recompute_ratio=0.0)
     cache.get_seq_length()
@@ -317,14 +281,14 @@ def test_question_and_tokens_that_are_not_stored_are_always_fresh(shared_model, 
     assert_close(real_states(cache, torch.ones_like(ids)), real_states(reference, torch.ones_like(ids)))
 
 
-def test_the_prefix_and_the_first_chunk_behind_its_sink_are_never_recomputed_nor_charged(shared_model, pieces, blend):
-    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces(prefix=0)
-    _, cache = blend(model, store, request, recompute_ratio=0.5)
+def test_the_prefix_and_the_first_chunk_behind_its_sink_are_never_recomputed_nor_charged(shared_model, store):
+    model, request = shared_model(), pieces(prefix=0)
+    _, cache = blend(model, request, store=store, recompute_ratio=0.5)
     assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (1 + 17, 23 + 31)
     assert min(cache.report.chosen_columns[0]) >= 18
     assert not recomputed(model, store, request, cache, 2) & set(range(18))
     system = pieces()
-    _, cache = blend(model, store, system, recompute_ratio=0.5)
+    _, cache = blend(model, system, store=store, recompute_ratio=0.5)
     assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (5, 71)
 
 
@@ -335,14 +299,14 @@ def forge(store, model, victim, other):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_states_of_another_chunk_are_refused_and_computed_fresh(shared_model, pieces, blend, batch, caplog):
-    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
+def test_states_of_another_chunk_are_refused_and_computed_fresh(shared_model, store, batch, caplog):
+    model, request = shared_model(), REQUEST
     other = pieces(seed=5)["chunks"][1]
     store.add(model, None, [*request["chunks"], other])
     store.delete(ChunkKey(fingerprint(model), BOS, request["chunks"][1]))
     forge(store, model, request["chunks"][1], other)
     requests = [request, pieces(seed=4, chunks=(50, 30, 20))][:batch]
-    got, cache = blend(model, store, *requests, recompute_ratio=0.3)
+    got, cache = blend(model, *requests, store=store, recompute_ratio=0.3)
     layers, lies = stale(model, requests)
     start = laid_out(requests)[3][0] + 5 + 17
     lies[0, start : start + 23] = False
@@ -352,13 +316,13 @@ def test_states_of_another_chunk_are_refused_and_computed_fresh(shared_model, pi
     assert "is computed again" in caplog.text
 
 
-def test_with_every_chunk_refused_the_request_is_a_full_prefill(shared_model, pieces, blend):
-    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces((20, 20))
+def test_with_every_chunk_refused_the_request_is_a_full_prefill(shared_model, store):
+    model, request = shared_model(), pieces((20, 20))
     others = [pieces((20,), seed=seed)["chunks"][0] for seed in (7, 8)]
     store.add(model, None, others)
     for victim, other in zip(request["chunks"], others, strict=True):
         forge(store, model, victim, other)
-    got, cache = blend(model, store, request, recompute_ratio=0.3)
+    got, cache = blend(model, request, store=store, recompute_ratio=0.3)
     assert cache.report.refused_chunks == 2
     assert cache.report.chosen_columns in ([], [[]])
     assert_close(got, full(model, [request])[0])
@@ -366,9 +330,9 @@ def test_with_every_chunk_refused_the_request_is_a_full_prefill(shared_model, pi
 
 @pytest.mark.parametrize("selector", ["boundary", "random"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_selector_that_needs_no_states_chooses_before_the_first_layer(shared_model, pieces, blend, selector, batch):
-    model, requests = shared_model(), [pieces(**one) for one in BATCH[:batch]]
-    got, cache = blend(model, ChunkStore.open("memory://"), *requests, recompute_ratio=0.3, selector=selector)
+def test_a_selector_that_needs_no_states_chooses_before_the_first_layer(shared_model, selector, batch):
+    model, requests = shared_model(), THREE[:batch]
+    got, cache = blend(model, *requests, recompute_ratio=0.3, selector=selector)
     layers, lies = stale(model, requests)
     reference = SplicingCache(layers, lies, {-1: 1.0})
     reference.chosen = torch.zeros_like(lies)
@@ -378,18 +342,18 @@ def test_a_selector_that_needs_no_states_chooses_before_the_first_layer(shared_m
     assert_close(got, full(model, requests, reference)[0])
 
 
-def test_the_selector_full_is_a_full_prefill_and_none_is_full_reuse(shared_model, pieces, blend):
-    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
-    everything, _ = blend(model, store, request, selector="full", recompute_ratio=0.1)
+def test_the_selector_full_is_a_full_prefill_and_none_is_full_reuse(shared_model, store):
+    model, request = shared_model(), REQUEST
+    everything, _ = blend(model, request, store=store, selector="full", recompute_ratio=0.1)
     assert_close(everything, full(model, [request])[0])
-    nothing, cache = blend(model, store, request, selector="none", recompute_ratio=0.9)
-    assert torch.equal(nothing, blend(model, store, request, recompute_ratio=0.0)[0])
+    nothing, cache = blend(model, request, store=store, selector="none", recompute_ratio=0.9)
+    assert torch.equal(nothing, blend(model, request, store=store, recompute_ratio=0.0)[0])
     assert cache.report.charged_budget == 0
 
 
-def test_the_oracle_chooses_by_the_true_deviation_of_all_later_layers(shared_model, pieces, blend):
+def test_the_oracle_chooses_by_the_true_deviation_of_all_later_layers(shared_model):
     model, request = shared_model(), pieces()
-    _, cache = blend(model, ChunkStore.open("memory://"), request, selector="oracle", recompute_ratio=0.3)
+    _, cache = blend(model, request, selector="oracle", recompute_ratio=0.3)
     layers, lies = stale(model, [request])
     truth, score = full(model, [request])[1], torch.zeros(lies.shape)
     for layer in range(CHECK, LAYERS):
@@ -403,8 +367,8 @@ def test_the_oracle_chooses_by_the_true_deviation_of_all_later_layers(shared_mod
     assert cache.report.charged_budget > 1
 
 
-def test_a_forward_that_records_gradients_gives_the_same_logits(shared_model, pieces, tokenizer):
-    model, store, logits = shared_model(), ChunkStore.open("memory://"), []
+def test_a_forward_that_records_gradients_gives_the_same_logits(shared_model, store, tokenizer):
+    model, logits = shared_model(), []
     for with_gradients in (False, True):
         cache = BlendCache(model, store, recompute_ratio=0.3)
         inputs = cache.inputs(tokenizer, **pieces())
@@ -413,13 +377,13 @@ def test_a_forward_that_records_gradients_gives_the_same_logits(shared_model, pi
     assert torch.equal(logits[0], logits[1].detach())
 
 
-def test_a_layer_that_hands_nothing_to_the_cache_is_named(tiny_model, pieces, blend, monkeypatch):
-    model, store = tiny_model(), ChunkStore.open("memory://")
-    blend(model, store, pieces())
+def test_a_layer_that_hands_nothing_to_the_cache_is_named(tiny_model, store, monkeypatch):
+    model = tiny_model()
+    blend(model, pieces(), store=store)
     monkeypatch.setattr(decoder_layers(model)[CHECK], "forward", lambda hidden_states, **_: hidden_states)
     monkeypatch.setattr(StructureWatch, "is_same", lambda *_: True)  # else it would be another model, with no chunks
     with pytest.raises(UnsupportedModelError, match="layer 1 of LlamaForCausalLM ran to its end"):
-        blend(model, store, pieces())
+        blend(model, pieces(), store=store)
 
 
 @pytest.mark.parametrize(
@@ -435,8 +399,8 @@ def test_settings_that_make_no_sense_are_refused_before_the_model_runs(shared_mo
         BlendCache(shared_model(), ChunkStore.open("memory://"), **settings)
 
 
-def test_the_oracle_is_refused_behind_tokens_that_it_does_not_know(shared_model, pieces, tokenizer):
-    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
+def test_the_oracle_is_refused_behind_tokens_that_it_does_not_know(shared_model, store, tokenizer):
+    model, request = shared_model(), REQUEST
     cache = BlendCache(model, store, selector="oracle")
     with torch.no_grad():
         model(torch.tensor([[1, 5, 6, 7]]), past_key_values=cache)

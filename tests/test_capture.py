@@ -247,14 +247,11 @@ def test_packs_hold_one_chunk_of_a_model_with_mixers():
 
 
 def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, pieces):
-    model, calls = tiny_model(), []
+    model = tiny_model()
     BlendCache(model, ChunkStore.open("memory://"))  # looked at once, with its store and its probes
     store = ChunkStore.open("memory://")
     cache = BlendCache(model, store)
-    inputs = cache.inputs(None, **pieces())
-    handle = decoder_of(model).register_forward_pre_hook(
-        observer(lambda _, __, given: calls.append(given["input_ids"].shape[1])), with_kwargs=True
-    )
+    inputs, calls = cache.inputs(None, **pieces()), tokens_of_calls(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache, logits_to_keep=1)
         prefix, chunks = 5, 3 + 17 + 23 + 31  # three chunks behind BOS; the prefix is what a prefix cache holds
@@ -265,7 +262,6 @@ def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, p
         calls.clear()
         again = BlendCache(model, store)
         model(**again.inputs(None, **pieces()), past_key_values=again, logits_to_keep=1)
-    handle.remove()
     assert calls == [inputs["input_ids"].shape[1]]
     assert (again.report.computed_chunks, again.report.compute_ms, again.report.store_ms) == (0, 0, 0)
 
@@ -277,13 +273,11 @@ def test_add_refuses_an_empty_chunk_by_its_number(shared_model):
 
 
 def test_add_packs_missing_chunks_too(tiny_model):
-    model, store, calls = tiny_model(), ChunkStore.open("memory://"), []
+    model, store = tiny_model(), ChunkStore.open("memory://")
     chunks = [list(key.token_ids) for key in keys_of(9, 11, 5)]
     store.add(model, None, chunks[:2])
-    handle = decoder_of(model).register_forward_pre_hook(observer(lambda *_: calls.append(1)))
+    calls = tokens_of_calls(model)
     keys = store.add(model, None, chunks)
-    assert len(calls) == 1
-    other = keys_of(9, 11, 5)[2].token_ids
-    assert keys[2].token_ids == other
-    assert [store.contains(key) for key in keys] == [True] * 3
-    handle.remove()
+    assert calls == [1 + 5]
+    assert [list(key.token_ids) for key in keys] == chunks
+    assert all(map(store.contains, keys))

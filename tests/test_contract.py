@@ -242,11 +242,8 @@ def test_prefill_of_another_model_object_is_refused_and_changes_nothing(another,
             if announced:
                 inputs = cache.inputs(None, **random_pieces())
             called = other.model if through == "decoder" else other
-            call, given = {
-                "generate": (other.generate, WAYS),
-                "call": (other, {"logits_to_keep": 1}),
-                "decoder": (other.model, {}),
-            }[through]
+            call = other.generate if through == "generate" else called
+            given = {"generate": WAYS, "call": {"logits_to_keep": 1}}.get(through, {})
             names = [rf"{type(one).__name__} at {id(one):#x}" for one in (own, called)]
             text = rf"made for {names[0]} .*another model object, {names[1]}, .*BlendCache\(model, store\)"
             with pytest.raises(ConfigError, match=text):

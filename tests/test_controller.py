@@ -105,10 +105,13 @@ def request(chunks=(40, 50)):
     return {"prefix": [1], "chunks": [[next(ids) for _ in range(size)] for size in chunks], "question": [7, 9, 11]}
 
 
-def stored(model, path, chunks=(40, 50)):
+def stored(model, path, profile, rate=1.0, chunks=(40, 50), of=None):
+    """A store on a disk that a controller, of another model if that is given, takes for so fast."""
     with ChunkStore.open(path) as store:
         store.add(model, None, request(chunks)["chunks"], chunk_prefix_ids=(1,))
-    return ChunkStore.open(path, memory_bytes=0)
+    store = ChunkStore.open(path, memory_bytes=0)
+    store.controller = LoadingController(of or model, store, profile=profile, rates={"disk": rate})
+    return store
 
 
 def answered(model, store, chunks=(40, 50), **settings):
@@ -118,8 +121,7 @@ def answered(model, store, chunks=(40, 50), **settings):
 
 def test_controller_has_chunks_computed_where_loading_takes_longer(tmp_path, profile):
     model = tiny_model("llama")
-    store = stored(model, tmp_path)
-    store.controller = LoadingController(model, store, profile=profile, rates={"disk": 1.0})
+    store = stored(model, tmp_path, profile)
     got, report = answered(model, store)
     assert report.loaded_chunks + report.computed_chunks <= 1, "the prefix alone"
     assert report.reusable_tokens == 0
@@ -140,9 +142,8 @@ def test_controller_counts_the_projections_of_a_hybrid(tmp_path, profile):
     rate = 90 * keys_values / (cost(90, 1.0) / 3)  # K and V alone would be there in a third of the time
     given = {"least_ratio": 0.15, "num_layers": 4}
     assert advise(replace(profile, bytes_per_token=keys_values), [40, 50], rate, **given).loaded_chunks == 2
-    store = stored(model, tmp_path / "store")
     whole = replace(profile, bytes_per_token=measured.bytes_per_token)
-    store.controller = LoadingController(model, store, profile=whole, rates={"disk": rate})
+    store = stored(model, tmp_path / "store", whole, rate)
     _, report = answered(model, store)
     assert store.controller.last.loaded_chunks == report.reusable_tokens == 0
     assert "load 0 chunks" in str(store.controller.last)
@@ -156,13 +157,11 @@ def test_controller_recomputes_what_loading_hides_and_never_less_than_the_ratio(
     model = tiny_model("llama")
     rate = 90 * profile.bytes_per_token / profile.prefill_s(90, 0.6)
     for least, expected in ((0.2, 0.55), (0.9, 0.9)):
-        store = stored(model, tmp_path, (90,))
-        store.controller = LoadingController(model, store, profile=profile, rates={"disk": rate})
+        store = stored(model, tmp_path, profile, rate, (90,))
         _, report = answered(model, store, (90,), recompute_ratio=least)
         assert report.nominal_ratio >= expected
         assert report.nominal_ratio <= max(0.65, least)
-    fast = stored(model, tmp_path)
-    fast.controller = LoadingController(model, fast, profile=profile, rates={"disk": 1e15})
+    fast = stored(model, tmp_path, profile, 1e15)
     assert answered(model, fast, recompute_ratio=0.2)[1].nominal_ratio == 0.2
 
 
@@ -173,8 +172,7 @@ def test_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, pr
     store.add(model, None, request()["chunks"], chunk_prefix_ids=(1,))
     assert answered(model, store)[1].reusable_tokens > 0
     assert store.controller.last is None
-    disk = stored(other, tmp_path)
-    disk.controller = LoadingController(model, disk, profile=profile, rates={"disk": 1.0})
+    disk = stored(other, tmp_path, profile, of=model)
     assert answered(other, disk)[1].reusable_tokens > 0
 
 
@@ -187,9 +185,8 @@ class FullTier(plugins.load("store.tiers", "memory")):
 
 def test_tier_rates_leave_out_a_tier_that_takes_no_chunk_and_its_chunks_are_loaded(tmp_path, profile):
     model = tiny_model("llama")
-    full = FullTier()
-    store = stored(model, tmp_path)
-    rates = tier_rates(ChunkStore([], [full]), model, tokens=20)
+    store = stored(model, tmp_path, profile)
+    rates = tier_rates(ChunkStore([], [FullTier()]), model, tokens=20)
     assert rates == {}
     store.controller = LoadingController(model, store, profile=profile, rates=rates)
     assert answered(model, store)[1].loaded_chunks > 0
@@ -249,8 +246,7 @@ def test_observe_moves_the_slowdown_by_little_and_by_nothing_where_loading_was_w
 
 def test_controller_times_a_request_once_when_its_first_token_is_there(tmp_path, profile, monkeypatch):
     model, timed = tiny_model("llama"), []
-    store = stored(model, tmp_path)
-    store.controller = LoadingController(model, store, profile=profile, rates={"disk": 1e15})
+    store = stored(model, tmp_path, profile, 1e15)
     answered(model, store)  # computes the prefix
     monkeypatch.setattr(store.controller, "observe", lambda *given: timed.append(given))
     _, report = answered(model, store)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import rotate_half
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.evaluation.indexing import Indexer
 from hf_blend.evaluation.retrieving import Piece
@@ -20,6 +20,7 @@ from hf_blend.model.capture import capture_chunks
 from hf_blend.model.correction import DECAYS, ContextCorrection
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
+from tests.asking import prefilled
 from tests.conftest import chunk_prompts, random_ids, random_pieces
 
 FAMILIES = ("llama", "gpt_neox", "phi", "qwen2")
@@ -90,16 +91,11 @@ def test_corrected_and_plain_chunks_never_meet_and_what_a_prompt_begins_with_sta
     seen = {}
     for name, options in (("plain", {}), ("corrected", {"correction": fitted_correction})):
         with ChunkStore.open(tmp_path / "store", **options) as store:
-            cache = BlendCache(model, store, recompute_ratio=0.0, selector="none")
-            inputs = cache.inputs(None, **pieces)
-            with torch.no_grad():
-                model(**inputs, past_key_values=cache, logits_to_keep=1)
+            cache, _, inputs = prefilled(model, pieces, store=store, recompute_ratio=0.0, selector="none")
             assert cache.report.computed_chunks == (4 if name == "plain" else 3)  # the prefix is found by both
             seen[name] = cache
     with ChunkStore.open(tmp_path / "store", correction=fitted_correction) as store:
-        again = BlendCache(model, store, recompute_ratio=0.0, selector="none")
-        with torch.no_grad():
-            model(**again.inputs(None, **pieces), past_key_values=again, logits_to_keep=1)
+        again, *_ = prefilled(model, pieces, store=store, recompute_ratio=0.0, selector="none")
         assert again.report.computed_chunks == 0
     prefix = len(inputs["input_ids"][0]) - sum(map(len, pieces["chunks"])) - len(pieces["question"])
     for part in ("keys", "values"):
@@ -111,13 +107,12 @@ def test_corrected_and_plain_chunks_never_meet_and_what_a_prompt_begins_with_sta
 def test_first_chunk_behind_nothing_else_is_recomputed_where_it_is_corrected(shared_model, fitted_correction):
     model = shared_model("llama")
     pieces = {**random_pieces(), "prefix": list(default_sink(model))}
-    exact = {}
-    for name, options in (("plain", {}), ("corrected", {"correction": fitted_correction})):
-        with ChunkStore.open("memory://", **options) as store, torch.no_grad():
-            cache = BlendCache(model, store, recompute_ratio=1.0)
-            model(**cache.inputs(None, **pieces), past_key_values=cache, logits_to_keep=1)
-            exact[name] = cache.report.exact_tokens
-    assert exact["plain"] > exact["corrected"]
+    exact = []
+    for options in ({}, {"correction": fitted_correction}):
+        with ChunkStore.open("memory://", **options) as store:
+            cache, *_ = prefilled(model, pieces, store=store, recompute_ratio=1.0)
+            exact.append(cache.report.exact_tokens)
+    assert exact[0] > exact[1]
 
 
 def test_correction_of_another_model_and_files_that_hold_none_are_refused_by_name(

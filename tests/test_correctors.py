@@ -114,16 +114,11 @@ def test_unknown_corrector_is_refused_by_name(shared_model):
         BlendCache(shared_model(), ChunkStore.open("memory://"), corrector="mean-shft")
 
 
-def test_a_selector_that_asks_the_question_does_not_correct_twice(shared_model, tokenizer, pieces):
-    def blend(**settings):
-        cache = BlendCache(
-            shared_model(), ChunkStore.open("memory://"), recompute_ratio=0.2, corrector="temperature", **settings
-        )
-        with torch.no_grad():
-            output = shared_model()(**cache.inputs(tokenizer, **pieces()), past_key_values=cache, logits_to_keep=1)
-        return output.logits, cache.report.chosen_columns[0]
-
-    logits, columns = blend(selector="query-attention")
-    again, chosen = blend(selector="explicit", selector_options={"columns": columns})
-    assert chosen == columns
-    torch.testing.assert_close(logits, again, rtol=1e-5, atol=1e-5)
+def test_a_selector_that_asks_the_question_does_not_correct_twice(shared_model):
+    given = {"recompute_ratio": 0.2, "corrector": "temperature"}
+    cache, logits, _ = prefilled(shared_model(), random_pieces(), selector="query-attention", **given)
+    [columns] = cache.report.chosen_columns
+    given |= {"selector": "explicit", "selector_options": {"columns": columns}}
+    again, got, _ = prefilled(shared_model(), random_pieces(), **given)
+    assert again.report.chosen_columns == [columns]
+    torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)

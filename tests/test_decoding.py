@@ -6,30 +6,32 @@ import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
 
-from hf_blend import ChunkStore, observer
+from hf_blend import observer
 from hf_blend.errors import PromptError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
+from tests.asking import THREE, prepared
 from tests.asking import generated as run
-from tests.asking import prepared
+from tests.conftest import IdTokenizer, random_pieces
 
-BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1}, {"chunks": (20, 12), "seed": 2, "question": 5})
+REQUEST = THREE[0]
 
 
-def new_pieces(pieces, seed):
-    drawn = pieces((14, 21), seed=seed, question=6)
+def turn_of(seed):
+    """The pieces of a later turn."""
+    drawn = random_pieces((14, 21), seed=seed, question=6)
     return {"chunks": drawn["chunks"], "question": drawn["question"]}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
-def test_history_at_ratio_1_goes_on_as_without_a_cache(pieces, tokenizer, family):
+def test_history_at_ratio_1_goes_on_as_without_a_cache(family):
     model = zoo_model(family)
-    cache, inputs = prepared(model, pieces(), recompute_ratio=1.0)
+    cache, inputs = prepared(model, REQUEST, recompute_ratio=1.0)
     output = run(model, inputs, cache)
     for turn in range(3):
         held = cache.get_seq_length()
-        inputs = cache.inputs(tokenizer, **new_pieces(pieces, turn + 5), history=output)
+        inputs = cache.inputs(None, **turn_of(turn + 5), history=output)
         assert torch.equal(inputs["input_ids"][:, : output.shape[1]], output)
         expected, output = run(model, inputs), run(model, inputs, cache)
         assert torch.equal(output, expected)
@@ -37,14 +39,14 @@ def test_history_at_ratio_1_goes_on_as_without_a_cache(pieces, tokenizer, family
 
 
 @torch.no_grad()
-def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, pieces, tokenizer):
-    model, store = shared_model(), ChunkStore.open("memory://")
-    cache, inputs = prepared(model, pieces(), store=store, recompute_ratio=0.15)
+def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, store):
+    model = shared_model()
+    cache, inputs = prepared(model, REQUEST, store=store, recompute_ratio=0.15)
     output = run(model, inputs, cache)
     held = cache.get_seq_length()
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    turn = new_pieces(pieces, 5)
-    run(model, cache.inputs(tokenizer, **turn, history=output), cache)
+    turn = turn_of(5)
+    run(model, cache.inputs(None, **turn, history=output), cache)
     assert cache.report.computed_chunks == 2
     chosen = cache.report.chosen_columns[0]
     assert len(chosen) == 6
@@ -59,26 +61,26 @@ def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, 
     assert torch.equal(cache.layers[3].values[0][:, left], stored)
 
 
-def test_inputs_of_a_later_turn_need_no_chunk_and_text_gets_no_second_bos(shared_model, pieces, tokenizer):
+def test_inputs_of_a_later_turn_need_no_chunk_and_text_gets_no_second_bos(shared_model):
     model = shared_model()
-    cache, inputs = prepared(model, pieces(), recompute_ratio=1.0)
+    cache, inputs = prepared(model, REQUEST, recompute_ratio=1.0)
     output = run(model, inputs, cache)
-    inputs = cache.inputs(tokenizer, prefix="and", chunks=[], question="why", history=output)
-    new = tokenizer.encode("and\n\nwhy", add_special_tokens=False)
+    inputs = cache.inputs(IdTokenizer, prefix="and", chunks=[], question="why", history=output)
+    new = IdTokenizer.encode("and\n\nwhy", add_special_tokens=False)
     assert inputs["input_ids"][0, output.shape[1] :].tolist() == new
     assert torch.equal(run(model, inputs, cache), run(model, inputs))
     with pytest.raises(PromptError, match="behind a history of 1 requests"):
-        cache.inputs(tokenizer, chunks=[[], []], question=["a", "b"], history=output)
+        cache.inputs(IdTokenizer, chunks=[[], []], question=["a", "b"], history=output)
     with pytest.raises(PromptError, match=r"chunks is \[\]"):
-        cache.inputs(tokenizer, chunks=[], question="why")
+        cache.inputs(IdTokenizer, chunks=[], question="why")
 
 
-def test_assisted_decoding_of_a_later_turn_is_refused_until_reset(shared_model, pieces, tokenizer):
+def test_assisted_decoding_of_a_later_turn_is_refused_until_reset(shared_model):
     """Stock `generate` passes the whole prompt then, whatever is cached; with a plain cache it garbles the text."""
     model = shared_model()
-    cache, inputs = prepared(model, pieces(), recompute_ratio=1.0)
+    cache, inputs = prepared(model, REQUEST, recompute_ratio=1.0)
     output = run(model, inputs, cache, prompt_lookup_num_tokens=3)
-    inputs = cache.inputs(tokenizer, **new_pieces(pieces, 5), history=output)
+    inputs = cache.inputs(None, **turn_of(5), history=output)
     held = cache.get_seq_length()
     with pytest.raises(PromptError, match=rf"(?s)the {held} first of them are in the cache.*Call reset"):
         run(model, inputs, cache, prompt_lookup_num_tokens=3)
@@ -92,8 +94,8 @@ def test_assisted_decoding_of_a_later_turn_is_refused_until_reset(shared_model, 
     ("family", "batch", "size"),
     [("llama", 1, 7), ("gemma3_text", 3, 25), pytest.param("llama", 3, 64, marks=pytest.mark.slow)],
 )
-def test_prefill_chunk_size_blends_every_part(pieces, family, batch, size):
-    model, store, requests = zoo_model(family), ChunkStore.open("memory://"), [pieces(**one) for one in BATCH[:batch]]
+def test_prefill_chunk_size_blends_every_part(store, family, batch, size):
+    model, requests = zoo_model(family), THREE[:batch]
     cache, inputs = prepared(model, *requests, store=store, recompute_ratio=1.0)
     got = run(model, inputs, cache, prefill_chunk_size=size)
     assert torch.equal(got, run(model, inputs))
@@ -118,16 +120,13 @@ FIGURES = ("prompt_tokens", "past_tokens", "reusable_tokens", "exact_tokens", "l
 
 @torch.no_grad()
 @pytest.mark.parametrize("behind", ["a part", "a turn", "a turn and a part"])
-def test_failed_forward_behind_a_past_can_be_asked_again_and_reuses_as_much(
-    tiny_model, pieces, tokenizer, monkeypatch, behind
-):
-    model, store = tiny_model(), ChunkStore.open("memory://")
-    found = []
+def test_failed_forward_behind_a_past_can_be_asked_again_and_reuses_as_much(tiny_model, store, monkeypatch, behind):
+    model, found = tiny_model(), []
     for fails in (None, False, True):  # the first fills the store
-        cache, inputs = prepared(model, pieces(), store=store, recompute_ratio=0.3)
+        cache, inputs = prepared(model, REQUEST, store=store, recompute_ratio=0.3)
         if "turn" in behind:
             output = run(model, inputs, cache)
-            inputs = cache.inputs(tokenizer, **new_pieces(pieces, 5), history=output)
+            inputs = cache.inputs(None, **turn_of(5), history=output)
         if "part" in behind:
             held = cache.get_seq_length()
             model(inputs["input_ids"][:, held : held + 22], past_key_values=cache, logits_to_keep=1)
@@ -151,16 +150,16 @@ def test_failed_forward_behind_a_past_can_be_asked_again_and_reuses_as_much(
     assert torch.equal(logits, plain)
 
 
-def test_layer_ratios_are_reported_and_kept_by_selectors_that_see_no_states(shared_model, pieces):
-    model, request = shared_model(num_hidden_layers=6), pieces()
+def test_layer_ratios_are_reported_and_kept_by_selectors_that_see_no_states(shared_model):
+    model = shared_model(num_hidden_layers=6)
     settings = {"check_layers": (1, 3), "layer_ratios": (0.5, 0.2)}
-    cache, inputs = prepared(model, request, selector="random", **settings)
+    cache, inputs = prepared(model, REQUEST, selector="random", **settings)
     run(model, inputs, cache)
     assert cache.report.nominal_ratio == pytest.approx((2 * 0.5 + 2 * 0.2) / 4)
     chosen = cache.report.chosen_columns[0]
     assert len(chosen) == 36
     others = ({"recompute_ratio": ratio, "selector": "random"} for ratio in (0.5, 0.0))
-    fresh, stale = (prepared(model, request, **other) for other in others)
+    fresh, stale = (prepared(model, REQUEST, **other) for other in others)
     for other, inputs in (fresh, stale):
         run(model, inputs, other)
     differs = [

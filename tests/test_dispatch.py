@@ -10,7 +10,7 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ChunkStore, UnsupportedModelError
+from hf_blend import UnsupportedModelError
 from hf_blend.model import fingerprint
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.identity import weights
@@ -18,17 +18,12 @@ from hf_blend.model.placement import input_device
 from hf_blend.model.row_masks import LocalLines, RowMask
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
+from tests.asking import PIECES, asked, generated, hooks, memory, prepared
 
 CPU = torch.device("cpu")
 EXACT = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")
 RUNGS = (*EXACT, "unchosen_bytes", "untouched", "untouched_after_error")
 TELLING = ("ratio_1", "fused_ratio", "untouched_after_error")
-GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-PIECES: dict[str, Any] = {
-    "prefix": [3, 4],
-    "chunks": [list(range(10, 40)), list(range(60, 85))],
-    "question": [5, 6, 7],
-}
 
 
 def device_map(model: Any, near: str) -> dict[str, str]:
@@ -62,19 +57,6 @@ def dispatched(name: str, how: str, folder: Any) -> Any:
     return model
 
 
-def asked(model: Any, store: Any = None, **settings: Any) -> tuple[BlendCache, Any]:
-    cache = BlendCache(model, ChunkStore.open("memory://") if store is None else store, **settings)
-    inputs = cache.inputs(None, **PIECES)
-    return cache, model.generate(**inputs, past_key_values=cache, **GREEDY)
-
-
-def climbed(name: str, how: str, folder: Any, rungs: tuple[str, ...] = RUNGS) -> None:
-    subject = ModelUnderTest(dispatched(name, how, folder))
-    found = [measure(rung, subject, "float32", "sdpa") for rung in rungs]
-    assert [rung for rung in found if not rung.passed] == []
-    assert max(rung.max_abs_error for rung in found if rung.name in EXACT) <= 1e-5
-
-
 @pytest.mark.parametrize(
     ("name", "where", "checks"),
     [
@@ -86,33 +68,39 @@ def climbed(name: str, how: str, folder: Any, rungs: tuple[str, ...] = RUNGS) ->
     ],
 )
 def test_checks_hold_wherever_layers_are(name, where, checks, tmp_path):
-    climbed(name, where, tmp_path, checks)
+    subject = ModelUnderTest(dispatched(name, where, tmp_path))
+    found = [measure(check, subject, "float32", "sdpa") for check in checks]
+    assert [check for check in found if not check.passed] == []
+    assert max(check.max_abs_error for check in found if check.name in EXACT) <= 1e-5
 
 
 def test_fingerprint_chunks_and_text_of_a_dispatched_model_are_the_same(how, tmp_path):
-    whole, store = tiny_model("llama"), ChunkStore.open("memory://")
+    whole, store = tiny_model("llama"), memory()
     model = offloaded(copy.deepcopy(whole), how, tmp_path)
     assert fingerprint.fingerprint(model) == fingerprint.fingerprint(whole)
-    cache, wanted = asked(whole, store)
+    cache, wanted = asked(whole, PIECES, store=store)
     assert cache.report.computed_chunks == 3
-    cache, got = asked(model, store)
-    assert cache.report.loaded_chunks == 3
-    assert cache.report.computed_chunks == 0
+    cache, got = asked(model, PIECES, store=store)
+    assert (cache.report.loaded_chunks, cache.report.computed_chunks) == (3, 0)
     assert torch.equal(got, wanted)
-    cache, got = asked(model, recompute_ratio=1.0)
+    check_exact(model, whole)
+
+
+def check_exact(model: Any, whole: Any) -> None:
+    cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
+    assert torch.equal(generated(model, inputs, cache), generated(whole, inputs))
     assert cache.report.reusable_tokens > 0
-    assert torch.equal(got, whole.generate(cache.inputs(None, **PIECES)["input_ids"], **GREEDY))
 
 
 def test_fingerprint_reads_offloaded_weights_once(how, tmp_path, monkeypatch):
     model = dispatched("llama", how, tmp_path)
-    asked(model)
+    asked(model, PIECES)
     read, checksum = [], weights.checksum
     monkeypatch.setattr(weights, "checksum", lambda tensor: read.append(tensor) or checksum(tensor))
-    asked(model)
+    asked(model, PIECES)
     assert read == []
     for module in model.modules():
-        if _has_hook(module) and getattr(module._hf_hook, "weights_map", None) is not None:
+        if getattr(getattr(module, "_hf_hook", None), "weights_map", None) is not None:
             module._hf_hook.weights_map = copy.copy(module._hf_hook.weights_map)  # now from somewhere else
     fingerprint.fingerprint(model)
     assert read
@@ -120,20 +108,22 @@ def test_fingerprint_reads_offloaded_weights_once(how, tmp_path, monkeypatch):
 
 def test_hooks_of_accelerate_stay_and_work_after_an_exception_too(how, tmp_path, monkeypatch):
     model = dispatched("llama", how, tmp_path)
-    _, wanted = asked(model)
-    hooks = {name: (module._hf_hook, module.forward) for name, module in model.named_modules() if _has_hook(module)}
-    assert hooks
+    _, wanted = asked(model, PIECES)
+
+    def placed() -> dict[str, Any]:
+        modules = ((name, one) for name, one in model.named_modules() if hasattr(one, "_hf_hook"))
+        return {name: (one._hf_hook, one.forward) for name, one in modules}
+
+    before = placed()
+    assert before
     with monkeypatch.context() as patch:
         patch.setattr(decoder_layers(model)[2].mlp, "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            asked(model)
-    for name, module in model.named_modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-        if _has_hook(module):
-            assert hooks[name] == (module._hf_hook, module.forward)
+            asked(model, PIECES)
+    assert hooks(model) == 0
+    assert placed() == before
     assert decoder_layers(model)[1].mlp.up_proj.weight.is_meta, "and the weights are offloaded again"
-    assert torch.equal(asked(model)[1], wanted)
+    assert torch.equal(asked(model, PIECES)[1], wanted)
 
 
 def test_device_map_that_names_the_disk(tmp_path):
@@ -146,20 +136,14 @@ def test_device_map_that_names_the_disk(tmp_path):
         tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "offload"), dtype=torch.float32
     )
     assert decoder_layers(model)[1].mlp.up_proj.weight.is_meta
-    cache, got = asked(model, recompute_ratio=1.0)
-    assert cache.report.reusable_tokens > 0
-    assert torch.equal(got, whole.generate(cache.inputs(None, **PIECES)["input_ids"], **GREEDY))
-    assert fingerprint.fingerprint(model) == fingerprint.fingerprint(whole.eval())
+    check_exact(model, whole.eval())
+    assert fingerprint.fingerprint(model) == fingerprint.fingerprint(whole)
 
 
 def test_input_device_refuses_a_model_without_weights_with_the_remedy():
     model = tiny_model("llama").to("meta")
     with pytest.raises(UnsupportedModelError, match=r"embeddings of LlamaForCausalLM.*meta.*Load the weights"):
         input_device(model)
-
-
-def _has_hook(module: Any) -> bool:
-    return hasattr(module, "_hf_hook")
 
 
 def test_a_mask_that_is_brought_to_another_device_goes_on_attending_by_blocks():

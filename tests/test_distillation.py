@@ -19,14 +19,7 @@ from hf_blend.training import distillation
 from hf_blend.training.distillation import distilled
 from tests.conftest import random_ids
 
-FAMILIES = (
-    "llama",
-    "gpt_neox",
-    "phi",
-    "cohere",
-    "gemma3_text",
-    "smollm3",
-)  # whole, partial, pairs, windows, no rotation
+FAMILIES = ("llama", "gpt_neox", "phi", "cohere", "gemma3_text", "smollm3")  # whole, partial, pairs, windows, none
 CHUNKS, TOKENS, HEAD = 3, 12, 5
 HELD_OUT, ANSWER_TOKENS = 1, 4
 
@@ -85,12 +78,9 @@ def test_divergence_that_is_trained_is_that_of_a_blended_prompt(shared_model, fa
     found = distilled(model, start, prompts)
     held = [prompt for prompt in prompts if prompt[0][:HEAD] != prompts[0][0][:HEAD]]
     with torch.no_grad():
-        assert found.fitted == pytest.approx(
-            divergence_of_stock(model, start, held, tmp_path / "start"), rel=2e-3, abs=1e-6
-        )
-        assert found.trained == pytest.approx(
-            divergence_of_stock(model, found.correction, held, tmp_path / "found"), rel=2e-3, abs=1e-6
-        )
+        fitted = divergence_of_stock(model, start, held, tmp_path / "start")
+        trained = divergence_of_stock(model, found.correction, held, tmp_path / "found")
+    assert (found.fitted, found.trained) == pytest.approx((fitted, trained), rel=2e-3, abs=1e-6)
     assert found.alone > 1e-5
 
 
@@ -114,8 +104,8 @@ def test_steps_make_the_divergence_smaller_and_leave_the_model_as_it_was(shared_
     monkeypatch.setattr(distillation, "RATE", 0.01)
     model = shared_model("llama")
     before = [part.detach().clone() for part in model.parameters()]
-    one = list(asked(1))
-    prompts = [prompt for number in range(12 + HELD_OUT) for prompt in _marked(one, number)]
+    one = list(asked(1))  # behind another first token it is another step
+    prompts = [([number + 3, *ids[1:]], spans) for number in range(12 + HELD_OUT) for ids, spans in one]
     model.train()
     try:
         found = distilled(model, correction_of(model), prompts)
@@ -126,11 +116,6 @@ def test_steps_make_the_divergence_smaller_and_leave_the_model_as_it_was(shared_
     assert all(
         part.grad is None and torch.equal(part, was) for part, was in zip(model.parameters(), before, strict=True)
     )
-
-
-def _marked(prompts, number):
-    """The same prompts behind another first token, so that they are another step."""
-    return [([number + 3, *ids[1:]], spans) for ids, spans in prompts]
 
 
 def test_trained_correction_is_saved_and_is_of_other_keys(shared_model, tmp_path):

@@ -3,7 +3,6 @@
 """What the documents say runs, is so, and is what the committed results say, also in examples and in the guide."""
 
 import copy
-import importlib.util
 import json
 import re
 import runpy
@@ -16,18 +15,19 @@ import measured
 import pictures
 import pytest
 import torch
-import typer
-from tables import PLACE, filled
+from calls import count_calls
+from tables import PLACE, filled, load_result
 from worlds import reference_questions
 
 import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
-from hf_blend.cli.main import build
 from hf_blend.errors import PluginNotFoundError
 from hf_blend.evaluation.demo.request import DemoRequest
 from hf_blend.verify.runner import check_names
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, small_tokenizer
 from tests.conftest import slow_but
+
+from .test_cli import understood
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,10 +61,8 @@ LINES = sorted({line for path in PAGES for line in command_lines(path)})
 
 
 @pytest.fixture
-def ready(reference, tmp_path, monkeypatch):
+def ready(reference, here):
     """What a page's blocks find ready, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
     one = reference_questions()[0]
     return {
         "model": reference[0],
@@ -100,13 +98,7 @@ def test_the_command_line_is_understood(line):
         done = subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return
-    command, words = typer.main.get_command(build(words)), words[1:]
-    context = command.make_context("hf-blend", list(words)) if words[0].startswith("-") else None
-    while context is None and hasattr(command, "commands"):
-        assert words[0] in command.commands, f"{line}: no command named {words[0]}"
-        command, words = command.commands[words[0]], words[1:]
-    if context is None and words and "--help" not in words:
-        command.make_context(line, list(words))  # raises UsageError for what it does not know
+    assert understood(" ".join(map(shlex.quote, words))) == ""
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
@@ -168,35 +160,19 @@ def test_the_reference_names_no_method_that_is_not_there():
 STEP = re.compile(r"^\* `([\w/]+\.py)` (`[\w.]+`(?:, `[\w.]+`)*)", re.MULTILINE)
 
 
-def traced() -> list[tuple[str, str]]:
-    """The functions of one prefill in the order of their first call."""
-    spec = importlib.util.spec_from_file_location("calls", ROOT / "benchmarks" / "calls.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return list(module.count_calls(selector="kv-deviation").counts)  # which the page follows
-
-
-def told() -> list[tuple[str, str]]:
-    """The functions that the page names."""
+def test_the_page_names_what_is_called_in_the_order_in_which_it_is_called():
     page = (ROOT / "docs" / "life_of_a_request.md").read_text("utf-8")
     assert page.count("\n## ") == 8
-    return [(file, name) for file, names in STEP.findall(page) for name in re.findall(r"`([\w.]+)`", names)]
-
-
-def test_the_page_names_what_is_called_in_the_order_in_which_it_is_called():
-    called, named = traced(), told()
+    named = [(file, name) for file, names in STEP.findall(page) for name in re.findall(r"`([\w.]+)`", names)]
+    called = list(count_calls(selector="kv-deviation").counts)  # which the page follows, in the order of first calls
     assert not [entry for entry in named if entry not in called]
     places = [called.index(entry) for entry in named]
     assert places == sorted(places), [named[n] for n in range(1, len(named)) if places[n] < places[n - 1]]
 
 
-FOLDER = Path(__file__).resolve().parent.parent / "examples"
-
-
-@pytest.mark.usefixtures("small_smollm2")
-@pytest.mark.parametrize("program", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
-def test_the_example_runs_and_says_something(program, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("small_smollm2", "here")
+@pytest.mark.parametrize("program", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_the_example_runs_and_says_something(program, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(program)])
     runpy.run_path(str(program), run_name="__main__")
     assert capsys.readouterr().out.strip()
@@ -205,8 +181,8 @@ def test_the_example_runs_and_says_something(program, tmp_path, monkeypatch, cap
 def test_the_folder_for_custom_generate_takes_messages(tiny_model):
     tokenizer = small_tokenizer("spaces")
     model = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=2048)
-    folder = Path(__file__).resolve().parent.parent / "examples" / "custom_generate" / "custom_generate"
-    generate = runpy.run_path(str(folder / "generate.py"))["generate"]
+    program = ROOT / "examples" / "custom_generate" / "custom_generate" / "generate.py"
+    generate = runpy.run_path(str(program))["generate"]
     store, settings = ChunkStore.open("memory://"), {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     given = {"tokenizer": tokenizer, "messages": [ASKED], "documents": DOCUMENTS, "recompute_ratio": 1.0}
     tokenizer.chat_template = CHATML
@@ -219,22 +195,19 @@ def test_the_folder_for_custom_generate_takes_messages(tiny_model):
     assert len(store) == 4
 
 
-GUIDE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text("utf-8")
+GUIDE = (ROOT / "docs" / "extending.md").read_text("utf-8")
 (EVAL,) = re.findall(r"^hf-blend eval --method.*$", GUIDE, re.MULTILINE)
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty folder, and the guide's file in it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
+def guided(here):
+    """The guide's file in an empty folder."""
     code = re.search(r"Write this to `(\w+\.py)`:\n\n```python\n(.*?)```", GUIDE, re.DOTALL)
-    (tmp_path / code[1]).write_text(code[2])
-    return tmp_path
+    (here / code[1]).write_text(code[2])
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_smollm2")
+@pytest.mark.usefixtures("small_smollm2", "guided")
 def test_the_frontier_is_plotted_and_an_edited_file_is_not_mixed_with_the_old_one(here, run):
     words = shlex.split(EVAL)[1:]
     words[words.index("--limit") + 1] = "2"
@@ -251,43 +224,30 @@ def test_the_frontier_is_plotted_and_an_edited_file_is_not_mixed_with_the_old_on
     assert "holds a run with files" in err
 
 
-def test_a_visitor_of_the_demo_cannot_name_a_file(here):
+@pytest.mark.usefixtures("guided")
+def test_a_visitor_of_the_demo_cannot_name_a_file():
     with pytest.raises(PluginNotFoundError, match="no selector"):
         DemoRequest("a\nb", "c?", 0.1, "./relative_value.py").config()
 
 
-PAGE = (ROOT / "docs" / "measurements.md").read_text("utf-8")
-
-
 def test_the_page_is_made_from_the_committed_results():
-    assert measured.page() == PAGE, "run make docs"
-
-
-README = (ROOT / "README.md").read_text("utf-8")
-
-
-def result(name):
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+    assert measured.page() == (ROOT / "docs" / "measurements.md").read_text("utf-8"), "run make docs"
 
 
 def test_the_numbers_in_the_text_are_those_of_the_committed_results():
-    short = set(result("break_even")["break_even_tokens"].values())
-    assert f"from about {min(short)} tokens on" in " ".join(README.split())
-
-
-def example():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    return code
+    short = set(load_result("break_even")["break_even_tokens"].values())
+    assert f"from about {min(short)} tokens on" in " ".join(PAGES[0].read_text("utf-8").split())
 
 
 @pytest.mark.parametrize("ratio", slow_but(1.0, among=[None, 1.0]))
-def test_the_first_example_answers_and_like_stock_at_ratio_1(ratio, smollm2, tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("here")
+def test_the_first_example_answers_and_like_stock_at_ratio_1(ratio, smollm2, capsys):
     model, tokenizer = smollm2
-    monkeypatch.chdir(tmp_path)
+    (example,) = blocks(PAGES[0], "python")
     documents = ["The light of Skerry is kept by Una Moss.", "A lantern costs four pounds."]
     given = {"model": model, "tokenizer": tokenizer, "documents": documents, "question": "Who keeps the light?"}
     settings = "" if ratio is None else f", recompute_ratio={ratio}"
-    code = example().replace("(model, store)", f"(model, store{settings})").replace("=64)", "=12)")
+    code = example.replace("(model, store)", f"(model, store{settings})").replace("=64)", "=12)")
     exec(compile(code, "README", "exec"), given)
     text, report = capsys.readouterr().out.strip().rsplit("\n", 1)
     assert text.strip()

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors are caught by our name and by the built-in one, and say what to do."""
 
-import pytest
-
 import hf_blend
 from hf_blend import errors
 
@@ -36,12 +34,3 @@ def test_suggest_names_a_near_name_and_lists_all():
     assert errors.suggest("zzz", ["b", "a"]) == "Available: a, b."
     assert errors.suggest("zzz", []) == "Available: none."
     assert errors.suggest("zzz", ["a-b", "a_b"]) == "Available: a-b, a_b."
-
-
-def test_import_extra_says_who_needs_it_and_how_to_install_it():
-    assert errors.import_extra("json", extra="plot", wanted_by="a test").dumps([]) == "[]"
-    with pytest.raises(hf_blend.MissingExtraError) as caught:
-        errors.import_extra("no_such_module_at_all", extra="plot", wanted_by="hf-blend plot")
-    assert str(caught.value) == (
-        'hf-blend plot needs no_such_module_at_all, which is not installed: pip install "hf-blend[plot]"'
-    )

@@ -8,13 +8,13 @@ import re
 from functools import partial
 
 import pytest
-from worlds import REFERENCE_TASK
+from worlds import CHAIN_TASK, REFERENCE_TASK
 
 from hf_blend import plugins
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.evaluation.rows import read_rows
 from hf_blend.evaluation.tasks.base import Sample, Shape, Task, polished
-from tests.asking import raising
+from tests.asking import jsonl, raising
 
 TASKS = ("hotpotqa", "multi-news", "musique", "needle", "samsum", "wikimqa")
 INSTRUCTION, END = (733, 16289, 28793), (733, 28748, 16289, 28793)
@@ -79,12 +79,6 @@ def encoded(tokenizer, text):
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-def written(folder, *rows):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows), "utf-8")
-    return path
-
-
 @pytest.mark.parametrize("name", ["musique", "wikimqa", "hotpotqa"])
 def test_a_question_prompt_is_the_published_one_piece_by_piece(published, mistral_tokenizer, name):
     path, (prefix, asked) = real(published, name), PROMPTS[name]
@@ -138,10 +132,10 @@ def test_a_few_shot_prompt_has_no_tags_and_leaves_out_the_middle_example_until_t
 
 def test_samsum_leaves_out_what_does_not_fit_and_summarises_without_a_question(tmp_path):
     parts = ["word " * 3401], ["a " * 3400, "b"], ["a", "b " * 3400]
-    path = written(tmp_path, *[row(chunks=chunks) for chunks in parts])
+    path = jsonl(tmp_path / "rows.jsonl", *[row(chunks=chunks) for chunks in parts])
     found = task("samsum", data=path).samples()
     assert [(one.id, list(map(len, one.chunks))) for one in found] == [("2", [3400]), ("3", [1])]
-    made = task("samsum", data=written(tmp_path, row(question=""))).samples()[0]
+    made = task("samsum", data=jsonl(tmp_path / "rows.jsonl", row(question=""))).samples()[0]
     assert made.question == encoded(Words(), "Summary:")
 
 
@@ -167,19 +161,22 @@ def test_a_question_ends_in_its_mark_and_begins_small(question, wanted):
 
 
 def test_other_tokenizers_get_what_their_template_puts_around_a_users_turn(tmp_path):
-    path, words = written(tmp_path, row()), partial(encoded, Words())
+    path, words = jsonl(tmp_path / "rows.jsonl", row()), partial(encoded, Words())
     chatty, plain = (task("musique", one, path).samples()[0] for one in (Chatty(), Words()))
     assert chatty.prefix == words("<user>") + plain.prefix, "BOS stands in front once, not here"
     assert chatty.question == plain.question + words("<end> <assistant>")
     assert task("samsum", Chatty(), path).samples()[0].question == task("samsum", data=path).samples()[0].question
 
 
-@pytest.mark.parametrize("name", ["needle", REFERENCE_TASK])
+@pytest.mark.parametrize("name", ["needle", REFERENCE_TASK, CHAIN_TASK])
 def test_what_is_made_here_depends_on_the_seed_alone_and_never_ends(name):
     first, again, other = (task(name, seed=seed).samples(4) for seed in (3, 3, 4))
     assert first == again != other
     assert len({one.id for one in first}) == 4
     assert task(name, seed=3).samples(2) == first[:2]
+    row, chunks = next(iter(task(name, seed=3).rows())), first[0].chunks
+    assert (first[0].id, first[0].answers) == (row["id"], tuple(row["answers"]))
+    assert chunks == tuple(task(name).ids(chunk) for chunk in row["chunks"])
     with pytest.raises(ConfigError, match=r"without end.*limit"):
         task(name).samples()
 
@@ -341,8 +338,8 @@ def test_read_rows_takes_odd_line_breaks_a_mark_and_other_names_of_a_field(tmp_p
     source = row(chunks=["one\u2028two\u0085three"], question="Who\u2029?")
     path.write_text("\ufeff" + json.dumps(source, ensure_ascii=False) + "\r\n", "utf-8", newline="")
     assert read_rows(path) == [{"id": "1", **source}]
-    path = written(
-        tmp_path, row(), {"documents": ["one two", "three"], "question": "Who?", "answer": "Ann"}, {"text": "one"}
+    path = jsonl(
+        path, row(), {"documents": ["one two", "three"], "question": "Who?", "answer": "Ann"}, {"text": "one"}
     )
     first, second, third = read_rows(path, needs=("chunks",))
     assert {**second, "id": first["id"]} == first
@@ -350,6 +347,6 @@ def test_read_rows_takes_odd_line_breaks_a_mark_and_other_names_of_a_field(tmp_p
 
 
 def test_the_limit_counts_samples_and_no_further_row_is_read(tmp_path):
-    path = written(tmp_path, *[row(id=str(n)) for n in range(5)])
+    path = jsonl(tmp_path / "rows.jsonl", *[row(id=str(n)) for n in range(5)])
     assert [one.id for one in task("musique", data=path).samples(2)] == ["0", "1"]
     assert len(task("musique", data=path).samples()) == 5

@@ -3,23 +3,20 @@
 """The reference models and what is asked of them are what they claim; answers and insides come from real runs."""
 
 import random
-from itertools import islice
 
 import pytest
 import torch
 from world_scoring import score_examples
-from worlds import CHAIN_TASK, CHAINS, REFERENCE, REFERENCE_TASK, reference_questions
+from worlds import reference_questions
 from worlds.chains import sampling as chains
 from worlds.world.sampling import Example, sample_examples
 
-from hf_blend import BlendConfig, ChunkStore, ConfigError, plugins
+from hf_blend import BlendConfig, ChunkStore, ConfigError
 from hf_blend.errors import PromptError
 from hf_blend.evaluation import answering, asking
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
-from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.inspecting import Inspector, draw, rank_correlation
 from hf_blend.evaluation.summary import interval
-from tests.conftest import slow_but
 
 
 def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_examples():
@@ -32,20 +29,12 @@ def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_example
     assert interval([1.0] * 9) == (1.0, 1.0)
 
 
-def test_the_answer_is_streamed_as_it_is_returned(reference):
-    question = reference_questions()[0]
-    pieces = {name: question[name] for name in ("prefix", "chunks", "question")}
-    heard: list[str] = []
-    asker = asking.Asker(*reference, ChunkStore.open("memory://"))
-    got = asker.answer(pieces, BlendConfig(recompute_ratio=1.0), 16, tell=heard.append)
-    assert "".join(heard).strip() == got.text != ""
-
-
-def test_a_reply_marks_the_recomputed_tokens_and_no_others(reference):
+def test_a_reply_is_streamed_as_it_is_returned_and_marks_the_recomputed_tokens_and_no_others(reference, store):
     question = reference_questions()[0]
     asked = asking.Question("?", {name: question[name] for name in ("prefix", "chunks", "question")})
-    blend = answering.Method("blend", BlendConfig(recompute_ratio=0.2))
-    reply = asking.Asker(*reference, ChunkStore.open("memory://")).ask(asked, blend, 8)
+    blend, heard = answering.Method("blend", BlendConfig(recompute_ratio=0.2)), list[str]()
+    reply = asking.Asker(*reference, store).ask(asked, blend, 8, heard.append)
+    assert "".join(heard).strip() == reply.answer.text != ""
     marked = sum(chosen for _, chosen in reply.tokens)
     assert marked == len(reply.answer.report.chosen_columns[0]) > 0
     assert marked < len(reply.tokens)
@@ -87,25 +76,10 @@ def test_the_reference_model_reads_across_chunks_and_full_reuse_does_not(referen
     assert tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip() == asked[0].answer
 
 
-@pytest.mark.parametrize("path", slow_but(REFERENCE_TASK, among=[REFERENCE_TASK, CHAIN_TASK]))
-def test_a_task_may_be_a_file(path):
-    task = plugins.load("evaluation.tasks", path)(load_model(REFERENCE if path == REFERENCE_TASK else CHAINS)[1])
-    for row, sample in zip(islice(task.rows(), 3), task.samples(3), strict=True):
-        assert (sample.id, sample.answers) == (row["id"], tuple(row["answers"]))
-        assert sample.chunks == tuple(task.ids(chunk) for chunk in row["chunks"])
-
-
 @pytest.fixture(scope="module")
-def found(shared_model, pieces, untouched):
-    class Tokenizer:
-        bos_token_id = pad_token_id = 1
-
-        @staticmethod
-        def decode(ids):
-            return f"t{ids[0]}"
-
+def found(shared_model, pieces, tokenizer, untouched):
     with untouched(shared_model()):
-        inspector = Inspector(shared_model(), Tokenizer, ChunkStore.open("memory://"), pieces())
+        inspector = Inspector(shared_model(), tokenizer, ChunkStore.open("memory://"), pieces())
         return inspector.look(["kv-deviation", "boundary", "random"], 0.2, (0.0, 0.5, 1.0))
 
 

@@ -11,11 +11,12 @@ import torch
 from families import broken, judged, verify_image_types, verify_types
 from tiny_models import SHARED, tiny_model
 
-from hf_blend import BlendCache, ChunkStore, SequenceCache, UnsupportedModelError
+from hf_blend import SequenceCache, UnsupportedModelError
 from hf_blend.images import prompts as images
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
+from tests.asking import PIECES, generated, prepared
 from tests.conftest import slow_but
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "families.json"
@@ -27,6 +28,12 @@ STYLES = {
     "nanochat": "half reversed",
 }
 EXTENDED = ("deepseek_v3", "nanochat")  # the others attend within windows, or never ask for their attention
+
+
+def unproved(subject, *rungs):
+    """What checks of a model in float32 with sdpa do not pass."""
+    found = [measure(rung, subject, "float32", "sdpa") for rung in rungs]
+    return [(rung.name, rung.max_abs_error, rung.detail) for rung in found if not rung.passed]
 
 
 @pytest.mark.parametrize("name", slow_but("deepseek_v3", among=STYLES))
@@ -66,8 +73,7 @@ def test_a_norm_behind_the_rotation_is_in_the_way_only_where_what_turns_together
             for norm in (layer.self_attn.query_layernorm, layer.self_attn.key_layernorm):
                 norm.weight[8:] = norm.weight[:8]
     assert {style.__name__ for style in rotary_styles(model)} == {"Half"}
-    found = [measure(rung, ModelUnderTest(model), "float32", "sdpa") for rung in ("moved_chunk", "fused_ratio")]
-    assert [(rung.name, rung.max_abs_error, rung.detail) for rung in found if not rung.passed] == []
+    assert unproved(ModelUnderTest(model), "moved_chunk", "fused_ratio") == []
 
 
 def test_a_type_of_which_no_tiny_model_can_be_built_is_not_judged():
@@ -81,25 +87,19 @@ def test_a_type_of_which_no_tiny_model_can_be_built_is_not_judged():
 def test_a_model_whose_last_layers_look_at_the_kv_of_others_is_exact(name):
     model = tiny_model(name, **SHARED)
     subject = ModelUnderTest(model)
-    found = [measure(rung, subject, "float32", "sdpa") for rung in ("ratio_1_batch", "fused_ratio")]
-    assert [(rung.name, rung.max_abs_error, rung.detail) for rung in found if not rung.passed] == []
+    assert unproved(subject, "ratio_1_batch", "fused_ratio") == []
     assert [len(states) for states in subject.chunk(subject.prompts[0].chunks[0]).layers] == [2, 2, 2, 0, 0]
-    blended = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
-    inputs = blended.inputs(None, prefix=[1, 4], chunks=[list(range(10, 30)), list(range(40, 60))], question=[5, 6, 7])
+    cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
     for how in ({}, {"num_beams": 2}):
-        got = model.generate(**inputs, past_key_values=blended, max_new_tokens=4, do_sample=False, **how)
-        assert torch.equal(got, model.generate(**inputs, max_new_tokens=4, do_sample=False, **how))
-        blended.reset()
+        assert torch.equal(generated(model, inputs, cache, **how), generated(model, inputs, **how))
+        cache.reset()
 
 
 @pytest.mark.parametrize("name", ["gptj", "codegen"])
 def test_a_decoder_that_reshapes_its_output_generates_as_it_does_alone(name):
     model = tiny_model(name)
-    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=1.0)
-    pieces = {"prefix": [3, 4], "chunks": [list(range(10, 30)), list(range(40, 60))], "question": [5, 6, 7]}
-    inputs = cache.inputs(None, **pieces)
-    got = model.generate(**inputs, past_key_values=cache, max_new_tokens=6, do_sample=False)
-    assert torch.equal(got, model.generate(inputs["input_ids"], max_new_tokens=6, do_sample=False))
+    cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
+    assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
     assert cache.report.reusable_tokens > 0
 
 

@@ -8,11 +8,10 @@ from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.anatomy import decoder_layers, wants_all_rows
 from hf_blend.model.attention import stock_function
 from hf_blend.model.hooks import ForwardHooks
-from tests.asking import hooks
+from tests.asking import PIECES, asked, hooks
 
 
 class Recorder(DynamicCache):
@@ -25,7 +24,7 @@ class Recorder(DynamicCache):
     def forward_begins(self, arguments):
         self.told.append(("begins", sorted(arguments)))
         if self.enters_layers:
-            self.hooks.enter_layers(tokens=6)
+            self.hooks.enter_layers(width=6)
 
     def enter(self, index, call):
         self.told.append(index)
@@ -110,7 +109,7 @@ def test_hooks_called_without_keyword_arguments_do_nothing(model, place):
     register = module.register_forward_pre_hook if place.startswith("before") else module.register_forward_hook
     handle = register(lambda *_: called.append(guest.hooks.leave()))
     guest.hooks.watch_model()
-    guest.hooks.enter_layers(tokens=6)
+    guest.hooks.enter_layers(width=6)
     run(model, DynamicCache())
     assert called
     assert guest.told == []
@@ -121,9 +120,7 @@ def test_hooks_called_without_keyword_arguments_do_nothing(model, place):
 def test_of_a_request_a_door_over_the_stock_attention_stays_in_transformers_tables_and_nothing_else(tiny_model):
     model, masks = tiny_model("llama"), dict(ALL_MASK_ATTENTION_FUNCTIONS)
     before = {name: stock_function(name) for name in ALL_ATTENTION_FUNCTIONS}
-    cache = BlendCache(model, ChunkStore.open("memory://"))
-    inputs = cache.inputs(None, prefix=[1], chunks=[[5, 6, 7, 8], [9, 10, 11, 12]], question=[3, 4])
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
+    asked(model, PIECES)
     assert {name: stock_function(name) for name in ALL_ATTENTION_FUNCTIONS} == before
     assert dict(ALL_MASK_ATTENTION_FUNCTIONS) == masks
     assert model.config._attn_implementation == "sdpa"

@@ -20,7 +20,7 @@ from hf_blend.context.reuse import blended
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.images import encoder as images
 from hf_blend.images.encoder import ImageEncoder, digest_of
-from hf_blend.images.input_test import FirstForward
+from hf_blend.images.extra_inputs import FirstForward
 from hf_blend.images.prompts import name_images
 from hf_blend.model.capture import capture_chunk, capture_forward
 from hf_blend.model.fingerprint import fingerprint
@@ -46,6 +46,7 @@ from tests.image_models import (
     arguments,
     blend,
     build,
+    exact,
     filled,
     gap,
     needs_encoding,
@@ -101,12 +102,11 @@ def test_images_as_chunks_are_exact_at_ratio_1_and_computed_once(kind, attention
     first = arguments(kind, text[0], picture(kind), picture(kind), *text[1:], seeds=(0, 1))
     moved = arguments(kind, picture(kind), *text[:2], picture(kind), text[2], seeds=(1, 0))
     for inputs, computed in ((first, 2), (moved, 0)):
-        got, cache = blend(kind, inputs, store, attention, recompute_ratio=1.0)
-        assert gap(got, stock(kind, inputs, attention)[0]) < FLOOR
-        assert cache.report.computed_chunks == cache.report.encoded_images == computed
-        assert cache.report.loaded_chunks == len(text) + 2 - computed
-        assert cache.report.reusable_tokens == TEXT_TOKENS + 2 * KINDS[kind].tokens
-        assert not cache.report.refused_chunks
+        report = exact(kind, inputs, store, attention, recompute_ratio=1.0)
+        assert report.computed_chunks == report.encoded_images == computed
+        assert report.loaded_chunks == len(text) + 2 - computed
+        assert report.reusable_tokens == TEXT_TOKENS + 2 * KINDS[kind].tokens
+        assert not report.refused_chunks
     assert len(runs) == 2
 
 
@@ -230,9 +230,8 @@ def test_batch_of_prompts_with_images_and_padding_equals_stock(kind, chunks, fre
     inputs = {**tiny_image_models.image_arguments(kind, ids, (0, 1, 2)), "attention_mask": mask}
     if kind in ("llava", "gemma3"):
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
-    got, cache = blend(kind, inputs, filled(kind), chunks=chunks, recompute_ratio=1.0)
-    assert gap(got, stock(kind, inputs)[0]) < FLOOR
-    assert cache.report.reusable_tokens == TEXT_TOKENS + chunks * 3 * KINDS[kind].tokens
+    report = exact(kind, inputs, filled(kind), chunks=chunks, recompute_ratio=1.0)
+    assert report.reusable_tokens == TEXT_TOKENS + chunks * 3 * KINDS[kind].tokens
 
 
 def test_text_behind_an_image_is_rotated_for_the_models_own_positions():
@@ -301,9 +300,8 @@ def test_image_that_comes_first_is_exact_at_every_ratio(kind):
     ids = torch.tensor([[1, *[IMAGE] * KINDS[kind].tokens, END, *QUESTION]])
     inputs = tiny_image_models.image_arguments(kind, ids, (0,))
     for _ in range(2):
-        got, cache = blend(kind, inputs, store, recompute_ratio=0.0, selector="none")
-    assert cache.report.exact_tokens == 1 + KINDS[kind].tokens
-    assert gap(got, stock(kind, inputs)[0]) < FLOOR
+        report = exact(kind, inputs, store, recompute_ratio=0.0, selector="none")
+    assert report.exact_tokens == 1 + KINDS[kind].tokens
 
 
 @SLOW
@@ -314,9 +312,7 @@ def test_video_is_exact_at_ratio_1(kind):
         frames = KINDS[kind].pixels(seed)
         inputs = {"input_ids": ids, "mm_token_type_ids": 2 * (ids == VIDEO).long()}
         inputs |= {"pixel_values_videos": frames["pixel_values"], "video_grid_thw": frames["image_grid_thw"]}
-        got, cache = blend(kind, inputs, store, chunks=False, recompute_ratio=1.0)
-        assert gap(got, stock(kind, inputs)[0]) < FLOOR
-        assert cache.report.loaded_chunks == len(CHUNKS)
+        assert exact(kind, inputs, store, chunks=False, recompute_ratio=1.0).loaded_chunks == len(CHUNKS)
 
 
 @SLOW
@@ -354,18 +350,15 @@ def test_image_with_breaks_between_its_rows_or_other_marks_is_another_chunk():
     kind, store, breaks = "llava", filled("llava"), [START, *([*[IMAGE] * 4, 9] * 4)[:-1], END]
     for pieces, computed in (([breaks, *CHUNKS], 1), ([*CHUNKS, breaks], 0), ([*CHUNKS, picture(kind)], 1)):
         inputs = arguments(kind, *pieces)
-        got, cache = blend(kind, inputs, store, recompute_ratio=1.0)
-        assert gap(got, stock(kind, inputs)[0]) < FLOOR
-        assert cache.report.computed_chunks == computed
+        assert exact(kind, inputs, store, recompute_ratio=1.0).computed_chunks == computed
     assert len(store) == len(CHUNKS) + 3  # features, and the KV of the image with and without breaks
     kind, store = "gemma3", filled("gemma3")
     inputs = arguments(kind, CHUNKS[0], picture(kind))
     causal = {name: value for name, value in inputs.items() if name != "token_type_ids"}
     for one in (causal, inputs):  # in the second the tokens of an image see each other
-        got, cache = blend(kind, one, store, recompute_ratio=1.0)
-        assert gap(got, stock(kind, one)[0]) < FLOOR
-        assert cache.report.computed_chunks == 1
-    assert cache.report.encoded_images == 0
+        report = exact(kind, one, store, recompute_ratio=1.0)
+        assert report.computed_chunks == 1
+    assert report.encoded_images == 0
 
 
 @needs_encoding
@@ -390,10 +383,9 @@ def test_features_that_a_codec_rounds_are_not_kept(tmp_path):
     kind, inputs = "llava", arguments("llava", picture("llava"), CHUNKS[0])
     for _ in range(2):
         with ChunkStore.open(tmp_path, codec="int8") as store:
-            got, cache = blend(kind, inputs, store, recompute_ratio=1.0)
-            assert gap(got, stock(kind, inputs)[0]) < FLOOR
+            report = exact(kind, inputs, store, recompute_ratio=1.0)
             assert len(store) == 1
-    assert cache.report.loaded_chunks == 1
+    assert report.loaded_chunks == 1
 
 
 @needs_encoding
@@ -408,8 +400,7 @@ def test_stored_features_that_are_not_the_towers_are_encoded_again(monkeypatch):
     store.delete(key)
     store.put(kept.map(lambda states: states.flip(1)))
     monkeypatch.setattr(images, "_forms", type(images._forms)())  # another process
-    got, _ = blend(kind, inputs, store, recompute_ratio=1.0)
-    assert gap(got, stock(kind, inputs)[0]) < FLOOR
+    exact(kind, inputs, store, recompute_ratio=1.0)
     assert len(runs) == 2
     assert torch.equal(store.get(key).layers[0][0], kept.layers[0][0])
 
@@ -484,19 +475,17 @@ def test_chunks_of_others_behind_placeholders_are_not_looked_up_or_show_at_layer
 def test_inputs_without_a_placeholder_in_the_prompt_reuse_nothing(monkeypatch):
     monkeypatch.setattr("hf_blend.cache.blend_cache.placeholders_of", lambda *_: frozenset())
     inputs = arguments("llava", CHUNKS[0], picture("llava"), *CHUNKS[1:], seeds=(1,))
-    got, cache = blend("llava", inputs, filled("llava"), chunks=False, recompute_ratio=0.0, selector="none")
-    assert gap(got, stock("llava", inputs)[0]) < FLOOR
-    assert cache.report.loaded_chunks == 0
+    report = exact("llava", inputs, filled("llava"), chunks=False, recompute_ratio=0.0, selector="none")
+    assert report.loaded_chunks == 0
 
 
 def test_inputs_that_nothing_installed_knows_are_computed_and_named(monkeypatch):
     known = plugins.extensions
     monkeypatch.setattr(plugins, "extensions", lambda kind: [] if kind == "extra_inputs" else known(kind))
     inputs = arguments("llava", CHUNKS[0], picture("llava"), *CHUNKS[1:], seeds=(1,))
-    got, cache = blend("llava", inputs, filled("llava"), chunks=False, recompute_ratio=0.0, selector="none")
-    assert gap(got, stock("llava", inputs)[0]) < FLOOR
-    assert "pixel_values came with the prompt, but only text is known" in cache.report.fallback_reason
-    assert (cache.report.loaded_chunks, cache.report.prompt_tokens) == (0, inputs["input_ids"].shape[1])
+    report = exact("llava", inputs, filled("llava"), chunks=False, recompute_ratio=0.0, selector="none")
+    assert "pixel_values came with the prompt, but only text is known" in report.fallback_reason
+    assert (report.loaded_chunks, report.prompt_tokens) == (0, inputs["input_ids"].shape[1])
 
 
 def test_placeholder_ids_are_those_of_the_config_and_its_lists_and_may_be_the_first_ids(monkeypatch):
@@ -660,6 +649,5 @@ def test_model_whose_text_sees_ahead_is_refused_or_computes_its_chunks():
     with pytest.raises(UnsupportedModelError, match=r"PaliGemma.* cannot be blended: its tokens see those behind"):
         BlendCache(build(kind), ChunkStore.open("memory://"))
     inputs, store = arguments(kind, picture(kind), *CHUNKS), filled(kind, "eager")
-    got, cache = blend(kind, inputs, store, "eager", chunks=False, recompute_ratio=0.0, selector="none")
-    assert gap(got, stock(kind, inputs, "eager")[0]) < FLOOR
-    assert cache.report.refused_chunks == len(CHUNKS)
+    report = exact(kind, inputs, store, "eager", chunks=False, recompute_ratio=0.0, selector="none")
+    assert report.refused_chunks == len(CHUNKS)

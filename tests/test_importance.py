@@ -9,9 +9,8 @@ from tiny_models import tiny_model as zoo_model
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.prefill import observing
 from hf_blend.store.importance import TokenImportance
+from tests.test_partial import CHUNKS, PIECES
 
-CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
-PIECES = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9, 11]}
 GREEDY = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
 LAYERS = 6
 

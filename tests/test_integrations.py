@@ -4,7 +4,9 @@
 
 import asyncio
 import copy
+import functools
 import importlib
+import operator
 import os
 import re
 import sys
@@ -64,6 +66,12 @@ def answerer(model, tokenizer, store):
     return Answerer(model, tokenizer, store, EVERYTHING, {"temperature": 0, **NEW})
 
 
+@pytest.fixture
+def given(model, tokenizer, store):
+    """What LangChain's and LlamaIndex' classes are made with."""
+    return {"model": model, "tokenizer": tokenizer, "store": store, "temperature": 0, "settings": NEW}
+
+
 def test_documents_in_no_message_are_put_before_the_question(answerer):
     answer = answerer.chat(ASKED, DOCUMENTS).whole()
     assert answer.text == stock(answerer.model, answerer.tokenizer, PLACED)
@@ -98,9 +106,11 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(answerer):
 
 def test_closing_a_stream_ends_the_computation(answerer):
     before = threading.active_count()
-    stream = iter(answerer.chat(ASKED, DOCUMENTS, max_new_tokens=1000))
+    answer = answerer.chat(ASKED, DOCUMENTS, max_new_tokens=1000)
+    stream = iter(answer)
     assert next(stream)
     stream.close()
+    assert answer._cache.get_seq_length() < answer.prompt_tokens + 900
     assert threading.active_count() <= before
 
 
@@ -128,20 +138,24 @@ def test_what_generate_refuses_reaches_the_caller(answerer):
         answerer.chat(ASKED, no_such_setting=1).whole()
 
 
-def test_langchain_answers_as_stock_and_reuses_documents(model, tokenizer, store):
+def test_langchain_answers_as_stock_streams_in_pieces_and_reuses_documents(model, tokenizer, given):
     chat = framework("langchain").ChatBlend
     from langchain_core.documents import Document
     from langchain_core.messages import HumanMessage, SystemMessage
 
     documents = [Document(page_content=text, metadata={"source": "a.md"}) for text in DOCUMENTS]
     messages = [SystemMessage(SYSTEM["content"]), HumanMessage(QUESTION)]
-    settings = {"model": model, "tokenizer": tokenizer, "store": store, "temperature": 0, "settings": NEW}
-    exact = chat(**settings, blend=EVERYTHING)
+    exact = chat(**given, blend=EVERYTHING)
     answer = exact.invoke(messages, documents=documents)
     assert answer.content == stock(model, tokenizer, PLACED)
     assert answer.response_metadata["hf_blend"]["computed_chunks"] == 4
-    assert "".join(chunk.content for chunk in exact.stream(messages, documents=documents)) == answer.content
-    again = chat(**settings).invoke(messages, documents=documents[::-1])
+    pieces = list(exact.stream(messages, documents=documents))
+    assert len([piece for piece in pieces if piece.content]) > 1
+    whole = functools.reduce(operator.add, pieces)
+    assert whole.content == answer.content
+    assert whole.usage_metadata["output_tokens"] == NEW["max_new_tokens"]
+    assert whole.response_metadata["finish_reason"] == "length"
+    again = chat(**given).invoke(messages, documents=documents[::-1])
     assert again.response_metadata["hf_blend"]["computed_chunks"] == 0
     assert again.usage_metadata["input_token_details"]["cache_read"] > 0.5 * again.usage_metadata["input_tokens"]
     assert exact.invoke(messages, documents=documents, stop=[answer.content[3:5]]).content == answer.content[:3]
@@ -149,9 +163,8 @@ def test_langchain_answers_as_stock_and_reuses_documents(model, tokenizer, store
         exact.invoke(messages, documents=documents[0])
 
 
-def test_langchain_answers_several_at_once_as_one_alone(model, tokenizer, store):
-    chat = framework("langchain").ChatBlend
-    llm = chat(model=model, tokenizer=tokenizer, store=store, temperature=0, settings=NEW, blend=EVERYTHING)
+def test_langchain_answers_several_at_once_as_one_alone(model, tokenizer, given):
+    llm = framework("langchain").ChatBlend(**given, blend=EVERYTHING)
     questions = [f"{QUESTION} {number}" for number in range(4)]
     turns = [{"role": "user", "content": f"{JOINED}\n\n{question}"} for question in questions]
     answers = llm.batch(questions, documents=DOCUMENTS)
@@ -160,19 +173,7 @@ def test_langchain_answers_several_at_once_as_one_alone(model, tokenizer, store)
     assert alone.content == answers[0].content
 
 
-def test_langchain_streams_in_pieces_and_counts_at_the_end(model, tokenizer, store):
-    chat = framework("langchain").ChatBlend
-    llm = chat(model=model, tokenizer=tokenizer, store=store, blend=EVERYTHING, temperature=0, settings=NEW)
-    chunks = list(llm.stream(QUESTION, documents=DOCUMENTS))
-    assert len([chunk for chunk in chunks if chunk.content]) > 1
-    whole = chunks[0]
-    for chunk in chunks[1:]:
-        whole += chunk
-    assert whole.usage_metadata["output_tokens"] == NEW["max_new_tokens"]
-    assert whole.response_metadata["finish_reason"] == "length"
-
-
-def test_llamaindex_reuses_what_was_retrieved_in_its_own_prompts(model, tokenizer, store, monkeypatch):
+def test_llamaindex_reuses_what_was_retrieved_in_its_own_prompts(model, tokenizer, store, given, monkeypatch):
     blend = framework("llamaindex")
     from llama_index.core import QueryBundle
     from llama_index.core.query_engine import RetrieverQueryEngine
@@ -184,12 +185,11 @@ def test_llamaindex_reuses_what_was_retrieved_in_its_own_prompts(model, tokenize
             nodes = [TextNode(text=text, metadata={"file_name": "a.md"}) for text in DOCUMENTS]
             return [NodeWithScore(node=node, score=1.0) for node in nodes]
 
-    settings = {"model": model, "tokenizer": tokenizer, "store": store, "temperature": 0, "settings": NEW}
-    llm = blend.BlendLLM(**settings, blend=EVERYTHING)
+    llm = blend.BlendLLM(**given, blend=EVERYTHING)
     seen = []
 
-    def noted(self, messages, *rest, **given):
-        seen.append((messages, chat(self, messages, *rest, **given)))
+    def noted(self, messages, *rest, **more):
+        seen.append((messages, chat(self, messages, *rest, **more)))
         return seen[-1][1]
 
     chat = Answerer.chat
@@ -202,12 +202,11 @@ def test_llamaindex_reuses_what_was_retrieved_in_its_own_prompts(model, tokenize
     assert len(store) == answer.report["loaded_chunks"] == 3
 
 
-def test_llamaindex_chats_completes_and_streams(model, tokenizer, store):
+def test_llamaindex_chats_completes_and_streams(model, tokenizer, given):
     blend = framework("llamaindex")
     from llama_index.core.llms import ChatMessage
 
-    settings = {"model": model, "tokenizer": tokenizer, "store": store, "temperature": 0, "settings": NEW}
-    llm = blend.BlendLLM(**settings, blend=EVERYTHING)
+    llm = blend.BlendLLM(**given, blend=EVERYTHING)
     messages = [ChatMessage(role=one["role"], content=one["content"]) for one in ASKED]
     whole = llm.chat(messages, documents=DOCUMENTS)
     assert whole.message.content == stock(model, tokenizer, PLACED)
@@ -262,18 +261,14 @@ def test_parts_of_one_text_are_that_text_and_their_documents_stay_where_they_are
     assert answer.text == stock(model, tokenizer, PLACED)
 
 
-def test_llamaindex_passes_on_what_tools_said_and_refuses_pictures(model, tokenizer, store, monkeypatch):
+def test_llamaindex_passes_on_what_tools_said_and_refuses_pictures(model, tokenizer, given, monkeypatch):
     blend = framework("llamaindex")
     from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 
     monkeypatch.setattr(tokenizer, "chat_template", CALLING)
-    llm = blend.BlendLLM(model=model, tokenizer=tokenizer, store=store, temperature=0, settings=NEW)
-    plain = ("role", "content")
-    said = [
-        ChatMessage(role=role, content=text, additional_kwargs=more)
-        for one in SAID
-        for role, text, more in [(one["role"], one["content"], {k: one[k] for k in one if k not in plain})]
-    ]
+    llm = blend.BlendLLM(**given)
+    said = [ChatMessage(role=one["role"], content=one["content"]) for one in SAID]
+    said[1].additional_kwargs["tool_calls"] = SAID[1]["tool_calls"]
     assert llm.chat(said).message.content == stock(model, tokenizer, SAID)
     with pytest.raises(PromptError, match=r"ImageBlock.*is no text"):
         llm.chat([ChatMessage(role="user", blocks=[TextBlock(text="What?"), ImageBlock(image=b"aaaa")])])

@@ -39,6 +39,14 @@ def attention_inputs(batch, rows, keys, heads=4, kv_heads=2, width=8):
     return query, *(torch.randn(batch, kv_heads, keys, width, generator=generator) for _ in range(2))
 
 
+def check(states, mask, dense, atol=2e-6):
+    """Attention under a row mask is what torch computes under a dense one."""
+    given = {"scale": 0.3, "enable_gqa": True}
+    got, wanted = (scaled_dot_product_attention(*states, attn_mask=one, **given) for one in (mask, dense))
+    assert (type(got), got.dtype) == (torch.Tensor, states[0].dtype)
+    torch.testing.assert_close(got, wanted, atol=atol, rtol=0)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "another"])
 @pytest.mark.parametrize("past", [0, 7])
 def test_without_a_mask_of_the_model_each_row_is_causal_at_its_own_place(implementation, past):
@@ -73,23 +81,13 @@ def test_attention_by_blocks_is_attention_under_the_dense_mask(kind, batch, addi
     dense = torch.stack([model_mask[entry, :, places] for entry, places in enumerate(rows)])
     if additive:
         model_mask = torch.zeros(model_mask.shape).masked_fill(~model_mask, LOWEST)
-    query, key, value = attention_inputs(batch, kept, total + past)
     mask = row_mask(model_mask, rows, past, total + past, "sdpa")
-    got = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
-    wanted = scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.3, enable_gqa=True)
-    assert type(got) is torch.Tensor
-    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
+    check(attention_inputs(batch, kept, total + past), mask, dense)
 
 
 def test_a_bfloat16_query_keeps_its_dtype():
-    rows = scattered(1, 150, 200)
-    query, key, value = (states.bfloat16() for states in attention_inputs(1, 150, 200))
-    mask = row_mask(None, rows, 0, 200, "sdpa")
-    got = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    dense = torch.arange(200) <= rows[0][:, None]
-    wanted = scaled_dot_product_attention(query, key, value, attn_mask=dense, enable_gqa=True)
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got, wanted, atol=2e-2, rtol=0)
+    rows, states = scattered(1, 150, 200), [one.bfloat16() for one in attention_inputs(1, 150, 200)]
+    check(states, row_mask(None, rows, 0, 200, "sdpa"), torch.arange(200) <= rows[0][:, None], atol=2e-2)
 
 
 def test_to_all_other_code_a_row_mask_is_a_tensor():
@@ -99,11 +97,6 @@ def test_to_all_other_code_a_row_mask_is_a_tensor():
     assert torch.where(mask, 0.0, 1.0).sum() == 4
 
 
-def dense_attention(query, key, value, rows):
-    seen = torch.arange(key.shape[2]) <= rows[0][:, None]
-    return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.3, enable_gqa=True)
-
-
 @pytest.mark.parametrize("heads", [1, 4])
 def test_heads_that_see_different_keys_are_not_folded(heads):
     generator = torch.Generator().manual_seed(3)
@@ -111,20 +104,14 @@ def test_heads_that_see_different_keys_are_not_folded(heads):
         ~torch.ones(120, 120).tril().bool(), LOWEST
     )
     rows = scattered(1, 70, 120)
-    query, key, value = attention_inputs(1, 70, 120)
-    mask = row_mask(additive, rows, 0, 120, "sdpa")
-    dense = additive[:, :, rows[0]]
-    wanted = scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(attend(query, key, value, mask.lines, scale=0.3), wanted, atol=2e-6, rtol=0)
+    check(attention_inputs(1, 70, 120), row_mask(additive, rows, 0, 120, "sdpa"), additive[:, :, rows[0]])
 
 
 def test_a_row_that_sees_no_key_disturbs_no_other():
     seen = torch.ones(6, 6).tril().bool()
-    seen[2] = False
-    mask = row_mask(seen[None, None], torch.arange(6)[None], 0, 6, "sdpa")
-    query, key, value = attention_inputs(1, 6, 6)
-    got = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
-    wanted = dense_attention(query, key, value, torch.arange(6)[None])
+    mask = seen.index_fill(0, torch.tensor([2]), False)
+    mask, states = row_mask(mask[None, None], torch.arange(6)[None], 0, 6, "sdpa"), attention_inputs(1, 6, 6)
+    got, wanted = (scaled_dot_product_attention(*states, attn_mask=one, enable_gqa=True) for one in (mask, seen))
     others = [0, 1, 3, 4, 5]
     torch.testing.assert_close(got[:, :, others], wanted[:, :, others], atol=2e-6, rtol=0)
 
@@ -177,15 +164,11 @@ def test_a_block_of_few_rows_reads_no_key_that_all_its_rows_are_before():
 
 
 def test_attention_in_two_steps_makes_no_mask_of_the_keys_that_a_block_shares(monkeypatch):
-    rows, made = scattered(1, 700, 4000), []
-    query, key, value = attention_inputs(1, 700, 4000)
-    cut = LocalLines.cut
+    rows, made, cut = scattered(1, 700, 4000), [], LocalLines.cut
     monkeypatch.setattr(LocalLines, "cut", lambda *given: made.append(cut(*given)) or made[-1])
-    got = attend(query, key, value, row_mask(None, rows, 0, 4000, "sdpa").lines)
-    assert sum(mask.numel() for mask in made) < 0.11 * 700 * 4000
-    dense = torch.arange(4000) <= rows[0][:, None]
-    wanted = scaled_dot_product_attention(query, key, value, attn_mask=dense, enable_gqa=True)
-    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=0)
+    mask, dense = row_mask(None, rows, 0, 4000, "sdpa"), torch.arange(4000) <= rows[0][:, None]
+    check(attention_inputs(1, 700, 4000), mask, dense)
+    assert 0 < sum(mask.numel() for mask in made) < 0.11 * 700 * 4000
 
 
 def test_gradients_go_through_attention_by_blocks():

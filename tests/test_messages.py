@@ -8,12 +8,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_blend import BlendCache, ChunkStore, PromptError
+from hf_blend import BlendCache, PromptError
 from hf_blend.config import BlendConfig
 from hf_blend.evaluation.answering import FULL_PREFILL, INSTRUCTION, Turn, request
 from hf_blend.evaluation.asking import Asker, Method, Question
-from hf_blend.evaluation.documents import Document
-from hf_blend.evaluation.retrieving import Splitter
 from tests.asking import memory
 from tests.chat_templates import (
     ASKED,
@@ -255,16 +253,9 @@ def test_a_turn_is_rendered_as_the_template_renders_the_whole_conversation(plain
     assert made["question"] == f"{said}Question: When?\nAnswer:"
 
 
-def split(tokenizer, chunk_tokens):
-    pytest.importorskip("semantic_text_splitter", reason="the extra rag is not installed: pip install hf-blend[rag]")
-    return Splitter(tokenizer, chunk_tokens).split(Document("joined", JOINED))
-
-
-def test_asking_gives_the_answer_of_a_full_prefill_at_ratio_1_and_marks_documents_only(plain):
+def test_asking_gives_the_answer_of_a_full_prefill_at_ratio_1_and_marks_documents_only(plain, store):
     model, tokenizer = plain
-    given = request(tokenizer, [piece.prompt_text for piece in split(tokenizer, 24)], QUESTION, None)
-    asked = Question(QUESTION, given)
-    store = ChunkStore.open("memory://")
+    asked = Question(QUESTION, request(tokenizer, [f"{text}\n\n" for text in DOCUMENTS], QUESTION, None))
     ways = (FULL_PREFILL, Method("blend", BlendConfig(1.0)))
     full, blend = (Asker(model, tokenizer, store).ask(asked, way, 6) for way in ways)
     assert torch.equal(full.answer.input_ids, blend.answer.input_ids)

@@ -9,7 +9,6 @@ generated prose, and a tokenizer of bytes.
 import contextlib
 import io
 import json
-import os
 import random
 import re
 import shutil
@@ -18,19 +17,17 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from worlds import REFERENCE
 
 from hf_blend import ChunkStore
 from hf_blend.cli.main import main
+from tests.conftest import PUBLISHED
 
 pytest.importorskip("semantic_text_splitter", reason="the extra rag is not installed: pip install hf-blend[rag]")
 pytest.importorskip("bm25s", reason="the extra rag is not installed: pip install hf-blend[rag]")
 
-ROOT = Path(__file__).resolve().parent.parent
-PUBLISHED = Path(os.environ.get("HF_BLEND_DATA") or ROOT.parent / "shared" / "data")
 FILES = 24
 WORDS = "harbour light boat river mill keeper winter north cliff storm rope barrel market letter wheel".split()
 
@@ -82,13 +79,11 @@ def written(tmp_path_factory):
 
 
 @pytest.fixture
-def here(written, tmp_path, monkeypatch):
-    """Be in a copy of that folder, with a store of its own and nothing on standard input."""
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
+def here(here, written, monkeypatch):
+    """Be in a copy of that folder, with nothing on standard input."""
+    shutil.copytree(written, here, dirs_exist_ok=True)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    return tmp_path
+    return here
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +184,7 @@ def mistakes():
     yield ["chat", "notes", "--model", "FOLDERS/t5"], "an encoder-decoder"
     yield ["index", "notes", "--model", "FOLDERS/small"], "embeddings for 100"
     yield ["ask", "Who?", "notes", "--ratio", "15"], "15 % is 0.15"
+    yield ["ask", "Who?", "notes", "--rounds", "3"], "got --rounds 3 without --compare"
     yield ["ask", "Who?", "notes", "--selector", "kv-devation"], "Did you mean 'kv-deviation'?"
     yield ["ask", "Who?", "notes", "--selector", "./mine.py"], "there is no file 'mine.py'"
     yield ["ask", "Who?", "notes", "--device", "cuda:99"], "cuda:99"

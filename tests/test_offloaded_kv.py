@@ -22,7 +22,7 @@ from hf_blend.offload import memory as placing
 from hf_blend.offload.layer import OffloadedLayer
 from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.offload.states import Folder, States
-from tests.asking import GREEDY, memory
+from tests.asking import GREEDY, memory, noting
 from tests.asking import LONG as PIECES
 from tests.asking import asked as answered
 from tests.conftest import slow_but
@@ -186,13 +186,8 @@ def test_max_memory_counts_packed_layers_as_they_are_kept_and_the_one_at_work_un
 
 
 def test_decoding_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch):
-    written, write = [], States._write
-
-    def noted(self, name, data, offset):
-        written.append(len(data))
-        write(self, name, data, offset)
-
-    monkeypatch.setattr(States, "_write", noted)
+    written = []
+    noting(monkeypatch, States, "_write", lambda states, name, data, offset: written.append(len(data)))
     ways = {**WAYS, "max_new_tokens": 80}
     cache, _ = asked(model, memory(), ways=ways, kv_device_map="disk", offload_folder=tmp_path)
     tokens = sum(written) / (ROW * 4)

@@ -11,15 +11,14 @@ import torch
 from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, plugins, sparse_decoding
-from hf_blend.sparse.partial import seen
+from hf_blend.sparse.partial import loading
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.store import PartialStore
 from tests.asking import prefilled
 from tests.conftest import random_pieces
 from tests.forging import first_block, taken_apart
+from tests.test_partial import CHUNKS, PIECES
 
-CHUNKS = [list(range(10, 74)), list(range(40, 90)), list(range(20, 120, 2))]
-PIECES = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9, 11]}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 ANYHOW = {"share": 0.25, "alpha": 50.0, "block_tokens": 8}  # at this alpha heads agree whatever they say
 REUSE = {"recompute_ratio": 0.0, "selector": "none"}
@@ -44,7 +43,6 @@ def test_it_is_what_the_block_gives_and_the_model_is_untouched(untouched, tmp_pa
     made = []
     by_hand.load_in_part(8, lambda cache: made.append(PartialLoading(cache, 0.25, 50.0)) or made[-1])
     _, expected = asked(model, by_hand)
-    loading = made[0]
     for _ in range(2):  # the second time from a store that was opened again
         with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
             asked(model, store)
@@ -52,7 +50,7 @@ def test_it_is_what_the_block_gives_and_the_model_is_untouched(untouched, tmp_pa
                 cache, got = asked(model, store)
         assert torch.equal(got, expected)
         assert cache.report.computed_chunks == 0
-        assert cache.report.partial == vars(loading.report)
+        assert cache.report.partial == vars(made[0].report)
         assert any(layer.visible is not None for layer in cache.layers)
     assert 0 < cache.report.partial["loaded_bytes"] < cache.report.partial["all_bytes"]
     assert "bytes loaded in part" in str(cache.report)
@@ -235,14 +233,14 @@ def test_several_new_tokens_at_once_see_what_they_see_one_after_another(model):
 def test_an_exception_while_decoding_leaves_the_model_untouched(model, untouched, monkeypatch):
     store = ChunkStore.open("memory://", partial=ANYHOW)
     asked(model, store)
-    calls, select_kv = [], seen.PartDecoding.select_kv
+    calls, attend_step = [], loading.attend_step
 
-    def fails_in_the_second_step(*given):
+    def fails_in_the_second_step(*given, **more):
         calls.append(1)
-        return 1 / 0 if len(calls) > len(model.model.layers) + 1 else select_kv(*given)
+        return 1 / 0 if len(calls) > len(model.model.layers) + 1 else attend_step(*given, **more)
 
     with untouched(model), monkeypatch.context() as patch:
-        patch.setattr(seen.PartDecoding, "select_kv", fails_in_the_second_step)
+        patch.setattr(loading, "attend_step", fails_in_the_second_step)
         with pytest.raises(ZeroDivisionError):
             asked(model, store)
 
@@ -284,25 +282,16 @@ def test_a_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_pa
 
 
 def test_blocks_are_ordered_beside_requests_by_what_was_looked_at_before_a_restart_too(model, tmp_path):
-    def orders(store):
-        return [store._tiers[0].open(name) for name, _ in sorted(store._tiers[0].listing())]
-
     for number in range(2):  # one computes, two report, and two more behind a restart: the fourth makes chunks due
         with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
             for _ in range(3 - number):
                 asked(model, store)
             assert store.reordering.flush(10)
             scores = [store.importance.scores(digest) for digest in store.importance.digests()]
-            found = {tuple(taken_apart(content_of(source))[1]["order"].tolist()) for source in orders(store)}
+    found = {tuple(taken_apart(path.read_bytes())[1]["order"].tolist()) for path in block_files(tmp_path)}
     expected = {tuple(one.argsort(descending=True, stable=True).tolist()) for one in scores}
     assert len(expected) == len(CHUNKS)
     assert expected & found, "some chunk was written in the order of its averages"
-
-
-def content_of(source):
-    content = bytearray(source.stat.nbytes)
-    source.read_into(0, memoryview(content))
-    return bytes(content)
 
 
 def test_blocks_have_a_cap_and_leave_by_importance(model, tmp_path):
@@ -389,8 +378,7 @@ def test_static_buffers_are_seen_whole_and_chunks_loaded_whole_for_them(model, t
     for store in (part, whole, part):  # at first the chunks are computed
         cache = BlendCache(model, store, recompute_ratio=0.2, max_tokens=500)
         inputs = cache.inputs(None, **random_pieces((40, 40, 40)))
-        given = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        found.append((model.generate(**inputs, past_key_values=cache, **given), cache.layers))
+        found.append((model.generate(**inputs, past_key_values=cache, **GREEDY), cache.layers))
     assert cache.report.partial["partial_layers"] == 0 < cache.report.partial["whole_layers"]
     assert cache.report.partial["loaded_bytes"] >= cache.report.partial["all_bytes"] > 0
     for output, layers in found[1:]:

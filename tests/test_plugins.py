@@ -83,20 +83,13 @@ def test_a_wrong_kind_is_answered_with_the_near_one(fruits, call):
         call("fruit")
 
 
-def test_a_file_with_two_plugins_is_refused(fruits):
-    (fruits / "both.py").write_text(
-        PLUGIN.format(line="Two.", name="One")
-        + '\n\nclass Two(Fruit):\n    """Doc."""\n\n\nclass _Three(Fruit): ...\n'
-    )
+def test_a_file_with_two_plugins_is_refused_and_private_classes_and_imported_ones_do_not_count(fruits):
+    one, others = PLUGIN.format(line="One.", name="One"), "\n\nclass _Three(Fruit): ...\n\n\nSame = Fruit\n"
+    (fruits / "helped.py").write_text(one + others)
+    (fruits / "both.py").write_text(f'{one}\n\nclass Two(Fruit):\n    """Doc."""\n{others}')
+    assert plugins.load("fruits", "helped").__name__ == "One"
     with pytest.raises(ConfigError, match=r"2 public plugins \(\['One', 'Two'\]\).*own file"):
         plugins.load("fruits", "both")
-
-
-def test_private_classes_and_imported_ones_do_not_count(fruits):
-    (fruits / "helped.py").write_text(
-        PLUGIN.format(line="One.", name="One") + "\n\nclass _Half(Fruit): ...\n\n\nSame = Fruit\n"
-    )
-    assert plugins.load("fruits", "helped").__name__ == "One"
 
 
 def test_an_installed_plugin_is_found_by_its_entry_point_and_cannot_replace_ours(fruits, monkeypatch, caplog):

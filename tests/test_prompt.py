@@ -76,12 +76,6 @@ def test_build_separates_texts_and_chunks_keep_their_ids():
         build(Merging, None, ["b"], "c", separator=5)
 
 
-def test_batch_is_padded_on_the_left():
-    made = batch([build(None, [1], [[5, 6]], [7]), build(None, [1], [[8]], [9])], pad_id=99)
-    assert made.input_ids.tolist() == [[1, 5, 6, 7], [99, 1, 8, 9]]
-    assert made.attention_mask.tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
-
-
 def prompts():
     return batch([build(None, [1], [[5, 6]], [7]), build(None, [1], [[5, 6]], [7, 8, 9])], pad_id=0)
 

@@ -19,6 +19,7 @@ from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.methods.base import EvalMethod
 from hf_blend.evaluation.trial import EvalConfig, run
+from tests.asking import jsonl
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def asked(published, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     rows = [json.loads(line) for line in (published / "musique_cacheblend.jsonl").read_text("utf-8").splitlines()[:2]]
     cut = [{**row, "chunks": [chunk[:200] for chunk in row["chunks"][:3]]} for row in rows]
-    (tmp_path / "data" / "musique.jsonl").write_text("".join(json.dumps(row) + "\n" for row in cut))
+    jsonl(tmp_path / "data" / "musique.jsonl", *cut)
     monkeypatch.setattr(kvstar, "TEXT_TOKENS", 16)
     init = EvalMethod.__init__
     monkeypatch.setattr(EvalMethod, "__init__", lambda self, *given: init(self, *given[:3], 1))

@@ -86,7 +86,7 @@ def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers(shar
     table = tuple(torch.arange(24.0).view(1, 12, 2) + part for part in (0, 100))
     given = (torch.zeros(1, 12, 64),), {"position_embeddings": table}
     calls = [LayerCall.bind(layer, *given) for layer in decoder_layers(shared_model())[:2]]
-    kinds, prefill = [IndexedKind(), LayerKind()], SimpleNamespace(tokens=12)
+    kinds, prefill = [IndexedKind(), LayerKind()], SimpleNamespace(width=12)
     kinds[0]._table = table
     rows = Rows.at([[2, 5, 7, 11]], torch.device("cpu"))
     fewer, _ = rows.last(2)
@@ -125,16 +125,16 @@ def choices(draw):
     size = eligible.numel()
     value = st.sampled_from([0.0, 1.0, 1.0, 2.0, -3.5, float("nan"), float("-inf"), 1e30])
     scores = torch.tensor(draw(st.lists(value, min_size=size, max_size=size))).view_as(eligible)
-    counts = torch.tensor([draw(st.integers(0, eligible.shape[1] + 2)) for _ in eligible])
+    counts = [draw(st.integers(0, eligible.shape[1] + 2)) for _ in eligible]
     return scores, eligible, counts
 
 
 @given(choices())
-@example((torch.tensor([[9.0, math.nan]]), torch.tensor([[False, True]]), torch.tensor([1])))
+@example((torch.tensor([[9.0, math.nan]]), torch.tensor([[False, True]]), [1]))
 def test_the_highest_are_those_of_a_plain_sort_with_the_earlier_first(choice):
     scores, eligible, counts = choice
     marked = highest(scores, eligible, counts)
     for row, places in enumerate(eligible):
         value = [-math.inf if math.isnan(score) else score for score in scores[row].tolist()]
         order = sorted(places.nonzero().flatten().tolist(), key=lambda place: (-value[place], place))
-        assert wanted_sets(marked)[row] == sorted(order[: int(counts[row])])
+        assert wanted_sets(marked)[row] == sorted(order[: counts[row]])

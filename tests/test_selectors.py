@@ -210,25 +210,22 @@ def test_random_with_free_layers_waits_for_the_check_layer():
     assert torch.equal(selector("random", free_layers="true").score(view()), selector("random").score(view()))
 
 
-def blended(model, tokenizer, request, hear=None, **settings):
-    """One prefill; gives the cache and the logits behind the prompt."""
+def blended(model, request, hear=None, **settings):
+    """One prefill; gives the cache, the logits behind the prompt, and the inputs."""
     cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
     cache.observer = None if hear is None else AttentionObserver(hear)
-    inputs = cache.inputs(tokenizer, **request)
-    output = model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=1, do_sample=False, output_logits=True,
-        return_dict_in_generate=True,
-    )  # fmt: skip
-    return cache, output.logits[0], inputs
+    inputs = cache.inputs(None, **request)
+    ways = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    return cache, model.generate(**inputs, past_key_values=cache, **ways).logits[0], inputs
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "eager"), ("gpt_neox", "sdpa"), ("gemma", "sdpa")])
 def test_attention_observer_gets_the_models_own_attention_and_changes_no_answer(
-    shared_model, tokenizer, pieces, family, attention
+    shared_model, pieces, family, attention
 ):
     model, heard = shared_model(family, attention), {}
     hear = lambda layer, seen, weights: heard.update({layer: weights})  # noqa: E731
-    _, _, inputs = blended(model, tokenizer, pieces(), hear, selector="full", recompute_ratio=1.0)
+    _, _, inputs = blended(model, pieces(), hear, selector="full", recompute_ratio=1.0)
     with torch.no_grad():
         plain = copy.deepcopy(model)
         plain.set_attn_implementation("eager")
@@ -237,33 +234,29 @@ def test_attention_observer_gets_the_models_own_attention_and_changes_no_answer(
         rows = weights.shape[2]
         torch.testing.assert_close(weights, expected[layer][:, :, -rows:], rtol=1e-3, atol=1e-4)
     assert sorted(heard) == list(range(4))
-    answers = [blended(model, tokenizer, pieces(), one, recompute_ratio=0.3)[1] for one in (None, lambda *_: None)]
+    answers = [blended(model, pieces(), one, recompute_ratio=0.3)[1] for one in (None, lambda *_: None)]
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gemma"])
-def test_query_attention_is_charged_exact_at_ratio_1_and_leaves_the_model_alone(
-    tiny_model, untouched, tokenizer, pieces, family
-):
+def test_query_attention_is_charged_exact_at_ratio_1_and_leaves_the_model_alone(tiny_model, untouched, pieces, family):
     model = tiny_model(family)
     with untouched(model):
-        cache, _, _ = blended(model, tokenizer, pieces(), selector="query-attention", recompute_ratio=0.1)
-        _, logits, inputs = blended(model, tokenizer, pieces(), selector="query-attention", recompute_ratio=1.0)
+        cache, _, _ = blended(model, pieces(), selector="query-attention", recompute_ratio=0.1)
+        _, logits, inputs = blended(model, pieces(), selector="query-attention", recompute_ratio=1.0)
     assert cache.report.scoring_flops > 0
     assert cache.report.charged_budget > 0.1 * 0.8
     with torch.no_grad():
         torch.testing.assert_close(logits, model(**inputs).logits[:, -1], rtol=1e-3, atol=1e-3)
 
 
-def test_query_attention_of_an_entry_of_a_batch_is_what_it_is_alone(shared_model, tokenizer, pieces):
+def test_query_attention_of_an_entry_of_a_batch_is_what_it_is_alone(shared_model, pieces):
     requests = [pieces(), pieces((11, 29), question=5, seed=3)]
-    together = {part: [request[part] for request in requests] for part in ("chunks", "question")}
-    together["prefix"] = requests[0]["prefix"]
-    requests[1]["prefix"] = requests[0]["prefix"]
+    together = {part: [request[part] for request in requests] for part in requests[0]}
     settings = {"selector": "query-attention", "recompute_ratio": 0.2}
-    both, logits, inputs = blended(shared_model(), tokenizer, together, **settings)
+    both, logits, inputs = blended(shared_model(), together, **settings)
     for row, request in enumerate(requests):
-        alone, own, _ = blended(shared_model(), tokenizer, request, **settings)
+        alone, own, _ = blended(shared_model(), request, **settings)
         padding = int((inputs["attention_mask"][row] == 0).sum())
         assert [column - padding for column in both.report.chosen_columns[row]] == alone.report.chosen_columns[0]
         torch.testing.assert_close(logits[row], own[0], rtol=1e-3, atol=1e-3)

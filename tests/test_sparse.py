@@ -18,7 +18,7 @@ from hf_blend.cache.layers import BlendLayer
 from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.layout import Layout
-from hf_blend.sparse.lock import LockMetrics, Selection, SelectionLock
+from hf_blend.sparse.lock import Selection, SelectionLock, SparseMetrics
 from tests.conftest import slow_but
 
 SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
@@ -30,14 +30,26 @@ def prompt(tokens: int = 150, batch: int = 1) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def new_cache(model: Any) -> BlendCache:
-    return BlendCache(model, ChunkStore.open("memory://"))
+def new_cache(model: Any, **settings: Any) -> BlendCache:
+    return BlendCache(model, ChunkStore.open("memory://"), **settings)
 
 
 def generated(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int = 24, **settings: Any) -> Any:
     base = {"max_new_tokens": new_tokens, "eos_token_id": None, "do_sample": False, "output_logits": True}
     output = model.generate(**inputs, **{**base, **settings}, return_dict_in_generate=True)
     return output.sequences, torch.stack(output.logits, 1) if output.logits is not None else None
+
+
+def sparsely(
+    model, inputs=None, new_tokens=24, cache=None, watch=lambda sparse: None, draft=None, ways=None, **settings
+):
+    """Ids and logits, the session, and what watched it."""
+    cache = new_cache(model) if cache is None else cache
+    ways = {**(ways or {}), **({} if draft is None else {"assistant_model": draft, "output_logits": False})}
+    with sparse_decoding(model, cache, draft=draft, **{**SMALL, **settings}) as sparse:
+        watched = watch(sparse)
+        ids, logits = generated(model, inputs or prompt(), new_tokens, past_key_values=cache, **ways)
+    return ids, logits, sparse, watched
 
 
 @pytest.fixture(scope="module", params=slow_but("sdpa", among=["sdpa", "eager"]))
@@ -62,9 +74,7 @@ def padded() -> dict[str, torch.Tensor]:
 def test_sparse_decoding_over_all_blocks_gives_what_dense_decoding_gives(model, settings, make):
     """Switched off, to the bit."""
     ids, logits = generated(model, make(), past_key_values=new_cache(model))
-    cache = new_cache(model)
-    with sparse_decoding(model, cache, **{**SMALL, **settings}) as sparse:
-        few_ids, few_logits = generated(model, make(), past_key_values=cache)
+    few_ids, few_logits, sparse, _ = sparsely(model, make(), **settings)
     is_off = settings["share"] == 1 or "min_tokens" in settings
     assert bool(sparse.metrics.steps) is not is_off
     assert torch.equal(ids, few_ids)
@@ -73,35 +83,32 @@ def test_sparse_decoding_over_all_blocks_gives_what_dense_decoding_gives(model, 
 
 @pytest.mark.parametrize(("make", "bits"), [(prompt, None), (padded, None), (prompt, 8)])
 def test_sparse_decoding_in_static_buffers_gives_what_it_gives_in_growing_ones(model, make, bits):
-    found = []
-    for most in (None, 200):
-        cache = BlendCache(model, ChunkStore.open("memory://"), max_tokens=most, kv_bits=bits)
-        with sparse_decoding(model, cache, watch_mass=True, checkpoint_interval=3, **SMALL) as sparse:
-            found.append(
-                (*generated(model, make(), 40, past_key_values=cache), vars(sparse.metrics), sparse.kept_mass)
-            )
-    (ids, logits, metrics, mass), (other_ids, other_logits, other_metrics, other_mass) = found
+    (ids, logits, sparse, _), (other_ids, other_logits, other, _) = (
+        sparsely(
+            model, make(), 40, new_cache(model, max_tokens=most, kv_bits=bits), watch_mass=True, checkpoint_interval=3
+        )
+        for most in (None, 200)
+    )
     assert torch.equal(ids, other_ids)
     torch.testing.assert_close(logits, other_logits, rtol=0, atol=2e-6)
-    assert metrics == other_metrics
-    assert metrics["changed"] > 0
-    assert mass == pytest.approx(other_mass)
-    assert mass < 0.95
+    assert sparse.metrics == other.metrics
+    assert sparse.metrics.changed > 0
+    assert sparse.kept_mass == pytest.approx(other.kept_mass)
+    assert sparse.kept_mass < 0.95
 
 
 class Masked:
     """Dense attention of one step over some columns, which a mask shuts in each layer: the plain way."""
 
-    def __init__(self, model: Any, sparse: Any) -> None:
-        self.calls: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    def __init__(self, sparse: Any) -> None:
+        self.calls: list[tuple[torch.Tensor, torch.Tensor]] = []
         select_kv = sparse.select_kv
 
         def watched(index: int, query: Any, key: Any, value: Any, mask: Any, name: str, scaling: Any) -> Any:
             found = select_kv(index, query, key, value, mask, name, scaling)
             if found is not None:
-                self.calls.append((index, self._expected(sparse, index, query, key, value, mask, scaling), query))
-                keys, values, cut = found
-                self.calls[-1] = (index, self.calls[-1][1], self._attention(query, keys, values, cut, scaling))
+                expected = self._expected(sparse, index, query, key, value, mask, scaling)
+                self.calls.append((expected, self._attention(query, *found, scaling)))
             return found
 
         sparse.select_kv = watched
@@ -140,21 +147,12 @@ DIAGONAL = [(METHODS[at % len(METHODS)], *WAYS[at % len(WAYS)]) for at in range(
 
 @pytest.mark.parametrize(("method", "model", "make", "settings"), DIAGONAL, indirect=["model"])
 def test_sparse_decoding_attends_to_the_selected_blocks_and_the_tail_and_nothing_else(model, make, settings, method):
-    cache = new_cache(model)
-    with sparse_decoding(model, cache, method=method, **SMALL) as sparse:
-        watched = Masked(model, sparse)
-        generated(model, make(), past_key_values=cache, **settings)
+    _, _, sparse, watched = sparsely(model, make(), watch=Masked, ways=settings, method=method)
     assert len(watched.calls) > 20
-    for _, expected, got in watched.calls:
+    assert make is prompt or len({one.blocks for one in sparse.held(1)}) > 1, "each request has its own"
+    for expected, got in watched.calls:
         seen = ~expected.isnan()
         torch.testing.assert_close(got[seen], expected[seen], rtol=0, atol=2e-6)
-
-
-def test_held_selections_are_of_each_request_of_a_batch(model):
-    cache = new_cache(model)
-    with sparse_decoding(model, cache, **SMALL) as sparse:
-        generated(model, prompt(150, 3), past_key_values=cache)
-    assert len({one.blocks for one in sparse.held(1)}) > 1
 
 
 def test_sparse_decoding_leaves_the_model_as_it_was_after_an_exception_too(model, untouched):
@@ -166,8 +164,8 @@ def test_sparse_decoding_leaves_the_model_as_it_was_after_an_exception_too(model
 
     with untouched(model):
         handle = model.model.layers[1].register_forward_pre_hook(observer(fail))
-        with pytest.raises(KeyError, match="on purpose"), sparse_decoding(model, cache, **SMALL):
-            generated(model, prompt(), past_key_values=cache)
+        with pytest.raises(KeyError, match="on purpose"):
+            sparsely(model, cache=cache)
         handle.remove()
 
 
@@ -217,27 +215,19 @@ def draft_model() -> Any:
 
 
 def test_draft_and_verification_of_a_round_see_the_same_selection(model):
-    cache, draft = new_cache(model), draft_model()
+    draft = draft_model()
     draft.set_attn_implementation(model.config._attn_implementation)
-    with sparse_decoding(model, cache, draft=draft, **SMALL) as sparse:
-        settings = {"assistant_model": draft, "output_logits": False}
-        generated(model, prompt(), past_key_values=cache, **settings)
-    metrics = sparse.metrics
+    metrics = sparsely(model, draft=draft)[2].metrics
     assert metrics.compared_rounds > 3
     assert metrics.equal_rounds == metrics.compared_rounds
     assert metrics.full_rounds < metrics.rounds
     assert metrics.unlocks, "a round that is not accepted whole gives its lock up"
 
 
-SPEAKS = {"output_logits": False}
-
-
 @pytest.mark.parametrize("settings", [{"share": 1.0}, {"share": 0.9999, "draft_selects": True}, {"share": 0.9999}])
 def test_draft_over_all_blocks_gives_the_text_of_greedy_search(model, settings):
-    expected, _ = generated(model, prompt(), past_key_values=new_cache(model), **SPEAKS)
-    cache, draft = new_cache(model), draft_model()
-    with sparse_decoding(model, cache, draft=draft, **{**SMALL, **settings}) as sparse:
-        ids, _ = generated(model, prompt(), past_key_values=cache, assistant_model=draft, **SPEAKS)
+    expected, _ = generated(model, prompt(), past_key_values=new_cache(model))
+    ids, _, sparse, _ = sparsely(model, draft=draft_model(), **settings)
     assert torch.equal(ids, expected)
     assert bool(sparse.metrics.rounds) == (settings["share"] < 1)
 
@@ -283,25 +273,23 @@ class Overheard:
 
 def test_draft_selects_is_what_the_verification_looks_at(model):
     """GSA, each round by itself; what the model's own queries would select is often something else."""
-    cache, draft = new_cache(model), draft_model()
-    with sparse_decoding(model, cache, draft=draft, draft_selects=True, lock=False, **SMALL) as sparse:
-        heard, watched = Overheard(sparse), Masked(model, sparse)
-        generated(model, prompt(), past_key_values=cache, assistant_model=draft, **SPEAKS)
+    _, _, sparse, (heard, watched) = sparsely(
+        model, draft=draft_model(), watch=lambda sparse: (Overheard(sparse), Masked(sparse)),
+        draft_selects=True, lock=False,
+    )  # fmt: skip
     assert heard.checked > 20
     assert heard.differing > heard.checked / 2
     assert sparse.metrics.dense_steps == 0, "the draft has selected before the first round"
-    for _, expected, got in watched.calls:
+    for expected, got in watched.calls:
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
 def test_draft_that_selects_looks_at_all_itself(model):
     proposed = []
     for share in (1.0, 0.3):
-        cache, draft = new_cache(model), draft_model()
-        seen: list[torch.Tensor] = []
+        draft, seen = draft_model(), []
         draft.register_forward_hook(observer(lambda *given, seen=seen: seen.append(given[-1].logits[:, -1])))
-        with sparse_decoding(model, cache, draft=draft, draft_selects=True, **{**SMALL, "share": share}):
-            generated(model, prompt(), past_key_values=cache, assistant_model=draft, new_tokens=3, **SPEAKS)
+        sparsely(model, new_tokens=3, draft=draft, draft_selects=True, share=share)
         proposed.append(torch.cat(seen[:3]))
     torch.testing.assert_close(*proposed, rtol=0, atol=0)
 
@@ -317,10 +305,8 @@ def constant(draft: Any, tokens: int) -> Any:
 def test_held_selection_of_the_draft_ages_by_what_is_accepted(model):
     copy = constant(tiny_model("llama"), 3)  # everything is accepted
     copy.set_attn_implementation(model.config._attn_implementation)
-    cache = new_cache(model)
-    settings = {"draft_selects": True, **SMALL, "share": 0.9999, "checkpoint_interval": 8}
-    with sparse_decoding(model, cache, draft=copy, **settings) as sparse:
-        generated(model, prompt(), past_key_values=cache, assistant_model=copy, new_tokens=40, **SPEAKS)
+    settings = {"draft_selects": True, "share": 0.9999, "checkpoint_interval": 8}
+    sparse = sparsely(model, new_tokens=40, draft=copy, **settings)[2]
     metrics = sparse.metrics
     assert metrics.full_rounds == metrics.rounds > 6
     assert metrics.kept, "compared after eight tokens, which is two rounds"
@@ -329,8 +315,8 @@ def test_held_selection_of_the_draft_ages_by_what_is_accepted(model):
 
 def test_scores_of_a_draft_are_forgotten_in_a_round_that_sees_everything(model, monkeypatch):
     monkeypatch.setattr("hf_blend.sparse.session.MOST_STEP_TOKENS", 3)
-    cache, draft = new_cache(model), constant(draft_model(), 5)
-    with sparse_decoding(model, cache, draft=draft, draft_selects=True, **SMALL) as sparse:
+
+    def listening(sparse):
         begin, heard = sparse.begin_step, []
 
         def begun(tokens):
@@ -340,7 +326,10 @@ def test_scores_of_a_draft_are_forgotten_in_a_round_that_sees_everything(model, 
             return is_sparse
 
         monkeypatch.setattr(sparse, "begin_step", begun)
-        generated(model, prompt(), past_key_values=cache, assistant_model=draft, new_tokens=12, **SPEAKS)
+        return heard
+
+    draft = constant(draft_model(), 5)
+    *_, heard = sparsely(model, new_tokens=12, draft=draft, watch=listening, draft_selects=True)
     seen_whole = [(said, left) for said, is_sparse, left in heard if not is_sparse and said]
     assert seen_whole
     assert not any(left for _, left in seen_whole)
@@ -352,20 +341,16 @@ def test_draft_that_is_missing_or_has_another_vocabulary_is_refused_by_name(mode
     with sparse_decoding(model, new_cache(model), draft=padded):
         pass
     with pytest.raises(ConfigError, match="draft_selects is True, but draft is None"):
-        sparse_decoding(model, new_cache(model), draft_selects=True).__enter__()
+        sparsely(model, draft_selects=True)
     for selects in (False, True):
         with pytest.raises(ConfigError, match=f"the draft knows {size + 1025} tokens, expected the {size} of the"):
-            sparse_decoding(model, new_cache(model), draft=other, draft_selects=selects).__enter__()
+            sparsely(model, draft=other, draft_selects=selects)
 
 
 @pytest.mark.parametrize("kind", ["gptj", "jetmoe"])  # in its own code; of keys that it repeats itself
 def test_sparse_decoding_refuses_attention_that_no_function_can_take(kind):
-    model = tiny_model(kind)
-    with (
-        pytest.raises(UnsupportedModelError, match=rf"(?i)layer 0 of {kind}.*code of its own.*that it repeats"),
-        sparse_decoding(model, new_cache(model)),
-    ):
-        pass
+    with pytest.raises(UnsupportedModelError, match=rf"(?i)layer 0 of {kind}.*code of its own.*that it repeats"):
+        sparsely(tiny_model(kind))
 
 
 def test_random_method_is_the_same_luck_for_the_same_query_and_uniform():
@@ -385,14 +370,11 @@ def test_random_method_is_the_same_luck_for_the_same_query_and_uniform():
 
 def test_sparse_decoding_selects_from_full_layers_alone():
     gemma = tiny_model("gemma3_text")
-    cache = new_cache(gemma)
-    with sparse_decoding(gemma, cache, **SMALL) as sparse:
-        generated(gemma, prompt(), past_key_values=cache)
+    sparse = sparsely(gemma)[2]
     kinds = gemma.config.layer_types
     assert set(sparse.layers) == {n for n, kind in enumerate(kinds) if kind == "full_attention"}
-    mistral = tiny_model("mistral")
     with pytest.raises(UnsupportedModelError, match="windows"):
-        sparse_decoding(mistral, new_cache(mistral)).__enter__()
+        sparsely(tiny_model("mistral"))
 
 
 def test_sparse_config_refuses_what_makes_no_sense():
@@ -404,10 +386,7 @@ def test_sparse_config_refuses_what_makes_no_sense():
 
 def test_kept_mass_of_all_blocks_is_one(model):
     for share, least in ((0.9999, 0.9999), (0.3, 0.2)):
-        cache = new_cache(model)
-        with sparse_decoding(model, cache, watch_mass=True, **{**SMALL, "share": share}) as sparse:
-            generated(model, prompt(), past_key_values=cache)
-        assert least < sparse.kept_mass < 1.0001
+        assert least < sparsely(model, watch_mass=True, share=share)[2].kept_mass < 1.0001
 
 
 # The lock's state machine against a plain model of its description, over random programs.
@@ -461,7 +440,7 @@ class Described:
 )
 @given(CONFIGS, PROGRAMS)
 def test_selection_lock_does_what_is_described(config, program):
-    metrics = LockMetrics()
+    metrics = SparseMetrics()
     lock, plain = SelectionLock(config, metrics), Described(config)
     for one in program:
         if one == "unlock":

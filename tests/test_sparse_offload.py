@@ -7,7 +7,6 @@ import gc
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
-from transformers import AutoModelForCausalLM
 
 from hf_blend import BlendCache, ChunkStore, observer, sparse_decoding
 from hf_blend.errors import OffloadError, UnsupportedModelError
@@ -17,6 +16,7 @@ from hf_blend.sparse import decoding
 from hf_blend.sparse.blocks import ROOM_TOKENS
 from tests.conftest import build_tiny_model, slow_but
 from tests.second_device import There, move, second_device
+from tests.test_sparse import draft_model
 
 SMALL = {"share": 0.3, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -68,13 +68,6 @@ def test_sparse_decoding_from_disk_gives_the_text_of_blocks_on_the_device(model,
     assert found[2].kv_memory.resident_bytes == held, "nothing of a session stays on the device"
     whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in expected[2].layers)
     assert pieces is BATCH or found[2].kv_memory.peak_resident_bytes < whole
-
-
-def draft_model():
-    config = zoo_model("llama").config
-    config.num_hidden_layers = 2
-    torch.manual_seed(5)
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 WAYS = {

@@ -117,7 +117,8 @@ def test_queries_that_are_scaled_by_their_position_are_scaled_by_their_own(reque
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)
         assert error(model, *requests) <= 1e-5
-    monkeypatch.setattr(blend.Prefill, "past", property(lambda self: self.context.past, lambda *_: 0), raising=False)
+    counted = property(lambda self: self.context.request.past, lambda *_: 0)
+    monkeypatch.setattr(blend.Prefill, "past", counted, raising=False)
     assert error(model, *requests) > 1e-3, "the trap: they count from the number of past tokens on"
 
 

@@ -20,15 +20,6 @@ from hf_blend.prefill import arguments
 from tests.asking import looking_ahead, raising
 
 
-@pytest.fixture
-def forwards(monkeypatch):
-    """How often the self-test compared."""
-    calls = []
-    instead = replace(CHECKS["ratio_1"], measure=lambda subject: calls.append(1) or ratio_1(subject))
-    monkeypatch.setitem(CHECKS, "ratio_1", instead)
-    return calls
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_the_promised_families_pass_with_room(family, dtype, tiny_model):
@@ -70,14 +61,16 @@ def test_without_a_style_there_is_nothing_to_blend_with_so_nothing_overrules_it(
         ensure_trusted(model, trial_cache, allow_unverified=True)
 
 
-def test_a_model_is_tested_once_and_again_with_another_attention(tiny_model, forwards):
-    model = tiny_model()
+def test_a_model_is_tested_once_and_again_with_another_attention(tiny_model, monkeypatch):
+    model, calls = tiny_model(), []
+    instead = replace(CHECKS["ratio_1"], measure=lambda subject: calls.append(1) or ratio_1(subject))
+    monkeypatch.setitem(CHECKS, "ratio_1", instead)
     for _ in range(3):
         BlendCache(model, ChunkStore.open("memory://"))
-    assert len(forwards) == 1
+    assert len(calls) == 1
     model.set_attn_implementation("eager")
     BlendCache(model, ChunkStore.open("memory://"))
-    assert len(forwards) == 2
+    assert len(calls) == 2
 
 
 def test_the_self_test_leaves_the_model_as_it_was_in_training_too(tiny_model, untouched):

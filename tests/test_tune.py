@@ -17,6 +17,7 @@ from hf_blend.evaluation.answering import REUSE
 from hf_blend.evaluation.asking import Answer, Asker, Loss, Question
 from hf_blend.evaluation.summary import share_interval
 from hf_blend.evaluation.tuning import Point, candidates, choose, read_prompts, scored, tune
+from tests.asking import jsonl
 
 ROW = {"id": "a", "chunks": ["The mill is old.", "Ann owns it. ", "Bob left."], "question": "Who owns it?"}
 
@@ -144,8 +145,7 @@ def test_too_little_to_choose_from_is_refused():
 
 
 @pytest.fixture
-def asker(shared_model, tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "decode", staticmethod(lambda ids, **_: str(ids)), raising=False)
+def asker(shared_model, tokenizer):
     return Asker(shared_model(), tokenizer, ChunkStore.open("memory://"))
 
 
@@ -201,13 +201,8 @@ class Chat:
         return {"input_ids": self.encode(text), "offset_mapping": [(at, at + 1) for at in range(len(text))]}
 
 
-def written(folder, *rows):
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return folder / "rows.jsonl"
-
-
 def test_prompts_are_what_a_chat_model_is_asked_and_keep_their_passages_apart(tmp_path, tokenizer):
-    path = written(tmp_path, {**ROW, "answers": ["Ann", "Anna"]}, {**ROW, "id": "b", "answer": "Ann"})
+    path = jsonl(tmp_path / "rows.jsonl", {**ROW, "answers": ["Ann", "Anna"]}, {**ROW, "id": "b", "answer": "Ann"})
     first, second = read_prompts(path, Chat())
     assert first.given["documents"] == ["The mill is old.\n\n", "Ann owns it. ", "Bob left.\n\n"]
     assert [one["role"] for one in first.given["messages"]] == ["system", "user"]
@@ -217,21 +212,9 @@ def test_prompts_are_what_a_chat_model_is_asked_and_keep_their_passages_apart(tm
     assert plain.given == {"prefix": None, "chunks": first.given["documents"], "question": "Who owns it?"}
 
 
-@pytest.mark.parametrize("name", ["hotpotqa_natural", "musique_natural"])
-def test_published_prompts_are_read_with_each_passage_as_a_document(published, name):
-    path = published / f"{name}.jsonl"
-    for prompt, row in zip(read_prompts(path, Chat()), map(json.loads, path.open(encoding="utf-8")), strict=True):
-        content, end = prompt.given["messages"][1]["content"], 0
-        assert [text.rstrip() for text in prompt.given["documents"]] == [text.rstrip() for text in row["chunks"]]
-        for text in prompt.given["documents"]:
-            end = content.index(text.rstrip(), end) + len(text.rstrip())
-        assert content.index(row["question"], end) > end
-        assert prompt.answers == tuple(row["answers"])
-
-
 def test_a_prompt_that_is_too_long_is_refused_by_name(tmp_path, tokenizer):
     with pytest.raises(PromptError, match=r"row 'a' of '.*rows.jsonl' has 8[0-9] tokens.*at most the model's 60"):
-        read_prompts(written(tmp_path, ROW), tokenizer, positions=60)
+        read_prompts(jsonl(tmp_path / "rows.jsonl", ROW), tokenizer, positions=60)
 
 
 def test_bundled_prompts_ask_in_turn_over_pages_that_are_drawn(tokenizer):
@@ -244,7 +227,7 @@ def test_bundled_prompts_ask_in_turn_over_pages_that_are_drawn(tokenizer):
 
 def test_the_command_prints_one_document_for_a_model_of_ones_own(tmp_path, model_folder, run):
     rows = [{**ROW, "id": str(number), "question": f"Who owns it {number}?"} for number in range(4)]
-    path = written(tmp_path, *rows)
+    path = jsonl(tmp_path / "rows.jsonl", *rows)
     words = ("--model", model_folder, "--prompts", path, "--selector", "boundary@0.5", "--leave", 1, "--json")
     code, out, _ = run("tune", *words)
     found = json.loads(out)
@@ -256,7 +239,7 @@ def test_the_command_prints_one_document_for_a_model_of_ones_own(tmp_path, model
 
 def test_the_command_says_where_answers_cannot_choose_and_where_nothing_is_near_enough(tmp_path, model_folder, run):
     rows = [{**ROW, "id": str(number), "question": f"{number}?", "answers": ["xyzzy"]} for number in range(2)]
-    words = ("--prompts", written(tmp_path, *rows), "--selector", "random@0.01", "--leave", 0)
+    words = ("--prompts", jsonl(tmp_path / "rows.jsonl", *rows), "--selector", "random@0.01", "--leave", 0)
     code, out, err = run("tune", "--model", model_folder, *words)
     assert code == 1
     assert "full prefill answers 0 of 1: nothing to keep by answers" in err

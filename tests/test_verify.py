@@ -4,7 +4,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,6 +18,7 @@ from hf_blend.context import self_extend, sequence_cache, tables
 from hf_blend.hybrids import mixer
 from hf_blend.model import calibrate, capture, hooks
 from hf_blend.model.checks import CHECKS, CheckResult
+from hf_blend.model.row_masks import LocalLines
 from hf_blend.prefill import arguments, blend, plan, realign, rows, selection
 from hf_blend.selectors.base import Selector
 from hf_blend.store import format
@@ -188,6 +188,10 @@ def by_lot(scores: Any, eligible: Any, counts: Any) -> Any:
     return HIGHEST(torch.rand(scores.shape), eligible, counts)
 
 
+def all_before_seen(mask: Any, starts: Any, tokens: int, *_: Any) -> LocalLines:
+    return LocalLines(torch.arange(tokens)[None], tokens)
+
+
 def anyone(self: Any, args: Any, kwargs: Any) -> Any:
     return self._cache() if any(hasattr(value, "forward_begins") for value in (*args, *kwargs.values())) else None
 
@@ -269,8 +273,8 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("own_scales", calibrate, "shared_scale", lambda _: "a projection quantises a whole call by one scale."),
     ("causal", LlamaAttention, "forward", seeing_ahead),
     ("rotary_styles", calibrate, "compose", wrong_turn),
-    ("packed_chunks", capture, "_separated", lambda *_: nullcontext()),
-    ("shared_prefix", capture, "_separated", lambda *_: nullcontext()),
+    ("packed_chunks", capture, "PackedLines", all_before_seen),
+    ("shared_prefix", capture, "PackedLines", all_before_seen),
     ("mixers_of", mixer.MixerPass, "enter", hold),
     ("ignores_states", calibrate, "HELD_TOKENS", calibrate.HELD_TOKENS),  # jamba's own code is the break
 ]  # fmt: skip

@@ -37,7 +37,7 @@ from hf_blend.sparse.partial.store import PartialStore
 from hf_blend.store.budget import Budget
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.store.index import Index
-from papers.paper_page import write_paper
+from papers.paper_page import Groups, by_way, write_paper
 
 SHARE, ALPHA, BLOCK_TOKENS = 0.25, 0.6, 16
 CACHED_SHARE, TRACE_PER_SAMPLE = 0.25, 4  # memory before the disk, of all bytes; requests of the trace
@@ -240,21 +240,13 @@ class _Bench:
         }
 
 
-def _by_way(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
-    """(task, way) → sample → line."""
-    groups: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
-    for line in lines:
-        groups.setdefault((line["task"], line["method"]), {})[line["id"]] = line
-    return groups
-
-
 def _rows(lines: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> list[dict[str, Any]]:
-    groups = _by_way(lines)
+    groups = by_way(lines)
     tasks = list(dict.fromkeys(task for task, _ in groups))
     return [_row(groups, task, way) for task in tasks for way in dict.fromkeys((WHOLE.name, *ways))]
 
 
-def _row(groups: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]], task: str, way: str) -> dict[str, Any]:
+def _row(groups: Groups, task: str, way: str) -> dict[str, Any]:
     """One way; bytes first."""
     found = list(groups[task, way].values())
     full, whole = ([groups[task, name][line["id"]] for line in found] for name in (FULL, WHOLE.name))
@@ -289,7 +281,7 @@ def _gaps(found: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
 def _heads(lines: Sequence[Mapping[str, Any]], way: str) -> list[dict[str, Any]]:
     """How far all KV heads of a layer agree on the important blocks."""
     rows = []
-    for (task, name), found in _by_way(lines).items():
+    for (task, name), found in by_way(lines).items():
         if name != way:
             continue
         seen: dict[int, list[Sequence[float]]] = {}
@@ -318,7 +310,7 @@ def _cached(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     import numpy as np
 
     rows = []
-    for (task, name), found in _by_way(lines).items():
+    for (task, name), found in by_way(lines).items():
         if name not in (Way().name, WHOLE.name):
             continue
         every = list(found.values())

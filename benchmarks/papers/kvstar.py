@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_blend import BlendCache, ChunkStore, plugins, sparse_decoding
+from hf_blend import BlendCache, ChunkStore, observer, plugins, sparse_decoding
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
@@ -32,7 +32,7 @@ from hf_blend.evaluation.trial import EvalConfig, load_task
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.session import SparseSession, block_shares
-from papers.paper_page import write_paper
+from papers.paper_page import Groups, by_way, write_paper
 
 METHOD, CONTROL, BLOCK_TOKENS, TEXT_TOKENS, DRAFTED_TOKENS = "kvstar", "random", 16, 24, 4
 DENSE, WHOLE = "dense", "exact-match"
@@ -199,11 +199,9 @@ class _Looking:
 class _Stepped(EvalMethod):
     """Continues a prompt."""
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, max_new_tokens: int, assistant: nn.Module, is_long: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, max_new_tokens: int, assistant: nn.Module) -> None:
         super().__init__(model, tokenizer, ChunkStore.open("memory://"), max_new_tokens)
-        self._assistant, self._is_long, self.rounds = assistant, is_long, _Rounds(None)
+        self._assistant, self.rounds = assistant, _Rounds(None)
         self.looking: _Looking | None = None
 
     def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
@@ -216,9 +214,7 @@ class _Stepped(EvalMethod):
         ids = self.inputs([sample])["input_ids"]
         cache = BlendCache(self.model, ChunkStore.open("memory://"))
         rounds = self.rounds = _Rounds(cache)
-        given: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
-        if not self._is_long:
-            given |= {"eos_token_id": None, "max_new_tokens": TEXT_TOKENS}
+        given: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": TEXT_TOKENS}
         if way.draft:
             given |= {"assistant_model": self._assistant}
         door: AbstractContextManager[Any] = nullcontext()
@@ -226,7 +222,7 @@ class _Stepped(EvalMethod):
             config = SparseConfig(way.share, BLOCK_TOKENS, way.method, recent_blocks=1, min_tokens=0, lock=way.lock)
             draft = self._assistant if way.draft in (SEES, SELECTS) else None
             door = sparse_decoding(self.model, cache, config, draft=draft, draft_selects=way.draft == SELECTS)
-        noting = self.model.register_forward_pre_hook(rounds.note, with_kwargs=True)
+        noting = self.model.register_forward_pre_hook(observer(rounds.note), with_kwargs=True)
         try:
             with door as session:
                 self.looking = _Looking(session, compares) if session else None
@@ -249,7 +245,7 @@ class _Bench:
         settings = assistant.generation_config
         settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = DRAFTED_TOKENS, "constant"
         settings.assistant_confidence_threshold = 0.0
-        self._stepped = _Stepped(model, tokenizer, task.max_new_tokens, assistant, task.is_long)
+        self._stepped = _Stepped(model, tokenizer, task.max_new_tokens, assistant)
         self._rule, self._whole = (plugins.load("evaluation.scores", one)(tokenizer) for one in (task.score, WHOLE))
 
     def answer(self, sample: Sample, ways: Sequence[Way]) -> None:
@@ -306,18 +302,8 @@ def chance_jaccard(count: int, one: int, other: int) -> float:
     return sum(times * both / (one + other - both) for both, times in ways) / math.comb(count, other)
 
 
-Groups = Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]]  # (task, way) → sample → line
-
-
-def _by_way(lines: Sequence[Mapping[str, Any]]) -> Groups:
-    groups: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
-    for line in lines:
-        groups.setdefault((line["task"], line["method"]), {})[line["id"]] = line
-    return groups
-
-
 def _rows(lines: Sequence[Mapping[str, Any]], ways: Sequence[Way]) -> list[dict[str, Any]]:
-    groups = _by_way(lines)
+    groups = by_way(lines)
     return [_row(groups, task, way) for task in dict.fromkeys(task for task, _ in groups) for way in ways]
 
 
@@ -372,7 +358,7 @@ def _ratio_interval(lines: Sequence[Mapping[str, Any]], ratio: float) -> tuple[f
 def _overlaps(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How far the draft's selections are those that the model's own queries of the same round would make."""
     rows = []
-    for (task, way), found in _by_way(lines).items():
+    for (task, way), found in by_way(lines).items():
         layers: dict[int, list[Sequence[float]]] = {}
         for line in found.values():
             for layer, pair in line["jaccard"].items():

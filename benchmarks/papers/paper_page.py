@@ -10,10 +10,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_blend.evaluation.report import chart, page
+from hf_blend.evaluation.report import chart, page, table
 
 RESULT, PAGE = "result.json", "index.html"
 Row = Mapping[str, Any]
+Groups = Mapping[tuple[str, str], Mapping[str, Row]]  # (task, way) → sample → line
 
 
 def write_paper(result: Mapping[str, Any], folder: Path, title: str, against: tuple[str, str]) -> None:
@@ -28,6 +29,14 @@ def write_paper(result: Mapping[str, Any], folder: Path, title: str, against: tu
     (folder / PAGE).write_text(page(title, "".join(parts), result["settings"]), "utf-8")
 
 
+def by_way(lines: Iterable[Row]) -> Groups:
+    """Group the answers of a run."""
+    groups: dict[tuple[str, str], dict[str, Row]] = {}
+    for line in lines:
+        groups.setdefault((line["task"], line["method"]), {})[line["id"]] = line
+    return groups
+
+
 def columns_of(rows: Iterable[Row]) -> list[str]:
     """The names of all columns, in the order in which rows first have them."""
     return list(dict.fromkeys(name for row in rows for name in row))
@@ -36,10 +45,7 @@ def columns_of(rows: Iterable[Row]) -> list[str]:
 def every_column(rows: Sequence[Row]) -> str:
     """An HTML table of rows, no column left out."""
     names = columns_of(rows)
-    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
-    lines = ["".join(f"<td>{escape(cell(row.get(name)))}</td>" for name in names) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return table((name.replace("_", " ") for name in names), ([cell(row.get(name)) for name in names] for row in rows))
 
 
 def as_csv(rows: Sequence[Row]) -> str:

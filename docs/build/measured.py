@@ -129,8 +129,7 @@ def _held(document: Document) -> str:
     row = document["rows"][-1]
     return (
         f"At {row['tail_tokens']} tokens of its own each, a step takes {row['shared_over_stock']:.2f} of the time "
-        "of stock "
-        f"and {row['nbytes'] / row['stock_nbytes']:.2f} of its bytes."
+        f"of stock and {row['nbytes'] / row['stock_nbytes']:.2f} of its bytes."
     )
 
 
@@ -253,8 +252,7 @@ SECTIONS = (
         "Is decoding behind a blend as fast as stock?",
         lambda found: (
             f"Yes: at {found['rows'][-1]['context']:,} tokens {found['rows'][-1]['vs_dynamic']:.2f} times as fast "
-            "as a "
-            f"`DynamicCache`, and {found['rows'][-1]['vs_static']:.2f} times as a `StaticCache`."
+            f"as a `DynamicCache`, and {found['rows'][-1]['vs_static']:.2f} times as a `StaticCache`."
         ),
         lambda found: f"`benchmarks/bench.py decode`: {_setting(found)}; each cache holds the same K and V.",
         {
@@ -271,8 +269,7 @@ SECTIONS = (
         "What do K and V on disk cost, where memory holds a quarter of them?",
         lambda found: (
             f"Decoding has {_first(found, context=16384, cache='kv_device_map')['vs_device']:.2f} of its speed at "
-            "16,384 "
-            "tokens, and writes the same text."
+            "16,384 tokens, and writes the same text."
         ),
         lambda found: f"`benchmarks/bench.py offload`: {_setting(found)}.",
         {
@@ -294,8 +291,7 @@ SECTIONS = (
             f"At 32,768 tokens {_first(found, context=32768, way='0.25 locked')['vs_dense']:.2f} times with a "
             "quarter of the "
             f"blocks, at 4,096 {_first(found, context=4096, way='0.25 locked')['vs_dense']:.2f} times; a selection "
-            "that is "
-            "made again in every step costs most of it."
+            "that is made again in every step costs most of it."
         ),
         lambda found: f"`benchmarks/bench.py sparse-decode`: {_setting(found)}; locked: a selection kept over steps.",
         {
@@ -335,15 +331,13 @@ SECTIONS = (
         lambda found: (
             f"Not here: {min(row['fewer_bytes'] for row in found['rows']):.1f} to "
             f"{max(row['fewer_bytes'] for row in found['rows']):.1f} times fewer bytes are read, and the first "
-            "token comes "
-            f"{max(1 / row['ttft_ratio'] for row in found['rows']):.2f} times as late at worst."
+            f"token comes {max(1 / row['ttft_ratio'] for row in found['rows']):.2f} times as late at worst."
         ),
         lambda found: (
             f"`benchmarks/bench.py partial-load`: {found['chunks']} chunks of {found['chunk_tokens']} tokens, "
             f"{found['layers']} "
             f"layers whose heads are tied, a model of {found['rows'][0]['shape']} and others, {found['threads']} "
-            "threads, "
-            f"median of {found['rounds']}. Loading whole chunks is hidden behind computing."
+            f"threads, median of {found['rounds']}. Loading whole chunks is hidden behind computing."
         ),
         {
             "model": text("shape"),
@@ -436,8 +430,7 @@ SECTIONS = (
             "to the longer": number("vs_max"),
         },
         "It cannot show a quiet machine: a ratio below 1 is its noise. With no core to spare reading and computing "
-        "cost each "
-        "other: [ttft_disk.json](../benchmarks/results/ttft_disk.json).",
+        "cost each other: [ttft_disk.json](../benchmarks/results/ttft_disk.json).",
     ),
     Section(
         "The loading controller",
@@ -449,8 +442,7 @@ SECTIONS = (
         ),
         lambda found: (
             f"`benchmarks/bench.py pipeline`: {found['shape']}, layers and tiers that sleep for what they would take, "
-            "fastest of "
-            f"{found['rounds']}; the best of {len(found['plans']) // len(found['rows'])} fixed plans."
+            f"fastest of {found['rounds']}; the best of {len(found['plans']) // len(found['rows'])} fixed plans."
         ),
         {
             "load / compute": number("load_to_compute", "g"),
@@ -499,8 +491,7 @@ SECTIONS = (
             f"`benchmarks/bench.py hybrids`: models in the table, {found['chunks']} chunks of {found['chunk_tokens']} "
             "tokens, "
             f"{_share(found['ratio'])} recomputed, {found['threads']} threads, median of {found['rounds']}. The "
-            "bound is what "
-            "the scan and the saved FLOPs of the rest allow."
+            "bound is what the scan and the saved FLOPs of the rest allow."
         ),
         {
             "model": text("shape"),
@@ -537,8 +528,7 @@ SECTIONS = (
         "What does a conversation's kept cache save?",
         lambda found: (
             f"In turn {found['rows'][-1]['turn']} the first token comes {found['rows'][-1]['speedup']:.1f} times "
-            "earlier, "
-            f"{found['rows'][-1]['speedup_with_load']:.1f} times with loading the file."
+            f"earlier, {found['rows'][-1]['speedup_with_load']:.1f} times with loading the file."
         ),
         lambda found: f"`benchmarks/bench.py session`: {_setting(found)}.",
         {

@@ -7,7 +7,7 @@ python docs/build/tables.py
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,27 @@ def first_task(document: dict[str, Any]) -> dict[tuple[str, float], dict[str, An
     return {(row["selector"], row["target"]): row for row in own}
 
 
+def _head(names: str, cells: Iterable[str]) -> list[str]:
+    """The first two lines of a table: some names, and a cell for each column."""
+    line = " | ".join([names, *cells])
+    return [f"| {line} |", "|---" * (line.count(" | ") + 1) + "|"]
+
+
+def _kl(row: dict[str, Any]) -> str:
+    """A KL divergence with its interval."""
+    return f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+
+
+def _kl_and_first(row: dict[str, Any] | None) -> str:
+    """The same, and that of the first token; nothing where it was not measured."""
+    return f"{_kl(row)}, first {row['kl_first']:.2f}" if row else ""
+
+
+def _of(name: str) -> str:
+    """What a selector is called in a table."""
+    return "full reuse" if name == "none" else f"`{name}`"
+
+
 def _choosing(document: dict[str, Any]) -> list[str]:
     """What selectors leave of full reuse's KL divergence on real text: a line for each, a column for each task."""
     rows = [row for row in document["rows"] if row["half"] == "both" and row["target"] in CHARGES]
@@ -135,21 +156,15 @@ def _choosing(document: dict[str, Any]) -> list[str]:
     found: dict[tuple[float, str], dict[tuple[str, str, int], dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: (row["target"], row["kl"])):
         found.setdefault((row["target"], row["selector"]), {})[row["model"], row["task"], row["n"]] = row
-    lines = [
-        f"| selector | charged | {' | '.join(f'{model}, {task}, n = {n}' for model, task, n in asked)} |",
-        "|---" * (2 + len(asked)) + "|",
-    ]
+    lines = _head("selector | charged", (f"{model}, {task}, n = {n}" for model, task, n in asked))
     for (_, name), own in found.items():
         charges = sorted(round(100 * row["charged"]) for row in own.values())
         charged = " to ".join(map(str, dict.fromkeys((charges[0], charges[-1]))))
-        cells = [_left(own[one]) if one in own else "" for one in asked]
-        lines.append(f"| {'full reuse' if name == 'none' else f'`{name}`'} | {charged} % | {' | '.join(cells)} |")
+        cells = [
+            f"{_kl_and_first(own[one])}; {own[one]['ttft_ms'] / 1e3:.1f} s" if one in own else "" for one in asked
+        ]
+        lines.append(f"| {_of(name)} | {charged} % | {' | '.join(cells)} |")
     return lines
-
-
-def _left(row: dict[str, Any]) -> str:
-    spent = f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}"
-    return f"{spent}; {row['ttft_ms'] / 1e3:.1f} s"
 
 
 def _frontier(document: dict[str, Any], rows: Sequence[tuple[str, str, float]] = FRONTIER) -> list[str]:
@@ -161,16 +176,10 @@ def _frontier(document: dict[str, Any], rows: Sequence[tuple[str, str, float]] =
     }
     selectors = {name for _, name, _ in rows}
     asked = list(dict.fromkeys((model, task) for model, task, name, _ in found if name in selectors))
-    header = " | ".join(f"{model}, {task}" for model, task in asked)
-    lines = [f"| chunks, selector | charged | {header} |", "|---" * (2 + len(asked)) + "|"]
+    lines = _head("chunks, selector | charged", (f"{model}, {task}" for model, task in asked))
     for name, *key in rows:
         own = [found.get((*one, *key)) for one in asked]
-        cells = [
-            f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}; n = {row['n']}"
-            if row
-            else ""
-            for row in own
-        ]
+        cells = [f"{_kl_and_first(row)}; n = {row['n']}" if row else "" for row in own]
         lines.append(f"| {name} | {100 * key[1]:.0f} % | {' | '.join(cells)} |")
     return lines
 
@@ -179,21 +188,15 @@ def _limit(document: dict[str, Any]) -> list[str]:
     """What a search that knows the answer leaves, and what rules leave on the same prompts."""
     found = {(row["model"], row["task"], row["way"], row["rule"], row["share"]): row for row in document["rows"]}
     asked = list(dict.fromkeys((row["model"], row["task"], row["n"]) for row in document["rows"] if row["share"]))
-    header = " | ".join(f"{model}, {task}, n = {n}" for model, task, n in asked)
-    lines = [f"| recomputed | charged | {header} |", "|---" * (2 + len(asked)) + "|"]
+    lines = _head("recomputed | charged", (f"{model}, {task}, n = {n}" for model, task, n in asked))
     for share in dict.fromkeys(row["share"] for row in document["rows"]):
         for way, corrected in LIMIT.items():
             for rule, name in RULES.items():
                 own = [found.get((model, task, way, rule, share)) for model, task, _ in asked]
                 if any(own):
-                    cells = [
-                        f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}], first {row['kl_first']:.2f}"
-                        if row
-                        else ""
-                        for row in own
-                    ]
                     name = name if share else "nothing"
-                    lines.append(f"| {name}{corrected} | {100 * share:.0f} % | {' | '.join(cells)} |")
+                    cells = " | ".join(map(_kl_and_first, own))
+                    lines.append(f"| {name}{corrected} | {100 * share:.0f} % | {cells} |")
     return lines
 
 
@@ -203,23 +206,16 @@ def _scored(document: dict[str, Any]) -> list[str]:
         (row["task"], row["selector"]): row for row in document["rows"] if row["half"] == "both" and "score" in row
     }
     tasks = list(dict.fromkeys((task, row["n"]) for (task, name), row in rows.items() if name == "none"))
-    header = " | ".join(f"{task}, n = {n} | its score" for task, n in tasks)
     full = " | ".join(f"0 | {rows[task, 'none']['full_score']:.2f}" for task, _ in tasks)
-    lines = [
-        f"| selector | charged | {header} |",
-        "|---" * (2 + 2 * len(tasks)) + "|",
-        f"| full prefill | 100 % | {full} |",
-    ]
+    lines = _head("selector | charged", (f"{task}, n = {n} | its score" for task, n in tasks))
+    lines.append(f"| full prefill | 100 % | {full} |")
     for name in ("boundary", "kv-deviation", "random", "none"):
         own = [rows[task, name] for task, _ in tasks]
         cells = " | ".join(
-            f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}] | {row['score']:.2f} "
-            f"({row['score_difference'][0]:+.2f} to {row['score_difference'][1]:+.2f})"
+            f"{_kl(row)} | {row['score']:.2f} ({row['score_difference'][0]:+.2f} to {row['score_difference'][1]:+.2f})"
             for row in own
         )
-        lines.append(
-            f"| {'full reuse' if name == 'none' else f'`{name}`'} | {100 * own[0]['charged']:.0f} % | {cells} |"
-        )
+        lines.append(f"| {_of(name)} | {100 * own[0]['charged']:.0f} % | {cells} |")
     return lines
 
 

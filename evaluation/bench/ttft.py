@@ -27,6 +27,9 @@ from ..tuning import read_prompts
 from .shapes import OWN, random_pieces, timed_model
 
 FULL = "full"
+REPORTED = (  # medians of the reports
+    "flop_bound", "charged_budget", "realign_ms", "select_ms", "reusable_tokens", "exact_tokens", "prompt_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,14 +144,9 @@ def run(
     streamer = AnswerStreamer()
     cache, inputs = begun(model, tokenizer, store, given, config)
     model.generate(
-        **inputs,
-        past_key_values=cache,
-        streamer=streamer,
-        do_sample=False,
-        eos_token_id=None,
-        min_new_tokens=plan.decoded_tokens,
-        max_new_tokens=plan.decoded_tokens,
-    )
+        **inputs, past_key_values=cache, streamer=streamer, do_sample=False, eos_token_id=None,
+        min_new_tokens=plan.decoded_tokens, max_new_tokens=plan.decoded_tokens,
+    )  # fmt: skip
     figures = {"ttft_ms": streamer.ttft_ms}
     if plan.decoded_tokens > 1:
         figures["decode_tokens_s"] = streamer.decode_tokens_s
@@ -170,23 +168,10 @@ def _row(ratio: float, full: list[dict[str, Any]], rounds: list[dict[str, Any]])
     """Medians; what is compared with full prefill is compared run by run, since prompts differ in length."""
     pairs = list(zip(full, rounds, strict=True))
     speedup = statistics.median(other["ttft_ms"] / own["ttft_ms"] for other, own in pairs)
-    median = lambda name: statistics.median(getattr(one["report"], name) for one in rounds)  # noqa: E731
-    return {
-        "ratio": ratio,
-        **_median(rounds),
-        "speedup": speedup,
-        "flop_bound": median("flop_bound"),
-        "bound_share": speedup / median("flop_bound"),
-        "charged_budget": median("charged_budget"),
-        "realign_ms": median("realign_ms"),
-        "select_ms": median("select_ms"),
-        "decode_vs_dynamic": statistics.median(
-            own["decode_tokens_s"] / other["decode_tokens_s"] for other, own in pairs
-        ),
-        "reusable_tokens": median("reusable_tokens"),
-        "exact_tokens": median("exact_tokens"),
-        "prompt_tokens": median("prompt_tokens"),
-    }
+    decoding = statistics.median(own["decode_tokens_s"] / other["decode_tokens_s"] for other, own in pairs)
+    known = {name: statistics.median(getattr(one["report"], name) for one in rounds) for name in REPORTED}
+    ends = {"ratio": ratio, **_median(rounds), "speedup": speedup, "bound_share": speedup / known["flop_bound"]}
+    return {**ends, **known, "decode_vs_dynamic": decoding}
 
 
 def machine(plan: TtftPlan) -> dict[str, Any]:

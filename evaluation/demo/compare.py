@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from hf_blend import ChunkStore, plugins
 from hf_blend.errors import PromptError
 
-from ..answering import FULL_PREFILL, FULL_REUSE, Method, chunks_of
+from ..answering import FULL_PREFILL, FULL_REUSE, Method, spans_of
 from ..asking import Asker, Question, Reply
 from ..documents import unknown_words
 from ..inspecting import Inspector
@@ -78,7 +78,8 @@ def again(
 
 def _store(loaded: Loaded, store: ChunkStore, asked: Question, state: DemoState) -> Generator[DemoState, None, str]:
     """Store the pieces that are missing, one by one, and say so; the result is a sentence."""
-    keys = list(dict.fromkeys(store.keys(loaded.model, loaded.tokenizer, chunks_of(loaded.tokenizer, asked.given))))
+    chunks = [span.token_ids for span in spans_of(loaded.tokenizer, asked.given)]
+    keys = list(dict.fromkeys(store.keys(loaded.model, loaded.tokenizer, chunks)))
     missing = [key for key in keys if not store.contains(key)]
     present = len(keys) - len(missing)
     for number, key in enumerate(missing):

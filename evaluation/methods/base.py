@@ -20,7 +20,7 @@ from transformers import Cache
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.model.anatomy import stock_cache
-from hf_blend.prefill.report import BlendReport
+from hf_blend.model.placement import input_device
 from hf_blend.prompt.pieces import Prompt, batch
 from hf_blend.prompt.tokenizer import front_ids
 
@@ -75,9 +75,7 @@ class EvalMethod(ABC):
 
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
         """Ids and mask, `[batch, tokens]`, padded on the left, on the model's device."""
-        pad = getattr(self.tokenizer, "pad_token_id", None)
-        made = batch([self.prompt(sample) for sample in samples], 0 if pad is None else pad)
-        device = self.model.get_input_embeddings().weight.device
+        made, device = batch([self.prompt(sample) for sample in samples], self._pad), input_device(self.model)
         return {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
 
     @torch.no_grad()
@@ -162,26 +160,20 @@ class Blended(EvalMethod):
         cache = BlendCache(self.model, self.keeper(), self.config)
         prompts = [self.prompt(sample) for sample in samples]
         pieces: dict[str, Any] = {
-            "prefix": [one.prefix for one in prompts],
-            "chunks": [one.chunks for one in prompts],
-            "question": [one.question for one in prompts],
+            name: [getattr(one, name) for one in prompts] for name in ("prefix", "chunks", "question")
         }
         found = self.generate(cache.inputs(self.tokenizer, **pieces), cache, wanted, started)
-        return [_reported(one, cache.report, len(samples), self.token_bytes) for one in found]
+        report, count = cache.report, len(samples)  # the figures of a batch are shared out evenly
+        reused = (report.reusable_tokens + report.exact_tokens) // count
+        figures: dict[str, Any] = {
+            "charged_budget": report.charged_budget,
+            "reused_tokens": reused,
+            "read_bytes": int(report.partial["loaded_bytes"]) if report.partial else reused * self.token_bytes,
+            "computed_chunks": report.computed_chunks // count,
+            "loaded_chunks": report.loaded_chunks // count,
+        }
+        return [replace(one, **figures) for one in found]
 
     def keeper(self) -> Any:
         """The store that the cache reads; a method may put something in front of it."""
         return self.store
-
-
-def _reported(outcome: Outcome, report: BlendReport, batch_size: int, token_bytes: int) -> Outcome:
-    """The figures of a batch are shared out evenly."""
-    reused = (report.reusable_tokens + report.exact_tokens) // batch_size
-    return replace(
-        outcome,
-        charged_budget=report.charged_budget,
-        reused_tokens=reused,
-        read_bytes=int(report.partial["loaded_bytes"]) if report.partial else reused * token_bytes,
-        computed_chunks=report.computed_chunks // batch_size,
-        loaded_chunks=report.loaded_chunks // batch_size,
-    )

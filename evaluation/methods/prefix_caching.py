@@ -10,11 +10,14 @@ joining, so what is kept is never written to.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+
+from hf_blend.model.placement import input_device
 
 from ..tasks.base import Sample
 from .base import EvalMethod, Outcome
@@ -38,14 +41,8 @@ class PrefixCaching(EvalMethod):
         self.warm(samples)
         chunk_tokens = sum(map(len, prompt.chunks))
         reused = max(0, len(known) - len(prompt.prefix))
-        return [
-            replace(
-                found,
-                charged_budget=1 - reused / chunk_tokens,
-                reused_tokens=len(known),
-                read_bytes=len(known) * self.token_bytes,
-            )
-        ]
+        held = {"reused_tokens": len(known), "read_bytes": len(known) * self.token_bytes}
+        return [replace(found, charged_budget=1 - reused / chunk_tokens, **held)]
 
     def warm(self, samples: Sequence[Sample]) -> None:
         """Keep the beginnings of these prompts, as if each first chunk had stood first before."""
@@ -65,9 +62,9 @@ class PrefixCaching(EvalMethod):
             cache.update(keys, values, index)
         return cache
 
-    @property
+    @cached_property
     def _kept(self) -> dict[tuple[int, ...], list[KV]]:
-        return self.__dict__.setdefault("_beginnings_kept", {})
+        return {}
 
     @torch.no_grad()
     def _keep(self, ids: tuple[int, ...]) -> None:
@@ -76,6 +73,5 @@ class PrefixCaching(EvalMethod):
         while len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]
         cache: Any = DynamicCache(config=self.model.config)
-        device = self.model.get_input_embeddings().weight.device
-        self.model(torch.tensor([ids], device=device), past_key_values=cache, use_cache=True)
+        self.model(torch.tensor([ids], device=input_device(self.model)), past_key_values=cache, use_cache=True)
         self._kept[ids] = [(layer.keys, layer.values) for layer in cache.layers]

@@ -22,7 +22,6 @@ class Score(ABC):
     """A rule."""
 
     def __init__(self, tokenizer: Any = None) -> None:
-        """Keep what the rule may need."""
         self.tokenizer = tokenizer
 
     @abstractmethod

@@ -53,7 +53,6 @@ class Shape:
     most_chunks: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
         if self.chunk_order not in ORDERS:
             raise ConfigError(f"chunk_order is {self.chunk_order!r}, wanted one of {', '.join(ORDERS)}.")
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
@@ -81,13 +80,11 @@ class Task(ABC):
     score: ClassVar[str]  # name of the rule in `hf_blend.evaluation.scores` that counts
     also: ClassVar[tuple[str, ...]] = ("word-f1", "exact-match")  # rules that are counted beside it
     max_new_tokens: ClassVar[int] = 32
-    is_long: ClassVar[bool] = False  # answers are texts, over which tokens a second can be measured
     hub: ClassVar[tuple[str, str | None, str] | None] = None  # id, configuration and split on the hub
     prefix: ClassVar[str] = ""
     asks: ClassVar[bool] = True  # the question of the row; other tasks ask the same of every row
 
     def __init__(self, tokenizer: Any, data: Path | None = None, seed: int = 0) -> None:
-        """Prepare."""
         self.tokenizer, self.data, self.seed = tokenizer, data, seed
 
     @abstractmethod

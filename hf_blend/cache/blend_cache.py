@@ -177,7 +177,7 @@ class BlendCache(Cache):
         self.prefill: Prefill | None = None  # of the forward that runs, if it is blended
         self._before: Any = None  # a `BeforeBlending` where one is
         self._advised: tuple[Advice, float] | None = None  # by the store's controller, and when the forward began
-        self._past, self._is_seen = 0, False  # is seen: the hook on the model was called for this forward
+        self._is_seen = False  # the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
         self._masked_before = 0  # tokens for which transformers made a mask before it called the model
         self._own_layers = cache_layers(model, len(self._styles), self.config, digest)
@@ -420,7 +420,7 @@ class BlendCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that new tokens will see. Models ask this before their first layer."""
         if self.prefill is not None and isinstance(self._own_layers[layer_idx], CacheLayerMixin):
-            return self._own_layers[layer_idx].sizes_behind(self._past, query_length)
+            return self._own_layers[layer_idx].sizes_behind(self.prefill.context.request.past, query_length)
         if not torch.compiler.is_compiling():
             self._masked_before = 0 if self._is_seen else query_length
         return super().get_mask_sizes(query_length, layer_idx)
@@ -523,19 +523,32 @@ class BlendCache(Cache):
 
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """Called by the hook on the model, with the arguments of its forward."""
-        self._is_seen, held = True, super().get_seq_length()
-        request = Request.parse(arguments, self._text_config, held, self._prompts.pending, self._masked_before)
+        began_s, past, known = time.perf_counter(), super().get_seq_length(), self._prompts
+        self._is_seen = True
+        request = Request.parse(arguments, self._text_config, past, known.pending, self._masked_before)
         self._masked_before = 0
-        self._refuse_tokens(request.width, held)
+        self._refuse_tokens(request.width, past)
         rooms = plugins.extensions("extra_inputs") if request.others else []
         if request.others and not rooms:
             names = ", ".join(request.others)
             reason = f"{names} came with the prompt, but only text is known without hf_blend.images."
             request = replace(request, rows=[], fallback_reason=reason)
-        if request.rows:
-            self._begin(request, held, rooms)
-        else:
+        if not request.rows:
             self._fall_back(request)
+            return
+        self._advised = None
+        if request.others and known.images is not None:
+            request = known.images.name(request)
+        before = known.pending, self.report
+        plan = self._plan(request) if all(room.can_blend(self, request) for room in rooms) else None
+        if plan is None or not plan.chunks:
+            known.pending = known.pending if plan is not None else PendingPrompt()
+            self._hooks.leave(watching=known.pending.is_begun)
+            return
+        for room in rooms:  # these know what is no text
+            room.ensure_tested(self, plan, request)
+        self._enter(plan, request, *before)
+        self._advised = None if plan.advice is None or plan.computed else (plan.advice, began_s)
 
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hook behind the model; after a failure the cache is as it was before."""
@@ -566,19 +579,20 @@ class BlendCache(Cache):
             self._advised = None
         if is_own:
             if not self._is_seen:
-                self._refuse_tokens(keys.shape[2], super().get_seq_length())
-                self._fall_back(Request.unseen(keys))
+                past = super().get_seq_length()
+                self._refuse_tokens(keys.shape[2], past)
+                self._fall_back(Request.unseen(keys, past))
             self._is_seen = False
             self._hooks.leave(watching=self._prompts.pending.is_begun)  # the model has asked for the length once more
 
-    def _refuse_tokens(self, tokens: int, held: int) -> None:
+    def _refuse_tokens(self, width: int, past: int) -> None:
         """Refuse tokens that static buffers have no room for, or that the model would compute as if none were held."""
         if self.config.max_tokens is not None:
             check_masked(self.model, self.config.max_tokens)
-            check_room(held, tokens, self.config.max_tokens)
-        if self._ignores_states and tokens > 1 and held:
+            check_room(past, width, self.config.max_tokens)
+        if self._ignores_states and width > 1 and past:
             raise ConfigError(
-                f"{tokens} tokens came behind the {held} that the cache holds, but the code of "
+                f"{width} tokens came behind the {past} that the cache holds, but the code of "
                 f"{self._text_config.model_type} models takes the states of tokens before into account only "
                 "where one token comes at a time. reset() the cache and pass the whole conversation in one prompt, "
                 "without prefill_chunk_size."
@@ -586,42 +600,26 @@ class BlendCache(Cache):
 
     def _fall_back(self, request: Request) -> None:
         """Compute every token of this forward, and report why if chunks might have been reused."""
-        past, known, reason = super().get_seq_length(), self._prompts, request.fallback_reason
-        is_begun, is_told = known.pending.is_begun, bool(reason and (known.pending.batch or not past))
+        known, reason = self._prompts, request.fallback_reason
+        is_begun, is_told = known.pending.is_begun, bool(reason and (known.pending.batch or not request.past))
         if request.width > 1:
             known.beginning = ()
         if is_told and not is_begun:
-            self.report = BlendReport(self.config.recompute_ratio, past_tokens=past)
+            self.report = BlendReport(self.config.recompute_ratio, past_tokens=request.past)
         if is_told:
             self.report.fallback_reason = reason
             _warn_once(reason)
         if is_told or is_begun:
-            self.report.planned(prompt_tokens=request.real_tokens())
+            self.report.prompt_tokens += request.real_tokens()
         known.pending = PendingPrompt()
         self._hooks.leave()
-
-    def _begin(self, request: Request, held: int, rooms: Sequence[Any]) -> None:
-        """Plan a forward, and enter the layers if anything of it is stored; `rooms` know what is no text."""
-        self._past, self._advised, began_s, known = held, None, time.perf_counter(), self._prompts
-        if request.others and known.images is not None:
-            request = known.images.name(request)
-        before = known.pending, self.report
-        plan = self._plan(request) if all(room.can_blend(self, request) for room in rooms) else None
-        if plan is None or not plan.chunks:
-            known.pending = known.pending if plan is not None else PendingPrompt()
-            self._hooks.leave(watching=known.pending.is_begun)
-            return
-        for room in rooms:
-            room.ensure_tested(self, plan, request)
-        self._enter(plan, request, *before)
-        self._advised = None if plan.advice is None or plan.computed else (plan.advice, began_s)
 
     def _enter(self, plan: Plan, request: Request, pending: PendingPrompt, report: BlendReport) -> None:
         """Take over the layers for one forward, by a plan that has something stored in it."""
         layers = self._token_layers
         if any(getattr(layer, "visible", None) is not None for layer in layers):
             raise ConfigError(
-                f"a prompt came behind {self._past} tokens of which some layers loaded a part only, but it would "
+                f"a prompt came behind {request.past} tokens of which some layers loaded a part only, but it would "
                 "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
                 "partial."
             )
@@ -631,8 +629,6 @@ class BlendCache(Cache):
             self._own_layers,
             request,
             plan,
-            self._past,
-            plan.config,
             self.report,
             Realigner(self._styles, self.report, plan.chunks),
             self._selector,
@@ -652,43 +648,43 @@ class BlendCache(Cache):
         refuse_request_state(self.model, self._decoder_layers)
         identity = fingerprint(self.model)
         self._check_ms += 1e3 * (time.perf_counter() - began_s)
-        expected, is_begun = known.pending, known.pending.is_begun
-        known.tokenizer = known.tokenizer if expected.batch else ""
-        if not expected.batch and known.images is None and self.config.chunk_prefix_ids is None:
-            self.chunk_prefix_ids = self.store.stored_prefix(self.model, identity)
+        expected = known.pending
+        if not expected.batch:
+            known.tokenizer = ""
+            if known.images is None and self.config.chunk_prefix_ids is None:
+                self.chunk_prefix_ids = self.store.stored_prefix(self.model, identity)
         sink = tuple(self.chunk_prefix_ids)
         planner = Planner(self.model, self.store, identity, sink, self.config, known.tokenizer)
         planner.placeholders = self._placeholders
         planner.images = {} if known.images is None else known.images.alone
-        if is_begun:
+        if expected.is_begun:
             planner.report = copy.copy(self.report)  # the old one comes back after a failure
         else:
-            planner.report = BlendReport(past_tokens=self._past, _costs=layer_costs(self.model))
-        plan, known.pending = expected.plan(planner, request, self._past)
+            planner.report = BlendReport(past_tokens=request.past, _costs=layer_costs(self.model))
+        plan, known.pending = expected.plan(planner, request)
         self.report = planner.report
         if known.pending.is_other:
             known.beginning = ()
-        if not is_begun:
+        if not expected.is_begun:
             self.report.nominal_ratio = plan.config.nominal_ratio(len(self._own_layers))
-        self.report.planned(
-            prompt_tokens=sum(map(len, request.rows)),
-            reusable_tokens=sum(plan.stored_counts),
-            exact_tokens=sum(plan.exact_counts),
-            encoded_images=0 if is_begun or known.images is None else known.images.encoded,
-            check_ms=self._check_ms,
-        )
+            self.report.encoded_images = 0 if known.images is None else known.images.encoded
+        self.report.check_ms += self._check_ms
         self._check_ms = 0.0
-        self.report.advice = self.report.advice if plan.advice is None else asdict(plan.advice)
-        self._notice(plan, identity, OTHER_IDS if expected.batch and known.pending.is_other else "")
+        if plan.advice is not None:
+            self.report.advice = asdict(plan.advice)
+        self._notice(plan, identity, [OTHER_IDS] if expected.batch and known.pending.is_other else [])
         return plan
 
-    def _notice(self, plan: Plan, identity: str, other: str) -> None:
+    def _notice(self, plan: Plan, identity: str, notices: list[str]) -> None:
         """Say, once of each kind, where the prompt and the store, or what was expected, do not fit each other."""
         tokenizer = self._prompts.tokenizer
-        for notice in (other, other_tokenizers(plan.tokenizers, tokenizer), too_small(plan.kept_ratio)):
-            if notice:
-                self.report.notice = " ".join(filter(None, (self.report.notice, notice)))
-                _warn_once(notice, "")
+        if tokenizer and (others := plan.tokenizers - {tokenizer}):
+            notices.append(other_tokenizers(others, tokenizer))
+        if plan.kept_ratio < 1:
+            notices.append(too_small(plan.kept_ratio))
+        for notice in notices:
+            self.report.notice = " ".join(filter(None, (self.report.notice, notice)))
+            _warn_once(notice, "")
         is_complete, used = not self._prompts.pending.is_begun, self.report.reusable_tokens + self.report.exact_tokens
         if is_complete and not used and not self.report.past_tokens:
             chunks = self.store.identity(identity)
@@ -701,12 +697,12 @@ class BlendCache(Cache):
         """A pass of the question alone, in the middle of a forward."""
         prefill: Any = self.prefill
         request, own, snapshots = prefill.context.request, self._token_layers, self._before.snapshots
-        suspended = [layer.suspend(known, self._past) for layer, known in zip(own, snapshots, strict=True)]
+        suspended = [layer.suspend(known, request.past) for layer, known in zip(own, snapshots, strict=True)]
         self.prefill = probe = prefill.probe(AttentionObserver(hear, layers, anchors), self._spare_layers)
         try:
             with self._hooks.inside():
                 plan = probe.context.plan
-                is_plain = len(plan.counts) == 1 and not plan.has_padding and not self._past
+                is_plain = len(plan.counts) == 1 and not plan.has_padding and not request.past
                 given = request.arguments if request.others else None
                 run_probe(self.model, self, request.ids, None if is_plain else request.mask, given)
         finally:

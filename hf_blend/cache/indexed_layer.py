@@ -31,19 +31,19 @@ class IndexedKind(LayerKind):
         if table is None or beside is None or beside.turns:
             return table
         self._table = table
-        return table[0][:, -prefill.tokens :], table[1][:, -prefill.tokens :]
+        return table[0][:, -prefill.width :], table[1][:, -prefill.width :]
 
     def take_rows(self, prefill: Any, call: LayerCall, rows: Rows) -> None:
         """Put the rows' own part of the table behind that of all tokens."""
         if self._table is not None:
-            table = tuple(rows.behind(part, prefill.tokens) for part in self._table)
+            table = tuple(rows.behind(part, prefill.width) for part in self._table)
             call.arguments["position_embeddings"] = call.given["position_embeddings"] = table  # of this layer alone
 
     def update_indexer(self, prefill: Any, index: int, keys: Tensor, rows: Rows | None) -> Tensor:
         """Write the rows' keys, `[batch, rows, width]`, among those that are stored; gives those of all tokens."""
         layer = prefill.context.layers[index]
         if self._keys is None:
-            self._keys = layer.open_indexer(prefill.tokens, keys)
+            self._keys = layer.open_indexer(prefill.width, keys)
             prefill.context.realigner.write_beside(index, prefill.stored_chunks(), self._keys[:, None])
         if rows is None:
             self._keys.copy_(keys)

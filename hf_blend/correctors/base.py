@@ -55,14 +55,7 @@ class Corrector(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Check the options.
-
-        Args:
-            options: what the user set, by name, numbers also as text; `defaults` fills in the rest.
-
-        Raises:
-            ConfigError: an option does not exist, or is no number.
-        """
+        """Check what the user set, by name, numbers also as text, and fill it up with `defaults`."""
         self.options = {**self.defaults, **{name: self._number(name, value) for name, value in options.items()}}
 
     def _number(self, name: str, value: Any) -> float:
@@ -79,8 +72,4 @@ class Corrector(ABC):
 
     @abstractmethod
     def correct(self, view: LayerView) -> None:
-        """Write better K and V over those that are not fresh.
-
-        Args:
-            view: one layer.
-        """
+        """Write better K and V over those that are not fresh."""

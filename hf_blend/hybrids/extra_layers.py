@@ -52,7 +52,7 @@ class MixerKind(LayerKind):
             prefill.reach("projections")
 
         cache = next(value for value in call.arguments.values() if hasattr(value, "update_conv_state"))
-        mixer, rows = prefill.context.extras[index], ActiveRows(None, prefill.tokens, {})
+        mixer, rows = prefill.context.extras[index], ActiveRows(None, prefill.width, {})
         self._given = dict(call.arguments)
         self._pass = MixerPass(mixer, cache, rows, write_stored, projected, prefill.is_compared(index))
         self._pass.enter()
@@ -63,8 +63,8 @@ class MixerKind(LayerKind):
         if self._pass is not None:
             self._rows_given.append(dict(call.arguments))  # kept alive: they are told by their ids
             plan, given = prefill.context.plan, full_arguments(call.arguments, self._given)
-            padding = plan.padding_on(rows.columns.device) if plan.has_padding else None
-            self._pass.rows = ActiveRows(rows.columns, prefill.tokens, given, padding)
+            padding = ~plan.real.to(rows.columns.device) if plan.has_padding else None
+            self._pass.rows = ActiveRows(rows.columns, prefill.width, given, padding)
 
     def computed(self) -> KV | None:
         """The projections of all new tokens in the place of K and of V; None if they are not known."""

@@ -22,8 +22,6 @@ from ..errors import PromptError, UnsupportedModelError
 from ..model.checks import LOGITS, allowed_of, norm_error
 from ..model.identity.canonical import canonical, notes_kept
 
-__all__ = ["Features", "ImageEncoder", "digest_of"]
-
 PIXELS = "pixel_values"
 GRID = "image_grid_thw"  # rows of `pixel_values` are patches then, and not images
 ENCODED = "mm_encoder_outputs"
@@ -75,7 +73,6 @@ class ImageEncoder:
     """Encodes the images of a prompt with a model's own vision tower, each alone."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the tower."""
         self._model = model
         self._form: _Form | None = None
         self._encode = getattr(getattr(model, "base_model", model), "get_image_features", None)

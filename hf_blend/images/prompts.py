@@ -27,8 +27,6 @@ from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
 from .encoder import ENCODED, PIXELS, Features, ImageEncoder, digest_of
 
-__all__ = ["PromptImages", "name_images", "refuse_beside_images"]
-
 MARKS = KINDS_OF_TOKENS  # how the names of arguments end that say what each token is
 OTHERS = ("pixel_values_videos", "input_features", "input_values", "inputs_embeds", ENCODED)
 

@@ -21,6 +21,7 @@ from ..prefill.report import Advice
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey
 from ..store.locks import new_lock
+from .estimator import load_s
 from .profile import Profile, profile_of, tier_rates
 
 STEPS = 40  # the ratio is looked for in steps of 1/40
@@ -43,13 +44,10 @@ def advise(
     rates = [float(bytes_s)] * len(chunk_tokens) if isinstance(bytes_s, int | float) else list(bytes_s)
     order = sorted(range(len(rates)), key=lambda place: (-rates[place], -chunk_tokens[place]))
 
-    def load_s(tokens: int, rate: float) -> float:
-        return tokens * profile.bytes_per_token / rate
-
     def expected(count: int, ratio: float) -> tuple[float, float, float]:
         """Time, loading and computing, with the chunks loaded that come fastest, of equals the longest."""
         kept = sum(chunk_tokens[place] for place in order[:count])
-        loading = sum(load_s(chunk_tokens[place], rates[place]) for place in order[:count])
+        loading = sum(load_s(profile.bytes_per_token, chunk_tokens[place], rates[place]) for place in order[:count])
         computing = profile.prefill_s(total, (kept * ratio + total - kept) / total)
         return max(loading, computing) + loading / num_layers, loading, computing
 
@@ -60,7 +58,8 @@ def advise(
         found = expected(count, more)
         if more > ratio and found[2] <= loading:
             ratio, (time_s, loading, computing) = more, found
-    hidden = [name for name, rate in (tiers or {}).items() if load_s(total, rate) <= profile.prefill_s(total, ratio)]
+    most = profile.prefill_s(total, ratio)
+    hidden = [name for name, rate in (tiers or {}).items() if load_s(profile.bytes_per_token, total, rate) <= most]
     times_ms = (1e3 * time_s, 1e3 * loading, 1e3 * computing)
     return Advice(ratio, count, *times_ms, tuple(hidden), tuple(sorted(order[:count])))
 

@@ -34,7 +34,6 @@ class StorageDevice:
     gb_month: float
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         if not self.bytes_s > 0 or not self.gb_month >= 0:
             raise ConfigError(
                 f"device {self.name!r} reads {self.bytes_s} bytes a second for {self.gb_month} per GB and month, "
@@ -52,7 +51,6 @@ class Workload:
     requests_per_day: float
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         if min(self.chunks, self.chunk_tokens, self.chunks_per_request) < 1 or not self.requests_per_day >= 0:
             raise ConfigError(f"{self} holds a number out of range, expected 1 or more, and requests from 0 on.")
 

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from operator import mul
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
+from huggingface_hub import cached_assets_path
 from torch import nn
 
 from .. import plugins
@@ -26,6 +26,7 @@ from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..model.anatomy import text_config
 from ..model.fingerprint import fingerprint
+from ..model.modality import text_ids
 from ..store import ChunkStore
 
 LENGTHS, RATIOS = (512, 1536), (0.05, 0.5)
@@ -82,7 +83,8 @@ def profile_of(
     """The profile of a model on this machine, measured if it is not known."""
     config, lengths = config or BlendConfig(), lengths or _lengths(model)
     machine = _machine(model, config, lengths)
-    path = _path(machine, folder)
+    root = cached_assets_path("hf_blend", namespace="profiles") if folder is None else folder
+    path = root / f"{machine['model'][:16]}.json"
     try:
         known = json.loads(path.read_text("utf-8"))
         if known["machine"] == machine:
@@ -99,7 +101,7 @@ def profile_of(
 
 def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> float:
     """How fast a store gives back a chunk that it does not hold in memory: read, verified."""
-    (key,) = store.add(model, None, [_ids(model, tokens, 99)])
+    (key,) = store.add(model, None, [text_ids(model, tokens, 99).tolist()])
     rates = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
@@ -111,7 +113,7 @@ def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> 
 
 def reading_s(model: nn.Module, chunks: int, tokens: int, ratio: float) -> float:
     """What reading, verifying and unpacking the chunks of a request adds to it, however fast their bytes come."""
-    pieces = [_ids(model, tokens, seed) for seed in range(chunks)]
+    pieces = [text_ids(model, tokens, seed).tolist() for seed in range(chunks)]
     stores = ChunkStore.open("memory://"), ChunkStore([], [plugins.load("store.tiers", "memory")()])
     taken: tuple[list[float], ...] = ([], [])
     for number in range(READINGS + 1):
@@ -137,7 +139,7 @@ def _lengths(model: nn.Module) -> tuple[int, ...]:
 def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], machine: dict[str, Any]) -> Profile:
     store, nbytes, chunks = ChunkStore.open("memory://"), 0.0, {}
     for tokens in lengths:
-        chunks[tokens] = [_ids(model, tokens // CHUNKS, seed) for seed in range(CHUNKS)]
+        chunks[tokens] = [text_ids(model, tokens // CHUNKS, seed).tolist() for seed in range(CHUNKS)]
         (key, *_) = store.add(model, None, chunks[tokens])
         chunk = store.get(key)
         nbytes = chunk.nbytes / chunk.tokens if chunk else nbytes
@@ -154,16 +156,10 @@ def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], mac
 
 @torch.no_grad()
 def _seconds(model: nn.Module, cache: Any, chunks: list[list[int]]) -> float:
-    inputs = cache.inputs(None, chunks=chunks, question=_ids(model, QUESTION_TOKENS, 77))
+    inputs = cache.inputs(None, chunks=chunks, question=text_ids(model, QUESTION_TOKENS, 77).tolist())
     started = time.perf_counter()
     model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=1)
     return time.perf_counter() - started
-
-
-def _ids(model: nn.Module, count: int, seed: int) -> list[int]:
-    size = model.get_input_embeddings().num_embeddings
-    drawn = Random(seed)
-    return [drawn.randrange(3, int(size)) for _ in range(count)]
 
 
 def _machine(model: nn.Module, config: BlendConfig, lengths: Sequence[int]) -> dict[str, Any]:
@@ -178,10 +174,3 @@ def _machine(model: nn.Module, config: BlendConfig, lengths: Sequence[int]) -> d
         "lengths": list(lengths),
         "config": settings,
     }
-
-
-def _path(machine: dict[str, Any], folder: Path | None) -> Path:
-    from huggingface_hub import cached_assets_path
-
-    root = cached_assets_path("hf_blend", namespace="profiles") if folder is None else folder
-    return Path(root) / f"{machine['model'][:16]}.json"

@@ -59,7 +59,7 @@ def compute_chunks(
     plain = [key for key in keys if key.fingerprint != identity]
     chunks = capture_chunks(model, plain) if plain else []
     if correction and corrected:
-        chunks += correction.compute(model, corrected)
+        chunks += [correction.corrected(model, one) for one in capture_chunks(model, corrected)]
     return signed(model, chunks, tokenizer, correction)
 
 

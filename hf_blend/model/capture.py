@@ -11,8 +11,8 @@ packed with tokens that differ it keeps the same bits, and behind them it has th
 before all of them is computed once, at the beginning of the row.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -28,7 +28,7 @@ from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
 from .attention import STOCK, open_door
 from .checks import KV, CheckResult, allowed_of, finding, relative_error
-from .extras import Recording, extras_of
+from .extras import extras_of
 from .hooks import hooked
 from .identity.canonical import canonical, notes_kept
 from .modality import refuse_placeholders, text_ids
@@ -143,92 +143,65 @@ def _captured(
     model: nn.Module, called: nn.Module, arguments: Mapping[str, Any], starts: Sequence[int] = (), shared: int = 0
 ) -> tuple[Capture, Any]:
     layers, cache, tokens = decoder_layers(model), full_cache(model), arguments["input_ids"].shape[1]
-    separated = _separated(model, cache, tokens, starts, shared) if len(starts) > 1 else nullcontext()
-    with _recorded_extras(model, cache, tokens) as passes, _recorded_tables(layers, cache) as tables, separated:
+    extras = enumerate(extras_of(model, len(layers)))
+    passes = {index: extra.record(cache, tokens) for index, extra in extras if extra is not None}
+    with ExitStack() as stack:
+        for one in passes.values():
+            stack.callback(one.leave)
+            one.enter()
+        tables = stack.enter_context(_watched(layers, cache, tokens, starts, shared))
         output = called(**{**arguments, "past_key_values": cache, "use_cache": True})
     indices, stock = range(len(layers)), dict(enumerate(stock_layers(text_config(model))))
     kept = (_states(model, cache, index, tokens, passes.get(index), stock.get(index)) for index in indices)
     return Capture(tuple(kept), tuple(tables.get(index) for index in indices)), output
 
 
-def _states(
-    model: nn.Module, cache: Any, index: int, tokens: int, extra: Recording | None, stock: Any
-) -> tuple[Tensor, ...]:
+def _states(model: nn.Module, cache: Any, index: int, tokens: int, extra: Any, stock: Any) -> tuple[Tensor, ...]:
     """What is kept of a layer, as in `Capture.layers`; `stock` is the cache layer that transformers makes for it."""
     if keeps_nothing(stock):
         return ()
-    has_keys = extra is None or hasattr(stock, "keys")
-    states = _cached(model, cache, index, tokens) if has_keys else ()
-    index_keys = getattr(cache.layers[index], "indexer_keys", None)
-    beside = index_keys if extra is None else extra.states
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    states: tuple[Any, ...] = ()
+    if extra is None or hasattr(stock, "keys"):
+        states = getattr(layer, "keys", None), getattr(layer, "values", None)
+    for one in states:
+        if not isinstance(one, Tensor) or one.dim() != 4 or one.shape[2] != tokens:
+            got = tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__
+            raise UnsupportedModelError(
+                f"layer {index} of {type(model).__name__} left {got} in the cache, but keys and values of the form "
+                f"[batch, heads, {tokens}, width] are wanted. Blending needs them in every layer; use full prefill."
+            )
+    beside = getattr(layer, "indexer_keys", None) if extra is None else extra.states
     return states if beside is None else (*states, beside[:, None])
 
 
 @contextmanager
-def _recorded_extras(model: nn.Module, cache: Any, tokens: int) -> Iterator[dict[int, Recording]]:
-    """What layers keep beside K and V in calls with this cache, by layer."""
-    extras = enumerate(extras_of(model, len(decoder_layers(model))))
-    passes = {index: extra.record(cache, tokens) for index, extra in extras if extra is not None}
-    try:
-        for one in passes.values():
-            one.enter()
-        yield passes
-    finally:
-        for one in passes.values():
-            one.leave()
+def _watched(
+    layers: list[nn.Module], cache: Any, tokens: int, starts: Sequence[int], shared: int
+) -> Iterator[dict[int, Table | None]]:
+    """Note the tables that layers are handed in calls with this cache; other threads may run the model meanwhile.
 
+    With several `starts` a token sees nothing before the last of them that is not behind it, but what is shared.
+    """
+    tables, masks = dict[int, Table | None](), dict[int, tuple[RowMask, Any]]()
 
-@contextmanager
-def _recorded_tables(layers: list[nn.Module], cache: object) -> Iterator[dict[int, Table | None]]:
-    """The tables that the layers are handed in calls with this cache; other threads may run the model meanwhile."""
-    tables: dict[int, Table | None] = {}
-
-    def record(index: int, call: LayerCall) -> None:
-        tables[index] = rotary_table(call.arguments, call.layer)
-
-    with _at_layers(layers, cache, record):
-        yield tables
-
-
-@contextmanager
-def _separated(model: nn.Module, cache: Any, tokens: int, starts: Sequence[int], shared: int) -> Iterator[None]:
-    """In calls with this cache, a token sees nothing before the last of `starts` not behind it, but what is shared."""
-    masks = dict[int, tuple[RowMask, Any]]()
-    open_door(STOCK)
-
-    def separate(index: int, call: LayerCall) -> Any:
+    def begins(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = LayerCall.bind(layer, args, kwargs)
+        if call.cache is not cache:
+            return None
+        tables[index] = rotary_table(call.arguments, layer)
+        if len(starts) < 2:
+            return None
         given = call.arguments.get(call.mask_name)
         if id(given) not in masks:  # the model's is kept alive, or its id would be used again
+            open_door(STOCK)
             lines = PackedLines(given, starts, tokens, call.hidden.device, shared)
             masks[id(given)] = RowMask.of(lines), given
         call.arguments[call.mask_name] = masks[id(given)][0]
         return (call.hidden,), call.arguments
 
-    with _at_layers(decoder_layers(model), cache, separate):
-        yield
-
-
-def _at_layers(layers: list[nn.Module], cache: object, look: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Call a function before each layer of calls with this cache; other threads may run the model meanwhile."""
-
-    def begins(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = LayerCall.bind(layer, args, kwargs)
-        return look(index, call) if any(value is cache for value in call.arguments.values()) else None
-
-    return hooked(enumerate(layers), begins)
-
-
-def _cached(model: nn.Module, cache: Any, index: int, tokens: int) -> tuple[Tensor, Tensor]:
-    layer = cache.layers[index] if index < len(cache.layers) else None
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    for states in (keys, values):
-        if not isinstance(states, Tensor) or states.dim() != 4 or states.shape[2] != tokens:
-            got = tuple(states.shape) if isinstance(states, Tensor) else type(states).__name__
-            raise UnsupportedModelError(
-                f"layer {index} of {type(model).__name__} left {got} in the cache, but keys and values of the form "
-                f"[batch, heads, {tokens}, width] are wanted. Blending needs them in every layer; use full prefill."
-            )
-    return keys, values
+    with hooked(enumerate(layers), begins):
+        yield tables
 
 
 def distinct_tables(
@@ -251,7 +224,7 @@ def check_chunk(
     """Refuse what cannot be computed alone."""
     refuse_placeholders(model, chunk_prefix_ids, f"what stands before {name}")
     refuse_placeholders(model, token_ids, name)
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     longest = getattr(config, "max_position_embeddings", None)
     check_ids((*chunk_prefix_ids, *token_ids), config)
     if longest is not None and len(chunk_prefix_ids) + len(token_ids) > longest:

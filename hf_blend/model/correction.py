@@ -25,7 +25,7 @@ from ..rotary.base import RotaryStyle, compose
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import default_sink
 from .calibrate import rotary_styles
-from .capture import capture, capture_alone, capture_chunks, cut_chunk
+from .capture import capture, capture_alone, cut_chunk
 from .fingerprint import fingerprint
 
 __all__ = ["ContextCorrection"]
@@ -36,7 +36,6 @@ RIDGE = 0.01  # of the mean square of each input
 SINK = 0.3  # of the median size of V in a chunk; an attention sink has less, and is left as it is
 RANK = 64  # of a map; 16 leaves as much on SmolLM2
 MAX_BYTES = 19_000_000
-PARTS = ("down", "up")  # of a layer, in the file
 KV = tuple[Tensor, Tensor]
 
 
@@ -58,17 +57,7 @@ class ContextCorrection:
 
     @classmethod
     def load(cls, path: str | Path) -> "ContextCorrection":
-        """Read a file that `save` wrote.
-
-        Args:
-            path: of the file.
-
-        Returns:
-            The correction.
-
-        Raises:
-            ConfigError: there is no such file, or it holds no correction.
-        """
+        """Read a file that `save` wrote."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -96,24 +85,18 @@ class ContextCorrection:
         return cls(about.get("model", ""), maps, tuple(prefix.tolist()))
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file of at most 20 MB.
-
-        Args:
-            path: of a safetensors file.
-        """
+        """Write it to a safetensors file of at most 20 MB."""
         from safetensors.torch import save_file
 
         save_file(self._tensors, Path(path).expanduser(), {"format": FORMAT, "model": self.model})
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
-        named = {
-            f"{layer}.{name}": part
-            for layer, pair in sorted(self.maps.items())
-            for name, part in zip(PARTS, pair, strict=True)
-        }
-        halves = {name: part.to(torch.float16).contiguous().cpu() for name, part in named.items()}
-        return {**halves, "prefix": torch.tensor(self.prefix, dtype=torch.int64)}
+        found = dict[str, Tensor]()
+        for layer, pair in sorted(self.maps.items()):
+            for name, part in zip(("down", "up"), pair, strict=True):
+                found[f"{layer}.{name}"] = part.to(torch.float16).contiguous().cpu()
+        return {**found, "prefix": torch.tensor(self.prefix, dtype=torch.int64)}
 
     @cached_property
     def digest(self) -> str:
@@ -124,27 +107,13 @@ class ContextCorrection:
         return state.hexdigest()
 
     def identity(self, model: str) -> str:
-        """Name what computes chunks with this correction, as part of their keys.
-
-        Args:
-            model: fingerprint of the model that is used.
-
-        Returns:
-            64 hex digits.
-
-        Raises:
-            ConfigError: the correction was fitted for another model.
-        """
+        """Name what computes chunks of a model, given by its fingerprint, with this correction, in 64 hex digits."""
         if model != self.model:
             raise ConfigError(
                 f"the correction was fitted for the model {self.model:.12}…, expected {model:.12}…, which is used. "
                 "Fit one for it with `hf-blend fit`, or open the store without a correction."
             )
         return hashlib.sha256(f"{model}\0{self.digest}".encode()).hexdigest()
-
-    def compute(self, model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
-        """Compute chunks and correct them."""
-        return [self.corrected(model, one) for one in capture_chunks(model, keys)]
 
     def corrected(self, model: nn.Module, chunk: ChunkKV) -> ChunkKV:
         """Add to a chunk what a prompt is expected to add."""
@@ -175,18 +144,8 @@ class ContextCorrection:
     ) -> "ContextCorrection":
         """Fit it to a model: chunks as they are stored against the same chunks in prompts.
 
-        Args:
-            model: the model, as it will be used.
-            prompts: the ids of each prompt, and where its chunks are. Some 30,000 tokens of text of any kind.
-            chunk_prefix_ids: what chunks are computed behind; None is the model's BOS, if any.
-            rank: of each map; None is 64, or what keeps the file below 20 MB.
-
-        Returns:
-            The correction.
-
-        Raises:
-            UnsupportedModelError: the model keeps no K and V of tokens in any layer, or cannot be blended.
-            PromptError: a prompt does not fit the model.
+        Prompts are ids, and where their chunks are: some 30,000 tokens of text of any kind. Chunks are computed behind
+        the model's BOS unless said otherwise; without a rank it is 64, or what keeps the file below 20 MB.
         """
         sink = default_sink(model) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
         identity, styles, sums = fingerprint(model), rotary_styles(model), dict[int, _Sums]()
@@ -199,7 +158,7 @@ class ContextCorrection:
                     captured, ChunkKey(identity, (), tokens[first : first + count]), start, start + count
                 )
                 for layer, style in enumerate(styles):
-                    if _has_kv(there, layer):
+                    if len(there.layers[layer]) >= 2:
                         own = features_of(alone[key], layer, style)
                         part, fit = slice(first, first + count), not_sinks(alone[key], layer)[first : first + count, 0]
                         target = features_of(there, layer, style) - own[part]
@@ -238,10 +197,6 @@ class _Sums:
         scaled = weights / scale
         axes = torch.linalg.eigh(scaled.T @ self.gram @ scaled).eigenvectors[:, -rank:]
         return (scaled @ axes).half().float(), (axes.T * scale).half().float()  # as they are saved
-
-
-def _has_kv(chunk: ChunkKV, layer: int) -> bool:
-    return len(chunk.layers[layer]) >= 2
 
 
 def features_of(chunk: ChunkKV, layer: int, style: type[RotaryStyle]) -> Tensor:

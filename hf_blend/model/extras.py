@@ -11,23 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from .. import plugins
 
 Spans = Sequence[tuple[slice, slice]]  # columns of an output, and where they are among those stored of a layer
-
-
-class Recording(Protocol):
-    """What a layer keeps beside K and V, as the calls with one cache make it."""
-
-    states: Tensor | None  # `[batch, tokens, width]`
-
-    def enter(self) -> None:
-        """Put the hooks in."""
-
-    def leave(self) -> None:
-        """Take the hooks out."""
 
 
 class LayerExtra(Protocol):
@@ -41,8 +29,11 @@ class LayerExtra(Protocol):
     def projections(self) -> Any:
         """Each has `module`, the linear module that computes it, and `width`, how much of it is stored."""
 
-    def record(self, cache: Any, tokens: int) -> Recording:
-        """Note what it keeps in calls with this cache, of all tokens."""
+    def record(self, cache: Any, tokens: int) -> Any:
+        """Note what it keeps of all tokens in calls with this cache, between `enter` and `leave` of what this gives.
+
+        Behind the call its `states` are that, `[batch, tokens, width]`, or None.
+        """
 
 
 @dataclass(frozen=True)

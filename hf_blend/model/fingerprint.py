@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from .anatomy import refuse_extended
+from .anatomy import EXTENDED, refuse_extended
 from .identity.canonical import refuse_foreign_hooks, refuse_wrapper
 from .identity.structure import IGNORED_ATTRIBUTES, IGNORED_CONFIG_FIELDS, Structure, config_part
 from .identity.watch import StructureWatch, WeightWatch
@@ -59,7 +59,8 @@ def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
     """Say who a model is, in 64 hex digits; equal across processes, devices and machines."""
     with _lock:
         known = _structure_of(model)
-        refuse_extended(model)
+        if EXTENDED.get():  # some model is inside `self_extend`
+            refuse_extended(model)
         if reread or known.weight_watch is None or not known.weight_watch.is_same():
             watch = WeightWatch(model)  # first the sample: a change meanwhile shows
             known.weights = weight_digest(model)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,33 +22,23 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import ConfigError
 from .anatomy import LayerCall, parameter_names, wants_all_rows
 
-Handles = list[tuple[nn.Module, RemovableHandle]]
-
-
-class HookedCache(Protocol):
-    """What the hooks serve: the cache of a request."""
-
-    # its `enter(index, call)` is called before a layer, and may change the arguments of the call, its `leave(output)`
-    # behind each but the last: gives the output that the model shall see, None for the layer's own
-    prefill: Any
-
-    def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
-        """The model is called with these arguments, by name; gives back those that it shall see, None for the same."""
-
-    def forward_ends(self, failed: bool = False) -> None:
-        """The model has returned, or an exception passed through."""
-
 
 class ForwardHooks:
-    """The hooks of one cache in one model. They hold no reference to the cache and go with it."""
+    """The hooks of one cache in one model. They hold no reference to the cache and go with it.
+
+    The cache's `forward_begins(arguments)` is called with the model's arguments by name, and gives those that the
+    model shall see, None for the same; `forward_ends(failed)` behind the model, also after an exception. Of its
+    `prefill` the `enter(index, call)` is called before a layer, and may change the arguments of the call; the
+    `leave(output)` behind each but the last, and gives the output that the model shall see, None for the layer's own.
+    """
 
     def __init__(self, cache: Any, model: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
-        self._cache: Callable[[], HookedCache | None] = weakref.ref(cache)
+        self._cache: Callable[[], Any] = weakref.ref(cache)
         self._model, self._layers = model, layers
+        self._fills_rows = bool(layers) and wants_all_rows(model)
         self._parts = {part for layer in layers for part in (layer, *layer.children())}
-        self._before: Handles = []  # on the model
-        self._after: Handles = []
-        self._inner: Handles = []  # on its layers
+        self._before, self._after = list[RemovableHandle](), list[RemovableHandle]()  # on the model
+        self._inner: list[RemovableHandle] = []  # on its layers
         self._is_raising = self._is_inside = self._stays = False
         self._finalizer = weakref.finalize(cache, _remove, self._before, self._after, self._inner)
         self._finalizer.atexit = False
@@ -62,28 +52,29 @@ class ForwardHooks:
         self._stays = self._stays or stay
         if not self._before:
             for module in callable_as(self._model):
-                handle = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
-                self._before.append((module, handle))
+                self._before.append(module.register_forward_pre_hook(self._model_begins, with_kwargs=True))
 
-    def enter_layers(self, tokens: int, between: bool = False) -> None:
+    def enter_layers(self, width: int, between: bool = False) -> None:
         """See every decoder layer begin."""
         if self._inner:
             return
         for index, layer in enumerate(self._layers):
-            begins = layer.register_forward_pre_hook(partial(self._layer_begins, index), with_kwargs=True)
-            self._inner.append((layer, begins))
+            begins = partial(self._layer_begins, index)
+            self._inner.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
             if between and index < len(self._layers) - 1:
-                ends = layer.register_forward_hook(self._layer_ends, with_kwargs=True)
-                self._inner.append((layer, ends))
-        if wants_all_rows(self._model):
-            ends = self._layers[-1].register_forward_hook(partial(self._fill_rows, tokens), with_kwargs=True)
-            self._inner.append((self._layers[-1], ends))
+                self._inner.append(layer.register_forward_hook(self._layer_ends, with_kwargs=True))
+        if self._fills_rows:
+            fill = partial(self._fill_rows, width)
+            self._inner.append(self._layers[-1].register_forward_hook(fill, with_kwargs=True))
 
     def leave(self, watching: bool = False, stop: bool = False) -> None:
         """Remove every hook, but on the model where it is watched still."""
         self._stays = self._stays and not stop
-        before = () if watching or self._stays else (self._before,)
-        _remove(self._inner, self._after, *before, raising=self._is_raising)
+        # because of an exception torch walks along the hooks behind the model: one that others follow stays for now
+        staying = [one for one in self._after if self._is_raising and _is_followed(one)]
+        self._after[:] = [one for one in self._after if one not in staying]
+        _remove(self._inner, self._after, *(() if watching or self._stays else (self._before,)))
+        self._after += staying
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -123,8 +114,7 @@ class ForwardHooks:
             self.watch_model()
         # registered only now, it is the last one: after an exception torch walks along these hooks, and none but
         # the last may be removed on the way
-        ended = module.register_forward_hook(self._ended, with_kwargs=True, always_call=True)
-        self._after.append((module, ended))
+        self._after.append(module.register_forward_hook(self._ended, with_kwargs=True, always_call=True))
         names = parameter_names(type(module)) or ("input_ids", "attention_mask")  # type: ignore[arg-type]
         changed = cache.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
         return None if changed is None else ((), changed)
@@ -153,11 +143,11 @@ class ForwardHooks:
         cache = self._own(args, rest[0] if len(rest) == 2 else None)
         return None if cache is None or cache.prefill is None else cache.prefill.leave(rest[-1])
 
-    def _fill_rows(self, tokens: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+    def _fill_rows(self, width: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         is_own = self._own(args, rest[0] if len(rest) == 2 else None) is not None
-        return _behind_zeros(rest[-1], tokens) if is_own else None
+        return _behind_zeros(rest[-1], width) if is_own else None
 
-    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> HookedCache | None:
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """The cache, if this call carries it."""
         cache = self._cache()
         given = (*args, *(kwargs or {}).values())
@@ -225,17 +215,12 @@ def _behind_zeros(output: Any, tokens: int) -> Any:
     return nn.functional.pad(output, (0, 0, tokens - output.shape[1], 0))
 
 
-def _remove(*groups: Handles, raising: bool = False) -> None:
-    """Remove hooks; while torch walks along them because of an exception, one with another behind it stays for now."""
+def _remove(*groups: list[RemovableHandle]) -> None:
     for group in groups:
-        staying = [entry for entry in group if raising and _is_followed(*entry)]
         while group:
-            entry = group.pop()
-            if entry not in staying:
-                entry[1].remove()
-        group.extend(staying)
+            group.pop().remove()
 
 
-def _is_followed(module: nn.Module, handle: RemovableHandle) -> bool:
-    hooks = module._forward_hooks
+def _is_followed(handle: RemovableHandle) -> bool:
+    hooks = handle.hooks_dict_ref() or ()
     return handle.id in hooks and next(reversed(hooks)) != handle.id

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PromptError
+from .anatomy import text_config
 from .fingerprint import PerStructure
 
 TEXT_ARGUMENTS = frozenset({
@@ -37,8 +38,7 @@ _ID_FIELD = re.compile(r"_?(?P<stem>.+?)(?P<token>_token)?_(?:ids?|index)")
 
 def other_inputs(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """The arguments of a forward that may change what its tokens stand for, or who sees whom."""
-    given = ((name, value) for name, value in arguments.items() if name not in TEXT_ARGUMENTS)
-    return tuple(sorted(name for name, value in given if _is_other(name, value)))
+    return tuple(sorted(name for name in arguments if name not in TEXT_ARGUMENTS and _is_other(arguments, name)))
 
 
 def has_features(arguments: Mapping[str, Any]) -> bool:
@@ -46,7 +46,8 @@ def has_features(arguments: Mapping[str, Any]) -> bool:
     return any(not name.endswith(KINDS_OF_TOKENS) for name in other_inputs(arguments))
 
 
-def _is_other(name: str, value: Any) -> bool:
+def _is_other(arguments: Mapping[str, Any], name: str) -> bool:
+    value = arguments[name]
     if isinstance(value, bool | int | float | str) or _is_empty(value):
         return False
     return not (name in TEXT_WHERE_ZERO and isinstance(value, Tensor) and not bool(value.any()))
@@ -83,8 +84,7 @@ def placeholders_of(model: nn.Module) -> frozenset[int]:
 
 def text_ids(model: nn.Module, tokens: int, seed: int = 0) -> Tensor:
     """Random tokens of text, the same for each number of them and seed; `[tokens]`."""
-    others, config = torch.tensor(sorted(placeholder_ids(model.config))), model.config
-    text = torch.arange(getattr(config, "get_text_config", lambda **_: config)(decoder=True).vocab_size)
+    others, text = torch.tensor(sorted(placeholder_ids(model.config))), torch.arange(text_config(model).vocab_size)
     text = text[~torch.isin(text, others)]
     return text[torch.randint(len(text), (tokens,), generator=torch.Generator().manual_seed(seed))]
 

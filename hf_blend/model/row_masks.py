@@ -94,7 +94,7 @@ class RowLines(ABC):
         if key not in self._biases:
             keys = slice(max(block.keys.start, block.shared), block.keys.stop)
             if self.dtype == torch.bool:
-                hidden = self._hidden(block.rows, keys)
+                hidden = self.cut(block.rows, keys).logical_not()
                 width = hidden.shape[3]  # kernels on a GPU read lines that begin at multiples of 16 bytes
                 lines = torch.zeros((*hidden.shape[:3], -(-width // 8) * 8), dtype=dtype, device=hidden.device)
                 made = lines[..., :width].masked_fill_(hidden, float("-inf"))
@@ -105,10 +105,6 @@ class RowLines(ABC):
                 return made
             self._biases[key] = made
         return self._biases[key]
-
-    def _hidden(self, rows: slice, keys: slice) -> Tensor:
-        """Where a boolean mask hides a key."""
-        return self.cut(rows, keys).logical_not()
 
     def _ends(self, cut: list[slice]) -> list[tuple[int, int]]:
         """The first and the end of the keys that one of the rows of each block sees; asks the device once."""
@@ -191,11 +187,6 @@ class LocalLines(RowLines):
     def _numbers(self) -> list[int]:
         found: list[int] = self._ask()
         return found
-
-    def _hidden(self, rows: slice, keys: slice) -> Tensor:
-        if not self.is_causal:
-            return super()._hidden(rows, keys)
-        return torch.arange(keys.start, keys.stop, device=self.device) > self._columns[:, None, rows, None]
 
     def _ends(self, cut: list[slice]) -> list[tuple[int, int]]:
         return [(0, self._numbers[rows.stop - 1] + 1) for rows in cut] if self.is_causal else super()._ends(cut)
@@ -281,18 +272,15 @@ def attend(
         done = _at_once(query, key, value, lines, lines.blocks[0], dropout, scale)
         return done.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
     out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
-    spans = lines.spans if isinstance(lines, LocalLines) and _gives_sums(query, key, value, dropout) else []
+    # the fused kernel gives its sums of weights for no gradients
+    is_plain = query.device.type == "cpu" and not dropout and not query.requires_grad and not key.requires_grad
+    gives_sums = _fused is not None and is_plain and query.shape[-1] == value.shape[-1]
+    spans = lines.spans if gives_sums and isinstance(lines, LocalLines) else []
     for block in spans or lines.blocks:
         given = query[:, :, block.rows], key, value, lines, block
         done = _in_two(*given, scale) if spans else _at_once(*given, dropout, scale)
         out[:, block.rows] = done.permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out.transpose(1, 2)
-
-
-def _gives_sums(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether the fused kernel can be asked for its sums of weights: not where gradients go through them."""
-    is_plain = query.device.type == "cpu" and not dropout and not query.requires_grad and not key.requires_grad
-    return _fused is not None and is_plain and query.shape[-1] == value.shape[-1]
 
 
 def _at_once(

@@ -125,7 +125,8 @@ class OffloadedLayer(MadeStates, BlendLayer):
             self._append(*(part[end - stay :] for part in rows))
         elif len(keys):
             if self._recent is None:
-                self._recent = _room(keys), _room(values)
+                room = [one.new_empty((GROW_TOKENS, *one.shape[1:])) for one in (keys, values)]
+                self._recent = room[0], room[1]
             for recent, new in zip(self._recent, (keys, values), strict=True):
                 recent[first:end] = new
         self._count()
@@ -146,18 +147,13 @@ class OffloadedLayer(MadeStates, BlendLayer):
 
     def settle(self) -> None:
         """Put away what shall not stay on the device."""
-        if self._buffers is not None:
-            if not self.memory.is_resident(self.index, self.length, *self._buffers):
-                rows = tuple(buffer[:, :, : self.length].permute(2, 0, 1, 3) for buffer in self._buffers)
-                self._buffers = None
-                self._keep(*rows)
-        elif self._opened is not None:
-            keys, values = self._opened
-            self._opened = None
-            self._keep(keys[: self.length], values[: self.length])
-
-    def _keep(self, keys: Tensor, values: Tensor) -> None:
-        """Hold all tokens of the layer, `[tokens, batch, kv_heads, head_dim]`."""
+        if self._opened is not None:
+            keys, values = (states[: self.length] for states in self._opened)
+        elif self._buffers is not None and not self.memory.is_resident(self.index, self.length, *self._buffers):
+            keys, values = (buffer[:, :, : self.length].permute(2, 0, 1, 3) for buffer in self._buffers)
+        else:
+            return
+        self._opened = self._buffers = None
         if self.observer is not None:
             self.observer(as_states(keys))
         self._append(keys[self._held :], values[self._held :])
@@ -234,13 +230,11 @@ class OffloadedLayer(MadeStates, BlendLayer):
         return brought
 
     def _look(self, which: int) -> Tensor | None:
-        return self._shown_or_brought()[which] if self.length and self.is_initialized else None
-
-    def _shown_or_brought(self) -> tuple[Tensor, Tensor]:
+        if not (self.length and self.is_initialized):
+            return None
         if self._buffers is not None or self._opened is not None:
-            return self._shown()
-        keys, values = self._brought(self._held, *self._like())
-        return as_states(keys[: self._held]), as_states(values[: self._held])
+            return self._shown()[which]
+        return as_states(self._brought(self._held, *self._like())[which][: self._held])
 
     def _shown(self) -> tuple[Tensor, Tensor]:
         """Views of all tokens, as a forward sees them."""
@@ -249,9 +243,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
         keys, values = self._opened  # type: ignore[misc]
         return as_states(keys[: self.length]), as_states(values[: self.length])
 
-    def _show(self, length: int) -> None:
-        self.length = length
-
     def _count(self) -> None:
         self.memory.count(("held", self.index), self.nbytes)
 
@@ -259,7 +250,3 @@ class OffloadedLayer(MadeStates, BlendLayer):
         """For a copy, whose memory is one too: without what a forward has opened, and without who looks on."""
         length = self.length if self._buffers is not None else self._held
         return {**vars(self), "length": length, "_opened": None, "observer": None, "sees_blocks": False}
-
-
-def _room(rows: Tensor) -> Tensor:
-    return rows.new_empty((GROW_TOKENS, *rows.shape[1:]))

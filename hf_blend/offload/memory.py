@@ -13,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from accelerate import infer_auto_device_map
+from accelerate.utils import get_max_memory
 from torch import Tensor, nn
 
 from ..cache.quantised_layer import GROUP_TOKENS, pack
@@ -30,7 +32,6 @@ class KVMemory:
     """Places the layers of one cache, holds those that are away, and counts bytes."""
 
     def __init__(self, layers: Sequence[int], config: BlendConfig) -> None:
-        """Prepare to place some layers."""
         self._layers, self._config, self.bits, placed = tuple(layers), config, config.kv_bits, config.device_map
         self._is_auto = placed == "auto"
         self._budget = memory_budget(config.memory_limits) if self._is_auto else {}
@@ -67,10 +68,7 @@ class KVMemory:
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
     def is_resident(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> bool:
-        """Whether the K and V of a layer shall stay on its device, as they are, once it holds so many tokens.
-
-        Shapes: keys `[batch, kv_heads, rows, head_dim]`.
-        """
+        """Whether K and V of a layer, `[batch, kv_heads, any, head_dim]`, stay on its device with so many tokens."""
         if self._is_auto:
             self._plan(index, round_up(tokens), keys, values)
         place = self.device_map.get(index)
@@ -93,10 +91,7 @@ class KVMemory:
             self.device_map = place_layers(nbytes, {**self._budget, main: max(0, self._budget[main] - beside)})
 
     def put(self, index: int, keys: Tensor, values: Tensor) -> None:
-        """Put tokens of a layer away, behind those that are.
-
-        Shapes: keys `[new, batch, kv_heads, head_dim]`, values `[new, batch, kv_heads, head_dim]`.
-        """
+        """Put tokens of a layer away, behind those that are, `[new, batch, kv_heads, head_dim]` each."""
         self._forget_ahead(index)
         if index not in self.away:
             place = self.device_map.get(index)
@@ -198,8 +193,6 @@ class KVMemory:
 
 def memory_budget(max_memory: Mapping[Place, int | str] | None) -> dict[Place, int]:
     """Bytes that may be used of each device, in the order in which accelerate fills them."""
-    from accelerate.utils import get_max_memory
-
     try:
         return dict(get_max_memory(None if max_memory is None else dict(max_memory)))
     except ValueError as error:
@@ -215,8 +208,6 @@ def place_layers(layers: Mapping[int, int], budget: Mapping[Place, int]) -> dict
     accelerate fills the devices in order and leaves room on the first, and in host memory, for the largest layer that
     is not there: the one at work. What fits nowhere goes to the disk.
     """
-    from accelerate import infer_auto_device_map
-
     tree, memory = nn.Module(), dict[Any, Any](budget)
     for index, nbytes in layers.items():
         tree.register_buffer(str(index), torch.empty(nbytes, dtype=torch.uint8, device="meta"))

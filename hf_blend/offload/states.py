@@ -87,10 +87,7 @@ class States:
         return self._pools[name].nbytes if name in self._pools else 0
 
     def create(self, name: str, like: Tensor, device: torch.device | None) -> None:
-        """Begin an empty tensor; without a device, in a file.
-
-        Shapes: like `[tokens, …]`.
-        """
+        """Begin an empty tensor like another, `[tokens, …]`; without a device, in a file."""
         self.remove(name)
         if device is not None:
             self._pools[name] = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=device)
@@ -104,10 +101,7 @@ class States:
         self._write(name, b"", 0)
 
     def append(self, name: str, held: int, states: Tensor) -> None:
-        """Put tokens behind those that a tensor holds.
-
-        Shapes: states `[new, …]`.
-        """
+        """Put tokens, `[new, …]`, behind those that a tensor holds."""
         end = held + len(states)
         if name in self._pools:
             pool = self._pools[name]
@@ -136,10 +130,7 @@ class States:
             ends.append((tokens, xxhash.xxh3_64_intdigest(_bytes(rest))))
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Some of the tokens of a tensor, without the others.
-
-        Shape: `[tokens, …]`.
-        """
+        """Some of the tokens of a tensor, `[tokens, …]` each, without the others."""
         if name in self._pools:
             return [self._pools[name][start:end] for start, end in ranges]
         with self._reading(name) as file:
@@ -169,18 +160,14 @@ class States:
         begin, behind = ends[first - 1][0] if first else 0, ends[last][0]
         states = torch.empty((behind - begin, *row), dtype=dtype) if out is None else out
         data = _bytes(states)
-        if os.preadv(file, [data], begin * width) == len(data):
-            self._verify(name, data, begin, ends[first : last + 1])
-        else:
+        if os.preadv(file, [data], begin * width) != len(data):
             raise self._other(name, begin, behind)
+        piece = begin
+        for stop, digest in ends[first : last + 1]:
+            if xxhash.xxh3_64_intdigest(data[(piece - begin) * width : (stop - begin) * width]) != digest:
+                raise self._other(name, piece, stop)
+            piece = stop
         return states[start - begin : end - begin]
-
-    def _verify(self, name: str, data: Any, start: int, pieces: Sequence[tuple[int, int]]) -> None:
-        begin, width = start, self._row_bytes(name)
-        for end, digest in pieces:
-            if xxhash.xxh3_64_intdigest(data[(start - begin) * width : (end - begin) * width]) != digest:
-                raise self._other(name, start, end)
-            start = end
 
     def _other(self, name: str, start: int, end: int) -> OffloadError:
         return OffloadError(
@@ -267,26 +254,19 @@ class AwayLayer:
         with self._lock:
             return self._read([(start, end)], self.like[0].device)[0]
 
-    def blocks(self, rows: Sequence[Sequence[int]], size: int) -> list[Pair]:
-        """K and V of some blocks of `size` tokens of each request, in host memory; pinned where a GPU computes.
-
-        Shape: `[blocks, size, kv_heads, head_dim]`.
-        """
-        some = sorted({block for blocks in rows for block in blocks})
-        with self._lock:
-            found = self._read([(block * size, block * size + size) for block in some])
-            known = dict(zip(some, found, strict=True))
-            return [self._gathered([known[one] for one in blocks], row, size) for row, blocks in enumerate(rows)]
-
-    def _gathered(self, blocks: Sequence[Pair], row: int, size: int) -> Pair:
-        """Those of one request."""
+    def blocks(self, some: Sequence[tuple[int, int]], size: int) -> Pair:
+        """K and V of some blocks, (request, number) each, `[blocks, size, kv_heads, head_dim]`, in host memory."""
         is_pinned = self.like[0].is_cuda and torch.cuda.is_available()  # a copy from there need not wait
         keys, values = (
-            torch.empty((len(blocks), size, *like.shape[2:]), dtype=like.dtype, pin_memory=is_pinned)
+            torch.empty((len(some), size, *like.shape[2:]), dtype=like.dtype, pin_memory=is_pinned)
             for like in self.like
         )
-        for place, pair in enumerate(blocks):
-            keys[place], values[place] = pair[0][:, row], pair[1][:, row]
+        numbers = sorted({number for _, number in some})
+        with self._lock:
+            found = self._read([(number * size, number * size + size) for number in numbers])
+            known = dict(zip(numbers, found, strict=True))
+            for place, (row, number) in enumerate(some):
+                keys[place], values[place] = known[number][0][:, row], known[number][1][:, row]
         return keys, values
 
     def changed(self, states: States, change: Callable[[Tensor], Tensor]) -> "AwayLayer":

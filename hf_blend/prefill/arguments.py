@@ -28,11 +28,16 @@ _told: set[str] = set()  # attention implementations that were spoken of
 class RowArguments:
     """Cuts the arguments of one forward's layers; what several layers are given is cut once for the same rows."""
 
-    def __init__(self, config: Any, layers: Sequence[Any], past: int, tokens: int) -> None:
-        """Prepare for one forward of a model with this config, and of `tokens` tokens behind others."""
+    def __init__(self, config: Any, layers: Sequence[Any], past: int, width: int) -> None:
+        """Prepare for one forward of a model with this config, of `width` columns behind `past` tokens."""
         self._implementation = config._attn_implementation or "eager"
-        self._sources = kv_sources(layers, getattr(config, "layer_types", None))
-        self._past, self._tokens, self._is_flash = past, tokens, is_flash(self._implementation)
+        # the layer whose K and V each layer looks at: its own, or the last before it of its kind that has any
+        self._sources, last = list[Any](), dict[str, Any]()
+        for kind, layer in zip(getattr(config, "layer_types", None) or [""] * len(layers), layers, strict=False):
+            if hasattr(layer, "sizes_behind"):
+                last[kind] = layer
+            self._sources.append(last.get(kind, layer))
+        self._past, self._width, self._is_flash = past, width, is_flash(self._implementation)
         open_door(self._implementation)
         self._cut: dict[tuple[object, ...], tuple[Any, ...]] = {}  # with what its key names by id, which stays alive
 
@@ -62,10 +67,10 @@ class RowArguments:
 
     def _mask(self, index: int, rows: Rows, model_mask: Any, window: int | None) -> Any:
         """The rows' lines of a mask."""
-        keys, offset = self._past + self._tokens, 0  # all, but of a window
+        keys, offset = self._past + self._width, 0  # all, but of a window
         if window is not None:
-            keys, offset = self._sources[index].sizes_behind(self._past, self._tokens)
-        if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == rows.columns.shape[1] < self._tokens:
+            keys, offset = self._sources[index].sizes_behind(self._past, self._width)
+        if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == rows.columns.shape[1] < self._width:
             # Gemma 4 has cut it: behind its last K and V only the rows that are asked for continue
             return RowMask.of(model_mask) if self._implementation == STOCK else model_mask
         if self._is_flash and self._implementation not in _told:
@@ -76,16 +81,6 @@ class RowArguments:
             )
         name, window = (STOCK, window) if self._is_flash else (self._implementation, None)
         return row_mask(model_mask, rows.columns, self._past - offset, keys, name, lambda: rows.numbers[0], window)
-
-
-def kv_sources(layers: Sequence[Any], kinds: Sequence[str] | None) -> list[Any]:
-    """The layer whose K and V each layer looks at: its own, or the last before it of its kind that has any."""
-    found, last = list[Any](), dict[str, Any]()
-    for kind, layer in zip(kinds or [""] * len(layers), layers, strict=False):
-        if hasattr(layer, "sizes_behind"):
-            last[kind] = layer
-        found.append(last.get(kind, layer))
-    return found
 
 
 def _rows(value: Any, taken: Taken) -> Any:

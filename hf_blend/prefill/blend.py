@@ -8,9 +8,8 @@
     deeper layers       only those are computed, against their own fresh K/V and the stored K/V of all others
     last layer          past its K/V only the rows whose output is expected
 
-The schedule says before the first layer what each layer does. To look before paying, a layer is run until its K and V
-reach the cache and left there by a private exception; then it is run again for the selected rows. The layer's code is
-the model's own.
+What each layer does is known before the first. To look before paying, a layer is run until its K and V reach the cache
+and left there by a private exception; then it is run again for the selected rows. The layer's code is the model's own.
 """
 
 import logging
@@ -23,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..config import BlendConfig
 from ..correctors.base import Corrector, LayerView
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, gather_rows, text_config
@@ -41,7 +39,7 @@ from .realign import Realigner
 from .report import BlendReport, Work
 from .request import Request
 from .rows import Rows
-from .selection import Select, Selection
+from .selection import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +54,6 @@ class PrefillContext:
     layers: Sequence[Any]
     request: Request
     plan: Plan
-    past: int
-    config: BlendConfig
     report: BlendReport
     realigner: Realigner
     selector: Selector
@@ -70,47 +66,37 @@ class PrefillContext:
     shares_layers: bool = False  # with the forward that it is a probe of, to which they stay open
 
 
-@dataclass(frozen=True)
-class LoadInPart:
-    """At one layer behind the last check layer: stored chunks may be loaded in part."""
-
-    sees_all: bool  # every token is recomputed, so nothing is loaded
-
-
-@dataclass(frozen=True)
-class Trim:
-    """At the last layer: past its K and V only the rows whose output is expected go on."""
-
-
-Step = Select | LoadInPart | Trim
-
-
 class Prefill:
     """The state of one forward; made when it begins, gone when it ends."""
 
     def __init__(self, context: PrefillContext) -> None:
         plan, layers = context.plan, context.layers
-        self.context, self.tokens = context, plan.real.shape[1]
+        self.context, self.width = context, context.request.width
         self._kinds: list[LayerKind] = [getattr(layer, "prefill_kind", StatelessKind)() for layer in layers]
         self._with_keys = [index for index, kind in enumerate(self._kinds) if kind.has_keys]
         self._last = max((index for index, kind in enumerate(self._kinds) if kind.has_states), default=-1)
         self._selection = Selection(context, self._with_keys)
+        stateful = [index for index, kind in enumerate(self._kinds) if kind.has_states]
+        # by what tokens are selected before layer 0 (None: all are computed there), and at which check layers
+        self._first_ratio, self._ratios = self._selection.schedule(stateful)
+        self._last_check = max(self._ratios, default=-1)
         self._loader: Any = context.loader if context.observer is None else None
         if self._loader is not None:
             self._loader.realigner = context.realigner
+            ratio = self._ratios.get(self._last_check, self._first_ratio or 0.0)
+            self._loads_nothing = context.selector.count(ratio, plan.real.numel()) == plan.real.numel()
         self._stored: Any = self._loader or context.realigner  # writes what is stored, and compares it
-        self._first_ratio, self._schedule, self._checks = self._scheduled()
         self._listener = self._loader  # to what attention looks at, for the store
         if context.loader is None and plan.store is not None and plan.store.reads_importance and not context.is_probe:
-            self._listener = ImportanceListener(context, max(self._checks, default=-1))
+            self._listener = ImportanceListener(context, self._last_check)
         self._buffers = LayerBuffers(context, self._last, self._stored)
         config = text_config(context.model)
         # tokens in the cache before the new ones; for layers that scale their queries by positions which they count
         # themselves what added to `arange(rows)` gives the positions of the rows, `[rows]`
-        self.past: int | Tensor = context.past
+        self.past: int | Tensor = context.request.past
         self._counts_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # a layer counts for all entries
-        self._arguments = RowArguments(config, layers, context.past, self.tokens)
+        self._arguments = RowArguments(config, layers, context.request.past, self.width)
         self._tables: dict[int, tuple[Any, Table | None]] = {}  # by the id of what several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._row_axis: int | None = None  # of the hidden states, behind the axis of the batch
@@ -121,26 +107,6 @@ class Prefill:
         self._awaited: set[str] | None = None  # what a look into the layer still waits for; None: it runs to its end
         self._uncorrected: dict[int, KV] = {}
         self._capture: AttentionCapture | None = None  # of the layer that runs
-
-    def _scheduled(self) -> tuple[float | None, list[list[Step]], list[int]]:
-        """The ratio selected by before layer 0 (None: all are computed there), the steps of each layer, the checks."""
-        context, steps = self.context, list[list[Step]]([] for _ in self._kinds)
-        first_ratio: float | None = 0.0
-        selects: dict[int, Select] = {}
-        if not context.is_probe:
-            stateful = [index for index, kind in enumerate(self._kinds) if kind.has_states]
-            first_ratio, selects = self._selection.schedule(stateful)
-        for index, select in selects.items():
-            steps[index].append(select)
-        if self._loader is not None:
-            last, tokens = max(selects, default=-1), context.plan.real.numel()
-            ratio = selects[last].ratio if selects else first_ratio or 0.0
-            sees_all = context.selector.count(ratio, tokens) == tokens
-            for index in range(last + 1, len(steps)):
-                steps[index].append(LoadInPart(sees_all))
-        if self._last >= 0 and context.observer is None:
-            steps[self._last].append(Trim())
-        return first_ratio, steps, sorted(selects)
 
     def probe(self, observer: AttentionObserver, spare_layers: Callable[[], Sequence[Any]]) -> "Prefill":
         """A forward inside this one that recomputes the question alone; shared layers would be corrected twice."""
@@ -182,41 +148,36 @@ class Prefill:
         if self._rows is not None:
             has_all = index == 0 or bool(context.request.others)
             self._keep_rows(index, call, self._rows, self._rows.columns if has_all else None)
-        for step in self._schedule[index]:
-            match step:
-                case Select(ratio) if any(plan.stored_counts):
-                    self._look(index, call)
-                    self._select(index, call, ratio)
-                case LoadInPart(sees_all):
-                    self._loader.begin(index, None if sees_all else self._rows, plan)
-                case Trim():
-                    self._trim(index, call)
+        if index in self._ratios and any(plan.stored_counts):
+            self._look(index, call)
+            self._select(index, call, self._ratios[index])
+        if self._loader is not None and index > self._last_check:
+            self._loader.begin(index, None if self._loads_nothing else self._rows, plan)
+        if index == self._last and context.observer is None and plan.chunks:  # past its K and V only what is asked for
+            rows, expected = self._rows or Rows.every(plan.real), self.width - plan.end
+            if expected < rows.columns.shape[1]:
+                self._look(index, call)
+                self._keep_rows(index, call, *rows.last(expected))
         ends = self._capture_attention(index, call) if context.observer or self._listener else False
         columns = None if self._rows is None else self._rows.columns
-        context.report._work.append(Work(index, ends, columns, plan.reusable, plan.real, context.past))
+        context.report._work.append(Work(index, ends, columns, plan.reusable, plan.real, context.request.past))
 
     def leave(self, output: Any) -> Any:
-        """Put the rows that left a layer back to their columns, where a decoder may add to them between its layers.
-
-        Shapes: output `[…, batch, rows, width]`.
-        """
+        """Put rows that left a layer, `[…, batch, rows, width]`, back to their columns, to which a decoder may add."""
         if self._rows is None or not self.context.request.others:
             return None
         if isinstance(output, tuple):
-            return (self._rows.spread(output[0], self.tokens), *output[1:])
-        return self._rows.spread(output, self.tokens)
+            return (self._rows.spread(output[0], self.width), *output[1:])
+        return self._rows.spread(output, self.width)
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
-        """Take the K and V of the active rows, and give back those of all tokens.
-
-        Shapes: keys `[batch, kv_heads, rows, head_dim]`, values `[batch, kv_heads, rows, head_dim]`.
-        """
+        """Take K and V of the active rows, `[batch, kv_heads, rows, head_dim]`, and give back those of all tokens."""
         if index not in self._buffers.used:  # its columns are opened, and what is stored is written
-            context, checks = self.context, () if self._is_narrowed else self._checks
+            context, checks = self.context, () if self._is_narrowed else tuple(self._ratios)
             blank = self._rows is not None and context.plan.has_padding
             self._buffers.use(index, keys, values, self.stored_chunks, checks, blank)
             if keys.device.type != "cpu":
-                checks = () if index in self._checks else checks
+                checks = () if index in self._ratios else checks
                 self._buffers.prefetch([one for one in self._with_keys if one > index], checks, keys.device)
             if self._rows is not None and context.corrector.is_active:  # before anything fresh is written over it
                 self._uncorrected[index] = self._buffers.open[index][0].clone(), self._buffers.open[index][1].clone()
@@ -236,10 +197,7 @@ class Prefill:
         return layer.keys, layer.values
 
     def update_indexer(self, index: int, keys: Tensor) -> Tensor:
-        """Take an indexer's keys of the active rows, and give back those of all tokens.
-
-        Shapes: keys `[batch, rows, width]` → `[batch, tokens, width]`.
-        """
+        """Take an indexer's keys of the active rows, `[batch, rows, width]`, and give back those of all tokens."""
         found: Tensor = self._kind.update_indexer(self, index, keys, self._rows)  # type: ignore[attr-defined]
         self.reach("indexer")
         return found
@@ -249,13 +207,16 @@ class Prefill:
         plan = self.context.plan
         self.close_doors()
         self.context.realigner.close()
-        self._buffers.settle(len(self._kinds))
+        if self._buffers.settles:
+            self._buffers.settle(len(self._kinds))
         if self._listener is not None:
             self._listener.finish()
         if plan.replaced:
-            replaced = len(plan.replaced)
-            self.context.report.planned(computed_chunks=replaced, loaded_chunks=-replaced)
-        plan.close()
+            self.context.report.computed_chunks += len(plan.replaced)
+            self.context.report.loaded_chunks -= len(plan.replaced)
+        plan.release()
+        if plan.pipeline is not None:
+            plan.pipeline.close()
 
     def close_doors(self) -> None:
         """Take the hooks out of the layer that runs and of its attention."""
@@ -273,7 +234,7 @@ class Prefill:
 
     def is_compared(self, index: int) -> bool:
         """Return True if what a layer keeps is compared with what is stored, or computed twice."""
-        return index in self._checks or index in (0, self._last)
+        return index in self._ratios or index in (0, self._last)
 
     def reach(self, part: str) -> None:
         """Stop a look into a layer when the last part that it waits for has come."""
@@ -303,19 +264,19 @@ class Prefill:
         context.realigner.prefetch(range(1), device)
         if context.request.others:
             for placed in list(plan.chunks):  # in which a token sees others behind it than where it was computed
-                if looks_ahead(self._model_mask, placed.row, placed.columns, self.tokens, inside=placed.is_image):
+                if looks_ahead(self._model_mask, placed.row, placed.columns, self.width, inside=placed.is_image):
                     self._drop(placed)
             self._look(0, call)
             if not plan.chunks:
                 return
         counts, nothing, selected = plan.stored_counts, [0] * len(plan.stored_counts), None
         if context.is_probe:
-            counts = self._narrowed_to(nothing)
+            counts = nothing
         elif self._first_ratio is not None:
             selected, counts = self._selection.select(0, Rows.every(plan.reusable), None, self._first_ratio)
-            self._narrowed_to(counts)
+        self._selected_counts, self._is_narrowed = counts, counts != plan.stored_counts
         total = [fresh + stored for fresh, stored in zip(plan.fresh_counts, counts, strict=True)]
-        if min(total) == self.tokens:
+        if min(total) == self.width:
             return
         known = plan.fresh(with_reusable=counts == plan.stored_counts and any(counts))
         is_known = min(total) == max(total) and counts in (plan.stored_counts, nothing)
@@ -323,13 +284,8 @@ class Prefill:
             self._rows = Rows.at([np.flatnonzero(row).tolist() for row in known], device)
         else:
             active = torch.from_numpy(known).to(device)
-            self._rows = Rows.of(*self._aligned(active if selected is None else active | selected, total))[0]
-
-    def _aligned(self, active: Tensor, counts: list[int]) -> tuple[Tensor, list[int] | None]:
-        """Active rows `[batch, rows]` and how many there are in each entry; None where the device has to be asked."""
-        if not self._needs_same_columns:
-            return active, counts
-        return active.any(dim=0, keepdim=True).repeat(len(counts), 1), None
+            active = active if selected is None else active | selected
+            self._rows = Rows.of(active, total, self._needs_same_columns)[0]
 
     def _drop(self, placed: PlacedChunk) -> None:
         self.context.plan.drop(placed)
@@ -355,14 +311,14 @@ class Prefill:
                 batch, count, *more = call.hidden.shape
                 self._row_axis = 1 if len(more) == 1 or (batch, count) == self.context.plan.real.shape else 2
             call.hidden = gather_rows(call.hidden, remaining, self._row_axis)
-        taken = {self.tokens: rows.columns}
+        taken = {self.width: rows.columns}
         if remaining is not None and self._rows is not None and self._rows is not rows:
             taken.setdefault(self._rows.columns.shape[1], remaining)  # what earlier layers made of the rows that ran
         self._arguments.cut(index, call, rows, self._model_mask, self._kind.attends, taken)
         self._rows = rows
         if self._counts_positions:
             columns = rows.columns[0]
-            self.past = self.context.past + columns - torch.arange(len(columns), device=columns.device)
+            self.past = self.context.request.past + columns - torch.arange(len(columns), device=columns.device)
         if self._kind.has_hooks:
             self._kind.take_rows(self, call, rows)
 
@@ -370,7 +326,7 @@ class Prefill:
         """Run a layer until what it keeps is known for the active rows."""
         context, kind, plan = self.context, self._kind, self.context.plan
         columns, layer = None if self._rows is None else self._rows.columns, context.layers[index]
-        context.report._work.append(Work(index, True, columns, plan.reusable, plan.real, context.past))
+        context.report._work.append(Work(index, True, columns, plan.reusable, plan.real, context.request.past))
         self._awaited, before = set(kind.parts), kind.snapshot(layer) if kind.has_hooks else None
         try:
             call.layer.forward(call.hidden, **call.arguments)  # past its hooks
@@ -391,26 +347,14 @@ class Prefill:
         rows = self._rows or Rows.every(plan.real)
         computed = self._buffers.open.get(index) or self._kind.computed()
         selected, counts = self._selection.select(index, rows, computed, ratio)
-        counts = self._narrowed_to([min(pair) for pair in zip(counts, self._selected_counts, strict=True)])
+        counts = [min(pair) for pair in zip(counts, self._selected_counts, strict=True)]
+        self._selected_counts, self._is_narrowed = counts, counts != plan.stored_counts
         total = [sum(pair) for pair in zip(plan.fresh_counts, counts, strict=True)]
         remaining = ~rows.take(plan.reusable) | selected
         if plan.has_padding:
             remaining = remaining & rows.take(plan.real)
         if self._rows is None or tuple(total) != self._rows.counts:
-            self._keep_rows(index, call, *rows.keep(*self._aligned(remaining, total)))
-
-    def _narrowed_to(self, counts: list[int]) -> list[int]:
-        """Note how many of the reusable tokens of each entry are computed from here on."""
-        self._selected_counts, self._is_narrowed = counts, counts != self.context.plan.stored_counts
-        return counts
-
-    def _trim(self, index: int, call: LayerCall) -> None:
-        """Go on past K and V with the rows only whose output is expected."""
-        plan, rows = self.context.plan, self._rows or Rows.every(self.context.plan.real)
-        expected = self.tokens - plan.end
-        if expected < rows.columns.shape[1] and plan.chunks:
-            self._look(index, call)
-            self._keep_rows(index, call, *rows.last(expected))
+            self._keep_rows(index, call, *rows.keep(remaining, total, self._needs_same_columns))
 
     def _capture_attention(self, index: int, call: LayerCall) -> bool:
         """Take the attention of a layer where an observer asks for it; gives True if nothing runs behind it."""
@@ -419,10 +363,10 @@ class Prefill:
         if observer is not None and number is not None and observer.takes(number):
             columns = (self._rows or Rows.every(context.plan.real)).columns
             take = partial(observer.take, number)
-            taken = attention_of(columns, self.tokens, context.report.charge, take)
+            taken = attention_of(columns, self.width, context.report.charge, take)
             self._capture, ends = AttentionCapture(call.layer, taken), number == observer.last
         elif self._listener is not None:
-            self._capture = self._listener.capture(index, call.layer, self._rows, context.past)
+            self._capture = self._listener.capture(index, call.layer, self._rows, context.request.past)
         if self._capture is not None:
             self._capture.open(call.cache)
         return ends

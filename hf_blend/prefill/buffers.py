@@ -25,7 +25,7 @@ class LayerBuffers:
     def __init__(self, context: "PrefillContext", last: int, stored: Any) -> None:
         self._stored, self._layers = stored, context.layers
         self._plan, self._realigner = context.plan, context.realigner
-        self._tokens, self._last, self._is_shared = context.plan.real.shape[1], last, context.shares_layers
+        self._width, self._last, self._is_shared = context.request.width, last, context.shares_layers
         self.settles = not all(getattr(layer, "keeps_all", True) for layer in context.layers)  # some give back
         self.open: dict[int, KV] = {}
         self.used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
@@ -62,19 +62,18 @@ class LayerBuffers:
         if index not in self.open:  # else it was written as another layer's table says
             group, several = range(index, index + 1), None
             if self._opens_several and not keys.requires_grad:
-                until = min((one for one in checks if one >= index), default=self._last)
-                group = self._realigner.group(index, chunks, until, keys.device)
+                group = self._realigner.group(index, chunks, (*checks, self._last), keys.device)
                 first, *others = (self._layers[one] for one in group)
-                several = first.open_with(others, self._tokens, keys, values)
+                several = first.open_with(others, self._width, keys, values)
             if several is None:
                 group = range(index, index + 1)
-                self.open[index] = self._layers[index].open(self._tokens, keys, values)
+                self.open[index] = self._layers[index].open(self._width, keys, values)
             else:
                 self.open |= {one: (several[0][number], several[1][number]) for number, one in enumerate(group)}
             self._first |= dict.fromkeys(group, index)
             if blank:  # NaN would pass a mask
                 for states in several or self.open[index]:
-                    states.masked_fill_(self._plan.padding_on(states.device)[:, None, :, None], 0)
+                    states.masked_fill_(~self._plan.real.to(states.device)[:, None, :, None], 0)
             if several is not None and len(group) > 1:
                 self._realigner.write(index, chunks, *several)
                 return
@@ -87,8 +86,7 @@ class LayerBuffers:
             return
         group = range(first, first + 1)
         if first not in checks and self._opens_several:
-            until = min((one for one in checks if one >= first), default=self._last)
-            group = self._realigner.group(first, self._plan.chunks, until, device)
+            group = self._realigner.group(first, self._plan.chunks, (*checks, self._last), device)
         self._realigner.prefetch(group, device)
 
     def settle(self, index: int) -> None:

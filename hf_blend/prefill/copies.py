@@ -19,7 +19,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-Parts = Callable[[], Sequence[Tensor]]
+Parts = Callable[[], Sequence[Tensor]]  # gives `[layers, heads, tokens, width]` of each chunk
 Moved = tuple[Tensor, Any, Sequence[Tensor]]  # what was moved, the event behind it, the parts in order
 CopyKey = tuple[int, int, int]  # first layer, the one behind the last, K (0) or V (1)
 
@@ -69,18 +69,11 @@ class Copies:
         self._pending: dict[tuple[CopyKey, torch.device], Future[Moved | None]] = {}
         self._there: dict[tuple[CopyKey, torch.device], Tensor | None] = {}
 
-    def stream(self, device: torch.device) -> CopyStream | None:
-        """The stream of a device, opened once."""
+    def ahead(self, key: CopyKey, device: torch.device, parts: Parts) -> None:
+        """Begin to bring states to a device, unless they come already; those of layers long past are let go of."""
         if device not in self._streams:
             self._streams[device] = open_stream(device)
-        return self._streams[device]
-
-    def ahead(self, key: CopyKey, device: torch.device, parts: Parts) -> None:
-        """Begin to bring states to a device, unless they come already; those of layers long past are let go of.
-
-        Shapes: parts `[layers, heads, tokens, width]`.
-        """
-        stream = self.stream(device)
+        stream = self._streams[device]
         if stream is None or (key, device) in self._pending or (key, device) in self._there:
             return
         for held in (self._pending, self._there):

@@ -26,7 +26,8 @@ def why_nothing_found(store: ChunkStore, fingerprint: str, chunk_prefix_ids: Seq
     key = store.sample(fingerprint, chunk_prefix_ids)
     other = store.sample(fingerprint, store.longest_prefix(fingerprint)) if key is None else key
     chunk = store.get(other) if tokenizer and other is not None else None
-    named = other_tokenizers([chunk.tokenizer] if chunk is not None else (), tokenizer)
+    stored = {tokenizer, ""} if chunk is None else {chunk.tokenizer}
+    named = other_tokenizers(stored, tokenizer) if stored.isdisjoint((tokenizer, "")) else ""
     if key is None and not named:
         return (
             f"the store holds {here} chunks of this model, but none behind chunk_prefix_ids="
@@ -38,21 +39,16 @@ def why_nothing_found(store: ChunkStore, fingerprint: str, chunk_prefix_ids: Seq
     )
 
 
-def other_tokenizers(stored: Iterable[str], tokenizer: str) -> str:
-    """Name the tokenizers that chunks were stored with, if they are not the prompt's."""
-    others = sorted({*stored} - {"", tokenizer})
-    if not others or not tokenizer:
-        return ""
+def other_tokenizers(others: Iterable[str], tokenizer: str) -> str:
+    """Name the tokenizers that chunks were stored with, which are not the prompt's."""
     return (
-        f"chunks were stored with another tokenizer ({', '.join(others)}) than this one ({tokenizer}): their ids may "
-        "not be in its prompts. Add the documents with the tokenizer that is used."
+        f"chunks were stored with another tokenizer ({', '.join(sorted(others))}) than this one ({tokenizer}): their "
+        "ids may not be in its prompts. Add the documents with the tokenizer that is used."
     )
 
 
 def too_small(kept_ratio: float) -> str:
-    """Say so if a store has no room for all chunks of a prompt."""
-    if kept_ratio >= 1.0:
-        return ""
+    """Say that a store has no room for all chunks of a prompt."""
     return (
         f"the store has room for {kept_ratio:.0%} of this prompt's chunks: the others are computed for every prompt "
         "that has them. Give ChunkStore.open more memory_bytes or disk_bytes."

@@ -34,10 +34,7 @@ class AttentionObserver:
     """Stands in the place of each layer's attention: tells what is looked at, and attends."""
 
     def __init__(self, hear: Hear, layers: Sequence[int] | None = None, anchors: Tensor | None = None) -> None:
-        """Prepare to listen.
-
-        Shapes: anchors `[batch, columns]`.
-        """
+        """Prepare to listen to some layers, while attention looks at some anchors only, `[batch, columns]`."""
         self._hear, self._layers, self._anchors = hear, layers, anchors
         self.last = None if layers is None else layers[-1]
 
@@ -46,35 +43,23 @@ class AttentionObserver:
         return self._layers is None or self._anchors is not None or index in self._layers
 
     def take(self, index: int, attended: Attention) -> tuple[Tensor, None]:
-        """Tell of a layer, then give what its attention gives.
-
-        Shape: `[batch, rows, heads, value_dim]`.
-        """
-        is_told = self._layers is None or index in self._layers
-        if is_told:
+        """Tell of a layer, then give what its attention gives, `[batch, rows, heads, value_dim]`."""
+        if self._layers is None or index in self._layers:
             weights = attended.weights(slice(None))
             self._hear(index, attended, weights)
         if index == self.last:
             raise StopForward
-        if self._anchors is not None:
-            weights = attended.weights(slice(None), self._visible(attended))
+        if self._anchors is not None:  # these are seen, and all that is in the cache or has no place among the columns
+            seen = attended.keys.new_ones(len(self._anchors), 1, attended.keys.shape[2], dtype=torch.bool)
+            seen[:, 0, attended.past : attended.past + self._anchors.shape[1]] = self._anchors.to(seen.device)
+            weights = attended.weights(slice(None), seen)
         return attended.outputs(weights).to(attended.queries.dtype).transpose(1, 2).contiguous(), None
-
-    def _visible(self, attended: Attention) -> Tensor:
-        """`[batch, 1, keys]`: the anchors, and all that is in the cache or has no place among the columns."""
-        anchors = self._anchors.to(attended.keys.device)  # type: ignore[union-attr]
-        keys = torch.ones(anchors.shape[0], attended.keys.shape[2], dtype=torch.bool, device=anchors.device)
-        keys[:, attended.past : attended.past + anchors.shape[1]] = anchors
-        return keys[:, None]
 
 
 def attention_of(
     columns: Tensor, tokens: int, charge: Callable[[Any], None], take: Callable[[Attention], Any]
 ) -> Callable[..., Any]:
-    """What takes a layer's attention call, makes an `Attention` of its arguments and passes it on.
-
-    Shapes: columns `[batch, rows]`.
-    """
+    """What takes a layer's call of attention, for rows at `[batch, rows]`, and passes on an `Attention` of it."""
 
     def attend(_: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
         is_plain = isinstance(mask, Tensor) and mask.dim() == 4 and not getattr(mask, "is_causal", False)
@@ -99,10 +84,7 @@ def _indexed(mask: Tensor, indices: Tensor, keys: int) -> Tensor:
 def run_probe(
     model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None, arguments: Mapping[str, Any] | None = None
 ) -> None:
-    """Run the decoder over a prompt of which a cache recomputes nothing but the question.
-
-    Shapes: ids `[batch, tokens]`, mask `[batch, columns]`.
-    """
+    """Run the decoder over a prompt, ids and mask `[batch, tokens]`, of which only the question is recomputed."""
     given = {}
     if mask is not None:
         positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
@@ -123,11 +105,11 @@ class ImportanceListener:
     def __init__(self, context: "PrefillContext", after: int) -> None:
         """Prepare to listen behind a layer."""
         plan = self._plan = context.plan
-        self._past, self._charge = context.past, context.report.charge
+        self._past, self._charge = context.request.past, context.report.charge
         self._sums: dict[int, Tensor] = {}
         self._layers: frozenset[int] = frozenset()
         # not what a prompt begins with, where attention rests in any case
-        said = [one for one in plan.chunks if context.past or not one.exact or one.chunk.key.chunk_prefix_ids]
+        said = [one for one in plan.chunks if context.request.past or not one.exact or one.chunk.key.chunk_prefix_ids]
         by_row = groupby(said, lambda placed: placed.row)
         self._chunks = {row: list(chunks) for row, chunks in by_row}
         stops = [chunks[-1].columns.stop for chunks in self._chunks.values()]
@@ -169,10 +151,7 @@ class ImportanceListener:
 
 
 def report_importance(store: Any, chunks: Sequence[PlacedChunk], scores: Tensor) -> None:
-    """Tell a store how much attention the chunks of one prompt got.
-
-    Shapes: scores `[tokens of all of them]`.
-    """
+    """Tell a store how much attention the chunks of one prompt got, by scores of all their tokens."""
     important = torch.zeros(len(scores), dtype=torch.bool)
     important[scores.topk(max(1, round(IMPORTANT_SHARE * len(scores)))).indices] = True
     scores = scores / scores.mean().clamp_min(1e-20)

@@ -40,12 +40,6 @@ class Pipeline:
             self._reached = max(self._reached, layer)
             self._moved.notify_all()
 
-    def fetch_kv(self, layer: int) -> None:
-        """Read a layer of every chunk."""
-        for stream in self._streams:
-            if layer < len(stream) and not self._is_stopped:
-                stream.fetch_kv(layer)
-
     def close(self, wait_s: float = 5.0) -> None:
         """End the thread; one that hangs in a read is left to end by itself."""
         with self._moved:
@@ -64,4 +58,6 @@ class Pipeline:
                 if not may or self._is_stopped:
                     self._is_stopped = True
                     return
-            self.fetch_kv(layer)
+            for stream in self._streams:
+                if layer < len(stream) and not self._is_stopped:
+                    stream.fetch_kv(layer)

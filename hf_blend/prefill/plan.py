@@ -3,6 +3,7 @@
 """Which columns of a prompt have stored KV: found by content, checked, computed where missing."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -21,7 +22,7 @@ from ..model.together import compute_together, set_identity, set_keys
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
-from ..store.chunk import ChunkKey, ChunkKV, Found, Layout
+from ..store.chunk import ChunkKey, ChunkKV, Found
 from ..store.stream import StreamedLayers
 from .layout import layout_of
 from .pipeline import Pipeline
@@ -77,11 +78,6 @@ class PromptRow:
     prefix: int | None = None
     is_searched: bool = False
 
-    def column_of(self, first: int, count: int) -> int | None:
-        """The column of the row's token `first`, if `count` tokens stand there side by side; else None."""
-        columns = self.columns[first : first + count]
-        return columns[0] if columns[-1] - columns[0] == count - 1 else None
-
 
 @dataclass
 class Plan:
@@ -99,22 +95,7 @@ class Plan:
     advice: Advice | None = None
     kept_ratio: float = 1.0
     release: Callable[[], object] = lambda: None  # the store may evict the chunks
-    _padding: dict[torch.device, Tensor] = field(default_factory=dict)
     _table: Tensor | None = None  # see `token_table`
-
-    def read_ahead(self, depth: float) -> None:
-        """Begin to read, so many layers ahead of what is used, the chunks whose layers come one by one."""
-        streams = {id(placed.chunk.layers): placed.chunk.layers for placed in self.chunks}
-        streamed = [layers for layers in streams.values() if type(layers) is StreamedLayers]
-        if streamed and depth:
-            self.pipeline = Pipeline(streamed, depth)
-
-    def close(self) -> None:
-        """Nothing more is read ahead, and the chunks may be evicted."""
-        self.release()
-        if self.pipeline is not None:
-            self.pipeline.close()
-            self.pipeline = None
 
     def begin(self, logits_rows: int = 1) -> "Plan":
         """Mark the new tokens that have stored KV, but for those whose logits are asked for; all chunks are there."""
@@ -125,9 +106,8 @@ class Plan:
         for placed in self.chunks:
             (exact if placed.exact else reusable)[placed.row, placed.columns] = True
         exact[:, self.end :] = reusable[:, self.end :] = False
-        self.exact_counts = exact.sum(axis=1).tolist()
         self.stored_counts = reusable.sum(axis=1).tolist()
-        known = zip(self.counts, self.exact_counts, self.stored_counts, strict=True)
+        known = zip(self.counts, exact.sum(axis=1).tolist(), self.stored_counts, strict=True)
         self.fresh_counts = [count - sum(stored) for count, *stored in known]
         self.exact, self.reusable = torch.from_numpy(exact.copy()), torch.from_numpy(reusable.copy())
         return self
@@ -137,12 +117,6 @@ class Plan:
         exact, reusable, real = self._marks
         found: np.ndarray = real & ~(exact if with_reusable else exact | reusable)
         return found
-
-    def padding_on(self, device: torch.device) -> Tensor:
-        """`[batch, tokens]`, True on padding."""
-        if device not in self._padding:
-            self._padding[device] = ~self.real.to(device)
-        return self._padding[device]
 
     def token_table(self) -> Tensor:
         """`[4, batch, tokens]`: number of the chunk, place in it, its length, 1 for an image; -1: cannot be chosen."""
@@ -188,7 +162,7 @@ class Planner:
         tokenizer: str = "",
     ) -> None:
         self._tokenizer = tokenizer  # digest of the one that made the prompt's ids; stored with what is computed
-        self._settings = config or BlendConfig()
+        self._config, self._text_config = config or BlendConfig(), text_config(model)
         self._model, self._store = model, store
         self._fingerprint, self._chunk_prefix_ids = fingerprint, chunk_prefix_ids
         self._identity = store.identity(fingerprint)  # of chunks; what a prompt begins with is never corrected
@@ -198,35 +172,38 @@ class Planner:
         self.report = BlendReport()  # to which is added what planning costs
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
-        self._config = text_config(model)
-        longest = getattr(self._config, "max_position_embeddings", None)
+        longest = getattr(self._text_config, "max_position_embeddings", None)
         self._most_tokens = math.inf if longest is None else longest  # of a chunk and its prefix, or it is computed
         self._frequencies: set[tuple[int, ...]] = set()  # those of the forward that is planned
 
     def plan(self, rows: Sequence[PromptRow], width: int, at_beginning: bool, logits_rows: int = 1) -> Plan:
         """Decide which of `width` new columns are reused."""
-        counts = [row.end - row.before for row in rows]
-        plan = Plan([], _real(rows, width), counts, self._settings, store=self._store)
+        counts, real = [row.end - row.before for row in rows], np.zeros((len(rows), width), dtype=bool)
+        for line, row, count in zip(real, rows, counts, strict=True):
+            line[list(row.columns) or slice(row.start, row.start + count)] = True
+        plan = Plan([], torch.from_numpy(real), counts, self._config, store=self._store)
         ends = {max(row.end for row in rows), max(row.before for row in rows) + width}
-        self._frequencies = {frequency_regime(self._config, end) for end in ends}
+        self._frequencies = {frequency_regime(self._text_config, end) for end in ends}
         found = [self._spans(row, at_beginning) for row in rows]
         unloaded = set[ChunkKey]()
         if self._store.controller is not None:
             unloaded = self._advised(plan, [span.key for spans in found for span in spans])
         plan.release = self._store.protect({span.key for spans in found for span in spans} - unloaded, plan)
-        placed = list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]()
+        placed = list[tuple[ChunkKey, Callable[..., PlacedChunk]]]()
         for number, row in enumerate(rows):
             spans = [span for span in found[number] if span.key not in unloaded]
-            placed += self._placed_chunks(plan, number, row, spans, at_beginning)
-        first = {spans[0].key for spans in found if spans and spans[0].start == 0}
-        self._fetch(plan, [key for key, _ in placed], first)
-        plan.chunks += [make(self._fetched[key]) for key, make in placed]
+            placed += self._placed_chunks(number, row, spans, at_beginning)
+        missing = self._fetch(plan, list(dict.fromkeys(key for key, _ in placed)))
+        if missing:
+            self._compute_missing(plan, missing, {spans[0].key for spans in found if spans and spans[0].start == 0})
+        plan.chunks += [make(chunk=self._fetched[key]) for key, make in placed]
         plan.begin(logits_rows)
-        plan.read_ahead(self._store.pipeline_depth)
-        if plan.computed:
-            tokens = {key: len(key.token_ids) for key in self._fetched}
-            stored = sum(count for key, count in tokens.items() if self._store.contains(key))
-            plan.kept_ratio = stored / sum(tokens.values())
+        self.report.prompt_tokens += sum(counts)
+        self.report.reusable_tokens += sum(plan.stored_counts)
+        self.report.exact_tokens += int(plan.exact.sum())
+        streamed = [chunk.layers for chunk in self._fetched.values() if isinstance(chunk.layers, StreamedLayers)]
+        if streamed and self._store.pipeline_depth:
+            plan.pipeline = Pipeline(streamed, self._store.pipeline_depth)
         self._fetched.clear()
         return plan
 
@@ -251,7 +228,8 @@ class Planner:
             spans.append(Found(one.start, key, one.first, one.tokens))
         if row.spans is None or row.is_searched:
             found = self._store.find(self._identity, self._chunk_prefix_ids, row.ids)
-            spans = sorted(spans + [one for one in found if not _overlaps(one, given)], key=lambda one: one.start)
+            new = [one for one in found if not any(map(Span(one.start, (), 0, one.tokens).overlaps, given))]
+            spans = sorted(spans + new, key=lambda one: one.start)
         alone = list(dict.fromkeys(span.key for span in spans))
         spans = of_set(self._store, spans, row.ids)
         self._sets.update({span.key.fingerprint: alone for span in spans if span.key not in alone})
@@ -273,10 +251,10 @@ class Planner:
         return [one for one in fitting if self.placeholders.isdisjoint(one.key.token_ids)]
 
     def _placed_chunks(
-        self, plan: Plan, number: int, row: PromptRow, spans: list[Found], beginning: bool
-    ) -> list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]:
+        self, number: int, row: PromptRow, spans: list[Found], at_beginning: bool
+    ) -> list[tuple[ChunkKey, Callable[..., PlacedChunk]]]:
         """The chunks of one row that are needed, and what makes the placed chunk of each."""
-        exact_until, found = 0 if beginning else -1, list[tuple[ChunkKey, Callable[[ChunkKV], PlacedChunk]]]()
+        exact_until, found = 0 if at_beginning else -1, list[tuple[ChunkKey, Callable[..., PlacedChunk]]]()
         for index, (offset, key, inside, tokens) in enumerate(spans):
             end = offset + tokens
             if end >= max(len(row.ids), row.end):
@@ -286,51 +264,34 @@ class Planner:
             exact = offset == exact_until and is_behind_same and is_plain
             if exact:  # if it is computed by the frequencies of this forward
                 stored = len(key.chunk_prefix_ids) + len(key.token_ids)
-                exact = self._frequencies == {frequency_regime(self._config, stored)}
+                exact = self._frequencies == {frequency_regime(self._text_config, stored)}
             exact_until = end if exact else exact_until
             first = max(offset, row.before)
             count = min(end, row.end - 1) - first  # the last token of a part is computed, too
-            column: int | None = row.start + first - row.before
+            if count <= 0:
+                continue
+            column = row.start + first - row.before
             if row.columns:
-                column = row.column_of(first - row.before, count) if count > 0 else None
-            if count > 0 and column is not None:
-                here = inside + first - offset
-                kind = partial(PlacedChunk, is_image=key.token_ids in self.images)
-                made = partial(kind, number, column, exact=exact, number=index, first=here, count=count)
-                found.append((key, made))
-                if first == offset and key.chunk_prefix_ids == self._chunk_prefix_ids:
-                    self.report.seam_tokens += len(key.token_ids) - tokens
+                own = row.columns[first - row.before :][:count]
+                if own[-1] - own[0] >= count:
+                    continue  # padding is between its tokens
+                column = own[0]
+            here, is_image = inside + first - offset, key.token_ids in self.images
+            made = partial(
+                PlacedChunk, number, column, exact=exact, number=index, first=here, count=count, is_image=is_image
+            )
+            found.append((key, made))
+            if first == offset and key.chunk_prefix_ids == self._chunk_prefix_ids:
+                self.report.seam_tokens += len(key.token_ids) - tokens
         return found
 
-    def _fetch(self, plan: Plan, keys: Sequence[ChunkKey], first: Set[ChunkKey]) -> None:
-        """Bring chunks from the store; those that it lacks are computed, several in one forward, and stored.
-
-        What a prompt begins with stays alone: so it is what a prefix cache holds, bit for bit.
-        """
-        if not keys:
-            return
-        with self.report.timed("check_ms"):
-            layout = layout_of(self._model, self._fingerprint)
-        missing = self._load(plan, list(dict.fromkeys(keys)), layout)
-        if not missing:
-            return
-        alone = [
-            key for key in missing if key in first or key.token_ids in self.images or key.fingerprint in self._sets
-        ]
-        with self.report.timed("check_ms"):
-            together = packs(self._model, [key for key in missing if key not in alone])
-            canary_of(self._model)  # found here once, and known where the chunks are computed
-        for pack in [*([key] for key in alone), *together]:
-            with self._store.timed(*pack):
-                with self.report.timed("compute_ms"):
-                    chunks = self._compute(pack)
-                with self.report.timed("store_ms"):
-                    self._fetched.update({chunk.key: self._store.put(chunk) for chunk in chunks})
-            plan.computed += len(pack)
-        self.report.computed_chunks += plan.computed
-
-    def _load(self, plan: Plan, keys: Sequence[ChunkKey], layout: Layout) -> list[ChunkKey]:
+    def _fetch(self, plan: Plan, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Bring the chunks from the store that are there and of the model; gives the keys of the others."""
+        if not keys:
+            return []
+        began_s = time.perf_counter()
+        layout = layout_of(self._model, self._fingerprint)
+        self.report.check_ms += 1e3 * (time.perf_counter() - began_s)
         held, missing = self._store.at_hand(keys, layout), list[ChunkKey]()
         for key in keys:
             chunk = held.get(key)
@@ -349,6 +310,31 @@ class Planner:
             self._canaries.add(chunk.canary)
             self._fetched[key] = chunk
         return missing
+
+    def _compute_missing(self, plan: Plan, missing: Sequence[ChunkKey], first: Set[ChunkKey]) -> None:
+        """Compute chunks, several in one forward, and store them.
+
+        What a prompt begins with stays alone: so it is what a prefix cache holds, bit for bit.
+        """
+        began_s = time.perf_counter()
+        alone = [
+            key for key in missing if key in first or key.token_ids in self.images or key.fingerprint in self._sets
+        ]
+        together = packs(self._model, [key for key in missing if key not in alone])
+        canary_of(self._model)  # found here once, and known where the chunks are computed
+        self.report.check_ms += 1e3 * (time.perf_counter() - began_s)
+        for pack in [*([key] for key in alone), *together]:
+            with self._store.timed(*pack):
+                began_s = time.perf_counter()
+                chunks = self._compute(pack)
+                computed_s = time.perf_counter()
+                self._fetched.update({chunk.key: self._store.put(chunk) for chunk in chunks})
+            self.report.compute_ms += 1e3 * (computed_s - began_s)
+            self.report.store_ms += 1e3 * (time.perf_counter() - computed_s)
+        plan.computed = len(missing)
+        self.report.computed_chunks += plan.computed
+        tokens = {key: len(key.token_ids) for key in self._fetched}
+        plan.kept_ratio = sum(tokens[key] for key in tokens if self._store.contains(key)) / sum(tokens.values())
 
     def _compute(self, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
         if keys[0].fingerprint in self._sets:
@@ -386,18 +372,6 @@ def _holds(ids: tuple[int, ...], part: tuple[int, ...]) -> bool:
 def _known_key(fingerprint: str, chunk_prefix_ids: tuple[int, ...], ids: tuple[int, ...], namespace: str) -> ChunkKey:
     """The key of a chunk, whose digest is made once for the requests that use it."""
     return ChunkKey(fingerprint, chunk_prefix_ids, ids, namespace)
-
-
-def _overlaps(one: Found, spans: Sequence[Span]) -> bool:
-    return any(one.start < span.stop and span.start < one.start + one.tokens for span in spans)
-
-
-def _real(rows: Sequence[PromptRow], width: int) -> Tensor:
-    """`[batch, width]`: where the new tokens of each entry are."""
-    real = np.zeros((len(rows), width), dtype=bool)
-    for line, row in zip(real, rows, strict=True):
-        line[list(row.columns) or slice(row.start, row.start + row.end - row.before)] = True
-    return torch.from_numpy(real)
 
 
 def _replace(replaced: list[ChunkKey], compute: Callable[..., list[ChunkKV]], key: ChunkKey) -> ChunkKV:

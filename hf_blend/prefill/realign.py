@@ -25,7 +25,6 @@ from .copies import Copies
 from .plan import PlacedChunk
 from .report import BlendReport
 
-KV = tuple[Tensor, Tensor]
 BESIDE = -1  # among the parts of a layer: what is stored beside K (0) and V (1)
 AHEAD = (StackedLayers, StreamedLayers, tuple)  # layers that are read ahead; others have to be computed
 MANY = 8
@@ -44,38 +43,19 @@ class Placement:
     layer_bytes: int  # of the K of one layer, where several layers of each chunk are one tensor; otherwise 0
     part: slice | None = None  # where their tokens are among those of all chunks, if they are neighbours there
 
-    @classmethod
-    def of(cls, chunks: tuple[PlacedChunk, ...], device: torch.device) -> "Placement":
-        """Find out where some chunks stand; their numbers are known to the host."""
-        row, lengths = chunks[0].row, [one.tokens for one in chunks]
-        columns: Tensor | slice = slice(chunks[0].start, chunks[-1].columns.stop)
-        rows, is_one = None, all(one.row == row for one in chunks)
-        if not is_one or any(one.columns.stop != other.start for one, other in pairwise(chunks)):
-            columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in chunks]).to(device)
-        if not is_one:
-            rows = torch.tensor([one.row for one in chunks]).repeat_interleave(torch.tensor(lengths)).to(device)
-        tokens, layer_bytes, held = sum(lengths), 0, [one.chunk.layers for one in chunks]
-        if all(type(one) is StackedLayers for one in held):
-            keys = held[0].keys  # type: ignore[attr-defined]
-            layer_bytes = max(1, keys[0].nbytes // keys.shape[2] * tokens)
-        return cls(chunks, columns, rows, row, tokens, layer_bytes)
-
-    def write(self, states: Tensor, stored: Tensor) -> None:
-        """Write `[layers, heads, tokens, width]` to its columns of `[layers, batch, heads, columns, width]`."""
+    def write(self, states: Tensor, parts: Sequence[Tensor]) -> None:
+        """Write `[layers, heads, tokens of one chunk, width]` to `[layers, batch, heads, columns, width]`."""
+        fits = isinstance(self.columns, slice) and not states.requires_grad
+        if fits and all(part.dtype == states.dtype for part in parts):
+            torch.cat([*parts], dim=2, out=states[:, self.row, :, self.columns])
+            return
+        stored = parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2)
         if self.rows is not None:
             states.permute(1, 3, 0, 2, 4).index_put_((self.rows, self.columns), stored.permute(2, 0, 1, 3))
         elif isinstance(self.columns, slice):
             states[:, self.row, :, self.columns] = stored
         else:
             states[:, self.row].index_copy_(2, self.columns, stored)
-
-    def write_parts(self, states: Tensor, parts: Sequence[Tensor]) -> None:
-        """As `write`, for tensors `[layers, heads, tokens of one chunk, width]` side by side."""
-        fits = isinstance(self.columns, slice) and not states.requires_grad
-        if fits and all(part.dtype == states.dtype for part in parts):
-            torch.cat([*parts], dim=2, out=states[:, self.row, :, self.columns])
-        else:
-            self.write(states, parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2))
 
     def read(self, states: Tensor) -> Tensor:
         """`[heads, tokens, width]` of `[batch, heads, columns, width]`."""
@@ -85,12 +65,13 @@ class Placement:
             return states[self.row, :, self.columns]
         return states[self.row].index_select(1, self.columns)
 
-    def take(self, table: Tensor) -> Tensor:
-        """`[tokens, width]` of a rotary table `[batch or 1, columns, width]`."""
-        columns = self.columns.to(table.device) if isinstance(self.columns, Tensor) else self.columns
-        if self.rows is not None and table.shape[0] > 1:
-            return table[self.rows.to(table.device), columns]
-        return table[self.row if table.shape[0] > 1 else 0][columns]
+    def take(self, table: Table) -> Table:
+        """`[tokens, width]` of cos and sin of a rotary table, `[batch or 1, columns, width]` each."""
+        cos, sin = table
+        row = self.row if self.rows is None else self.rows.to(cos.device)
+        row = 0 if cos.shape[0] == 1 else row
+        columns = self.columns.to(cos.device) if isinstance(self.columns, Tensor) else self.columns
+        return cos[row, columns], sin[row, columns]
 
 
 @dataclass(frozen=True)
@@ -128,10 +109,7 @@ class Realigner:
         self._copies: Copies | None = None  # opened where there is something to bring
 
     def known_table(self, layer: int, table: Table | None) -> Table | None:
-        """The table of a layer that is made again, as it was made first: rotations stay the same.
-
-        Shapes: table `[batch or 1, tokens, width]` → the same.
-        """
+        """The table of a layer that is made again, as it was made first: rotations stay the same."""
         known = self.tables.get(layer)
         if table is None:
             return None
@@ -140,10 +118,10 @@ class Realigner:
             self._alive.append(table)
         return self._alike.get(id(table[0]), table)
 
-    def group(self, layer: int, chunks: Sequence[PlacedChunk], last: int, device: torch.device) -> range:
-        """This layer, and those behind it that can be written with it."""
+    def group(self, layer: int, chunks: Sequence[PlacedChunk], ends: Sequence[int], device: torch.device) -> range:
+        """This layer, and those behind it that can be written with it, up to the next one of `ends`."""
         placed = self._placed(chunks, device) if chunks else None
-        stop = layer + 1
+        stop, last = layer + 1, min(one for one in ends if one >= layer)
         if placed is None or not placed.layer_bytes:
             return range(layer, stop)
         chunk, style = placed.chunks[0].chunk, self.styles[layer]
@@ -171,7 +149,7 @@ class Realigner:
     def write(self, layer: int, chunks: Sequence[PlacedChunk], *parts: Tensor, first: int = 0) -> None:
         """Write stored K and V of chunks to their columns, or with `first` what is there from V (1) on.
 
-        Shapes: *parts `[batch, kv_heads, tokens, head_dim]`; of several layers `[layers, batch, …]`.
+        `[batch, kv_heads, tokens, head_dim]` each, of several layers `[layers, batch, …]`.
         """
         if not chunks:
             return
@@ -182,34 +160,28 @@ class Realigner:
             stored = self._parts(placed, range(layer, layer + states.shape[0]), which, device)
             rotation = self._rotation(layer, placed, which) if which == self.styles[layer].slot else None
             if rotation is None:
-                placed.write_parts(states, stored)
+                placed.write(states, stored)
             elif isinstance(placed.columns, slice) and not states.requires_grad:
                 rotation.move(stored, states[:, placed.row, :, placed.columns])
             else:
-                placed.write(states, rotation.move(stored))
+                placed.write(states, [rotation.move(stored)])
         self._report.realign_ms += 1e3 * (time.perf_counter() - started)
 
     def write_beside(self, layer: int, chunks: Sequence[PlacedChunk], states: Tensor, spans: Spans = ()) -> None:
-        """Write what is stored beside K and V to its columns: a mixer's projections, or an indexer's keys, moved.
-
-        Shapes: states `[batch, 1, tokens, width]`.
-        """
+        """Write a mixer's projections, or an indexer's keys, moved, to columns of `[batch, 1, tokens, width]`."""
         if not chunks:
             return
         placed = self._placed(chunks, states.device)
         rotation = self._rotation(layer, placed, BESIDE)
         parts = self._parts(placed, range(layer, layer + 1), BESIDE, states.device)
         if rotation is not None:
-            placed.write(states[None], rotation.move(parts))
+            placed.write(states[None], [rotation.move(parts)])
             return
         for columns, stored in spans or ((slice(None), slice(None)),):
-            placed.write_parts(states[None, ..., columns], [part[..., stored] for part in parts])
+            placed.write(states[None, ..., columns], [part[..., stored] for part in parts])
 
     def moved(self, layer: int, one: PlacedChunk, *states: Tensor) -> tuple[Tensor, ...]:
-        """A chunk's stored K and V as they would be written; of a layer with a mixer alone its projections.
-
-        Shapes: *states `[kv_heads, tokens, head_dim]`.
-        """
+        """A chunk's stored K and V, `[kv_heads, tokens, head_dim]`, or projections of a mixer, as they are written."""
         placed = self._placed([one], states[0].device)
         parts = enumerate(states, 0 if len(states) > 1 else BESIDE)
         return tuple(self._stored(layer, placed, which, one).to(one.dtype) for which, one in parts)
@@ -218,9 +190,7 @@ class Realigner:
     def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *computed: Tensor) -> list[float]:
         """How far the stored K and V of some chunks are from those computed in this prompt; one tensor: a mixer's.
 
-        One token that stands for an image is seen among hundreds of text.
-
-        Shapes: *computed `[batch, kv_heads, tokens, head_dim]`.
+        One token that stands for an image is seen among hundreds of text. `[batch, kv_heads, tokens, head_dim]` each.
         """
         device, count = computed[0].device, len(chunks)
         placed = self._placed(chunks, device)
@@ -239,10 +209,7 @@ class Realigner:
         return found
 
     def rotated(self, layer: int, one: PlacedChunk, keys: Tensor, tokens: Tensor) -> Tensor:
-        """Some of a chunk's keys as they would be written.
-
-        Shapes: keys `[heads, tokens, head_dim]`.
-        """
+        """Some of a chunk's keys, `[heads, tokens, head_dim]`, as they would be written."""
         style = self.styles[layer]
         rotation = self._rotation(layer, self._placed([one], keys.device), style.slot)
         if rotation is None:
@@ -251,10 +218,7 @@ class Realigner:
         return Rotation(style, rotation.cos[tokens], rotation.sin[tokens]).move([keys])
 
     def derotated(self, layer: int, keys: Tensor, back: bool = False) -> Tensor:
-        """Keys of all new tokens as they would be at position 0.
-
-        Shapes: keys `[batch, kv_heads, tokens, head_dim]`.
-        """
+        """Keys of all new tokens, `[batch, kv_heads, tokens, head_dim]`, as they would be at position 0, or back."""
         table = self.tables.get(layer)
         if table is None:
             return keys.clone()
@@ -263,14 +227,28 @@ class Realigner:
         return Rotation(self.styles[layer], cos[:, None], sin[:, None]).move([keys])
 
     def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
+        """Where some chunks stand, found out once; their numbers are known to the host."""
         key = (device, *map(id, chunks))
-        if key not in self._placements:
-            placed = Placement.of(tuple(chunks), device)  # keeps the chunks, so their ids are not used again
-            start = self._first.get(id(chunks[0]), 0)
-            if self._all and self._all[start : start + len(chunks)] == placed.chunks:
-                placed.part = slice(self._starts[start], self._starts[start + len(chunks)])
-            self._placements[key] = placed
-        return self._placements[key]
+        if key in self._placements:
+            return self._placements[key]
+        row, lengths = chunks[0].row, [one.tokens for one in chunks]
+        columns: Tensor | slice = slice(chunks[0].start, chunks[-1].columns.stop)
+        rows, is_one = None, all(one.row == row for one in chunks)
+        if not is_one or any(one.columns.stop != other.start for one, other in pairwise(chunks)):
+            columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in chunks]).to(device)
+        if not is_one:
+            rows = torch.tensor([one.row for one in chunks]).repeat_interleave(torch.tensor(lengths)).to(device)
+        tokens, layer_bytes, held = sum(lengths), 0, [one.chunk.layers for one in chunks]
+        if all(type(one) is StackedLayers for one in held):
+            keys = held[0].keys  # type: ignore[attr-defined]
+            layer_bytes = max(1, keys[0].nbytes // keys.shape[2] * tokens)
+        # keeps the chunks, so their ids are not used again
+        placed = Placement(tuple(chunks), columns, rows, row, tokens, layer_bytes)
+        start = self._first.get(id(chunks[0]), 0)
+        if self._all and self._all[start : start + len(chunks)] == placed.chunks:
+            placed.part = slice(self._starts[start], self._starts[start + len(chunks)])
+        self._placements[key] = placed
+        return placed
 
     def _stored(self, layer: int, placed: Placement, which: int, like: Tensor) -> Tensor:
         """What is stored of all tokens of some chunks, `[heads, tokens, width]`, rotated for this prompt."""
@@ -290,7 +268,7 @@ class Realigner:
         key = (id(placed), number, id(table[0]), style)
         if key not in self._rotations:
             if placed.part is None or len(placed.chunks) == len(self._all):
-                new = (placed.take(table[0]), placed.take(table[1]))
+                new = placed.take(table)
                 known = [(one.chunk.tables[one.chunk.layer_table[layer]], one.inside) for one in placed.chunks]
                 cos, sin = (torch.cat([pair[n][part].to(new[0].device) for pair, part in known]) for n in (0, 1))
                 self._rotations[key] = Rotation(style, *compose(style, (cos, sin), new))

@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request cost: the one honest meter."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -113,6 +111,7 @@ class BlendReport:
     advice: dict[str, Any] | None = None
     notice: str = ""
     fallback_reason: str = ""
+    # of each part of a prompt the first choice: columns and what is chosen of them, `[batch, rows]`, and past tokens
     _chosen: list[list[list[int]] | tuple[Tensor, Tensor, int]] = field(default_factory=list, repr=False)
     _charges: list[Charge] = field(default_factory=list, repr=False)
     _costs: list[LayerCost] = field(default_factory=list, repr=False)
@@ -120,22 +119,8 @@ class BlendReport:
 
     def __copy__(self) -> "BlendReport":
         """The figures as they are now; what is noted later is noted in one of the two."""
-        own = {name: [*value] if isinstance(value, list) else value for name, value in vars(self).items()}
-        twin = object.__new__(type(self))
-        vars(twin).update(own)
-        return twin
-
-    def planned(self, **counts: float) -> None:
-        """Add to the figures of these names; a prompt that comes in parts is planned part by part."""
-        for name, count in counts.items():
-            setattr(self, name, getattr(self, name) + count)
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add the time of a block to the figure of this name, in milliseconds."""
-        began_s = time.perf_counter()
-        yield
-        setattr(self, name, getattr(self, name) + 1e3 * (time.perf_counter() - began_s))
+        own: Any = {name: [*value] if isinstance(value, list) else value for name, value in vars(self).items()}
+        return BlendReport(**own)
 
     def charge(self, flops: Charge) -> None:
         """Note work of choosing and correcting that is no layer's own; a tensor is read when a figure is asked for."""
@@ -145,10 +130,6 @@ class BlendReport:
     def scoring_flops(self) -> float:
         """FLOPs spent to choose and to correct beside the layers' own work: attention scores, probes, shifts."""
         return sum(float(flops() if callable(flops) else flops) for flops in self._charges)
-
-    def chose(self, columns: Tensor, selected: Tensor, past: int) -> None:
-        """Note the first choice among rows at some columns, `[batch, rows]` each, behind `past` tokens."""
-        self._chosen.append((columns, selected, past))
 
     @property
     def chosen_columns(self) -> list[list[int]]:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One forward of the model, read once from its arguments; and the prompts that a cache expects."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,63 +28,63 @@ UNSEEN = (
 class Request:
     """What one forward of the model asks for: all that is read of its arguments, and why it is computed plainly.
 
-    `rows` has the new tokens of each entry without padding, `starts` the column of the first, `before` how many
-    tokens of its prompt are in the cache, `columns` those of tokens that padding separates, `others` the arguments
-    that bring more than text; all are empty where `fallback_reason` says why no chunk can be reused.
+    It brings `width` columns behind the `past` tokens that the cache holds. `rows` has the new tokens of each entry
+    without padding, `starts` the column of the first, `before` how many tokens of its prompt are in the cache,
+    `columns` those of tokens that padding separates, `others` the arguments that bring more than text; all are empty
+    where `fallback_reason` says why no chunk can be reused.
     """
 
     arguments: Mapping[str, Any]
+    past: int
     width: int
     fallback_reason: str = ""
     ids: Tensor | None = None
     mask: Tensor | None = None
-    rows: list[list[int]] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    before: list[int] = field(default_factory=list)
-    columns: list[tuple[int, ...]] = field(default_factory=list)
+    rows: Sequence[list[int]] = ()
+    starts: Sequence[int] = ()
+    before: Sequence[int] = ()
+    columns: Sequence[tuple[int, ...]] = ()
     others: tuple[str, ...] = ()
     logits_rows: int = 1
 
     @classmethod
     def parse(
-        cls, arguments: Mapping[str, Any], config: Any, held: int, pending: "PendingPrompt", masked_before: int = 0
+        cls, arguments: Mapping[str, Any], config: Any, past: int, pending: "PendingPrompt", masked_before: int = 0
     ) -> "Request":
-        """Read the arguments of a forward behind `held` tokens.
+        """Read the arguments of a forward of a model whose text decoder has this config.
 
         `masked_before` new tokens had their mask made of rows and columns before the model was called.
         """
-        _refuse_adapters(arguments)
+        _refuse(arguments, past)
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         states = ids if ids is not None else arguments.get("inputs_embeds")
         width = 0 if states is None else states.shape[1]
-        if held:
-            _refuse_held_tokens(ids, arguments.get("position_ids"), held)
         arguments = {name: value for name, value in arguments.items() if not hasattr(value, "get_mask_sizes")}
         if masked_before == width:
             arguments["attention_mask"] = mask = _column_mask(mask, width, pending)
-        reason = _why_plain(arguments, config) if width > 1 else ""
-        if reason or width < 2 or ids is None:
-            return cls(arguments, width, reason, ids, mask)
-        before, extra = max(0, held - pending.held), (other_inputs(arguments), int(arguments["logits_to_keep"]))
+        request = cls(arguments, past, width, _why_plain(arguments, config) if width > 1 else "", ids, mask)
+        if request.fallback_reason or width < 2 or ids is None:
+            return request
+        before, count = max(0, past - pending.held), ids.shape[0]
+        asked = replace(request, others=other_inputs(arguments), logits_rows=int(arguments["logits_to_keep"]))
         if mask is None:
-            rows, count = ids.tolist(), ids.shape[0]
-            return cls(arguments, width, "", ids, None, rows, [0] * count, [before] * count, [()] * count, *extra)
+            return replace(asked, rows=ids.tolist(), starts=[0] * count, before=[before] * count, columns=[()] * count)
         both = torch.cat((ids, mask.to(ids.dtype)), dim=1).cpu().numpy()  # the device is asked once
-        new, own, past = both[:, :width], both[:, -width:] != 0, both[:, width:-width] != 0
+        new, own, earlier = both[:, :width], both[:, -width:] != 0, both[:, width:-width] != 0
         gaps = (own[:, 1:] < own[:, :-1]).any(axis=1)
         if gaps.any() and not (pending.batch and own[:, -1].all()):
-            return cls(arguments, width, PADDED_INSIDE, ids, mask)
+            return replace(request, fallback_reason=PADDED_INSIDE)
         rows = [row[keep].tolist() for row, keep in zip(new, own, strict=True)]
         columns = [tuple(np.flatnonzero(keep).tolist()) if gap else () for keep, gap in zip(own, gaps, strict=True)]
-        counts = [before] * len(rows)
-        if past.shape[1] >= before:
-            counts = [int(count) for count in past[:, past.shape[1] - before :].sum(axis=1)]
-        return cls(arguments, width, "", ids, mask, rows, [width - len(row) for row in rows], counts, columns, *extra)
+        counts = [before] * count
+        if earlier.shape[1] >= before:
+            counts = [int(tokens) for tokens in earlier[:, earlier.shape[1] - before :].sum(axis=1)]
+        return replace(asked, rows=rows, starts=[width - len(row) for row in rows], before=counts, columns=columns)
 
     @classmethod
-    def unseen(cls, keys: Tensor) -> "Request":
+    def unseen(cls, keys: Tensor, past: int) -> "Request":
         """A forward of which only the keys of its first layer are known, `[batch, kv_heads, tokens, head_dim]`."""
-        return cls({}, keys.shape[2], UNSEEN if keys.shape[2] > 1 else "", keys[:, 0, :, 0])
+        return cls({}, past, keys.shape[2], UNSEEN if keys.shape[2] > 1 else "", keys[:, 0, :, 0])
 
     def real_tokens(self) -> int:
         """How many tokens are not padding, all batch entries; may ask the device."""
@@ -94,35 +94,35 @@ class Request:
         return int(states.shape[0]) * self.width
 
 
+@dataclass(frozen=True)
 class PendingPrompt:
     """The prompts that `BlendCache.inputs` built, until their last tokens have come."""
 
-    def __init__(self, batch: PromptBatch | None = None, held: int = 0, is_other: bool = False) -> None:
-        self.batch, self.held, self.is_other = batch, held, is_other
-        self.is_begun = False  # a part of the prompts has come, and more will
+    batch: PromptBatch | None = None
+    held: int = 0  # tokens that were in the cache before them
+    is_begun: bool = False  # a part of the prompts has come, and more will
+    is_other: bool = False  # none is expected, and the last forward brought another than was
 
     def is_of(self, input_ids: Tensor) -> bool:
         """Return True if the prompts that are expected are these, `[batch, tokens]`."""
         return self.batch is not None and torch.equal(self.batch.input_ids, input_ids.cpu())
 
-    def plan(self, planner: Planner, request: Request, past: int) -> tuple[Plan, "PendingPrompt"]:
+    def plan(self, planner: Planner, request: Request) -> tuple[Plan, "PendingPrompt"]:
         """Plan a forward; gives what is expected after it, too."""
         prompts = None if self.batch is None else self.batch.find(request.rows, request.before)
         new = list(zip(request.rows, request.starts, request.columns, strict=True))
         if prompts is None:
-            others = [PromptRow(tuple(ids), len(ids), start, 0, columns) for ids, start, columns in new]
-            return planner.plan(others, request.width, past == 0, request.logits_rows), PendingPrompt(is_other=True)
+            rows = [PromptRow(tuple(ids), len(ids), start, 0, columns) for ids, start, columns in new]
+            plan = planner.plan(rows, request.width, request.past == 0, request.logits_rows)
+            return plan, PendingPrompt(is_other=True)
         rows = [
             PromptRow(one.ids, before + len(ids), start, before, columns, one.spans(), one.opening, one.is_searched)
             for one, before, (ids, start, columns) in zip(prompts, request.before, new, strict=True)
         ]
-        beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
-        plan = planner.plan(rows, request.width, beginning, request.logits_rows)
-        if all(row.end >= len(row.ids) for row in rows):
-            return plan, PendingPrompt()
-        rest = PendingPrompt(self.batch, self.held)
-        rest.is_begun = True
-        return plan, rest
+        at_beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
+        plan = planner.plan(rows, request.width, at_beginning, request.logits_rows)
+        is_whole = all(row.end >= len(row.ids) for row in rows)
+        return plan, PendingPrompt() if is_whole else replace(self, is_begun=True)
 
 
 def _column_mask(mask: Any, width: int, pending: PendingPrompt) -> Any:
@@ -154,8 +154,7 @@ def _why_plain(arguments: Mapping[str, Any], config: Any) -> str:
         return "attention_mask does not have two axes. Pass one of [batch, tokens] with 0 on padding, or none."
     if arguments.get("labels") is not None:
         return "labels were passed, and a loss needs the logits of every token. Pass logits_to_keep=1 and no labels."
-    given = ((name, arguments.get(name)) for name in PER_TOKEN)
-    if any(getattr(config, name, False) if value is None else value for name, value in given):
+    if any(getattr(config, name, False) if (own := arguments.get(name)) is None else own for name in PER_TOKEN):
         return f"outputs of every token were asked for: {', '.join(PER_TOKEN)} must be off for chunks to be reused."
     if not isinstance(keep, int) or keep < 1:
         return (
@@ -165,23 +164,20 @@ def _why_plain(arguments: Mapping[str, Any], config: Any) -> str:
     return ""
 
 
-def _refuse_adapters(arguments: Mapping[str, Any]) -> None:
-    """Refuse a forward that names its adapters: the key of a chunk does not."""
-    given = [name for name in ADAPTERS if arguments.get(name) is not None]
-    if given:
+def _refuse(arguments: Mapping[str, Any], past: int) -> None:
+    """Refuse adapters of one forward, which the key of a chunk does not name, and tokens that are in the cache."""
+    name = next((name for name in ADAPTERS if arguments.get(name) is not None), None)
+    if name:
         raise UnsupportedModelError(
-            f"{given[0]}={arguments[given[0]]!r:.60} chooses adapters for this request alone, which the keys of "
+            f"{name}={arguments[name]!r:.60} chooses adapters for this request alone, which the keys of "
             "stored chunks do not name. Choose the adapter for the model with set_adapter."
         )
-
-
-def _refuse_held_tokens(ids: Tensor | None, positions: Tensor | None, held: int) -> None:
-    """Refuse a forward that brings what is in the cache again, as stock assisted decoding does on a filled cache."""
-    if ids is None or positions is None or positions.dim() != 2 or ids.shape[0] != 1:
+    ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
+    if not past or ids is None or positions is None or positions.dim() != 2 or ids.shape[0] != 1:
         return
-    if ids.shape[1] > held and int(positions[0, -1]) + 1 == ids.shape[1]:
+    if ids.shape[1] > past and int(positions[0, -1]) + 1 == ids.shape[1]:
         raise PromptError(
-            f"the model was given {ids.shape[1]} tokens from position 0 on, but the {held} first of them are in the "
+            f"the model was given {ids.shape[1]} tokens from position 0 on, but the {past} first of them are in the "
             "cache already: assisted decoding of transformers passes the whole prompt. Call reset() before it, or go "
             "on without an assistant."
         )

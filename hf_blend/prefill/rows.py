@@ -27,11 +27,12 @@ class Rows:
     _moved: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, selected: Tensor, counts: Sequence[int] | None = None) -> tuple["Rows", Tensor]:
-        """Keep the selected places of a grid.
-
-        Shapes: selected `[batch, places]` → `[batch, kept]`.
-        """
+    def of(
+        cls, selected: Tensor, counts: Sequence[int] | None = None, is_alike: bool = False
+    ) -> tuple["Rows", Tensor]:
+        """Keep the selected places, `[batch, places]` → `[batch, kept]`; if alike, each entry those of all."""
+        if is_alike:
+            selected, counts = selected.any(dim=0, keepdim=True).repeat(selected.shape[0], 1), None
         known = tuple(selected.sum(dim=1).tolist()) if counts is None else tuple(counts)
         width, device = max(known), selected.device
         index = torch.argsort(selected.view(torch.uint8), dim=1, descending=True, stable=True)[:, :width]
@@ -63,12 +64,11 @@ class Rows:
         found: list[list[int]] = self.columns.tolist()
         return found
 
-    def keep(self, selected: Tensor, counts: Sequence[int] | None = None) -> tuple["Rows", Tensor]:
-        """Keep some of these rows.
-
-        Shapes: selected `[batch, rows]` → `[batch, kept]`.
-        """
-        rest, index = Rows.of(selected if self.filler is None else selected & ~self.filler, counts)
+    def keep(
+        self, selected: Tensor, counts: Sequence[int] | None = None, is_alike: bool = False
+    ) -> tuple["Rows", Tensor]:
+        """Keep some of these rows as `of` does, `[batch, rows]` → `[batch, kept]`."""
+        rest, index = Rows.of(selected if self.filler is None else selected & ~self.filler, counts, is_alike)
         if self.is_all:
             return rest, index
         return Rows(self.columns.gather(1, index), rest.filler, rest.counts), index
@@ -107,10 +107,7 @@ class Rows:
                 into.scatter_(2, columns[:, None, :, None].expand_as(own), own)
 
     def behind(self, table: Tensor, tokens: int) -> Tensor:
-        """A table of all tokens, and behind these the rows' own part of it: some layers look for theirs at the end.
-
-        Shapes: table `[batch or 1, past + tokens, width]` → `[batch, past + tokens + rows, width]`.
-        """
+        """Put the rows' own part of a table, `[batch or 1, past + tokens, width]`, behind it, where layers look."""
         own = gather_rows(table[:, -tokens:], self.columns)
         return torch.cat((table.expand(own.shape[0], -1, -1), own), dim=1)
 
@@ -121,10 +118,7 @@ class Rows:
 
 
 def highest(scores: Tensor, eligible: Tensor, counts: Sequence[int]) -> Tensor:
-    """Mark the highest scores of each batch entry, the earlier of equal ones first.
-
-    Shapes: scores `[batch, places]`, eligible `[batch, places]` → `[batch, places]`.
-    """
+    """Mark the highest of the eligible scores of each batch entry, `[batch, places]`, the earlier of equal ones."""
     if not any(counts):
         return torch.zeros_like(eligible)
     lowest = torch.finfo(torch.float32).min  # above what is not eligible: that may never take the place of what is

@@ -19,77 +19,64 @@ if TYPE_CHECKING:
     from .blend import PrefillContext
 
 
-@dataclass(frozen=True)
-class Select:
-    """At one layer, which share of the reusable tokens is computed from there on."""
-
-    ratio: float
-
-
+@dataclass
 class Selection:
     """Asks a selector on behalf of one forward."""
 
-    def __init__(self, context: "PrefillContext", with_keys: Sequence[int]) -> None:
-        """Prepare for one forward, some of whose layers keep K and V; a selector counts these only."""
-        self._with_keys = with_keys
-        self._context, self._selector, self._plan = context, context.selector, context.plan
-        self._realigner, self._report = context.realigner, context.report
-        self._first_scores: Tensor | None = None
-        self._is_first = True
-        one = context.selector
-        self._sees_layers = one.needs_kv or one.needs_full_prefill
+    context: "PrefillContext"
+    with_keys: Sequence[int]  # the layers that keep K and V; a selector counts these only
+    first_scores: Tensor | None = None  # of a selector that sees no layer: later ones select by the same
+    is_first: bool = True
 
-    def schedule(self, stateful: Sequence[int]) -> tuple[float | None, dict[int, Select]]:
-        """The ratio by which tokens are selected before the first layer, and what is selected at which layer.
+    def schedule(self, stateful: Sequence[int]) -> tuple[float | None, dict[int, float]]:
+        """The share of the reusable tokens that is computed from the first layer on, and from which later ones on.
 
         A selector that needs no K and V selects before the first layer, with the first check layer's ratio, and again
         at the later check layers. If nothing is to be selected at all, that is settled before the first layer too. A
         check layer that keeps nothing to compare is moved to the next one that does: `stateful` are those that do.
         """
-        one, before, found = self._selector, None, dict[int, Select]()
-        ratios = self._context.config.ratios(len(self._context.layers))
-        if not one.count(max(ratios.values()), self._plan.real.numel()):
+        context, before, found = self.context, None, dict[int, float]()
+        ratios = context.plan.config.ratios(len(context.layers))
+        if context.is_probe or not context.selector.count(max(ratios.values()), context.plan.real.numel()):
             return 0.0, {}
-        if not self._sees_layers:
+        if not (context.selector.needs_kv or context.selector.needs_full_prefill):
             before = ratios.pop(min(ratios))
         for layer, ratio in sorted(ratios.items()):
             index = next((index for index in stateful if index >= layer), None)
             if index is not None:
-                found[index] = Select(ratio)
+                found[index] = ratio
         return before, found
 
     def select(self, index: int, rows: Rows, fresh: KV | None, ratio: float) -> tuple[Tensor, list[int]]:
-        """Select the tokens that are computed from a layer on; gives how many there are in each batch entry, too.
-
-        Shapes: fresh `[batch, kv_heads, tokens, head_dim]` → `[batch, rows]`.
-        """
-        started = time.perf_counter()
-        counts = [self._selector.count(ratio, tokens) for tokens in self._plan.stored_counts]
-        view = self._view(index, rows, fresh if self._first_scores is None else None)
+        """Mark the tokens that are computed from a layer on, `[batch, rows]`; gives how many in each entry, too."""
+        began_s, context = time.perf_counter(), self.context
+        counts = [context.selector.count(ratio, tokens) for tokens in context.plan.stored_counts]
+        view = self._view(index, rows, fresh if self.first_scores is None else None)
         if not any(counts):
             scores = torch.zeros_like(view.reusable, dtype=torch.float32)
-        elif self._first_scores is not None:
-            scores = rows.take(self._first_scores)
+        elif self.first_scores is not None:
+            scores = rows.take(self.first_scores)
         else:
-            scores = self._selector.score(view)
-            self._first_scores = None if self._sees_layers else scores
+            scores = context.selector.score(view)
+            if not (context.selector.needs_kv or context.selector.needs_full_prefill):
+                self.first_scores = scores
         selected = highest(scores.to(view.reusable.device), view.reusable, counts)
-        if self._is_first:
-            self._report.chose(rows.columns, selected, self._context.past)
-            self._is_first = False
-        self._report.select_ms += 1e3 * (time.perf_counter() - started)
+        if self.is_first:
+            context.report._chosen.append((rows.columns, selected, context.request.past))
+            self.is_first = False
+        context.report.select_ms += 1e3 * (time.perf_counter() - began_s)
         return selected, counts
 
     def _view(self, index: int, rows: Rows, fresh: KV | None) -> TokenView:
-        table = self._plan.token_table()
+        table = self.context.plan.token_table()
         kinds = table if rows.is_all else table.gather(2, rows.columns.expand(4, *rows.columns.shape))
         chunk, offset, tokens, image = kinds
         chunk = chunk if rows.filler is None else chunk.masked_fill(rows.filler, -1)
-        given: dict[str, Any] = {"probe": self._context.probe} if self._selector.needs_question else {}
+        given: dict[str, Any] = {"probe": self.context.probe} if self.context.selector.needs_question else {}
         if fresh is not None:
 
             def stored_at(layer: int) -> KV:
-                number = self._with_keys[layer]
+                number = self.with_keys[layer]
                 return rows.take_pair((self._stored(number, fresh, 0), self._stored(number, fresh, 1)))
 
             given |= {
@@ -104,53 +91,55 @@ class Selection:
             chunk,
             offset,
             tokens,
-            stored_alone=lambda layer: rows.take_pair(self._alone(self._with_keys[layer])),
-            num_layers=len(self._with_keys),
+            stored_alone=lambda layer: rows.take_pair(self._alone(self.with_keys[layer])),
+            num_layers=len(self.with_keys),
             images=image > 0,
             **given,
         )
 
     def _stored(self, index: int, states: KV, part: int) -> Tensor:
         """A copy of K (0) or V (1) of all new tokens with the stored chunks over it, realigned; or of projections."""
-        chunks = [placed for placed in self._plan.chunks if not placed.exact]
-        layout = self._plan.chunks[0].chunk.layout.layers[index]
+        plan, realigner = self.context.plan, self.context.realigner
+        chunks = [placed for placed in plan.chunks if not placed.exact]
+        layout = plan.chunks[0].chunk.layout.layers[index]
         if len(layout) == 1:
             projections = states[part].clone()
-            self._realigner.write_beside(index, chunks, projections)
+            realigner.write_beside(index, chunks, projections)
             return projections
         (heads, width, dtype), given = layout[part], states[part]
         form = (given.shape[0], heads, given.shape[2], width)
         filled = given.clone() if given.shape == form else given.new_zeros(form, dtype=dtype)
-        self._realigner.write(index, chunks, filled, first=part)
+        realigner.write(index, chunks, filled, first=part)
         return filled
 
     def _alone(self, layer: int) -> KV:
         """K and V of all new tokens as they are stored, zero elsewhere."""
-        batch, tokens = self._plan.real.shape
-        like = self._plan.chunks[0].states(layer)
+        plan = self.context.plan
+        batch, tokens = plan.real.shape
+        like = plan.chunks[0].states(layer)
         keys, values = (part.new_zeros(batch, part.shape[0], tokens, part.shape[2]) for part in like)
-        for placed in self._plan.chunks:
+        for placed in plan.chunks:
             keys[placed.row, :, placed.columns], values[placed.row, :, placed.columns] = placed.states(layer)
-        return keys.to(self._plan.real.device), values.to(self._plan.real.device)
+        return keys.to(plan.real.device), values.to(plan.real.device)
 
     def _full_prefill(self) -> list[KV]:
         """K and V of all new tokens as a full prefill of the model computes them; what the oracle looks at."""
-        self._report.full_prefills += 1
-        truth = full_prefill(self._context)
+        self.context.report.full_prefills += 1
+        truth = full_prefill(self.context)
         for layer, table in enumerate(truth.tables):
-            self._realigner.tables.setdefault(layer, table)
-        pairs, past = [truth.layers[index][:2] for index in self._with_keys], self._context.past
-        return [(keys[:, :, past:], values[:, :, past:]) for keys, values in pairs]
+            self.context.realigner.tables.setdefault(layer, table)
+        pairs = [truth.layers[index] for index in self.with_keys]
+        return [(keys, values) for keys, values, *_ in pairs]
 
 
 def full_prefill(context: "PrefillContext") -> Capture:
     """K, V and rotary tables of a full prefill, for research; only for a prompt that begins the cache."""
-    if context.past:
-        raise PromptError(
-            f"the selector {context.config.selector!r} runs a full prefill of the whole prompt, but {context.past} "
-            "tokens are in the cache already and their ids are not known. Use it on a fresh cache."
-        )
     request = context.request
+    if request.past:
+        raise PromptError(
+            f"the selector {context.plan.config.selector!r} runs a full prefill of the whole prompt, but "
+            f"{request.past} tokens are in the cache already and their ids are not known. Use it on a fresh cache."
+        )
     if request.others:
         return capture_forward(context.model, request.arguments)[0]
     mask = request.mask

@@ -8,8 +8,6 @@ digest of the image: equal images have equal names, and different ones share non
 
 import hashlib
 
-__all__ = ["LEAST_TOKENS", "content_ids", "is_content"]
-
 FIRST = 1 << 30  # vocabularies end far below, and ids in a key end above
 LEAST_TOKENS = 4  # 30 bits each: with fewer two images might share a name
 

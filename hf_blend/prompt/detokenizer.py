@@ -5,8 +5,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Detokenizer"]
-
 MOST_HELD = 16  # tokens; no character has so many
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from ..errors import PromptError
 from .text import TextPrompt, build_text
 
-__all__ = ["build_messages", "plain_messages"]
-
 Document = str | Mapping[str, Any]
 _OURS = ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length", "tokenizer_kwargs")
 

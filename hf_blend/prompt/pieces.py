@@ -109,29 +109,23 @@ class PromptBatch:
     input_ids: Tensor
     attention_mask: Tensor
 
-    def find(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> list[Prompt | TextPrompt] | None:
-        """Which prompt each row of token ids goes on with.
+    def find(self, rows: Sequence[Sequence[int]], before: Sequence[int]) -> list[Prompt | TextPrompt] | None:
+        """Which prompt each row of token ids goes on with, behind so many tokens of it; None if one goes on with none.
 
-        A beam search repeats prompts; assisted decoding puts its candidates behind them; a prefill by parts passes
-        them piece by piece.
+        A row is the rest of its prompt, or a part of the rest, as a prefill by parts passes it; assisted decoding puts
+        its candidates behind it. A beam search repeats prompts.
         """
         repeats, odd = divmod(len(rows), len(self.prompts))
         longest_first = sorted(self.prompts, key=lambda prompt: -len(prompt.ids))
-        found = []
-        for number, (row, start) in enumerate(zip(rows, past, strict=True)):
+        found = list[Prompt | TextPrompt]()
+        for number, (row, start) in enumerate(zip(rows, before, strict=True)):
             own = [] if odd else [self.prompts[number // repeats]]
-            whole = [one for one in longest_first if start == 0 and len(one.ids) <= len(row)]
-            prompt = next((one for one in (*own, *whole) if _goes_on(one.ids, tuple(row), start)), None)
-            if prompt is None:
-                return None
-            found.append(prompt)
-        return found
-
-
-def _goes_on(ids: tuple[int, ...], row: tuple[int, ...], start: int) -> bool:
-    """Whether a row is the rest of some ids, with or without more behind it, or a part of that rest."""
-    rest = ids[start : start + len(row)]
-    return start <= len(ids) and bool(rest or not row) and row[: len(rest)] == rest
+            for prompt in (*own, *(one for one in longest_first if start == 0 and len(one.ids) <= len(row))):
+                rest = prompt.ids[start : start + len(row)]
+                if start <= len(prompt.ids) and (rest or not row) and tuple(row[: len(rest)]) == rest:
+                    found.append(prompt)
+                    break
+        return found if len(found) == len(rows) else None
 
 
 def check_text(text: str) -> None:

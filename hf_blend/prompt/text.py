@@ -18,8 +18,6 @@ import numpy as np
 from ..errors import PromptError
 from .pieces import Span, TextPrompt, check_text, tokenize
 
-__all__ = ["aligned", "build_text"]
-
 _SEAM_TOKENS = 8  # so many tokens at either end of a chunk may differ in a prompt
 _WIDTH = 4  # bytes of a packed token
 _REMEMBERED = 4096  # documents of each tokenizer

@@ -7,8 +7,6 @@ import json
 from typing import Any
 from weakref import WeakKeyDictionary
 
-__all__ = ["front_ids", "inner_ids", "tokenizer_digest"]
-
 # letters, digits, white space, marks and scripts that tokenizers treat apart
 _PROBE = "The cats' 2026 naïve  test,\n\n\tline — 日本語 🙂 Привет مرحبا <|im_end|> </s> [INST] don't\r\n "
 

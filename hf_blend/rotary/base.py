@@ -30,38 +30,27 @@ class RotaryStyle(ABC):
 
     @staticmethod
     def pairs(table: Tensor) -> Tensor:
-        """Reduce a table to one entry per pair: to its first half, where the second repeats it.
+        """Reduce cos or sin, as the model gives it, to one entry per pair: to the half that the other repeats.
 
-        Args:
-            table: cos or sin as the model passes it, `[…, tokens, width]`.
-
-        Returns:
-            `[…, tokens, pairs]`, float32.
+        Shapes: `[…, tokens, width]` → `[…, tokens, pairs]`.
         """
         return table[..., : table.shape[-1] // 2]
 
     @staticmethod
     @abstractmethod
     def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-        """View the two members of each pair.
+        """View the two members of each pair; writing to them writes to `keys`. What is beyond the pairs does not turn.
 
-        Args:
-            keys: `[…, tokens, head_dim]`; dimensions beyond the pairs are not rotated.
-            pairs: how many pairs turn.
-
-        Returns:
-            Two views of `keys`, each `[…, tokens, pairs]`; writing to them writes to `keys`.
+        Shapes: `[…, tokens, head_dim]` → two of `[…, tokens, pairs]`.
         """
 
     @classmethod
     @torch.no_grad()
     def move(cls, keys: Tensor, turn: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """Turn stored keys to their new positions.
+        """Turn stored keys by what `compose` gives to their new positions, in float32, cast once.
 
-        Args:
-            keys: `[…, tokens, head_dim]`, rotated for their old positions; not written, not the memory of `out`.
-            turn: (cos, sin) from `compose`, each `[…, tokens, pairs]` float32.
-            out: like `keys`; receives the keys rotated for the new positions, computed in float32, cast once.
+        Shapes: keys `[…, tokens, head_dim]`, rotated for their old positions, not the memory of `out`; turn two of
+        `[…, tokens, pairs]` float32.
         """
         cos, sin = turn
         pairs = cos.shape[-1]

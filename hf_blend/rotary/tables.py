@@ -25,13 +25,9 @@ def rotary_table(arguments: dict[str, Any], layer: nn.Module | None = None) -> T
     """
     table = arguments.get("position_embeddings")
     if table is None and layer is not None:
-        return own_table(layer, arguments.get("position_ids"))
+        table = own_table(layer, arguments.get("position_ids"))
     if isinstance(table, Tensor) and table.is_complex() and table.dim() == 3:
         return _parts.setdefault(table, (table.real, table.imag))
-    return _pair(table)
-
-
-def _pair(table: Any) -> Table | None:
     if isinstance(table, tuple | list) and len(table) == 2 and all(isinstance(part, Tensor) for part in table):
         cos, sin = table
         return (cos, sin) if cos.shape == sin.shape and cos.dim() == 3 and cos.is_floating_point() else None
@@ -39,7 +35,7 @@ def _pair(table: Any) -> Table | None:
 
 
 @torch.no_grad()
-def own_table(layer: nn.Module, positions: Any) -> Table | None:
+def own_table(layer: nn.Module, positions: Any) -> Any:
     """The table of a layer that makes its own: with a rotary module (Moshi) or a buffer of sines and cosines (GPT-J).
 
     Shapes: positions `[batch, tokens]` → (cos, sin), each `[batch, tokens, width]`.
@@ -48,18 +44,14 @@ def own_table(layer: nn.Module, positions: Any) -> Table | None:
         return None
     for module in layer.modules():
         if isinstance(getattr(module, "inv_freq", None), Tensor):
-            return _pair(module(module.inv_freq, positions.to(module.inv_freq.device)))
+            return module(module.inv_freq, positions.to(module.inv_freq.device))
         buffer = getattr(module, "embed_positions", None)
         if isinstance(buffer, Tensor) and buffer.dim() == 2:
-            _check_length(positions, buffer.shape[0])
+            if positions.device.type == "cpu" and int(positions.max()) >= len(buffer):  # elsewhere the look-up says it
+                raise PromptError(
+                    f"a key is at position {int(positions.max())}, but the model's rotary buffer has {len(buffer)} "
+                    "positions. Keep the sequence below that length."
+                )
             sin, cos = buffer.to(positions.device)[positions].chunk(2, dim=-1)
             return cos, sin
     return None
-
-
-def _check_length(positions: Tensor, rows: int) -> None:
-    if positions.device.type == "cpu" and int(positions.max()) >= rows:  # elsewhere the model's own look-up says it
-        raise PromptError(
-            f"a key is at position {int(positions.max())}, but the model's rotary buffer has {rows} positions. Keep "
-            "the sequence below that length."
-        )

@@ -10,10 +10,6 @@ import torch
 from torch import Tensor
 
 
-def _free(flops: Any) -> None:
-    """Charge nothing."""
-
-
 @dataclass(frozen=True)
 class Attention:
     """Queries, keys and values of one layer as its attention function gets them.
@@ -38,7 +34,7 @@ class Attention:
     mask: Tensor | None = None
     scaling: float = 1.0
     softcap: float | None = None
-    charge: Callable[[Any], None] = _free
+    charge: Callable[[Any], None] = lambda flops: None
 
     def visible(self, rows: slice) -> Tensor:
         """Which keys some rows see: `[batch or 1, heads or 1, rows, keys]`."""
@@ -51,14 +47,9 @@ class Attention:
         return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
 
     def weights(self, rows: slice, only: Tensor | None = None) -> Tensor:
-        """Share of attention that each key gets from some rows.
+        """Share of attention that each key, or each of `only` some, gets from some rows; 0 where a row does not look.
 
-        Args:
-            rows: which rows.
-            only: `[batch or 1, rows or 1, keys]`, the keys among which it is shared out; None for all.
-
-        Returns:
-            `[batch, heads, rows, keys]` float32; sums to 1 over the keys, 0 where a row does not look.
+        Shapes: only `[batch or 1, rows or 1, keys]` → `[batch, heads, rows, keys]` float32, summing to 1.
         """
         visible = self.visible(rows) if only is None else self.visible(rows) & only[:, None]
         batch, heads, _, width = self.queries.shape
@@ -76,13 +67,9 @@ class Attention:
         return scores.softmax(dim=-1) * visible
 
     def outputs(self, weights: Tensor) -> Tensor:
-        """What the rows take from the values.
+        """What the rows take from the values by what `weights` gives.
 
-        Args:
-            weights: `[batch, heads, rows, keys]`, as `weights` gives them.
-
-        Returns:
-            `[batch, heads, rows, value_dim]` float32.
+        Shapes: `[batch, heads, rows, keys]` → `[batch, heads, rows, value_dim]` float32.
         """
         batch, heads, rows, count = weights.shape
         kv_heads, width = self.values.shape[1], self.values.shape[3]
@@ -100,18 +87,12 @@ class Attention:
 def received(
     attention: Attention, weights: Tensor, wanted: Tensor, reduce: str = "mean", by_value: bool = False
 ) -> Tensor:
-    """How much each new token is looked at by some rows.
+    """How much each new token is looked at by the wanted rows, at least one of each entry.
 
-    Args:
-        attention: whose weights they are.
-        weights: `[batch, heads, rows, keys]`.
-        wanted: `[batch, rows]`, the rows that count, at least one of each entry.
-        reduce: "mean", "l2" or "max" over the rows that count, or "last" for the last of them alone; heads are
-            averaged first, but for "max".
-        by_value: weigh each token by the length of its value.
+    `reduce` is "mean", "l2" or "max" over these rows, or "last" for the last of them alone; heads are averaged first,
+    but for "max". `by_value` weighs each token by the length of its value.
 
-    Returns:
-        `[batch, columns]` float32, one for each new token.
+    Shapes: weights `[batch, heads, rows, keys]`, wanted `[batch, rows]` → `[batch, columns]` float32.
     """
     shares = weights[..., attention.past :] * wanted[:, None, :, None]
     if by_value:

@@ -71,13 +71,9 @@ class TokenView:
     images: Tensor | None = None
 
     def is_question(self, columns: Tensor) -> Tensor:
-        """Which columns stand behind the last token with stored KV of their entry.
+        """Which of some sorted columns stand behind the last token with stored KV; one that is repeated counts once.
 
-        Args:
-            columns: `[batch, rows]`, sorted, counted as in `columns`; one that is repeated counts once.
-
-        Returns:
-            `[batch, rows]`.
+        Shapes: `[batch, rows]` → the same.
         """
         last = torch.where(self.reusable, self.columns, -1).amax(dim=1, keepdim=True).to(columns.device)
         if columns.shape[0] == 1:  # nothing is repeated
@@ -100,15 +96,7 @@ class Selector(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, options: Mapping[str, Any], seed: int = 0) -> None:
-        """Check the options.
-
-        Args:
-            options: what the user set, by name; `defaults` fills in the rest.
-            seed: for selectors that draw at random.
-
-        Raises:
-            ConfigError: an option does not exist.
-        """
+        """Check what the user set, by name, and fill it up with `defaults`; the seed is for those that draw."""
         for name in options:
             if name not in self.defaults:
                 raise ConfigError(
@@ -132,18 +120,7 @@ class Selector(ABC):
             ) from error
 
     def choice(self, name: str, choices: Sequence[Any]) -> Any:
-        """Read an option that is one of some values.
-
-        Args:
-            name: of the option.
-            choices: the values.
-
-        Returns:
-            The value.
-
-        Raises:
-            ConfigError: it is none of them.
-        """
+        """Read an option that is one of some values, or refuse it."""
         value = self.options[name]
         if value not in choices:
             known = " or ".join(f"{name}={one!r}" for one in choices)
@@ -156,14 +133,9 @@ class Selector(ABC):
 
     @abstractmethod
     def score(self, view: TokenView) -> Tensor:
-        """Say how much each token should be recomputed.
+        """Say how much each token should be recomputed: `[batch, tokens]` float32, higher first.
 
-        Args:
-            view: the tokens.
-
-        Returns:
-            `[batch, tokens]` float32, higher first; what stands at tokens that are not reusable is ignored. Of equal
-            scores the earlier token goes first.
+        What stands at tokens that are not reusable is ignored. Of equal scores the earlier token goes first.
         """
 
 
@@ -178,18 +150,7 @@ def norms(states: Tensor) -> Tensor:
 
 
 def layer_numbers(given: Any, num_layers: int) -> list[int]:
-    """Read which layers an option names.
-
-    Args:
-        given: "all", "last", "middle" (the middle third), a number, several, or text such as "0,1".
-        num_layers: how many there are.
-
-    Returns:
-        The layers, increasing.
-
-    Raises:
-        ConfigError: it is none of these, or the model has no such layer.
-    """
+    """Read which layers an option names: "all", "last", "middle" (third), a number, several, or text such as "0,1"."""
     third = num_layers / 3
     named = {
         "all": range(num_layers),
@@ -213,13 +174,8 @@ def layer_numbers(given: Any, num_layers: int) -> list[int]:
 def by_turns(scores: Tensor, chunk: Tensor, shares: Tensor) -> Tensor:
     """Let chunks take turns: each gives its highest scored tokens first, in proportion to its share.
 
-    Args:
-        scores: `[batch, tokens]`.
-        chunk: `[batch, tokens]`, number of each token's chunk; -1 for none.
-        shares: `[batch, tokens]`, above 0, the same for all tokens of a chunk.
-
-    Returns:
-        `[batch, tokens]`, in the order of the turns, higher first: the first `n` hold about n × share of each chunk.
+    Shapes: all `[batch, tokens]`: scores, the chunk's number (-1: none), its share (above 0, one for all its tokens) →
+    the order of the turns, higher first: the first `n` hold about n × share of each chunk.
     """
     turns = torch.full_like(scores, -torch.inf)
     for row in range(scores.shape[0]):

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
 from .base import Selector, TokenView
 
 
@@ -26,6 +25,4 @@ class Boundary(Selector):
         """Minus the distance to the edge in tokens, `[batch, tokens]`."""
         head, tail = view.offset, view.chunk_tokens - 1 - view.offset
         distances = {"head": head, "tail": tail, "both": torch.minimum(head, tail)}
-        if self.options["edge"] not in distances:
-            raise ConfigError(f"boundary has edge={self.options['edge']!r}; give edge='head', 'tail' or 'both'.")
-        return -distances[self.options["edge"]].float()
+        return -distances[self.choice("edge", tuple(distances))].float()

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..errors import ConfigError
 from .base import Selector, TokenView, squared_distance
 
 
@@ -22,8 +21,6 @@ class KvDeviation(Selector):
 
     def score(self, view: TokenView) -> Tensor:
         """Squared distance of fresh and stored states, `[batch, tokens]`."""
-        parts = {"k": (0,), "v": (1,), "kv": (0, 1)}.get(self.options["on"])
-        if parts is None:
-            raise ConfigError(f"kv-deviation compares on {self.options['on']!r}; give on='v', 'k' or 'kv'.")
+        parts = {"k": (0,), "v": (1,), "kv": (0, 1)}[self.choice("on", ("v", "k", "kv"))]
         distances = [squared_distance(*view.pair(part)) for part in parts]
         return distances[0] if len(distances) == 1 else distances[0] + distances[1]

@@ -160,8 +160,8 @@ class Answering:
                     task.cancel()
                 for one in self._answers:  # before the next await, which a client that is gone may end
                     if one.run is not None:
-                        self._service.note_begin(one.run)
-                    self._meters.answered(one.run, costs([one]), is_whole=one.reason is not None)
+                        one.run.begun = one.prefilled.begun or one.run.begun  # of a blend; else the engine has said it
+                        self._meters.answered(one.run, costs([one]), is_whole=one.reason is not None)
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def whole(self) -> Response:

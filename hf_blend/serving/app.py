@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 
 from ..errors import HfBlendError, PromptError
@@ -58,8 +59,7 @@ class Server:
     async def answer(self, request: Request, fields: Generation, build: Callable[[], list[TextPrompt]]) -> Response:
         """Answer a request of either kind."""
         if not self.service.is_ready:
-            text = "the server is about to stop, or its engine has ended. Ask another."
-            return _error(503, text, "server_error", "stopping")
+            raise Stopping("the server is about to stop, or its engine has ended. Ask another.")
         self.check_model(fields.model or self.service.name)
         fields.check(self.service.limits)
         if max(fields.logit_bias, default=0) >= self.service.vocabulary:
@@ -164,7 +164,7 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = await asyncio.to_thread(server.meters.text)
+        text = await asyncio.to_thread(generate_latest, server.meters.registry)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

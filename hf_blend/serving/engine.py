@@ -34,7 +34,6 @@ from ..model.quantised import silence_casts
 from ..prefill.layout import layout_of
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
-from .turns import Turns
 from .upstream import check_names
 
 check_names()
@@ -109,8 +108,7 @@ class BlendedBatching(ContinuousBatchingManager):
         self.logit_processor.logits_processor.insert(0, self._watch)
         self.logit_processor.do_processing = True
         self._clock = time.thread_time if model.device.type == "cpu" else time.monotonic  # of the work that is shared
-        make_turns = lambda: Turns(self._wake_up_loop.set, self._settle, self._clock)  # noqa: E731
-        self.prefills = BlendedPrefills(self, self.blend_config, make_turns)
+        self.prefills = BlendedPrefills(self)
 
     def add_request(  # type: ignore[override]
         self,
@@ -175,6 +173,12 @@ class BlendedBatching(ContinuousBatchingManager):
         return max(self.prefills.stuck_s, time.monotonic() - self._begun if is_stepping else 0.0)
 
     @property
+    def _scheduler(self) -> BlendedScheduler:
+        """Asked for by the engine's threads alone, while it runs."""
+        scheduler: BlendedScheduler = self.batch_processor.scheduler  # type: ignore[assignment,union-attr]
+        return scheduler
+
+    @property
     def paged(self) -> BlendedPagedCache:
         """The engine's cache, while it runs."""
         if self.batch_processor is None:
@@ -208,7 +212,6 @@ class BlendedBatching(ContinuousBatchingManager):
         """Stop, as in transformers: by default when every request is done."""
         super().stop(*args, **settings)
         if not self.is_running():
-            self.prefills.clear()
             self.prefills.close()
             while self._hooks:
                 self._hooks.pop().remove()
@@ -261,8 +264,7 @@ class BlendedBatching(ContinuousBatchingManager):
                 "blended blocks hold full attention alone. Use a BlendCache for each request."
             )
         BlendedPagedCache.adopt(processor.cache, self.prefills)
-        scheduler = BlendedScheduler.adopt(processor.scheduler, self.prefills)  # type: ignore[arg-type]
-        scheduler.begin = self._advance
+        BlendedScheduler.adopt(processor.scheduler, self.prefills, self._advance)
         return processor
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
@@ -287,7 +289,7 @@ class BlendedBatching(ContinuousBatchingManager):
 
     def _advance(self) -> None:
         """Give a turn to the prefill that is under way, before a step: less what it took too long before."""
-        is_decoding = self.batch_processor is not None and bool(self.batch_processor.scheduler.active_requests)
+        is_decoding = bool(self._scheduler.active_requests)
         seconds = self._due_s if self.stall_s is None else self.stall_s
         begun = time.monotonic()
         self.prefills.advance(seconds if is_decoding else IDLE_TURN_S)
@@ -298,34 +300,31 @@ class BlendedBatching(ContinuousBatchingManager):
             self.on_stall(took)
 
     def _generation_step(self) -> None:
-        scheduler: Any = self.batch_processor.scheduler if self.batch_processor else None
         self._stepping, self._charged = threading.get_ident(), self._clock()
         try:
             super()._generation_step()
         finally:
             self._stepping = None
             self._charge()
-            scheduler.fit()
-        self._watch.check(sum(one.has_new_token for one in scheduler.in_step))
+            self._scheduler.fit()
+        self._watch.check(sum(one.has_new_token for one in self._scheduler.in_step))
 
     def _charge(self) -> None:
         """Charge the tenants of the step under way what it took since they were charged last."""
-        scheduler: Any = self.batch_processor.scheduler  # type: ignore[union-attr]
         since, self._charged = self._charged, self._clock()
-        scheduler.charge(self._charged - since)
+        self._scheduler.charge(self._charged - since)
 
     def _overtake(self, module: nn.Module, args: Any) -> None:
         """At a layer of a step, let prefills of tenants go first that have had less than the others in it."""
-        if self._stepping != threading.get_ident() or self.batch_processor is None:
+        if self._stepping != threading.get_ident():
             return
         self._charge()
         self.take_up()
-        scheduler: Any = self.batch_processor.scheduler
-        if not self.prefills.are_ahead(scheduler.tokens):
+        if not self.prefills.are_ahead(self._scheduler.tokens):
             return
         begun = time.monotonic()
         with _as_between_steps(self._configs):
-            self.prefills.overtake(scheduler.tokens)
+            self.prefills.overtake(self._scheduler.tokens)
         took = time.monotonic() - begun
         self._charged = self._clock()  # what was lent is none of the step's
         self._given_s += took
@@ -333,10 +332,9 @@ class BlendedBatching(ContinuousBatchingManager):
 
     def _behind_images(self, module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         """Move the positions of a step's rows whose images take fewer of them than tokens."""
-        if self._stepping != threading.get_ident() or self.batch_processor is None:
+        if self._stepping != threading.get_ident():
             return None
-        scheduler: Any = self.batch_processor.scheduler
-        rows = [one for one in scheduler.in_step for _ in range(one.query_length)]
+        rows = [one for one in self._scheduler.in_step for _ in range(one.query_length)]
         moved = [getattr(one.state, "fewer_positions", 0) for one in rows]
         positions = given["position_ids"].clone()
         positions[0, : len(moved)] += torch.tensor(moved, dtype=positions.dtype, device=positions.device)
@@ -345,7 +343,7 @@ class BlendedBatching(ContinuousBatchingManager):
     def take_up(self) -> None:
         """Take up new requests, as the engine does before each step."""
         for state in drain_queue(self.input_queue):
-            self.batch_processor.scheduler.add_waiting_request(state)  # type: ignore[union-attr]
+            self._scheduler.add_waiting_request(state)
 
     def draw(self, state: RequestState, logits: Tensor) -> Token:
         """Draw a request's next token as a step does, from `[1, vocabulary]` logits."""
@@ -361,14 +359,13 @@ class BlendedBatching(ContinuousBatchingManager):
 
     def enter(self, state: RequestState, first: Token) -> None:
         """Let a request decode whose blocks are filled, and whose first token is drawn."""
-        scheduler: Any = self.batch_processor.scheduler  # type: ignore[union-attr]
-        scheduler.take_up(state)
+        self._scheduler.take_up(state)
         state.remaining_prefill_tokens, state.position_offset = [], len(state.initial_tokens)
         state.status = RequestStatus.DECODING
         is_over = state.update_and_check_completion(*first)
         if is_over:
-            scheduler.finish_request(state.request_id)
-            scheduler.block_new_requests = False
+            self._scheduler.finish_request(state.request_id)
+            self._scheduler.block_new_requests = False
         if is_over or state.streaming:
             self.output_router.deliver(state.to_generation_output())
 

@@ -8,11 +8,12 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from .service import Tenants
 from .wire import Limits, error_body
@@ -70,10 +71,6 @@ class Doors:
         return Guarded
 
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
-
 access = logging.getLogger("hf_blend.serving.access")
 
 PLAIN = re.compile(r"[!-~]{1,128}")  # a client's name for its request, which goes into logs
@@ -113,9 +110,8 @@ class Guard:
             self.doors.idle(client)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope.setdefault("state", {})
-        headers = {name.decode("latin1").lower(): value.decode("latin1") for name, value in scope["headers"]}
-        given, started = headers.get("x-request-id", ""), time.monotonic()
+        state, request = scope.setdefault("state", {}), Request(scope, receive)
+        given, started = request.headers.get("x-request-id", ""), time.monotonic()
         state["id"] = given if PLAIN.fullmatch(given) else secrets.token_hex(12)
 
         async def noted(message: Any) -> None:
@@ -127,7 +123,7 @@ class Guard:
         self._inside += 1
         try:
             async with asyncio.timeout(2 * self._limits.request_s):  # also of one who does not read
-                await self._passed(scope, receive, noted, headers)
+                await self._passed(request, noted)
         except (TimeoutError, asyncio.CancelledError):  # the server cuts the connection
             state["status"] = CUT
         finally:
@@ -141,57 +137,54 @@ class Guard:
                 time.monotonic() - started, state["id"], tenant.name or "-" if tenant else "-",
             )  # fmt: skip
 
-    async def _passed(self, scope: Scope, receive: Receive, send: Send, headers: dict[str, str]) -> None:
+    async def _passed(self, request: Request, send: Send) -> None:
         try:
-            if self._inside > self._limits.inside:
+            if self._inside > 4 * self._limits.requests + 64:  # 429 is said to fewer, behind their bodies
                 raise Refused(503, f"{self._inside} requests are here already. Try again in a moment.", "busy")
-            tenant = self._tenants.find(headers.get("authorization"))
+            tenant = self._tenants.find(request.headers.get("authorization"))
             if tenant is None:
                 text = "the API key is missing or wrong. Send 'Authorization: Bearer KEY'."
                 raise Refused(401, text, "invalid_api_key")
-            scope["state"]["tenant"] = tenant
-            body = await self._body(headers, receive)
+            request.state.tenant = tenant
+            body = await self._body(request)
         except Refused as refused:
             is_stranger = refused.status == 401
             kind = "authentication_error" if is_stranger else "invalid_request_error"
             more = {"www-authenticate": "Bearer"} if is_stranger else {"connection": "close"}
             answer = respond(refused.status, error_body(str(refused), kind, refused.code), more)
-            await answer(scope, receive, send)
+            await answer(request.scope, request.receive, send)
             return
-        if body is None:
+        except ClientDisconnect:
             return
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Any:
             """Give the body once, and from then on what the client does."""
-            return messages.pop() if messages else await receive()
+            return messages.pop() if messages else await request.receive()
 
-        await self._app(scope, replay, send)
+        await self._app(request.scope, replay, send)
 
-    async def _body(self, headers: dict[str, str], receive: Receive) -> bytes | None:
-        """All of it; None where the client went away."""
-        most, length = self._limits.body_bytes, headers.get("content-length", "0")
+    async def _body(self, request: Request) -> bytes:
+        """All of it."""
+        most, length = self._limits.body_bytes, request.headers.get("content-length", "0")
         too_large = Refused(413, f"the body is larger than {most} bytes. Send less.", "request_too_large")
         if length.isdecimal() and (len(length) > MOST_DIGITS or int(length) > most):
             raise too_large
         parts, size = [], 0
         try:
             async with asyncio.timeout(self._limits.body_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
+                async for part in request.stream():
+                    parts.append(part)
+                    size += len(part)
                     if size > most:
                         raise too_large
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
         except TimeoutError:
             slow = f"the body did not arrive within {self._limits.body_s:g} s. Send it faster."
             raise Refused(408, slow, "request_timeout") from None
+        return b"".join(parts)
 
 
-def respond(status: int, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> JSONResponse:
+def respond(status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Answer with an error; one that passes says when to ask again."""
-    return JSONResponse(body, status, {**headers, **({"retry-after": RETRY_S} if status in (429, 503) else {})})
+    again = {"retry-after": RETRY_S} if status in (429, 503) else {}
+    return JSONResponse(body, status, {**again, **(headers or {})})

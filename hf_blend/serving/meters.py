@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ..store.metrics import StoreMetrics
@@ -49,10 +49,8 @@ class Meters:
         """Count a response."""
         self.requests.labels(str(status)).inc()
 
-    def answered(self, run: Running | None, costs: dict[str, Any], is_whole: bool) -> None:
+    def answered(self, run: Running, costs: dict[str, Any], is_whole: bool) -> None:
         """Count an answer, or what there was of it."""
-        if run is None:
-            return
         now, first = time.perf_counter(), run.arrived[0] if run.arrived else None
         begun = run.begun or first
         self.waiting.observe((begun or now) - run.started)
@@ -90,7 +88,3 @@ class Meters:
         yield CounterMetricFamily("hf_blend_prefill_failures", "Blended prefills that failed.", value=failed)
         steps = getattr(engine, "current_batch", 0)  # it has none before its first step
         yield CounterMetricFamily("hf_blend_steps", "Steps of the engine that did not fail.", value=steps)
-
-    def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
-        return bytes(generate_latest(self.registry))

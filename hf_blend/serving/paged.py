@@ -36,13 +36,11 @@ class BlendedPagedCache(PagedAttentionCache):
     tails: dict[int, tuple[str, int]]  # what is in a block up to the end of the last chunk, hashed → request, block
 
     @classmethod
-    def adopt(cls, cache: PagedAttentionCache, guide: Any) -> "BlendedPagedCache":
+    def adopt(cls, cache: Any, guide: Any) -> None:
         """Turn the cache that the engine made into one of this class."""
         cache.__class__ = cls
-        adopted: BlendedPagedCache = cache  # type: ignore[assignment]
-        adopted.guide, adopted.blended, adopted.tails = guide, {}, {}
-        adopted._keep_layers_together()
-        return adopted
+        cache.guide, cache.blended, cache.tails = guide, {}, {}
+        cache._keep_layers_together()
 
     def _keep_layers_together(self) -> None:
         """Order K, and V, by layers, not by blocks: those of a layer in blocks that are in a row are then a slice."""

@@ -9,17 +9,19 @@ is drawn from the logits of the blend. Where the blocks are those of an earlier 
 """
 
 import hashlib
+import inspect
 import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.generation.continuous_batching.utils import stream_context
 
 from .. import plugins
@@ -28,13 +30,12 @@ from ..config import BlendConfig
 from ..model.anatomy import decoder_layers, default_sink
 from ..model.canary import compute_chunk
 from ..model.fingerprint import fingerprint
+from ..model.modality import KINDS_OF_TOKENS
 from ..prefill.plan import of_set
-from ..prefill.report import BlendReport
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, Found
 from .paged import salted
-from .pictures import model_inputs
 from .shares import Shares
 from .turns import Turns
 
@@ -80,11 +81,6 @@ class Prefilled:
     reason: str = ""
     begun: float | None = None  # by time.perf_counter
 
-    def note(self, report: BlendReport) -> None:
-        """Keep the figures of a blend; the report itself holds tensors of every layer."""
-        self.how, self.charged_budget = "blended", report.charged_budget
-        self.reused_tokens, self.recomputed_tokens = report.reused_tokens, sum(map(len, report.chosen_columns))
-
 
 @dataclass(eq=False)
 class _Held:
@@ -107,11 +103,13 @@ class _Held:
 class BlendedPrefills:
     """The requests that are held back, and the threads that fill their blocks."""
 
-    def __init__(self, engine: Any, config: BlendConfig, make_turns: Callable[[], Turns]) -> None:
+    def __init__(self, engine: Any) -> None:
         """`engine` is a `BlendedBatching`."""
-        self._engine, self._config, self._make_turns = engine, config, make_turns
+        config: BlendConfig = engine.blend_config
+        self._engine, self._config = engine, config
         self._model: nn.Module = engine.model
-        self._lanes = [make_turns()]
+        self._make_turns = partial(Turns, engine._wake_up_loop.set, engine._settle, engine._clock)
+        self._lanes = [self._make_turns()]
         self._running: dict[Turns, _Held] = {}  # whose blocks each lane fills
         self.shares = Shares()
         selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
@@ -128,11 +126,6 @@ class BlendedPrefills:
     def turns(self) -> Turns:
         """Those of the thread that asks; in other threads those of the first lane."""
         return next((lane for lane in self._lanes if lane.is_mine), self._lanes[0])
-
-    def close(self) -> None:
-        """End the threads."""
-        for lane in self._lanes:
-            lane.close()
 
     def tenant_of(self, request_id: str) -> str:
         """Whose request it is, by the namespace of the store."""
@@ -190,14 +183,16 @@ class BlendedPrefills:
             if held.state.request_id == request_id:
                 lane.cancel()
 
-    def clear(self) -> None:
-        """All requests are over."""
+    def close(self) -> None:
+        """All requests are over: end the threads."""
         for request_id in [*self._held, *self._reuse, *self._ready]:
             self.drop(request_id)
         self._finished = None
         if self._finder is not None:
             self._finder.shutdown(cancel_futures=True)
             self._finder = None
+        for lane in self._lanes:
+            lane.close()
 
     def take_ready(self, request_id: str) -> int:
         """How many tokens of a prompt are in its blocks already; 0 for one that the engine computes."""
@@ -268,12 +263,10 @@ class BlendedPrefills:
         others = [self.shares.of(one) for one in tenants if one != tenant]
         return max(0.0, min(others) - self.shares.of(tenant)) if others else 0.0
 
-    def _had(self, lane: Turns) -> float:
-        return self.shares.of(self._running[lane].tenant)
-
     def _asking(self) -> list[Turns]:
         """Those that wait for a turn, the one of the tenant that had least first."""
-        return sorted((lane for lane in self._running if lane.is_asking), key=self._had)
+        asking = (lane for lane in self._running if lane.is_asking)
+        return sorted(asking, key=lambda lane: self.shares.of(self._running[lane].tenant))
 
     def _hurry(self, tenant: str) -> None:
         """Let those under way of tenants that had more yield at their next layer."""
@@ -326,7 +319,7 @@ class BlendedPrefills:
 
     def _next(self) -> _Held | None:
         """The request to begin with: of the tenant that had least, if those under way are of tenants with more."""
-        busy = {held.tenant: self._had(lane) for lane, held in self._running.items()}
+        busy = {held.tenant: self.shares.of(held.tenant) for held in self._running.values()}
         ready = [held for held in self._held.values() if held.is_found is not None and held.is_found.done()]
         first = min(
             (held for held in ready if held not in self._running.values() and held.tenant not in busy),
@@ -442,7 +435,7 @@ class BlendedPrefills:
         cache.get_seq_length()  # from here on it sees the model's call
         inputs: Mapping[str, Any] = {"input_ids": torch.tensor([state.initial_tokens], device=paged.device)}
         if held.reuse.pictures:
-            given, state.fewer_positions = model_inputs(self._model, state.initial_tokens, held.reuse.pictures)
+            given, state.fewer_positions = _model_inputs(self._model, state.initial_tokens, held.reuse.pictures)
             inputs = cache.inputs_with_images(**given)
         output = self._model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         layers: list[Any] = cache.layers
@@ -451,7 +444,9 @@ class BlendedPrefills:
             self.turns.checkpoint()
             paged.write(index, rows, layer.keys[0], layer.values[0])
         held.first = self._engine.draw(state, output.logits[0, -1:])
-        held.outcome.note(cache.report)
+        outcome, report = held.outcome, cache.report  # which holds tensors of every layer
+        outcome.how, outcome.charged_budget = "blended", report.charged_budget
+        outcome.reused_tokens, outcome.recomputed_tokens = report.reused_tokens, sum(map(len, report.chosen_columns))
 
     def _root(self, spans: Spans, reuse: Reuse, token_ids: Sequence[int]) -> int:
         """What the hashes of blended blocks begin at: all that their K and V depend on beside the tokens in them."""
@@ -465,3 +460,23 @@ class BlendedPrefills:
         }
         digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "little")
+
+
+def _model_inputs(
+    model: nn.Module, token_ids: Sequence[int], pictures: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], int]:
+    """What a forward of some tokens with images is given, and how many positions fewer they take than tokens.
+
+    There may be more tokens than the prompt had: of an answer that is computed again.
+    """
+    ids = torch.tensor([token_ids])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for name, value in pictures.items():
+        is_mark = name.endswith(KINDS_OF_TOKENS)
+        given[name] = nn.functional.pad(value, (0, ids.shape[1] - value.shape[1])) if is_mark else value
+    given = {name: value.to(model.device) for name, value in given.items()}
+    place = getattr(model.base_model, "get_rope_index", None)
+    if place is None:
+        return given, 0
+    taken = {name: value for name, value in given.items() if name in inspect.signature(place).parameters}
+    return given, int(place(**taken)[1])

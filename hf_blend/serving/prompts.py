@@ -3,22 +3,43 @@
 """Prompts of requests: messages through the model's chat template, or text, with documents that are found in them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from ..errors import PromptError
 from ..prompt.messages import build_messages, plain_messages, render
 from ..prompt.pieces import Span, TextPrompt, tokenize
 from ..prompt.text import build_text
 from ..prompt.tokenizer import front_ids
-from .pictures import MARK, is_picture, parts_of
 from .tools import check_rendered
 
-__all__ = ["chat_prompt", "text_prompt"]
+__all__ = ["MARK", "PicturePrompt", "chat_prompt", "is_picture", "parts_of", "text_prompt"]
 
 BETWEEN = "\n\n"
 CHARS_PER_TOKEN = 8  # a text of more than that may be too long; it is tokenized by parts first
 PART = 1 << 14  # characters: 5,000 tokens of prose, and 20 ms
 SEAM = 64  # tokens that a part may have more because it was cut off
+MARK = {"type": "image"}  # where a chat template puts an image
+
+
+@dataclass(frozen=True)
+class PicturePrompt(TextPrompt):
+    """A prompt with images, and what a forward is given for them beside the ids."""
+
+    arguments: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def parts_of(message: Mapping[str, Any]) -> list[Any]:
+    """The content of a message in parts."""
+    content = message.get("content") or []
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def is_picture(part: Any) -> bool:
+    """Whether a part of a message is an image."""
+    return isinstance(part, Mapping) and part.get("type") == "image_url"
 
 
 def chat_prompt(

@@ -33,13 +33,11 @@ class BlendedScheduler(FIFOScheduler):
     took: float  # seconds of it that were charged
 
     @classmethod
-    def adopt(cls, scheduler: FIFOScheduler, prefills: BlendedPrefills) -> "BlendedScheduler":
+    def adopt(cls, scheduler: Any, prefills: BlendedPrefills, begin: Callable[[], Any]) -> None:
         """Turn the scheduler that the engine made into one of this class."""
         scheduler.__class__ = cls
-        adopted: BlendedScheduler = scheduler  # type: ignore[assignment]
-        adopted.prefills, adopted.in_step, adopted.suspects = prefills, [], set()
-        adopted.begin, adopted.shared_step, adopted.tokens, adopted.took = lambda: None, LEAST_STEP, Counter(), 0.0
-        return adopted
+        scheduler.prefills, scheduler.begin, scheduler.in_step, scheduler.suspects = prefills, begin, [], set()
+        scheduler.shared_step, scheduler.tokens, scheduler.took = LEAST_STEP, Counter[str](), 0.0
 
     def add_waiting_request(self, state: Any) -> None:
         """Take up a request; it is held back if it may reuse chunks."""

@@ -148,7 +148,6 @@ class Running:
     """A request that is under way."""
 
     name: str
-    prompt: TextPrompt
     started: float = field(default_factory=time.perf_counter)
     begun: float | None = None  # when its prefill began
     tokens: list[int] = field(default_factory=list)
@@ -203,7 +202,7 @@ class Service:
         self, tenant: Tenant, asked: Generation, prompt: TextPrompt, sampling: Sampling
     ) -> AsyncGenerator[Running, None]:
         """Have the engine answer; gives the request after each token. Whoever stops listening cancels it."""
-        run = Running(f"{self._prefix}-{next(self._numbers)}", prompt)
+        run = Running(f"{self._prefix}-{next(self._numbers)}")
         yield run
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         self._come.add(outputs)
@@ -211,7 +210,16 @@ class Service:
         is_over = False
         try:
             async with asyncio.timeout(self.limits.request_s):
-                self._add(tenant, asked, run, sampling)
+                self.engine.add_request(
+                    prompt,
+                    run.name,
+                    asked.new_tokens or self.limits.new_tokens,
+                    store=self.tenants.stores[tenant.name],
+                    salt=tenant.salt,
+                    streaming=True,
+                    sampling=sampling,
+                    eos_token_id=-1 if asked.ignore_eos else None,
+                )
                 while not is_over:
                     output = await outputs.get()
                     if output is None:
@@ -236,23 +244,6 @@ class Service:
         if TRIM is not None and time.monotonic() - self._trimmed > TRIM_S:
             self._trimmed = time.monotonic()
             asyncio.get_running_loop().run_in_executor(None, TRIM, 0)
-
-    def _add(self, tenant: Tenant, asked: Generation, run: Running, sampling: Sampling) -> None:
-        self.engine.add_request(
-            run.prompt,
-            run.name,
-            asked.new_tokens or self.limits.new_tokens,
-            store=self.tenants.stores[tenant.name],
-            salt=tenant.salt,
-            streaming=True,
-            sampling=sampling,
-            eos_token_id=-1 if asked.ignore_eos else None,
-        )
-
-    def note_begin(self, run: Running) -> None:
-        """Note when its prefill began, if that was a blended one; else the engine has said it."""
-        outcome = self.engine.outcome(run.name)
-        run.begun = (outcome.begun if outcome else None) or run.begun
 
     def give_up(self) -> None:
         """End what is under way, with an error that says so. Called in the event loop."""

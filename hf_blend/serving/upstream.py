@@ -16,55 +16,45 @@ from ..errors import UnsupportedModelError
 __all__ = ["NAMES", "check_names"]
 
 PACKAGE = "transformers.generation.continuous_batching"
-NAMES = {  # module: class or function: its methods, and attributes that it sets
-    "cache": {
-        "PagedAttentionCache": "can_store_request_tokens evict_cached_blocks free_all_requests free_blocks "
-        "mark_complete_blocks search_prefix_match cache_allocators device pool",
-    },
-    "cache_allocators.cache_allocator": {
-        "CacheAllocator": "acquire_prefix_blocks get_write_indices match_prefix_blocks update block_physical_stride "
-        "block_table blocks_per_sector cache_tensor index layer_indices ledger num_blocks tokens_per_page "
-        "write_trash_index",
-        "compute_block_hash": "",
-    },
-    "cache_allocators.cache_pool": {
-        "CachePool": "count_free_blocks free_blocks try_to_free_sectors free_sectors num_free_sectors",
-    },
-    "cache_allocators.full_attention": {"FullAttentionCacheAllocator": "_copy_view _kv_token_views"},
-    "cb_logits_processors": {
-        "ContinuousBatchingLogitsProcessor": "fill_defaults prepare_tensor_args",
-        "ContinuousBatchingLogitsProcessorList": "_retrieve_processors_kwargs check_kwargs do_processing "
-        "logits_processor prepare_tensor_args tensors_required",
-    },
-    "continuous_api": {
-        "ContinuousBatchProcessor": "_handle_request_error has_pending_requests cache inputs_and_outputs model_runner "
-        "scheduler",
-        "ContinuousBatchingManager": "_create_batch_processor _generation_loop_body _generation_step add_request "
-        "cancel_request destroy is_running register_result_handler start stop _request_counter _wake_up_loop "
-        "batch_processor continuous_batching_config current_batch generation_config input_queue logit_processor model "
-        "output_router",
-        "OutputRouter": "_lock deliver result_handlers",
-    },
-    "input_outputs": {"ContinuousBatchingIOs": "compute_stream"},
-    "model_runner": {"ModelRunner": "_sample return_logprobs"},
-    "requests": {
-        "FutureRequestState": "has_new_token state",
-        "RequestState": "create_equivalent_initial_request generated_tokens initial_tokens logit_processor_kwargs "
-        "position_offset remaining_prefill_tokens request_id status to_generation_output update_and_check_completion",
-    },
-    "scheduler": {
-        "FIFOScheduler": "",
-        "Scheduler": "_cleanup_waiting_queue _get_waiting_candidates _process_candidates _try_to_meet_safety_margin "
-        "add_waiting_request clear_cancelled_requests finish_request schedule_batch _cancellation_lock "
-        "_requests_to_cancel active_requests block_new_requests waiting_requests waiting_requests_order",
-    },
-    "utils": {"drain_queue": "", "stream_context": ""},
+NAMES = {  # class or function: its methods, and attributes that it sets
+    "cache.PagedAttentionCache": "can_store_request_tokens evict_cached_blocks free_all_requests free_blocks "
+    "mark_complete_blocks search_prefix_match cache_allocators device pool",
+    "cache_allocators.cache_allocator.CacheAllocator": "acquire_prefix_blocks get_write_indices match_prefix_blocks "
+    "update block_physical_stride block_table blocks_per_sector cache_tensor index layer_indices ledger "
+    "num_blocks tokens_per_page write_trash_index",
+    "cache_allocators.cache_allocator.compute_block_hash": "",
+    "cache_allocators.cache_pool.CachePool": "count_free_blocks free_blocks try_to_free_sectors free_sectors "
+    "num_free_sectors",
+    "cache_allocators.full_attention.FullAttentionCacheAllocator": "_copy_view _kv_token_views",
+    "cb_logits_processors.ContinuousBatchingLogitsProcessor": "fill_defaults prepare_tensor_args",
+    "cb_logits_processors.ContinuousBatchingLogitsProcessorList": "_retrieve_processors_kwargs check_kwargs "
+    "do_processing logits_processor prepare_tensor_args tensors_required",
+    "continuous_api.ContinuousBatchProcessor": "_handle_request_error has_pending_requests cache inputs_and_outputs "
+    "model_runner scheduler",
+    "continuous_api.ContinuousBatchingManager": "_create_batch_processor _generation_loop_body _generation_step "
+    "add_request cancel_request destroy is_running register_result_handler start stop _request_counter "
+    "_wake_up_loop batch_processor continuous_batching_config current_batch generation_config input_queue "
+    "logit_processor model output_router",
+    "continuous_api.OutputRouter": "_lock deliver result_handlers",
+    "input_outputs.ContinuousBatchingIOs": "compute_stream",
+    "model_runner.ModelRunner": "_sample return_logprobs",
+    "requests.FutureRequestState": "has_new_token state",
+    "requests.RequestState": "create_equivalent_initial_request generated_tokens initial_tokens "
+    "logit_processor_kwargs position_offset remaining_prefill_tokens request_id status to_generation_output "
+    "update_and_check_completion",
+    "scheduler.FIFOScheduler": "",
+    "scheduler.Scheduler": "_cleanup_waiting_queue _get_waiting_candidates _process_candidates "
+    "_try_to_meet_safety_margin add_waiting_request clear_cancelled_requests finish_request schedule_batch "
+    "_cancellation_lock _requests_to_cancel active_requests block_new_requests waiting_requests "
+    "waiting_requests_order",
+    "utils.drain_queue": "",
+    "utils.stream_context": "",
 }
 
 
 def check_names() -> None:
     """Look for every name."""
-    missing = [name for module, classes in NAMES.items() for name in _missing(module, classes)]
+    missing = [name for owner, parts in NAMES.items() for name in _missing(owner, parts.split())]
     if missing:
         import transformers
 
@@ -74,17 +64,16 @@ def check_names() -> None:
         )
 
 
-def _missing(module: str, classes: dict[str, str]) -> list[str]:
+def _missing(owner: str, parts: list[str]) -> list[str]:
+    module, _, name = owner.rpartition(".")
     try:
-        found = importlib.import_module(f"{PACKAGE}.{module}")
+        found = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name, None)
     except ImportError as error:
-        return [f"{module} ({error})"]
-    absent = []
-    for name, parts in classes.items():
-        owner = getattr(found, name, None)
-        known = set() if owner is None else _names_in(owner)
-        absent += [f"{name}.{part}" for part in parts.split() if part not in known] if owner else [name]
-    return absent
+        return [f"{owner} ({error})"]
+    if found is None:
+        return [owner]
+    known = _names_in(found)
+    return [f"{name}.{part}" for part in parts if part not in known]
 
 
 def _names_in(owner: Any) -> set[str]:

@@ -40,11 +40,6 @@ class Limits:
     stop_chars: int = 256  # of each
     stuck_s: float = 60.0  # after so long without any progress of what is under way the server is not ready
 
-    @property
-    def inside(self) -> int:
-        """Requests whose body arrives or whose answer is made; those over the limit of requests are refused."""
-        return 4 * self.requests + 64
-
 
 MOST_TOKENS = (1 << 31) - 1
 MOST_SEED = 1 << 64

@@ -23,7 +23,7 @@ from .layout import Layout
 from .lock import Selection
 from .methods.base import BlockMethod
 
-Blocks = list[list[int]]  # of each request
+Block = tuple[int, int]  # of a request: its row, its number
 
 
 class AwayBlocks(BlockedLayer):
@@ -36,7 +36,7 @@ class AwayBlocks(BlockedLayer):
         super().__init__(layer, config, method)
         self._metrics, self._size = metrics, config.block_tokens
         self._has_stepped = False
-        self._ahead: tuple[Blocks, Future[list[KV]]] | None = None
+        self._ahead: tuple[list[Block], Future[KV]] | None = None
         layer.observer = self._observe
 
     @property
@@ -65,9 +65,8 @@ class AwayBlocks(BlockedLayer):
 
     def close(self) -> None:
         """The session is over."""
-        self.release()
         self._made = None
-        self._count()
+        self.release()
         self._layer.sees_blocks, self._layer.observer = False, None
 
     def whole(self) -> KV:
@@ -79,92 +78,72 @@ class AwayBlocks(BlockedLayer):
         self._forget_ahead()
         if self._layout is None or len(self._layout.rows) != len(selections):
             return
-        held = [set(blocks) for blocks in self._layout.rows]
         away = min(self._layer.away_tokens, self._layout.tail) // self._size
-        coming = [
-            [block for block in one.blocks if block < away and block not in have]
-            for one, have in zip(selections, held, strict=True)
-        ]
-        if any(coming):
+        held = {(row, block) for row, blocks in enumerate(self._layout.rows) for block in blocks}
+        chosen = [(row, block) for row, one in enumerate(selections) for block in one.blocks if block < away]
+        coming = [one for one in chosen if one not in held]
+        if coming:
             self._ahead = coming, self._layer.memory.reading().submit(self._layer.there.blocks, coming, self._size)
-
-    def attended(self, selections: Sequence[Selection]) -> tuple[Layout, Tensor, Tensor]:
-        """See `BlockedLayer.attended`."""
-        found = super().attended(selections)
-        if self.is_away:
-            self._count()
-        return found
 
     def _gathered(self, layout: Layout, capacity: int) -> KV:
         """See `BlockedLayer._gathered`; blocks that the copy has are moved, the others are brought."""
         if not self.is_away:
             return super()._gathered(layout, capacity)
+        slots = {(row, one): slot for row, some in enumerate(layout.rows) for slot, one in enumerate(some) if one >= 0}
         here = self._columns(len(layout.rows))
-        missing = [sorted({*blocks} - {-1, *there}) for blocks, there in zip(layout.rows, here, strict=True)]
         keys, values = (one.new_zeros((*one.shape[:2], capacity, one.shape[3])) for one in self._layer.read(0, 0))
         copy = keys, values  # zeros, as a filler is hidden, but not from NaN
-        for row, (blocks, there) in enumerate(zip(layout.rows, here, strict=True)):
-            moved = {slot: there[one] for slot, one in enumerate(blocks) if one in there}
-            columns = (torch.tensor([*moved.values()], dtype=torch.long)[:, None] + torch.arange(self._size)).flatten()
-            for old, part in zip(self._copy or (), copy, strict=False):
-                some = old[row].index_select(1, columns.to(old.device)).unflatten(1, (-1, self._size))
-                self._scatter(part[row], [*moved], some)
-        for row, found in enumerate(self._brought(missing, copy)):
-            slots = {one: slot for slot, one in enumerate(layout.rows[row])}
-            for blocks, states in found:
-                for part, some in zip(copy, states, strict=True):
-                    self._scatter(part[row], [slots[one] for one in blocks], some)
+        moved = [one for one in slots if one in here]
+        if moved:
+            rows = torch.tensor([row for row, _ in moved])[:, None]
+            columns = torch.tensor([here[one] for one in moved])[:, None] + torch.arange(self._size)
+            for part, old in zip(copy, self._copy or (), strict=True):
+                self._scatter(part, [slots[one] for one in moved], moved, old[rows, :, columns])
+        for blocks, states in self._brought([one for one in slots if one not in here], copy):
+            for part, some in zip(copy, states, strict=True):
+                self._scatter(part, [slots[one] for one in blocks], blocks, some.to(part.device, non_blocking=True))
         return copy
 
-    def _columns(self, batch: int) -> list[dict[int, int]]:
-        """For each request the blocks that the copy has, and their first columns."""
+    def _scatter(self, states: Tensor, slots: list[int], blocks: list[Block], some: Tensor) -> None:
+        """Write blocks `[blocks, size, kv_heads, head_dim]` to slots of `[batch, kv_heads, columns, head_dim]`."""
+        every = states[:, :, : states.shape[2] // self._size * self._size].unflatten(2, (-1, self._size))
+        every[torch.tensor([row for row, _ in blocks]), :, torch.tensor(slots)] = some.transpose(1, 2)
+
+    def _columns(self, batch: int) -> dict[Block, int]:
+        """The blocks that the copy has, and their first columns."""
         old, known = self._layout, min(self._held, self._layer.unchanged_tokens)
         if old is None or self._copy is None or self._copy[0].shape[0] != batch or known < old.tail:
-            return [{} for _ in range(batch)]
+            return {}
         behind = range(-(-old.tail // self._size), known // self._size)
         tail = {one: old.fixed + one * self._size - old.tail for one in behind}
-        return [tail | {one: slot * self._size for slot, one in enumerate(row) if one >= 0} for row in old.rows]
+        rows = (tail | {one: slot * self._size for slot, one in enumerate(some)} for some in old.rows)
+        return {(row, one): column for row, columns in enumerate(rows) for one, column in columns.items()}
 
-    def _brought(self, missing: Blocks, copy: KV) -> list[list[tuple[list[int], KV]]]:
-        """For each request blocks and their K and V, `[kv_heads, blocks, size, head_dim]`, read ahead or now."""
-        found: list[list[tuple[list[int], KV]]] = [[] for _ in missing]
+    def _brought(self, missing: list[Block], copy: KV) -> list[tuple[list[Block], KV]]:
+        """Blocks and their K and V, `[blocks, size, kv_heads, head_dim]`, read ahead or now."""
+        found, size = list[tuple[list[Block], KV]](), self._size
         ahead, self._ahead = self._ahead, None
-        expected = ahead[0] if ahead is not None and len(ahead[0]) == len(missing) else [[] for _ in missing]
-        known = self._layer.unchanged_tokens // self._size
-        ready = [
-            [one for one in some if one in absent and one < known]
-            for some, absent in zip(expected, missing, strict=True)
-        ]
-        rest = [[one for one in absent if one not in some] for some, absent in zip(ready, missing, strict=True)]
-        away = self._layer.away_tokens // self._size
-        there = [[one for one in blocks if one < away] for blocks in rest]
-        sources: list[tuple[Blocks, Blocks, list[KV]]] = []
-        if ahead is not None and any(ready):
-            sources.append((expected, ready, ahead[1].result()))
-        if any(there):
-            sources.append((there, there, self._layer.there.blocks(there, self._size)))
-        for held, selected, blocks in sources:
-            for row, (names, states) in enumerate(zip(selected, blocks, strict=True)):
-                index = torch.tensor([held[row].index(one) for one in names], dtype=torch.long)
-                some = states if names == held[row] else (states[0][index], states[1][index])
-                keys, values = (part.to(copy[0].device, non_blocking=True).permute(2, 0, 1, 3) for part in some)
-                found[row].append((names, (keys, values)))
-        for row, absent in enumerate(rest):
-            for one in set(absent) - set(there[row]):  # the last ones, of which some tokens are not away
-                keys, values = self._layer.read(one * self._size, (one + 1) * self._size)
-                found[row].append(([one], (keys[row][:, None], values[row][:, None])))
-        prefetched, read = sum(map(len, ready)), sum(map(len, rest))
-        in_vain = sum(map(len, ahead[0])) - prefetched if ahead is not None else 0
+        known, away = self._layer.unchanged_tokens // size, self._layer.away_tokens // size
+        expected = {one: place for place, one in enumerate(ahead[0])} if ahead is not None else {}
+        ready = [one for one in missing if one in expected and one[1] < known]
+        rest = [one for one in missing if one not in expected or one[1] >= known]
+        there = [one for one in rest if one[1] < away]
+        if ahead is not None and ready:
+            places = torch.tensor([expected[one] for one in ready])
+            keys, values = ahead[1].result()
+            found.append((ready, (keys, values) if ready == ahead[0] else (keys[places], values[places])))
+        if there:
+            found.append((there, self._layer.there.blocks(there, size)))
+        for row, one in rest:
+            if one >= away:  # the last ones, of which some tokens are not away
+                keys, values = (part[row].transpose(0, 1) for part in self._layer.read(one * size, (one + 1) * size))
+                found.append(([(row, one)], (keys[None], values[None])))
+        in_vain = len(expected) - len(ready)
         token_bytes = sum(part[0, :, :1].numel() * part.element_size() for part in copy)
-        self._metrics.loaded_blocks += prefetched + read
-        self._metrics.prefetched_blocks += prefetched
-        self._metrics.loaded_bytes += (prefetched + read + in_vain) * self._size * token_bytes
+        self._metrics.loaded_blocks += len(missing)
+        self._metrics.prefetched_blocks += len(ready)
+        self._metrics.loaded_bytes += (len(missing) + in_vain) * size * token_bytes
         return found
-
-    def _scatter(self, states: Tensor, slots: list[int], blocks: Tensor) -> None:
-        """Write blocks `[kv_heads, blocks, size, head_dim]` to slots of `[kv_heads, columns, head_dim]`."""
-        every = states[:, : states.shape[1] // self._size * self._size].unflatten(1, (-1, self._size))
-        every.index_copy_(1, torch.tensor(slots, dtype=torch.long, device=states.device), blocks)
 
     def _forget_ahead(self) -> None:
         if self._ahead is not None:
@@ -187,11 +166,7 @@ class AwayBlocks(BlockedLayer):
     def _read(self, start: int, end: int) -> KV:
         if not self.is_away:
             return super()._read(start, end)
-        keys, values = self._layer.read(start, end)
-        return keys, values
-
-    def _keys(self, start: int, end: int) -> Tensor:
-        return self._read(start, end)[0]
+        return self._layer.read(start, end)
 
     def _count(self) -> None:
         """Note what is on the device."""

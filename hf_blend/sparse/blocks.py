@@ -66,10 +66,7 @@ class BlockedLayer:
         return past // self._config.block_tokens
 
     def scores(self, queries: Tensor, past: int) -> Tensor:
-        """What the method says of every complete block.
-
-        Shapes: queries `[batch, heads, rows, head_dim]` → `[batch, rows, blocks]`.
-        """
+        """What the method says of every complete block: `[batch, heads, rows, head_dim]` → `[batch, rows, blocks]`."""
         blocks = self._represented(self.complete(past))
         batch, _, rows, width = queries.shape
         grouped = queries.reshape(batch, blocks.shape[1], -1, rows, width)
@@ -89,10 +86,7 @@ class BlockedLayer:
         return Selection(tuple(chosen.tolist()), self.complete(past) * self._config.block_tokens)
 
     def attended(self, selections: Sequence[Selection]) -> tuple[Layout, Tensor, Tensor]:
-        """The K and V that a step looks at.
-
-        Shape: `[batch, kv_heads, columns, head_dim]`.
-        """
+        """The K and V that a step looks at, `[batch, kv_heads, columns, head_dim]`."""
         layout, held = self._layout, 0
         if layout is not None and layout.selections == tuple(selections):
             held = min(self._held, self._layer.unchanged_tokens)
@@ -113,12 +107,12 @@ class BlockedLayer:
 
     def _gathered(self, layout: Layout, capacity: int) -> KV:
         """Buffers that begin with the selected blocks."""
-        blocks = layout.blocks.to(self._layer.keys.device)
-        return self._buffer(self._layer.keys, blocks, capacity), self._buffer(self._layer.values, blocks, capacity)
+        keys, values = self.whole()
+        return self._buffer(keys, layout, capacity), self._buffer(values, layout, capacity)
 
-    def _buffer(self, states: Tensor, blocks: Tensor, capacity: int) -> Tensor:
+    def _buffer(self, states: Tensor, layout: Layout, capacity: int) -> Tensor:
         batch, heads, tokens, width = states.shape
-        size, count = self._config.block_tokens, blocks.shape[1]
+        blocks, size, count = layout.blocks.to(states.device), self._config.block_tokens, layout.blocks.shape[1]
         buffer, every = states.new_empty((batch, heads, capacity, width)), tokens // size
         for row in range(batch):  # whole blocks are copied in half the time of their tokens
             found = states[row, :, : every * size].unflatten(1, (every, size)).flatten(2)
@@ -130,17 +124,12 @@ class BlockedLayer:
         """K and V of some tokens."""
         return self._layer.keys[:, :, start:end], self._layer.values[:, :, start:end]
 
-    def _keys(self, start: int, end: int) -> Tensor:
-        """K of some tokens."""
-        keys: Tensor = self._layer.keys[:, :, start:end]
-        return keys
-
     def _represented(self, count: int) -> Tensor:
         """The representations of the first blocks, made for those that are new or changed."""
         size = self._config.block_tokens
         known = 0 if self._made is None else min(self._made.shape[2], self._layer.unchanged_tokens // size)
         if known < count or self._made is None:
-            keys = self._keys(known * size, count * size).unflatten(2, (count - known, size))
+            keys = self._read(known * size, count * size)[0].unflatten(2, (count - known, size))
             if known == 0:
                 self._prepared = self._method.prepare(keys)
             new = self._method.represent(keys, self._prepared)

@@ -31,7 +31,6 @@ class SparseConfig:
     lock_duration: int = 16  # steps after which a selection is dropped, however well it compares
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
         object.__setattr__(self, "method_options", Options(self.method_options))
         if not 0 < self.share <= 1:
             raise ConfigError(f"share is {self.share}, wanted a number above 0 and up to 1. Try 0.25.")

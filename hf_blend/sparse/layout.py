@@ -73,11 +73,22 @@ def cut_mask(mask: Tensor | None, layout: Layout, query: Tensor, total: int, nam
     allowed = columns[:, None] <= past[:, None]
     allowed = (allowed if seen is None else allowed & seen[:, None])[:, None].to(query.device)
     if mask is None:
-        zeros = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
-        return allowed if name == "sdpa" else zeros.masked_fill(~allowed, torch.finfo(query.dtype).min)
+        return as_taken(allowed, query, name)
     index = columns[:, None, None].to(mask.device).expand(-1, mask.shape[1], rows, -1)
     part = mask.expand(len(columns), -1, -1, -1).gather(-1, index)
-    return part & allowed if part.dtype == torch.bool else part.masked_fill(~allowed, torch.finfo(part.dtype).min)
+    return narrowed(part, allowed)
+
+
+def narrowed(mask: Tensor, seen: Tensor) -> Tensor:
+    """A mask, boolean or added to the scores, that hides what is not `seen` as well."""
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+
+
+def as_taken(mask: Tensor, query: Tensor, name: str) -> Tensor:
+    """A mask as the attention of this name takes it: only sdpa takes a boolean one, others add it to the scores."""
+    if name == "sdpa" or mask.dtype != torch.bool:
+        return mask
+    return narrowed(torch.zeros(mask.shape, dtype=query.dtype, device=query.device), mask)
 
 
 def is_cut(mask: Any, name: str) -> bool:

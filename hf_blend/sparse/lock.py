@@ -30,20 +30,30 @@ class Selection:
 
 
 @dataclass
-class LockMetrics:
-    """What locks went through."""
+class SparseMetrics:
+    """What locks went through, then what else happened in a session."""
 
     locks: int = 0
     unlocks: int = 0
     kept: int = 0
     changed: int = 0
     steps: int = 0
+    rounds: int = 0
+    full_rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    compared_rounds: int = 0
+    equal_rounds: int = 0
+    dense_steps: int = 0
+    loaded_blocks: int = 0
+    prefetched_blocks: int = 0
+    loaded_bytes: int = 0
 
 
 class SelectionLock:
     """The selection of one request in one layer."""
 
-    def __init__(self, config: SparseConfig, metrics: LockMetrics) -> None:
+    def __init__(self, config: SparseConfig, metrics: SparseMetrics) -> None:
         self._config, self._metrics = config, metrics
         self.selection: Selection | None = None
         self.age_steps = self.unchecked_steps = 0
@@ -53,11 +63,8 @@ class SelectionLock:
         """Whether the next step needs to know what would be selected now."""
         if not self._config.lock or self.selection is None:
             return True
-        return min(self._config.lock_duration - self.age_steps, self._interval - self.unchecked_steps) <= 0
-
-    @property
-    def _interval(self) -> int:
-        return self._config.checkpoint_interval
+        is_old = self.age_steps >= self._config.lock_duration
+        return is_old or self.unchecked_steps >= self._config.checkpoint_interval
 
     def get(self, select: Callable[[], Selection], steps: int = 1) -> Selection:
         """The selection of the next step."""

@@ -14,6 +14,7 @@ import statistics
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,29 +24,14 @@ from .. import plugins
 from ..cache.blend_cache import BlendCache
 from ..cache.layers import BlendLayer
 from ..cache.static_layer import StaticLayer
+from ..offload.layer import OffloadedLayer
+from .away import AwayBlocks
 from .blocks import BlockedLayer
 from .config import MOST_STEP_TOKENS, SparseConfig
 from .layout import Layout, cut_mask, is_cut, kept_mass
-from .lock import LockMetrics, Selection, SelectionLock
-from .methods.base import BlockMethod
+from .lock import Selection, SelectionLock, SparseMetrics
 
 SelectedKV = tuple[Tensor, Tensor, Any]  # K, V and mask of what is looked at
-
-
-@dataclass
-class SparseMetrics(LockMetrics):
-    """What happened."""
-
-    rounds: int = 0
-    full_rounds: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    compared_rounds: int = 0
-    equal_rounds: int = 0
-    dense_steps: int = 0
-    loaded_blocks: int = 0
-    prefetched_blocks: int = 0
-    loaded_bytes: int = 0
 
 
 @dataclass
@@ -63,21 +49,18 @@ class SparseSession:
         self.config, self.metrics = config, SparseMetrics()
         self._cache, self._watch_mass = cache, watch_mass
         method = plugins.load("sparse.methods", config.method)(config.method_options)
-        full = {n: one for n, one in enumerate(cache.layers) if isinstance(one, BlendLayer) and not one.is_sliding}
-        self.layers = {index: _Layer(one, self._blocked(one, method)) for index, one in full.items()}
+        self.layers: dict[int, _Layer] = {}
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, OffloadedLayer):
+                self.layers[index] = _Layer(layer, AwayBlocks(layer, config, method, self.metrics))
+            elif isinstance(layer, BlendLayer) and not layer.is_sliding:
+                self.layers[index] = _Layer(layer, BlockedLayer(layer, config, method))
         self._masses: list[float] = []
         self.thread: int | None = None  # that generates
         self._past = self._rows = 0  # of the forward that runs, or of the round whose outcome is not known yet
         self._seen: dict[int, tuple[Selection, ...]] = {}  # by the target in this round
         self._drafted: dict[int, tuple[Selection, ...]] = {}  # by the draft, under the target's number of the layer
         self._selecting: SelectingDraft | None = None
-
-    def _blocked(self, layer: Any, method: BlockMethod) -> BlockedLayer:
-        if self._cache.kv_memory is None:
-            return BlockedLayer(layer, self.config, method)
-        from .away import AwayBlocks  # brings accelerate, which takes a while
-
-        return AwayBlocks(layer, self.config, method, self.metrics)
 
     @property
     def kept_mass(self) -> float | None:
@@ -214,19 +197,14 @@ class SparseSession:
                 lock.unlock()
         select = layer.blocks.select
         if query.shape[2] > 1:
-            drafted = self._drafted_scores(index, query.shape[0], layer.blocks.complete(past))
-            if drafted:
+            drafted = None if self._selecting is None else self._selecting.of(index)
+            if drafted is not None and drafted.shape == (query.shape[0], layer.blocks.complete(past)):
                 return [lock.get(lambda: select(drafted[row], past), 0) for row, lock in enumerate(layer.locks)]  # noqa: B023
             layer.scores = None if self._selecting else layer.blocks.scores(query, past)
             held = [lock.selection for lock in layer.locks]
             return [one for one in held if one is not None] if all(held) else []
         scores = layer.blocks.scores(query, past)[:, 0] if any(lock.is_due for lock in layer.locks) else None
         return [lock.get(lambda: select(scores[row], past)) for row, lock in enumerate(layer.locks)]  # type: ignore[index] # noqa: B023
-
-    def _drafted_scores(self, index: int, batch: int, blocks: int) -> Sequence[Tensor]:
-        """What the draft says of the blocks of this round, for each request; empty if it says nothing."""
-        scores = None if self._selecting is None else self._selecting.of(index)
-        return list(scores) if scores is not None and scores.shape == (batch, blocks) else []
 
     def _prefetch(self, layer: _Layer, query: Tensor, past: int) -> None:
         """Where a lock is due in the next step, read ahead what this step's query would select."""
@@ -289,14 +267,6 @@ class Draft:
         return None if cut is NotImplemented else (taken[0], taken[1], cut)
 
 
-@dataclass
-class _Keys:
-    """What `BlockedLayer` needs of a layer of the draft model's own cache."""
-
-    keys: Tensor | None = None
-    unchanged_tokens: int = 0
-
-
 class SelectingDraft(Draft):
     """A draft model that looks at all, and whose queries of a round select what the verification looks at.
 
@@ -308,7 +278,7 @@ class SelectingDraft(Draft):
         super().__init__(session, num_layers)
         config = session.config
         method = plugins.load("sparse.methods", config.method)(config.method_options)
-        self._keys = [_Keys() for _ in range(num_layers)]
+        self._keys = [SimpleNamespace() for _ in range(num_layers)]  # what is blocked of the draft's own cache
         self._blocks = [BlockedLayer(keys, config, method) for keys in self._keys]
         self.scores: dict[int, Tensor] = {}
 
@@ -326,7 +296,8 @@ class SelectingDraft(Draft):
         if key.shape[2] <= past:  # a window
             return None
         known = self.scores.get(index)
-        self._keys[index].keys, self._keys[index].unchanged_tokens = key, 0 if known is None else past
+        own = self._keys[index]
+        own.keys, own.values, own.unchanged_tokens = key, value, 0 if known is None else past
         scores = block_shares(self._blocks[index].scores(query, past)).amax(dim=1)
         self.scores[index] = scores if known is None or known.shape != scores.shape else torch.maximum(known, scores)
         return None
@@ -338,9 +309,6 @@ class SelectingDraft(Draft):
 
 
 def block_shares(scores: Tensor) -> Tensor:
-    """Scores as shares of each row, so that rows can be compared.
-
-    Shapes: scores `[batch, rows, blocks]`.
-    """
+    """Scores `[batch, rows, blocks]` as shares of each row, so that rows can be compared."""
     always = scores.isinf()
     return scores.masked_fill(always, -math.inf).softmax(-1).masked_fill(always, math.inf)

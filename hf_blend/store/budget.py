@@ -17,13 +17,12 @@ from .locks import new_lock
 from .stats import StoreStats
 from .tiers.base import ObjectStat, Source, Tier, is_name
 
-__all__ = ["APPLY_EVERY", "BoundedTier", "Budget"]
+__all__ = ["BoundedTier", "Budget"]
 
 logger = logging.getLogger(__name__)
 
-APPLY_EVERY = 1024  # uses that are noted before they are entered in the index
+_APPLY_EVERY = 1024  # uses that are noted before they are entered in the index
 _LOOK_EVERY_S = 2.0  # at what other processes stored, and at most a fiftieth of the time
-_RECOUNT_S = 60.0  # at most so often all sizes are read again
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -83,15 +82,12 @@ class Budget:
         with self._lock, contextlib.suppress(OSError):  # it costs only a better choice of who leaves
             self._note(name, important_ratio)
 
-    def remove(self, name: str) -> int:
-        """Strike an object off; its pin stays for its return. Gives the bytes that it took."""
+    def remove(self, name: str) -> None:
+        """Strike an object off; its pin stays for its return."""
         with self._lock:
-            row = self.index.row(name)
-            if row is None:
-                return 0
-            self.index.remove(name)
-            self._grow(-row[0], row[1])
-            return row[0]
+            if (row := self.index.row(name)) is not None:
+                self.index.remove(name)
+                self._grow(-row[0], row[1])
 
     def set_pin(self, name: str, pinned: bool) -> None:
         """Keep an object, entered or not, from leaving, or let it."""
@@ -145,7 +141,6 @@ class Budget:
         self._evict(nbytes)
 
     def _evict(self, nbytes: int, quota: tuple[str, int] | None = None) -> None:
-        """Let go of what leaves, until enough is gone."""
         while names := self.victims(nbytes, quota):
             for name in names:
                 self.stats.count("evicted", self.name, int(self._let_go(name)))
@@ -168,7 +163,7 @@ class Budget:
 
     def _note(self, name: str, important_ratio: float | None) -> None:
         self._noted.append((name, self._now_s(), important_ratio))
-        if len(self._noted) >= APPLY_EVERY:
+        if len(self._noted) >= _APPLY_EVERY:
             self.apply()
 
     def apply(self) -> None:
@@ -211,7 +206,7 @@ class BoundedTier(Budget):
         self.makes_room = True  # on a full device, by evicting; not where another tier takes what is refused
         self.before_eviction: Callable[[str], object] = lambda _: None  # receives the name of what is about to leave
         self._spare_bytes = spare_bytes
-        self._next_look_s = self._next_recount_s = -1.0
+        self._next_look_s = -1.0
         self._has_put = False
         self._stuck: frozenset[str] = frozenset()
 
@@ -341,13 +336,9 @@ class BoundedTier(Budget):
         return self.tier.put_if_absent(name, parts)
 
     def _evict(self, nbytes: int, quota: tuple[str, int] | None = None) -> None:
-        """As in `Budget`; sizes are read again first where more has to leave than comes."""
-        if self._excess(nbytes, quota) > max(nbytes, 1) and time.monotonic() > self._next_recount_s:
-            self._next_recount_s = time.monotonic() + _RECOUNT_S
-            self.index.distrust()  # more has to leave than this one takes: are the sizes right?
-            self._next_look_s = -1.0
-            self._look()
-            for name in self.index.larger(self._cap_bytes):  # damaged: what is whole need not leave for it
+        """As in `Budget`; where more has to leave than comes, what is larger than the cap leaves before all others."""
+        if self._excess(nbytes, quota) > max(nbytes, 1):
+            for name in self.index.larger(self._cap_bytes):
                 if name not in self._pins and name not in self._used:
                     self.stats.count("evicted", self.name, int(self._let_go(name)))
         super()._evict(nbytes, quota)

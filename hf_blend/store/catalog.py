@@ -69,7 +69,7 @@ class Catalog:
 
     def digest(self, name: str) -> str:
         """The digest of an entry; of one that is not known what its name says, which may be another's HMAC."""
-        found = next(filter(None, (self._key(tier, name) for tier in self._tiers)), None) if self._secret else None
+        found = next(filter(None, (self.key(tier, name) for tier in self._tiers)), None) if self._secret else None
         return found.digest if found else name[-64:]
 
     def add(self, tier: BoundedTier, key: ChunkKey) -> bool:
@@ -81,10 +81,10 @@ class Catalog:
             tier.know(name, stat, key)
         return stat is not None
 
-    def copied(self, name: str, near: BoundedTier, far: BoundedTier) -> None:
-        """Take up an entry that another tier has now, too."""
-        if (key := self._key(near, name)) is not None:
-            self.add(far, key)
+    def key(self, tier: BoundedTier, name: str) -> ChunkKey | None:
+        """What a tier's index says that an object is, if its name proves it."""
+        key = tier.index.key(name, self.namespace)
+        return key if key is not None and self.name(key.digest) == name else None
 
     def match(
         self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int], *, parts: bool = True
@@ -193,11 +193,6 @@ class Catalog:
             is_held = any(key.digest in index for index in self._at_hand)
             return is_held or any(self.name(key.digest) in tier.index for tier in self._tiers)
         return False
-
-    def _key(self, tier: BoundedTier, name: str) -> ChunkKey | None:
-        """What a tier's index says that an object is, if its name proves it."""
-        key = tier.index.key(name, self.namespace)
-        return key if key is not None and self.name(key.digest) == name else None
 
     def _learn(self, tier: BoundedTier, names: Sequence[str], stop_s: float) -> None:
         """Read which chunks entries hold; what is not a readable chunk of ours is passed over."""

@@ -293,7 +293,6 @@ class EntryReader:
                     yield (f"layer.{index}.{kind}{part.suffix}", part.axes, part.tokens_axis, tokens)
 
     def _layout(self) -> Layout:
-        """What the chunk looks like."""
         packing, plans = self._packing, {plan.name: plan for plan in self.header.tensors}
 
         def form(index: int, kind: str) -> tuple[int, int, torch.dtype]:
@@ -309,8 +308,11 @@ class EntryReader:
         return Layout(layers, tuple(map(table, range(self._tables))), self.layer_table)
 
     def _checked_tables(self, take: Callable[[str], Tensor]) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The rotary tables, none with absurd values or such as stretch what they rotate where the model's do not."""
         tables = tuple((take(f"table.{index}.cos"), take(f"table.{index}.sin")) for index in range(self._tables))
-        check_tables(tables, self._expected)
+        are_usable = all(has_usable_values(part) for pair in tables for part in pair)
+        if not are_usable or (self._expected is not None and not self._expected.fits_norms(tables)):
+            raise EntryFault("values", f"a table of {len(tables)} holds NaN or infinity, or stretches what it turns")
         return tables
 
     def _layer_start(self, index: int) -> int:
@@ -351,13 +353,6 @@ class EntryReader:
     def _states(self, take: Callable[[str], Tensor], index: int) -> tuple[Tensor, ...]:
         states = tuple(self._packing.states(take, index, kind) for kind in self._kinds[index])
         return states if self._back is None else tuple(one.index_select(1, self._back) for one in states)
-
-
-def check_tables(tables: tuple[tuple[Tensor, Tensor], ...], layout: Layout | None) -> None:
-    """Refuse rotary tables that hold absurd values, or stretch what they rotate where the model's do not."""
-    usable = all(has_usable_values(part) for pair in tables for part in pair)
-    if not usable or (layout is not None and not layout.fits_norms(tables)):
-        raise EntryFault("values", f"a table of {len(tables)} holds NaN or infinity, or stretches what it turns")
 
 
 def _fits(plan: TensorPlan, expected: tuple[str, int, int | None, int]) -> bool:

@@ -133,15 +133,15 @@ def pack_entry(
 
     A text of `about` may be named "digests" for its place among the others; those of the tensors take it.
     """
-    pairs = [plan_of(name, tensor, secret) for name, tensor in tensors]
-    header = Header(kind, about, tuple(plan for plan, _ in pairs))
-    return [memoryview(header.encode(secret)), *(view for _, view in pairs)]
-
-
-def plan_of(name: str, tensor: Tensor, secret: bytes | None) -> tuple[TensorPlan, memoryview]:
-    """Plan a tensor of an entry; gives its bytes, too."""
-    view = bytes_of(tensor)
-    return TensorPlan(name, dtype_name(name, tensor.dtype), tuple(tensor.shape), digest_of(view, secret).hex()), view
+    plans, views = list[TensorPlan](), list[memoryview]()
+    for name, tensor in tensors:
+        if tensor.dtype not in NAMES:
+            expected = ", ".join(DTYPES)
+            raise StoreError(f"{name} is {tensor.dtype}, expected one of {expected}. Convert it before storing.")
+        views.append(bytes_of(tensor))
+        digest = digest_of(views[-1], secret).hex()
+        plans.append(TensorPlan(name, NAMES[tensor.dtype], tuple(tensor.shape), digest))
+    return [memoryview(Header(kind, about, tuple(plans)).encode(secret)), *views]
 
 
 class EntryFile:
@@ -239,13 +239,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def compact(value: object) -> str:
     """Write JSON without white space."""
     return json.dumps(value, separators=(",", ":"))
-
-
-def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """What safetensors calls a dtype; raises StoreError if no entry holds it."""
-    if dtype not in NAMES:
-        raise StoreError(f"{name} is {dtype}, expected one of {', '.join(DTYPES)}. Convert it before storing.")
-    return NAMES[dtype]
 
 
 def _checked_text(text: object) -> str:

@@ -8,7 +8,7 @@ in-place writes, address and shape of each tensor, and on the CPU some bytes of 
 numpy that nobody counts. A write of a few values through those two can pass unseen, any other is found.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -31,27 +31,19 @@ class Guard:
         self._tensors = list(tensors)
         self._pieces = [piece for tensor in self._tensors for piece in _pieces(tensor)]
         self._versioned = [one for one in self._tensors if not one.is_inference()]
-        self._before: Any = None
-        self.is_intact()
+        self._before = self._marks()
 
     def is_intact(self) -> bool:
         """Return True if nothing was written to the tensors since, as far as that can be seen."""
-        return Guard.are_intact((self,))[0]
+        return bool(self._marks() == self._before)
 
-    @staticmethod
-    def are_intact(guards: "Sequence[Guard]") -> list[bool]:
-        """As `is_intact`, for the chunks of a request at once."""
-        found = []
-        for one in guards:
-            marks = (  # by map, which calls no function of ours: each hit takes this way
-                list(map(Tensor.data_ptr, one._tensors)),
-                list(map(_SHAPE, one._tensors)),
-                list(map(_VERSION, one._versioned)),
-                xxhash.xxh3_64_intdigest(b"".join(map(np.ndarray.tobytes, one._pieces))),
-            )
-            one._before = one._before or marks
-            found.append(bool(marks == one._before))
-        return found
+    def _marks(self) -> Any:
+        return (  # by map, which calls no function of ours: each hit takes this way
+            list(map(Tensor.data_ptr, self._tensors)),
+            list(map(_SHAPE, self._tensors)),
+            list(map(_VERSION, self._versioned)),
+            xxhash.xxh3_64_intdigest(b"".join(map(np.ndarray.tobytes, self._pieces))),
+        )
 
 
 def _pieces(tensor: Tensor) -> list[np.ndarray]:

@@ -50,7 +50,7 @@ class TokenImportance:
         self._is_loaded = path is None
         self._lock = new_lock()
 
-    def note(self, digest: str, scores: Tensor, share: float) -> int:
+    def note(self, digest: str, scores: Tensor, share: float) -> None:
         """Take in what one request found.
 
         Shapes: scores `[tokens]`.
@@ -66,32 +66,26 @@ class TokenImportance:
                 average += NEW_SHARE * (new - average)
                 share = old.share + NEW_SHARE * (share - old.share)
                 known = _Known(average.astype(np.float16), old.requests + 1, share)
-            self._tokens += len(known.scores) - (len(old.scores) if old else 0)
+            self._tokens -= len(old.scores) if old else 0
             self._keep(digest, known)
             self._unsaved += 1
             if self._unsaved >= SAVE_EVERY:
                 self.save()
-            return known.requests
 
     def scores(self, digest: str) -> Tensor | None:
         """`[tokens]` float32, the average attention of a chunk's tokens; None if no request has reported it."""
-        with self._lock:
-            self._load()
-            known = self._known.get(digest)
-            return None if known is None else torch.from_numpy(known.scores.astype(np.float32))
+        known = self._report_of(digest)
+        return torch.from_numpy(known.scores.astype(np.float32)) if known else None
 
     def share(self, digest: str) -> float | None:
         """The average share of a chunk's tokens that were important; None if no request has reported it."""
-        with self._lock:
-            self._load()
-            known = self._known.get(digest)
-            return None if known is None else known.share
+        known = self._report_of(digest)
+        return known.share if known else None
 
     def requests(self, digest: str) -> int:
         """How many requests have reported a chunk."""
-        with self._lock:
-            self._load()
-            return self._known[digest].requests if digest in self._known else 0
+        known = self._report_of(digest)
+        return known.requests if known else 0
 
     def digests(self) -> list[str]:
         """The chunks that requests have reported, the one that was reported last last."""
@@ -121,8 +115,14 @@ class TokenImportance:
         except OSError as error:
             logger.info("%s could not be saved (%s); importance begins again at the next opening", self._path, error)
 
+    def _report_of(self, digest: str) -> _Known | None:
+        with self._lock:
+            self._load()
+            return self._known.get(digest)
+
     def _keep(self, digest: str, known: _Known) -> None:
         self._known[digest] = known
+        self._tokens += len(known.scores)
         while self._tokens > self._cap_tokens and len(self._known) > 1:
             _, gone = self._known.popitem(last=False)
             self._tokens -= len(gone.scores)
@@ -134,7 +134,6 @@ class TokenImportance:
         self._is_loaded = True
         try:
             for digest, known in self._read():
-                self._tokens += len(known.scores)
                 self._keep(digest, known)
         except (OSError, EntryFault, MemoryError) as error:
             logger.info("no usable importance at %s (%s)", self._path, error)

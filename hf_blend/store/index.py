@@ -107,22 +107,15 @@ class Index:
 
     def _begin(self) -> None:
         """Know nothing of what the file says."""
-        self._groups: dict[tuple[str, str, bytes], int] = {}
         self._parts: dict[str, str] = {}  # stamps of what is known to be in step
         self._checked: set[str] = set()  # those whose rows were compared with their digest
         self._windows, self._newest = np.zeros(1, np.uint64), 0  # hashes of heads and windows, sorted; of which chunk
-        self._doubted = False  # sizes that are known
         self._uses = -1.0  # of all objects so far, by all processes; below nothing if that is not known yet
 
     def enter(self, objects: Iterable[tuple[str, int, float, str | None]]) -> None:
         """Enter objects, each with name, size, time and owner, as used then; or correct their size and time."""
         given = [self._first_use(*one) for one in objects]
-
-        def act(db: Any) -> None:
-            db.executemany(_ENTER, given)
-            db.executemany(_CHANGED, [(row[0],) for row in given])
-
-        self._write(act)
+        self._write_rows((_ENTER, given), (_CHANGED, [row[:1] for row in given]))
 
     def describe(self, said: Iterable[tuple[str, ChunkKey]], owner: str) -> None:
         """Say which chunks objects are that were entered."""
@@ -143,14 +136,8 @@ class Index:
 
     def remove(self, *names: str) -> None:
         """Strike objects off, with what is known of them."""
-        rows = [(name,) for name in names if name in self]
-
-        def act(db: Any) -> None:
-            db.executemany("DELETE FROM objects WHERE name = ?", rows)
-            db.executemany(_CHANGED, rows)
-
-        if rows:
-            self._write(act)
+        if rows := [(name,) for name in names if name in self]:
+            self._write_rows(("DELETE FROM objects WHERE name = ?", rows), (_CHANGED, rows))
 
     def row(self, name: str) -> tuple[int, str | None] | None:
         """Size and owner of an object."""
@@ -192,13 +179,9 @@ class Index:
                 else:
                     known[name] = used_s, frequency, share if before is None else before + NEW_SHARE * (share - before)
         rows = [(self._score(*use), *use, name) for name, use in known.items()]
-
-        def act(db: Any) -> None:
-            db.executemany("UPDATE objects SET score = ?, used = ?, frequency = ?, share = ? WHERE name = ?", rows)
-            db.execute("UPDATE policy SET uses = ?", (self._uses,))
-
+        sql = "UPDATE objects SET score = ?, used = ?, frequency = ?, share = ? WHERE name = ?"
         if uses:
-            self._write(act)
+            self._write_rows((sql, rows), ("UPDATE policy SET uses = ?", [(self._uses,)]))
 
     def _first_use(self, name: str, nbytes: int, created: float, owner: str | None = None) -> tuple[Any, ...]:
         """The row of an object that was used once, when it was written."""
@@ -226,12 +209,8 @@ class Index:
             if self._policy is not None and not self._read("SELECT 1 FROM policy WHERE name = ?", kind):
                 names = [row[0] for row in self._read("SELECT name FROM objects")]
                 rows = [(self._score(*use), name) for name in names if (use := self._known_use(name))]
-
-                def act(db: Any) -> None:
-                    db.executemany("UPDATE objects SET score = ? WHERE name = ?", rows)
-                    db.execute("UPDATE policy SET name = ?", (kind,))
-
-                self._write(act)
+                scores = "UPDATE objects SET score = ? WHERE name = ?", rows
+                self._write_rows(scores, ("UPDATE policy SET name = ?", [(kind,)]))
         return self._uses
 
     def sync(self, tier: Tier, space: str, thorough: bool) -> None:
@@ -255,14 +234,6 @@ class Index:
                         self._list(tier, prefix, stamp)
                     if doubts == self.doubts:
                         self._parts[prefix] = stamp
-        self._doubted = self._doubted and bool(space)
-
-    def distrust(self) -> None:
-        """Have everything listed again at the next `sync`, with its size."""
-        self._parts.clear()
-        self._write(lambda db: db.execute("UPDATE parts SET stamp = ''"))
-        self._doubted = True
-        self.doubts += 1
 
     def remake(self) -> None:
         """Make the file again, of which a row turned out to be wrong."""
@@ -312,21 +283,19 @@ class Index:
 
     def records(self, owner: str, namespace: str) -> Iterator[tuple[str, ChunkKey | None, int, float]]:
         """Name, key, size and time of the chunks of an owner, by name; no key where what is kept cannot be one."""
-        last, page = "", list[Any]([()])
-        sql = (
-            f"SELECT name, {_SIZE}, {_CREATED}, fingerprint, prefix, ids FROM {_JOINED} WHERE name > ? AND o.owner = ?"
-        )
-        while page:
-            page = self._read(f"{sql} AND o.chunk > 0 ORDER BY name LIMIT {_PAGE // 10}", last, owner)
-            for name, nbytes, created, *said in page:
-                last = name
-                yield name, _key(said, namespace), nbytes, created
+        said = f"name, {_SIZE}, {_CREATED}, fingerprint, prefix, ids FROM {_JOINED}"
+        for name, nbytes, created, *key in self._owned(said, owner, _PAGE // 10):
+            yield name, _key(key, namespace), nbytes, created
 
     def owned(self, owner: str) -> Iterator[str]:
         """Names of the chunks of an owner, in order."""
-        last, sql = "", "SELECT name FROM objects WHERE name > ? AND owner = ? AND chunk > 0 ORDER BY name"
-        while page := self._read(f"{sql} LIMIT {_PAGE}", last, owner):
-            yield from (row[0] for row in page)
+        return (row[0] for row in self._owned("name FROM objects o", owner, _PAGE))
+
+    def _owned(self, said: str, owner: str, rows: int) -> Iterator[Any]:
+        """What is said of the chunks of an owner, by name, so many rows at once."""
+        last, sql = "", f"SELECT {said} WHERE name > ? AND o.owner = ? AND o.chunk > 0 ORDER BY name LIMIT {rows}"
+        while page := self._read(sql, last, owner):
+            yield from page
             last = page[-1][0]
 
     def count(self, owner: str, fingerprint: str | None = None) -> int:
@@ -367,7 +336,7 @@ class Index:
         doubts = self.doubts
         rows = self._within("SELECT name, nbytes, created FROM objects", prefix)
         known = {name: (nbytes, created) for name, nbytes, created in rows}
-        there = {} if stamp is None else dict(tier.listing(prefix, () if self._doubted else known))
+        there = {} if stamp is None else dict(tier.listing(prefix, known))
         gone = [(name, *row) for name, row in known.items() if name not in there]
         new = [(one.created, name, one.nbytes) for name, one in there.items() if one is not None]
         changed = [
@@ -414,15 +383,11 @@ class Index:
         self, db: Any, owner: str, fingerprint: str, chunk_prefix_ids: Sequence[int], make: bool = False
     ) -> int | None:
         named = (owner, fingerprint, pack_tokens(chunk_prefix_ids))
-        if named not in self._groups:
-            if make:
-                db.execute("INSERT OR IGNORE INTO groups(owner, fingerprint, prefix) VALUES (?, ?, ?)", named)
-            sql = "SELECT id FROM groups WHERE owner = ? AND fingerprint = ? AND prefix = ?"
-            found = db.execute(sql, named).fetchone()
-            if found is None or make:  # a transaction that fails takes a new number back
-                return found and int(found[0])
-            self._groups[named] = int(found[0])
-        return self._groups[named]
+        if make:
+            db.execute("INSERT OR IGNORE INTO groups(owner, fingerprint, prefix) VALUES (?, ?, ?)", named)
+        sql = "SELECT id FROM groups WHERE owner = ? AND fingerprint = ? AND prefix = ?"
+        found = db.execute(sql, named).fetchone()
+        return found and int(found[0])
 
     def _positions(self, ids: np.ndarray) -> np.ndarray:
         """Where in a prompt a head or a window stands, of any chunk there was; anywhere until all of them are read."""
@@ -457,6 +422,10 @@ class Index:
     def _read(self, sql: str, *given: object) -> list[Any]:
         found: list[Any] = self._run(lambda db: db.execute(sql, given).fetchall())
         return found
+
+    def _write_rows(self, *changes: tuple[str, Sequence[Sequence[Any]]]) -> None:
+        """Make changes, each for some rows, all or none."""
+        self._write(lambda db: [db.executemany(sql, rows) for sql, rows in changes])
 
     def _write(self, act: Callable[[Any], object]) -> None:
         """Change rows, all or none."""

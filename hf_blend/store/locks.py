@@ -1,15 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Locks that a forked child finds open, whatever thread of the parent held them at that instant."""
+"""Locks that a forked child finds open, whatever thread held them, and threads that keep no process from ending."""
 
 import functools
 import os
 import threading
+import traceback
 import weakref
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
-__all__ = ["new_lock"]
+__all__ = ["new_lock", "start"]
 
+Answer = TypeVar("Answer")
 _LOCKS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _HELD: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
@@ -23,6 +27,25 @@ def new_lock(held_by_forks: bool = False) -> Any:
     lock = threading.RLock()
     (_HELD if held_by_forks else _LOCKS).add(lock)
     return lock
+
+
+def start(act: Callable[[], Answer], name: str) -> "Future[Answer]":
+    """Do something in a thread of its own, which keeps no process from ending."""
+    future: Future[Answer] = Future()
+
+    def run(future: Future[Answer]) -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # for the thread that waits
+            held: BaseException | None = error
+            while held is not None:  # a client's frame may hold it, and so all bytes of the call until a collection
+                traceback.clear_frames(held.__traceback__)
+                held = held.__cause__ or held.__context__
+            future.set_exception(error)
+            del future  # this frame is held by the exception
+
+    threading.Thread(target=run, args=(future,), name=name, daemon=True).start()
+    return future
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .budget import APPLY_EVERY, Budget
+from .budget import Budget
 from .chunk import ChunkKey, ChunkKV, Layout
 from .eviction.base import EvictionPolicy
 from .guard import Guard
@@ -35,41 +35,31 @@ class MemoryCache(Budget):
         self._chunks: dict[str, tuple[ChunkKV, Guard, float]] = {}  # with the time at which it came
 
     def get(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
-        """Find chunks of a layout, and count the uses; what is too old, written to, or of another layout leaves.
-
-        Each hit takes this way, so that it calls as little as it can.
-        """
+        """Find chunks of a layout, and count the uses; what is too old, written to, or of another layout leaves."""
         found: dict[ChunkKey, ChunkKV] = {}
         with self._lock:
-            known, guards = list[ChunkKey](), list[Guard]()
             for key in keys:
-                if key.digest in self._chunks:
-                    known.append(key)
-                    guards.append(self._chunks[key.digest][1])
-            for key, is_intact in zip(known, Guard.are_intact(guards), strict=True):
                 name = key.digest
-                chunk, _, since_s = self._chunks[name]
+                if name not in self._chunks:
+                    continue
+                chunk, guard, since_s = self._chunks[name]
                 if self.ttl_s is not None and time.monotonic() - since_s > self.ttl_s:
                     self.delete(name)
                     continue
-                if not is_intact:
+                if not guard.is_intact():
                     self.delete(name)
                     self.stats.count("load_failures", f"{self.name}:changed")
                     self.stats.warn_once(f"chunk {name} was written to after it was handed out, and is read again")
                     continue
-                self._last_s = max(time.time(), self._last_s + 1e-6)
-                self._noted.append((name, self._last_s, None))
-                if len(self._noted) >= APPLY_EVERY:
-                    self.apply()
+                self._note(name, None)
                 if chunk.key is not key and chunk.key != key:
                     continue
-                if layout is not None and chunk.__dict__.get("_fits") is not layout and not chunk.fits(layout):
+                if not chunk.fits(layout):
                     self.delete(name)
                     self.stats.count("load_failures", f"{self.name}:layout")
                     continue
                 found[key] = chunk
-            with self.stats.lock:
-                self.stats.counts["hits", self.name] += len(found)
+            self.stats.count("hits", self.name, len(found))
         return found
 
     def peek(self, digest: str) -> ChunkKV | None:

@@ -49,7 +49,8 @@ class Limits:
 
     def memories(self, device: str | None = None) -> list[MemoryCache]:
         """Make the caches of chunks ready to use: of the device, if it may hold anything, and of the machine."""
-        memory = MemoryCache(self._memory_bytes, self._policy(), ttl_s=self.ttl_s)
+        cap_bytes = default_memory_bytes() if self.memory_bytes is None else self.memory_bytes
+        memory = MemoryCache(cap_bytes, self._policy(), ttl_s=self.ttl_s)
         if not device or not self.device_bytes:
             return [memory]
         return [MemoryCache(self.device_bytes, self._policy(), name="device", device=device, ttl_s=self.ttl_s), memory]
@@ -75,10 +76,6 @@ class Limits:
             spare_bytes=_spare_bytes(folder) if on_disk and folder and self.disk_bytes is None else None,
             quota_bytes=self.quota_bytes,
         )
-
-    @property
-    def _memory_bytes(self) -> int:
-        return default_memory_bytes() if self.memory_bytes is None else self.memory_bytes
 
     def _policy(self) -> EvictionPolicy:
         policy: EvictionPolicy = plugins.load("store.eviction", self.eviction)()

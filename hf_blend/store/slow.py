@@ -20,9 +20,8 @@ import numpy as np
 
 from .chunk import ChunkKey
 from .index import Index
-from .locks import new_lock
+from .locks import new_lock, start
 from .tiers.base import EntryFault, Source
-from .tiers.remote import start
 
 __all__ = ["ComputeTimes", "LateLoads", "RecordedSource", "WriteQueue"]
 

@@ -47,7 +47,11 @@ READ_S = 4e-3  # but from a slow tier no more at a time than come in so many sec
 FLUSH_S = 30.0
 DELETE_S = 60.0  # how long a delete waits for a write of the same chunk that is under way
 _UNLOCKED = contextlib.nullcontext()
-_COUNTED = ("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "dropped_writes", "evicted")
+_COUNTED = (
+    *("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "dropped_writes", "evicted"),
+    *("moved", "removed", "skipped"),
+)
+_TIMED = ("load_seconds", "store_seconds")
 
 
 class PendingWrite(NamedTuple):
@@ -221,6 +225,7 @@ class BaseStore:
         return self._put(chunk)
 
     def _put(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
+        """Take a chunk into memory, and write it to every tier or into its queue, which is waited for."""
         key = chunk.key
         if key.namespace != self.namespace:
             raise StoreError(
@@ -228,7 +233,17 @@ class BaseStore:
                 "namespace, or compute the chunk for the store's."
             )
         chunk.check()
-        return self._store(chunk, wait_s)
+        here = (memory.peek(key.digest) for memory in self._memories if memory.device is None)
+        mine = next((one for one in here if one and one.key == key), None) or chunk.own_copy()
+        stored = stored_as(mine, self._codec)
+        self._hold(stored)
+        encoded = functools.cache(partial(self._encode, mine))
+        for tier in self._tiers[self._tiers.index(self._home) :] if self._home else self._tiers:
+            write = self._write if tier.is_local else partial(self._send, wait_s=wait_s)
+            is_there = write(tier, stored, encoded)
+            if self._home and (is_there or not tier.is_local):
+                break
+        return chunk if stored is mine else stored
 
     def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
         """Find stored chunks inside any tokens, by content and at any offset, also where a few tokens differ.
@@ -383,14 +398,22 @@ class BaseStore:
         return all(queue.flush(max(0.0, stop_s - time.monotonic())) for queue in self._queues.values())
 
     def remove(self, digests: Iterable[str]) -> int:
-        """Remove chunks from every tier by their digests, and count them; raises StoreError if a tier refuses."""
-        removed = 0
+        """Remove chunks from every queue and tier by their digests, and count them.
+
+        Raises StoreError if a tier refuses, or takes too long to write a chunk.
+        """
+        count = 0
         for digest in digests:
+            self._deleted += 1
             try:
-                removed += self._delete(digest)
+                removed = [queue.cancel(digest, DELETE_S) for queue in self._queues.values()]  # may wait for `_moving`
+                with self._moving:
+                    removed += [tier.delete(self._catalog.name(digest)) for tier in self._tiers]
             except OSError as error:
                 raise _refused(f"chunk {digest} cannot be removed", error) from error
-        return removed
+            removed += [memory.delete(digest) for memory in self._memories]
+            count += any(removed)
+        return count
 
     def check(self, *, repair: bool = False) -> Iterator[CheckResult]:
         """Read and verify every entry of this namespace; with `repair` what can never become good is removed."""
@@ -466,8 +489,8 @@ class BaseStore:
         """
         tiers: list[Any] = [*self._memories, *self._tiers]
         return {
-            **{group: self._stats.group(group) for group in (*_COUNTED, "moved", "removed", "skipped")},
-            "seconds": self._stats.seconds(),
+            **{group: self._stats.group(group) for group in _COUNTED},
+            "seconds": {stage: found for stage in _TIMED if (found := self._stats.group(stage))},
             "entries": len(self._catalog),
             "bytes": {tier.name: tier.nbytes for tier in tiers},
             "pinned_bytes": {tier.name: tier.pinned_bytes for tier in tiers},
@@ -478,7 +501,7 @@ class BaseStore:
 
     def traffic(self) -> dict[str, tuple[int, float]]:
         """Bytes of K and V that were read since opening, and the seconds that took, by tier."""
-        seconds = self._stats.seconds().get("load_seconds", {})
+        seconds = self._stats.group("load_seconds")
         return {tier: (nbytes, seconds.get(tier, 0.0)) for tier, nbytes in self._stats.group("loaded_bytes").items()}
 
     def close(self) -> None:
@@ -493,7 +516,6 @@ class BaseStore:
         self.importance.save()
 
     def _verify(self, tier: BoundedTier, name: str, repair: bool) -> CheckResult:
-        """Read and verify one entry."""
         source, digest = None, self._catalog.digest(name)
         with contextlib.ExitStack() as opened:
             try:
@@ -720,7 +742,8 @@ class BaseStore:
         except (OSError, MemoryError, EntryFault) as error:
             self._refuse_write(far, error)
             return
-        self._catalog.copied(name, near, far)
+        if key := self._catalog.key(near, name):
+            self._catalog.add(far, key)
         self._stats.count("moved", far.name)
 
     def _leave_others(self, digest: str, there: BoundedTier) -> None:
@@ -745,26 +768,9 @@ class BaseStore:
         return removed
 
     def _is_held(self, digest: str) -> bool:
-        """Return True if a chunk is ready to use."""
         return any(one.contains(digest) for one in self._at_hand)
 
-    def _store(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
-        """Take a chunk into memory, and write it to every tier or into its queue."""
-        digest = chunk.key.digest
-        here = (memory.peek(digest) for memory in self._memories if memory.device is None)
-        mine = next((one for one in here if one and one.key == chunk.key), None) or chunk.own_copy()
-        stored = stored_as(mine, self._codec)
-        self._hold(stored)
-        encoded = functools.cache(partial(self._encode, mine))
-        for tier in self._tiers[self._tiers.index(self._home) :] if self._home else self._tiers:
-            write = self._write if tier.is_local else partial(self._send, wait_s=wait_s)
-            is_there = write(tier, stored, encoded)
-            if self._home and (is_there or not tier.is_local):
-                break
-        return chunk if stored is mine else stored
-
     def _encode(self, chunk: ChunkKV) -> Sequence[memoryview]:
-        """Write a chunk as an entry of this store."""
         return encode_entry(chunk, self.secret, self._codec)
 
     def _move(self, digest: str, there: BoundedTier) -> bool:
@@ -784,15 +790,6 @@ class BaseStore:
         except OSError as error:
             raise _refused(f"chunk {digest} cannot be moved to the {there.name} tier", error) from error
         return is_there
-
-    def _delete(self, digest: str) -> bool:
-        """Remove a chunk from every queue and tier; raises OSError if one refuses, or takes too long to write it."""
-        self._deleted += 1
-        removed = [queue.cancel(digest, DELETE_S) for queue in self._queues.values()]  # may itself wait for `_moving`
-        with self._moving:
-            removed += [tier.delete(self._catalog.name(digest)) for tier in self._tiers]
-        removed += [memory.delete(digest) for memory in self._memories]
-        return any(removed)
 
     def __enter__(self) -> Self:
         return self
@@ -881,4 +878,4 @@ class StreamingRead:
         store, key = self._store, self._reader.key
         store._stats.count("misses", store._refuse(self._tier, key, self._source, fault))
         with store._compute_times.timed(key):
-            return store._store(self._recompute())
+            return store.put(self._recompute())

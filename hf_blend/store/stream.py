@@ -70,7 +70,6 @@ class StreamedLayers(Sequence[KV]):
 
     @property
     def _is_coming(self) -> bool:
-        """Whether some thread still reads layers."""
         is_sound = self._fault is None and self._instead is None
         return is_sound and any(driver.is_running for driver in self.drivers)
 

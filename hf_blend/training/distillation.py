@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import full_cache, input_device
 from ..model.calibrate import rotary_styles
-from ..model.capture import capture, capture_alone, cut_chunk, keeps_tokens_alone
+from ..model.capture import capture, capture_alone, keeps_tokens_alone
 from ..model.correction import KV, ContextCorrection, addition, beside, features_of, not_sinks
 from ..model.fingerprint import fingerprint
 from ..model.identity.canonical import canonical, notes_kept
@@ -230,20 +230,17 @@ class _Documents:
         self._answers = [self._answered(question) for question in questions]
 
     def _layer(self, chunks: Sequence[tuple[ChunkKV, Span]], layer: int, style: type[RotaryStyle]) -> _Layer:
-        known, inputs, keep, tables = [], [], [], []
+        known, inputs, keep = [], [], []
         for chunk, span in chunks:
             own = slice(span.first, span.first + span.tokens)
             features = features_of(chunk, layer, style)
             known.append(features[own])
             inputs.append(beside(features)[own])
             keep.append(not_sinks(chunk, layer)[own])
-            there = cut_chunk(self._captured, replace(chunk.key, chunk_prefix_ids=()), span.start, span.stop)
-            if there.layer_table[layer] >= 0 and style.turns:
-                tables.append(there.tables[there.layer_table[layer]])
-        turn = None
-        if tables:
-            table = torch.cat([one[0] for one in tables]), torch.cat([one[1] for one in tables])
-            turn = compose(style, (torch.ones_like(table[0]), torch.zeros_like(table[1])), table)
+        turn, table = None, self._captured.tables[layer]
+        if table is not None and style.turns:
+            cos, sin = (part.reshape(-1, part.shape[-1])[self._columns].float() for part in table)
+            turn = compose(style, (torch.ones_like(cos), torch.zeros_like(sin)), (cos, sin))
         around = self._captured.layers[layer][:2]
         return _Layer(torch.cat(known), torch.cat(inputs), torch.cat(keep), style, turn, around)
 

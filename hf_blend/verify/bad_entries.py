@@ -81,16 +81,15 @@ def _of_other_tokens(subject: ModelUnderTest) -> list[str]:
     return [f"{used} entries of other tokens were used"] if used else []
 
 
+@torch.no_grad()
 def _of_other_weights(subject: ModelUnderTest) -> list[str]:
     store, prompts = ChunkStore.open("memory://"), subject.prompts[:1]
     subject.blend(prompts, RATIO, store)
     weight = subject.model.get_input_embeddings().weight
-    before = weight.detach().clone()
-    with torch.no_grad():
-        weight.mul_(1.5)
+    before = weight.clone()
+    weight.mul_(1.5)
     try:
         loaded = subject.blend(prompts, RATIO, store).cache.report.loaded_chunks
     finally:
-        with torch.no_grad():
-            weight.copy_(before)
+        weight.copy_(before)
     return [f"{loaded} entries of other weights were used"] if loaded else []

@@ -14,7 +14,6 @@ whole and alone, and again in each of these ways, none of our code in the model:
 It is the largest difference over all ways, prompts and rows: more rows than any check looks at.
 """
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +73,6 @@ class ModelUnderTest(CheckedModel):
         self.styles = rotary_styles(model)
         self.mixers = extras_of(model, len(decoder_layers(model)))
         self.num_layers = len(decoder_layers(model))
-        self.vocabulary = text_config(model).vocab_size
         bos = getattr(text_config(model), "bos_token_id", None)
         self.chunk_prefix_ids = (bos,) if isinstance(bos, int) else ()
 
@@ -102,11 +100,6 @@ class ModelUnderTest(CheckedModel):
     def logit_tolerance(self) -> float:
         """How far logits may be off: the floor; in float32 1e-5 where the floor is lower."""
         return max(self.floor.logits, FLOAT32_LOGITS) if self.dtype == torch.float32 else self.floor.logits
-
-    def ids(self, count: int, seed: int) -> tuple[int, ...]:
-        """Random tokens, none of the special ones at the beginning of the vocabulary."""
-        drawn = random.Random(seed)
-        return tuple(drawn.randrange(min(8, self.vocabulary - 1), self.vocabulary) for _ in range(count))
 
     def cache(self, ratio: float, store: Any = None, selector: str = "kv-deviation", **more: Any) -> BlendCache:
         """A cache for a request, on its own store if none is given; a failed self-test is for the checks to say."""
@@ -150,10 +143,9 @@ class ModelUnderTest(CheckedModel):
         """Queries and keys are rounded as where they are moved once each."""
         return rounding(dtype, 12, moves=2)
 
-    def chunk(self, ids: Sequence[int], chunk_prefix_ids: Sequence[int] | None = None) -> ChunkKV:
+    def chunk(self, ids: Sequence[int]) -> ChunkKV:
         """A chunk computed alone, as a request does it."""
-        prefix = self.chunk_prefix_ids if chunk_prefix_ids is None else chunk_prefix_ids
-        return capture_chunk(self.model, ids, prefix, fingerprint(self.model))
+        return capture_chunk(self.model, ids, self.chunk_prefix_ids, fingerprint(self.model))
 
     def chunks(self, all_ids: Sequence[tuple[int, ...]]) -> list[ChunkKV]:
         """Different chunks as a request computes them that lacks them all, in the same order."""

@@ -220,4 +220,5 @@ def _changes(subject: ModelUnderTest, prompt: Prompt) -> list[tuple[Prompt, int]
 
 
 def _other(subject: ModelUnderTest, ids: Sequence[int], index: int) -> tuple[int, ...]:
-    return (*ids[:index], (ids[index] + 1) % subject.vocabulary, *ids[index + 1 :])
+    other = next(token for token in subject.ids(8, seed=1) if token != ids[index])
+    return (*ids[:index], other, *ids[index + 1 :])

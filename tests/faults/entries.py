@@ -7,11 +7,11 @@ import os
 import random
 from collections.abc import Callable
 
-from hf_blend.store import ChunkKV, ChunkStore
+from hf_blend.store import ChunkStore
 
 from .damage import NODES, clear, damaged
-from .fault import FaultClass, Verdict
-from .world import WAYS, Entry, ModelCache, is_same, take
+from .fault import FaultClass, Verdict, judged
+from .world import WAYS, Entry, ModelCache, take
 
 
 class Files(FaultClass):
@@ -65,37 +65,18 @@ class Changing(FaultClass):
             shelf.put_back(place)
 
     def _read(self, shelf: ModelCache, entry: Entry, change: Callable[[], None]) -> Verdict:
-        computed: list[int] = []
-
-        def recompute() -> ChunkKV:
-            computed.append(1)
-            return entry.computed
-
-        chunk = shelf.store.stream(entry.key, recompute)
-        if chunk is None:
-            return Verdict.LOST
-        order, found = list(range(len(chunk.layers))), {}
-        self.random.shuffle(order)
         when = self.random.choice((0, 0, 1, 2))
-        for number, place in enumerate(order):
-            if number == when:
-                change()
-            found[place] = chunk.layers[place]
-        expected = entry.expected.layers
-        got = type(chunk)(chunk.key, tuple(found[n] for n in sorted(found)), chunk.tables, chunk.layer_table)
-        if len(found) != len(expected) or not is_same(got, entry.expected):
-            return Verdict.WRONG
-        return Verdict.MISS if computed else Verdict.RIGHT
+        before = lambda number: change() if number == when else None  # noqa: E731
+        got, computed = take(shelf.store, entry.computed, "stream in any order", self.random, before)
+        return judged(got, computed, entry.expected) if got else Verdict.LOST
 
-    def _bytes(self, entry: Entry, other: Entry) -> None:
-        del other
+    def _bytes(self, entry: Entry, _: Entry) -> None:
         start = self.random.randrange(len(entry.good))
         with open(entry.path, "r+b") as file:
             file.seek(start)
             file.write(self.random.randbytes(self.random.choice((1, 1, 1, 64, 4096))))
 
-    def _cut(self, entry: Entry, other: Entry) -> None:
-        del other
+    def _cut(self, entry: Entry, _: Entry) -> None:
         os.truncate(entry.path, self.random.randrange(len(entry.good)))
 
     def _replaced(self, entry: Entry, other: Entry) -> None:
@@ -110,9 +91,7 @@ def asked(shelf: ModelCache, entry: Entry, way: str, draw: random.Random, store:
             verdicts = [asked(shelf, entry, how, draw, fresh) for how in ("stream", "get")]
         return Verdict.WRONG if Verdict.WRONG in verdicts else verdicts[0]
     try:
-        got, computed = take(store or shelf.store, entry, way, draw)
+        got, computed = take(store or shelf.store, entry.computed, way, draw)
     finally:
         gc.collect()  # a fault holds the chunk that met it, and whoever asks meanwhile is given the same chunk
-    if not all(is_same(one, entry.expected) for one in got):
-        return Verdict.WRONG
-    return Verdict.MISS if computed or not got else Verdict.RIGHT
+    return judged(got, computed, entry.expected)

@@ -13,7 +13,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from hf_blend.errors import HfBlendError
 from hf_blend.store import ChunkKV, ChunkStore
 
-from .world import World, is_same
+from .world import World, is_same, take
 
 BATCH = 25
 HANG_S = 120  # of one batch, or of one kill and the look after it
@@ -40,6 +40,13 @@ class Verdict(StrEnum):
 
 
 BROKEN = (Verdict.WRONG, Verdict.LOST, Verdict.CRASHED)
+
+
+def judged(got: list[ChunkKV], computed: bool, expected: ChunkKV) -> Verdict:
+    """What became of the fault that a chunk met which was taken."""
+    if not all(is_same(one, expected) for one in got):
+        return Verdict.WRONG
+    return Verdict.MISS if computed or not got else Verdict.RIGHT
 
 
 class Hang(BaseException):
@@ -130,17 +137,7 @@ class FaultClass(ABC):
 
     def expect(self, store: ChunkStore, chunk: ChunkKV) -> Verdict:
         """Ask for a chunk, whole or layer by layer; what comes must be exactly it."""
-        computed: list[ChunkKV] = []
-
-        def recompute() -> ChunkKV:
-            computed.append(chunk)
-            return chunk
-
-        got = store.get(chunk.key) if self.random.random() < 0.5 else store.stream(chunk.key, recompute)
-        if got is None:
-            return Verdict.MISS
-        got = replace(got, layers=tuple(got.layers))
-        return Verdict.WRONG if not is_same(got, chunk) else Verdict.MISS if computed else Verdict.RIGHT
+        return judged(*take(store, chunk, self.random.choice(("get", "stream")), self.random), chunk)
 
     def find(self, store: ChunkStore, chunk: ChunkKV) -> Verdict:
         """The same for a chunk that must be there."""

@@ -40,6 +40,9 @@ FAULTS = {
 }
 
 
+ERRORS = {"io": errno.EIO, "denied": errno.EACCES, "timeout": errno.ETIMEDOUT, "full": errno.ENOSPC}
+
+
 class _FaultySource:
     """An open object whose reads can fail."""
 
@@ -51,8 +54,6 @@ class _FaultySource:
 
     def read_into(self, start: int, target: memoryview) -> None:
         fault = self._owner.draw("read")
-        if fault == "io":
-            raise _error(errno.EIO)
         if fault == "truncate":
             raise EntryFault("truncated", f"the object ends before byte {start + len(target)}")
         if fault == "late":
@@ -96,12 +97,16 @@ class FaultyTier(WrappedTier):
             self._armed.append(_checked(fault))
 
     def draw(self, operation: str) -> str:
-        """Decide whether an operation fails now: the name of the fault, or ""."""
+        """Decide whether an operation fails now: raises the fault, or gives its name, or "" for none."""
         with self._lock:
             fault = self._decide(operation)
             if fault:
                 self.counts[f"{operation}.{fault}"] += 1
-            return fault
+        if fault == "timeout":
+            time.sleep(self.delay_s)
+        if fault in ERRORS:
+            raise OSError(ERRORS[fault], os.strerror(ERRORS[fault]))
+        return fault
 
     def below(self, stop: int) -> int:
         """A random number from 0 to `stop` - 1."""
@@ -113,10 +118,6 @@ class FaultyTier(WrappedTier):
 
     def open(self, name: str) -> Source | None:
         fault = self.draw("open")
-        if fault == "timeout":
-            time.sleep(self.delay_s)
-        if fault in ("io", "denied", "timeout"):
-            raise _error({"io": errno.EIO, "denied": errno.EACCES, "timeout": errno.ETIMEDOUT}[fault])
         if fault == "absent":
             return None
         if fault == "other":
@@ -127,14 +128,12 @@ class FaultyTier(WrappedTier):
 
     def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
         fault = self.draw("put")
-        if fault in ("io", "full"):
-            raise _error(errno.EIO if fault == "io" else errno.ENOSPC)
         if fault == "lost":
             return True
         if fault == "torn":
             content = b"".join(parts)
             self.tier.put_if_absent(name, [memoryview(content[: len(content) // 2])])
-            raise _error(errno.EIO)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         if fault == "flip":
             changed = bytearray(b"".join(parts))
             place = self.below(len(changed) * 8)
@@ -143,24 +142,20 @@ class FaultyTier(WrappedTier):
         return self.tier.put_if_absent(name, parts)
 
     def delete(self, name: str, source: Source | None = None) -> bool:
-        self._may_fail("delete")
+        self.draw("delete")
         return self.tier.delete(name, source)
 
     def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
-        self._may_fail("names")
+        self.draw("names")
         return self.tier.listing(prefix, known)
 
     def stat(self, name: str) -> ObjectStat | None:
-        self._may_fail("stat")
+        self.draw("stat")
         return self.tier.stat(name)
 
     def contains(self, name: str) -> bool:
-        self._may_fail("stat")
+        self.draw("stat")
         return self.tier.contains(name)
-
-    def _may_fail(self, operation: str) -> None:
-        if self.draw(operation):
-            raise _error(errno.EIO)
 
     def _decide(self, operation: str) -> str:
         for name in self._armed:
@@ -182,7 +177,3 @@ def _checked(name: str) -> str:
     if name not in FAULTS:
         raise KeyError(name)
     return name
-
-
-def _error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))

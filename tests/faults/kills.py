@@ -5,7 +5,6 @@
 import os
 import random
 import signal
-import struct
 import sys
 import time
 import traceback
@@ -79,33 +78,35 @@ class Killing(FaultClass):
                 return verdict
         return Verdict.LOST if torn else Verdict.RIGHT
 
-    def fork(self, act: Callable[[Callable[[int], None]], None]) -> tuple[int, int]:
-        """Run `act` in a child, which acknowledges numbers; gives its id and the pipe to read them from."""
-        receive, send = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.close(receive)
-                act(lambda number: _tell(send, number))
-                os._exit(0)
-            finally:
-                sys.stderr.write(traceback.format_exc())
-                os._exit(1)
-        os.close(send)
-        return child, receive
+
+def fork(act: Callable[[Callable[[int], None]], None]) -> tuple[int, int]:
+    """Run `act` in a child, which tells numbers; gives its id and the pipe to read them from."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(receive)
+            act(lambda number: _tell(send, number))
+            os._exit(0)
+        finally:
+            sys.stderr.write(traceback.format_exc())
+            os._exit(1)
+    os.close(send)
+    return child, receive
 
 
 def _tell(pipe: int, number: int) -> None:
     os.write(pipe, number.to_bytes(4, "little"))
 
 
-def read_numbers(pipe: int) -> list[int]:
-    """All numbers that a child told before it ended."""
-    content = b""
-    while part := os.read(pipe, 65536):
-        content += part
-    os.close(pipe)
-    return [int.from_bytes(content[at : at + 4], "little") for at in range(0, len(content) - 3, 4)]
+def read_numbers(pipe: int, most: int | None = None) -> list[int]:
+    """All numbers that a child told before it ended, or the next ones of them."""
+    told: list[int] = []
+    while len(told) != most and (part := os.read(pipe, 4)):
+        told.append(int.from_bytes(part, "little"))
+    if most is None:
+        os.close(pipe)
+    return told
 
 
 CALLS = "open write fdatasync fsync rename unlink mkdir lstat stat scandir close preadv".split()
@@ -124,7 +125,7 @@ class CallKills(Killing):
         acknowledged, first = [], self.outcome.kills * 1000
         while True:
             self._at, self._mode = self.random.randint(1, self._calls), self.random.choice(MODES)
-            child, pipe = self.fork(lambda tell: self._act(capped, first, tell))  # noqa: B023
+            child, pipe = fork(lambda tell: self._act(capped, first, tell))  # noqa: B023
             _, status = os.waitpid(child, 0)
             acknowledged += read_numbers(pipe)
             self.outcome.paths[self._mode if os.WIFSIGNALED(status) else "outlived"] += 1
@@ -188,12 +189,12 @@ class MovingKills(Killing):
 
     def kill_one(self, capped: bool) -> list[int]:
         first = self.outcome.kills * 1000
-        child, pipe = self.fork(lambda tell: self.use(first, tell))
-        told = b"".join(os.read(pipe, 4) for _ in range(self.random.choice((1, 3, 8, 20))))
+        child, pipe = fork(lambda tell: self.use(first, tell))
+        told = read_numbers(pipe, self.random.choice((1, 3, 8, 20)))
         time.sleep(self.random.uniform(0, 0.01))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return [int.from_bytes(told[at : at + 4], "little") for at in range(0, len(told), 4)] + read_numbers(pipe)
+        return told + read_numbers(pipe)
 
     def use(self, first: int, tell: Callable[[int], None]) -> None:
         """What the child does until it is killed."""
@@ -276,38 +277,26 @@ class Races(FaultClass):
 
     def inject(self, count: int) -> None:
         each = count // (PROCESSES * THREADS) + 1
-        pipes, children = [], []
-        for _ in range(PROCESSES):
-            receive, send = os.pipe()
-            seed = self.random.randrange(1 << 30)
-            child = os.fork()
-            if child == 0:
-                try:
-                    os.close(receive)
-                    os.write(send, struct.pack("<qq", *self._loose(each, seed)))
-                finally:
-                    os._exit(0)
-            os.close(send)
-            children.append(child)
-            pipes.append(receive)
-        for child, pipe in zip(children, pipes, strict=True):
-            told = os.read(pipe, 16)
-            os.close(pipe)
+        seeds = [self.random.randrange(1 << 30) for _ in range(PROCESSES)]
+        started = [fork(partial(self._loose, each, seed)) for seed in seeds]
+        for child, pipe in started:
+            told = read_numbers(pipe)
             os.waitpid(child, 0)
-            if len(told) < 16:
+            if len(told) < 2:
                 self.record("operations", Verdict.CRASHED, "a process ended early")
                 continue
-            done, wrong = struct.unpack("<qq", told)
+            done, wrong = told
             self.record("operations", Verdict.WRONG, "another chunk than the one that was asked for", count=wrong)
             self.record("operations", Verdict.RIGHT, count=done - wrong)
 
-    def _loose(self, each: int, seed: int) -> tuple[int, int]:
+    def _loose(self, each: int, seed: int, tell: Callable[[int], None]) -> None:
         counts = [0, 0]
         cap_bytes = (RACING_CHUNKS - 2) * ENTRY_BYTES
         store = ChunkStore.open(self.folder, memory_bytes=2 * ENTRY_BYTES, disk_bytes=cap_bytes, durability="none")
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda number: self._use(store, each, seed + number, counts), range(THREADS)))
-        return counts[0], counts[1]
+        for count in counts:
+            tell(count)
 
     def _use(self, store: ChunkStore, each: int, seed: int, counts: list[int]) -> None:
         torch.set_num_threads(1)  # a forked child must not wake the pool of threads that it did not inherit

@@ -112,7 +112,7 @@ class Prefills(FaultClass):
         if self._truth is None:
             ids, rows = self._inputs, []
             for _ in range(len(got)):
-                rows.append(stock_logits(self.world.model, ids)[-1])
+                rows.append(stock_logits(self.world.model, ids))
                 ids = torch.cat([ids, rows[-1].argmax()[None, None]], 1)
             self._truth = torch.stack(rows)
         return self._truth

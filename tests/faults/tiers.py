@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,6 @@ class FaultyServer(RemoteTier):
 
     def ask_delete(self, name: str, identity: object) -> bool:
         return self.objects.pop(name, None) is not None
-
-    def ask_names(self, space: str) -> Sequence[str]:
-        return [name for name in self.objects if name.startswith(space)]
 
     def ask_all(self, space: str) -> Mapping[str, ObjectStat]:
         return {

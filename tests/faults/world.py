@@ -8,6 +8,7 @@ bit against itself.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -125,18 +126,23 @@ class World:
         return shelf
 
 
-def take(store: ChunkStore, entry: Entry, way: str, draw: random.Random) -> tuple[list[ChunkKV], bool]:
-    """Ask for a chunk as requests do, and use every layer of it."""
+def take(
+    store: ChunkStore, true: ChunkKV, way: str, draw: random.Random, before: Callable[[int], None] = lambda _: None
+) -> tuple[list[ChunkKV], bool]:
+    """Ask for a chunk as requests do, and use every layer of it; gives what came, and whether it was computed.
+
+    `before` is called with how many layers of it were used.
+    """
     computed: list[int] = []
 
     def recompute() -> ChunkKV:
         computed.append(1)
-        return entry.computed
+        return true
 
     if way == "get":
-        whole = store.get(entry.key)
+        whole = store.get(true.key)
         return ([] if whole is None else [whole]), False
-    streams = [store.stream(entry.key, recompute) for _ in range(2 if way == "two streams" else 1)]
+    streams = [store.stream(true.key, recompute) for _ in range(2 if way == "two streams" else 1)]
     chunks = [chunk for chunk in streams if chunk is not None]
     coming: list[Any] = [chunk.layers for chunk in chunks if hasattr(chunk.layers, "fetch_kv")]
     reading = [Pipeline([layers], 2) for layers in coming if way == "stream read ahead"]
@@ -145,7 +151,8 @@ def take(store: ChunkStore, entry: Entry, way: str, draw: random.Random) -> tupl
         for order in orders:
             draw.shuffle(order)
     found: list[dict[int, Any]] = [{} for _ in chunks]
-    for places in zip(*orders, strict=False):
+    for number, places in enumerate(zip(*orders, strict=False)):
+        before(number)
         for chunk, place, layers in zip(chunks, places, found, strict=True):
             layers[place] = chunk.layers[place]
     for one in reading:

@@ -86,7 +86,7 @@ def collect(engine: Any, requests: Sequence[str], timeout_s: float = 60.0) -> di
     while len(found) < len(requests):
         output = engine.get_result(timeout=timeout_s)
         assert output is not None, f"{len(found)} of {len(requests)} came, the engine runs: {engine.is_running()}"
-        if output.is_finished():
+        if output.is_finished() and output.request_id in requests:
             found[output.request_id] = output
     return found
 
@@ -120,10 +120,22 @@ class Bench:
 
     def answers(self, engine: Any, asks: Sequence[Ask], **settings: Any) -> list[list[int]]:
         """Have an engine answer requests; their answers, in their order."""
-        names = [engine.add_request(ask.prompt, **settings) for ask in asks]
-        found = collect(engine, names)
+        return self.collected(engine, [engine.add_request(ask.prompt, **settings) for ask in asks])
+
+    def answer(self, engine: Any, ids: Sequence[int], *given: Any, **settings: Any) -> Any:
+        """Have an engine answer one request; its output, and what became of its prefill."""
+        name = engine.add_request(ids, *given, **settings)
+        return collect(engine, [name])[name].generated_tokens, engine.outcome(name)
+
+    def collected(self, engine: Any, names: Sequence[str], timeout_s: float = 60.0) -> list[list[int]]:
+        """The answers of requests, none of which failed, in their order."""
+        found = collect(engine, names, timeout_s)
         assert not [output.error for output in found.values() if output.error]
         return [found[name].generated_tokens for name in names]
+
+    def alone(self, model: Any, store: ChunkStore, asks: Sequence[Ask], **settings: Any) -> list[list[int]]:
+        """What requests get that are each alone with a cache of their own."""
+        return [lone_answer(model, store, ask.ids, **settings) for ask in asks]
 
 
 @pytest.fixture
@@ -137,3 +149,9 @@ def other() -> Iterator[ChunkStore]:
     """An empty store in memory, of the tenant b."""
     with ChunkStore.open("memory://", namespace="b") as opened:
         yield opened
+
+
+@pytest.fixture
+def guidance() -> None:
+    """Skip what needs the library of JSON schemas where it is missing."""
+    pytest.importorskip("llguidance", reason='JSON schemas need pip install "hf-blend[structured]"')

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from contextlib import contextmanager
 
+import httpx
 from worlds import REFERENCE
 
 COMMAND = [sys.executable, "-P", "-m", "hf_blend", "serve"]
@@ -78,6 +78,5 @@ def running(reference, folder, patience_s=20, eyes=None, **settings):
 
 
 def metrics(url):
-    with urllib.request.urlopen(f"{url}/metrics", timeout=20) as response:
-        lines = response.read().decode().splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=20).text.splitlines()
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}

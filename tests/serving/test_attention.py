@@ -46,7 +46,7 @@ def answers(model, bench, prompts):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_walk_requests_gives_the_answers_of_stock_batching_and_of_lone_requests(
-    family, shared_model, bench, monkeypatch
+    family, shared_model, bench, untouched, monkeypatch
 ):
     model, prompts, seen = shared_model(family, **FAMILIES[family]), asked(bench), []
 
@@ -61,7 +61,7 @@ def test_walk_requests_gives_the_answers_of_stock_batching_and_of_lone_requests(
 
     stock = answers(model, bench, prompts)
     monkeypatch.setattr(attention, "attend_by_request", both)
-    with walking(model):
+    with untouched(model), walking(model):
         assert answers(model, bench, prompts) == stock
     assert max(seen) > 3, "no step had several requests"
     alone = [
@@ -153,12 +153,6 @@ def test_blocks_of_a_prompt_are_in_a_row_between_those_that_are_kept_of_others(s
         tables = [paged.allocator.block_table[name] for name in ("long", "short", "other")]
         assert all(table == list(range(table[0], table[0] + len(table))) for table in tables)
         assert {one for table in tables for one in table} < free
-
-
-def test_a_step_of_a_model_that_was_walked_is_stock_again(shared_model, bench, untouched):
-    model = shared_model("llama")
-    with untouched(model), walking(model):
-        answers(model, bench, asked(bench)[:2])
 
 
 def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, cache=None, **kwargs):

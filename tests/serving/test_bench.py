@@ -55,10 +55,17 @@ def test_every_way_answers_the_same_requests_and_a_second_run_goes_on(tmp_path):
     assert {one for one in threading.enumerate() if not one.daemon} == before, "a thread keeps the process alive"
 
 
-@pytest.mark.parametrize(("ways", "said"), [((LLAMA,), "llama.cpp is asked for 'tiny'"), (("vllm",), "the ways are")])
-def test_serve_refuses_ways_that_it_cannot_measure(ways, said):
+REFUSED = {
+    "llama.cpp is asked for 'tiny'": {"ways": (LLAMA,)},
+    "the ways are": {"ways": ("vllm",)},
+    "4 documents for 8 in a prompt": {"chunks": 8},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_serve_refuses_what_it_cannot_measure(said):
     with pytest.raises(ConfigError, match=said):
-        measure_serve(replace(PLAN, ways=ways))
+        measure_serve(replace(PLAN, **REFUSED[said]))
 
 
 def test_documents_keep_their_law_and_prompts_do_not_depend_on_how_many_there_are(shared_model):
@@ -95,8 +102,3 @@ def test_rounds_are_drawn_again_as_a_whole():
     row = summary(runs)[0]
     assert (row["n"], row["cpu_s"], row["wall_s"], row["same_answers"]) == (6, 7.0, 27.0, [0, 0])
     assert row["requests_per_cpu_s"] == pytest.approx([6 / 7, 0.5, 2.0])
-
-
-def test_a_library_that_is_too_small_is_refused():
-    with pytest.raises(ConfigError, match="4 documents for 8 in a prompt"):
-        measure_serve(replace(PLAN, chunks=8))

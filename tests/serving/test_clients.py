@@ -46,11 +46,6 @@ def client(server):
 
 
 @pytest.fixture
-def guidance():
-    return pytest.importorskip("llguidance", reason='JSON schemas need pip install "hf-blend[structured]"')
-
-
-@pytest.fixture
 def with_tools(real, monkeypatch):
     """A chat template that has tools, which the model's own has not."""
     monkeypatch.setattr(real[1], "chat_template", WITH_TOOLS)

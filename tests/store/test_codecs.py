@@ -21,6 +21,8 @@ from hf_blend.store.tiers.base import BytesSource, EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
 from tests.asking import logits
 
+from .conftest import header_of, reheaded, with_plan, with_text
+
 CODECS = plugins.describe("store.codecs")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 WIDE = {"layers": 3}
@@ -78,37 +80,30 @@ def test_every_flipped_bit_is_found_in_every_codec(codec, chunk):
     decoded(bytes(content), stored.key)
 
 
-def test_int8_is_off_by_no_more_than_its_docstring_says(chunk):
-    stored = chunk(range(300), **WIDE)
-    for (keys, values), (keys_8, values_8) in zip(stored.layers, stored_as(stored, "int8").layers, strict=True):
-        for states, rounded, axis in ((keys, keys_8, 1), (values, values_8, 2)):
-            bound = states.abs().amax(dim=axis, keepdim=True) / 254
-            assert ((states - rounded).abs() <= bound * (1 + 1e-5)).all()
-            assert not states.equal(rounded)
+def reach_of_int4(states, axis):
+    """Half a step of each group of 32, and what rounding its least value and the step to bfloat16 adds."""
+    groups = states.split(32, axis)
+    spans = [one.amax(axis, keepdim=True) - one.amin(axis, keepdim=True) for one in groups]
+    sizes = [one.abs().amax(axis, keepdim=True) for one in groups]
+    bounds = zip(groups, spans, sizes, strict=True)
+    return torch.cat([(span / 30 * 1.01 + size / 200).expand_as(group) for group, span, size in bounds], axis)
 
 
-def test_int4_is_off_by_no_more_than_its_docstring_says(chunk):
-    stored = chunk(range(300), **WIDE).map(lambda states: 3 + states)  # a channel far from zero costs no step
-    for (keys, values), (keys_4, values_4) in zip(stored.layers, stored_as(stored, "int4").layers, strict=True):
-        for states, rounded, axis in ((keys, keys_4, 1), (values, values_4, 2)):
-            groups = states.split(32, axis)
-            for group, got in zip(groups, rounded.split(32, axis), strict=True):
-                reach = group.amax(axis, keepdim=True) - group.amin(axis, keepdim=True)
-                size = group.abs().amax(axis, keepdim=True)
-                assert ((group - got).abs() <= reach / 30 * 1.01 + size / 200).all()
-            assert not states.equal(rounded)
-
-
-def test_bf16_is_half_of_float32_and_off_by_no_more_than_its_docstring_says(chunk):
-    stored = chunk(range(300), **WIDE)
-    for layer, rounded in zip(stored.layers, stored_as(stored, "bf16").layers, strict=True):
-        for states, got in zip(layer, rounded, strict=True):
+@pytest.mark.parametrize(
+    ("codec", "far", "bound"),
+    [
+        ("int8", 0, lambda states, axis: states.abs().amax(axis, keepdim=True) / 254 * (1 + 1e-5)),
+        ("int4", 3, reach_of_int4),  # a channel far from zero costs no step
+        ("bf16", 0, lambda states, axis: states.abs() / 256),
+    ],
+)
+def test_a_codec_is_off_by_no_more_than_its_docstring_says(codec, far, bound, chunk):
+    stored = chunk(range(300), **WIDE).map(lambda states: far + states)
+    for layer, rounded in zip(stored.layers, stored_as(stored, codec).layers, strict=True):
+        for states, got, axis in zip(layer, rounded, (1, 2), strict=True):
             assert got.dtype == states.dtype == torch.float32
-            assert ((states - got).abs() <= states.abs() / 256).all()
+            assert ((states - got).abs() <= bound(states, axis)).all()
             assert not states.equal(got)
-    raw, half = (len(encoded(stored, codec)) for codec in ("raw", "bf16"))
-    states = sum(one.nbytes for layer in stored.layers for one in layer)
-    assert abs(raw - half - states / 2) < states / 100
 
 
 def test_bf16_keeps_every_bit_of_states_in_bfloat16():
@@ -136,9 +131,12 @@ def test_the_relative_error_on_a_real_model_is_what_the_docstring_says(codec):
     assert max(errors) == pytest.approx(float(stated[1]) / 100, rel=0.15)
 
 
-@pytest.mark.parametrize(("codec", "least", "most"), [("int8", 0.5, 0.6), ("int4", 0.25, 1 / 3)])
-def test_packed_bytes_are_a_half_and_less_than_a_third_of_bfloat16(codec, least, most):
-    stored = model_chunk()
+@pytest.mark.parametrize(
+    ("codec", "dtype", "least", "most"),
+    [("int8", torch.bfloat16, 0.5, 0.6), ("int4", torch.bfloat16, 0.25, 1 / 3), ("bf16", torch.float32, 0.499, 0.501)],
+)
+def test_packed_bytes_are_a_half_or_less_than_a_third(codec, dtype, least, most):
+    stored = model_chunk(dtype)
     tables = sum(tensor.nbytes for pair in stored.tables for tensor in pair)
     states = stored.nbytes - tables
     packed = sum(map(len, encode_entry(stored, codec=codec)[3:])) - tables
@@ -172,14 +170,6 @@ def _far(tier):
     return tier
 
 
-def test_signed_entries_are_packed_too(chunk, same):
-    stored = chunk(range(6))
-    content = encoded(stored, "int8", b"secret")
-    same(decoded(content, stored.key, b"secret"), stored_as(stored, "int8"))
-    with pytest.raises(EntryFault, match="secret"):
-        decoded(content, stored.key)
-
-
 def test_states_of_two_dtypes_are_not_rounded_but_refused_and_held_in_memory(chunk, same):
     stored = chunk(range(5))
     mixed = replace(stored, layers=tuple((keys, values.half()) for keys, values in stored.layers))
@@ -197,7 +187,8 @@ def test_an_entry_of_a_codec_that_is_not_known_stays_and_is_a_miss(chunk):
     store = ChunkStore([], [tier])
     for name in ("zip", "int8", "int8:F99", "raw:F32", "../raw"):
         tier.objects.clear()
-        tier.put_if_absent(store._catalog.name(stored.key.digest), [memoryview(_renamed(stored, name))])
+        renamed = reheaded(encoded(stored, "raw"), lambda header: with_text(header, codec=name))  # noqa: B023
+        tier.put_if_absent(store._catalog.name(stored.key.digest), [memoryview(renamed)])
         assert store.get(stored.key) is None
         assert len(tier.objects) == 1
     assert set(store.stats()["load_failures"]) == {"bytes:codec"}
@@ -207,22 +198,11 @@ def test_an_entry_of_a_codec_that_is_not_known_stays_and_is_a_miss(chunk):
 def test_scales_that_do_not_fit_the_steps_are_a_miss_however_well_they_are_signed(chunk, codec, part):
     stored = chunk(range(5))
     content = encoded(stored, codec)
-    stop = 8 + int.from_bytes(content[:8], "little")
-    header = Header.decode(content[:stop], KIND)
-    name = f"layer.0.k.{part}"
-    shape = next(plan.shape for plan in header.tensors if plan.name == name)
-    for change in ({"shape": shape[::-1]}, {"dtype": "I32" if codec == "int8" else "F16"}):
-        plans = tuple(replace(plan, **change) if plan.name == name else plan for plan in header.tensors)
+    plans = Header.decode(header_of(content), KIND).tensors
+    place = next(place for place, plan in enumerate(plans) if plan.name == f"layer.0.k.{part}")
+    for change in ({"shape": plans[place].shape[::-1]}, {"dtype": "I32" if codec == "int8" else "F16"}):
         with pytest.raises(EntryFault, match="format: layer 0"):
-            decoded(replace(header, tensors=plans).encode() + content[stop:], stored.key)
-
-
-def _renamed(chunk, codec):
-    """A good entry whose header names another codec, with the manifest to go with it."""
-    content = encoded(chunk, "raw")
-    stop = 8 + int.from_bytes(content[:8], "little")
-    header = Header.decode(content[:stop], KIND)
-    return replace(header, about={**header.about, "codec": codec}).encode() + content[stop:]
+            decoded(reheaded(content, lambda header: with_plan(header, place, **change)), stored.key)  # noqa: B023
 
 
 def test_a_codec_that_does_not_exist_is_refused(tmp_path):

@@ -8,7 +8,6 @@ import functools
 import os
 import shutil
 import sqlite3
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -35,6 +34,12 @@ def root(tmp_path, chunk):
     return root
 
 
+@pytest.fixture
+def first(chunk):
+    """One of the chunks in the store."""
+    return chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=())
+
+
 def aged(root, seconds=1):
     for folder in (root / "objects").rglob("*"):
         if folder.is_dir():
@@ -51,9 +56,15 @@ def listed(root):
         return [(entry.digest, entry.fingerprint, entry.tokens, entry.nbytes) for entry in store.entries()]
 
 
-def long_chunk(number):
-    ids = tuple(range(24 * number, 24 * number + 24))
-    return ChunkKV(ChunkKey("0" * 64, (), ids), (((torch.ones(1, 24, 2),) * 2),), (), (-1,))
+@pytest.fixture
+def long_chunks(root, monkeypatch):
+    """The store with twenty more chunks, which are read two at a time, and a prompt with two of them."""
+    ids = [tuple(range(24 * number, 24 * number + 24)) for number in range(20)]
+    with ChunkStore.open(root, memory_bytes=0) as store:
+        for one in ids:
+            store.put(ChunkKV(ChunkKey("0" * 64, (), one), (((torch.ones(1, 24, 2),) * 2),), (), (-1,)))
+        monkeypatch.setattr("hf_blend.store.index._PAGE", 2)
+        yield store, [7, *ids[19], 9, *ids[0]]
 
 
 never = raising(AssertionError("the folder was listed, or an entry read"))
@@ -68,7 +79,7 @@ def test_a_store_opens_from_its_index_without_listing_folders_or_reading_entries
         assert [start for start, *_ in store.find("0" * 64, (), [9, 5, 0, 9])] == [1]
 
 
-def test_a_folder_of_an_earlier_version_opens_without_its_index(root, same, chunk):
+def test_a_folder_of_an_earlier_version_opens_without_its_index(root, same, first):
     expected = listed(root)
     shutil.rmtree(root / "index")
     shutil.rmtree(root / "incoming")
@@ -76,10 +87,7 @@ def test_a_folder_of_an_earlier_version_opens_without_its_index(root, same, chun
     (root / "index" / ("0" * 32 + ".index")).write_bytes(b"sha256:")
     assert listed(root) == expected
     with ChunkStore.open(root) as store:
-        same(
-            store.get(chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=()).key),
-            chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=()),
-        )
+        same(store.get(first.key), first)
 
 
 @pytest.mark.slow
@@ -96,13 +104,35 @@ def test_any_damage_to_the_index_changes_nothing(root):
         assert listed(root) == expected
 
 
-@pytest.mark.parametrize("bad", [b"", b"x" * 5000, None])
-def test_a_file_that_is_no_index_is_counted_and_made_again(root, bad, monkeypatch):
+def in_its_place(make):
+    """Puts something else where the index was."""
+
+    def spoil(path):
+        path.unlink()
+        make(path)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "faults"),
+    [
+        (os.unlink, {}),
+        (lambda path: path.write_bytes(b""), {}),
+        (lambda path: path.write_bytes(b"x" * 5000), {"index:format": 1}),
+        (lambda path: path.write_bytes(path.read_bytes()[:9000]), {"index:format": 1}),
+        (in_its_place(os.mkfifo), {"index:format": 1}),
+        (in_its_place(os.mkdir), {"index:format": 1}),
+        (in_its_place(lambda path: path.symlink_to("/dev/zero")), {"index:format": 1}),
+    ],
+)
+def test_what_is_no_index_is_counted_and_made_again(root, spoil, faults, monkeypatch):
     expected, path = listed(root), index_of(root)
-    path.write_bytes(path.read_bytes()[:9000] if bad is None else bad)
+    spoil(path)
     with ChunkStore.open(root) as store:
         assert len(store) == 6
-        assert store.stats()["skipped"] == ({} if bad == b"" else {"index:format": 1})
+        assert store.stats()["skipped"] == faults
+    assert index_of(root).is_file()
     monkeypatch.setattr("hf_blend.store.catalog.read_key", never)
     assert listed(root) == expected
 
@@ -117,21 +147,11 @@ def test_damage_that_shows_only_when_the_file_is_written_hides_nothing(root):
     assert listed(root) == expected
 
 
-@pytest.mark.parametrize("replace", [os.unlink, os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_an_index_that_is_missing_or_no_file_changes_nothing(root, replace):
-    expected, path = listed(root), index_of(root)
-    if replace is not os.unlink:
-        path.unlink()
-    replace(path)
-    assert listed(root) == expected
-    assert index_of(root).is_file()
-
-
-def test_a_stale_index_is_corrected_by_the_directory(root, chunk):
+def test_a_stale_index_is_corrected_by_the_directory(root, chunk, first):
     path = index_of(root)
     before = path.read_bytes()
     with ChunkStore.open(root) as store:
-        store.delete(chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=()).key)
+        store.delete(first.key)
         store.put(chunk((8, 8)))
     expected = listed(root)
     path.write_bytes(before)
@@ -147,17 +167,19 @@ def test_an_index_that_cannot_be_written_is_read_all_the_same(root, monkeypatch)
     assert listed(root) == expected
 
 
-def test_what_another_process_does_with_the_index_is_waited_for_and_then_passed_over(root, chunk, same, monkeypatch):
-    monkeypatch.setattr("hf_blend.store.index.BUSY_S", 0.05)
+@contextlib.contextmanager
+def held(root):
+    """Another process writes to the index."""
     with contextlib.closing(sqlite3.connect(index_of(root), isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
-        with ChunkStore.open(root, memory_bytes=0) as store:
-            same(
-                store.get(chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=()).key),
-                chunk((5, 0), fingerprint="0" * 64, chunk_prefix_ids=()),
-            )
-            assert store.find("0" * 64, (), [9, 5, 0, 9]) == []
-        other.execute("COMMIT")
+        yield
+
+
+def test_what_another_process_does_with_the_index_is_waited_for_and_then_passed_over(root, first, same, monkeypatch):
+    monkeypatch.setattr("hf_blend.store.index.BUSY_S", 0.05)
+    with held(root), ChunkStore.open(root, memory_bytes=0) as store:
+        same(store.get(first.key), first)
+        assert store.find("0" * 64, (), [9, 5, 0, 9]) == []
     assert len(listed(root)) == 6
 
 
@@ -165,8 +187,7 @@ def test_where_a_file_system_has_no_locks_a_process_has_an_index_of_its_own(root
     expected = listed(root)
     monkeypatch.setattr("hf_blend.store.index.BUSY_S", 0.05)
     monkeypatch.setattr("hf_blend.store.index.fcntl.lockf", raising(OSError(errno.ENOLCK, "No locks available")))
-    with contextlib.closing(sqlite3.connect(index_of(root), isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")  # SQLite says the same where there are no locks
+    with held(root):  # SQLite says the same where there are no locks
         assert listed(root) == expected
 
 
@@ -181,33 +202,26 @@ def test_a_full_device_leaves_the_index_as_it_is(root, chunk, monkeypatch):
     assert len(listed(root)) == len(expected) + 1
 
 
-def test_chunks_are_found_before_the_filter_has_all_of_them(root, monkeypatch):
-    with ChunkStore.open(root, memory_bytes=0) as store:
-        for number in range(20):
-            store.put(long_chunk(number))
-        monkeypatch.setattr("hf_blend.store.index._PAGE", 2)
-        monkeypatch.setattr("hf_blend.store.index._WARM_S", 0.0)
-        prompt = [7, *long_chunk(19).key.token_ids, 9, *long_chunk(0).key.token_ids]
-        cold = store.find("0" * 64, (), prompt)
-        assert [found.start for found in cold] == [1, 26]
-        monkeypatch.setattr("hf_blend.store.index._WARM_S", 60.0)
-        assert store.find("0" * 64, (), prompt) == cold
+def test_chunks_are_found_before_the_filter_has_all_of_them(long_chunks, monkeypatch):
+    store, prompt = long_chunks
+    monkeypatch.setattr("hf_blend.store.index._WARM_S", 0.0)
+    cold = store.find("0" * 64, (), prompt)
+    assert [found.start for found in cold] == [1, 26]
+    monkeypatch.setattr("hf_blend.store.index._WARM_S", 60.0)
+    assert store.find("0" * 64, (), prompt) == cold
 
 
-def test_threads_that_read_the_filter_at_once_do_not_wait_for_each_other_and_lose_nothing(root, monkeypatch):
-    prompt, insert, found = [7, *long_chunk(19).key.token_ids, 9, *long_chunk(0).key.token_ids], np.insert, []
+def test_threads_that_read_the_filter_at_once_do_not_wait_for_each_other_and_lose_nothing(long_chunks, monkeypatch):
+    (store, prompt), insert, found = long_chunks, np.insert, []
 
     def read_meanwhile(*given):
         monkeypatch.setattr(np, "insert", insert)
         found.append(pool.submit(store.find, "0" * 64, (), prompt).result(10))
         return insert(*given)
 
-    with ThreadPoolExecutor(1) as pool, ChunkStore.open(root, memory_bytes=0) as store:
-        for number in range(20):
-            store.put(long_chunk(number))
-        monkeypatch.setattr("hf_blend.store.index._PAGE", 2)
-        monkeypatch.setattr("hf_blend.store.index._WARM_S", 60.0)
-        monkeypatch.setattr(np, "insert", read_meanwhile)
+    monkeypatch.setattr("hf_blend.store.index._WARM_S", 60.0)
+    monkeypatch.setattr(np, "insert", read_meanwhile)
+    with ThreadPoolExecutor(1) as pool:
         found.append(store.find("0" * 64, (), prompt))
     assert [[one.start for one in each] for each in found] == [[1, 26]] * 2
 
@@ -229,11 +243,8 @@ def test_many_threads_and_stores_share_one_folder(tmp_path, chunk):
                 store.put(chunk((7, number)))
                 assert store.find(chunk().key.fingerprint, (1,), [1, 7, number, 2])
 
-    threads = [threading.Thread(target=write, args=(first,)) for first in (0, 4, 8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(write, (0, 4, 8)))
     assert len(listed(tmp_path / "s")) == 16
 
 

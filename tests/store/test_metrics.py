@@ -12,12 +12,19 @@ from hf_blend.store.metrics import StoreMetrics
 from hf_blend.store.tiers.memory import MemoryTier
 from tests.faults.faulty_tier import FaultyTier
 
+prometheus = pytest.importorskip("prometheus_client")
+
+
+def collected(store, labels=None):
+    """A registry that asks a store."""
+    registry = prometheus.CollectorRegistry()
+    registry.register(StoreMetrics(store, labels))
+    return registry
+
 
 def test_what_stats_counts_is_collected_under_stable_names(tmp_path, chunk):
-    prometheus = pytest.importorskip("prometheus_client")
-    registry = prometheus.CollectorRegistry()
     with ChunkStore.open(tmp_path, memory_bytes=0) as store:
-        registry.register(StoreMetrics(store, {"store": "mine"}))
+        registry = collected(store, {"store": "mine"})
         store.put(chunk())
         store.get(chunk().key)
         store.get(chunk((9, 9)).key)
@@ -32,27 +39,23 @@ def test_what_stats_counts_is_collected_under_stable_names(tmp_path, chunk):
         assert value("tier_bytes", tier="disk") == store.stats()["bytes"]["disk"] > 0
         assert value("tier_healthy", tier="disk") == 1
         assert value("load_seconds_total", tier="disk") > 0
-        text = prometheus.generate_latest(registry).decode()
-        assert text.count("# TYPE hf_blend_") >= 14
+        assert prometheus.generate_latest(registry).decode().count("# TYPE hf_blend_") >= 14
 
 
 def test_failures_and_dropped_writes_have_their_tier_and_reason(chunk):
-    prometheus = pytest.importorskip("prometheus_client")
     store = ChunkStore([], [tier := FaultyTier(MemoryTier())])
     store.put(chunk())
     tier.arm("read.flip")
     store.get(chunk().key)
-    registry = prometheus.CollectorRegistry()
-    registry.register(StoreMetrics(store))
-    failed = [s for family in registry.collect() for s in family.samples if s.name == "hf_blend_load_failures_total"]
+    families = collected(store).collect()
+    failed = [one for family in families for one in family.samples if one.name == "hf_blend_load_failures_total"]
     assert [(one.labels["tier"], one.value) for one in failed] == [("bytes", 1)]
     assert failed[0].labels["reason"] in ("format", "digest", "key", "truncated", "codec", "fingerprint")
-    registry = prometheus.CollectorRegistry()
     far = MemoryTier()
     far.is_local = False
     store = ChunkStore([], [far])
-    registry.register(StoreMetrics(store))
     store._stats.count("dropped_writes", "bytes:full", 3)
+    registry = collected(store)
     assert registry.get_sample_value("hf_blend_writes_dropped_total", {"tier": "bytes", "reason": "full"}) == 3
     assert registry.get_sample_value("hf_blend_tier_queued_bytes", {"tier": "bytes"}) == 0
 

@@ -235,7 +235,9 @@ def test_rebalancing_stops_where_there_is_no_room_and_loses_nothing(opened, fold
         assert_each_in_one(folders, chunks, content)
 
 
-def test_a_good_chunk_does_not_leave_for_one_that_cannot_be_verified_now(opened, folders, chunk, same, monkeypatch):
+def test_a_good_chunk_does_not_leave_for_one_that_cannot_be_verified_now(
+    opened, folders, chunk, content, same, monkeypatch
+):
     one = chunk((5, 1))
     with opened(None) as store:
         store.put(one)
@@ -247,7 +249,10 @@ def test_a_good_chunk_does_not_leave_for_one_that_cannot_be_verified_now(opened,
             patched.setattr(far, "open", lambda _: (_ for _ in ()).throw(OSError("not now")))
             assert store.move([one.key], far.name) == 0
         same(store.get(one.key), one)
-        assert store.move([one.key], far.name) == 1, "the damaged one was removed"
+        assert store.move([one.key, chunk((5, 3)).key], far.name) == 1, "the damaged one was removed; one is nowhere"
+        with pytest.raises(ConfigError, match=r"no tier named 'dsk'.*Did you mean 'disk'"):
+            store.move([one.key], "dsk")
+    assert assert_each_in_one(folders, [one], content) == {one.key.digest: "file"}
     with opened(None) as store:
         same(store.get(one.key), one)
 

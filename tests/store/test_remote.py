@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import weakref
 from functools import partial
 
@@ -18,9 +17,13 @@ import pytest
 
 from hf_blend import ChunkStore, plugins
 from hf_blend.errors import ConfigError, MissingExtraError
+from hf_blend.store import catalog
+from hf_blend.store.locks import start
+from hf_blend.store.opening import Limits
 from hf_blend.store.tiers.base import EntryFault
-from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES, start
+from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES
 from tests.asking import logits, noting
+from tests.serving.processes import wait_for
 
 KINDS = ("redis", pytest.param("s3", marks=pytest.mark.slow))  # S3 keeps the promises of a tier in test_tiers.py too
 NAME = "ab/cd/" + "e" * 64
@@ -35,12 +38,9 @@ def hurry(tier):
     tier.circuit._pause_s = 0.05
 
 
-def wait_for(happened, what):
-    for _ in range(600):
-        if happened():
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{what} did not happen")
+def on(tier):
+    """A store that keeps chunks in a tier alone: a put returns when the tier has the chunk, or has refused it."""
+    return ChunkStore([], [tier], limits=Limits(queue_bytes=0))
 
 
 def wait_until_healthy(tier):
@@ -145,21 +145,18 @@ def test_an_answer_that_is_cut_dripping_or_garbled_is_a_miss_and_never_other_byt
     kind, way, proxied_tier, chunk, same, monkeypatch
 ):
     proxy, tier = proxied_tier(kind)
-    store, stored = ChunkStore([], [tier]), chunk(range(40))
+    store, stored = on(tier), chunk(range(40))
     store.put(stored)
-    store.flush()
     same(store.get(stored.key), stored)
     hurry(tier)
     proxy.way = way
     for _ in range(5):
         assert store.get(stored.key) is None
     store.put(stored)
-    store.flush()
     proxy.way = "whole"
     tier.circuit.deadline_s = 60.0
     wait_until_healthy(tier)
     store.put(stored)
-    store.flush()
     same(store.get(stored.key), stored)
 
 
@@ -199,26 +196,22 @@ def test_a_writer_that_dies_leaves_pieces_that_vanish_by_themselves(served_tier,
 
 def test_pieces_that_the_server_evicted_are_a_miss_and_the_rest_goes(served_tier, chunk, same):
     tier = served_tier("redis")
-    store, stored = ChunkStore([], [tier]), chunk()
+    store, stored = on(tier), chunk()
     store.put(stored)
-    store.flush()
     (piece,) = [key for key in tier._client.keys("*") if key.endswith(b":0")]
     tier._client.delete(piece)
     assert store.get(stored.key) is None
     assert tier._client.keys("*") == []
     store.put(stored)
-    store.flush()
     same(store.get(stored.key), stored)
 
 
 def test_a_full_server_refuses_a_put_and_goes_on_serving(new_server, served_tier, chunk, same):
     tier = served_tier("redis", new_server("redis"))
-    store, stored = ChunkStore([], [tier]), chunk()
+    store, stored = on(tier), chunk()
     store.put(stored)
-    store.flush()
     tier._client.config_set("maxmemory", "1mb")
     store.put(chunk(tuple(range(10, 500)), layers=40))
-    store.flush()
     assert store.stats()["store_failures"] == {"EIO": 1}
     assert tier.is_healthy
     same(store.get(stored.key), stored)
@@ -236,8 +229,7 @@ def test_generation_goes_on_when_the_server_is(kind, how, new_server, served_tie
     wanted, _ = generate(ChunkStore.open("memory://"))
     server = new_server(kind)
     tier = served_tier(kind, server)
-    first, _ = generate(writer := ChunkStore([], [tier]))
-    assert writer.flush()
+    first, _ = generate(on(tier))
     stored, report = generate(store := ChunkStore([], [tier]))
     assert report.computed_chunks == 0
     assert first.equal(wanted)
@@ -302,7 +294,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 
 
 def test_a_corpus_is_indexed_into_a_server(served_tier, run, model_folder):
-    url = _url_of(ChunkStore([], [served_tier("redis")]))
+    url = url_of(served_tier("redis"))
     words = ("index", "--model", model_folder, "--store", "memory://", "--remote", url, "--json")
     for stored in (True, False):
         said = json.loads(run(*words)[1])
@@ -326,10 +318,9 @@ def test_a_forked_child_asks_over_connections_of_its_own(kind, served_tier):
 
 
 def test_a_url_is_a_location_too(served_tier, chunk, same):
-    url = _url_of(ChunkStore([], [served_tier("redis")]))
+    url = url_of(served_tier("redis"))
     with ChunkStore.open(url) as store:
         store.put(chunk())
-        store.flush()
     with ChunkStore.open(url, memory_bytes=0) as store:
         same(store.get(chunk().key), chunk())
         assert store.stats()["hits"] == {"redis": 1}
@@ -351,15 +342,10 @@ def test_valkey_urls_mean_the_same():
 
 
 def test_a_store_finds_what_others_put_on_a_server_a_part_at_a_time(served_tier, chunk, monkeypatch):
-    from hf_blend.store import catalog
-
-    writer, tier = ChunkStore([], [served_tier("redis")]), served_tier
-    chunks = [chunk((7, number)) for number in range(4)]
+    tier, chunks = served_tier("redis"), [chunk((7, number)) for number in range(4)]
     for one in chunks:
-        writer.put(one)
-        writer.flush()
-    tier = plugins.load("store.tiers", "redis")(_url_of(writer), deadline_s=60.0)
-    reader = ChunkStore([], [tier])
+        on(tier).put(one)
+    reader = ChunkStore([], [plugins.load("store.tiers", "redis")(url_of(tier), deadline_s=60.0)])
     monkeypatch.setattr(catalog, "_LEARN_S", -1.0)
     assert reader.find(chunks[0].key.fingerprint, chunks[0].key.chunk_prefix_ids, (7, 2)) == []
     monkeypatch.setattr(catalog, "_LEARN_S", 60.0)
@@ -367,6 +353,6 @@ def test_a_store_finds_what_others_put_on_a_server_a_part_at_a_time(served_tier,
     assert len(reader) == 4
 
 
-def _url_of(store):
-    known = store._tiers[0].tier._client.connection_pool.connection_kwargs
+def url_of(tier):
+    known = tier._client.connection_pool.connection_kwargs
     return f"redis://{known['host']}:{known['port']}/{known['db']}"

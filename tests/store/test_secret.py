@@ -141,20 +141,6 @@ def test_eviction_quotas_and_pins_know_names_that_say_nothing(opened, chunk):
     assert opened(TWO).contains(stored[0].key)
 
 
-def test_what_lies_under_a_name_of_ours_and_is_not_ours_goes(tmp_path, opened, chunk, same):
-    store = opened(ONE)
-    store.put(chunk())
-    (path,) = tmp_path.rglob("*.safetensors")
-    opened(TWO).put(chunk(seed=9))
-    (other,) = set(tmp_path.rglob("*.safetensors")) - {path}
-    path.write_bytes(other.read_bytes())
-    assert opened(ONE).get(chunk().key) is None
-    assert not path.exists()
-    assert other.exists()
-    store.put(chunk())
-    same(opened(ONE).get(chunk().key), chunk())
-
-
 def test_a_seal_says_why_it_does_not_fit():
     for secret in (None, ONE):
         good = seal(secret, b"content")

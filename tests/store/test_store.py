@@ -25,6 +25,7 @@ from hf_blend.store.eviction.lru import Lru
 from hf_blend.store.memory import MemoryCache, available_bytes, default_memory_bytes
 from hf_blend.store.tiers import files as files_module
 from tests.asking import noting, raising
+from tests.faults.tiers import FaultyServer
 
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(1, 9)), max_size=40)
 
@@ -198,6 +199,12 @@ def test_nan_and_infinity_are_never_stored(opened, root, chunk, files, value, dt
         store.put(poisoned)
     assert files(root) == {}
     assert store.get(poisoned.key) is None
+    opened().put(chunk(dtype=dtype))
+    path = path_of(root, poisoned.key)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(StoreError, match="NaN or infinity"):
+        list(opened().stream(poisoned.key, lambda: poisoned).layers)
+    assert store.get(poisoned.key) is None
 
 
 def test_empty_tensors_hold_no_nan_and_integers_are_no_states(opened, chunk, same):
@@ -339,6 +346,7 @@ def test_a_memory_store_writes_nothing_and_forgets_what_it_drops(chunk, same, tm
         assert [one.tier for one in store.entries()] == ["memory", "memory"]
         assert store.stats()["evicted"] == {"memory": 2}
         assert store.delete(chunks[3].key)
+        assert not store.delete(chunks[3].key)
         assert not store.contains(chunks[3].key)
     assert list(tmp_path.iterdir()) == []
 
@@ -409,16 +417,6 @@ def test_what_is_in_memory_is_contained_whatever_the_disk_says(opened, root, chu
     assert not opened().contains(chunk().key)
 
 
-def test_delete_removes_from_both_tiers(opened, chunk, files, root):
-    store = opened()
-    store.put(chunk())
-    assert store.delete(chunk().key)
-    assert not store.delete(chunk().key)
-    assert files(root) == {}
-    assert store.get(chunk().key) is None
-    assert len(store) == 0
-
-
 def test_a_delete_that_the_disk_refuses_is_an_error(opened, chunk, monkeypatch):
     store = opened()
     store.put(chunk())
@@ -442,12 +440,14 @@ def test_what_another_process_stores_or_removes_is_seen(opened, chunk, same):
     same(mine.get(chunk((5, 6, 7)).key), chunk((5, 6, 7)))
 
 
-def test_what_vanished_since_it_was_listed_is_forgotten(opened, root, chunk):
-    store = opened(memory_bytes=0)
-    store.put(chunk())
-    path_of(root, chunk().key).unlink()
+def test_what_vanished_since_it_was_listed_is_forgotten(chunk):
+    server, wanted = FaultyServer({}), (chunk().key.fingerprint, (1,), [5, 6, 7])
+    with ChunkStore([], [server]) as store:
+        store.put(chunk())
+    assert len(store.find(*wanted)) == 1
+    server.objects.clear()
     assert store.get(chunk().key) is None
-    assert len(store) == 0
+    assert store.find(*wanted) == []
 
 
 def test_add_computes_what_is_missing_and_nothing_else(tiny_model, tokenizer, opened, same, monkeypatch):
@@ -504,33 +504,25 @@ def process(monkeypatch):
     monkeypatch.setattr(psutil.Process, "memory_info", lambda self: type("M", (), {"rss": GIB}))
 
 
-def groups(folder, own, **limits):
-    (folder / "own").write_text(own)
-    for path, limit in limits.items():
-        file = folder / path.replace("__", "/")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{limit}\n")
-    return available_bytes(folder, folder / "own") // GIB
-
-
 @pytest.mark.parametrize(
     ("own", "limits", "expected"),
     [
         ("0::/\n", {}, 64),
         ("0::/\n", {"memory.max": 8 * GIB}, 7),
         ("0::/\n", {"memory.max": "max"}, 64),
-        ("0::/a/b\n", {"a__b__memory.max": "max", "a__memory.max": 4 * GIB, "memory.max": 16 * GIB}, 3),
-        ("0::/a\n", {"a__memory.max": GIB // 2}, 0),
-        ("5:cpu:/x\n4:memory:/docker/1\n0::/\n", {"memory__memory.limit_in_bytes": 8 * GIB}, 7),
-        ("4:memory,hugetlb:/d\n", {"memory__d__memory.limit_in_bytes": 2 * GIB}, 1),
-        ("4:memory:/\n", {"memory__memory.limit_in_bytes": 9223372036854771712}, 64),
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": 4 * GIB, "memory.max": 16 * GIB}, 3),
+        ("0::/a\n", {"a/memory.max": GIB // 2}, 0),
+        ("5:cpu:/x\n4:memory:/docker/1\n0::/\n", {"memory/memory.limit_in_bytes": 8 * GIB}, 7),
+        ("4:memory,hugetlb:/d\n", {"memory/d/memory.limit_in_bytes": 2 * GIB}, 1),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": 9223372036854771712}, 64),
         ("0::/../..\n", {"memory.max": 8 * GIB}, 7),
         ("what\n", {}, 64),
+        (None, {"memory.max": 8 * GIB}, 64),
     ],
 )
 def test_the_smallest_limit_of_all_groups_holds(own, limits, expected, tmp_path, process):
-    assert groups(tmp_path, own, **limits) == expected
-
-
-def test_where_there_are_no_groups_the_machine_holds(tmp_path, process):
-    assert available_bytes(tmp_path, tmp_path / "absent") == 64 * GIB
+    for path, limit in {**limits, **({} if own is None else {"own": own})}.items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{limit}\n")
+    assert available_bytes(tmp_path, tmp_path / "own") // GIB == expected

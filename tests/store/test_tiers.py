@@ -3,11 +3,13 @@
 """What every tier promises. A new tier is tested here as soon as `tier_factories` in conftest.py makes one."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hf_blend.errors import ConfigError
 from hf_blend.store import ChunkStore
+from hf_blend.store.opening import Limits
 from hf_blend.store.tiers.base import EntryFault, Tier
 
 NAMES = [f"{number:02x}/{number:02x}/{number:02x}{0:062x}" for number in range(3)]
@@ -94,25 +96,20 @@ def test_a_name_that_is_not_hex_is_refused(tier, name):
 
 
 def test_two_writers_of_one_name_leave_one_whole_object(tier):
-    barrier, stored = threading.Barrier(4), []
+    barrier = threading.Barrier(4)
 
-    def write():
+    def write(_):
         barrier.wait()
-        stored.append(put(tier, NAMES[0], b"a" * 4096, b"b" * 4096))
+        return put(tier, NAMES[0], b"a" * 4096, b"b" * 4096)
 
-    threads = [threading.Thread(target=write) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert any(stored)
+    with ThreadPoolExecutor(4) as pool:
+        assert any([*pool.map(write, range(4))])
     assert content(tier, NAMES[0]) == b"a" * 4096 + b"b" * 4096
 
 
 def test_a_store_on_a_tier_loads_what_it_stored_and_refuses_what_was_changed(tier, chunk, same):
-    store, stored = ChunkStore([], [tier]), chunk()
+    store, stored = ChunkStore([], [tier], limits=Limits(queue_bytes=0)), chunk()
     store.put(stored)
-    store.flush()
     same(store.get(stored.key), stored)
     (name, _), *others = tier.listing()
     assert not others
@@ -123,7 +120,6 @@ def test_a_store_on_a_tier_loads_what_it_stored_and_refuses_what_was_changed(tie
         assert store.get(stored.key) is None
     assert not tier.contains(name), "what cannot become good is removed"
     store.put(stored)
-    store.flush()
     same(ChunkStore([], [tier]).get(stored.key), stored)
     assert len(store) == 1
 
@@ -134,21 +130,3 @@ def test_pins_are_remembered_or_none_are(tier):
     assert tier.pins() <= {NAMES[0]}
     tier.set_pin(NAMES[0], False)
     assert tier.pins() == frozenset()
-
-
-def test_a_chunk_that_moves_is_in_one_tier_and_whole(tmp_path, chunk, same):
-    far = f"file://{tmp_path / 'far'}"
-    with ChunkStore.open(tmp_path / "near", remote=far, memory_bytes=0) as store:
-        moved, stays = chunk((5, 1)), chunk((5, 2))
-        for one in (moved, stays):
-            store.put(one)
-        near, remote = (tier.name for tier in store.tiers())
-        assert store.flush()
-        assert store.move([moved.key], remote) == 1
-        assert [store.tier_of(one.key) for one in (moved, stays)] == [remote, near]
-        assert store.move([moved.key, chunk((5, 3)).key], near) == 1, "one of them is nowhere"
-        assert store.tier_of(moved.key) == near
-        with pytest.raises(ConfigError, match=r"no tier named 'dsk'.*Did you mean 'disk'"):
-            store.move([moved.key], "dsk")
-    with ChunkStore.open(tmp_path / "near", memory_bytes=0) as store:
-        same(store.get(moved.key), moved)

@@ -72,7 +72,7 @@ def not_shared(engine: Any) -> list[str]:
 
     runner = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     held = {one.untyped_storage().data_ptr() for one in runner.get_model().parameters()}
-    model = get_kv_transfer_group()._half.model
+    model = get_kv_transfer_group().model
     return [name for name, one in model.named_parameters() if one.untyped_storage().data_ptr() not in held]
 
 
@@ -83,7 +83,7 @@ def break_model() -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no memory is left")
 
-    get_kv_transfer_group()._half.model.model.layers[2].mlp.forward = fail
+    get_kv_transfer_group().model.model.layers[2].mlp.forward = fail
 
 
 def damage(store: Path) -> None:

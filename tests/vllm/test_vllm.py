@@ -118,6 +118,16 @@ def differing(given: list[Any], expected: list[Any]) -> list[Any]:
     return odd
 
 
+def filled(requests: list[Any]) -> list[int]:
+    """How many tokens of each request the connector fills in."""
+    return [len(one["ids"]) - 1 if "documents" in one else 0 for one in requests]
+
+
+def cached(answers: list[Any]) -> list[int]:
+    """How many vLLM did not compute."""
+    return [one["cached"] for one in answers]
+
+
 @pytest.fixture(scope="module")
 def alone(model, requests, tmp_path_factory):
     """What vLLM answers without the connector."""
@@ -133,7 +143,7 @@ def test_at_ratio_one_every_answer_is_that_of_vllm_alone(model, requests, alone,
     found = run(tmp_path, model, [named, plain, named], caching=True, **extra)
     blended, after, again = found["steps"]
     assert not differing(blended, alone)
-    assert [one["cached"] for one in blended] == [len(one["ids"]) - 1 if "documents" in one else 0 for one in named]
+    assert cached(blended) == filled(named)
     assert not differing(after, alone), "a plain request of the same ids"
     assert not differing(again, alone)
     assert found["not_shared"] == []
@@ -167,13 +177,8 @@ def test_no_fault_of_the_store_changes_an_answer(model, requests, alone, tmp_pat
     for step in found["steps"]:
         assert not differing(step, alone[:12])
         assert {one["finish"] for one in step} <= {"length", "stop"}
-    blended = [len(one["ids"]) - 1 if "documents" in one else 0 for one in named]
-    assert [[one["cached"] for one in step] for step in found["steps"]] == [
-        blended,
-        blended,
-        blended,
-        [0] * len(named),
-    ]
+    blended = filled(named)
+    assert [cached(step) for step in found["steps"]] == [blended] * 3 + [[0] * len(named)]
     assert found["log"].count("is computed by vLLM: MemoryError") == sum(map(bool, blended))
 
 
@@ -210,10 +215,10 @@ def test_a_full_disk_and_a_redis_that_was_killed_change_no_answer(model, request
     finally:
         client.close()
         server.kill()
-    blended = [len(one["ids"]) - 1 if "documents" in one else 0 for one in named]
+    blended = filled(named)
     for step in found["steps"]:
         assert not differing(step, alone[:count])
-        assert [one["cached"] for one in step] == blended
+        assert cached(step) == blended
     assert max(held) > 0, "nothing was in Redis"
     assert not [*small_device.rglob("*.safetensors")], "something was stored on a full disk"
     named_tokens = sum(stop - start for one in named for start, stop in one.get("documents", ()))

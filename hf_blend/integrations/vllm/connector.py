@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector: what vLLM's scheduler asks about a request, and what its worker does for it.
 
-vLLM makes one connector in its scheduler and one in its worker. The scheduler's half finds a request's documents and
+vLLM makes one connector in its scheduler and one in its worker. The scheduler's finds a request's documents and
 answers that all of its prompt but the last token comes from here, later. vLLM gives the request blocks and holds it
-back. The worker's half runs the blended prefill, as a lone `BlendCache` does, and writes K and V into these blocks by
+back. The worker's runs the blended prefill, as a lone `BlendCache` does, and writes K and V into these blocks by
 the attention layers' own method. Then vLLM runs the last token and decodes. Whatever fails ends in blocks that vLLM
 computes itself.
 
@@ -17,10 +17,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import vllm
+from prometheus_client import Counter as Counted
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -30,7 +31,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.metrics.utils import create_metric_per_engine
 
 from ...cache.blend_cache import BlendCache
 from ...config import BlendConfig
@@ -40,7 +43,6 @@ from ...model.context import default_prefix
 from ...model.fingerprint import fingerprint
 from ...prompt.pieces import Span
 from ...store import ChunkStore
-from .metrics import BlendMetrics, BlendStats
 from .plan import NamedPrompt, Reuse, plan_salt, read_params
 from .weights import FastLinear, load_copy, model_over, speed_up
 
@@ -54,6 +56,13 @@ OWN = {  # settings of the connector, beside the fields of BlendConfig
 }  # fmt: skip
 CHECKED_TOKENS = 256  # of the prompt by which vLLM and transformers are compared
 LEAST_CHECKED = 16
+COUNTED = {
+    "blended_requests": "Requests whose documents were blended.",
+    "failed_requests": "Requests with documents that were left to vLLM because a blend failed.",
+    "reused_tokens": "Tokens of prompts whose stored K and V were used.",
+    "recomputed_tokens": "Tokens of stored chunks in prompts that were computed again.",
+    "computed_chunks": "Chunks that were not stored and were computed.",
+}
 
 
 @dataclass
@@ -94,8 +103,52 @@ class Verdict(KVConnectorWorkerMetadata):
         return self
 
 
+class BlendStats(KVConnectorStats):
+    """Counts of some steps, by the names of `COUNTED`."""
+
+    def reset(self) -> None:
+        """Begin at 0."""
+        self.data = dict[str, Any]()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add those of other steps."""
+        self.data = dict(Counter(self.data) + Counter(other.data))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what vLLM writes in its log."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Return True if nothing was counted."""
+        return not any(self.data.values())
+
+
+class BlendMetrics(KVConnectorPromMetrics):
+    """The counters `vllm:hf_blend_…` of each engine."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: dict[int, Any]) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine)
+        make = metric_types[Counted]
+        self._counters = {
+            name: create_metric_per_engine(make(f"vllm:hf_blend_{name}", text, labelnames), per_engine)
+            for name, text in COUNTED.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Count what some steps did."""
+        for name, count in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(count)
+
+
 class BlendConnector(KVConnectorBase_V1):
-    """Blends stored chunks into vLLM's blocks."""
+    """Blends stored chunks into vLLM's blocks: what both of its forms, `Scheduler` and `Worker`, have."""
+
+    def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Self:
+        """Make the one that vLLM asks for; it knows the name of this class alone."""
+        half: Any = Worker if role == KVConnectorRole.WORKER else Scheduler
+        made: Self = super().__new__(half)
+        return made
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -103,88 +156,8 @@ class BlendConnector(KVConnectorBase_V1):
         self._kv_transfer_config.kv_load_failure_policy = "recompute"  # its default fails the request
         settings = dict(self._kv_transfer_config.kv_connector_extra_config)
         own = {name: settings.pop(name, default) for name, default in OWN.items()}
-        is_worker = role == KVConnectorRole.WORKER
-        self._half: Any = (Worker if is_worker else Scheduler)(vllm_config, BlendConfig.from_dict(settings), own)
-
-    # the scheduler's half
-
-    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Identity]) -> None:
-        """Learn who the model is."""
-        self._half.identity = next(iter(metadata.values()))
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Say how many tokens come from here."""
-        tokens = self._half.count(request, num_computed_tokens)
-        return tokens, tokens > 0
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note the blocks of a request that were promised tokens."""
-        if num_external_tokens:
-            self._half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: Any) -> BlendMetadata:
-        """Tell the worker what to do in this step."""
-        return self._half.next_step(scheduler_output)
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        """Learn what the worker found."""
-        if connector_output.kv_connector_worker_meta is not None:
-            self._half.judge(connector_output.kv_connector_worker_meta)
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """Forget a request; its blocks are not needed."""
-        self._half.forget(request.request_id)
-        return False, None
-
-    # the worker's half
-
-    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Prepare to compute, with the model of who calls this."""
-        self._half.prepare(_model_of_caller(), kv_caches)
-
-    def get_handshake_metadata(self) -> Identity | None:
-        """Say who the model is."""
-        return self._half.identity
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Fill the blocks of requests that wait for it."""
-        for load in self._get_connector_metadata().loads:
-            self._half.load(load)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: no request runs before all of its blocks are filled."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: chunks are computed apart from what is before them."""
-
-    def wait_for_save(self) -> None:
-        """Compare, after the forward, what it has computed."""
-        check = self._get_connector_metadata().check
-        if check is not None:
-            self._half.compare(*check)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
-        """Name the requests whose blocks are filled, or have failed."""
-        finished, self._half.finished = self._half.finished, set()
-        return None, finished
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Name the blocks that vLLM must compute."""
-        failed, self._half.failed = self._half.failed, set()
-        return failed
-
-    def build_connector_worker_meta(self) -> Verdict | None:
-        """Say how the comparison ended."""
-        verdict, self._half.verdict = self._half.verdict, None
-        return verdict
-
-    def get_kv_connector_stats(self) -> BlendStats | None:
-        """Say what was done since the last call."""
-        counted = getattr(self._half, "counted", None)
-        if not counted:
-            return None
-        self._half.counted = Counter[str]()
-        return BlendStats(dict(counted))
+        self._config, self._allows_copy = BlendConfig.from_dict(settings), own["allow_copy"]
+        self._stores = Stores(own, own["memory_bytes"] if role == KVConnectorRole.WORKER else 0)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
@@ -198,64 +171,45 @@ class BlendConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """Close the stores."""
-        self._half.close()
+        self._stores.close()
+
+    def _does_nothing(self, *given: Any, **more: Any) -> Any:
+        """What vLLM asks of both, and the other does, or none: no request runs before all of its blocks are filled."""
+
+    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = _does_nothing
+    start_load_kv = wait_for_save = wait_for_layer_load = save_kv_layer = _does_nothing
 
 
-class Stores:
-    """The chunk stores of all tenants, each opened when it is needed."""
-
-    def __init__(self, own: Mapping[str, Any], memory_bytes: int) -> None:
-        self.secrets: dict[str, bytes | None] = {"": None}
-        if own["tenants"]:
-            from ...serving.service import read_tenants
-
-            self.secrets = {one.name: one.secret for one in read_tenants(Path(own["tenants"]))}
-        self._open: dict[str, ChunkStore] = {}
-        self._settings = {"remote": own["remote"], "memory_bytes": memory_bytes // len(self.secrets)}
-        self._location = own["store"]
-
-    def of(self, tenant: str) -> ChunkStore:
-        """The store of a tenant."""
-        if tenant not in self.secrets:
-            raise ConfigError(f"tenant={tenant!r:.60} came, expected one of the {len(self.secrets)} that are known.")
-        if tenant not in self._open:
-            secret = self.secrets[tenant]
-            self._open[tenant] = ChunkStore.open(self._location, namespace=tenant, secret=secret, **self._settings)
-        return self._open[tenant]
-
-    def close(self) -> None:
-        """Close all."""
-        while self._open:
-            self._open.popitem()[1].close()
-
-
-class Scheduler:
+class Scheduler(BlendConnector):
     """Decides which requests are blended."""
 
-    identity: Identity
-
-    def __init__(self, vllm_config: Any, config: BlendConfig, own: Mapping[str, Any]) -> None:
-        self._config, self._model_config = config, vllm_config.model_config
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self._needs_salt = bool(vllm_config.cache_config.enable_prefix_caching)
-        self._stores = Stores(own, memory_bytes=0)
+        self._identity: Identity
         self._reuse: dict[str, Any] = {}  # by request; None where nothing is blended
         self._loaded: dict[str, int] = {}  # the number of preemptions at which a request was last loaded
         self._loads: list[Load] = []
         self._verdict: Verdict | None = None
         self._is_checking = False
         self._tokenizer: Any = None
-        self.close = self._stores.close
 
-    def count(self, request: Any, computed: int) -> int:
-        """How many tokens behind those that vLLM has come from here."""
-        if self._verdict is None or self._verdict.error or self._loaded.get(request.request_id) == _tries(request):
-            return 0
-        if request.request_id not in self._reuse:
-            self._reuse[request.request_id] = self._find(request)
-        reuse = self._reuse[request.request_id]
-        if reuse is None or computed >= reuse.spans[-1].stop:
-            return 0  # nothing to reuse; or all of it is in blocks of an earlier request with the same salt
-        return max(0, request.num_prompt_tokens - 1 - computed)
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Identity]) -> None:
+        """Learn who the model is."""
+        self._identity = next(iter(metadata.values()))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Say how many tokens behind those that vLLM has come from here, and whether they come later."""
+        name = request.request_id
+        if self._verdict is None or self._verdict.error or self._loaded.get(name) == request.num_preemptions:
+            return 0, False
+        if name not in self._reuse:
+            self._reuse[name] = self._find(request)
+        reuse = self._reuse[name]
+        if reuse is None or num_computed_tokens >= reuse.spans[-1].stop:
+            return 0, False  # nothing to reuse; or all of it is in blocks of an earlier request with the same salt
+        tokens = max(0, request.num_prompt_tokens - 1 - num_computed_tokens)
+        return tokens, tokens > 0
 
     def _find(self, request: Any) -> Reuse | None:
         """The documents of a request, if they may be blended."""
@@ -287,25 +241,28 @@ class Scheduler:
 
     def _search(self, ids: Sequence[int], tenant: str) -> tuple[Span, ...]:
         """The stored chunks in a prompt that names none."""
-        found = self._stores.of(tenant).find(self.identity.fingerprint, self.identity.sink, ids)
+        found = self._stores.of(tenant).find(self._identity.fingerprint, self._identity.sink, ids)
         return tuple(Span(one.start, one.key.token_ids, one.first, one.tokens) for one in found)
 
     def _load_tokenizer(self) -> Any:
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._model_config)
+            self._tokenizer = load_tokenizer(self._vllm_config.model_config)
         return self._tokenizer
 
-    def allocated(self, request: Any, blocks: list[int], tokens: int) -> None:
-        """A request has blocks for its prompt."""
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note the blocks of a request that were promised tokens."""
+        if not num_external_tokens:
+            return
         ids, reuse = tuple(request.prompt_token_ids), self._reuse[request.request_id]
-        self._loaded[request.request_id] = _tries(request)
-        self._loads.append(Load(request.request_id, ids, reuse, blocks, len(ids) - 1 - tokens))
+        self._loaded[request.request_id] = request.num_preemptions
+        start = len(ids) - 1 - num_external_tokens
+        self._loads.append(Load(request.request_id, ids, reuse, blocks.get_block_ids()[0], start))
 
-    def next_step(self, output: Any) -> BlendMetadata:
-        """What the worker is to do in a step."""
+    def build_connector_meta(self, scheduler_output: Any) -> BlendMetadata:
+        """Tell the worker what to do in this step."""
         step, self._loads = BlendMetadata(self._loads), []
         if self._verdict is None and not self._is_checking:
-            step.check = next(self._comparable(output), None)
+            step.check = next(self._comparable(scheduler_output), None)
             self._is_checking = step.check is not None
         return step
 
@@ -318,43 +275,45 @@ class Scheduler:
             if is_plain and len(ids) >= LEAST_CHECKED:
                 yield ids, new.block_ids[0]
 
-    def judge(self, verdict: Verdict) -> None:
-        """Blend from now on, or never."""
-        self._verdict = verdict
-        if verdict.error:
-            logger.error("nothing is blended: %s", verdict.error)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Learn how the comparison ended: blend from now on, or never."""
+        verdict = connector_output.kv_connector_worker_meta
+        if verdict is not None:
+            self._verdict = verdict
+            if verdict.error:
+                logger.error("nothing is blended: %s", verdict.error)
 
-    def forget(self, request_id: str) -> None:
-        """A request is over."""
-        self._reuse.pop(request_id, None)
-        self._loaded.pop(request_id, None)
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """Forget a request; its blocks are not needed."""
+        self._reuse.pop(request.request_id, None)
+        self._loaded.pop(request.request_id, None)
+        return False, None
 
 
-class Worker:
+class Worker(BlendConnector):
     """Computes, and writes vLLM's blocks."""
 
-    def __init__(self, vllm_config: Any, config: BlendConfig, own: Mapping[str, Any]) -> None:
-        self._vllm_config, self._config, self._own = vllm_config, config, own
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self._block_size = vllm_config.cache_config.block_size
-        self._stores = Stores(own, own["memory_bytes"])
         self.model: nn.Module
         self._layers: list[nn.Module] = []  # vLLM's attention layers, in the model's order
-        self.identity: Identity | None = None
-        self.finished: set[str] = set()
-        self.failed: set[int] = set()
-        self.verdict: Verdict | None = None
-        self.counted = Counter[str]()
-        self.close = self._stores.close
+        self._identity: Identity | None = None
+        self._finished: set[str] = set()
+        self._failed: set[int] = set()
+        self._verdict: Verdict | None = None
+        self._counted = Counter[str]()
 
-    def prepare(self, vllm_model: nn.Module, kv_caches: Mapping[str, Tensor]) -> None:
-        """Make the model that computes."""
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Make the model that computes, of the one of who calls this."""
+        vllm_model = _model_of_caller()
         speed_up(vllm_model)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._layers = [layers[name] for name in kv_caches]
         try:
             self.model = model_over(vllm_model, self._vllm_config.model_config)
         except UnsupportedModelError:
-            if not self._own["allow_copy"]:
+            if not self._allows_copy:
                 raise
             self.model = load_copy(self._vllm_config.model_config, next(iter(kv_caches.values())).device)
         ids = tuple(range(3 * LEAST_CHECKED))
@@ -363,11 +322,19 @@ class Worker:
         if self._config.chunk_prefix_ids is None:
             prefix = default_prefix(self.model, load_tokenizer(self._vllm_config.model_config))
             self._config = replace(self._config, chunk_prefix_ids=prefix)
-        self.identity = Identity(fingerprint(self.model), self._config.chunk_prefix_ids)
-        logger.info("blends %s, fingerprint %.12s…", type(self.model).__name__, self.identity.fingerprint)
+        self._identity = Identity(fingerprint(self.model), self._config.chunk_prefix_ids)
+        logger.info("blends %s, fingerprint %.12s…", type(self.model).__name__, self._identity.fingerprint)
 
-    def load(self, load: Load) -> None:
-        """Fill the blocks of a request."""
+    def get_handshake_metadata(self) -> Identity | None:
+        """Say who the model is."""
+        return self._identity
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Fill the blocks of requests that wait for it."""
+        for load in self._get_connector_metadata().loads:
+            self._fill(load)
+
+    def _fill(self, load: Load) -> None:
         try:
             layers, report = self._blend(load.ids, load.reuse.spans, self._stores.of(load.reuse.tenant))
             stop = len(load.ids) - 1
@@ -377,12 +344,12 @@ class Worker:
             logger.debug("request %s is blended: %s", load.request_id, report)
             stored, reused = report.exact_tokens + report.reusable_tokens, report.reused_tokens
             tokens = {"reused_tokens": reused, "recomputed_tokens": stored - reused}
-            self.counted.update(blended_requests=1, computed_chunks=report.computed_chunks, **tokens)
+            self._counted.update(blended_requests=1, computed_chunks=report.computed_chunks, **tokens)
         except Exception as error:
             logger.warning("request %s is computed by vLLM: %s: %s", load.request_id, type(error).__name__, error)
-            self.failed.update(load.blocks[load.start // self._block_size :])
-            self.counted["failed_requests"] += 1
-        self.finished.add(load.request_id)
+            self._failed.update(load.blocks[load.start // self._block_size :])
+            self._counted["failed_requests"] += 1
+        self._finished.add(load.request_id)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -397,8 +364,12 @@ class Worker:
         layers: list[Any] = cache.layers
         return [(one.keys[0].transpose(0, 1), one.values[0].transpose(0, 1)) for one in layers], cache.report
 
-    def compare(self, ids: list[int], blocks: list[int]) -> None:
-        """Compare K and V that vLLM has computed with those of transformers."""
+    def wait_for_save(self) -> None:
+        """Compare, after the forward, K and V that vLLM has computed with those of transformers."""
+        check = self._get_connector_metadata().check
+        if check is None:
+            return
+        ids, blocks = check
         try:
             with torch.inference_mode(False), torch.no_grad():
                 given = torch.tensor([ids], device=self.model.device)
@@ -410,9 +381,29 @@ class Worker:
                     f"K and V of vLLM differ from those of {type(self.model).__name__} by {worst:.2g} of their norm, "
                     f"expected at most {most}. Its cache, its rotary embedding or its kernels are others."
                 )
-            self.verdict = Verdict("")
+            self._verdict = Verdict("")
         except Exception as error:
-            self.verdict = Verdict(f"{type(error).__name__}: {error}")
+            self._verdict = Verdict(f"{type(error).__name__}: {error}")
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
+        """Name the requests whose blocks are filled, or have failed."""
+        finished, self._finished = self._finished, set()
+        return None, finished
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Name the blocks that vLLM must compute."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> Verdict | None:
+        """Say how the comparison ended."""
+        verdict, self._verdict = self._verdict, None
+        return verdict
+
+    def get_kv_connector_stats(self) -> BlendStats | None:
+        """Say what was done since the last call."""
+        counted, self._counted = self._counted, Counter[str]()
+        return BlendStats(dict(counted)) if counted else None
 
     def _distance(self, own: Any, layer: Any, blocks: list[int]) -> float:
         """How far a layer's K and V are from those in its blocks, as a share of their norm.
@@ -436,6 +427,34 @@ class Worker:
         return indices.to(self.model.device)
 
 
+class Stores:
+    """The chunk stores of all tenants, each opened when it is needed."""
+
+    def __init__(self, own: Mapping[str, Any], memory_bytes: int) -> None:
+        self.secrets: dict[str, bytes | None] = {"": None}
+        if own["tenants"]:
+            from ...serving.service import read_tenants
+
+            self.secrets = {one.name: one.secret for one in read_tenants(Path(own["tenants"]))}
+        self._open: dict[str, ChunkStore] = {}
+        self._settings = {"remote": own["remote"], "memory_bytes": memory_bytes // len(self.secrets)}
+        self._location = own["store"]
+
+    def of(self, tenant: str) -> ChunkStore:
+        """The store of a tenant."""
+        if tenant not in self.secrets:
+            raise ConfigError(f"tenant={tenant!r:.60} came, expected one of the {len(self.secrets)} that are known.")
+        if tenant not in self._open:
+            secret = self.secrets[tenant]
+            self._open[tenant] = ChunkStore.open(self._location, namespace=tenant, secret=secret, **self._settings)
+        return self._open[tenant]
+
+    def close(self) -> None:
+        """Close all."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
 def load_tokenizer(model_config: Any) -> Any:
     """The tokenizer that vLLM was started with; None if it was told to load none."""
     if model_config.skip_tokenizer_init:
@@ -446,10 +465,6 @@ def load_tokenizer(model_config: Any) -> Any:
 def _write(layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:
     """Write K and V, `[tokens, kv_heads, head_dim]` each, as the layer writes its own."""
     layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), kv_cache, indices)
-
-
-def _tries(request: Any) -> int:
-    return int(request.num_preemptions)
 
 
 def _model_of_caller() -> nn.Module:

@@ -42,11 +42,7 @@ class Proxy:
 
     def __init__(self, tokenizer: Any, config: BlendConfig, tenants: Sequence[Tenant] = ()) -> None:
         self._tokenizer, self._config = tokenizer, config
-        self._tenants = Tenants(list(tenants) or [Tenant()], lambda tenant: None)  # type: ignore[arg-type,return-value]
-
-    def tenant(self, header: str | None) -> Tenant | None:
-        """Who a request is from."""
-        return self._tenants.find(header)
+        self.tenants = Tenants(list(tenants) or [Tenant()], lambda tenant: None)  # type: ignore[arg-type,return-value]
 
     def rewrite(self, path: str, body: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
         """The body for vLLM: a prompt with documents as ids, its documents, and the salt of its plan."""
@@ -75,7 +71,7 @@ def make_proxy(upstream: str, proxy: Proxy, transport: Any = None) -> Starlette:
     client = httpx.AsyncClient(base_url=upstream, timeout=None, transport=transport)
 
     async def forward(request: Request) -> Response:
-        tenant = proxy.tenant(request.headers.get("authorization"))
+        tenant = proxy.tenants.find(request.headers.get("authorization"))
         if tenant is None:
             return _error(401, "no tenant has this key. Send Authorization: Bearer KEY.")
         body = await request.body()

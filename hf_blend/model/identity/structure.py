@@ -34,52 +34,48 @@ from .code import (
     qualified_name,
 )
 
-IGNORED_CONFIG_FIELDS = frozenset(
-    {
-        # where it came from, not what it computes
-        "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map",
-        # how it is called, not what it computes
-        "use_cache", "return_dict", "output_attentions", "output_hidden_states", "_output_attentions",
-        "_attn_implementation", "_attn_implementation_internal", "attn_implementation", "_attn_implementation_autoset",
-        "_experts_implementation_internal",
-        # the parameters say their dtype themselves, and without doubt
-        "dtype", "torch_dtype",
-        # read by generate and by tokenizers; what stands before a chunk is part of its key
-        "bos_token_id", "eos_token_id", "pad_token_id",
-        # heads and losses that no decoder layer reads
-        "id2label", "label2id", "num_labels", "problem_type",
-        # how weights are spread over devices; transformers 5.17 keeps it where 5.23 does not
-        "base_model_tp_plan",
-        # training only
-        "initializer_range", "gradient_checkpointing", "_post_init_done",
-    }
-)  # fmt: skip
+IGNORED_CONFIG_FIELDS = frozenset({
+    # where it came from, not what it computes
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map",
+    # how it is called, not what it computes
+    "use_cache", "return_dict", "output_attentions", "output_hidden_states", "_output_attentions",
+    "_attn_implementation", "_attn_implementation_internal", "attn_implementation", "_attn_implementation_autoset",
+    "_experts_implementation_internal",
+    # the parameters say their dtype themselves, and without doubt
+    "dtype", "torch_dtype",
+    # read by generate and by tokenizers; what stands before a chunk is part of its key
+    "bos_token_id", "eos_token_id", "pad_token_id",
+    # heads and losses that no decoder layer reads
+    "id2label", "label2id", "num_labels", "problem_type",
+    # how weights are spread over devices; transformers 5.17 keeps it where 5.23 does not
+    "base_model_tp_plan",
+    # training only
+    "initializer_range", "gradient_checkpointing", "_post_init_done",
+})  # fmt: skip
 
-IGNORED_ATTRIBUTES = frozenset(
-    {
-        # compared as weights, or walked as modules
-        "_parameters", "_buffers", "_modules",
-        # how it was loaded, saved, spread over devices or compiled, not what it computes
-        "name_or_path", "_is_hf_initialized", "hf_quantizer", "is_quantized", "quantization_method", "hf_device_map",
-        "is_loaded_in_4bit", "is_loaded_in_8bit", "_is_loaded_in_4bit", "_is_loaded_in_8bit", "_hf_peft_config_loaded",
-        "_weight_conversions", "_tp_plan", "_ep_plan", "_pp_plan", "_tp_size", "_device_mesh", "_no_split_modules",
-        "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "all_tied_weights_keys", "_tied_weights_keys",
-        "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save",
-        "_fsdp_plan", "_skip_keys_device_placement", "_compiled_call", "_last_compile_config", "kernel_config",
-        "_use_kernels", "support_avx512bf16_for_cpu", "padding_idx",
-        # training only
-        "gradient_checkpointing", "_gradient_checkpointing_func", "loss_function", "_loss_function", "loss_type",
-        "warnings_issued", "_require_grads_hook", "_require_grads_hooks", "add_adapter",
-        # read by generate
-        "generation_config",
-        # movers between devices, which accelerate wraps
-        "to", "cpu", "cuda", "npu", "xpu", "mlu", "musa", "sdaa", "hpu", "neuron",
-        # accelerate puts the weights in place around `_old_forward`, which counts as the forward
-        "_hf_hook", "_old_forward",
-        # what a forward itself writes
-        "max_seq_len_cached", "compute_type_is_set", "_output_capturing_hooks_installed", "rope_deltas",
-    }
-)  # fmt: skip
+IGNORED_ATTRIBUTES = frozenset({
+    # compared as weights, or walked as modules
+    "_parameters", "_buffers", "_modules",
+    # how it was loaded, saved, spread over devices or compiled, not what it computes
+    "name_or_path", "_is_hf_initialized", "hf_quantizer", "is_quantized", "quantization_method", "hf_device_map",
+    "is_loaded_in_4bit", "is_loaded_in_8bit", "_is_loaded_in_4bit", "_is_loaded_in_8bit", "_hf_peft_config_loaded",
+    "_weight_conversions", "_tp_plan", "_ep_plan", "_pp_plan", "_tp_size", "_device_mesh", "_no_split_modules",
+    "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "all_tied_weights_keys", "_tied_weights_keys",
+    "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save",
+    "_fsdp_plan", "_skip_keys_device_placement", "_compiled_call", "_last_compile_config", "kernel_config",
+    "_use_kernels", "support_avx512bf16_for_cpu", "padding_idx",
+    # training only
+    "gradient_checkpointing", "_gradient_checkpointing_func", "loss_function", "_loss_function", "loss_type",
+    "warnings_issued", "_require_grads_hook", "_require_grads_hooks", "add_adapter",
+    # read by generate
+    "generation_config",
+    # movers between devices, which accelerate wraps
+    "to", "cpu", "cuda", "npu", "xpu", "mlu", "musa", "sdaa", "hpu", "neuron",
+    # accelerate puts the weights in place around `_old_forward`, which counts as the forward
+    "_hf_hook", "_old_forward",
+    # what a forward itself writes
+    "max_seq_len_cached", "compute_type_is_set", "_output_capturing_hooks_installed", "rope_deltas",
+})  # fmt: skip
 SHARED_CODE = (  # of transformers and torch, called by the modelling code of many
     "torch.nn.functional", "transformers.activations", "transformers.modeling_rope_utils",
     "transformers.masking_utils", "transformers.integrations.sdpa_attention", "transformers.cache_utils",

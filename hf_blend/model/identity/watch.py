@@ -46,19 +46,19 @@ class StructureWatch:
         """Remember what a walk over a model met."""
         self._model, self._parts = weakref.ref(model), structure.parts if structure.is_foreign else None
         self._attention, self._torch = structure.attention, _torch_functions(vars(torch))
-        self._spaces = [(one, dict(vars(one))) for one in structure.namespaces if is_library(_home(one))]
+        homes = ((one, one.__module__ if isinstance(one, type) else one.__name__) for one in structure.namespaces)
+        self._spaces = [(one, dict(vars(one))) for one, home in homes if is_library(home)]
         self._gone: list[Any] = []
         self._owners = [(_reference(owner, self._gone), names) for owner, names in structure.met.values()]
         self.hooked: list[nn.Module] = []  # modules with forward hooks, when it was last asked
-        values = self._values()
-        self._noted = _comparable(values)
+        self._noted, values = self._values()
         others = {id(value): value for value in values if type(value) not in _ATOMS}
         self._alive = [_reference(value, self._gone) for value in others.values()]
 
     def is_same(self) -> bool:
         """Whether the model has the structure still; cheap where all of its code is the libraries' own."""
         try:
-            same = _comparable(self._values()) == self._noted and not self._gone
+            same = self._values()[0] == self._noted and not self._gone
             same = same and all(held == vars(space) for space, held in self._spaces)
             same = same and self._torch == _torch_functions(vars(torch))
             same = same and attention_functions(self._attention) == self._attention
@@ -66,8 +66,8 @@ class StructureWatch:
             return False
         return same and (self._parts is None or Structure(self._model()).parts == self._parts)
 
-    def _values(self) -> list[Any]:
-        """All that was met, as it is now, with what is inside of containers in their place."""
+    def _values(self) -> tuple[list[Any], list[Any]]:
+        """All that was met, as it is now, with what is inside of containers: as it can be compared, and itself."""
         open_, values, self.hooked = list[Any](), list[Any](), []
         for ref, names in self._owners:
             owner = ref()
@@ -90,15 +90,7 @@ class StructureWatch:
                 values.append(value.shape)
             else:
                 values.append(value)
-        return values
-
-
-def _comparable(values: list[Any]) -> list[Any]:
-    return [value if type(value) in _ATOMS else id(value) for value in values]
-
-
-def _home(space: Any) -> str:
-    return str(space.__module__ if isinstance(space, type) else space.__name__)
+        return [value if type(value) in _ATOMS else id(value) for value in values], values
 
 
 class WeightWatch:
@@ -108,7 +100,9 @@ class WeightWatch:
         """Remember a model's weights."""
         self._places, parts = _placed(model)
         self._gone: list[Any] = []
-        self._sources = [[_reference(one, self._gone) for one in pair] for pair in _sources(model)]
+        hooks = [hook for module in model.modules() for hook in offload_hooks(module)]
+        sources = ((hook, getattr(hook, "weights_map", None)) for hook in hooks)  # where accelerate fetches weights
+        self._sources = [[_reference(one, self._gone) for one in pair] for pair in sources if pair[1] is not None]
         self._parts = [_reference(part, self._gone) for part in parts]
         is_small = sum(part.nbytes for part in parts) <= WHOLE_BYTES
         self._views: dict[tuple[torch.device, int], list[Callable[[], Tensor]]] = {}
@@ -188,9 +182,3 @@ def _placed(model: nn.Module) -> tuple[list[Hashable], list[Tensor]]:
         names += [(name, number) for number in range(len(stored))]
         parts += stored
     return names, parts
-
-
-def _sources(model: nn.Module) -> list[tuple[Any, Any]]:
-    """The hooks by which accelerate fetches weights, and where each fetches them from."""
-    hooks = [hook for module in model.modules() for hook in offload_hooks(module)]
-    return [(hook, hook.weights_map) for hook in hooks if getattr(hook, "weights_map", None) is not None]

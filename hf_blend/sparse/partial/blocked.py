@@ -27,12 +27,10 @@ class BlockReader(EntryReader):
         self, source: Source, key: ChunkKey, secret: bytes | None = None, layout: Layout | None = None
     ) -> None:
         super().__init__(source, key, secret, layout)
-        self._asked: tuple[int, ...] = ()
         if self.in_blocks:
             (self.heads, *_, self.dtype), _ = self.layout.layers[0]
             self.widths = tuple(form[1] for form in self.layout.layers[0])  # of keys, of values
             self.loaded_bytes = self.data_start = self._layer_start(0)
-            self._positions = self.order[:0]
 
     @property
     def block_bytes(self) -> int:
@@ -45,12 +43,9 @@ class BlockReader(EntryReader):
 
     def positions_of(self, blocks: Sequence[int]) -> Tensor:
         """Where the tokens of some blocks are in the order of the blocks."""
-        asked = tuple(blocks)
-        if self._asked != asked:  # keys and values are asked for one behind the other
-            starts = torch.tensor(asked, dtype=torch.long) * self.block_tokens
-            positions = (starts[:, None] + torch.arange(self.block_tokens)).view(-1)
-            self._asked, self._positions = asked, positions[positions < len(self.order)]  # the last may be shorter
-        return self._positions
+        starts = torch.tensor(blocks, dtype=torch.long) * self.block_tokens
+        positions = (starts[:, None] + torch.arange(self.block_tokens)).view(-1)
+        return positions[positions < len(self.order)]  # the last block may be shorter
 
     def empty(self, part: int) -> Tensor:
         """`[kv_heads, tokens, width]` for the keys (0) or values (1) of a layer, contents undefined."""

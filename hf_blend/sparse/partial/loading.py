@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Loading chunks in part while they are blended, and decoding over what was loaded.
+"""Loading chunks in part while they are blended, and decoding over what was loaded (IMPRESS, FAST 2025).
 
     store = ChunkStore.open("kv-store", partial=0.25)
     cache = BlendCache(model, store)
@@ -12,9 +12,11 @@ the question's queries say which blocks are important; those are loaded and writ
 what is recomputed, and over all that has no stored KV. The other columns are seen by nobody, in decoding either.
 """
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,15 +25,16 @@ from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
 from ...cache.static_layer import StaticLayer
-from ...errors import UnsupportedModelError
-from ...model.attention import AttentionCapture, AttentionFn
+from ...errors import ConfigError, UnsupportedModelError, suggest
+from ...model.anatomy import LayerInfo, decoder_layers
+from ...model.attention import AttentionCapture, AttentionFn, open_door, with_taker
 from ...prefill.observing import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
 from .itf import agreed, importance, probe_count
-from .seen import PartDecoding, attend_part
-from .store import PartialLayers
+from .seen import attend_part, attend_step
+from .store import BLOCK_TOKENS, PartialLayers, PartialStore
 
 FALLBACKS = ("whole", "values")
 
@@ -48,17 +51,17 @@ class LoadReport:
     unseen_share: float = 0.0  # of the chunks' tokens that a layer did not see, mean over all layers
 
 
-class PartialLoading(PartDecoding):
-    """One request, or one batch, that loads in part. Each prompt of a batch chooses for itself.
+class PartialLoading:
+    """One request, or one batch, that loads in part, and its answer. Each prompt of a batch chooses for itself.
 
     See `ChunkStore.open(partial=…)`. Of a layer whose probe heads disagree `fallback` loads "whole", all of it as in
     IMPRESS; or "values", the keys of all heads, and for each head the values of blocks that it looks at.
     """
 
     def __init__(self, cache: BlendCache, share: float = 0.25, alpha: float = 0.6, fallback: str = "whole") -> None:
-        super().__init__(cache)
-        self._share, self._alpha, self._fallback = share, alpha, fallback
+        self._cache, self._share, self._alpha, self._fallback = cache, share, alpha, fallback
         self._store: Any = cache.store
+        self._layers: list[Any] = list(cache.layers)
         self.realigner: Any = None  # of the forward that runs
         self._index = -1
         self._chunks: list[PlacedChunk] = []
@@ -70,11 +73,10 @@ class PartialLoading(PartDecoding):
     @property
     def report(self) -> LoadReport:
         """What was loaded so far."""
-        partial, fallback = self._counts
-        layers, readers = len(self._cache.layers) * self._prompts, self._readers.values()
-        others = layers - partial - fallback if readers else 0
+        (in_part, fallback), layers, readers = self._counts, len(self._layers) * self._prompts, self._readers.values()
+        others = layers - in_part - fallback if readers else 0
         nbytes = sum(one.loaded_bytes for one in readers), sum(one.block_bytes for one in readers)
-        return LoadReport(partial, fallback, others, *nbytes, self._unseen / layers)
+        return LoadReport(in_part, fallback, others, *nbytes, self._unseen / layers)
 
     def _probes(self, kv_heads: int) -> int:
         """How many heads of a layer are probed."""
@@ -89,9 +91,9 @@ class PartialLoading(PartDecoding):
         self._prompts = max(1, len({chunk.row for chunk in chunks}))
         for chunk in chunks:
             _layers(chunk).forget(index)
-        layer = self._cache.layers[index]
+        layer = self._layers[index]
         sees_whole = getattr(layer, "is_sliding", True) or isinstance(layer, StaticLayer)
-        can = rows is not None and not sees_whole and self.can_take(index)
+        can = rows is not None and not sees_whole and self._attention(index)
         few = [one for one in chunks if one.is_whole and not _layers(one).is_whole(index)]
         self._index, self._chunks = (index, few) if can and few else (-1, [])
         self._fresh = None if rows is None else rows.columns  # the last layer has fewer rows, but these are fresh
@@ -161,6 +163,21 @@ class PartialLoading(PartDecoding):
             return attend_part(stock, module, query, key, value, mask, layer.visible, given)
 
         return AttentionCapture(module, take)
+
+    def begin_layer(self, index: int) -> None:
+        """A layer that was loaded in part is given new K and V: let it, if its attention can be taken."""
+        modules = self._attention(index)
+        for module in modules:
+            open_door(module.config._attn_implementation)
+        self._layers[index].is_guarded = bool(modules)
+
+    def taken(self, index: int, keys: Tensor) -> Tensor:
+        """Keys of a layer whose attention call is then taken, over the columns that are there."""
+        return with_taker(keys, partial(attend_step, self._layers[index]))
+
+    def _attention(self, index: int) -> Sequence[nn.Module]:
+        """Of a layer, if it can be taken: some models look up no function for it."""
+        return LayerInfo.of(decoder_layers(self._cache.model)[index]).attention
 
     def finish(self) -> None:
         """The forward is over: report to the store what the question looked at."""
@@ -325,3 +342,40 @@ def _compact(there: Tensor, device: torch.device) -> Tensor | None:
 def _layers(chunk: PlacedChunk) -> PartialLayers:
     """A chunk's layers, which can be loaded in part."""
     return chunk.chunk.layers  # type: ignore[return-value]
+
+
+def open_partial(settings: Mapping[str, Any], *given: Any, **named: Any) -> PartialStore:
+    """Open a store whose chunks are loaded in part, with the arguments of a store.
+
+    The settings are those of `partial` in `hf_blend.ChunkStore.open`.
+    """
+    known = set(inspect.signature(_checked).parameters)
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"partial has {name!r}, which loading in part does not know. {suggest(name, known)}")
+    share, alpha, block_tokens, reorder, fallback = _checked(**settings)
+    loader = partial(PartialLoading, share=share, alpha=alpha, fallback=fallback)
+    return PartialStore(*given, **named).load_in_part(block_tokens, loader, reorder)
+
+
+def _checked(
+    share: float = 0.25,
+    alpha: float = 0.6,
+    block_tokens: int = BLOCK_TOKENS,
+    reorder: bool = True,
+    fallback: str = "whole",
+) -> tuple[float, float, int, bool, str]:
+    """Refuse settings that cannot be."""
+    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (share, alpha))
+    if not numbers or not 0 < share <= 1 or not 0 <= alpha < math.inf:
+        raise ConfigError(
+            f"partial has share={share!r} and alpha={alpha!r}, expected a share above 0 and up to 1, and an alpha "
+            "from 0 on. A quarter of the blocks is partial=0.25."
+        )
+    if type(block_tokens) is not int or block_tokens < 1:
+        raise ConfigError(f"partial has block_tokens={block_tokens!r}, expected a whole number from 1 on. Try 16.")
+    if not isinstance(reorder, bool):
+        raise ConfigError(f"partial has reorder={reorder!r}, expected True or False.")
+    if fallback not in FALLBACKS:
+        raise ConfigError(f"partial has fallback={fallback!r}. {suggest(str(fallback), FALLBACKS)}")
+    return float(share), float(alpha), block_tokens, reorder, fallback

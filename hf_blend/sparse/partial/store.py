@@ -16,11 +16,11 @@ from ...store.chunk import ChunkKey, ChunkKV, Layout
 from ...store.entry import encode_entry, stored_as
 from ...store.slow import WriteQueue
 from ...store.store import Recompute
+from ...store.stream import FAULTS
 from ...store.tiers.base import EntryFault, Source
 from .blocked import BlockReader
 
 KV = tuple[Tensor, Tensor]
-FAULTS = (EntryFault, OSError, MemoryError)
 BLOCK_TOKENS = 16
 NOTED_CHUNKS = 4096  # that `reorder` knows of
 CAP_CHUNKS = 1024  # that wait to be written in another order; what comes on top is due again later
@@ -97,10 +97,7 @@ class PartialLayers(Sequence[KV]):
                 missing.setdefault(lacking, []).append(head)
         for lacking, those in missing.items():
             found, positions = self.reader.read_blocks(layer, part, those, lacking), self.reader.positions_of(lacking)
-            if those == list(range(those[0], those[-1] + 1)):
-                held[those[0] : those[-1] + 1].index_copy_(1, positions, found)
-            else:
-                held[torch.tensor(those)[:, None], positions] = found
+            held[torch.tensor(those)[:, None], positions] = found
             for head in those:
                 known[head].update(lacking)
         return held
@@ -141,9 +138,8 @@ class PartialStore(ChunkStore):
     @property
     def faults(self) -> dict[str, int]:
         """Entries in blocks that could not be used, by reason; what cannot become good was removed."""
-        counted = (name.partition(":") for name in self._stats.group("load_failures"))
-        found = self._stats.group("load_failures")
-        return {reason: found[f"{tier}:{reason}"] for tier, _, reason in counted if tier == self._tiers[0].name}
+        near, counted = f"{self._tiers[0].name}:", self._stats.group("load_failures")
+        return {name.removeprefix(near): count for name, count in counted.items() if name.startswith(near)}
 
     def close(self) -> None:
         """As `ChunkStore.close`; the chunk that is being written in a new order is finished."""

@@ -35,9 +35,9 @@ class Codec(ABC):
     is_exact: ClassVar[bool] = False
     values_per_item: ClassVar[int] = 1
 
-    @abstractmethod
     def parts(self, kind: str) -> tuple[Part, ...]:
-        """Say which tensors states are packed into, in stored order."""
+        """Say which tensors states are packed into, in stored order: one like them if nothing else is said."""
+        return (Part(),)
 
     @abstractmethod
     def pack(self, kind: str, states: Tensor) -> tuple[Tensor, ...]:

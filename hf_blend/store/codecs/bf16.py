@@ -12,17 +12,13 @@ import torch
 from torch import Tensor
 
 from ...errors import StoreError
-from .base import Codec, Part
+from .base import Codec
 
 __all__ = ["Bf16"]
 
 
 class Bf16(Codec):
     """The nearest bfloat16."""
-
-    def parts(self, kind: str) -> tuple[Part, ...]:
-        """The rounded states."""
-        return (Part(),)
 
     def pack(self, kind: str, states: Tensor) -> tuple[Tensor, ...]:
         """Round."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .base import Codec, Part
+from .base import Codec
 
 __all__ = ["Raw"]
 
@@ -16,10 +16,6 @@ class Raw(Codec):
     """Packs nothing."""
 
     is_exact = True
-
-    def parts(self, kind: str) -> tuple[Part, ...]:
-        """The states themselves."""
-        return (Part(),)
 
     def pack(self, kind: str, states: Tensor) -> tuple[Tensor, ...]:
         """The states themselves."""

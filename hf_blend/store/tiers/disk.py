@@ -86,14 +86,11 @@ class DiskTier(Tier):
         """The directories, with the time of their last change; none that is so young that it may change again."""
         objects, now_ns = self.root / "objects", time.time_ns()
         found = {}
-        for directory in [objects / space] if space else self._subdirectories(objects):
-            if not _PART.fullmatch(directory.name):
-                continue
-            for entry in _entries(directory):
-                if _PART.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                    info = entry.stat(follow_symlinks=False)
-                    is_old = now_ns - info.st_mtime_ns > _RACY_NS
-                    found[f"{directory.name}/{entry.name}/"] = f"{info.st_ino}.{info.st_mtime_ns}" if is_old else ""
+        for directory in [objects / space] if space else _parts(objects):
+            for part in _parts(directory):
+                info = os.lstat(part)
+                is_old = now_ns - info.st_mtime_ns > _RACY_NS
+                found[f"{directory.name}/{part.name}/"] = f"{info.st_ino}.{info.st_mtime_ns}" if is_old else ""
         return found
 
     def remove_orphans(self) -> int:
@@ -127,7 +124,7 @@ class DiskTier(Tier):
 
     def pins(self) -> frozenset[str]:
         """Names of the objects that must not be evicted."""
-        shards = [shard for space in self._subdirectories(self.root / "pins") for shard in self._subdirectories(space)]
+        shards = [shard for space in _parts(self.root / "pins") for shard in _parts(space)]
         names = (f"{shard.parent.name}/{shard.name}/{entry.name}" for shard in shards for entry in _entries(shard))
         return frozenset(filter(is_name, names))
 
@@ -148,9 +145,11 @@ class DiskTier(Tier):
                 raise NotADirectoryError(errno.ENOTDIR, f"{directory} is a link, and nothing is written behind it")
         self._ready.add(shard)
 
-    def _subdirectories(self, directory: Path) -> list[Path]:
-        paths = sorted(entry.path for entry in _entries(directory) if entry.is_dir(follow_symlinks=False))
-        return list(map(Path, paths))
+
+def _parts(directory: Path) -> list[Path]:
+    """The directories in one that are named by two hex digits, as names of objects are divided."""
+    found = (entry for entry in _entries(directory) if _PART.fullmatch(entry.name))
+    return [directory / entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
 
 
 def _is_in_place(name: str) -> bool:

@@ -26,7 +26,7 @@ class FileSource:
     """An open entry file. It is read, never mapped: a file that shrinks under a map kills the process."""
 
     def __init__(self, handle: int, info: os.stat_result) -> None:
-        self._handle, self._is_scattered = handle, False
+        self._handle = handle
         self.stat = ObjectStat(info.st_size, info.st_mtime)
         self.identity: object = (info.st_dev, info.st_ino)
 
@@ -42,9 +42,7 @@ class FileSource:
         """Say what will be read soon, so that the device begins; from now on nothing else is read ahead."""
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
-                if not self._is_scattered:
-                    os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)
-                    self._is_scattered = True
+                os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)
                 os.posix_fadvise(self._handle, start, nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:

@@ -124,7 +124,13 @@ class FsspecTier(RemoteTier, Tier):
     def ask_all(self, space: str) -> Mapping[str, ObjectStat]:
         """List the files of a space, or all."""
         folder = f"{self._root}/objects/{space}".rstrip("/")
-        return {name: _stat(info) for name, info in self._found(folder).items()}
+        self._files.invalidate_cache(folder)
+        try:
+            infos = self._files.find(folder, detail=True)
+        except FileNotFoundError:
+            return {}
+        names = {path.partition(f"{self._root}/objects/")[2].removesuffix(_SUFFIX): path for path in infos}
+        return {name: _stat(infos[path]) for name, path in names.items() if is_name(name) and path.endswith(_SUFFIX)}
 
     def remove_orphans(self) -> int:
         """Remove what writers left unfinished more than a day ago, where files are moved to their place."""
@@ -153,16 +159,6 @@ class FsspecTier(RemoteTier, Tier):
         except FileNotFoundError:
             return None
 
-    def _found(self, folder: str) -> dict[str, dict[str, Any]]:
-        """What is known of each object, by its name."""
-        self._files.invalidate_cache(folder)
-        try:
-            infos = self._files.find(folder, detail=True)
-        except FileNotFoundError:
-            return {}
-        names = {path.partition(f"{self._root}/objects/")[2].removesuffix(_SUFFIX): path for path in infos}
-        return {name: infos[path] for name, path in names.items() if is_name(name) and path.endswith(_SUFFIX)}
-
 
 def _stat(info: Mapping[str, Any]) -> ObjectStat:
     """Size and time; where a file system tells no time, an object is never old."""
@@ -171,8 +167,7 @@ def _stat(info: Mapping[str, Any]) -> ObjectStat:
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = datetime.fromisoformat(value)
-        if isinstance(value, datetime):
-            value = value.timestamp()
+        value = value.timestamp() if isinstance(value, datetime) else value
         if isinstance(value, int | float):
             return ObjectStat(int(info["size"] or 0), float(value))
     return ObjectStat(int(info["size"] or 0), time.time())

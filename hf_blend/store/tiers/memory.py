@@ -20,7 +20,7 @@ class MemoryTier(Tier):
         self.objects: dict[str, BytesSource] = {}
         self._changes = 0
         self._pins: frozenset[str] = frozenset()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def open(self, name: str) -> Source | None:
         """Open an object, or None if there is none."""
@@ -28,12 +28,10 @@ class MemoryTier(Tier):
 
     def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Store the parts one after the other; False if the object was there already."""
-        source = BytesSource(b"".join(parts), time.time())
         with self._lock:
             if name in self.objects:
                 return False
-            self.objects[check_name(name)] = source
-            self._changes += 1
+            self.replace(name, parts)
         return True
 
     def replace(self, name: str, parts: Sequence[memoryview]) -> None:

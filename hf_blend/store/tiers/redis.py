@@ -110,27 +110,19 @@ class RedisTier(RemoteTier, Tier):
         """Walk over the keys of a space, or over all."""
         found = {}
         with self._translated():
-            names = list(self._scan(space))
+            keys = self._client.scan_iter(match=f"{_PREFIX}{space}*", count=_PAGE)
+            names = [name for key in keys if is_name(name := key.decode("ascii", "replace").removeprefix(_PREFIX))]
             for start in range(0, len(names), _PAGE):
                 page = names[start : start + _PAGE]
-                with self._client.pipeline(transaction=False) as pipeline:
-                    for name in page:
-                        pipeline.get(_PREFIX + name)
-                    for name, value in zip(page, pipeline.execute(), strict=True):
-                        with contextlib.suppress(EntryFault):
-                            found[name] = _parse(value or b"").stat
+                for name, value in zip(page, self._client.mget([_PREFIX + name for name in page]), strict=True):
+                    with contextlib.suppress(EntryFault):
+                        found[name] = _parse(value or b"").stat
         return found
 
     def close(self) -> None:
         """Let go of the connections."""
         with contextlib.suppress(OSError), self._translated():
             self._client.close()
-
-    def _scan(self, beginning: str) -> Iterator[str]:
-        for key in self._client.scan_iter(match=f"{_PREFIX}{beginning}*", count=_PAGE):
-            name = key.decode("ascii", "replace").removeprefix(_PREFIX)
-            if is_name(name):
-                yield name
 
     def _unlink(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -9,18 +9,16 @@ import random
 import secrets
 import threading
 import time
-import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..locks import new_lock
+from ..locks import new_lock, start
 from . import base
 from .base import EntryFault, ObjectStat, Source, check_name
 
-__all__ = ["PIECE_BYTES", "Circuit", "Found", "RefusedError", "RemoteTier", "start"]
+__all__ = ["PIECE_BYTES", "Circuit", "Found", "RefusedError", "RemoteTier"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +52,15 @@ class Circuit:
 
     def __init__(self, name: str, ping: Callable[[], object], deadline_s: float) -> None:
         self.name, self.deadline_s, self._ping = name, deadline_s, ping
-        self._is_open = False
+        self.is_open = False  # calls fail at once
         self._pause_s = FIRST_PAUSE_S
         self._ask_again_s = 0.0
         self._asking_pid = -1  # of the process that asks in the background: a forked child has no such thread
         self._lock = new_lock()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether calls fail at once."""
-        return self._is_open
-
     def call(self, act: Callable[[], Answer], nbytes: int = 0, limit_s: float | None = None) -> Answer:
         """Do something that needs the server."""
-        if self._is_open:
+        if self.is_open:
             self._refuse()
         try:
             return _within(limit_s or self.deadline_s + nbytes / SLOWEST_BYTES_PER_S, act)
@@ -85,9 +78,9 @@ class Circuit:
 
     def _open(self, error: Exception) -> None:
         with self._lock:
-            if not self._is_open:
+            if not self.is_open:
                 logger.warning("the %s tier is left alone until it answers again (%r)", self.name, error)
-            self._is_open = True
+            self.is_open = True
             self._ask_again_s = time.monotonic() + self._pause_s * random.uniform(0.75, 1.25)
 
     def _refuse(self) -> None:
@@ -109,26 +102,7 @@ class Circuit:
             with self._lock:
                 self._pause_s = FIRST_PAUSE_S if answered else min(2 * self._pause_s, LONGEST_PAUSE_S)
                 self._ask_again_s = time.monotonic() + self._pause_s * random.uniform(0.75, 1.25)
-                self._asking_pid, self._is_open = -1, not answered
-
-
-def start(act: Callable[[], Answer], name: str) -> "Future[Answer]":
-    """Do something in a thread of its own, which keeps no process from ending."""
-    future: Future[Answer] = Future()
-
-    def run(future: Future[Answer]) -> None:
-        try:
-            future.set_result(act())
-        except BaseException as error:  # for the thread that waits
-            held: BaseException | None = error
-            while held is not None:  # a client's frame may hold it, and so all bytes of the call until a collection
-                traceback.clear_frames(held.__traceback__)
-                held = held.__cause__ or held.__context__
-            future.set_exception(error)
-            del future  # this frame is held by the exception
-
-    threading.Thread(target=run, args=(future,), name=name, daemon=True).start()
-    return future
+                self._asking_pid, self.is_open = -1, not answered
 
 
 def _within(limit_s: float, act: Callable[[], Answer]) -> Answer:

@@ -1,19 +1,23 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token."""
+"""Measure speed on this machine, as ratios taken in one run."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..options import SELECTOR, Device, Rounds, Selector, Shape, TimedDtype, TimedModel, timed
-from ..output import Json, rounded, say, show
+from .options import RATIO, SELECTOR, Device, Selector
+from .output import Json, rounded, say, show
 
-__all__ = ["ttft"]
+__all__ = ["break_even", "ttft"]
 
 RATIOS = [1.0, 0.15, 0.05, 0.0]
 
+Shape = Annotated[str, typer.Option(help="Shape of the model; its weights are random.")]
+Model = Annotated[str | None, typer.Option(help="Hub id or path of the model to time, in place of a shape.")]
+Dtype = Annotated[str, typer.Option(help="Of weights and KV; auto is as a model was saved.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; the median counts.")]
 Chunks = Annotated[int, typer.Option(min=1, help="Chunks before the question.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens in each chunk.")]
 QuestionTokens = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
@@ -21,12 +25,38 @@ Ratios = Annotated[list[float], typer.Option(metavar="RATIO ...", help="Recomput
 More = Annotated[list[float] | None, typer.Argument(hidden=True)]  # the ratios behind the first: an option takes one
 Data = Annotated[Path | None, typer.Option(help="JSONL file with real prompts for --model; else ids are made up.")]
 Limit = Annotated[int, typer.Option(min=0, help="The first prompts of the file; 0 is all.")]
+Tokens = Annotated[list[int], typer.Option("--tokens", min=4, help="Tokens of the documents; may be repeated.")]
+Methods = Annotated[list[str], typer.Option("--method", help="A selector with @ and a ratio; may be repeated.")]
+
+
+def break_even(
+    shape: Shape = "smollm2-135m",
+    model: Model = None,
+    tokens: Tokens = [64, 128, 256, 512],  # noqa: B006
+    method: Methods = [f"{SELECTOR}@{RATIO:g}", "boundary@0.05"],  # noqa: B006
+    rounds: Rounds = 7,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Find the length from which on blending is faster. Every chunk is in memory.
+
+    Examples:
+        hf-blend bench break-even --shape tiny --tokens 32 --rounds 1 --json
+        hf-blend bench break-even --tokens 256 --tokens 1024  # slow
+    """
+    from hf_blend.evaluation.bench.ttft import TtftPlan, measure_break_even
+
+    shape, device = _timed(shape, model, device)
+    plan = TtftPlan(shape, rounds=rounds, dtype=dtype, device=device)
+    found = measure_break_even(plan, sorted(tokens), method, progress=say)
+    show(found if json else found["rows"], as_json=json, title=f"{shape}, short prompts", header=True)
 
 
 def ttft(
     more: More = None,
     shape: Shape = "smollm2-135m",
-    model: TimedModel = None,
+    model: Model = None,
     data: Data = None,
     limit: Limit = 0,
     chunks: Chunks = 8,
@@ -35,7 +65,7 @@ def ttft(
     ratios: Ratios = RATIOS,
     selector: Selector = SELECTOR,
     rounds: Rounds = 5,
-    dtype: TimedDtype = "float32",
+    dtype: Dtype = "float32",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -50,7 +80,7 @@ def ttft(
     """
     from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
 
-    shape, device = timed(shape, model, device)
+    shape, device = _timed(shape, model, device)
     plan = TtftPlan(
         shape, chunks, chunk_tokens, question_tokens, (*ratios, *(more or ())), selector, rounds, dtype, device,
         data=str(data) if data else None, limit=limit or None,
@@ -58,3 +88,10 @@ def ttft(
     found = measure_ttft(plan, progress=say)
     title = f"{plan.shape}, full prefill {found['full']['ttft_ms']:.0f} ms"
     show(found if json else [rounded(row) for row in found["rows"]], as_json=json, title=title, header=True)
+
+
+def _timed(shape: str, model: str | None, device: str) -> tuple[str, str]:
+    """What is timed, as `hf_blend.evaluation.bench.shapes` reads it, and where."""
+    from hf_blend.evaluation.bundled import choose_device
+
+    return f"model:{model}" if model else shape, str(choose_device(device))
