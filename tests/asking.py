@@ -5,6 +5,7 @@
 import json
 
 import torch
+from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, SequenceCache
 from hf_blend.model.row_masks import row_mask
@@ -35,6 +36,13 @@ def prepared(model, *requests, store=None, **settings):
 def generated(model, inputs, cache=None, **ways):
     """Ids of prompt and answer, greedy if nothing else is said."""
     return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **ways})
+
+
+def as_stock(model, inputs, cache, how=None, **ways):
+    """Ids of prompt and answer, which are those of stock transformers; `how` is said to the first alone."""
+    output = generated(model, inputs, cache, **ways, **(how or {}))
+    assert torch.equal(output, generated(model, inputs, **ways))
+    return output
 
 
 def asked(model, *requests, store=None, ways=GREEDY, **settings):
@@ -69,11 +77,17 @@ def prompt(tokens, seed=0, rows=1):
     return torch.randint(3, 100, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
+@torch.no_grad()
+def fed(cache, ids):
+    """Logits of a forward with a sequence cache."""
+    with cache:
+        return cache.model(ids, past_key_values=cache).logits
+
+
 def filled(model, tokens=24, **settings):
     """A sequence cache that holds a prompt."""
     cache = SequenceCache(model, **settings)
-    with torch.no_grad(), cache:
-        model(prompt(tokens), past_key_values=cache)
+    fed(cache, prompt(tokens))
     return cache
 
 
@@ -127,9 +141,36 @@ def looking_ahead(mask, rows, past, keys, *given):
     return row_mask(mask, (rows + 1).clamp_max(keys - past - 1), past, keys, given[0])
 
 
-def packed_by_hand(states, axis):
-    """The first tokens in 8 bits by the definition: K a step for 32 tokens of a channel, V one for each token."""
-    tokens = states.shape[2] // 32 * 32 - 32
-    groups = states[:, :, :tokens].unflatten(2, (-1, 32))
-    step = groups.abs().amax(axis, keepdim=True).clamp_min(1e-30) / 127
-    return torch.cat([((groups / step).round() * step).flatten(2, 3), states[:, :, tokens:]], 2)
+def _rounded(states, axis, bits):
+    """What is left of values that share a scale along `axis`, by the formulas of docs/eight_bit.md."""
+    if bits == 8:
+        scale = states.abs().amax(axis, keepdim=True) / 127
+        scale = torch.where(scale > 0, scale, 1.0)
+        return (states / scale).round().clamp(-127, 127) * scale
+    low = states.amin(axis, keepdim=True).bfloat16().float()
+    step = ((states.amax(axis, keepdim=True) - low) / 15).bfloat16().float()
+    return ((states - low) / step).round().clamp(0, 15) * step + low
+
+
+def packed_by_hand(keys, values, bits=8, tokens=None):
+    """K and V with the first tokens in few bits, all groups but the last where nothing is said.
+
+    K is rounded by channel over groups of 32 tokens, V by token, in 4 bits by 32 neighbouring channels or all.
+    """
+    tokens = keys.shape[2] // 32 * 32 - 32 if tokens is None else tokens
+    width = 32 if bits == 4 and values.shape[3] % 32 == 0 else values.shape[3]
+    k = _rounded(keys[:, :, :tokens].unflatten(2, (-1, 32)), 3, bits).flatten(2, 3)
+    v = _rounded(values[:, :, :tokens].unflatten(3, (-1, width)), 4, bits).flatten(3)
+    return torch.cat([k, keys[:, :, tokens:]], 2), torch.cat([v, values[:, :, tokens:]], 2)
+
+
+def shifted_by_hand(model, ids, keep, start):
+    """A stock cache of a prompt whose tokens from `start` on were moved up behind the first `keep`."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    for layer in cache.layers:
+        moved = rotated(layer.keys[:, :, start:], keep - start).float()
+        layer.keys = torch.cat([layer.keys[:, :, :keep], moved], 2)
+        layer.values = torch.cat([layer.values[:, :, :keep], layer.values[:, :, start:]], 2)
+    return cache

@@ -4,6 +4,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,19 +13,11 @@ from hf_blend import BlendCache, observer
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
-from tests.asking import asked, hooks, memory, prepared
-
-GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+from tests.asking import GREEDY, as_stock, asked, generated, hooks, memory, prepared
 
 
 def ids_of(request):
-    return torch.tensor([[*request["prefix"], *sum(request["chunks"], []), *request["question"]]])
-
-
-def generate(model, cache, inputs, **changes):
-    if isinstance(inputs, torch.Tensor):
-        inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
-    return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **changes})
+    return {"input_ids": torch.tensor([[*request["prefix"], *sum(request["chunks"], []), *request["question"]]])}
 
 
 def test_a_cache_that_is_never_used_leaves_nothing_on_the_model(shared_model, untouched):
@@ -39,9 +32,9 @@ def test_a_cache_that_is_never_used_leaves_nothing_on_the_model(shared_model, un
 def test_a_chunk_that_occurs_twice_is_fetched_once(shared_model, pieces):
     model, kept, request = shared_model(), memory(), pieces()
     request["chunks"] = [request["chunks"][0], request["chunks"][1], request["chunks"][0]]
-    cache, output = asked(model, request, store=kept, ways=GREEDY, recompute_ratio=1.0)
+    cache, inputs = prepared(model, request, store=kept, recompute_ratio=1.0)
+    as_stock(model, inputs, cache)
     assert (cache.report.computed_chunks, cache.report.reusable_tokens) == (3, 17 + 23 + 17)
-    assert torch.equal(output, model.generate(ids_of(request), **GREEDY))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 7])
@@ -49,27 +42,27 @@ def test_stored_chunks_are_found_by_content_at_any_offset_of_plain_ids(shared_mo
     model, kept, request = shared_model(), memory(), pieces()
     kept.add(model, None, request["chunks"])
     filler = pieces(prefix=40, seed=6)["prefix"][1:]
-    ids = torch.tensor([[1, *filler[:offset], *request["chunks"][2], *filler[:3], *request["chunks"][0], 9, 8, 7]])
+    ids = [1, *filler[:offset], *request["chunks"][2], *filler[:3], *request["chunks"][0], 9, 8, 7]
+    inputs = {"input_ids": torch.tensor([ids])}
     cache = BlendCache(model, kept, recompute_ratio=0.0)
-    generate(model, cache, ids)
+    generated(model, inputs, cache)
     assert cache.report.loaded_chunks == 2
     assert cache.report.computed_chunks == (0 if offset else 1)  # directly behind its sink: the sink is an entry too
     assert cache.report.reusable_tokens + cache.report.exact_tokens == (48 if offset else 49)
-    again = BlendCache(model, kept, recompute_ratio=1.0)
-    assert torch.equal(generate(model, again, ids), model.generate(ids, **GREEDY))
+    as_stock(model, inputs, BlendCache(model, kept, recompute_ratio=1.0))
 
 
 def test_plain_ids_and_built_inputs_are_the_same_request(shared_model, pieces, tokenizer):
     model, kept, request = shared_model(), memory(), pieces()
     built = BlendCache(model, kept, recompute_ratio=0.15)
-    first = generate(model, built, built.inputs(tokenizer, **request))
+    first = generated(model, built.inputs(tokenizer, **request), built)
     found = BlendCache(model, kept, recompute_ratio=0.15)
-    assert torch.equal(first, generate(model, found, ids_of(request)))
+    assert torch.equal(first, generated(model, ids_of(request), found))
     assert found.report.chosen_columns == built.report.chosen_columns
     assert found.report.exact_tokens == built.report.exact_tokens == 5
     other = BlendCache(model, kept)
     other.inputs(tokenizer, **request)
-    generate(model, other, ids_of(request).flip(1))
+    generated(model, {"input_ids": ids_of(request)["input_ids"].flip(1)}, other)
     assert "other ids than those of the prompt" in other.report.notice
     assert not built.report.notice
 
@@ -78,35 +71,37 @@ def test_a_prompt_without_stored_chunks_is_a_plain_request(shared_model, pieces,
     model, ids = shared_model(), ids_of(pieces())
     with untouched(model):
         cache = BlendCache(model, memory(), recompute_ratio=0.0)
-        assert torch.equal(generate(model, cache, ids), model.generate(ids, **GREEDY))
-    assert (cache.report.reusable_tokens, cache.report.prompt_tokens) == (0, ids.shape[1])
+        as_stock(model, ids, cache)
+    assert (cache.report.reusable_tokens, cache.report.prompt_tokens) == (0, ids["input_ids"].shape[1])
 
 
 class Boom(RuntimeError):
     pass
 
 
-def fail_in(monkeypatch, module, error, calls_before=0):
-    """Let a module raise when it is called, from its `calls_before + 1`st call on; what it computes stays the same."""
+@contextmanager
+def failing(module, error, calls_before=0):
+    """A module raises when it is called, from its `calls_before + 1`st call on, and the error is expected."""
     count = iter(range(1000))
 
     def fail(*_):
         if next(count) >= calls_before:
             raise error
 
-    monkeypatch.setitem(module._forward_pre_hooks, -1, observer(fail))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(module._forward_pre_hooks, -1, observer(fail))
+        with pytest.raises(error):
+            yield
 
 
 @pytest.mark.parametrize("place", ["embed_tokens", "norm", "lm_head"])
-def test_an_exception_outside_the_layers_leaves_no_hook(tiny_model, pieces, untouched, monkeypatch, place):
+def test_an_exception_outside_the_layers_leaves_no_hook(tiny_model, pieces, untouched, place):
     model, request = tiny_model(), pieces()
     module = getattr(model, place, None) or getattr(model.model, place)
     with untouched(model):
         cache, inputs = prepared(model, request, recompute_ratio=0.3)
-        with monkeypatch.context() as patch:
-            fail_in(patch, module, Boom(), calls_before=4 if place == "embed_tokens" else 0)
-            with pytest.raises(Boom):
-                generate(model, cache, inputs)
+        with failing(module, Boom, calls_before=4 if place == "embed_tokens" else 0):
+            generated(model, inputs, cache)
         assert hooks(model) == 0
 
 
@@ -115,62 +110,54 @@ def test_an_exception_outside_the_layers_leaves_no_hook(tiny_model, pieces, unto
     [(0, Boom, 1), (1, Boom, 0), (3, Boom, 1), (0, KeyboardInterrupt, 0), (2, KeyboardInterrupt, 0)],
 )
 def test_after_an_exception_in_any_layer_the_next_request_works_with_the_same_cache_and_others(
-    tiny_model, pieces, untouched, monkeypatch, layer, error, calls_before
+    tiny_model, pieces, untouched, layer, error, calls_before
 ):
     model, kept, request = tiny_model(), memory(), pieces()
-    _, expected = asked(model, request, store=kept, ways=GREEDY, recompute_ratio=0.3)
+    _, expected = asked(model, request, store=kept, recompute_ratio=0.3)
     with untouched(model):
         cache, inputs = prepared(model, request, store=kept, recompute_ratio=0.3)
-        with monkeypatch.context() as patch:
-            fail_in(patch, decoder_layers(model)[layer].mlp, error(), calls_before)
-            with pytest.raises(error):
-                generate(model, cache, inputs)
+        with failing(decoder_layers(model)[layer].mlp, error, calls_before):
+            generated(model, inputs, cache)
         assert error is KeyboardInterrupt or hooks(model) == 0
-        plain = model.generate(ids_of(request), **GREEDY)
         other = BlendCache(model, kept, recompute_ratio=1.0)
-        assert torch.equal(generate(model, other, inputs), plain)
+        as_stock(model, inputs, other)
         if calls_before == 0:
-            assert torch.equal(generate(model, cache, inputs), expected)
+            assert torch.equal(generated(model, inputs, cache), expected)
         assert hooks(model) == 0
 
 
 @pytest.mark.parametrize("place", ["rotary_emb", "norm"])
-def test_the_request_after_an_interrupt_may_fail_outside_the_layers(tiny_model, pieces, monkeypatch, place):
+def test_the_request_after_an_interrupt_may_fail_outside_the_layers(tiny_model, pieces, place):
     model, kept, request = tiny_model(), memory(), pieces()
     cache, inputs = prepared(model, request, store=kept, recompute_ratio=0.3)
-    generate(model, cache, inputs)  # fills the store, so that the interrupt comes in the blended forward
+    generated(model, inputs, cache)  # fills the store, so that the interrupt comes in the blended forward
     cache.reset()
-    for module, error in ((decoder_layers(model)[2].mlp, KeyboardInterrupt()), (getattr(model.model, place), Boom())):
-        with monkeypatch.context() as patch:
-            fail_in(patch, module, error)
-            with pytest.raises(type(error)):
-                generate(model, cache, inputs)
+    for module, error in ((decoder_layers(model)[2].mlp, KeyboardInterrupt), (getattr(model.model, place), Boom)):
+        with failing(module, error):
+            generated(model, inputs, cache)
     assert hooks(model) == 0
     assert len({one.get_seq_length() for one in cache.layers}) == 1
 
 
 def test_a_plain_request_beside_a_blended_one_is_unaffected(shared_model, pieces):
     model, request = shared_model(), pieces()
-    plain = model.generate(ids_of(request), **GREEDY)
-    logits = model(ids_of(request)).logits
+    before, logits = generated(model, ids_of(request)), model(**ids_of(request)).logits
     cache, inputs = prepared(model, request, recompute_ratio=0.0)
     cache.get_seq_length()  # the hooks stand, and wait for their own cache
     assert hooks(model) == 1
-    assert torch.equal(model.generate(ids_of(request), **GREEDY), plain)
-    assert torch.equal(model(ids_of(request)).logits, logits)
-    generate(model, cache, inputs)
-    assert torch.equal(model.generate(ids_of(request), **GREEDY), plain)
+    assert torch.equal(generated(model, ids_of(request)), before)
+    assert torch.equal(model(**ids_of(request)).logits, logits)
+    generated(model, inputs, cache)
+    assert torch.equal(generated(model, ids_of(request)), before)
 
 
 @torch.no_grad()
-def test_two_caches_whose_steps_alternate_do_not_see_each_other(shared_model, pieces, tokenizer):
+def test_two_caches_whose_steps_alternate_do_not_see_each_other(shared_model, pieces):
     model, kept = shared_model(), memory()
     requests = [pieces(), pieces((40, 11), seed=1)]
-    alone = []
-    for request in requests:
-        alone.append(asked(model, request, store=kept, ways=GREEDY, recompute_ratio=0.15)[1])
-    caches = [BlendCache(model, kept, recompute_ratio=0.15) for _ in requests]
-    inputs = [one.inputs(tokenizer, **request)["input_ids"] for one, request in zip(caches, requests, strict=True)]
+    alone = [asked(model, request, store=kept, recompute_ratio=0.15)[1] for request in requests]
+    made = [prepared(model, request, store=kept, recompute_ratio=0.15) for request in requests]
+    caches, inputs = [cache for cache, _ in made], [given["input_ids"] for _, given in made]
     for cache in caches:
         cache.get_seq_length()
     rows = [ids.clone() for ids in inputs]
@@ -188,7 +175,7 @@ def test_caches_in_threads_do_not_see_each_other(tiny_model, pieces, tokenizer, 
 
     def ask(request, kept):
         cache = BlendCache(model, kept, recompute_ratio=0.15)
-        return generate(model, cache, cache.inputs(tokenizer, **request), max_new_tokens=3)
+        return generated(model, cache.inputs(tokenizer, **request), cache, max_new_tokens=3)
 
     shared = memory()
     with untouched(model), ThreadPoolExecutor(4) as pool:
@@ -229,17 +216,16 @@ def test_a_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tok
     model, kept, request = tiny_model(bos_token_id=None), memory(), pieces()
     cache = BlendCache(model, kept, recompute_ratio=1.0)
     assert cache.chunk_prefix_ids == ()
-    output = generate(model, cache, cache.inputs(tokenizer, **request))
-    assert torch.equal(output, model.generate(ids_of(request), **GREEDY))
+    as_stock(model, cache.inputs(tokenizer, **request), cache)
     again = BlendCache(model, kept, recompute_ratio=1.0)
     request["prefix"] = request["chunks"].pop(0)
-    assert torch.equal(generate(model, again, ids_of(request)), model.generate(ids_of(request), **GREEDY))
+    as_stock(model, ids_of(request), again)
     assert again.report.exact_tokens == 17
 
 
 def test_a_sink_of_ones_own_stands_before_each_chunk(shared_model, pieces, tokenizer):
     model, kept, request = shared_model(), memory(), pieces()
     cache = BlendCache(model, kept, chunk_prefix_ids=tuple(request["prefix"]), recompute_ratio=0.0)
-    generate(model, cache, cache.inputs(tokenizer, **request))
+    generated(model, cache.inputs(tokenizer, **request), cache)
     assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (5 + 17, 23 + 31)
     assert kept.contains(ChunkKey(fingerprint(model), request["prefix"], request["chunks"][1]))

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, PromptError, StateCheckpoints, UnsupportedModelError
-from hf_blend.context import stock_form
+from hf_blend.context.continuing import StockForm
 from hf_blend.model.anatomy import stock_cache
 from tests import asking
 from tests.forging import sealed_header
@@ -72,16 +72,29 @@ def test_logits_and_text_behind_a_saved_prefix_are_those_of_the_whole_prompt(tmp
     assert torch.equal(got, stock(model, ids)[1])
 
 
+def found(model, folder, ids, **how):
+    """How many tokens of a prompt another process finds saved."""
+    return StateCheckpoints(model, folder, **how).resume(ids).get_seq_length()
+
+
+def passes_over(model, folder, ids):
+    """The same where one file is passed over as faulty."""
+    again = StateCheckpoints(model, folder)
+    tokens = again.resume(ids).get_seq_length()
+    assert again.stats.faults == 1
+    return tokens
+
+
 def entries(folder):
     """The files of saved prefixes, the shortest first: the end of a name is the number of tokens."""
     return sorted(folder.rglob("*.safetensors"), key=lambda path: int(path.stem[-8:], 16))
 
 
-def saved_states(folder, model, ids=None):
-    """A folder with one saved prefix, and the prompt that begins with it."""
-    ids = prompt() if ids is None else ids
+def saved_states(folder, model=None):
+    """A model, a prompt, and a folder in which its first tokens are saved."""
+    model, ids = model or model_of("lfm2"), prompt()
     StateCheckpoints(model, folder).prefill(ids[:, :PREFIX])
-    return ids
+    return model, ids
 
 
 MANY = """
@@ -104,10 +117,8 @@ print(saved.stats.hits > 0, saved.stats.evicted > 0, saved.stats.rejected, saved
 
 @pytest.mark.slow
 def test_processes_that_share_a_bounded_folder_never_see_half_a_file(tmp_path):
-    running = [
-        subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True)
-        for seed in range(3)
-    ]
+    how = {"stdout": subprocess.PIPE, "text": True, "env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}}
+    running = [subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), str(seed)], **how) for seed in range(3)]
     outputs = [process.communicate()[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0, 0]
     assert outputs == ["True True 0 0"] * 3
@@ -127,12 +138,9 @@ def test_no_damage_is_used_and_what_is_left_still_is(tmp_path):
     contents += [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in range(0, len(content), 1501)]
     for damaged in contents:
         long.write_bytes(damaged)
-        again = StateCheckpoints(model, tmp_path)
-        resumed = again.resume(ids)
-        assert resumed.get_seq_length() == 20
-        assert again.stats.faults == 1
+        assert passes_over(model, tmp_path, ids) == 20
         assert not long.exists()  # it can never become good
-    assert difference(model, resumed, ids) <= ALLOWED
+    assert difference(model, StateCheckpoints(model, tmp_path).resume(ids), ids) <= ALLOWED
     long.write_bytes(content)
     short.write_bytes(intact[short][:-3])  # what the longer one continues
     again = StateCheckpoints(model, tmp_path)
@@ -168,26 +176,25 @@ def test_a_file_of_terabytes_of_holes_is_passed_over_and_removed_unread(tmp_path
     StateCheckpoints(model, tmp_path).prefill(ids, ends=[20, PREFIX])
     _, path = entries(tmp_path)
     holes(path)
-    again = StateCheckpoints(model, tmp_path)
-    assert again.resume(ids).get_seq_length() == 20
-    assert (again.stats.faults, path.exists()) == (1, False)
-    again.prefill(ids, ends=[PREFIX])
-    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == PREFIX
+    assert passes_over(model, tmp_path, ids) == 20
+    assert not path.exists()
+    StateCheckpoints(model, tmp_path).prefill(ids, ends=[PREFIX])
+    assert found(model, tmp_path, ids) == PREFIX
 
 
 def test_a_file_larger_than_all_may_be_leaves_before_any_other(tmp_path):
-    model, ids = model_of("lfm2"), saved_states(tmp_path, model_of("lfm2"))
+    model, ids = saved_states(tmp_path)
     (kept,) = entries(tmp_path)
     long = kept.with_stem(f"{kept.stem[:-8]}{99:08x}")
     long.write_bytes(b"")
     os.truncate(long, 1 << 43)
     StateCheckpoints(model, tmp_path, max_bytes=100 * kept.stat().st_size).prefill(prompt(12, 5))
     assert not long.exists()
-    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == PREFIX
+    assert found(model, tmp_path, ids) == PREFIX
 
 
 def test_files_of_other_tokens_another_model_or_another_secret_are_passed_over(tmp_path):
-    model, ids = model_of("lfm2"), saved_states(tmp_path / "a", model_of("lfm2"))
+    model, ids = saved_states(tmp_path / "a")
     (own,) = entries(tmp_path / "a")
     others = {"tokens": (model, {}), "model": (tiny_model("lfm2", seed=1), {}), "secret": (model, {"secret": b"x"})}
     for number, (other, options) in enumerate(others.values(), 2):
@@ -198,25 +205,21 @@ def test_files_of_other_tokens_another_model_or_another_secret_are_passed_over(t
         assert path.name != own.name
         shutil.copytree(tmp_path / "a", folder, dirs_exist_ok=True)
         path.rename(folder / own.relative_to(tmp_path / "a"))  # as if two prefixes had one name
-        again = StateCheckpoints(model, folder)
-        assert again.resume(ids).get_seq_length() == 0
-        assert again.stats.faults == 1
-    signed = StateCheckpoints(model, tmp_path / "4", secret=b"x")
-    signed.prefill(ids[:, :PREFIX])
-    assert StateCheckpoints(model, tmp_path / "4").resume(ids).get_seq_length() == 0
-    assert StateCheckpoints(model, tmp_path / "4", secret=b"x").resume(ids).get_seq_length() == PREFIX
+        assert passes_over(model, folder, ids) == 0
+    StateCheckpoints(model, tmp_path / "4", secret=b"x").prefill(ids[:, :PREFIX])
+    assert found(model, tmp_path / "4", ids) == 0
+    assert found(model, tmp_path / "4", ids, secret=b"x") == PREFIX
 
 
 def test_changed_weights_another_dtype_and_another_transformers_find_nothing(tmp_path, monkeypatch):
-    model = tiny_model("lfm2", seed=3)
-    ids = saved_states(tmp_path, model)
+    model, ids = saved_states(tmp_path, tiny_model("lfm2", seed=3))
     with torch.no_grad():
         model.model.layers[0].feed_forward.w1.weight.add_(0.01)
-    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == 0
+    assert found(model, tmp_path, ids) == 0
     model = tiny_model("lfm2", seed=3)
-    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == PREFIX
+    assert found(model, tmp_path, ids) == PREFIX
     monkeypatch.setattr("transformers.__version__", "5.999.0")
-    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == 0
+    assert found(model, tmp_path, ids) == 0
     assert StateCheckpoints(model.bfloat16(), tmp_path).resume(ids).get_seq_length() == 0
 
 
@@ -243,9 +246,8 @@ def test_the_longest_prefix_is_found_and_keys_and_values_are_saved_once(tmp_path
         sizes.append(saved.stats.saved_bytes - before)
     assert max(sizes) - min(sizes) < 200  # 50 tokens and the states each, and some bytes of header
     assert saved.nbytes == sum(sizes) == saved.stats.saved_bytes
-    for length, found in ((200, 150), (150, 100), (120, 100), (51, 50), (50, 0)):
-        resumed = StateCheckpoints(model, tmp_path).resume(ids[:, :length])
-        assert resumed.get_seq_length() == found
+    for length, expected in ((200, 150), (150, 100), (120, 100), (51, 50), (50, 0)):
+        assert found(model, tmp_path, ids[:, :length]) == expected
     resumed = StateCheckpoints(model, tmp_path).resume(ids)
     assert difference(model, resumed, ids) <= ALLOWED
     assert saved.save(saved.resume(ids), ids) == 0  # is saved already
@@ -257,7 +259,7 @@ def test_what_was_used_last_stays_and_no_beginning_leaves_before_what_continues_
     saved.prefill(ids, ends=[20, PREFIX])
     size = saved.nbytes
     saved.prefill(other)
-    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == PREFIX  # used after the other one
+    assert found(model, tmp_path, ids) == PREFIX  # used after the other one
     alone = tmp_path / "one"
     room = size + StateCheckpoints(model, alone).save(computed(model, prompt(4, 4), alone), prompt(4, 4))
     bounded = StateCheckpoints(model, tmp_path, max_bytes=room)
@@ -266,7 +268,7 @@ def test_what_was_used_last_stays_and_no_beginning_leaves_before_what_continues_
     assert bounded.resume(torch.cat((other, other), 1)).get_seq_length() == 0
     bounded.prefill(prompt(4, 5))
     assert bounded.nbytes <= room
-    assert StateCheckpoints(model, tmp_path).resume(ids).get_seq_length() == 20  # the longer one left first
+    assert found(model, tmp_path, ids) == 20  # the longer one left first
     small = StateCheckpoints(model, tmp_path, max_bytes=100)
     held = small.prefill(prompt(30, 11))
     assert (held.get_seq_length(), small.stats.rejected, small.stats.evicted) == (30, 1, 0)
@@ -281,18 +283,13 @@ def computed(model, ids, folder):
 
 
 def hooked(model, held, ids):
-    handle = model.model.layers[1].register_forward_hook(lambda module, given, output: output * 1.1)
-    try:
+    with model.model.layers[1].register_forward_hook(lambda module, given, output: output * 1.1):
         model(ids, past_key_values=held)
-    finally:
-        handle.remove()
 
 
 def training(model, held, ids):
-    try:
-        model.train()(ids, past_key_values=held)
-    finally:
-        model.eval()
+    model.train()(ids, past_key_values=held)
+    model.eval()
 
 
 def under_autocast(model, held, ids):
@@ -315,16 +312,6 @@ def changed(model, held, ids):
     weight.data.copy_(kept)
 
 
-def masked(model, held, ids):
-    mask = torch.ones_like(ids)
-    mask[0, 3] = 0
-    model(ids, attention_mask=mask, past_key_values=held)
-
-
-def embedded(model, held, ids):
-    model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=held)
-
-
 WRONG = {
     "training mode": training,
     "torch.autocast is on": under_autocast,
@@ -338,8 +325,12 @@ WRONG = {
     ),
     "from none": by_hand,
     "the model was another one": changed,
-    "padding, or with a mask": masked,
-    "embeddings without ids": embedded,
+    "padding, or with a mask": lambda model, held, ids: model(
+        ids, attention_mask=torch.arange(9)[None] != 3, past_key_values=held
+    ),
+    "embeddings without ids": lambda model, held, ids: model(
+        inputs_embeds=model.get_input_embeddings()(ids), past_key_values=held
+    ),
 }
 
 
@@ -353,8 +344,7 @@ def test_a_cache_that_was_filled_with_something_else_is_refused_by_name(tmp_path
     assert held.get_seq_length() == 9
     with pytest.raises(ConfigError, match=rf"(?s)9 tokens cannot be saved, because.*{why}.*Get it from resume"):
         saved.save(held, ids)
-    with torch.no_grad():  # what came before or comes afterwards makes it no better
-        model(prompt(1, 1), past_key_values=held)
+    model(prompt(1, 1), past_key_values=held)  # what came before or comes afterwards makes it no better
     with pytest.raises(ConfigError, match=why):
         saved.save(held, torch.cat((ids, prompt(1, 1)), dim=1))
     assert saved.nbytes == 0
@@ -362,14 +352,14 @@ def test_a_cache_that_was_filled_with_something_else_is_refused_by_name(tmp_path
 
 @torch.no_grad()
 def test_what_was_wrong_behind_a_saved_prefix_is_refused_too(tmp_path):
-    model, ids = model_of("lfm2"), saved_states(tmp_path, model_of("lfm2"))
+    model, ids = saved_states(tmp_path)
     for wrong in (training, under_autocast):
         saved = StateCheckpoints(model, tmp_path)
         held = saved.resume(ids)
         wrong(model, held, ids[:, PREFIX:])
         with pytest.raises(ConfigError, match="cannot be saved"):
             saved.save(held, ids)
-    assert StateCheckpoints(model, tmp_path).resume(prompt(PREFIX + 9)).get_seq_length() == PREFIX
+    assert found(model, tmp_path, prompt(PREFIX + 9)) == PREFIX
 
 
 @pytest.mark.parametrize("name", ["lfm2", "llama"])
@@ -391,8 +381,7 @@ def test_any_way_of_decoding_and_any_call_of_the_model_can_be_saved(tmp_path, na
     with torch.no_grad():
         model(ids[:, 20:30], position_ids=torch.arange(20, 30)[None], past_key_values=held)
         model(ids[:, 30:], position_ids=torch.arange(30, ids.shape[1])[None], past_key_values=held)
-    saved = StateCheckpoints(model, tmp_path / "calls")
-    assert saved.save(held, ids) > 0
+    assert StateCheckpoints(model, tmp_path / "calls").save(held, ids) > 0
     assert difference(model, StateCheckpoints(model, tmp_path / "calls").resume(ids[:, :-1]), ids) <= ALLOWED
 
 
@@ -412,14 +401,11 @@ def test_beyond_the_length_at_which_rotary_frequencies_change_nothing_is_saved_o
 def test_a_place_where_two_prompts_part_is_saved_without_being_declared(tmp_path):
     model, shared = model_of("lfm2"), prompt(100)
     prompts = [torch.cat((shared, prompt(20, seed)), dim=1) for seed in (1, 2, 3)]
-    saved = StateCheckpoints(model, tmp_path)
-    found = []
+    saved, counts = StateCheckpoints(model, tmp_path), []
     for ids in prompts:
-        before = saved.stats.saved
-        held = saved.prefill(ids[:, :-1])
-        found.append(saved.stats.saved - before)
-        assert difference(model, held, ids) <= ALLOWED
-    assert found == [1, 2, 1]
+        assert difference(model, saved.prefill(ids[:, :-1]), ids) <= ALLOWED
+        counts.append(saved.stats.saved)
+    assert counts == [1, 3, 4]
     fourth = torch.cat((shared, prompt(20, 4)), dim=1)
     assert saved.resume(fourth).get_seq_length() == 100
 
@@ -462,8 +448,7 @@ def test_a_model_that_forgets_its_state_before_several_tokens_is_continued_one_b
     assert ready.get_seq_length() == longer.shape[1] - 1
 
 
-def test_a_model_that_always_forgets_its_state_is_refused(tmp_path, monkeypatch):
-    model = tiny_model("lfm2")
+def always_forgetting(monkeypatch):
     patched = LinearAttentionLayer.__dict__["lazy_initialization"]
 
     def forget(layer, conv_states, state_idx=0, **options):
@@ -471,20 +456,22 @@ def test_a_model_that_always_forgets_its_state_is_refused(tmp_path, monkeypatch)
         return torch.nn.functional.pad(conv_states, (layer.conv_kernel_size[state_idx], 0))
 
     monkeypatch.setattr(LinearAttentionLayer, "update_conv_state", forget)
-    with pytest.raises(UnsupportedModelError, match="cannot be continued"):
-        StateCheckpoints(model, tmp_path).resume(prompt())
+    return tiny_model("lfm2")
 
 
 OUTSIDE = {
-    "rope_deltas": lambda: tiny_image_model("qwen2_vl"),
-    "one by one differ": lambda: tiny_model("recurrent_gemma"),
+    "cannot be continued": always_forgetting,
+    "rope_deltas": lambda _: tiny_image_model("qwen2_vl"),
+    "one by one differ": lambda _: tiny_model("recurrent_gemma"),
 }
 
 
 @pytest.mark.parametrize("why", OUTSIDE)
-def test_a_model_that_keeps_something_of_its_last_prompt_outside_the_cache_is_refused(tmp_path, why):
-    with pytest.raises(UnsupportedModelError, match=why):
-        StateCheckpoints(OUTSIDE[why](), tmp_path).prefill(prompt())
+def test_a_model_that_forgets_its_state_or_keeps_it_outside_the_cache_is_refused(tmp_path, monkeypatch, why):
+    saved = StateCheckpoints(OUTSIDE[why](monkeypatch), tmp_path)
+    for call in (saved.resume, saved.prefill):
+        with pytest.raises(UnsupportedModelError, match=why):
+            call(prompt())
 
 
 def test_only_what_the_model_computed_of_one_text_is_saved(tmp_path):
@@ -496,7 +483,8 @@ def test_only_what_the_model_computed_of_one_text_is_saved(tmp_path):
     with torch.no_grad():
         model(ids.repeat(2, 1), past_key_values=batch)
     held = saved.prefill(ids)
-    for cache_, ids_ in ((blended, ids), (batch, ids), (DynamicCache(config=model.config), ids), (held, ids[:, :5])):
+    empty = saved.resume(prompt(9, 9))
+    for cache_, ids_ in ((blended, ids), (batch, ids), (empty, ids), (None, ids), (held, ids[:, :5])):
         with pytest.raises(ConfigError, match="expected"):
             saved.save(cache_, ids_)
     for given in ({"input_ids": ids.repeat(2, 1)}, {"input_ids": "text"}, {"input_ids": ids.float()},
@@ -525,4 +513,4 @@ def test_a_layer_that_keeps_something_else_is_refused_by_name():
     held = stock_cache(model_of("lfm2"))
     held.layers[1].ring = {"buffer": torch.ones(2)}
     with pytest.raises(UnsupportedModelError, match="layer 1 of a DynamicCache keeps ring"):
-        stock_form.StockForm(held)
+        StockForm(held)

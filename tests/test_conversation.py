@@ -9,34 +9,33 @@ import torch
 from tiny_models import tiny_model
 from transformers import DynamicCache
 
-from hf_blend import ChunkStore, ConfigError, PromptError, SequenceCache, ShiftCache
+from hf_blend import ConfigError, PromptError, ShiftCache
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.reuse import blended, continued, take_back
 from hf_blend.errors import StoreError
 from hf_blend.store.tiers.base import EntryFault
-from tests.asking import apart, packed_by_hand, rotated
+from tests.asking import apart, fed, filled, memory, packed_by_hand, prompt, rotated, shifted_by_hand
 from tests.conftest import slow_but
 
 MODEL = tiny_model("llama")
 TOLERANCE = 1e-5
 MARA = "Mara keeps a goat.\nShe lives in Velden.\nWhere does Mara live?"
+SAID = "The market opens at noon.\nAll was quiet until morning.\nTomas keeps a dog.\n"
 
 
-def prompt(tokens, seed=0):
-    return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))[0].tolist()
-
-
-def filled(ids):
-    cache = SequenceCache(MODEL)
-    with torch.no_grad(), cache:
-        MODEL(torch.tensor([ids]), past_key_values=cache)
-    return cache
+def talked(model, tokenizer, *first):
+    """A conversation that was shifted."""
+    chat = Conversation(model, tokenizer, window_tokens=96, archive=memory())
+    for said in (*first, *[SAID] * 6):
+        chat.ask(said, max_new_tokens=2)
+    assert chat.cache.shifts > 0
+    return chat
 
 
 @torch.no_grad()
 def test_a_blend_of_a_conversation_comes_near_a_full_prefill_and_is_one_at_full_recompute():
-    ids = prompt(150)
-    cache, errors, expected = filled(ids), {}, [*ids[:30], *prompt(9, 1), *ids[50:110], 5, 6]
+    ids = prompt(150)[0].tolist()
+    cache, errors, expected = filled(MODEL, 150), {}, [*ids[:30], *prompt(9, 1)[0].tolist(), *ids[50:110], 5, 6]
     truth = MODEL(torch.tensor([expected])).logits[:, -1]
     for ratio in (0.0, 0.3, 1.0):
         blend = blended(cache, expected, recompute_ratio=ratio)
@@ -54,16 +53,11 @@ def test_turns_give_what_a_prompt_of_all_turns_gives(reference):
     first = chat.ask(f"Tomas keeps a dog.\n{MARA}", max_new_tokens=3)
     assert first == "Velden"
     second = chat.ask("\nWhat does Mara keep?", max_new_tokens=3)
-    whole = torch.tensor([[*chat.turns[0].token_ids, *chat.turns[1].token_ids]])
-    start = len(chat.turns[0].token_ids) + len(chat.turns[1].token_ids) - chat_answer_tokens(chat, tokenizer)
-    plain = model.generate(whole[:, :start], max_new_tokens=3, do_sample=False)
-    assert tokenizer.decode(plain[0, start:], skip_special_tokens=True).strip() == second
-
-
-def chat_answer_tokens(chat, tokenizer):
-    """How many of the last turn's ids are its answer."""
-    asked = tokenizer(chat.turns[-1].question, add_special_tokens=False)["input_ids"]
-    return len(chat.turns[-1].token_ids) - len(asked)
+    asked = tokenizer(chat.turns[1].question, add_special_tokens=False)["input_ids"]
+    assert [*chat.turns[1].token_ids[: len(asked)]] == asked
+    whole = torch.tensor([[*chat.turns[0].token_ids, *asked]])
+    plain = model.generate(whole, max_new_tokens=3, do_sample=False)
+    assert tokenizer.decode(plain[0, whole.shape[1] :], skip_special_tokens=True).strip() == second
 
 
 def test_a_long_conversation_stays_in_its_window_and_keeps_the_system_prompt(reference):
@@ -91,10 +85,7 @@ def test_a_saved_conversation_goes_on_in_another_object(reference, tmp_path):
 
 def test_a_turn_that_was_shifted_out_is_brought_back(reference):
     model, tokenizer = reference
-    chat = Conversation(model, tokenizer, window_tokens=96, archive=ChunkStore.open("memory://"))
-    chat.ask(MARA, max_new_tokens=2)
-    for _ in range(6):
-        chat.ask("The market opens at noon.\nAll was quiet until morning.\nTomas keeps a dog.\n", max_new_tokens=2)
+    chat = talked(model, tokenizer, MARA)
     assert "Velden" not in tokenizer.decode(chat.cache.tokens())
     report = chat.recall(0, recompute_ratio=1.0).report
     assert report.reusable_tokens > 0
@@ -105,9 +96,7 @@ def test_a_turn_that_was_shifted_out_is_brought_back(reference):
 
 def test_a_turn_is_put_back_where_layers_attend_within_windows(reference):
     model = tiny_model("gemma3_text", vocab_size=512)
-    chat = Conversation(model, reference[1], window_tokens=96, archive=ChunkStore.open("memory://"))
-    for _ in range(6):
-        chat.ask("The market opens at noon.\nAll was quiet until morning.\n", max_new_tokens=2)
+    chat = talked(model, reference[1])
     chat.recall(0, recompute_ratio=1.0)
     check_plain(model, chat.cache)
 
@@ -124,19 +113,12 @@ def check_plain(model, cache):
 @pytest.mark.parametrize("kv_bits", [None, 8])
 @torch.no_grad()
 def test_a_chunk_is_blended_behind_a_shift_as_a_stock_cache_that_was_moved_by_hand_goes_on(kv_bits):
-    ids, chunk, store = prompt(40), prompt(20, 3), ChunkStore.open("memory://")
+    chunk, store = prompt(20, 3)[0].tolist(), memory()
     cache = ShiftCache(MODEL, window_tokens=60, keep_tokens=4, kv_bits=kv_bits)
-    with cache:
-        MODEL(torch.tensor([ids]), past_key_values=cache)
+    fed(cache, prompt(40))
     cache.make_room(25)
     assert cache.shifts == 1
-    dropped = 40 - cache.get_seq_length()
-    by_hand = DynamicCache()
-    MODEL(torch.tensor([ids]), past_key_values=by_hand)
-    for layer in by_hand.layers:
-        moved = rotated(layer.keys[:, :, 4 + dropped :], -dropped).float()
-        layer.keys = torch.cat([layer.keys[:, :, :4], moved], 2)
-        layer.values = torch.cat([layer.values[:, :, :4], layer.values[:, :, 4 + dropped :]], 2)
+    by_hand = shifted_by_hand(MODEL, prompt(40), 4, 44 - cache.get_seq_length())
     for ratio in (1.0, 0.0):
         blend, held = continued(cache, store, recompute_ratio=ratio), cache.get_seq_length()
         inputs = blend.inputs(None, prefix=[7, 8], chunks=[chunk], question=[5, 6, 9], history=[cache.tokens()])
@@ -156,20 +138,14 @@ def test_a_chunk_is_blended_behind_a_shift_as_a_stock_cache_that_was_moved_by_ha
         for got, before, own in zip((layer.keys, layer.values), (past.keys, past.values), stored, strict=True):
             assert apart(got[:, :, :held], before[:, :, :held]) <= rounding
             assert apart(got[:, :, at : at + 20], own) <= rounding
-    with cache:
-        MODEL(torch.tensor([prompt(30, 4)]), past_key_values=cache)
+    fed(cache, prompt(30, 4))
     assert cache.shifts == 2
 
 
 def test_documents_are_blended_into_a_conversation_that_was_shifted(reference):
     model, tokenizer = reference
-    store = ChunkStore.open("memory://")
-    chat = Conversation(model, tokenizer, window_tokens=96, archive=store)
-    for _ in range(6):
-        chat.ask("The market opens at noon.\nAll was quiet until morning.\nTomas keeps a dog.\n", max_new_tokens=2)
-    shifts, document = chat.cache.shifts, "Mara keeps a goat.\nShe lives in Velden.\n"
+    chat, document = talked(model, tokenizer), "Mara keeps a goat.\nShe lives in Velden.\n"
     assert chat.ask("Where does Mara live?", [document], blend={"recompute_ratio": 0.3}, max_new_tokens=2) == "Velden"
-    assert shifts > 0
     assert chat.report.reusable_tokens == len(tokenizer(document, add_special_tokens=False)["input_ids"])
     assert document + "Where does Mara live?" in tokenizer.decode(chat.cache.tokens())
     before = chat.cache.tokens()
@@ -219,7 +195,7 @@ def test_a_conversation_of_a_hybrid_is_the_stock_model_on_the_text_that_stays(re
         with pytest.raises(EntryFault):
             other.cache.check_state(wrong)
     with pytest.raises(ConfigError, match=r"archive=.* came with .* Leave archive out"):
-        Conversation(model, tokenizer, archive=ChunkStore.open("memory://"))
+        Conversation(model, tokenizer, archive=memory())
 
 
 @pytest.mark.parametrize("name", slow_but("qwen3_next", among=("qwen3_next", "lfm2", "qwen4_exp_text")))
@@ -236,7 +212,7 @@ def test_a_conversation_of_a_hybrid_in_8_bits_is_the_stock_model_on_a_cache_that
     held, by_hand = chat.cache.tokens(), copy.deepcopy(plain.cache._cache)
     for packed, layer in zip(chat.cache._cache.layers, by_hand.layers, strict=True):
         if not hasattr(layer, "recurrent_states"):
-            keys, values = packed_by_hand(layer.keys, 3), packed_by_hand(layer.values, 4)
+            keys, values = packed_by_hand(layer.keys, layer.values)
             beside = getattr(packed, "indexer_keys", torch.empty(0)).nbytes
             assert packed.nbytes < (layer.keys.nbytes + layer.values.nbytes) * 0.6 + beside
             assert apart(packed.keys, keys) <= TOLERANCE * 0.1 < apart(packed.keys, layer.keys)

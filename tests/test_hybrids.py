@@ -9,7 +9,7 @@ import copy
 import itertools
 import re
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError,
 from hf_blend.context.continuing import continuing
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.hybrids import mixer_probe
-from hf_blend.hybrids.layers import MixerLayer
+from hf_blend.hybrids.extra_layers import MixerLayer
 from hf_blend.hybrids.mixer_probe import mixers_of
 from hf_blend.model import anatomy
 from hf_blend.model.calibrate import ignores_states, rotary_styles
@@ -30,6 +30,7 @@ from hf_blend.selectors.kv_deviation import KvDeviation
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
+from tests import asking
 from tests.asking import memory, prefill, prefilled, prepared
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 from tests.conftest import slow_but
@@ -56,7 +57,7 @@ VARIANTS = {
     "qwen4-both": ("qwen4_exp_text", {"layer_types": ["linear_attention", "indexed_attention"] * 2}),
     "lfm2-half": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
 }
-WORDS = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+generated, as_stock = (partial(one, max_new_tokens=5) for one in (asking.generated, asking.as_stock))
 TELLING = ("ratio_1_batch", "fused_ratio", "causality")
 
 
@@ -133,10 +134,11 @@ def test_question_is_fresh_is_not_judged_where_a_scan_cannot_be_cut(name):
 def test_generate_behind_a_blend_goes_on_as_stock(name, how):
     model = subject_of(name).model
     blended, inputs = prepared(model, pieces(), recompute_ratio=1.0)
-    torch.manual_seed(0)
-    got = model.generate(**inputs, past_key_values=blended, **{**WORDS, **how})
-    torch.manual_seed(0)
-    assert torch.equal(got, model.generate(**inputs, **{**WORDS, **how}))
+    outputs = []
+    for cache_ in (blended, None):
+        torch.manual_seed(0)
+        outputs.append(generated(model, inputs, cache_, **how))
+    assert torch.equal(*outputs)
     assert blended.report.reusable_tokens >= 35
 
 
@@ -144,11 +146,9 @@ def test_generate_behind_a_blend_goes_on_as_stock(name, how):
 def test_chunks_behind_a_history_are_blended_beside_an_indexer(name):
     model = subject_of(name).model
     blended, inputs = prepared(model, pieces(), recompute_ratio=1.0)
-    first = model.generate(**inputs, past_key_values=blended, **WORDS)
-    inputs = blended.inputs(None, **{**pieces(seed=3), "prefix": None}, history=first)
-    got = model.generate(**inputs, past_key_values=blended, **WORDS)
+    first = generated(model, inputs, blended)
+    as_stock(model, blended.inputs(None, **{**pieces(seed=3), "prefix": None}, history=first), blended)
     assert blended.report.reusable_tokens == 35
-    assert torch.equal(got, model.generate(**inputs, **WORDS))
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", *(pytest.param(one, marks=pytest.mark.slow) for one in FAST[1:])])
@@ -161,8 +161,8 @@ def test_inputs_from_messages_go_on_in_the_cache_of_a_hybrid(name):
         given = {"chat_template": CHATML, "add_generation_prompt": True}
         inputs = blended.inputs_from_messages(tokenizer, messages, DOCUMENTS[:1], chat_template=CHATML)
         stock = tokenizer.apply_chat_template(messages, **given, return_dict=True, return_tensors="pt")
-        got = model.generate(**inputs, past_key_values=blended, **WORDS)
-        assert torch.equal(got, model.generate(stock["input_ids"], **WORDS))
+        assert torch.equal(inputs["input_ids"], stock["input_ids"])
+        as_stock(model, inputs, blended)
         messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "And now?"}]
 
 
@@ -210,15 +210,14 @@ def test_ignores_states_finds_code_that_computes_several_tokens_as_if_none_were_
 def test_further_prompt_is_refused_where_the_model_would_ignore_the_state(name):
     model = tiny_model(name)
     cache, inputs = prepared(model, pieces(), recompute_ratio=1.0)
-    first = model.generate(**inputs, past_key_values=cache, **WORDS)
+    first = generated(model, inputs, cache)
     more, words = torch.cat((first, torch.tensor([[7, 9, 11]])), dim=1), f"the code of {name} models takes the states"
     again = cache.inputs(None, prefix=[], chunks=[], question=[7, 9, 11], history=first)
     for given in ({"input_ids": more}, again):
         with pytest.raises(ConfigError, match=words):
-            model.generate(**given, past_key_values=cache, **WORDS)
+            generated(model, given, cache)
     cache.reset()
-    got = model.generate(more, past_key_values=cache, **WORDS)
-    assert torch.equal(got, model.generate(more, **WORDS))
+    as_stock(model, {"input_ids": more}, cache)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v32"])
@@ -262,14 +261,13 @@ def test_forward_that_fails_leaves_states_and_indexer_keys_as_they_were(name, ha
     for fails in (None, False, True):  # the first fills the store
         blended, inputs = prepared(model, pieces(), store=store, recompute_ratio=0.3, kv_bits=bits)
         if has_past:
-            said = model.generate(**inputs, past_key_values=blended, **WORDS)
+            said = generated(model, inputs, blended)
             inputs = blended.inputs(None, **{**pieces(seed=3), "prefix": None}, history=said)
         rest = inputs["input_ids"][:, blended.get_seq_length() :]
         if fails:
-            handle = model.model.layers[2].register_forward_hook(fail)
-            with pytest.raises(KeyError, match="on purpose"), torch.no_grad():
+            hook = model.model.layers[2].register_forward_hook(fail)
+            with hook, pytest.raises(KeyError, match="on purpose"), torch.no_grad():
                 model(rest, past_key_values=blended, use_cache=True, logits_to_keep=1)
-            handle.remove()
             assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.model.layers.modules())
         with torch.set_grad_enabled(fails is None):
             blended.get_seq_length()

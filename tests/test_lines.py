@@ -10,11 +10,11 @@ import pytest
 
 MOST = {
     "top": 1_218,
-    "cache": 2_015,
-    "context": 3_318,
+    "cache": 1_980,
+    "context": 3_155,
     "correctors": 171,
     "far tiers": 591,
-    "hybrids": 932,
+    "hybrids": 904,
     "images": 651,
     "integrations": 1_671,
     "loading": 453,

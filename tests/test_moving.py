@@ -18,7 +18,7 @@ from hf_blend.context.session import save_session
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import verify
-from tests.asking import filled, prompt
+from tests.asking import fed, filled, prompt
 
 TOLERANCE = 2e-5
 MOVED = ("llama", "deepseek_v3", "gptj", "falcon", "gemma3_text", "gpt_neox", "cohere_compass_text")
@@ -114,11 +114,8 @@ def first_dimensions(source, layer, states, old, new):
 def test_self_extend_that_does_nothing_or_the_wrong_thing_is_seen_and_refused(name, mutation, monkeypatch):
     model = tiny_model(name)
     monkeypatch.setattr(extending, "_moved", mutation)
-    with (
-        pytest.raises(UnsupportedModelError, match=r"cannot be extended: .* the output of layer \d is off by"),
-        self_extend(model),
-    ):
-        pass
+    with pytest.raises(UnsupportedModelError, match=r"cannot be extended: .* the output of layer \d is off by"):
+        self_extend(model).__enter__()
 
 
 def test_a_layer_whose_table_cannot_be_made_is_refused_by_name(monkeypatch):
@@ -181,22 +178,24 @@ def test_a_prefix_that_was_shifted_in_between_is_blended_back_exactly(name):
     assert blend.report.loaded_chunks == 1
 
 
-def test_holes_are_refused_where_attention_falls_off_with_the_distance_in_tokens():
-    model = tiny_model("bloom")
-    cache = filled(model, 40)
-    cache.remove(0, 5, 9)
-    with pytest.raises(ConfigError, match=r"measures in tokens, not positions.*shift\(\)"):
-        cache.materialize()
-    cache.shift(0, 9, None, -4)
-    assert cache.materialize()[0].keys.shape[2] == 36
+COUNTED = {  # models that measure distances in tokens
+    "bloom": r"measures in tokens, not positions.*shift\(\)",
+    "gemma3_text": "holes.* within windows",
+    "llama": "Self-Extend is active",
+}
 
 
-def test_holes_are_refused_inside_self_extend_which_counts_tokens():
-    model = tiny_model("llama")
-    cache = filled(model, 40)
+@pytest.mark.parametrize("name", COUNTED)
+def test_holes_are_refused_where_attention_counts_tokens(name):
+    cache = filled(tiny_model(name), 40)
     cache.remove(0, 5, 9)
-    with self_extend(model), pytest.raises(ConfigError, match="Self-Extend is active"):
-        cache.materialize()
+    with self_extend(cache.model) if name == "llama" else contextlib.nullcontext():
+        for look in (cache.materialize, lambda: fed(cache, prompt(2))):
+            with pytest.raises(ConfigError, match=COUNTED[name]):
+                look()
+        cache.shift(0, 9, None, -4)
+        fed(cache, prompt(2))
+    assert cache.positions() == [*range(38)]
 
 
 def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(tmp_path):
@@ -217,9 +216,8 @@ def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(t
         with pytest.raises(UnsupportedModelError, match="computed inside self_extend"):
             refused()
     assert list(tmp_path.iterdir()) == []
-    assert (
-        model.generate(**inputs, past_key_values=blend, max_new_tokens=2).shape[1] == inputs["input_ids"].shape[1] + 2
-    )
+    answered = model.generate(**inputs, past_key_values=blend, max_new_tokens=2)
+    assert answered.shape[1] == inputs["input_ids"].shape[1] + 2
 
 
 def test_a_position_beyond_a_buffer_of_sines_is_refused():

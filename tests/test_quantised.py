@@ -12,13 +12,14 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend import plugins
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.quantised import LOGGER
 from hf_blend.model_names import load_model
 from hf_blend.verify.runner import verify
+from tests.asking import PIECES, asked, memory
 from tests.conftest import slow_but
 
 pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -127,13 +128,9 @@ def test_fingerprint_of_repacked_weights_changes_with_them(folder, rounding_cpu)
 
 
 def test_chunks_indexed_before_the_first_forward_are_found_after_it(folder, rounding_cpu):
-    store = ChunkStore.open("memory://")
-    model = load_model(str(folder / "4bit"))
-    store.add(model, None, [list(range(10, 40))])
-    cache = BlendCache(model, store)
-    inputs = cache.inputs(None, prefix=[1], chunks=[list(range(10, 40))], question=[7, 8])
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
-    assert cache.report.loaded_chunks == 1
+    store, model = memory(), load_model(str(folder / "4bit"))
+    store.add(model, None, PIECES["chunks"])
+    assert asked(model, PIECES, store=store)[0].report.loaded_chunks == 2
 
 
 def test_rotary_styles_refuse_a_wrong_style_however_noisy_the_products_are(folder, rounding_cpu, monkeypatch):
@@ -180,13 +177,10 @@ def test_fingerprint_of_each_way_to_quantise_is_its_own(folder):
 
 
 def test_chunks_of_another_precision_are_not_used(folder):
-    store = ChunkStore.open("memory://")
-    pieces: dict[str, Any] = {"prefix": [5, 6], "chunks": [list(range(10, 40))], "question": [7, 8]}
-    for kind, computed in (("plain", 2), ("4bit", 2), ("8bit", 2), ("8bit", 0)):
-        model = load_model(str(folder / kind))
-        cache = BlendCache(model, store)
-        model.generate(**cache.inputs(None, **pieces), past_key_values=cache, max_new_tokens=2, do_sample=False)
-        assert cache.report.computed_chunks == computed, "prefix and chunk, unless this very model has stored them"
+    store = memory()
+    for kind, computed in (("plain", 3), ("4bit", 3), ("8bit", 3), ("8bit", 0)):
+        cache, _ = asked(load_model(str(folder / kind)), PIECES, store=store)
+        assert cache.report.computed_chunks == computed, "prefix and chunks, unless this very model has stored them"
 
 
 def test_warning_per_product_is_silenced_for_a_request_only(folder, caplog):
@@ -194,9 +188,7 @@ def test_warning_per_product_is_silenced_for_a_request_only(folder, caplog):
     logger = logging.getLogger(LOGGER)
     before = list(logger.filters)
     with caplog.at_level(logging.WARNING):
-        cache = BlendCache(model, ChunkStore.open("memory://"))
-        inputs = cache.inputs(None, chunks=[list(range(10, 40))], question=[7, 8])
-        model.generate(**inputs, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        cache, _ = asked(model, PIECES)
         assert not [line for line in caplog.messages if "will be cast" in line]
         logger.warning("something else")
         assert "something else" in caplog.messages

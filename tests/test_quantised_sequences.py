@@ -13,11 +13,12 @@ from transformers import DynamicCache
 
 from hf_blend import ChunkStore, ConfigError, SequenceCache, ShiftCache, StoreError
 from hf_blend.context.conversation import Conversation
-from hf_blend.context.session import KIND, load_session, save_session
+from hf_blend.context.session import load_session, save_session
 from tests import asking
-from tests.asking import prompt
+from tests.asking import fed, packed_by_hand, prompt
 from tests.conftest import slow_but
-from tests.forging import forged, taken_apart
+from tests.test_sequence_ops import Lists, moves
+from tests.test_session import bits_of, check_refused, same
 
 MODEL = tiny_model("llama", max_position_embeddings=4096)
 GROUP = 32
@@ -29,36 +30,17 @@ def filled(tokens=150, bits=8, model=MODEL):
     return asking.filled(model, tokens, kv_bits=bits)
 
 
-def rounded(states, axis, bits):
-    """What is left of values that share a scale along `axis`, by the formulas of docs/eight_bit.md."""
-    if bits == 8:
-        scale = states.abs().amax(axis, keepdim=True) / 127
-        scale = torch.where(scale > 0, scale, 1.0)
-        return (states / scale).round().clamp(-127, 127) * scale
-    low = states.amin(axis, keepdim=True).bfloat16().float()
-    step = ((states.amax(axis, keepdim=True) - low) / 15).bfloat16().float()
-    return ((states - low) / step).round().clamp(0, 15) * step + low
-
-
-def rounded_pair(keys, values, bits):
-    """K by channel over groups of tokens, V by token, in 4 bits by 32 neighbouring channels or all."""
-    keys = rounded(keys.unflatten(2, (-1, GROUP)), 3, bits).flatten(2, 3)
-    if bits == 8:
-        return keys, rounded(values, -1, bits)
-    width = 32 if values.shape[3] % 32 == 0 else values.shape[3]
-    return keys, rounded(values.unflatten(3, (-1, width)), 4, bits).flatten(3)
-
-
-class Plain:
+class Plain(Lists):
     """The same in plain torch around stock forwards with stock caches, one sequence after the other."""
 
     def __init__(self, model, bits):
+        super().__init__()
         self.model, self.bits = model, bits
-        self.rows, self.kv, self.packed = {0: ([], [])}, None, 0  # cells and positions; K and V of each layer by cell
+        self.kv, self.packed = None, 0  # K and V of each layer by cell; `rows` are of pairs (cell, position)
         self.origins = []
 
     def shown(self, number):
-        cells, positions = (torch.tensor(part, dtype=torch.long) for part in self.rows[number])
+        cells, positions = torch.tensor(self.row(number), dtype=torch.long).view(-1, 2).T
         by = positions - torch.tensor(self.origins, dtype=torch.long)[cells]
         kv = [(k[:, :, cells], v[:, :, cells]) for k, v in self.kv or ()]
         return [(asking.rotated(k, by).float() if by.any() else k, v) for k, v in kv]
@@ -67,69 +49,38 @@ class Plain:
     def forward(self, ids, batch=(0,)):
         found = []
         for number, line in zip(batch, ids, strict=True):
-            cache, (cells, positions) = DynamicCache(), self.rows[number]
+            cache, row = DynamicCache(), self.row(number)
             for index, pair in enumerate(self.shown(number)):
                 cache.update(*pair, index)
-            first = max(positions, default=-1) + 1
+            first = max((at for _, at in row), default=-1) + 1
             at = torch.arange(first, first + len(line))
-            mask = torch.ones((1, len(cells) + len(line)), dtype=torch.long)
+            mask = torch.ones((1, len(row) + len(line)), dtype=torch.long)
             logits = self.model(line[None], past_key_values=cache, position_ids=at[None], attention_mask=mask).logits
-            found.append(
-                (logits, [(one.keys[:, :, -len(line) :], one.values[:, :, -len(line) :]) for one in cache.layers], at)
-            )
+            new = [(one.keys[:, :, -len(line) :], one.values[:, :, -len(line) :]) for one in cache.layers]
+            found.append((logits, new, at.tolist()))
         for number, (_, layers, at) in zip(batch, found, strict=True):
-            cells, positions = self.rows[number]
-            new = range(len(self.origins), len(self.origins) + len(at))
-            self.rows[number] = [*cells, *new], [*positions, *at.tolist()]
-            self.origins += at.tolist()
-            self.kv = [
-                tuple(torch.cat(two, 2) for two in zip(*pairs, strict=True))
-                for pairs in (zip(self.kv, layers, strict=True) if self.kv else [(one,) for one in layers])
-            ]
+            self.row(number).extend(zip(range(len(self.origins), len(self.origins) + len(at)), at, strict=True))
+            self.origins += at
+            pairs = zip(self.kv, layers, strict=True) if self.kv else [(one,) for one in layers]
+            self.kv = [tuple(torch.cat(two, 2) for two in zip(*pair, strict=True)) for pair in pairs]
         self.pack(len(batch))
         return torch.cat([logits for logits, _, _ in found])
 
     def pack(self, sequences):
         end = self.packed + max(0, (len(self.origins) - self.packed) // GROUP - sequences) * GROUP
         for pair in self.kv if end > self.packed else ():
-            for states, left in zip(
-                pair, rounded_pair(*(part[:, :, self.packed : end] for part in pair), self.bits), strict=True
-            ):
-                states[:, :, self.packed : end] = left
+            new = packed_by_hand(*(part[:, :, self.packed :] for part in pair), self.bits, end - self.packed)
+            for states, part in zip(pair, new, strict=True):
+                states[:, :, self.packed :] = part
         self.packed = end
-
-    def remove(self, number, start=0, stop=None):
-        stop = 10**9 if stop is None else stop
-        self._edit(number, lambda at: None if start <= at < stop else at)
-
-    def shift(self, number, start, stop, by):
-        stop = 10**9 if stop is None else stop
-        self._edit(number, lambda at: at + by if start <= at < stop else at)
-
-    def crop(self, tokens_to_remove):
-        cells, positions = self.rows[0]
-        left = max(0, len(cells) + tokens_to_remove)
-        self.rows[0] = cells[:left], positions[:left]
-
-    def copy(self, source, target):
-        self.rows[target] = tuple([*part] for part in self.rows[source])
 
     def close(self):
         """Cells of no sequence are given back."""
-        kept = sorted({cell for cells, _ in self.rows.values() for cell in cells})
+        kept = sorted({cell for row in self.rows.values() for cell, _ in row})
         self.packed = sum(cell < self.packed for cell in kept)
         self.origins = [self.origins[cell] for cell in kept]
         self.kv = [tuple(part[:, :, kept] for part in pair) for pair in self.kv]
-        self.rows = {number: ([kept.index(cell) for cell in cells], at) for number, (cells, at) in self.rows.items()}
-
-    def divide(self, number, start, stop, by):
-        self._edit(number, lambda at: at // by if at >= start else at)
-
-    def _edit(self, number, change):
-        cells, positions = self.rows[number]
-        pairs = [(cell, change(at)) for cell, at in zip(cells, positions, strict=True)]
-        kept = [(cell, at) for cell, at in pairs if at is not None and at >= 0]
-        self.rows[number] = [cell for cell, _ in kept], [at for _, at in kept]
+        self.rows = {number: [(kept.index(cell), at) for cell, at in row] for number, row in self.rows.items()}
 
 
 def both(tokens=150, bits=8, model=MODEL):
@@ -140,20 +91,17 @@ def both(tokens=150, bits=8, model=MODEL):
 
 def goes_on_alike(cache, plain, steps=24, seed=1, size=1, within=FLOOR):
     """Feed both the same tokens, `size` in each forward, and compare the logits of each."""
-    batch = cache.batch
-    with torch.no_grad(), cache:
-        for step in range(steps):
-            ids = prompt(size, seed + step, len(batch))
-            got, expected = cache.model(ids, past_key_values=cache).logits, plain.forward(ids, batch)
-            assert float((got - expected).abs().max() / expected.abs().max()) <= within, step
+    for step in range(steps):
+        ids = prompt(size, seed + step, len(cache.batch))
+        got, expected = fed(cache, ids), plain.forward(ids, cache.batch)
+        assert float((got - expected).abs().max() / expected.abs().max()) <= within, step
 
 
-def bits_of(cache, sequence=None):
-    return {name: part.clone() for name, part in cache.state(sequence).items()}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def shows(cache, plain, number=0):
+    """K and V of a sequence are those of a plain one, bit for bit."""
+    for layer, pair in zip(cache.materialize(), plain.shown(number), strict=True):
+        assert torch.equal(layer.keys, pair[0])
+        assert torch.equal(layer.values, pair[1])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -178,17 +126,13 @@ def test_every_kind_of_rotation_and_window_is_unpacked_as_it_was_computed(name):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_after_remove_and_shift_keys_are_turned_from_what_was_quantised(bits):
     cache, plain = both(bits=bits)
-    for one in (cache, plain):
-        one.remove(0, 40, 71)
-        one.shift(0, 71, None, -31)
-    plain.close()
-    goes_on_alike(cache, plain, steps=15, size=2, within=FLIP[bits])
-    for one in (cache, plain):
-        one.shift(0, 0, None, 500)
-        one.remove(0, 510, 516)
-        one.shift(0, 516, None, -6)
-    plain.close()
-    goes_on_alike(cache, plain, steps=15, size=2, within=FLIP[bits])
+    for start, stop, moved in ((40, 71, 0), (510, 516, 500)):
+        for one in (cache, plain):
+            one.shift(0, 0, None, moved)
+            one.remove(0, start, stop)
+            one.shift(0, stop, None, start - stop)
+        plain.close()
+        goes_on_alike(cache, plain, steps=15, size=2, within=FLIP[bits])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -207,20 +151,10 @@ def test_forks_go_on_over_shared_cells_that_nobody_writes_to(bits):
     goes_on_alike(cache, plain, steps=3)
 
 
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("remove"), st.just(0), st.integers(0, 120), st.integers(0, 160)),
-            st.tuples(st.just("shift"), st.just(0), st.integers(0, 120), st.none(), st.integers(-20, 30)),
-            st.tuples(st.just("divide"), st.just(0), st.integers(0, 120), st.none(), st.integers(1, 3)),
-            st.tuples(st.just("copy"), st.just(0), st.just(1)),
-            st.tuples(st.just("crop"), st.integers(-90, 0)),
-            st.tuples(st.just("forward"), st.integers(1, 70)),
-        ),
-        max_size=6,
-    ),
-    st.sampled_from([8, 4]),
-)
+CROP, FORWARD = st.tuples(st.just("crop"), st.integers(-90, 0)), st.tuples(st.just("forward"), st.integers(1, 70))
+
+
+@given(moves(100, CROP, FORWARD), st.sampled_from([8, 4]))
 def test_keys_after_any_program_are_those_of_the_formula_turned_once(program, bits):
     cache, plain = both(100, bits)
     for operation, *arguments in program:
@@ -231,8 +165,8 @@ def test_keys_after_any_program_are_those_of_the_formula_turned_once(program, bi
             goes_on_alike(cache, plain, steps=1, size=arguments[0], within=1)
         elif operation == "crop":
             cache.crop(arguments[0])
-            plain.crop(arguments[0])
-        elif operation != "copy" or 1 not in plain.rows:
+            plain.crop(0, -arguments[0])
+        else:
             getattr(cache, operation)(*arguments)
             getattr(plain, operation)(*arguments)
     first = cache.materialize()[0]  # its K and V do not depend on context, so no rounding falls the other way
@@ -249,13 +183,10 @@ def test_bits_of_a_token_never_change_however_often_it_moves():
         many.compact()
     once.shift(0, 0, None, 100)
     ids = prompt(5, 3)
-    with torch.no_grad(), many, once:
-        logits = [MODEL(ids, past_key_values=one).logits for one in (many, once)]
-    assert torch.equal(*logits)
+    assert torch.equal(fed(many, ids), fed(once, ids))
     after = bits_of(many)
     many.remove(0, 110, 140)
-    with torch.no_grad(), many:
-        MODEL(ids, past_key_values=many)
+    fed(many, ids)
     last, packed = bits_of(many), len(before["layer.0.groups"])
     for name in (name for name in before if "bytes" in name):
         assert torch.equal(after[name][:, :packed], before[name])
@@ -267,8 +198,7 @@ def test_scales_of_what_was_cropped_are_given_back():
     cache = filled()
     sizes = []
     for step in range(6):
-        with torch.no_grad(), cache:
-            MODEL(prompt(128, step), past_key_values=cache)
+        fed(cache, prompt(128, step))
         sizes.append(cache.nbytes)
         cache.crop(-128)
     assert len(set(sizes[1:])) == 1
@@ -298,11 +228,10 @@ def test_a_long_prefix_with_eight_sequences_takes_the_bytes_that_it_should(bits,
     model.to(getattr(torch, dtype))
     caches = [SequenceCache(model, kv_bits=kv_bits) for kv_bits in (None, bits)]
     for cache in caches:
-        with torch.no_grad(), cache:
-            model(prompt(4000), past_key_values=cache)
-            cache.fork(8)
-            for step in range(4):
-                model(prompt(1, step, 8), past_key_values=cache)
+        fed(cache, prompt(4000))
+        cache.fork(8)
+        for step in range(4):
+            fed(cache, prompt(1, step, 8))
     plain, packed = caches
     assert packed.nbytes <= share * plain.nbytes
     held = tensors_in([list(packed.layers)], {})
@@ -310,8 +239,7 @@ def test_a_long_prefix_with_eight_sequences_takes_the_bytes_that_it_should(bits,
     for cache in caches:
         cache.keep(0)
         cache.shift(0, 2000, None, 7)
-        with torch.no_grad(), cache:
-            model(prompt(1, 9), past_key_values=cache)
+        fed(cache, prompt(1, 9))
     assert sum(tensors_in([list(packed.layers)], {}).values()) <= packed.nbytes
     assert packed.nbytes <= share * plain.nbytes
 
@@ -330,14 +258,11 @@ def test_a_session_comes_back_bit_for_bit_and_goes_on_the_same(tmp_path, bits):
     load_session(again, tmp_path / "chat")
     assert same(bits_of(cache), bits_of(again))
     goes_on_alike(again, plain, steps=2, size=50, within=FLIP[bits])
-    full = SequenceCache(MODEL)
-    with torch.no_grad(), full:
-        MODEL(prompt(150), past_key_values=full)
-    assert size < save_session(full, tmp_path / "full")
+    assert size < save_session(filled(bits=None), tmp_path / "full")
 
 
 WRONG = {
-    "without scales": lambda state: {name: part for name, part in state.items() if "scale" not in name},
+    "without scales": lambda state: [state.pop(name) for name in [*state] if "scale" in name],
     "with NaN": lambda state: state["layer.1.k.scale"][0, 0].fill_(float("nan")),
     "of another group": lambda state: state["layer.0.groups"][-1:].fill_(3),
     "with too large a group": lambda state: state["layer.0.groups"][:33].fill_(0),
@@ -349,14 +274,7 @@ WRONG = {
 def test_a_session_with_wrong_scales_or_of_other_bits_is_refused(tmp_path):
     path, caches = tmp_path / "chat", {bits: filled(bits=bits) for bits in (8, 4, None)}
     save_session(caches[8], path)
-    content, before = path.read_bytes(), bits_of(caches[8])
-    for name, change in WRONG.items():
-        about, state = taken_apart(content)
-        changed = change(state)
-        path.write_bytes(forged(KIND, about, changed if isinstance(changed, dict) else state))
-        with pytest.raises(StoreError, match="holds what no session of this model holds"):
-            load_session(caches[8], path)
-        assert same(bits_of(caches[8]), before), name
+    check_refused(caches[8], path, WRONG)
     for saved, other in ((8, None), (None, 8), (8, 4)):
         save_session(caches[saved], path)
         before = bits_of(caches[other])
@@ -367,8 +285,7 @@ def test_a_session_with_wrong_scales_or_of_other_bits_is_refused(tmp_path):
 
 def test_a_sequence_of_other_tokens_is_taken_up_with_scales_of_its_own(tmp_path):
     cache, plain = SequenceCache(MODEL, kv_bits=8), Plain(MODEL, 8)
-    with torch.no_grad(), cache:
-        MODEL(prompt(150, 8), past_key_values=cache)
+    fed(cache, prompt(150, 8))
     plain.forward(prompt(150, 8))
     save_session(cache, tmp_path / "one", sequence=0)
     other, beside = both(100)
@@ -376,24 +293,19 @@ def test_a_sequence_of_other_tokens_is_taken_up_with_scales_of_its_own(tmp_path)
     assert other.state()["layer.0.groups"].tolist() == [cell // GROUP for cell in range(64 + 96)]
     for number, expected in ((1, plain), (0, beside)):
         other.use(number)
-        for layer, pair in zip(other.materialize(), expected.shown(0), strict=True):
-            assert torch.equal(layer.keys, pair[0])
-            assert torch.equal(layer.values, pair[1])
+        shows(other, expected)
 
 
 def test_cells_are_seen_in_the_order_of_the_sequence_and_keep_the_scales_of_their_groups():
     cache, plain = both(150)
-    cache.copy(0, 1, 70, 150)
-    cache.copy(0, 1, 0, 70)
-    plain.rows[1] = ([*range(70, 150), *range(70)],) * 2
     for one in (cache, plain):
+        one.copy(0, 1, 70, 150)
+        one.copy(0, 1, 0, 70)
         one.remove(0, 16, 48)  # as many cells as a group has
     for number in (1, 0):
         cache.use(number)
-        assert cache.positions(number) == plain.rows[number][1]
-        for layer, pair in zip(cache.materialize(), plain.shown(number), strict=True):
-            assert torch.equal(layer.keys, pair[0])
-            assert torch.equal(layer.values, pair[1])
+        assert cache.positions(number) == [at for _, at in plain.row(number)]
+        shows(cache, plain, number)
     cache.use(1)
     goes_on_alike(cache, plain, steps=3)
 
@@ -403,8 +315,8 @@ def test_a_forward_that_fails_leaves_the_bits_as_they_were(monkeypatch, untouche
     before = bits_of(cache)
     with monkeypatch.context() as patch:
         patch.setattr(MODEL.model.layers[1].mlp, "forward", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError), torch.no_grad(), cache:
-            MODEL(prompt(100, 4), past_key_values=cache)
+        with pytest.raises(ZeroDivisionError):
+            fed(cache, prompt(100, 4))
     assert same(bits_of(cache), before)
     with untouched(MODEL):
         goes_on_alike(cache, plain, steps=2, size=60)

@@ -9,48 +9,38 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
-from transformers import DynamicCache, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 
 from hf_blend.context.self_extend import self_extend
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.model.capture import capture
-from tests.asking import apart, filled, prompt, rotated
+from tests.asking import apart, fed, filled, hooks, prompt, shifted_by_hand
+from tests.test_sequence_ops import moves
 
 FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text", "deepseek_v3", "gptj")
 TOLERANCE = 1e-5
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
 MODELS = {name: tiny_model(name) for name in FAMILIES}
+LLAMA = MODELS["llama"]
 
 
-def direct(model, cache):
-    """Layer-0 K and V, which do not depend on context, computed at the positions of the active sequence."""
+def is_direct(cache):
+    """Layer-0 K and V, which do not depend on context, are those computed at the positions of the active sequence."""
     ids, positions = torch.tensor([cache.tokens()]), torch.tensor([cache.positions()])
-    return capture(model, ids, positions).layers[0]
+    layer = cache.materialize()[0]
+    expected = capture(cache.model, ids, positions).layers[0]
+    return max(map(apart, (layer.keys, layer.values), expected)) <= TOLERANCE
 
 
-MOVES = st.lists(
-    st.one_of(
-        st.tuples(st.just("remove"), st.just(0), st.integers(0, 20), st.integers(0, 40)),
-        st.tuples(st.just("shift"), st.just(0), st.integers(0, 20), st.none(), st.integers(-8, 30)),
-        st.tuples(st.just("divide"), st.just(0), st.integers(0, 20), st.none(), st.integers(1, 3)),
-        st.tuples(st.just("copy"), st.just(0), st.just(1)),
-    ),
-    max_size=6,
-)
-
-
-@given(MOVES, st.sampled_from(["llama", "gpt_neox", "deepseek_v3", "gptj"]))
+@given(moves(24), st.sampled_from(["llama", "gpt_neox", "deepseek_v3", "gptj"]))
 def test_keys_after_any_program_are_those_of_a_direct_computation(program, name):
-    model = MODELS[name]
-    cache = filled(model)
+    cache = filled(MODELS[name])
     for operation, *arguments in program:
         getattr(cache, operation)(*arguments)
     cache.keep(0)  # cells of the copy alone stay where they are, hidden
     cache.compact()
-    if cache.get_seq_length():
-        for got, wanted in zip((cache.layers[0].keys, cache.layers[0].values), direct(model, cache), strict=True):
-            assert apart(got, wanted) <= TOLERANCE
+    assert not cache.get_seq_length() or is_direct(cache)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -66,83 +56,57 @@ def test_a_hundred_shifts_of_one_are_one_shift_of_a_hundred(name):
         assert torch.equal(one.values, other.values)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_generate_without_operations_is_plain_generate(name):
-    model, ids = MODELS[name], prompt(20)
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, {}) for name in FAMILIES), ("llama", {"prompt_lookup_num_tokens": 3})]
+)
+def test_generate_without_operations_is_plain_generate(name, mode):
+    """Prompt lookup crops what was guessed wrong."""
+    model, ids = MODELS[name], prompt(20).repeat(1, 2)
     wanted = model.generate(ids, max_new_tokens=12, do_sample=False)
-    assert torch.equal(model.generate(ids, past_key_values=SequenceCache(model), max_new_tokens=12), wanted)
-
-
-def test_prompt_lookup_decoding_crops_what_was_guessed_wrong():
-    model, ids = MODELS["llama"], prompt(20).repeat(1, 2)
-    wanted = model.generate(ids, max_new_tokens=12, do_sample=False)
-    cache = SequenceCache(model)
-    got = model.generate(ids, past_key_values=cache, max_new_tokens=12, prompt_lookup_num_tokens=3)
-    assert torch.equal(got, wanted)
+    assert torch.equal(model.generate(ids, past_key_values=SequenceCache(model), max_new_tokens=12, **mode), wanted)
 
 
 def test_what_is_done_to_a_copy_changes_nothing_for_the_sequence():
-    model = MODELS["llama"]
-    cache, alone = filled(model), filled(model)
+    cache, alone = filled(LLAMA), filled(LLAMA)
     alone.crop(-4)
     cache.copy(0, 1)
-    with torch.no_grad(), cache, alone:
-        model(prompt(2, 1), past_key_values=cache)
-        cache.crop(-6)
-        got, expected = (model(prompt(5, 2), past_key_values=one).logits for one in (cache, alone))
-    assert apart(got, expected) <= TOLERANCE
+    fed(cache, prompt(2, 1))
+    cache.crop(-6)
+    assert apart(fed(cache, prompt(5, 2)), fed(alone, prompt(5, 2))) <= TOLERANCE
     assert cache.tokens(1) == prompt(24)[0].tolist()
-    cache, alone = filled(model), filled(model)
+    cache = filled(LLAMA)
     cache.copy(0, 1)
     cache.use(1)
     cache.remove(1, 4, 9)
     cache.shift(1, 9, None, -5)
-    with torch.no_grad(), cache, alone:
-        model(prompt(3, seed=1), past_key_values=cache)
-        cache.use(0)
-        got = model(prompt(5, seed=2), past_key_values=cache).logits
-        wanted = model(prompt(5, seed=2), past_key_values=alone).logits
-    assert apart(got, wanted) <= TOLERANCE
+    fed(cache, prompt(3, seed=1))
+    cache.use(0)
+    assert apart(fed(cache, prompt(5, 2)), fed(filled(LLAMA), prompt(5, 2))) <= TOLERANCE
     pieces = prompt(24)[0, :4], prompt(24)[0, 9:], prompt(3, seed=1)[0]
     assert cache.tokens(1) == torch.cat(pieces).tolist()
     assert cache.positions(1) == list(range(22))
 
 
 def test_forgotten_tokens_free_their_storage():
-    cache = filled(MODELS["llama"], 400)
+    cache = filled(LLAMA, 400)
     cache.remove(0, 10)
     cache.compact()
-    assert cache.nbytes < filled(MODELS["llama"], 280).nbytes
+    assert cache.nbytes < filled(LLAMA, 280).nbytes
 
 
 def test_a_plain_call_with_moved_tokens_is_refused_and_does_no_harm():
-    model = MODELS["llama"]
-    cache = filled(model)
+    cache = filled(LLAMA)
     cache.remove(0, 2, 5)
     with pytest.raises(ConfigError, match="with cache"):
-        model(prompt(2), past_key_values=cache)
-    with cache:
-        model(prompt(2), past_key_values=cache)
+        LLAMA(prompt(2), past_key_values=cache)
+    fed(cache, prompt(2))
     assert cache.positions()[-2:] == [24, 25]
 
 
-def test_holes_are_refused_where_layers_attend_within_windows():
-    model = MODELS["gemma3_text"]
-    cache = filled(model)
-    cache.remove(0, 2, 5)
-    with pytest.raises(ConfigError, match="holes"), cache:
-        model(prompt(2), past_key_values=cache)
-    cache.shift(0, 5, None, -3)
-    with cache:
-        model(prompt(2), past_key_values=cache)
-    assert cache.positions() == list(range(23))
-
-
-def test_several_requests_and_padding_are_refused():
-    model = MODELS["llama"]
+def test_several_requests_are_refused():
     with pytest.raises(PromptError, match="one request"):
-        model.generate(prompt(6).repeat(2, 1), past_key_values=SequenceCache(model), max_new_tokens=2)
-    assert not model._forward_pre_hooks
+        LLAMA.generate(prompt(6).repeat(2, 1), past_key_values=SequenceCache(LLAMA), max_new_tokens=2)
+    assert not LLAMA._forward_pre_hooks
 
 
 def lengthening(kind):
@@ -160,10 +124,10 @@ def test_frequencies_that_depend_on_the_length_stay_those_below_it(kind):
     cache = ShiftCache(model, window_tokens=60)
     model.generate(prompt(20), past_key_values=cache, max_new_tokens=200, min_new_tokens=200)
     assert cache.shifts > 0
-    keys = cache.materialize()[0].keys
+    assert is_direct(cache)
     with torch.no_grad():
         model(prompt(140), use_cache=False)
-    assert apart(keys, direct(model, cache)[0]) <= TOLERANCE
+    assert is_direct(cache)
     assert ShiftCache(model).window_tokens == 127
 
 
@@ -173,11 +137,11 @@ def test_crossing_to_other_frequencies_is_refused(kind):
     with pytest.raises(ConfigError, match="127 at most"):
         ShiftCache(model, window_tokens=128)
     cache = filled(model, most)
-    with pytest.raises(PromptError, match=r"position 127.*less than 127"), cache:
-        model(prompt(1), past_key_values=cache)
+    with pytest.raises(PromptError, match=r"position 127.*less than 127"):
+        fed(cache, prompt(1))
     cache.shift(0, 100, None, 1)
-    with pytest.raises(PromptError, match="position 127"), cache:
-        model(prompt(1), past_key_values=cache)
+    with pytest.raises(PromptError, match="position 127"):
+        fed(cache, prompt(1))
     with pytest.raises(PromptError, match="position 139"):
         model(prompt(140), past_key_values=SequenceCache(model))
     with pytest.raises(UnsupportedModelError, match=kind), self_extend(model, trained_tokens=64, max_tokens=100):
@@ -185,65 +149,48 @@ def test_crossing_to_other_frequencies_is_refused(kind):
 
 
 def test_no_hook_is_left_by_generate_or_by_a_cache_that_is_gone():
-    model = MODELS["llama"]
-    model.generate(prompt(8), past_key_values=SequenceCache(model), max_new_tokens=3)
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
-    cache = SequenceCache(model)
+    LLAMA.generate(prompt(8), past_key_values=SequenceCache(LLAMA), max_new_tokens=3)
+    assert hooks(LLAMA) == 0
+    cache = SequenceCache(LLAMA)
     assert not cache.is_compileable
+    assert hooks(LLAMA) == 1
     del cache
     gc.collect()
-    assert not model._forward_pre_hooks
+    assert hooks(LLAMA) == 0
 
 
 def test_a_forward_that_fails_leaves_the_cache_as_it_was(monkeypatch):
-    model = MODELS["llama"]
-    cache = filled(model)
+    cache = filled(LLAMA)
     before = cache.tokens()
-    monkeypatch.setattr(model.model.layers[2].mlp, "forward", lambda *_: 1 / 0)
+    monkeypatch.setattr(LLAMA.model.layers[2].mlp, "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model.generate(torch.cat([prompt(24), prompt(4, 1)], 1), past_key_values=cache, max_new_tokens=2)
+        LLAMA.generate(torch.cat([prompt(24), prompt(4, 1)], 1), past_key_values=cache, max_new_tokens=2)
     monkeypatch.undo()
     assert cache.tokens() == before
-    assert not model._forward_pre_hooks
-    with torch.no_grad(), cache, filled(model) as fresh:
-        got, wanted = (model(prompt(5, 2), past_key_values=one).logits for one in (cache, fresh))
-    assert torch.equal(got, wanted)
+    assert hooks(LLAMA) == 0
+    assert torch.equal(fed(cache, prompt(5, 2)), fed(filled(LLAMA), prompt(5, 2)))
 
 
+@torch.no_grad()
 def test_a_shift_drops_half_and_goes_on_as_a_cache_moved_by_hand():
-    model, ids, more = MODELS["llama"], prompt(40), prompt(2, seed=5)
-    cache, by_hand = ShiftCache(model, window_tokens=40, keep_tokens=4), DynamicCache()
-    with torch.no_grad(), cache:
-        model(ids, past_key_values=cache)
-        got = model(more, past_key_values=cache).logits
-        model(ids, past_key_values=by_hand)
-        for layer in by_hand.layers:
-            layer.keys = torch.cat([layer.keys[:, :, :4], rotated(layer.keys[:, :, 22:], -18).float()], 2)
-            layer.values = torch.cat([layer.values[:, :, :4], layer.values[:, :, 22:]], 2)
-        wanted = model(more, past_key_values=by_hand).logits
-    assert apart(got, wanted) <= 2e-5
+    cache, more = ShiftCache(LLAMA, window_tokens=40, keep_tokens=4), prompt(2, seed=5)
+    fed(cache, prompt(40))
+    wanted = LLAMA(more, past_key_values=shifted_by_hand(LLAMA, prompt(40), 4, 22)).logits
+    assert apart(fed(cache, more), wanted) <= 2e-5
     assert cache.positions() == list(range(24))
     assert cache.shifts == 1
 
 
 @pytest.mark.parametrize("new_tokens", [96, pytest.param(640, marks=pytest.mark.slow)])
 def test_generation_goes_on_past_the_window_in_bounded_memory(new_tokens):
-    model = MODELS["llama"]
-    cache = ShiftCache(model, window_tokens=32, keep_tokens=4)
-    streamer = TextIteratorStreamer(Decoder(), skip_prompt=True)
-    out = model.generate(
-        prompt(10),
-        past_key_values=cache,
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        do_sample=True,
-        streamer=streamer,
-    )
+    cache = ShiftCache(LLAMA, window_tokens=32, keep_tokens=4)
+    ways = {"do_sample": True, "streamer": TextIteratorStreamer(Decoder(), skip_prompt=True)}
+    count = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    out = LLAMA.generate(prompt(10), past_key_values=cache, **count, **ways)
     assert out.shape[1] == 10 + new_tokens
     assert cache.get_seq_length() <= 32
     assert cache.shifts >= new_tokens // 16
-    assert cache.nbytes <= 1.5 * with_room(model, 32)  # K twice: as computed, and as it stands
+    assert cache.nbytes <= 1.5 * with_room(LLAMA, 32)  # K twice: as computed, and as it stands
     assert cache.tokens()[:4] == prompt(10)[0, :4].tolist()
     assert cache.tokens()[4:] == out[0, -len(cache.tokens()) + 3 : -1].tolist()
 
@@ -262,11 +209,10 @@ def with_room(model, tokens):
 
 
 def test_a_prompt_longer_than_the_window_is_read_in_parts():
-    model = MODELS["llama"]
-    cache = ShiftCache(model, window_tokens=32)
+    cache = ShiftCache(LLAMA, window_tokens=32)
     with pytest.raises(PromptError, match="prefill_chunk_size"):
-        model.generate(prompt(100), past_key_values=cache, max_new_tokens=4)
-    model.generate(prompt(100), past_key_values=cache, max_new_tokens=4, prefill_chunk_size=8)
+        LLAMA.generate(prompt(100), past_key_values=cache, max_new_tokens=4)
+    LLAMA.generate(prompt(100), past_key_values=cache, max_new_tokens=4, prefill_chunk_size=8)
     assert cache.get_seq_length() <= 32
     assert cache.tokens()[:4] == prompt(100)[0, :4].tolist()
 
@@ -274,4 +220,4 @@ def test_a_prompt_longer_than_the_window_is_read_in_parts():
 @pytest.mark.parametrize(("window", "keep"), [(8, 7), (8, -1), (1, 0)])
 def test_a_window_without_room_is_refused(window, keep):
     with pytest.raises(ConfigError, match="keep_tokens"):
-        ShiftCache(MODELS["llama"], window_tokens=window, keep_tokens=keep)
+        ShiftCache(LLAMA, window_tokens=window, keep_tokens=keep)

@@ -27,7 +27,18 @@ OPERATION = st.one_of(
 )
 
 
-class Plain:
+def moves(tokens, *more):
+    """Programs of what can be done with a cache whose sequence 0 has so many tokens."""
+    operations = (
+        st.tuples(st.just("remove"), st.just(0), st.integers(0, tokens), st.integers(0, 3 * tokens // 2)),
+        st.tuples(st.just("shift"), st.just(0), st.integers(0, tokens), st.none(), st.integers(-20, 30)),
+        st.tuples(st.just("divide"), st.just(0), st.integers(0, tokens), st.none(), st.integers(1, 3)),
+        st.tuples(st.just("copy"), st.just(0), st.just(1)),
+    )
+    return st.lists(st.one_of(*operations, *more), max_size=6)
+
+
+class Lists:
     """The same operations, one token at a time."""
 
     def __init__(self):
@@ -42,11 +53,11 @@ class Plain:
         self.row(sequence).extend(added)
         return added
 
-    def remove(self, sequence, start, stop):
+    def remove(self, sequence, start=0, stop=None):
         for number in list(self.rows) if sequence is None else [sequence]:
             self.rows[number] = [pair for pair in self.row(number) if not inside(pair[1], start, stop)]
 
-    def copy(self, source, target, start, stop):
+    def copy(self, source, target, start=0, stop=None):
         there = {token for token, _ in self.row(target)}
         found = [pair for pair in self.row(source) if inside(pair[1], start, stop) and pair[0] not in there]
         self.row(target).extend(found)
@@ -59,9 +70,8 @@ class Plain:
         self.rows[sequence] = [pair for pair in moved if pair[1] >= 0]
 
     def divide(self, sequence, start, stop, by):
-        self.rows[sequence] = [
-            (token, at // by if inside(at, start, stop) else at) for token, at in self.row(sequence)
-        ]
+        divided = [(token, at // by if inside(at, start, stop) else at) for token, at in self.row(sequence)]
+        self.rows[sequence] = divided
 
     def crop(self, sequence, tokens):
         row = self.row(sequence)
@@ -86,7 +96,7 @@ def filled(tokens):
 
 def run(program):
     """Run a program on both, and compare what each sequence holds after each step."""
-    table, plain = TokenTable(), Plain()
+    table, plain = TokenTable(), Lists()
     for name, *arguments in program:
         if name == "append":
             append(table, arguments[0], plain.append(*arguments))

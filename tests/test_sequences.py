@@ -9,11 +9,11 @@ from transformers import DynamicCache
 
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
-from tests.asking import apart, filled, prompt
+from tests.asking import apart, fed, filled, prompt
 
 FAMILIES = [("llama", "sdpa"), ("llama", "eager"), ("gpt_neox", "sdpa"), ("deepseek_v3", "sdpa"), ("gptj", "eager")]
 TOLERANCE = 2e-5
-MODELS = {"llama": tiny_model("llama")}
+MODEL = tiny_model("llama")
 
 
 @torch.no_grad()
@@ -25,93 +25,83 @@ def alone(model, ids, more, start=0):
     return model(torch.tensor([more]), past_key_values=cache, position_ids=places[:, len(ids) :]).logits[0]
 
 
-@torch.no_grad()
-def check(model, cache, new):
+def check(cache, new):
     """A forward of the active sequences against a stock cache for each."""
     held = [(cache.tokens(number), cache.positions(number)[:1]) for number in cache.batch]
-    with cache:
-        got = model(new, past_key_values=cache).logits
+    got = fed(cache, new)
     for row, (ids, start) in enumerate(held):
-        assert apart(got[row], alone(model, ids, new[row].tolist(), *start)) <= TOLERANCE
+        assert apart(got[row], alone(cache.model, ids, new[row].tolist(), *start)) <= TOLERANCE
+
+
+def lengths(cache):
+    return [len(cache.tokens(number)) for number in cache.batch]
 
 
 @pytest.mark.parametrize(("name", "attention"), FAMILIES)
 def test_a_batch_over_a_shared_prefix_gives_the_logits_of_stock_caches(name, attention):
-    model = tiny_model(name, attn_implementation=attention)
-    cache = filled(model)
+    cache = filled(tiny_model(name, attn_implementation=attention))
     numbers = cache.fork(3)
     cache.remove(numbers[1], 20)
     for seed, tokens in enumerate((5, 1, 1, 3)):
-        check(model, cache, prompt(tokens, seed + 1, 3))
-    assert [len(cache.tokens(number)) for number in numbers] == [34, 30, 34]
+        check(cache, prompt(tokens, seed + 1, 3))
+    assert lengths(cache) == [34, 30, 34]
 
 
 def test_sequences_of_their_own_are_continued_together():
-    model, cache = MODELS["llama"], SequenceCache(MODELS["llama"])
+    cache = SequenceCache(MODEL)
     cache.use(3, 4)
-    check(model, cache, prompt(9, rows=2))
-    cache = filled(model)
+    check(cache, prompt(9, rows=2))
+    cache = filled(MODEL)
     for number in (1, 2):
         cache.use(number)
-        check(model, cache, prompt(9 + number, number))
+        check(cache, prompt(9 + number, number))
     cache.use(2, 0, 1)
-    check(model, cache, prompt(2, 7, 3))
+    check(cache, prompt(2, 7, 3))
     cache.use(1)
-    check(model, cache, prompt(1, 8))
+    check(cache, prompt(1, 8))
 
 
 def test_moved_sequences_are_continued_together_from_one_copy_of_each_cell():
-    model, cache = MODELS["llama"], filled(MODELS["llama"])
+    cache = filled(MODEL)
     cache.fork(3)
     cache.shift(1, 0, None, 11)
     cache.shift(2, 0, None, 11)
     for seed in range(2):
-        check(model, cache, prompt(2, seed + 3, 3))
+        check(cache, prompt(2, seed + 3, 3))
     assert cache.layers[0].keys.shape[2] == 2 * 24 + 2 * 2 * 3
 
 
-def test_padding_among_the_new_tokens_belongs_to_no_sequence():
-    model, cache = MODELS["llama"], filled(MODELS["llama"])
-    cache.fork(2)
-    questions = [prompt(6, 1)[0].tolist(), prompt(4, 2)[0].tolist()]
-    new = torch.tensor([questions[0], [0, 0, *questions[1]]])
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[1, 24:26] = 0
-    with torch.no_grad(), cache:
-        got = model(new, past_key_values=cache, attention_mask=mask).logits
-    for row, ids in enumerate(questions):
-        assert apart(got[row, -len(ids) :], alone(model, prompt(24)[0].tolist(), ids)) <= TOLERANCE
-        assert cache.tokens(row) == [*prompt(24)[0].tolist(), *ids]
-    check(model, cache, prompt(1, 3, 2))
-
-
-def test_generate_continues_questions_of_several_lengths_behind_one_prefix():
-    model, cache = MODELS["llama"], filled(MODELS["llama"])
-    cache.fork(2)
+def test_questions_of_several_lengths_behind_one_prefix_are_padded_by_tokens_of_no_sequence():
     prefix, questions = prompt(24)[0].tolist(), [prompt(6, 1)[0].tolist(), prompt(4, 2)[0].tolist()]
     ids = torch.tensor([[*prefix, *questions[0]], [*prefix, 0, 0, *questions[1]]])
-    mask = torch.ones_like(ids)
-    mask[1, 24:26] = 0
-    got = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    given, greedy = {"attention_mask": torch.ones_like(ids)}, {"max_new_tokens": 8, "do_sample": False}
+    given["attention_mask"][1, 24:26] = 0
+    cache, generating = filled(MODEL), filled(MODEL)
+    cache.fork(2)
+    generating.fork(2)
+    with torch.no_grad(), cache:
+        logits = MODEL(ids[:, 24:], past_key_values=cache, **given).logits
+    texts = MODEL.generate(ids, past_key_values=generating, **given, **greedy)
     for row, question in enumerate(questions):
-        plain = model.generate(torch.tensor([[*prefix, *question]]), max_new_tokens=8, do_sample=False)
-        assert got[row, 30:].tolist() == plain[0, 24 + len(question) :].tolist()
+        assert apart(logits[row, -len(question) :], alone(MODEL, prefix, question)) <= TOLERANCE
+        assert cache.tokens(row) == [*prefix, *question]
+        plain = MODEL.generate(torch.tensor([[*prefix, *question]]), **greedy)
+        assert texts[row, 30:].tolist() == plain[0, 24 + len(question) :].tolist()
+    check(cache, prompt(1, 3, 2))
 
 
 def test_beam_search_over_shared_cells_is_beam_search():
-    model, ids = MODELS["llama"], torch.cat([prompt(24), prompt(3, 1)], 1)
-    cache = filled(model)
+    ids, beams = torch.cat([prompt(24), prompt(3, 1)], 1), {"num_beams": 4, "max_new_tokens": 12, "do_sample": False}
+    cache = filled(MODEL)
     cache.fork(4)
-    expected = model.generate(ids, num_beams=4, max_new_tokens=12, do_sample=False)
-    got = model.generate(ids, past_key_values=cache, num_beams=4, max_new_tokens=12, do_sample=False)
-    assert torch.equal(got, expected)
+    assert torch.equal(MODEL.generate(ids, past_key_values=cache, **beams), MODEL.generate(ids, **beams))
 
 
 def test_samples_of_a_prompt_hold_it_once():
-    model, ids = MODELS["llama"], torch.cat([prompt(300), prompt(1, 1)], 1)
-    one, cache = filled(model, 300), filled(model, 300)
+    ids = torch.cat([prompt(300), prompt(1, 1)], 1)
+    one, cache = filled(MODEL, 300), filled(MODEL, 300)
     cache.fork(8)
-    out = model.generate(ids, past_key_values=cache, num_return_sequences=8, do_sample=True, max_new_tokens=12)
+    out = MODEL.generate(ids, past_key_values=cache, num_return_sequences=8, do_sample=True, max_new_tokens=12)
     assert len({tuple(row) for row in out.tolist()}) > 1
     assert cache.nbytes == one.nbytes  # the tails fit the spare room
     held = torch.cat([cache._table.row(number)[0] for number in cache.batch]).unique()
@@ -119,44 +109,44 @@ def test_samples_of_a_prompt_hold_it_once():
 
 
 def test_using_a_sequence_among_others_copies_nothing():
-    model, cache = MODELS["llama"], filled(MODELS["llama"], 200)
+    cache = filled(MODEL, 200)
     cache.fork(3)
-    check(model, cache, prompt(4, 1, 3))
+    check(cache, prompt(4, 1, 3))
     before = cache.nbytes
     for number in (1, 0, 2):
         cache.use(number)
-        check(model, cache, prompt(1, number))
+        check(cache, prompt(1, number))
     cache.use(5)
-    check(model, cache, prompt(9, 5))
+    check(cache, prompt(9, 5))
     assert cache.nbytes == before
     cache.use(0, 1, 2)
     cache.crop(-3)
-    assert [len(cache.tokens(number)) for number in cache.batch] == [202] * 3
-    check(model, cache, prompt(2, 2, 3))
+    assert lengths(cache) == [202] * 3
+    check(cache, prompt(2, 2, 3))
 
 
 def test_most_of_the_storage_is_not_looked_at_in_vain():
-    model, cache = MODELS["llama"], filled(MODELS["llama"], 10)
+    cache = filled(MODEL, 10)
     for number in (1, 2):
         cache.use(number)
-        check(model, cache, prompt(60, number))
+        check(cache, prompt(60, number))
     cache.use(0)
-    check(model, cache, prompt(1))
+    check(cache, prompt(1))
     assert cache.layers[0].keys.shape[2] == 11
 
 
 def test_a_window_is_kept_by_each_sequence_of_a_batch():
-    cache = ShiftCache(MODELS["llama"], window_tokens=32, keep_tokens=4)
+    cache = ShiftCache(MODEL, window_tokens=32, keep_tokens=4)
     cache.use(0, 1)
     ids = prompt(20, rows=2)
-    MODELS["llama"].generate(ids, past_key_values=cache, max_new_tokens=60, do_sample=True)
-    assert all(len(cache.tokens(number)) <= 32 for number in (0, 1))
+    MODEL.generate(ids, past_key_values=cache, max_new_tokens=60, do_sample=True)
+    assert max(lengths(cache)) <= 32
     assert [cache.tokens(number)[:4] for number in (0, 1)] == ids[:, :4].tolist()
 
 
 def test_the_sequence_with_the_longest_prefix_in_common_is_chosen():
-    cache, ids = filled(MODELS["llama"]), prompt(24)[0].tolist()
-    assert SequenceCache(MODELS["llama"]).closest(ids) == (0, 0)
+    cache, ids = filled(MODEL), prompt(24)[0].tolist()
+    assert SequenceCache(MODEL).closest(ids) == (0, 0)
     cache.copy(0, 1, 0, 9)
     cache.copy(0, 2, 0, 15)
     cache.copy(0, 3, 5)
@@ -171,7 +161,7 @@ def test_the_sequence_with_the_longest_prefix_in_common_is_chosen():
 
 
 def test_what_a_batch_cannot_be_is_refused():
-    model, cache = MODELS["llama"], filled(MODELS["llama"])
+    model, cache = MODEL, filled(MODEL)
     for wrong in ((), (1, 1), (0, -1)):
         with pytest.raises(ConfigError, match="expected"):
             cache.use(*wrong)
@@ -186,7 +176,7 @@ def test_what_a_batch_cannot_be_is_refused():
         model(prompt(2, rows=2), past_key_values=cache, attention_mask=torch.ones(2, 20))
     with pytest.raises(ConfigError, match="with cache"):
         model(prompt(2, rows=2), past_key_values=cache)
-    check(model, cache, prompt(2, rows=2))
+    check(cache, prompt(2, rows=2))
 
 
 def test_models_that_count_tokens_and_attention_without_masks_are_refused_by_name():
@@ -202,18 +192,14 @@ def test_models_that_count_tokens_and_attention_without_masks_are_refused_by_nam
         cache.use(0, 1)
 
 
-def everything(seen, real):
-    return torch.ones(len(real), 1, real.shape[1], seen.shape[1] + real.numel(), dtype=torch.bool)
-
-
 def test_the_model_is_as_before_when_a_batch_fails(untouched, monkeypatch):
-    model, cache = MODELS["llama"], filled(MODELS["llama"])
+    cache = filled(MODEL)
     cache.fork(2)
     before = [cache.tokens(number) for number in cache.batch]
-    with untouched(model):
-        monkeypatch.setattr(model.model.layers[1].self_attn.o_proj, "forward", lambda *_: 1 / 0)
+    with untouched(MODEL):
+        monkeypatch.setattr(MODEL.model.layers[1].self_attn.o_proj, "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            model.generate(torch.cat([prompt(24), prompt(2, 1)], 1).repeat(2, 1), past_key_values=cache)
+            MODEL.generate(torch.cat([prompt(24), prompt(2, 1)], 1).repeat(2, 1), past_key_values=cache)
         monkeypatch.undo()
     assert [cache.tokens(number) for number in cache.batch] == before
-    check(model, cache, prompt(2, rows=2))
+    check(cache, prompt(2, rows=2))

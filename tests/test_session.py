@@ -13,9 +13,10 @@ from worlds import REFERENCE
 
 from hf_blend import ConfigError, SequenceCache, StoreError
 from hf_blend.context.session import load_session, save_session
-from tests.asking import prompt
+from tests.asking import fed, filled, prompt
 from tests.forging import forged, sealed_header, taken_apart
 
+KIND = "hf_blend.session/3"
 MODEL = tiny_model("llama")
 
 
@@ -24,48 +25,53 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(REFERENCE)
 
 
-def conversation(model, tokens=20):
-    cache = SequenceCache(model)
-    with torch.no_grad(), cache:
-        model(prompt(tokens), past_key_values=cache)
-        cache.copy(0, 3, 0, tokens // 2)
-        cache.remove(0, 5, 8)
-        cache.shift(0, 8, None, -3)
-        model(prompt(4, 1), past_key_values=cache)
+def conversation(model=MODEL, tokens=20):
+    cache = filled(model, tokens)
+    cache.copy(0, 3, 0, tokens // 2)
+    cache.remove(0, 5, 8)
+    cache.shift(0, 8, None, -3)
+    fed(cache, prompt(4, 1))
     return cache
 
 
-def states(cache):
-    return [(name, tensor.clone()) for name, tensor in sorted(cache.state().items())]
+def bits_of(cache, sequence=None):
+    return {name: part.clone() for name, part in cache.state(sequence).items()}
 
 
 def same(one, other):
-    return [name for name, _ in one] == [name for name, _ in other] and all(
-        torch.equal(a, b) for (_, a), (_, b) in zip(one, other, strict=True)
-    )
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@torch.no_grad()
+def check_refused(cache, path, changes):
+    """A cache refuses a file with each of some changes, and stays as it is."""
+    content, before = path.read_bytes(), bits_of(cache)
+    assert forged(KIND, *taken_apart(content)) == content
+    for name, change in changes.items():
+        about, state = taken_apart(content)
+        change(state)
+        path.write_bytes(forged(KIND, about, state))
+        with pytest.raises(StoreError, match="holds what no session of this model holds"):
+            load_session(cache, path)
+        assert same(bits_of(cache), before), name
+
+
 def test_a_round_trip_is_bit_exact_and_goes_on_the_same(tmp_path, tokenizer):
-    cache, again = conversation(MODEL), SequenceCache(MODEL)
+    cache, again = conversation(), SequenceCache(MODEL)
     size = save_session(cache, tmp_path / "chat", tokenizer)
     assert size == os.path.getsize(tmp_path / "chat")
     load_session(again, tmp_path / "chat", tokenizer)
-    assert same(states(cache), states(again))
+    assert same(bits_of(cache), bits_of(again))
     assert again.tokens() == cache.tokens()
     assert again.positions(3) == cache.positions(3)
-    with cache, again:
-        got, wanted = (MODEL(prompt(5, 2), past_key_values=one).logits for one in (again, cache))
-    assert torch.equal(got, wanted)
+    assert torch.equal(fed(again, prompt(5, 2)), fed(cache, prompt(5, 2)))
 
 
 def test_an_empty_cache_is_a_session_too(tmp_path):
     save_session(SequenceCache(MODEL), tmp_path / "empty")
-    cache = conversation(MODEL)
+    cache = conversation()
     load_session(cache, tmp_path / "empty")
     assert cache.get_seq_length() == 0
-    with torch.no_grad(), cache:
-        MODEL(prompt(5), past_key_values=cache)
+    fed(cache, prompt(5))
     assert cache.tokens() == prompt(5)[0].tolist()
 
 
@@ -77,17 +83,17 @@ def other_tokenizer(tokenizer):
 
 def test_a_session_of_another_model_tokenizer_or_rope_is_refused_by_name(tmp_path, tokenizer):
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    save_session(conversation(MODEL), tmp_path / "chat", tokenizer)
+    save_session(conversation(), tmp_path / "chat", tokenizer)
     for name, model, given in (
         ("model", tiny_model("llama", seed=1), tokenizer),
         ("rope", tiny_model("llama", rope_parameters=rope), tokenizer),
         ("tokenizer", MODEL, other_tokenizer(tokenizer)),
     ):
         cache = conversation(model)
-        before = states(cache)
+        before = bits_of(cache)
         with pytest.raises(StoreError, match=f"another {name}"):
             load_session(cache, tmp_path / "chat", given)
-        assert same(states(cache), before)
+        assert same(bits_of(cache), before)
 
 
 def test_what_is_no_session_is_refused(tmp_path):
@@ -122,29 +128,21 @@ CRAFTED = {
 
 
 def test_a_crafted_session_is_refused_and_leaves_the_cache_alone(tmp_path):
-    path, cache, kind = tmp_path / "chat", conversation(MODEL, 12), "hf_blend.session/3"
-    save_session(conversation(MODEL), path)
-    content, before = path.read_bytes(), states(cache)
-    assert forged(kind, *taken_apart(content)) == content
-    for name, change in CRAFTED.items():
-        about, state = taken_apart(content)
-        change(state)
-        path.write_bytes(forged(kind, about, state))
-        with pytest.raises(StoreError, match="no session of this model"):
-            load_session(cache, path)
-        assert same(states(cache), before), name
+    path, cache = tmp_path / "chat", conversation(tokens=12)
+    save_session(conversation(), path)
+    check_refused(cache, path, CRAFTED)
     for header in (b"{", b"[]", b"5", b"[" * 100_000, b'{"__metadata__":5}', b"\xff", b"{}"):
-        path.write_bytes(sealed_header(kind, b'",' + header))
+        path.write_bytes(sealed_header(KIND, b'",' + header))
         with pytest.raises(StoreError, match="Save it again"):
             load_session(cache, path)
 
 
 def test_a_session_that_was_signed_is_loaded_with_its_secret_alone(tmp_path, monkeypatch):
-    save_session(conversation(MODEL), tmp_path / "chat", secret=b"one")
-    save_session(conversation(MODEL), tmp_path / "plain")
+    save_session(conversation(), tmp_path / "chat", secret=b"one")
+    save_session(conversation(), tmp_path / "plain")
     cache = SequenceCache(MODEL)
     load_session(cache, tmp_path / "chat", secret=b"one")
-    assert same(states(cache), states(conversation(MODEL)))
+    assert same(bits_of(cache), bits_of(conversation()))
     monkeypatch.setattr("hf_blend.context.session.json.loads", None)  # nothing is parsed
     for path, secret in (("chat", b"two"), ("chat", None), ("plain", b"one")):
         with pytest.raises(StoreError, match="secret"):
@@ -153,34 +151,29 @@ def test_a_session_that_was_signed_is_loaded_with_its_secret_alone(tmp_path, mon
         save_session(cache, tmp_path / "chat", secret="one")
 
 
-@torch.no_grad()
 def test_one_sequence_is_saved_and_taken_up_beside_others_that_share_its_beginning(tmp_path):
-    cache, other = conversation(MODEL), SequenceCache(MODEL)
+    cache, other = conversation(), filled(MODEL, 20)
     cache.use(3)
-    with cache, other:
-        MODEL(prompt(4, 2), past_key_values=cache)
-        size = save_session(cache, tmp_path / "three", sequence=3)
-        assert size < save_session(cache, tmp_path / "all")
-        MODEL(prompt(20), past_key_values=other)
-        load_session(other, tmp_path / "three", sequence=7)
-        assert (other.tokens(7), other.positions(7)) == (cache.tokens(3), cache.positions(3))
-        assert other.tokens(0) == prompt(20)[0].tolist()
-        held = set(other._table.row(0)[0].tolist()) & set(other._table.row(7)[0].tolist())
-        other.use(7)
-        got = [MODEL(prompt(2, 5), past_key_values=one).logits for one in (cache, other)]
-        load_session(cache, tmp_path / "three", sequence=3)
-        cells = cache._table.row(3)[0].tolist()
+    fed(cache, prompt(4, 2))
+    size = save_session(cache, tmp_path / "three", sequence=3)
+    assert size < save_session(cache, tmp_path / "all")
+    load_session(other, tmp_path / "three", sequence=7)
+    assert (other.tokens(7), other.positions(7)) == (cache.tokens(3), cache.positions(3))
+    assert other.tokens(0) == prompt(20)[0].tolist()
+    held = set(other._table.row(0)[0].tolist()) & set(other._table.row(7)[0].tolist())
     assert len(held) == 10
-    assert torch.allclose(got[0], got[1], atol=1e-5)
-    assert len(cells) == 14
+    other.use(7)
+    assert torch.allclose(fed(cache, prompt(2, 5)), fed(other, prompt(2, 5)), atol=1e-5)
+    load_session(cache, tmp_path / "three", sequence=3)
+    assert len(cache._table.row(3)[0]) == 14
 
 
 def test_what_is_not_one_sequence_is_not_taken_up_as_one(tmp_path):
-    cache = conversation(MODEL)
-    before = states(cache)
+    cache = conversation()
+    before = bits_of(cache)
     save_session(cache, tmp_path / "all")
     with pytest.raises(ConfigError, match="holds 2 sequences"):
         load_session(cache, tmp_path / "all", sequence=1)
     with pytest.raises(ConfigError, match="no sequence 5"):
         save_session(cache, tmp_path / "five", sequence=5)
-    assert same(before, states(cache))
+    assert same(before, bits_of(cache))

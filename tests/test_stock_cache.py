@@ -18,27 +18,23 @@ import torch
 from tiny_models import tiny_model
 from transformers import Cache, DynamicCache
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
-from tests.asking import prompt
+from tests.asking import memory, prompt
 
 ROOM = 128  # tokens of the static buffers
 HELD = 100  # tokens of the prompt: some groups of kv_bits are packed
 AWAY = TemporaryDirectory()
 
 KINDS = {
-    "BlendCache": lambda model: BlendCache(model, ChunkStore.open("memory://")),
-    "BlendCache kv_bits": lambda model: BlendCache(model, ChunkStore.open("memory://"), kv_bits=8),
-    "BlendCache max_tokens": lambda model: BlendCache(model, ChunkStore.open("memory://"), max_tokens=ROOM),
-    "BlendCache max_tokens kv_bits": lambda model: BlendCache(
-        model, ChunkStore.open("memory://"), max_tokens=ROOM, kv_bits=8
-    ),
-    "BlendCache kv_device_map": lambda model: BlendCache(
-        model, ChunkStore.open("memory://"), kv_device_map={1: "cpu", 3: "disk"}, offload_folder=AWAY.name
-    ),
-    "SequenceCache": SequenceCache,
-    "SequenceCache kv_bits": lambda model: SequenceCache(model, kv_bits=8),
-    "ShiftCache": ShiftCache,
+    "BlendCache": {},
+    "BlendCache kv_bits": {"kv_bits": 8},
+    "BlendCache max_tokens": {"max_tokens": ROOM},
+    "BlendCache max_tokens kv_bits": {"max_tokens": ROOM, "kv_bits": 8},
+    "BlendCache kv_device_map": {"kv_device_map": {1: "cpu", 3: "disk"}, "offload_folder": AWAY.name},
+    "SequenceCache": {},
+    "SequenceCache kv_bits": {"kv_bits": 8},
+    "ShiftCache": {},
 }
 NOISE = {kind: 3e-2 if "kv_bits" in kind else 1e-5 for kind in KINDS}  # of logits of size 1; measured 8e-3 and 1e-6
 BLENDS, SEQUENCES = ([kind for kind in KINDS if kind.startswith(name)] for name in ("Blend", "S"))
@@ -122,7 +118,9 @@ def forward(one, tokens):
 def made(kind, state):
     if kind == "stock":
         return copy.deepcopy(stock(state))
-    return begun(KINDS[kind](model()), state)
+    makers = {"SequenceCache": SequenceCache, "ShiftCache": ShiftCache}
+    make = makers.get(kind.split()[0], lambda model, **settings: BlendCache(model, memory(), **settings))
+    return begun(make(model(), **KINDS[kind]), state)
 
 
 def begun(one, state):

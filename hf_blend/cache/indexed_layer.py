@@ -79,17 +79,11 @@ class IndexedLayer(BlendLayer):
         self.indexer_position_ids = suspended
 
     def open_indexer(self, tokens: int, keys: Tensor) -> Tensor:
-        """Make place for the indexer's keys of new tokens.
-
-        Shapes: keys `[batch, rows, width]` → `[batch, tokens, width]`.
-        """
+        """Make place for the indexer's keys of new tokens, `[batch, tokens, width]`, like `keys` of some rows."""
         return self.update_indexer(keys.new_zeros(keys.shape[0], tokens, keys.shape[2]))[:, -tokens:]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Append the indexer's keys of new tokens, `[batch, new, width]`.
-
-        Shape: `[batch, tokens, width]`.
-        """
+        """Append the indexer's keys of new tokens, `[batch, new, width]`; gives those of all tokens."""
         known = () if self.indexer_keys is None else (self.indexer_keys,)
         self.indexer_keys = torch.cat((*known, indexer_key_states), dim=1)
         return self.indexer_keys

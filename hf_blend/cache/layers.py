@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 
 from ..errors import ConfigError
 from ..prefill.layer_kind import LayerKind
@@ -71,13 +71,12 @@ class BatchOfRequests:
         raise NotImplementedError
 
 
-class BlendLayer(BatchOfRequests, CacheLayerMixin):
+class BlendLayer(BatchOfRequests, DynamicLayer):
     """K and V of one decoder layer, `[batch, kv_heads, tokens, head_dim]`, as views into larger buffers.
 
     `keys` and `values` always show exactly the tokens that the cache holds; K is rotated for its positions.
     """
 
-    is_sliding = False
     is_croppable = True
     prefill_kind: type[LayerKind] = LayerKind
     keeps_all = True  # as it came: nothing is forgotten or packed when a forward is over
@@ -91,17 +90,10 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         self.is_guarded = False  # whoever attends knows of `visible`
         self._buffers: tuple[Tensor, Tensor] | None = None
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Remember dtype and device of the first states, `[batch, kv_heads, tokens, head_dim]`."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Make place for new tokens behind those that the layer holds.
+        """Make place for new tokens behind those held, `[batch, kv_heads, tokens, head_dim]`, like some of their rows.
 
         Until `settle` is called, `keys` and `values` show all that the new tokens may look at, themselves included.
-
-        Shapes: key_states `[batch, kv_heads, rows, head_dim]` → `[batch, kv_heads, tokens, head_dim]`.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -114,10 +106,7 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
     def open_with(
         self, others: Sequence[Any], tokens: int, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Make place in this layer and in others, all empty, in one buffer of K and one of V.
-
-        Shape: `[layers, batch, kv_heads, tokens, head_dim]`.
-        """
+        """Make place in this and other layers, all empty: K and V `[layers, batch, kv_heads, tokens, head_dim]`."""
         layers = (self, *others)
         is_alike = self.keeps_all and all(type(layer) is type(self) and layer._buffers is None for layer in layers)
         if not is_alike:
@@ -127,7 +116,7 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         keys, values = (key_states.new_empty(form) for form in forms)
         opened = keys[..., :tokens, :], values[..., :tokens, :]
         for number, layer in enumerate(layers):
-            layer.dtype, layer.device, layer.is_initialized = key_states.dtype, key_states.device, True
+            layer.lazy_initialization(key_states, value_states)
             layer._hold((keys[number], values[number]))
             layer.length, layer.keys, layer.values = tokens, opened[0][number], opened[1][number]
         return opened
@@ -138,10 +127,7 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append new tokens.
-
-        Shapes: key_states `[batch, kv_heads, new, head_dim]`, value_states `[batch, kv_heads, new, head_dim]`.
-        """
+        """Append new tokens, `[batch, kv_heads, new, head_dim]` each."""
         if self.visible is not None and not self.is_guarded:
             raise ConfigError(
                 "this cache holds a part of its prompt's KV only, but the model would attend to all of it. Decode "
@@ -166,10 +152,6 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         """How many tokens have gone through the layer."""
         return self.length
 
-    def get_max_length(self) -> int:
-        """No maximum: -1."""
-        return -1
-
     @property
     def nbytes(self) -> int:
         """Bytes held, spare columns included."""
@@ -181,10 +163,7 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
         return self._buffers[0].shape[0] if self._buffers is not None else 0
 
     def suspend(self, snapshot: Any, past: int) -> Any:
-        """Another forward over the same tokens begins: hold beside K and V what was held at a snapshot.
-
-        Gives what `resume` needs.
-        """
+        """Hold beside K and V what was held at a snapshot, while another forward runs; gives what `resume` needs."""
 
     def resume(self, suspended: Any) -> None:
         """The other forward is over."""
@@ -251,8 +230,11 @@ class BlendLayer(BatchOfRequests, CacheLayerMixin):
 
     def _move(self, key_states: Tensor, value_states: Tensor, capacity: int, kept: slice) -> None:
         """Go on in buffers of another capacity that begin with the kept columns of those used so far."""
-        old = (None, None) if self._buffers is None else self._columns(kept)
-        self._hold((_buffer(key_states, capacity, old[0]), _buffer(value_states, capacity, old[1])))
+        old = () if self._buffers is None else self._columns(kept)
+        keys, values = (one.new_empty((*one.shape[:2], capacity, one.shape[3])) for one in (key_states, value_states))
+        for buffer, held in zip((keys, values), old, strict=False):
+            buffer[:, :, : held.shape[2]] = held
+        self._hold((keys, values))
 
     def _capacity(self, end: int) -> int:
         """Columns of buffers that hold `end` tokens."""
@@ -381,11 +363,3 @@ def check_negative(tokens_to_remove: int, held: int) -> None:
             f"crop({tokens_to_remove}) was asked of a cache of {held} tokens, but the tokens to remove are expected "
             f"as a negative number. To keep {tokens_to_remove} call crop({min(0, tokens_to_remove - held)})."
         )
-
-
-def _buffer(states: Tensor, capacity: int, old: Tensor | None) -> Tensor:
-    """A buffer like `states` with `capacity` columns, the first of which hold the old states."""
-    buffer = states.new_empty((*states.shape[:2], capacity, states.shape[3]))
-    if old is not None:
-        buffer[:, :, : old.shape[2]] = old
-    return buffer

@@ -60,10 +60,7 @@ class StaticLayer(MadeStates, BlendLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append new tokens; see `BlendLayer.update`.
-
-        Shape: `[batch, kv_heads, max_tokens, head_dim]`.
-        """
+        """Append new tokens; one alone is given all columns, `[batch, kv_heads, max_tokens, head_dim]`."""
         if key_states.shape[2] > 1:
             return super().update(key_states, value_states, *args, **kwargs)
         is_traced = torch.compiler.is_compiling()

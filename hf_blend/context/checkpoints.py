@@ -39,9 +39,8 @@ from ..store.format import EntryFile, pack_entry
 from ..store.index import Index
 from ..store.seal import check_secret, keyed
 from ..store.tiers.base import EntryFault, as_fault
-from .continuing import Continuing, continuing
+from .continuing import Continuing, Parts, continuing
 from .handed import complaint, handed
-from .stock_form import Parts
 from .tables import regime_tokens
 
 __all__ = ["CheckpointStats", "StateCheckpoints"]
@@ -106,10 +105,8 @@ class StateCheckpoints:
         self.stats = CheckpointStats()
         self._secret, self._known = check_secret(secret), dict[str, _Known]()
         try:
-            disk, policy = (
-                plugins.load("store.tiers", "disk")(self.folder / "states"),
-                plugins.load("store.eviction", "lru")(),
-            )
+            disk = plugins.load("store.tiers", "disk")(self.folder / "states")
+            policy = plugins.load("store.eviction", "lru")()
             self._tier = BoundedTier(disk, max_bytes, policy, Index(self.folder / "index" / "states.sqlite", policy))
             self._tier.remove_orphans()
         except (OSError, StoreError) as error:

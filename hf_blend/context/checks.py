@@ -6,16 +6,15 @@ Nothing here knows how keys are moved or how far tokens are grouped: the expecte
 All run before a model is first used so; what fails is refused by the name of its layer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from ..model.anatomy import LayerCall, decoder_layers
+from ..model.anatomy import LayerCall, decoder_layers, full_cache
 from ..model.checks import (
     FAILURES,
     FLOORS,
@@ -38,23 +37,22 @@ NEAREST: dict[str, Any] = {"trained_tokens": 64, "window_tokens": 1, "group_toke
 Measure = Callable[[CheckedModel], CheckResult]
 
 
-def _of_sequences(measure: Measure) -> Measure:
-    """A check that neither holds nor fails where a model's sequences cannot be kept."""
+def _unless_refused(measure: Measure) -> Measure:
+    """A check that neither holds nor fails where a model is refused what the claim is about."""
 
+    @wraps(measure)
+    @torch.no_grad()
     def measured(subject: CheckedModel) -> CheckResult:
         try:
-            SequenceCache(subject.model)
+            return measure(subject)
         except UnsupportedModelError as error:
             return refused(error)
-        with torch.no_grad():
-            return measure(subject)
 
-    measured.__name__, measured.__doc__ = measure.__name__, measure.__doc__
     return measured
 
 
 @check(first_use="move")
-@_of_sequences
+@_unless_refused
 def whole_shift(subject: CheckedModel) -> CheckResult:
     """A sequence that is shifted as a whole continues as a plain forward at its new positions does."""
     model, ids = subject.model, _ids(subject)
@@ -69,7 +67,7 @@ def whole_shift(subject: CheckedModel) -> CheckResult:
 
 
 @check(first_use="move")
-@_of_sequences
+@_unless_refused
 def closed_hole(subject: CheckedModel) -> CheckResult:
     """After tokens are removed and the rest closes up, layer 0 has the K and V of a direct forward of what is left."""
     model, ids = subject.model, _ids(subject)
@@ -83,7 +81,7 @@ def closed_hole(subject: CheckedModel) -> CheckResult:
 
 
 @check(first_use="share")
-@_of_sequences
+@_unless_refused
 def shared_cells(subject: CheckedModel) -> CheckResult:
     """A sequence that is forked and whose copies are shortened continues, all at once, as plain forwards of each."""
     model, ids = subject.model, _ids(subject)
@@ -92,11 +90,7 @@ def shared_cells(subject: CheckedModel) -> CheckResult:
     new = torch.stack([ids[0, held + number :][:4] for number in range(len(lengths))])
     with cache:
         model(ids[:, :held], past_key_values=cache, use_cache=True)
-        try:
-            numbers = cache.fork(len(lengths))
-        except UnsupportedModelError as error:
-            return refused(error)
-        for number, length in zip(numbers, lengths, strict=True):
+        for number, length in zip(cache.fork(len(lengths)), lengths, strict=True):
             cache.remove(number, length)
         parts = [model(part, past_key_values=cache, use_cache=True).logits for part in (new[:, :-1], new[:, -1:])]
     logits, compared = torch.cat(parts, 1), []
@@ -107,16 +101,17 @@ def shared_cells(subject: CheckedModel) -> CheckResult:
 
 
 @check(first_use="extend", overridable=False)
+@_unless_refused
 def asks_for_attention(subject: CheckedModel) -> CheckResult:
     """Every layer asks transformers for its attention, so that Self-Extend can change it."""
     model, asked = subject.model, set[int]()
     name = type(model).__name__
     try:
-        with torch.no_grad(), extended(model, **NEAREST) as extension:
+        with extended(model, **NEAREST) as extension:
             asked = extension.asked
             model(_ids(subject), use_cache=False)
-    except UnsupportedModelError as error:
-        return refused(error)
+    except UnsupportedModelError:
+        raise
     except FAILURES as broken:
         return violations([f"layer {len(asked)} of {name} cannot be extended: {type(broken).__name__}: {broken}"])
     deaf = [index for index in range(len(decoder_layers(model))) if index not in asked]
@@ -129,103 +124,64 @@ def asks_for_attention(subject: CheckedModel) -> CheckResult:
     ])  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _FarRow:
-    """What a layer adds to the last token, all others being at distance 1: `[1, width]` each."""
-
-    layer: int
-    got: Tensor
-    expected: Tensor
-    plain: Tensor
-    again: tuple[Tensor, ...]  # as `plain`, computed in other ways: what they differ by is noise
-
-
 @check(first_use="extend")
-@torch.no_grad()
+@_unless_refused
 def self_extend(subject: CheckedModel) -> CheckResult:
-    """With all other tokens at distance 1, Self-Extend's every layer gives what the stock layer gives at 0, … 0, 1."""
-    try:
-        rows = _far_rows(subject.model, _ids(subject))
-    except UnsupportedModelError as error:
-        return refused(error)
-    noise = max(relative_error(again, row.plain) for row in rows for again in row.again)
-    allowed = max(FLOORS * noise, subject.contribution_tolerance(rows[0].expected.dtype))
-    if subject.must_show and max(relative_error(row.plain, row.expected) for row in rows) <= allowed:
-        return nothing_shown("the distances change nothing in any layer, so nothing was shown.")
-    worst = max(rows, key=lambda row: relative_error(row.got, row.expected))
-    largest = relative_error(worst.got, worst.expected)
-    off = f"with all other tokens at distance 1 the output of layer {worst.layer} is off by {largest:.2g} of its size"
-    return CheckResult(largest, allowed, f"{off} from the stock layer's, where {allowed:.2g} is allowed.")
+    """With all other tokens at distance 1, Self-Extend's every layer gives what the stock layer gives at 0, … 0, 1.
 
-
-def _far_rows(model: nn.Module, ids: Tensor) -> list[_FarRow]:
-    """Run every layer with window 1 and one group for all: the last token has all others at distance 1.
-
-    Each layer is compared by itself: the stock layers receive the inputs that the extended ones received.
+    Each layer is compared by itself, at the last token: the stock layers receive what the extended ones received. What
+    stock layers differ by where they are run in other ways is noise.
     """
-    tokens = ids.shape[1]
+    model, ids = subject.model, _ids(subject)
     with extended(model, **NEAREST):
-        got = _contributions(model, ids, None, None)
-    inputs = [entered for entered, _ in got]
-    near = torch.zeros((1, tokens), dtype=torch.long, device=ids.device)
-    near[:, -1] = 1
-    plain = torch.arange(tokens, device=ids.device)[None]
-    others = [_contributions(model, ids, positions, inputs) for positions in (near, plain, plain + SHIFT)]
-    alone = _contributions(model, ids, plain, inputs, tokens - 1)  # 8-bit products may depend on the rows beside them
-    rows = []
-    for layer, run in enumerate(zip(got, *others, alone, strict=True)):
-        extended_row, expected, at_once, *again = (added[..., -1, :].reshape(1, -1) for _, added in run)
-        rows.append(_FarRow(layer, extended_row, expected, at_once, tuple(again)))
-    return rows
+        extended_run = _contributions(model, ids)
+    inputs, got = zip(*extended_run, strict=True)
+    plain = torch.arange(ids.shape[1], device=ids.device)[None]
+    near = (plain == plain[:, -1:]).long()
+    runs = [_contributions(model, ids, inputs, positions) for positions in (near, plain, plain + SHIFT)]
+    runs.append(_contributions(model, ids, inputs, plain, alone=True))  # 8-bit products may depend on the rows beside
+    expected, at_once, *again = ([added for _, added in run] for run in runs)
+    noise = max(error for one in again for error in map(relative_error, one, at_once))
+    allowed = max(FLOORS * noise, subject.contribution_tolerance(expected[0].dtype))
+    if subject.must_show and max(map(relative_error, at_once, expected)) <= allowed:
+        return nothing_shown("the distances change nothing in any layer, so nothing was shown.")
+    errors = [*map(relative_error, got, expected)]
+    largest = max(errors)
+    off = f"with all other tokens at distance 1 the output of layer {errors.index(largest)} is off by {largest:.2g}"
+    return CheckResult(largest, allowed, f"{off} of its size from the stock layer's, where {allowed:.2g} is allowed.")
 
 
 def _contributions(
-    model: nn.Module, ids: Tensor, positions: Tensor | None, inputs: Sequence[Tensor] | None, before: int = 0
+    model: nn.Module, ids: Tensor, inputs: Sequence[Tensor] = (), positions: Tensor | None = None, alone: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
-    """What each layer received and what it added to that, in a forward of which `inputs` replaces what it receives.
+    """What each layer received and what it added to that at the last token, `[1, width]`, in a forward.
 
-    `before` tokens have a forward of their own, of which nothing is given back.
+    `inputs` replace what the layers receive. With `alone` the last token has a forward of its own. Other threads may
+    run the model meanwhile.
     """
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    with _watched(model, cache, inputs) as contributed:
-        for start, end in ((0, before), (before, ids.shape[1])):
-            given: dict[str, Tensor] = {}
-            if positions is not None:
-                given = {"position_ids": positions[:, start:end], "attention_mask": torch.ones_like(ids[:, :end])}
-            if end > start:
-                model(ids[:, start:end], past_key_values=cache, use_cache=True, **given)
-    return [contributed[layer] for layer in range(len(decoder_layers(model)))]
-
-
-@contextmanager
-def _watched(
-    model: nn.Module, cache: Any, inputs: Sequence[Tensor] | None
-) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """Record, and replace, what layers receive in calls with a cache; other threads may run the model meanwhile."""
-    contributed: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def bound(layer: nn.Module, args: Any, kwargs: Any) -> LayerCall | None:
-        call = LayerCall.bind(layer, args, kwargs)
-        return call if any(value is cache for value in call.arguments.values()) else None
+    cache, contributed = full_cache(model), dict[int, tuple[Tensor, Tensor]]()
 
     def before(index: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = bound(layer, args, kwargs)
-        if call is None or inputs is None:
+        call = LayerCall.bind(layer, args, kwargs)
+        if call.cache is not cache or not inputs:
             return None
         rows, whole = call.hidden.shape[1], inputs[index]
         return (whole[:, -1:] if rows == 1 else whole[:, :rows],), call.arguments
 
     def after(index: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = bound(layer, args, kwargs)
-        if call is not None:
-            left = output[0] if isinstance(output, tuple) else output
-            contributed[index] = call.hidden.clone(), left - call.hidden
+        call = LayerCall.bind(layer, args, kwargs)
+        if call.cache is cache:
+            added = (output[0] if isinstance(output, tuple) else output) - call.hidden
+            contributed[index] = call.hidden.clone(), added[..., -1, :].reshape(1, -1)
 
-    layers = list(enumerate(decoder_layers(model)))
+    layers, end = list(enumerate(decoder_layers(model))), ids.shape[1]
     with hooked(layers, before), hooked(layers, after, behind=True):
-        yield contributed
+        for part in (slice(0, end - 1), slice(end - 1, end)) if alone else (slice(0, end),):
+            given: dict[str, Tensor] = {}
+            if positions is not None:
+                given = {"position_ids": positions[:, part], "attention_mask": torch.ones_like(ids[:, : part.stop])}
+            model(ids[:, part], past_key_values=cache, use_cache=True, **given)
+    return [contributed[index] for index, _ in layers]
 
 
 def _ids(subject: CheckedModel) -> Tensor:
@@ -234,9 +190,7 @@ def _ids(subject: CheckedModel) -> Tensor:
 
 def _plain(model: nn.Module, ids: Tensor, start: int) -> tuple[Tensor, Any]:
     """Logits and cache of a stock forward with its first token at position `start`."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache()  # without a config no layer forgets what lies outside its window
+    cache = full_cache(model)
     positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
     logits = model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
     return logits, cache

@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model's own code continues a filled cache: found out by running it, never taken from a list of types.
+"""In which form a model's stock cache is saved, and whether the model's own code continues one that was filled again.
+
+Both are found out by running the model, never taken from a list of types. The form is read off a cache that it has
+filled: classes of layers, their flags, shapes, dtypes and devices are those of the installed transformers.
 
 Some code ignores a state before several tokens (`ignores_states`; 16 bits could hide it here); some keeps a state in
 its modules, which no cache brings back (RecurrentGemma). So a prefix is saved, continued in pieces after another
@@ -8,6 +11,8 @@ prompt, and compared with one forward: logits behind each border, and every stat
 longer than what a chunked scan takes at once.
 """
 
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -15,22 +20,105 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedModelError
+from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import other_states, stock_cache, text_config
-from ..model.calibrate import HELD_TOKENS, ignores_states
+from ..model.calibrate import HELD_TOKENS, STATE_KINDS, ignores_states
 from ..model.checks import FAILURES, FINE, LOGITS, MOST_ALLOWED, allowed_of, norm_error
 from ..model.fingerprint import PerStructure
 from ..model.identity.canonical import canonical, notes_kept
 from ..model.modality import text_ids
 from ..model.placement import input_device
-from .stock_form import Parts, StockForm, is_state
+from ..store.chunk import has_usable_values
+from ..store.tiers.base import EntryFault
 
 COMPARED_TOKENS = 4
-STATE_FACTOR = (
-    10.0  # of what logits may be off: code for one token may clamp a step that a scan does not (1e-3, zamba2)
-)
+# of what logits may be off: code for one token may clamp a step that a scan does not (1e-3, zamba2)
+STATE_FACTOR = 10.0
 CHUNK_FIELDS = ("mamba_chunk_size", "chunk_size", "block_size")  # tokens that a scan takes at once, where it is said
 LEAST_CHUNK = 64  # of a delta rule, whose config does not say
+_TOKEN_AXES = {"keys": -2, "values": -2, "indexer_keys": 1, "indexer_position_ids": -1}  # where tokens are counted
+_NAMES = {*_TOKEN_AXES, *STATE_KINDS, "_sliding_window_tensor", "layers"}  # of all that holds a tensor
+
+Parts = dict[str, Tensor]
+
+
+class StockForm:
+    """The form of a model's stock cache: what each layer holds of each token, of its window, and as a state."""
+
+    def __init__(self, cache: Any) -> None:
+        """Read the form off a cache."""
+        self._filled = cache
+        for what, one in (("the cache", cache), *((f"layer {n}", layer) for n, layer in enumerate(cache.layers))):
+            strange = [name for name, value in vars(one).items() if _has_tensor(value) and name not in _NAMES]
+            if strange:
+                raise UnsupportedModelError(
+                    f"{what} of a {type(cache).__name__} keeps {strange[0]}, expected K, V and states alone, so it "
+                    "cannot be saved and taken up again. Prefill this model's prompts as a whole."
+                )
+
+    def tokens(self, cache: Any) -> int:
+        """How many tokens a cache holds; refused where its layers do not agree, as after a forward that failed."""
+        counts = {int(layer.get_seq_length()) for _, layer, axis, _ in _held(cache) if axis is not None}
+        if len(counts) != 1 or _flags(cache) != _flags(self._filled):  # a reset leaves zeros in transformers 5.17
+            raise ConfigError(
+                f"a {type(cache).__name__} whose layers hold {sorted(counts)} tokens cannot be saved, but what the "
+                "model computed of one prompt is expected in all of them. Use the cache of resume() or prefill()."
+            )
+        return counts.pop()
+
+    def nbytes(self, tokens: int) -> int:
+        """Most bytes that `take` gives of so many tokens."""
+        held = ((tensor.nbytes, axis and tensor.shape[axis]) for _, _, axis, tensor in _held(self._filled))
+        return sum(nbytes if length is None else nbytes // length * tokens for nbytes, length in held)
+
+    def take(self, cache: Any, start: int, stop: int) -> Parts:
+        """What a cache holds of some tokens, and its states."""
+        taken, own = {}, {name: tensor for name, _, _, tensor in _held(self._filled)}
+        for name, layer, axis, tensor in _held(cache):
+            if axis is None:  # a state that records its past, for assisted decoding, holds more than is needed
+                taken[name] = tensor[..., -own[name].shape[-1] :] if name in own else tensor
+            else:
+                first = max(0, tensor.shape[axis] - _window(layer)) if _window(layer) else start
+                taken[name] = tensor.narrow(axis, first, tensor.shape[axis] - first)
+        return taken
+
+    def check(self, parts: Parts, start: int, stop: int) -> None:
+        """Refuse what `take` never gives."""
+        misfit = self._misfit(parts, start, stop)
+        if misfit:
+            raise EntryFault("layout", misfit)
+        for name, tensor in parts.items():
+            if tensor.is_floating_point() and not has_usable_values(tensor):
+                raise EntryFault("values", f"{name} is NaN, infinite or absurd")
+
+    def fill(self, segments: Sequence[Parts], tokens: int) -> Any:
+        """Make a cache."""
+        cache = copy.deepcopy(self._filled)
+        for name, layer, axis, tensor in list(_held(cache)):
+            whole = segments[-1][name]
+            if axis is not None and not _window(layer) and len(segments) > 1:
+                whole = torch.cat([part[name] for part in segments], dim=axis)
+            _, _, kind, *at = name.split(".")
+            if at:
+                getattr(layer, kind)[int(at[0])] = whole.to(tensor.device)
+            else:
+                setattr(layer, kind, whole.to(tensor.device))
+        for layer in cache.layers:
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = tokens
+        return cache
+
+    def _misfit(self, parts: Parts, start: int, stop: int) -> str:
+        """The first tensor that is not of this form; empty if all are."""
+        expected = {}
+        for name, layer, axis, tensor in _held(self._filled):
+            shape = list(tensor.shape)
+            if axis is not None:
+                shape[axis] = min(stop, _window(layer)) if _window(layer) else stop - start
+            expected[name] = tuple(shape), tensor.dtype
+        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in parts.items()}
+        wrong = next((name for name in {**expected, **found} if found.get(name) != expected.get(name)), None)
+        return "" if wrong is None else f"{wrong} is {found.get(wrong)}, expected {expected.get(wrong)}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +191,7 @@ def _error(model: nn.Module, form: StockForm, pieces: tuple[int, ...]) -> float:
     rows = {row for start in starts for row in range(start, min(start + COMPARED_TOKENS, ids.shape[1]))}
     expected, found = (form.take(one, 0, ids.shape[1]) for one in (cache, other))
     errors = [norm_error(logits[0, row], whole[0, row]) for row in sorted(rows)]
-    states = [norm_error(found[name], expected[name]) for name in expected if is_state(name)]
+    states = [norm_error(found[name], expected[name]) for name in expected if name.split(".")[2] in STATE_KINDS]
     bound = allowed_of(LOGITS, model.dtype)
     allowed = ((errors, bound), (states, min(MOST_ALLOWED, STATE_FACTOR * bound)))
     if model.dtype in FINE:
@@ -126,10 +214,7 @@ def _saved(model: nn.Module, form: StockForm, ids: Tensor) -> Parts:
 
 
 def advance(model: nn.Module, cache: Any, ids: Tensor, logits: int = 1) -> Any:
-    """Let a cache hold more tokens, by a forward with the positions that `generate` gives.
-
-    Shapes: ids `[1, tokens]`.
-    """
+    """Let a cache hold more tokens, `[1, tokens]`, by a forward with the positions that `generate` gives."""
     held, taken = cache.get_seq_length(), signature(model.forward).parameters
     ids = ids.to(input_device(model))
     positions = torch.arange(held, held + ids.shape[1], device=ids.device)[None]
@@ -141,3 +226,33 @@ def advance(model: nn.Module, cache: Any, ids: Tensor, logits: int = 1) -> Any:
 def _longest_chunk(model: nn.Module) -> int:
     named = (getattr(text_config(model), name, None) for name in CHUNK_FIELDS)
     return max(LEAST_CHUNK, *(size for size in named if isinstance(size, int)), 0)
+
+
+def _held(cache: Any) -> Iterator[tuple[str, Any, int | None, Tensor]]:
+    """Name, layer, axis of tokens (None: a state) and tensor of all that a cache holds."""
+    for index, layer in enumerate(getattr(cache, "layers", ())):
+        for name, axis in _TOKEN_AXES.items():
+            if isinstance(getattr(layer, name, None), Tensor):
+                yield f"layer.{index}.{name}", layer, axis, getattr(layer, name)
+        for name in STATE_KINDS:
+            for at, state in getattr(layer, name, {}).items():
+                if state is not None:
+                    yield f"layer.{index}.{name}.{at}", layer, None, state
+
+
+def _flags(cache: Any) -> list[Any]:
+    """Of each layer whether it has states, where it has any at all."""
+    return [getattr(layer, "has_previous_state", None) for layer in cache.layers]
+
+
+def _window(layer: Any) -> int:
+    """How many tokens a layer with a window keeps; 0 without a window."""
+    return layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else 0
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensor, value))
+    return isinstance(value, Tensor)

@@ -63,17 +63,18 @@ class Conversation:
         """Begin."""
         self.model, self.tokenizer, self.archive = model, tokenizer, archive
         self._messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._begin = self._encode(self._text(False), first=True)
-        keep_tokens = max(1, len(self._begin))
-        self._states = self._state_cache(window_tokens, keep_tokens, kv_bits)
-        self.cache: Any = self._states or ShiftCache(
-            model,
-            window_tokens=window_tokens,
-            keep_tokens=keep_tokens,
-            kv_bits=kv_bits,
-            allow_unverified=allow_unverified,
-        )
-        self._waiting: list[int] = self._begin  # ids that are part of the conversation and not in the cache yet
+        self._waiting = self._encode(self._text(False), first=True)  # ids that are not in the cache yet
+        window: dict[str, Any] = {"window_tokens": window_tokens, "kv_bits": kv_bits}
+        window["keep_tokens"] = max(1, len(self._waiting))
+        if not other_states(text_config(model), only_keys=True):
+            self.cache: Any = ShiftCache(model, **window, allow_unverified=allow_unverified)
+        elif archive is None:
+            self.cache = StateCache(model, **window)
+        else:
+            raise ConfigError(
+                f"archive={archive!r:.40} came with {type(model).__name__}, whose states hold all tokens before them, "
+                "but K and V alone are expected. Leave archive out."
+            )
         self.turns: list[Turn] = []
         self.report: BlendReport | None = None  # of the last question that came with documents
 
@@ -93,11 +94,7 @@ class Conversation:
         self._messages.append({"role": "user", "content": content})
         text, first = self._text(True)[len(before) :], not before and not self._waiting
         try:
-            if self._states is not None:
-                question_ids = self._encode(text, first)
-                answer_ids = self._states.generate([*self._waiting, *question_ids], **options)
-            else:
-                question_ids, answer_ids = self._answer(text, first, documents, blend or {}, options)
+            question_ids, answer_ids = self._answer(text, first, documents, blend or {}, options)
         except BaseException:
             self._messages.pop()
             raise
@@ -147,21 +144,13 @@ class Conversation:
     def _on_device(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], device=input_device(self.model))
 
-    def _state_cache(self, window_tokens: int | None, keep_tokens: int, kv_bits: int | None) -> StateCache | None:
-        """What holds the conversation of a model whose states cannot be moved; None for any other."""
-        if not other_states(text_config(self.model), only_keys=True):
-            return None
-        if self.archive is not None:
-            raise ConfigError(
-                f"archive={self.archive!r:.40} came with {type(self.model).__name__}, whose states hold all tokens "
-                "before them, but K and V alone are expected. Leave archive out."
-            )
-        return StateCache(self.model, window_tokens, keep_tokens, kv_bits)
-
     def _answer(
         self, text: str, first: bool, documents: Sequence[str], blend: Mapping[str, Any], options: dict[str, Any]
     ) -> tuple[list[int], list[int]]:
         """The ids of the question, and of its answer, both of which the cache holds but for the last token."""
+        if isinstance(self.cache, StateCache):
+            question_ids = self._encode(text, first)
+            return question_ids, self.cache.generate([*self._waiting, *question_ids], **options)
         held, shifts = self.cache.get_seq_length(), self.cache.shifts
         try:
             question_ids = self._blended(text, first, documents, blend) if documents else self._encode(text, first)
@@ -180,8 +169,8 @@ class Conversation:
 
     def _flush(self) -> None:
         """Bring into the cache what is not there yet: the last token of the last answer."""
-        if self._waiting and self._states is not None:
-            self._states.extend(self._waiting)
+        if self._waiting and isinstance(self.cache, StateCache):
+            self.cache.extend(self._waiting)
         elif self._waiting:
             with torch.no_grad(), self.cache:
                 self.model(self._on_device(self._waiting), past_key_values=self.cache)

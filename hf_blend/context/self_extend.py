@@ -81,13 +81,6 @@ def self_extend(
     """
     extension = _extension(model, trained_tokens, max_tokens, window_tokens, group_tokens)
     ensure_passed(CheckedModel(model), EXTEND, allow_unverified)
-    with _attending(model, extension):
-        yield extension
-
-
-@contextmanager
-def _attending(model: nn.Module, extension: Extension) -> Iterator[Extension]:
-    """Let a model's attention be computed as an extension says, until the block ends."""
     take = partial(attend, extension)
 
     def choose(_: tuple[Any, ...]) -> Take | None:

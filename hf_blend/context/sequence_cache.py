@@ -16,7 +16,7 @@ its unified cache, sequences that are active together look at the storage as it 
 With `SequenceCache(model, kv_bits=8)` the storage has 8 bits, each token quantised once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, Self
@@ -162,11 +162,8 @@ class SequenceCache(Cache):
                 f"fork({sequences}) was asked with {len(self.batch)} active sequences, but a number from 1 on is "
                 "expected, and one active sequence. Call use() with the sequence to fork."
             )
-        numbers = [self.active, *islice(self._free(), sequences - 1)]
-        self.use(*numbers)
-        self._table.take([numbers[0]] * sequences, numbers)
-        self._changed()
-        return numbers
+        self._take([0] * sequences)
+        return [*self.batch]
 
     def closest(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Find the sequence that a prompt continues best; gives how many tokens of it that holds, too."""
@@ -496,13 +493,10 @@ class SequenceCache(Cache):
         same = (table.ids[cells] == ids[: len(cells)]) & (positions == order) & (table.origins[cells] == order)
         return int(same.long().cumprod(0).sum())
 
-    def _free(self) -> Iterator[int]:
-        """Numbers of no sequence."""
-        return (number for number in count() if number not in {*self._table, *self.batch})
-
     def _take(self, indices: list[int]) -> None:
         """Let the active sequences be copies of those at some indices of the batch."""
-        numbers = [*self.batch[: len(indices)], *islice(self._free(), max(0, len(indices) - len(self.batch)))]
+        free = (number for number in count() if number not in {*self._table, *self.batch})
+        numbers = [*self.batch[: len(indices)], *islice(free, max(0, len(indices) - len(self.batch)))]
         sources, gone = [self.batch[index] for index in indices], self.batch[len(indices) :]
         self.use(*numbers)
         self._table.take(sources, numbers)
@@ -650,24 +644,13 @@ class ShiftCache(SequenceCache):
 
     def make_room(self, tokens: int) -> None:
         """Drop at least half of what each active sequence need not keep, if so many new tokens do not fit."""
+        keep, way_out = self.keep_tokens, "Pass prefill_chunk_size to generate(), or shorten the prompt."
         for number in self.batch:
-            self._make_room(number, tokens)
-
-    def _make_room(self, number: int, tokens: int) -> None:
-        held = self._table.next_position(number)
-        over = held + tokens - self.window_tokens
-        if over <= 0:
-            return
-        rest = held - self.keep_tokens
-        if over > rest:
-            raise PromptError(
-                f"{tokens} new tokens do not fit a window of {self.window_tokens}, of which {self.keep_tokens} are "
-                "kept. Pass prefill_chunk_size to generate(), or shorten the prompt."
-            )
-        dropped = max(over, rest // 2)
-        self.remove(number, self.keep_tokens, self.keep_tokens + dropped)
-        self.shift(number, self.keep_tokens + dropped, None, -dropped)
-        self.shifts += 1
+            dropped = dropped_tokens(self._table.next_position(number), tokens, self.window_tokens, keep, way_out)
+            if dropped:
+                self.remove(number, keep, keep + dropped)
+                self.shift(number, keep + dropped, None, -dropped)
+                self.shifts += 1
 
 
 def check_window(window_tokens: int, keep_tokens: int) -> None:
@@ -677,3 +660,13 @@ def check_window(window_tokens: int, keep_tokens: int) -> None:
             f"keep_tokens is {keep_tokens} and window_tokens {window_tokens}, but at least two tokens must fit behind "
             "those that are kept. Give a larger window_tokens."
         )
+
+
+def dropped_tokens(held: int, new: int, window_tokens: int, keep_tokens: int, way_out: str) -> int:
+    """How many of the tokens behind those kept leave, so that new ones fit: if any, at least half of them."""
+    over, rest = held + new - window_tokens, max(0, held - keep_tokens)
+    if over > rest:
+        raise PromptError(
+            f"{new} new tokens do not fit a window of {window_tokens}, of which {keep_tokens} are kept. {way_out}"
+        )
+    return max(over, rest // 2) if over > 0 else 0

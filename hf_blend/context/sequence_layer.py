@@ -12,21 +12,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 
 from ..cache.layers import Columns, MadeStates, Pair
 from ..cache.quantised_layer import PackedCells
 from ..rotary.base import RotaryStyle
 
 
-class SequenceLayer(CacheLayerMixin):
+class SequenceLayer(DynamicLayer):
     """K and V by cell, `[1, kv_heads, cells, width]`; beside them, where these cannot serve as they are, a copy.
 
     `keys` and `values` are what attention is given, `[1, kv_heads, columns, width]`, the same for all sequences.
     """
-
-    is_sliding = False
-    is_croppable = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,10 +49,7 @@ class SequenceLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def write(self, cell: int, keys: Tensor, values: Tensor) -> Pair:
-        """Store new tokens from a cell on, and show them behind those of the active sequences.
-
-        Shapes: keys `[sequences, kv_heads, tokens, width]` → `[sequences, kv_heads, columns, width]`.
-        """
+        """Store new tokens, `[sequences, kv_heads, tokens, width]`, from a cell on; gives them behind all columns."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self._first = self._first if self.length else cell
@@ -117,23 +111,9 @@ class SequenceLayer(CacheLayerMixin):
                 for stored, copied in zip(self._stored, self._copies, strict=True)
             )
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Never called: the cache knows which cells are free."""
-        raise NotImplementedError
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `query_length` new tokens of one sequence will see."""
-        return self.length + query_length, 0
-
     def get_seq_length(self) -> int:
         """How many columns there are: where one sequence is active and stored in order, its tokens."""
         return self.length
-
-    def get_max_length(self) -> int:
-        """No maximum: -1."""
-        return -1
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from ..cache.cache_layers import cache_layers
 from ..cache.quantised_layer import QuantisedLayer
 from ..config import BlendConfig
-from ..errors import PromptError
 from ..model.anatomy import refuse_extended, stock_cache, text_config
 from ..model.fingerprint import fingerprint
 from ..model.placement import input_device
 from ..store.tiers.base import EntryFault
 from .continuing import continuing
-from .sequence_cache import check_window
+from .sequence_cache import check_window, dropped_tokens
 
 END = 1 << 31  # of ids
 
@@ -93,14 +92,10 @@ class StateCache:
 
     def _fitting(self, ids: list[int], new: int) -> list[int]:
         """The ids that stay so that they and an answer fit: if not all, the first and less than half of those held."""
-        over, rest = len(ids) + new - self.window_tokens, max(0, len(self._ids) - self.keep_tokens)
-        if over > rest:
-            raise PromptError(
-                f"{len(ids) - len(self._ids)} new tokens and an answer of {new} do not fit a window of "
-                f"{self.window_tokens}, of which {self.keep_tokens} are kept. Shorten the question, or pass a smaller "
-                "max_new_tokens."
-            )
-        return ids if over <= 0 else [*ids[: self.keep_tokens], *ids[self.keep_tokens + max(over, rest // 2) :]]
+        held, more = len(self._ids), len(ids) - len(self._ids) + new
+        way_out = f"The answer is up to {new} of them: shorten the question, or pass a smaller max_new_tokens."
+        dropped = dropped_tokens(held, more, self.window_tokens, self.keep_tokens, way_out)
+        return [*ids[: self.keep_tokens], *ids[self.keep_tokens + dropped :]]
 
     def _begun(self, ids: list[int]) -> tuple[Any, int]:
         """A cache of its own that holds a beginning of some ids, and how many."""

@@ -8,6 +8,7 @@ receives is the very object that some module returned. A layer that receives non
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,15 +42,12 @@ Maker = Callable[[Tensor], Any]  # positions `[1, tokens]` → a table as the mo
 _known: WeakKeyDictionary[nn.Module, "TableSource"] = WeakKeyDictionary()
 
 
+@dataclass(frozen=True, eq=False)
 class TableSource:
     """Makes the rotary tables of every layer; one for each live model, from `TableSource.of`."""
 
-    def __init__(self, styles: tuple[type[RotaryStyle], ...], makers: tuple[Maker | None, ...]) -> None:
-        """Keep what was found.
-
-        Shapes: makers `[1, tokens]`.
-        """
-        self.styles, self._makers = styles, makers
+    styles: tuple[type[RotaryStyle], ...]
+    makers: tuple[Maker | None, ...]
 
     @classmethod
     def of(cls, model: nn.Module, below_regime: bool = False) -> "TableSource":
@@ -71,34 +69,22 @@ class TableSource:
         return any(style.turns for style in self.styles)
 
     def tables(self, positions: Tensor) -> list[Table | None]:
-        """Make the tables of all layers.
-
-        Shapes: positions `[tokens]` → `[tokens, width]`.
-        """
-        made: dict[int, Table] = {}
-        for maker in self._makers:
-            if maker is not None and id(maker) not in made:
-                made[id(maker)] = _made(maker, positions)
-        return [None if maker is None else made[id(maker)] for maker in self._makers]
+        """Make the tables of all layers, `[tokens, width]` each, for positions `[tokens]`."""
+        made = {maker: _made(maker, positions) for maker in {*self.makers} if maker is not None}
+        return [None if maker is None else made[maker] for maker in self.makers]
 
     def rotations(self, old: Tensor, new: Tensor) -> list[Table | None]:
         """For each layer what rotates keys from old to new positions, `[tokens]` each; None where none moves."""
-        found: dict[Any, Table] = {}
-        per_layer: list[Table | None] = [None] * len(self.styles)
         if bool((old == new).all()):
-            return per_layer
-        for index, (style, before, after) in enumerate(
-            zip(self.styles, self.tables(old), self.tables(new), strict=True)
-        ):
-            if before is not None and after is not None:
-                if (style, id(before)) not in found:
-                    found[style, id(before)] = compose(style, before, after)
-                per_layer[index] = found[style, id(before)]
-        return per_layer
+            return [None] * len(self.styles)
+        kinds = [*zip(self.styles, self.makers, strict=True)]
+        last = {kind: layer for layer, kind in enumerate(kinds)}
+        found = {kind: self.rotation(layer, old, new) for kind, layer in last.items()}
+        return [found[kind] for kind in kinds]
 
     def rotation(self, layer: int, old: Tensor, new: Tensor) -> Table | None:
         """What rotates the keys of one layer, as `rotations` gives it; also where none moves."""
-        maker = self._makers[layer]
+        maker = self.makers[layer]
         if maker is None:
             return None
         return compose(self.styles[layer], _made(maker, old), _made(maker, new))

@@ -9,6 +9,7 @@ are computed for active rows only, and nothing of them is stored. Then the whole
 and nothing in the place of all else, the active rows must come out as in a plain forward.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -165,15 +166,14 @@ def _examined(model: nn.Module, index: int, call: _Call) -> _Found:
     try:
         hidden = call.arguments[call.hidden_name]
         expected = call.run(model, hidden)
-        names = _linear_names(model, call, hidden)
-        inputs = _input_projections(model, call, hidden, names)
+        outputs, readers, results = _seen(model, call, hidden)
+        names, inputs = [*outputs], _input_projections(model, call, hidden, outputs)
         felt = _felt(model, call, hidden, names, inputs)
-        wires = _wires(model, call, hidden, names)
         given = frozenset(name for name, value in call.arguments.items() if value is not None)
         every = {name: None if name in inputs else which for name, which in felt.items()}
         complaint = ""
         for columns, direct in product((felt, every), (given, None)):
-            found = _Found(columns, inputs, *wires, direct)
+            found = _Found(columns, inputs, readers, results, direct)
             complaint, found.error = _tried(model, call, _mixer(call.module, found), hidden, expected)
             if not complaint:
                 return found
@@ -182,45 +182,37 @@ def _examined(model: nn.Module, index: int, call: _Call) -> _Found:
     raise _refusal(model, index, f"its mixer, {type(call.module).__name__}, cannot be entered by rows: {complaint}")
 
 
-def _linear_names(model: nn.Module, call: _Call, hidden: Tensor) -> list[str]:
-    """The linear modules that see every token once, by name, in the order of their calls."""
-    found: list[str] = []
+def _seen(model: nn.Module, call: _Call, hidden: Tensor) -> tuple[dict[str, Tensor], set[str], set[str]]:
+    """The outputs of the linear modules that see every token once, by name, in the order of their calls.
 
-    def note(name: str, *given: Any) -> None:
-        found.extend([name] if given[-1].dim() == 3 and given[-1].shape[:2] == hidden.shape[:2] else [])
-
-    with hooked(_linears(call.module), note, behind=True):
-        call.run(model, hidden)
-    return [name for name in found if found.count(name) == 1]
-
-
-def _wires(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> tuple[set[str], set[str]]:
-    """The linear modules that are given the mixer's hidden states as they are, and those whose output it returns."""
-    readers: set[str] = set()
-    outputs: dict[str, Tensor] = {}
+    Of these, too, those that are given the mixer's hidden states as they are, and those whose output it returns.
+    """
+    found: list[tuple[str, bool, Tensor]] = []
     returned: list[Any] = []
 
     def note(name: str, _: nn.Module, args: tuple[Any, ...], __: object, output: Tensor) -> None:
-        outputs[name] = output
-        readers.update([name] if args[0] is hidden else [])
+        if output.dim() == 3 and output.shape[:2] == hidden.shape[:2]:
+            found.append((name, args[0] is hidden, output))
 
     def ends(*given: Any) -> None:
         returned.extend(given[-1] if isinstance(given[-1], tuple) else given[-1:])
 
-    with hooked(_linears(call.module, names), note, behind=True), hooked([("", call.module)], ends, behind=True):
+    with hooked(_linears(call.module), note, behind=True), hooked([("", call.module)], ends, behind=True):
         call.run(model, hidden)
-    return readers, {name for name, output in outputs.items() if any(output is one for one in returned)}
+    counts = Counter(name for name, _, _ in found)
+    once = [one for one in found if counts[one[0]] == 1]
+    results = {name for name, _, output in once if any(output is one for one in returned)}
+    return {name: output for name, _, output in once}, {name for name, reads, _ in once if reads}, results
 
 
-def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> set[str]:
+def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, before: Mapping[str, Tensor]) -> set[str]:
     """Those whose output at a token stays when all other tokens change."""
-    alone: set[str] = set(names)
-    before = _outputs(model, call, hidden, names)
+    alone = {*before}
     for token in SEEN_FROM:
         other = _garbage(hidden, seed=token)
         other[:, token] = hidden[:, token]
-        after = _outputs(model, call, other, names)
-        pairs = {name: (after[name][:, token], before[name][:, token]) for name in names}
+        after, *_ = _seen(model, call, other)
+        pairs = {name: (after[name][:, token], output[:, token]) for name, output in before.items()}
         alone -= {name for name, pair in pairs.items() if not _change(*pair) <= allowed_of(CHANGE, hidden.dtype)}
     return alone
 
@@ -331,18 +323,6 @@ def _passed(model: nn.Module, call: _Call, run: MixerPass, hidden: Tensor, cache
         return call.run(model, hidden, **changes)
     finally:
         run.leave()
-
-
-def _outputs(model: nn.Module, call: _Call, hidden: Tensor, names: list[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str, *given: Any) -> None:
-        if given[-1].shape[1] == TOKENS:
-            found[name] = given[-1].detach()
-
-    with hooked(_linears(call.module, names), keep, behind=True):
-        call.run(model, hidden)
-    return found
 
 
 def _linears(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[tuple[str, nn.Module]]:
