@@ -5,9 +5,8 @@
 import json
 
 import torch
-from transformers import DynamicCache
 
-from hf_blend import BlendCache, ChunkStore, SequenceCache
+from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.row_masks import row_mask
 from tests.conftest import random_pieces
 
@@ -78,19 +77,6 @@ def prompt(tokens, seed=0, rows=1):
 
 
 @torch.no_grad()
-def fed(cache, ids):
-    """Logits of a forward with a sequence cache."""
-    with cache:
-        return cache.model(ids, past_key_values=cache).logits
-
-
-def filled(model, tokens=24, **settings):
-    """A sequence cache that holds a prompt."""
-    cache = SequenceCache(model, **settings)
-    fed(cache, prompt(tokens))
-    return cache
-
-
 def hooks(model):
     """How many hooks a model carries."""
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
@@ -162,15 +148,3 @@ def packed_by_hand(keys, values, bits=8, tokens=None):
     k = _rounded(keys[:, :, :tokens].unflatten(2, (-1, 32)), 3, bits).flatten(2, 3)
     v = _rounded(values[:, :, :tokens].unflatten(3, (-1, width)), 4, bits).flatten(3)
     return torch.cat([k, keys[:, :, tokens:]], 2), torch.cat([v, values[:, :, tokens:]], 2)
-
-
-def shifted_by_hand(model, ids, keep, start):
-    """A stock cache of a prompt whose tokens from `start` on were moved up behind the first `keep`."""
-    cache = DynamicCache()
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    for layer in cache.layers:
-        moved = rotated(layer.keys[:, :, start:], keep - start).float()
-        layer.keys = torch.cat([layer.keys[:, :, :keep], moved], 2)
-        layer.values = torch.cat([layer.values[:, :, :keep], layer.values[:, :, start:]], 2)
-    return cache

@@ -14,8 +14,9 @@ from hf_blend.context.conversation import Conversation
 from hf_blend.context.reuse import blended, continued, take_back
 from hf_blend.errors import StoreError
 from hf_blend.store.tiers.base import EntryFault
-from tests.asking import apart, fed, filled, memory, packed_by_hand, prompt, rotated, shifted_by_hand
+from tests.asking import apart, memory, packed_by_hand, prompt, rotated
 from tests.conftest import slow_but
+from tests.sequences import fed, filled, shifted_by_hand
 
 MODEL = tiny_model("llama")
 TOLERANCE = 1e-5

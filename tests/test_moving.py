@@ -18,7 +18,8 @@ from hf_blend.context.session import save_session
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import verify
-from tests.asking import fed, filled, prompt
+from tests.asking import prompt
+from tests.sequences import fed, filled
 
 TOLERANCE = 2e-5
 MOVED = ("llama", "deepseek_v3", "gptj", "falcon", "gemma3_text", "gpt_neox", "cohere_compass_text")

@@ -15,8 +15,9 @@ from hf_blend import ChunkStore, ConfigError, SequenceCache, ShiftCache, StoreEr
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.session import load_session, save_session
 from tests import asking
-from tests.asking import fed, packed_by_hand, prompt
+from tests.asking import packed_by_hand, prompt
 from tests.conftest import slow_but
+from tests.sequences import fed
 from tests.test_sequence_ops import Lists, moves
 from tests.test_session import bits_of, check_refused, same
 

@@ -15,7 +15,8 @@ from hf_blend.context.self_extend import self_extend
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.model.capture import capture
-from tests.asking import apart, fed, filled, hooks, prompt, shifted_by_hand
+from tests.asking import apart, hooks, prompt
+from tests.sequences import fed, filled, shifted_by_hand
 from tests.test_sequence_ops import moves
 
 FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text", "deepseek_v3", "gptj")

@@ -9,7 +9,8 @@ from transformers import DynamicCache
 
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
-from tests.asking import apart, fed, filled, prompt
+from tests.asking import apart, prompt
+from tests.sequences import fed, filled
 
 FAMILIES = [("llama", "sdpa"), ("llama", "eager"), ("gpt_neox", "sdpa"), ("deepseek_v3", "sdpa"), ("gptj", "eager")]
 TOLERANCE = 2e-5

@@ -13,8 +13,9 @@ from worlds import REFERENCE
 
 from hf_blend import ConfigError, SequenceCache, StoreError
 from hf_blend.context.session import load_session, save_session
-from tests.asking import fed, filled, prompt
+from tests.asking import prompt
 from tests.forging import forged, sealed_header, taken_apart
+from tests.sequences import fed, filled
 
 KIND = "hf_blend.session/3"
 MODEL = tiny_model("llama")
