@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from hf_blend import ChunkStore, ConfigError, SequenceCache, ShiftCache, StoreError
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.session import load_session, save_session
-from tests import asking
+from tests import sequences
 from tests.asking import packed_by_hand, prompt
 from tests.conftest import slow_but
 from tests.sequences import fed
@@ -28,7 +28,7 @@ FLIP = {8: 2e-4, 4: 3e-3}  # one value rounded the other way: up to 8e-5 and 1.3
 
 
 def filled(tokens=150, bits=8, model=MODEL):
-    return asking.filled(model, tokens, kv_bits=bits)
+    return sequences.filled(model, tokens, kv_bits=bits)
 
 
 class Plain(Lists):
