@@ -15,7 +15,7 @@ from hf_blend import ChunkStore, ConfigError, SequenceCache, ShiftCache, StoreEr
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.session import load_session, save_session
 from tests import sequences
-from tests.asking import packed_by_hand, prompt
+from tests.asking import packed_by_hand, prompt, rotated
 from tests.conftest import slow_but
 from tests.sequences import fed
 from tests.test_sequence_ops import Lists, moves
@@ -44,7 +44,7 @@ class Plain(Lists):
         cells, positions = torch.tensor(self.row(number), dtype=torch.long).view(-1, 2).T
         by = positions - torch.tensor(self.origins, dtype=torch.long)[cells]
         kv = [(k[:, :, cells], v[:, :, cells]) for k, v in self.kv or ()]
-        return [(asking.rotated(k, by).float() if by.any() else k, v) for k, v in kv]
+        return [(rotated(k, by).float() if by.any() else k, v) for k, v in kv]
 
     @torch.no_grad()
     def forward(self, ids, batch=(0,)):
