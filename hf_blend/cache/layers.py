@@ -90,6 +90,10 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         self.is_guarded = False  # whoever attends knows of `visible`
         self._buffers: tuple[Tensor, Tensor] | None = None
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Remember dtype and device; buffers are made when columns are opened, and no empty tensors before."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Make place for new tokens behind those held, `[batch, kv_heads, tokens, head_dim]`, like some of their rows.
 
