@@ -434,7 +434,7 @@ class SequenceCache(Cache):
         mask = mask.cpu().bool()
         real = mask[:, -given.shape[1] :]
         held = torch.tensor([len(self._table.row(number)[0]) for number in self.batch])
-        if not (rows > 1 or bool(mask.all())) or (rows > 1 and not torch.equal(mask.sum(1) - real.sum(1), held)):
+        if not bool(mask.all()) and (rows == 1 or not torch.equal(mask.sum(1) - real.sum(1), held)):
             raise PromptError(
                 f"the attention mask counts {mask.sum(1).tolist()} tokens, but one request without padding is "
                 f"expected, or a batch whose rows count the {held.tolist()} tokens that are held and the new ones."
