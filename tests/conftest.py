@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import constants
 from hypothesis import HealthCheck, settings
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -56,6 +57,12 @@ def pytest_report_header() -> str:
 def one_thread() -> None:
     """Let torch compute in one thread everywhere, so that sums do not depend on the machine."""
     torch.set_num_threads(1)
+
+
+def skip_in_the_oldest(why: str) -> None:
+    """Skip a test of what the oldest supported transformers does otherwise."""
+    if transformers.__version__.startswith("5.17."):
+        pytest.skip(f"transformers 5.17: {why}")
 
 
 def slow_but(*fast: Any, among: Iterable[Any]) -> list[Any]:

@@ -19,6 +19,7 @@ from hf_blend.errors import ConfigError, PromptError
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import verify
 from tests.asking import prompt
+from tests.conftest import skip_in_the_oldest
 from tests.sequences import fed, filled
 
 TOLERANCE = 2e-5
@@ -36,6 +37,8 @@ KEPT = {  # what is not extended, and why
 
 @pytest.mark.parametrize("name", MOVED)
 def test_a_moved_sequence_is_what_the_stock_model_computes_there(name):
+    if name == "cohere_compass_text":
+        skip_in_the_oldest("no tiny model of this type can be built")
     subject = ModelUnderTest(tiny_model(name))
     for result in (checks.whole_shift(subject), checks.closed_hole(subject)):
         assert result.passed

@@ -11,7 +11,7 @@ from hf_blend.cache.layers import BlendLayer, BlendSlidingLayer
 from hf_blend.cache.quantised_layer import GROUP_TOKENS, QuantisedLayer, pack, unpack
 from hf_blend.model.anatomy import stock_cache
 from tests.asking import LONG, apart, packed_by_hand, prefill, prepared
-from tests.conftest import slow_but
+from tests.conftest import skip_in_the_oldest, slow_but
 
 GREEDY = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None}
 LARGEST = 127  # of eight bits with a sign
@@ -145,6 +145,8 @@ INDEXED = ("llama", "deepseek_v32", "glm_moe_dsa", "qwen3_next")
 @pytest.mark.parametrize("name", slow_but("deepseek_v32", among=INDEXED))
 @torch.no_grad()
 def test_a_step_is_that_of_a_stock_cache_that_was_packed_by_hand(name):
+    if name in ("deepseek_v32", "glm_moe_dsa"):
+        skip_in_the_oldest("models with an indexer turn their keys in a way that is refused")
     model = zoo_model(name)
     (cache, inputs), by_hand = prepared(model, LONG, recompute_ratio=1.0, kv_bits=8), stock_cache(model)
     assert apart(prefill(model, inputs, cache), prefill(model, inputs, by_hand)) <= 1e-4
