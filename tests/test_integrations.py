@@ -104,6 +104,13 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(answerer):
     assert (whole.reason, cut.reason) == ("length", "stop")
 
 
+def test_an_answer_by_assisted_decoding_has_no_token_that_was_a_candidate_only(answerer):
+    alone = answerer.chat(ASKED, DOCUMENTS, max_new_tokens=24).whole()
+    assisted = answerer.chat(ASKED, DOCUMENTS, max_new_tokens=24, prompt_lookup_num_tokens=3)
+    assert "".join(assisted) == alone.text
+    assert assisted.tokens == alone.tokens
+
+
 def test_closing_a_stream_ends_the_computation(answerer):
     before = threading.active_count()
     answer = answerer.chat(ASKED, DOCUMENTS, max_new_tokens=1000)

@@ -16,7 +16,7 @@ MOST = {
     "far tiers": 591,
     "hybrids": 904,
     "images": 651,
-    "integrations": 1_671,
+    "integrations": 1_682,
     "loading": 453,
     "model": 4_109,
     "offload": 869,
@@ -31,7 +31,7 @@ MOST = {
     "verify": 1_353,
     "cli": 2_389,
     "evaluation": 5_138,
-    "tests": 31_427,
+    "tests": 31_434,
 }
 
 

@@ -9,9 +9,9 @@ from queue import SimpleQueue
 from threading import Event
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
@@ -123,7 +123,7 @@ class Answer:
             run.add_done_callback(lambda _: new.put(None))
             try:
                 while not self._given.is_stopped and (tokens := new.get()) is not None:
-                    self.tokens = tokens
+                    self.tokens += tokens
                     if text := self._given.feed(self.tokens, is_last=False):
                         yield text
             finally:
@@ -171,15 +171,26 @@ class Answer:
 
     def _generate(self, tell: Callable[[list[int]], None], gone: Event) -> None:
         inputs = self._inputs(self._cache)
-        prompt_tokens = self.prompt_tokens = inputs["input_ids"].shape[1]
+        self.prompt_tokens = inputs["input_ids"].shape[1]
+        is_gone = StoppingCriteriaList([lambda ids, scores, **_: ids.new_full(ids.shape[:1], gone.is_set()).bool()])
+        given = {**inputs, "past_key_values": self._cache, "stopping_criteria": is_gone, **self._settings}
+        self._by.model.generate(**given, streamer=_NewTokens(tell))
 
-        def told(ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            """`[1, tokens]` ids so far → `[1]`, whether nobody listens; `generate` asks after each token."""
-            tell(ids[0, prompt_tokens:].tolist())
-            return torch.full(ids.shape[:1], gone.is_set(), device=ids.device)
 
-        stopping = StoppingCriteriaList([told])
-        self._by.model.generate(**inputs, past_key_values=self._cache, stopping_criteria=stopping, **self._settings)
+class _NewTokens(BaseStreamer):
+    """Passes on new tokens once they are the answer's; a stopping criterion may be asked of candidates, too."""
+
+    def __init__(self, tell: Callable[[list[int]], None]) -> None:
+        self._tell, self._is_prompt_seen = tell, False
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt first, then the tokens of each step."""
+        if self._is_prompt_seen:
+            self._tell(value.flatten().tolist())
+        self._is_prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing is held back here."""
 
 
 def _checked(settings: dict[str, Any], own: Any) -> dict[str, Any]:
