@@ -30,8 +30,8 @@ MOST = {
     "training": 299,
     "verify": 1_353,
     "cli": 2_389,
-    "evaluation": 5_138,
-    "tests": 31_427,
+    "evaluation": 5_139,
+    "tests": 31_436,
 }
 
 
