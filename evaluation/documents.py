@@ -141,11 +141,14 @@ class Corpus:
 
 def _entries(root: Path) -> list[Path]:
     """List all that is in a folder and in its folders, which are not listed themselves unless they cannot be read."""
-    found, closed = list[Path](), list[OSError]()
-    for folder, folders, names in os.walk(root, onerror=closed.append):
-        found += [Path(folder, name) for name in names]
-        found += [path for name in folders if (path := Path(folder, name)).is_symlink()]  # which is not followed
-    return sorted([*found, *(Path(error.filename) for error in closed)])
+    found, folders = list[Path](), [root]
+    for folder in folders:  # which grows meanwhile: os.walk calls itself in Python 3.11, and folders may be deep
+        try:
+            for entry in list(os.scandir(folder)):
+                (folders if entry.is_dir(follow_symlinks=False) else found).append(Path(entry))
+        except OSError:
+            found.append(folder)
+    return sorted(found)
 
 
 def read_file(path: Path, name: str) -> list[Document]:

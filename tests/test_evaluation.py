@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch.distributions import Categorical, kl_divergence
 from world_scoring import score_examples
 from worlds import reference_questions
 from worlds.chains import sampling as chains
@@ -27,6 +28,14 @@ def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_example
     assert interval(few) == (low, high)
     assert interval(many)[1] - interval(many)[0] < (high - low) / 5
     assert interval([1.0] * 9) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("hidden", [(), (3, 5)])
+def test_the_divergence_is_that_of_torch_also_where_logits_say_never(hidden):
+    got, full = torch.randn(2, 4, 9, dtype=torch.float64).index_fill(2, torch.tensor(hidden).long(), -torch.inf)
+    wanted = kl_divergence(Categorical(logits=full), Categorical(logits=got))
+    assert wanted.min() > 0
+    assert torch.allclose(answering.divergence(got, full), wanted)
 
 
 def test_a_reply_is_streamed_as_it_is_returned_and_marks_the_recomputed_tokens_and_no_others(reference, store):

@@ -254,6 +254,21 @@ def test_links_out_of_a_folder_are_left_out_and_links_inside_are_read(tmp_path):
         }
 
 
+def test_folders_deeper_than_python_calls_itself_are_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(DEEP):
+        os.mkdir("d")
+        os.chdir("d")
+    Path("deep.txt").write_text("deep")
+    try:
+        assert [one.text for one in Corpus([str(tmp_path)])] == ["deep"]
+    finally:  # pytest cannot remove them either
+        os.remove("deep.txt")
+        for _ in range(DEEP):
+            os.chdir("..")
+            os.rmdir("d")
+
+
 @pytest.mark.parametrize(("name", "megabytes"), [("large.txt", 64), ("large.pdf", 64), ("large.html", 8)])
 def test_a_file_that_is_too_large_is_not_read_whole(name, megabytes, tmp_path):
     (tmp_path / name).touch()
