@@ -499,6 +499,17 @@ def test_only_what_the_model_computed_of_one_text_is_saved(tmp_path):
         StateCheckpoints(model, tmp_path, max_bytes=0)
 
 
+def test_a_cache_in_which_a_forward_failed_between_two_layers_is_refused(tmp_path, monkeypatch):
+    model, ids = tiny_model("gemma3_text"), prompt(60)
+    saved = StateCheckpoints(model, tmp_path)
+    held = saved.prefill(ids[:, :40])
+    monkeypatch.setattr(held.layers[3], "update", asking.raising(KeyError("on purpose")))
+    with pytest.raises(KeyError), torch.no_grad():
+        model(ids[:, 40:], past_key_values=held)  # windows are full before and behind it
+    with pytest.raises(ConfigError, match=r"layers hold \[40, 60\] tokens"):
+        saved.save(held, ids)
+
+
 def test_a_full_or_closed_folder_costs_only_the_checkpoint(tmp_path, monkeypatch):
     model, ids = model_of("lfm2"), prompt()
     saved = StateCheckpoints(model, tmp_path)

@@ -177,6 +177,9 @@ def test_what_a_batch_cannot_be_is_refused():
         model.generate(prompt(26), past_key_values=cache, max_new_tokens=2)
     with pytest.raises(PromptError, match="counts"), cache:
         model(prompt(2, rows=2), past_key_values=cache, attention_mask=torch.ones(2, 20))
+    cache.remove(1, 20)  # all ones would count as many tokens of both
+    with pytest.raises(PromptError, match=r"\[24, 20\]"), cache:
+        model(prompt(2, rows=2), past_key_values=cache, attention_mask=torch.ones(2, 26))
     with pytest.raises(ConfigError, match="with cache"):
         model(prompt(2, rows=2), past_key_values=cache)
     check(cache, prompt(2, rows=2))

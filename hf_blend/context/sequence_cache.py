@@ -434,9 +434,9 @@ class SequenceCache(Cache):
         mask = mask.cpu().bool()
         real = mask[:, -given.shape[1] :]
         held = torch.tensor([len(self._table.row(number)[0]) for number in self.batch])
-        before = mask.sum(1) - real.sum(1)  # all ones may also count tokens that a window has dropped
-        hides_nothing = bool(mask.all()) and (rows == 1 or bool((before >= held).all()))
-        if not (hides_nothing or (rows > 1 and torch.equal(before, held))):
+        dropped = mask.sum(1) - real.sum(1) - held  # all ones may also count what a window has dropped, of all alike
+        hides_nothing = bool(mask.all()) and (rows == 1 or bool((dropped == dropped[0].clamp_min(0)).all()))
+        if not (hides_nothing or (rows > 1 and not dropped.any())):
             raise PromptError(
                 f"the attention mask counts {mask.sum(1).tolist()} tokens, but one request without padding is "
                 f"expected, or a batch whose rows count the {held.tolist()} tokens that are held and the new ones."
