@@ -344,9 +344,12 @@ def test_a_memory_store_writes_nothing_and_forgets_what_it_drops(chunk, same, tm
         assert len(store.find(chunks[0].key.fingerprint, (1,), [5, 6, 3])) == 1
         assert [one.tier for one in store.entries()] == ["memory", "memory"]
         assert store.stats()["evicted"] == {"memory": 2}
-        assert store.delete(chunks[3].key)
-        assert not store.delete(chunks[3].key)
-        assert not store.contains(chunks[3].key)
+        same(store.get(chunks[2].key), chunks[2])
+        store.put(chunks[1])
+        assert not store.contains(chunks[3].key), "the other one was used since"
+        assert store.delete(chunks[2].key)
+        assert not store.delete(chunks[2].key)
+        assert not store.contains(chunks[2].key)
     assert list(tmp_path.iterdir()) == []
 
 
