@@ -426,6 +426,9 @@ def test_a_delete_that_the_disk_refuses_is_an_error(opened, chunk, monkeypatch):
     monkeypatch.setattr("hf_blend.store.tiers.disk.os.unlink", refused)
     with pytest.raises(StoreError, match="cannot be removed"):
         store.delete(chunk().key)
+    monkeypatch.undo()
+    monkeypatch.setattr(store._memories[0].index, "remove", refused)
+    store.reject(chunk().key, "layout")  # does not raise
 
 
 def test_what_another_process_stores_or_removes_is_seen(opened, chunk, same):
