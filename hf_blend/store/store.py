@@ -409,9 +409,9 @@ class BaseStore:
                 removed = [queue.cancel(digest, DELETE_S) for queue in self._queues.values()]  # may wait for `_moving`
                 with self._moving:
                     removed += [tier.delete(self._catalog.name(digest)) for tier in self._tiers]
+                removed += [memory.delete(digest) for memory in self._memories]
             except OSError as error:
                 raise _refused(f"chunk {digest} cannot be removed", error) from error
-            removed += [memory.delete(digest) for memory in self._memories]
             count += any(removed)
         return count
 

@@ -12,17 +12,16 @@ from hf_blend.store.metrics import StoreMetrics
 from hf_blend.store.tiers.memory import MemoryTier
 from tests.faults.faulty_tier import FaultyTier
 
-prometheus = pytest.importorskip("prometheus_client")
-
 
 def collected(store, labels=None):
     """A registry that asks a store."""
-    registry = prometheus.CollectorRegistry()
+    registry = pytest.importorskip("prometheus_client").CollectorRegistry()
     registry.register(StoreMetrics(store, labels))
     return registry
 
 
 def test_what_stats_counts_is_collected_under_stable_names(tmp_path, chunk):
+    prometheus = pytest.importorskip("prometheus_client")
     with ChunkStore.open(tmp_path, memory_bytes=0) as store:
         registry = collected(store, {"store": "mine"})
         store.put(chunk())

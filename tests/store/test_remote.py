@@ -87,6 +87,13 @@ def test_a_large_object_that_is_replaced_while_it_is_read_is_never_mixed_with_th
         assert tier.contains(NAME)
 
 
+def test_a_listing_asks_for_one_key_in_each_command_as_servers_in_cluster_mode_want_it(new_server, served_tier):
+    tier = served_tier("redis", new_server("redis"))
+    tier.put_if_absent(NAME, [memoryview(b"content")])
+    tier._client.execute_command("ACL", "SETUSER", "default", "-mget")
+    assert [name for name, _ in tier.listing()] == [NAME]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_server_lost_while_an_object_is_read_opens_the_circuit(kind, how, new_server, served_tier, monkeypatch):

@@ -114,9 +114,12 @@ class RedisTier(RemoteTier, Tier):
             names = [name for key in keys if is_name(name := key.decode("ascii", "replace").removeprefix(_PREFIX))]
             for start in range(0, len(names), _PAGE):
                 page = names[start : start + _PAGE]
-                for name, value in zip(page, self._client.mget([_PREFIX + name for name in page]), strict=True):
-                    with contextlib.suppress(EntryFault):
-                        found[name] = _parse(value or b"").stat
+                with self._client.pipeline(transaction=False) as pipeline:
+                    for name in page:
+                        pipeline.get(_PREFIX + name)  # a server in cluster mode refuses MGET of keys of several slots
+                    for name, value in zip(page, pipeline.execute(), strict=True):
+                        with contextlib.suppress(EntryFault):
+                            found[name] = _parse(value or b"").stat
         return found
 
     def close(self) -> None:
