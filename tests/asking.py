@@ -76,7 +76,6 @@ def prompt(tokens, seed=0, rows=1):
     return torch.randint(3, 100, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-@torch.no_grad()
 def hooks(model):
     """How many hooks a model carries."""
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())

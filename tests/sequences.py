@@ -9,6 +9,7 @@ from hf_blend import SequenceCache
 from tests.asking import prompt, rotated
 
 
+@torch.no_grad()
 def fed(cache, ids):
     """Logits of a forward with a sequence cache."""
     with cache:
