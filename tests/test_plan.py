@@ -99,6 +99,13 @@ def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
     assert parts(plan(one, row, known=known)) == [(0, 0, 3, True), (3, 1, 6, False)], "what is before it is an entry"
 
 
+def test_a_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(planner):
+    row = (*BOS, 5, *A, *B, *Q)
+    columns, width = (*range(5), *range(7, len(row) + 2)), len(row) + 2
+    made = planner(A, B).plan([PromptRow(row, len(row), 0, columns=columns)], width, True)
+    assert slots(made) == [(0, 11, B, False)]
+
+
 def test_drop_makes_the_tokens_of_a_chunk_fresh_whatever_else_is_computed(planner):
     made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q))
     made.drop(made.chunks[0])
