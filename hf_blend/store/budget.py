@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _APPLY_EVERY = 1024  # uses that are noted before they are entered in the index
 _LOOK_EVERY_S = 2.0  # at what other processes stored, and at most a fiftieth of the time
+_RECOUNT_S = 60.0  # at most so often all sizes are read again
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -206,7 +207,7 @@ class BoundedTier(Budget):
         self.makes_room = True  # on a full device, by evicting; not where another tier takes what is refused
         self.before_eviction: Callable[[str], object] = lambda _: None  # receives the name of what is about to leave
         self._spare_bytes = spare_bytes
-        self._next_look_s = -1.0
+        self._next_look_s = self._next_recount_s = -1.0
         self._has_put = False
         self._stuck: frozenset[str] = frozenset()
 
@@ -336,9 +337,13 @@ class BoundedTier(Budget):
         return self.tier.put_if_absent(name, parts)
 
     def _evict(self, nbytes: int, quota: tuple[str, int] | None = None) -> None:
-        """As in `Budget`; where more has to leave than comes, what is larger than the cap leaves before all others."""
-        if self._excess(nbytes, quota) > max(nbytes, 1):
-            for name in self.index.larger(self._cap_bytes):
+        """As in `Budget`; sizes are read again first where more has to leave than comes."""
+        if self._excess(nbytes, quota) > max(nbytes, 1) and time.monotonic() > self._next_recount_s:
+            self._next_recount_s = time.monotonic() + _RECOUNT_S
+            self.index.distrust()  # more has to leave than this one takes: are the sizes right?
+            self._next_look_s = -1.0
+            self._look()
+            for name in self.index.larger(self._cap_bytes):  # damaged: what is whole need not leave for it
                 if name not in self._pins and name not in self._used:
                     self.stats.count("evicted", self.name, int(self._let_go(name)))
         super()._evict(nbytes, quota)

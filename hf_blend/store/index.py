@@ -110,6 +110,7 @@ class Index:
         self._parts: dict[str, str] = {}  # stamps of what is known to be in step
         self._checked: set[str] = set()  # those whose rows were compared with their digest
         self._windows, self._newest = np.zeros(1, np.uint64), 0  # hashes of heads and windows, sorted; of which chunk
+        self._doubted = False  # sizes that are known
         self._uses = -1.0  # of all objects so far, by all processes; below nothing if that is not known yet
 
     def enter(self, objects: Iterable[tuple[str, int, float, str | None]]) -> None:
@@ -234,6 +235,14 @@ class Index:
                         self._list(tier, prefix, stamp)
                     if doubts == self.doubts:
                         self._parts[prefix] = stamp
+        self._doubted = self._doubted and bool(space)
+
+    def distrust(self) -> None:
+        """Have everything listed again at the next `sync`, with its size."""
+        self._parts.clear()
+        self._write_rows(("UPDATE parts SET stamp = ''", [()]))
+        self._doubted = True
+        self.doubts += 1
 
     def remake(self) -> None:
         """Make the file again, of which a row turned out to be wrong."""
@@ -336,7 +345,7 @@ class Index:
         doubts = self.doubts
         rows = self._within("SELECT name, nbytes, created FROM objects", prefix)
         known = {name: (nbytes, created) for name, nbytes, created in rows}
-        there = {} if stamp is None else dict(tier.listing(prefix, known))
+        there = {} if stamp is None else dict(tier.listing(prefix, () if self._doubted else known))
         gone = [(name, *row) for name, row in known.items() if name not in there]
         new = [(one.created, name, one.nbytes) for name, one in there.items() if one is not None]
         changed = [
