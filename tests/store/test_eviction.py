@@ -132,6 +132,19 @@ def test_what_can_never_fit_evicts_nothing_and_what_is_larger_than_all_may_be_le
         assert store.stats()["store_failures"] == {"ENOSPC": 1}
 
 
+def test_sizes_of_the_index_are_read_again_before_more_leaves_than_comes(tmp_path, chunk, entry_bytes):
+    chunks, settings = [chunk((5, 6, 7 + number)) for number in range(4)], {"disk_bytes": 10 * entry_bytes}
+    with ChunkStore.open(tmp_path / "s", memory_bytes=0, **settings) as store:
+        for one in chunks[:3]:
+            store.put(one)
+        (tier,) = store._tiers
+        tier.index.enter([(name, 9 * entry_bytes, time.time(), None) for name in tier.index.names("")])
+    with ChunkStore.open(tmp_path / "s", memory_bytes=0, **settings) as store:
+        store.put(chunks[3])
+        assert held(store, chunks) == [0, 1, 2, 3]
+        assert store.stats()["bytes"]["disk"] == sum(one.nbytes for one in store.entries()) < 5 * entry_bytes
+
+
 def test_a_tenant_over_its_quota_evicts_its_own(tmp_path, chunk, entry_bytes):
     mine, theirs = ([chunk((5, 6, n), namespace=space) for n in range(7, 11)] for space in ("mine", "theirs"))
     with ChunkStore.open(tmp_path / "s", memory_bytes=0, namespace="theirs") as other:
