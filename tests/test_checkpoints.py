@@ -510,6 +510,19 @@ def test_a_cache_in_which_a_forward_failed_between_two_layers_is_refused(tmp_pat
         saved.save(held, ids)
 
 
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_cache_whose_states_are_of_two_places_is_refused(tmp_path, monkeypatch, at):
+    model, ids, saved = model_of("lfm2"), prompt(), StateCheckpoints(model_of("lfm2"), tmp_path)
+    saved.prefill(ids[:, :PREFIX])
+    held = saved.resume(ids)
+    assert held.get_seq_length() == PREFIX
+    monkeypatch.setattr(held.layers[at], "update_conv_state", asking.raising(KeyError("on purpose")))
+    with pytest.raises(KeyError), torch.no_grad():
+        model(ids[:, PREFIX:], past_key_values=held)
+    with pytest.raises(ConfigError, match="states of some layers only"):
+        saved.save(held, ids)
+
+
 def test_a_full_or_closed_folder_costs_only_the_checkpoint(tmp_path, monkeypatch):
     model, ids = model_of("lfm2"), prompt()
     saved = StateCheckpoints(model, tmp_path)

@@ -8,6 +8,7 @@ and its mode. No hook is put on the model. Where a model ignores a state before 
 these, too.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -34,6 +35,7 @@ class Notes:
     is_at_once: bool
     ids: list[int] = field(default_factory=list)
     why: str = ""
+    states: dict[tuple[str, int], Counter[int]] = field(default_factory=dict)  # kind and number → updates by layer
 
 
 def handed(filled: Any, model: nn.Module, ids: Tensor, identity: str, is_at_once: bool) -> Any:
@@ -58,6 +60,8 @@ def complaint(filled: Any, ids: Tensor, identity: str) -> str:
         return notes.why
     if notes.fingerprint != identity:
         return "the model was another one when it was filled"
+    if any(len({*updates.values()}) > 1 for updates in notes.states.values()):
+        return "a forward updated the states of some layers only, as one does that fails"
     held = notes.ids[: len(ids)]
     if held == ids.tolist():
         return ""
@@ -80,10 +84,27 @@ def _handed(kind: type) -> type:
 
     def update_conv_state(self: Any, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **given: Any) -> Any:
         _refuse(self, conv_states.shape[-1], self.layers[layer_idx].has_previous_state[state_idx])
-        return stock.update_conv_state(self, conv_states, layer_idx, state_idx, **given)
+        found = stock.update_conv_state(self, conv_states, layer_idx, state_idx, **given)
+        _count(self, "conv_states", state_idx, layer_idx)
+        return found
 
-    methods = {"update": update, "update_conv_state": update_conv_state}
-    return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, **methods})
+    def update_recurrent_state(self: Any, states: Tensor, layer_idx: int, state_idx: int = 0, **given: Any) -> Any:
+        found = stock.update_recurrent_state(self, states, layer_idx, state_idx, **given)
+        _count(self, "recurrent_states", state_idx, layer_idx)
+        return found
+
+    methods = (update, update_conv_state, update_recurrent_state)
+    return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, **{one.__name__: one for one in methods}})
+
+
+def _count(filled: Any, kind: str, number: int, layer: int) -> None:
+    """Note that a state of a layer was updated: behind a whole forward those of a kind were equally often."""
+    if torch.compiler.is_compiling():
+        return
+    if (kind, number) not in filled.notes.states:
+        held = (at for at, one in enumerate(filled.layers) if getattr(one, kind, {}).get(number) is not None)
+        filled.notes.states[kind, number] = Counter(dict.fromkeys(held, 0))
+    filled.notes.states[kind, number][layer] += 1
 
 
 def _first(filled: Any) -> int:
