@@ -139,9 +139,9 @@ def divergence(logits: Tensor, full: Tensor) -> Tensor:
 
     Shapes: `[tokens, vocabulary]` → `[tokens]`.
     """
-    got, wanted = (part.double().log_softmax(-1) for part in (logits, full))
-    each = nn.functional.kl_div(got, wanted, reduction="none", log_target=True)
-    return each.masked_fill(wanted.isneginf(), 0.0).sum(-1).clamp(min=0)  # of what full prefill never says, nothing
+    got, expected = (part.double().log_softmax(-1) for part in (logits, full))
+    each = nn.functional.kl_div(got, expected, reduction="none", log_target=True)
+    return each.masked_fill(expected.isneginf(), 0.0).sum(-1).clamp(min=0)  # of what full prefill never says, nothing
 
 
 class AnswerStreamer:

@@ -78,11 +78,11 @@ def test_fingerprint_chunks_and_text_of_a_dispatched_model_are_the_same(how, tmp
     whole, store = tiny_model("llama"), memory()
     model = offloaded(copy.deepcopy(whole), how, tmp_path)
     assert fingerprint.fingerprint(model) == fingerprint.fingerprint(whole)
-    cache, wanted = asked(whole, PIECES, store=store)
+    cache, expected = asked(whole, PIECES, store=store)
     assert cache.report.computed_chunks == 3
     cache, got = asked(model, PIECES, store=store)
     assert (cache.report.loaded_chunks, cache.report.computed_chunks) == (3, 0)
-    assert torch.equal(got, wanted)
+    assert torch.equal(got, expected)
     check_exact(model, whole)
 
 
@@ -108,7 +108,7 @@ def test_fingerprint_reads_offloaded_weights_once(how, tmp_path, monkeypatch):
 
 def test_hooks_of_accelerate_stay_and_work_after_an_exception_too(how, tmp_path, monkeypatch):
     model = dispatched("llama", how, tmp_path)
-    _, wanted = asked(model, PIECES)
+    _, expected = asked(model, PIECES)
 
     def placed() -> dict[str, Any]:
         modules = ((name, one) for name, one in model.named_modules() if hasattr(one, "_hf_hook"))
@@ -123,7 +123,7 @@ def test_hooks_of_accelerate_stay_and_work_after_an_exception_too(how, tmp_path,
     assert hooks(model) == 0
     assert placed() == before
     assert decoder_layers(model)[1].mlp.up_proj.weight.is_meta, "and the weights are offloaded again"
-    assert torch.equal(asked(model, PIECES)[1], wanted)
+    assert torch.equal(asked(model, PIECES)[1], expected)
 
 
 def test_device_map_that_names_the_disk(tmp_path):

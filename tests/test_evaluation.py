@@ -33,9 +33,9 @@ def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_example
 @pytest.mark.parametrize("hidden", [(), (3, 5)])
 def test_the_divergence_is_that_of_torch_also_where_logits_say_never(hidden):
     got, full = torch.randn(2, 4, 9, dtype=torch.float64).index_fill(2, torch.tensor(hidden).long(), -torch.inf)
-    wanted = kl_divergence(Categorical(logits=full), Categorical(logits=got))
-    assert wanted.min() > 0
-    assert torch.allclose(answering.divergence(got, full), wanted)
+    expected = kl_divergence(Categorical(logits=full), Categorical(logits=got))
+    assert expected.min() > 0
+    assert torch.allclose(answering.divergence(got, full), expected)
 
 
 def test_a_reply_is_streamed_as_it_is_returned_and_marks_the_recomputed_tokens_and_no_others(reference, store):

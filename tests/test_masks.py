@@ -42,9 +42,9 @@ def attention_inputs(batch, rows, keys, heads=4, kv_heads=2, width=8):
 def check(states, mask, dense, atol=2e-6):
     """Attention under a row mask is what torch computes under a dense one."""
     given = {"scale": 0.3, "enable_gqa": True}
-    got, wanted = (scaled_dot_product_attention(*states, attn_mask=one, **given) for one in (mask, dense))
+    got, expected = (scaled_dot_product_attention(*states, attn_mask=one, **given) for one in (mask, dense))
     assert (type(got), got.dtype) == (torch.Tensor, states[0].dtype)
-    torch.testing.assert_close(got, wanted, atol=atol, rtol=0)
+    torch.testing.assert_close(got, expected, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "another"])
@@ -111,9 +111,9 @@ def test_a_row_that_sees_no_key_disturbs_no_other():
     seen = torch.ones(6, 6).tril().bool()
     mask = seen.index_fill(0, torch.tensor([2]), False)
     mask, states = row_mask(mask[None, None], torch.arange(6)[None], 0, 6, "sdpa"), attention_inputs(1, 6, 6)
-    got, wanted = (scaled_dot_product_attention(*states, attn_mask=one, enable_gqa=True) for one in (mask, seen))
+    got, expected = (scaled_dot_product_attention(*states, attn_mask=one, enable_gqa=True) for one in (mask, seen))
     others = [0, 1, 3, 4, 5]
-    torch.testing.assert_close(got[:, :, others], wanted[:, :, others], atol=2e-6, rtol=0)
+    torch.testing.assert_close(got[:, :, others], expected[:, :, others], atol=2e-6, rtol=0)
 
 
 @given(
@@ -135,7 +135,7 @@ def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(batch, 4, len(columns), 8, generator=generator)
     key, value = torch.randn(2, batch, 4 // group, 64, 8, generator=generator)
-    wanted = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
+    expected = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
     made = [row_masks.MadeLines(dense), LocalLines(columns.expand(batch, -1), 64)]
     made += [LocalLines(columns[None], 64, ask=columns.tolist)] if batch == 1 else []
     for lines in made:
@@ -152,7 +152,7 @@ def test_any_columns_cut_into_blocks_of_any_size_give_attention_under_the_dense_
             blocks = lines.spans if in_two and lines.is_causal else lines.blocks
         assert [number for block in blocks for number in range(64)[block.rows]] == list(range(len(columns)))
         for one in got:
-            torch.testing.assert_close(one, wanted, atol=1e-5, rtol=0)
+            torch.testing.assert_close(one, expected, atol=1e-5, rtol=0)
 
 
 def test_a_block_of_few_rows_reads_no_key_that_all_its_rows_are_before():

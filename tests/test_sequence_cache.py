@@ -63,8 +63,8 @@ def test_a_hundred_shifts_of_one_are_one_shift_of_a_hundred(name):
 def test_generate_without_operations_is_plain_generate(name, mode):
     """Prompt lookup crops what was guessed wrong."""
     model, ids = MODELS[name], prompt(20).repeat(1, 2)
-    wanted = model.generate(ids, max_new_tokens=12, do_sample=False)
-    assert torch.equal(model.generate(ids, past_key_values=SequenceCache(model), max_new_tokens=12, **mode), wanted)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(ids, past_key_values=SequenceCache(model), max_new_tokens=12, **mode), expected)
 
 
 def test_what_is_done_to_a_copy_changes_nothing_for_the_sequence():
@@ -176,8 +176,8 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was(monkeypatch):
 def test_a_shift_drops_half_and_goes_on_as_a_cache_moved_by_hand():
     cache, more = ShiftCache(LLAMA, window_tokens=40, keep_tokens=4), prompt(2, seed=5)
     fed(cache, prompt(40))
-    wanted = LLAMA(more, past_key_values=shifted_by_hand(LLAMA, prompt(40), 4, 22)).logits
-    assert apart(fed(cache, more), wanted) <= 2e-5
+    expected = LLAMA(more, past_key_values=shifted_by_hand(LLAMA, prompt(40), 4, 22)).logits
+    assert apart(fed(cache, more), expected) <= 2e-5
     assert cache.positions() == list(range(24))
     assert cache.shifts == 1
 

@@ -169,7 +169,7 @@ def _states(model: nn.Module, cache: Any, index: int, tokens: int, extra: Any, s
             got = tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__
             raise UnsupportedModelError(
                 f"layer {index} of {type(model).__name__} left {got} in the cache, but keys and values of the form "
-                f"[batch, heads, {tokens}, width] are wanted. Blending needs them in every layer; use full prefill."
+                f"[batch, heads, {tokens}, width] are expected. Blending needs them in every layer; use full prefill."
             )
     beside = getattr(layer, "indexer_keys", None) if extra is None else extra.states
     return states if beside is None else (*states, beside[:, None])

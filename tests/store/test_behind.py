@@ -246,13 +246,13 @@ def test_what_was_deleted_while_it_was_read_is_not_kept(filled, chunk, same, mon
 
 
 def test_what_vanished_since_it_was_listed_is_forgotten(chunk):
-    server, wanted = FaultyServer({}), (chunk().key.fingerprint, (1,), [5, 6, 7])
+    server, asked_for = FaultyServer({}), (chunk().key.fingerprint, (1,), [5, 6, 7])
     with ChunkStore([], [server]) as store:
         store.put(chunk())
-    assert len(store.find(*wanted)) == 1
+    assert len(store.find(*asked_for)) == 1
     server.objects.clear()
     assert store.get(chunk().key) is None
-    assert store.find(*wanted) == []
+    assert store.find(*asked_for) == []
 
 
 # writes behind
