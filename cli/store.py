@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look into a chunk store, check it, and keep it small."""
 
-import inspect
-import json as json_format
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from hf_blend.evaluation.sources import Source
     from hf_blend.store import ChunkStore, EntryInfo
 
-__all__ = ["check", "gc", "ls", "move", "pin", "plan", "rm", "stats"]
+__all__ = ["check", "gc", "ls", "pin", "plan", "rm", "stats"]
 
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the store; the default is that of the library.")]
 Namespace = Annotated[str, typer.Option(help="Look at the chunks of this namespace.")]
@@ -239,7 +237,6 @@ def plan(
     prefill_s: Annotated[float | None, typer.Option(min=0, help="Of a request's chunks; else measured here.")] = None,
     ratio: Annotated[float, typer.Option(min=0, max=1, help="Least share to recompute.")] = 0.15,
     dtype: Annotated[str | None, typer.Option(help="Of K and V; the model's own where left out.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the arguments of ChunkStore.open here, as JSON.")] = None,
     json: Json = False,
 ) -> None:
     """Choose the device for stored KV by delay and cost. It is the cheapest that hides its loading under recomputing.
@@ -255,63 +252,9 @@ def plan(
     names = {"rate": rate, "price": price, "at": at}
     work = (chunks, chunk_tokens, per_request, requests_per_day)
     found = planned(model, work, names, prefill_s=prefill_s, ratio=ratio, gpu_hour=gpu_hour, dtype=dtype)
-    if output is not None:
-        output.write_text(json_format.dumps(found["store"], indent=1) + "\n", "utf-8")
     show(found if json else found["rows"], as_json=json, title="where stored KV belongs", header=True)
     if not json:
         say(f"chosen: {found['chosen']}; ChunkStore.open(**{found['store']})")
-
-
-def move(
-    to: Annotated[str | None, typer.Option(help="disk or remote: the tier that keeps every chunk.")] = None,
-    remote: Annotated[str | None, typer.Option(help="URL of the tier behind the folder.")] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="Instead: what store plan --output wrote.")] = None,
-    store: Store = None,
-    namespace: Namespace = "",
-    secret_file: SecretFile = None,
-    json: Json = False,
-) -> None:
-    """Move what is stored to one tier, as far as there is room. Each chunk is then kept once.
-
-    A chunk is written there before it leaves another tier, and a run that was stopped is started again.
-
-    Examples:
-        hf-blend store move --to disk
-        hf-blend store move --to remote --remote memory://far --json
-    """
-    from hf_blend.store import ChunkStore
-
-    if (plan is None) == (to is None):
-        raise ConfigError(f"--to is {to!r} and --plan {plan and str(plan)!r}, expected one of them. Try --to disk.")
-    if plan is not None and (store is not None or remote is not None):
-        raise ConfigError(
-            "--plan came with --store or --remote, but a plan says where its tiers are. Leave these out."
-        )
-    if plan is None and remote is None:
-        _check_folder(store)
-    given = _planned_store(plan) if plan else {"location": store, "remote": remote, "placement": to}
-    opening: dict[str, Any] = {"memory_bytes": 0, "namespace": namespace, "secret": read_secret(secret_file)}
-    with ChunkStore.open(**{**given, **opening}) as opened:
-        show({"placement": opened.placement, **opened.rebalance()}, as_json=json)
-
-
-def _planned_store(plan: Path) -> dict[str, Any]:
-    """The arguments of `ChunkStore.open` in a plan."""
-    from hf_blend.store import ChunkStore
-
-    known = {*inspect.signature(ChunkStore.open).parameters}
-    try:
-        settings = json_format.loads(plan.read_text("utf-8"))
-        if isinstance(settings, dict) and "placement" in settings and not {*settings} - known:
-            return settings
-        unknown = sorted({*settings} - known) if isinstance(settings, dict) else []
-        wrong = f"the unknown argument {unknown[0]!r}" if unknown else "no placement"
-    except (OSError, ValueError) as error:
-        wrong = str(error)
-    raise ConfigError(
-        f"{plan} has {wrong}, expected the arguments of a store with two tiers. Write it with hf-blend store plan "
-        "--output, with --at for two devices."
-    )
 
 
 def _opened(

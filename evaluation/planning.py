@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from hf_blend.errors import ConfigError, suggest
@@ -55,7 +54,7 @@ def planned(
         "prefill_s": prefill,
         "rows": [{**asdict(one), "total_month": one.total_month} for one in rows],
         "chosen": chosen.device,
-        "store": _settings(chosen, places, prices),
+        "store": _settings(chosen, places),
     }
 
 
@@ -116,21 +115,11 @@ def _measures(
     return cache_size(load_config(machine.name), context_tokens=tokens, dtype=kind).bytes_per_token, prefill_s, {}
 
 
-def _settings(chosen: Placement, places: Mapping[str, str], prices: Mapping[str, float]) -> dict[str, Any]:
-    """The arguments of `ChunkStore.open` for a device; with one of the others that have a place, as its second tier.
-
-    Behind a folder that is the cheapest of them, for what does not fit; in front of a URL it is a folder, where chunks
-    were kept before.
-    """
+def _settings(chosen: Placement, places: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of `ChunkStore.open` for a device."""
     location = places.get(chosen.device)
     if chosen.device == MEMORY and location is None:
         return {"location": "memory://", "memory_bytes": chosen.stored_bytes}
-    others = [place for name, place in sorted(places.items(), key=lambda one: prices[one[0]]) if name != chosen.device]
     if location is not None and "://" in location:
-        folder = next((place for place in others if "://" not in place), None)
-        return {"location": folder, "remote": location, "placement": "remote"} if folder else {"location": location}
-    here = {"location": location, "disk_bytes": chosen.stored_bytes}
-    if not others:
-        return here
-    behind = others[0] if "://" in others[0] else Path(others[0]).expanduser().resolve().as_uri()
-    return {**here, "remote": behind, "placement": "disk"}
+        return {"location": location}
+    return {"location": location, "disk_bytes": chosen.stored_bytes}

@@ -53,7 +53,6 @@ class ChunkStore(BaseStore):
         secret: bytes | None = None,
         codec: str = "raw",
         partial: float | Mapping[str, float] | None = None,
-        placement: str | None = None,
         correction: str | Path | None = None,
     ) -> Self:
         """Open a store, making it if it does not exist.
@@ -90,12 +89,6 @@ class ChunkStore(BaseStore):
                 `block_tokens` (16) and `reorder` (True: tokens that get attention are written into blocks together,
                 beside requests). Chunks are then stored in blocks, without a codec, which any store reads whole; None
                 loads chunks whole.
-            placement: "disk" or "remote" keeps each chunk in one of the tiers that keep bytes instead of in all of
-                them: new chunks go to this one, what a full disk evicts moves to the remote tier, and what is read
-                from there moves back where the disk is the placement. Every move writes before it deletes. What is
-                held in memory is a copy for this process. A chunk that moves to this machine's disk leaves the
-                others', and a full disk waits for the remote tier. What a remote tier refuses, as where it is full,
-                is kept on the disk; `rebalance` moves it later. None keeps a copy in every tier.
             correction: file of `hf-blend fit`: chunks are stored with what text before them is expected to add to K
                 and V, for the one model that it was fitted for. It is part of their keys, so chunks with and without
                 it never meet. None stores chunks as they are computed.
@@ -115,7 +108,7 @@ class ChunkStore(BaseStore):
         plugins.load("store.codecs", codec)
         root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
         index, memories = root / "index" if root else None, limits.memories(device)
-        fitted, given = _read_correction(correction), {"secret": secret, "codec": codec, "placement": placement}
+        fitted, given = _read_correction(correction), {"secret": secret, "codec": codec}
         make: Callable[..., Self] = cls
         if partial is not None:
             if root is None and any(not tier.is_local for tier in tiers):

@@ -348,73 +348,20 @@ STATED = (
 ).split()
 
 
-def test_store_plan_writes_what_a_store_is_opened_with(tmp_path, run):
-    path = tmp_path / "store.json"
-    code, out, err = run(*STATED, "--at", f"disk={tmp_path / 'kv'}", "--output", path, "--json")
+def test_store_plan_gives_what_a_store_is_opened_with(tmp_path, run):
+    code, out, err = run(*STATED, "--at", f"disk={tmp_path / 'kv'}", "--at", "remote=s3://bucket/kv", "--json")
     assert not code, err
     found = json.loads(out)
     assert found["chosen"] == "disk"
     assert [row["device"] for row in found["rows"]] == ["memory", "disk", "remote"]
     assert [row["is_hidden"] for row in found["rows"]] == [True, True, False]
-    settings = json.loads(path.read_text("utf-8"))
-    assert (
-        settings
-        == found["store"]
-        == {"location": str(tmp_path / "kv"), "disk_bytes": found["rows"][1]["stored_bytes"]}
-    )
-    with ChunkStore.open(**settings) as store:
+    assert found["store"] == {"location": str(tmp_path / "kv"), "disk_bytes": found["rows"][1]["stored_bytes"]}
+    with ChunkStore.open(**found["store"]) as store:
         assert len(store) == 0
-
-
-def test_store_move_follows_a_plan_of_two_devices(tmp_path, run):
-    near, far, path = tmp_path / "kv", tmp_path / "far", tmp_path / "store.json"
-    with ChunkStore.open(near, remote=far.as_uri(), memory_bytes=0) as store:
-        store.add(tiny_model("llama"), None, [[5, 6, 7], [8, 9, 10]])
-    assert len(list(near.rglob("*.safetensors"))) == len(list(far.rglob("*.safetensors"))) == 2
-    assert run(*STATED, "--at", f"disk={near}", "--at", f"remote={far}", "--output", path, "--json")[0] == 0
-    settings = json.loads(path.read_text("utf-8"))
-    assert (settings["location"], settings["remote"], settings["placement"]) == (str(near), far.as_uri(), "disk")
-    for expected in ({"moved": 2, "stay": 0, "placed": 0}, {"moved": 0, "stay": 0, "placed": 2}):
-        code, out, err = run("store", "move", "--plan", path, "--json")
-        assert not code, err
-        assert json.loads(out) == {"placement": "disk", **expected}
-    assert (len(list(near.rglob("*.safetensors"))), len(list(far.rglob("*.safetensors")))) == (2, 0)
-    url = ["--at", f"disk={near}", "--at", "remote=s3://bucket/kv"]
-    assert planned("tiny:llama", (100, 256, 4, 10.0), {"rate": ["disk=1e-9", "remote=1"], "at": url[1::2],
-                   "price": ["disk=5", "remote=1"]}, prefill_s=0.5, ratio=0.15, gpu_hour=0.0)["store"] == {
-        "location": str(near), "remote": "s3://bucket/kv", "placement": "remote"}  # fmt: skip
-
-
-def test_store_move_refuses_what_is_no_plan_of_two_tiers(tmp_path, run):
-    path = tmp_path / "store.json"
-    for content in (None, "{", "[1]", '{"location": "kv"}', '{"placement": "disk", "disc_bytes": 1}'):
-        if content is not None:
-            path.write_text(content)
-        code, _, err = run("store", "move", "--plan", path)
-        assert code
-        assert "expected the arguments of a store with two tiers" in err, content
-
-
-@pytest.mark.parametrize(
-    ("settings", "words", "message"),
-    [
-        ({"location": 3}, (), "location is 3, expected a directory"),
-        ({"disk_bytes": "much"}, (), "disk_bytes is 'much', expected 0 or more"),
-        ({"remote": 3}, (), "no remote tier of the kind"),
-        ({}, ("--store", "elsewhere"), "--plan came with --store or --remote"),
-        (None, ("--to", "disk", "--store", "typo"), "no such folder"),
-    ],
-)
-def test_store_move_neither_makes_nor_moves_a_store_that_no_plan_means(
-    tmp_path, run, monkeypatch, settings, words, message
-):
-    monkeypatch.chdir(tmp_path)
-    plan = {} if settings is None else {"location": "kv", "placement": "disk", **settings}
-    (tmp_path / "plan").write_text(json.dumps(plan))
-    code, _, err = run("store", "move", *(() if settings is None else ("--plan", "plan")), *words)
-    assert code == 2
-    assert message in err
-    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
+    work, prices = (100, 256, 4, 10.0), {"rate": ["disk=1e-9", "remote=1"], "price": ["disk=5", "remote=1"]}
+    given = {**prices, "at": [f"disk={tmp_path / 'kv'}", "remote=s3://bucket/kv"]}
+    far = planned("tiny:llama", work, given, prefill_s=0.5, ratio=0.15, gpu_hour=0.0)
+    assert far["store"] == {"location": "s3://bucket/kv"}
 
 
 def test_store_plan_refuses_what_it_cannot_read(run):

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FAR = "far tiers"
 ROOMS = (*"context hybrids images integrations loading offload serving sparse training verify".split(), FAR)
-OF_FAR = {"behind", "placement", "remote", "tiers"}  # tests of the store that need them
+OF_FAR = {"behind", "remote", "tiers"}  # tests of the store that need them
 APART = {*ROOMS, "__main__.py"}  # not of the core
 OF_ROOMS = {*ROOMS, "cli", "evaluation"}  # and the words of `hf_blend` that come from rooms
 OF_ROOMS |= {"StateCheckpoints", "ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"}

@@ -7,7 +7,7 @@ import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .chunk import ChunkKey
@@ -204,8 +204,6 @@ class BoundedTier(Budget):
         self.tier, self.name, self.owner = tier, tier.name, owner
         self.quota = None if quota_bytes is None else (owner, quota_bytes)
         self._totals |= {} if quota_bytes is None else {owner: 0}
-        self.makes_room = True  # on a full device, by evicting; not where another tier takes what is refused
-        self.before_eviction: Callable[[str], object] = lambda _: None  # receives the name of what is about to leave
         self._spare_bytes = spare_bytes
         self._next_look_s = self._next_recount_s = -1.0
         self._has_put = False
@@ -219,12 +217,6 @@ class BoundedTier(Budget):
         """Bring the index in step with the tier; raises OSError if one of them cannot be asked now."""
         with self._lock:
             self.index.sync(self.tier, space, thorough)
-
-    def has_room(self, nbytes: int) -> bool:
-        """Return True if an object of the owner with so many bytes fits, and nothing has to leave for it."""
-        with self._lock:
-            self._look()
-            return (self.quota is None or self.fits(nbytes, self.quota)) and self.fits(nbytes)
 
     def open(self, name: str) -> Source | None:
         """Open an object, and count this as a use of it."""
@@ -332,7 +324,7 @@ class BoundedTier(Budget):
         except OSError as error:
             with self._lock:
                 most_bytes = self.nbytes - self._in_flight_bytes - nbytes
-                if error.errno not in _FULL or not self.makes_room or not self.shrink(max(0, most_bytes)):
+                if error.errno not in _FULL or not self.shrink(max(0, most_bytes)):
                     raise
         return self.tier.put_if_absent(name, parts)
 
@@ -353,7 +345,6 @@ class BoundedTier(Budget):
         if not is_name(name):  # what a file says that anybody may have written
             self.remove(name)
             return False
-        self.before_eviction(name)
         try:
             self.tier.delete(name)
         except OSError as error:

@@ -23,7 +23,6 @@ _COUNTERS = (  # group of `stats`, name, what it counts, labels
     ("store_failures", "store_failures", "Chunks that could not be written, by error.", ("reason",)),
     ("dropped_writes", "writes_dropped", "Chunks that were never written to a tier.", ("tier", "reason")),
     ("evicted", "chunks_evicted", "Chunks that had to leave.", ("tier",)),
-    ("moved", "chunks_moved", "Chunks that left a tier for another one, by the other.", ("tier",)),
     ("removed", "entries_removed", "Entries that were removed, by cause.", ("cause",)),
     ("skipped", "files_skipped", "Files that listing passed over.", ("tier", "reason")),
 )

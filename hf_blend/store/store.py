@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary, finalize
 
 from torch import Tensor
 
-from ..errors import ConfigError, StoreError, suggest
+from ..errors import StoreError
 from .budget import BoundedTier
 from .catalog import Catalog, owner_of
 from .chunk import ChunkKey, ChunkKV, Found, Layout
@@ -28,7 +27,6 @@ from .content import unpack_tokens
 from .entry import EntryReader, encode_entry, read_key, stored_as
 from .guard import Guard
 from .importance import TokenImportance
-from .locks import new_lock
 from .memory import MemoryCache
 from .opening import Limits
 from .seal import check_secret
@@ -46,10 +44,9 @@ READ_BYTES = 1 << 20  # layers that are smaller come several at a time: each rea
 READ_S = 4e-3  # but from a slow tier no more at a time than come in so many seconds: the model waits for the first
 FLUSH_S = 30.0
 DELETE_S = 60.0  # how long a delete waits for a write of the same chunk that is under way
-_UNLOCKED = contextlib.nullcontext()
 _COUNTED = (
     *("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "dropped_writes", "evicted"),
-    *("moved", "removed", "skipped"),
+    *("removed", "skipped"),
 )
 _TIMED = ("load_seconds", "store_seconds")
 
@@ -95,11 +92,6 @@ class BaseStore:
     when `put` returns, it is in those on this machine, and in the queue of the others. What is in a queue is found
     there.
 
-    With a placement each chunk is in one tier: it is put there, or, where that refuses it, in the nearest before it.
-    What leaves it for want of room moves to the next tier behind it, and what is read from behind it moves back. A
-    chunk is written before it leaves: a process that is killed in between leaves it twice, and the next one that reads
-    it removes the copy. "remote" is the first tier on another machine.
-
     `index` is a folder for copies of the index and of the order of eviction. The secret signs entries, hides their
     names, and refuses what is not signed with it.
     """
@@ -118,10 +110,8 @@ class BaseStore:
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         secret: bytes | None = None,
         codec: str = "raw",
-        placement: str | None = None,
     ) -> None:
         self.namespace = namespace
-        self.placement = _check_placement(placement, tiers, limits)
         # layers that a request reads ahead of their use; 0 reads chunks whole before it begins. Without a bound by
         # default: what was read is held until the request ends, and the first layers, all tokens' own, hide the most
         self.pipeline_depth: float = math.inf
@@ -138,11 +128,6 @@ class BaseStore:
         for one in (*self._memories, *self._tiers):
             one.stats = self._stats
             self.reads_importance |= one.policy.reads_importance
-        self._home = next((tier for tier in self._tiers if tier.name == self.placement), None)
-        self._moving = new_lock()  # taken before any tier's own; no chunk is moved by two threads at once
-        for near, far in pairwise(self._tiers) if self._home else ():
-            near.before_eviction = partial(self._demote, near, far)
-            far.makes_room = far is not self._home
         queued = self._tiers if limits.queue_bytes else ()
         self._queues = {tier.name: self._new_queue(tier, limits.queue_bytes) for tier in queued}
         self._at_hand: tuple[MemoryCache | WriteQueue[PendingWrite], ...]  # where a chunk is found without reading
@@ -238,11 +223,11 @@ class BaseStore:
         stored = stored_as(mine, self._codec)
         self._hold(stored)
         encoded = functools.cache(partial(self._encode, mine))
-        for tier in self._tiers[self._tiers.index(self._home) :] if self._home else self._tiers:
-            write = self._write if tier.is_local else partial(self._send, wait_s=wait_s)
-            is_there = write(tier, stored, encoded)
-            if self._home and (is_there or not tier.is_local):
-                break
+        for tier in self._tiers:
+            if tier.is_local:
+                self._write(tier, stored, encoded)
+            else:
+                self._send(tier, stored, encoded, wait_s)
         return chunk if stored is mine else stored
 
     def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
@@ -325,39 +310,6 @@ class BaseStore:
         for tier in self._tiers:
             tier.use(self._catalog.name(key.digest), important_ratio)
 
-    def move(self, keys: Iterable[ChunkKey], tier: str) -> int:
-        """Keep chunks in one tier that keeps bytes, such as "disk", and in no other; gives how many are there now.
-
-        A chunk is written to its tier, as durably as that one writes, before it leaves another: a process that is
-        killed meanwhile leaves it in one of them, or in both. What memory holds stays.
-        """
-        names = [one.name for one in self._tiers]
-        if tier not in names:
-            raise ConfigError(f"no tier named {tier!r} keeps bytes in this store. {suggest(str(tier), names)}")
-        there = self._tiers[names.index(tier)]
-        return sum(key.namespace == self.namespace and self._move(key.digest, there) for key in keys)
-
-    def rebalance(self) -> dict[str, int]:
-        """Move what is stored to the tier that `placement` names, as far as there is room, the newest first.
-
-        Copies in other tiers that a process left when it was killed in a move are removed, too. Counts `moved` chunks,
-        those that `stay` for want of room or since no tier has them whole, and those that were `placed` already.
-        """
-        if self._home is None:
-            raise ConfigError(
-                "the store keeps chunks in every tier, expected one opened with a placement. Give ChunkStore.open "
-                'placement="disk" or placement="remote".'
-            )
-        found = {"moved": 0, "stay": 0, "placed": 0}
-        self.flush()
-        for digest, record in sorted(self._catalog.items().items(), key=lambda one: one[1].created, reverse=True):
-            if record.tiers == [self.placement]:
-                found["placed"] += 1
-                continue
-            fits = self.placement in record.tiers or self._home.has_room(record.nbytes)
-            found["moved" if fits and self._move(digest, self._home) else "stay"] += 1
-        return found
-
     def protect(self, keys: Iterable[ChunkKey], owner: object) -> Callable[[], object]:
         """Keep the chunks of a request from being evicted from memory while it runs.
 
@@ -406,9 +358,8 @@ class BaseStore:
         for digest in digests:
             self._deleted += 1
             try:
-                removed = [queue.cancel(digest, DELETE_S) for queue in self._queues.values()]  # may wait for `_moving`
-                with self._moving:
-                    removed += [tier.delete(self._catalog.name(digest)) for tier in self._tiers]
+                removed = [queue.cancel(digest, DELETE_S) for queue in self._queues.values()]
+                removed += [tier.delete(self._catalog.name(digest)) for tier in self._tiers]
                 removed += [memory.delete(digest) for memory in self._memories]
             except OSError as error:
                 raise _refused(f"chunk {digest} cannot be removed", error) from error
@@ -437,8 +388,7 @@ class BaseStore:
                     is_old = self._is_old(tier.stat(name))
                     found["expired"] += is_old and self._remove(tier, name, None, "expired")
             limits = [value for value in (target_bytes, tier.cap_bytes) if value is not None]
-            with self._moving:
-                found["freed_bytes"] += tier.shrink(min(limits)) if limits else 0
+            found["freed_bytes"] += tier.shrink(min(limits)) if limits else 0
         return found
 
     def tiers(self) -> list[Tier]:
@@ -481,11 +431,10 @@ class BaseStore:
         Returns:
             `hits`, `stored`, `evicted` and `loaded_bytes` (of K and V that were read) by tier, `misses` by reason,
             `load_failures` by tier and reason, `store_failures` by error, `dropped_writes` by tier and reason (full,
-            closed, exit, thread, changed), `removed` by cause (corrupt, expired, orphans), `moved` by the tier that
-            chunks left another one for, `skipped` by tier (or index, order) and reason: what listing passed over,
-            `seconds` by stage and tier, `entries`, and `bytes`, `pinned_bytes` and `capacity_bytes` by tier; those of
-            the disk hold every namespace; `queued_bytes` by tier: what waits to be written; `healthy` by tier:
-            whether it answers.
+            closed, exit, thread, changed), `removed` by cause (corrupt, expired, orphans), `skipped` by tier (or
+            index, order) and reason: what listing passed over, `seconds` by stage and tier, `entries`, and `bytes`,
+            `pinned_bytes` and `capacity_bytes` by tier; those of the disk hold every namespace; `queued_bytes` by
+            tier: what waits to be written; `healthy` by tier: whether it answers.
         """
         tiers: list[Any] = [*self._memories, *self._tiers]
         return {
@@ -543,8 +492,6 @@ class BaseStore:
         if content is not None:
             for other in self._nearer(tier):
                 self._send(other, chunk, lambda: [content])
-        else:
-            self._leave_others(chunk.key.digest, tier)
         return held
 
     def _refuse(self, tier: BoundedTier, key: ChunkKey, source: Source | None, fault: BaseException) -> str:
@@ -610,7 +557,7 @@ class BaseStore:
         def write(pending: PendingWrite) -> None:
             if not pending.guard.is_intact():
                 return drop("changed")
-            self._write_behind(tier, pending.chunk, lambda: pending.parts)
+            self._write(tier, pending.chunk, lambda: pending.parts)
 
         def drop(reason: str) -> None:
             self._stats.count("dropped_writes", f"{tier.name}:{reason}")
@@ -618,42 +565,33 @@ class BaseStore:
 
         return WriteQueue(queue_bytes, write, drop)
 
-    def _send(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded, wait_s: float = 0.0) -> bool:
+    def _send(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded, wait_s: float = 0.0) -> None:
         """Queue an entry for a tier, or write it now if there are no queues.
 
         Its digests are computed now: what is written to the tensors while they wait is noticed when they are read.
         """
         if not self._queues:
-            return self._write_behind(tier, chunk, encoded)
+            return self._write(tier, chunk, encoded)
         try:
             digest, parts = chunk.key.digest, encoded()
             nbytes, guard = sum(map(len, parts)), Guard(tensor for _, tensor in chunk.named_tensors())
             self._queues[tier.name].put(digest, PendingWrite(chunk, parts, guard), nbytes, wait_s, chunk.key)
         except (OSError, MemoryError) as error:
             self._refuse_write(tier, error)
-        return False
 
-    def _write_behind(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> bool:
-        """Write an entry to a tier; what the home of all chunks refuses goes to the nearest tier before it."""
-        nearer = reversed(self._tiers[: self._tiers.index(tier)]) if tier is self._home else ()
-        return any(self._write(one, chunk, encoded) for one in (tier, *nearer))
-
-    def _write(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> bool:
-        """Write an entry to a tier, and take it up in the catalog; False if the tier does not have it then."""
+    def _write(self, tier: BoundedTier, chunk: ChunkKV, encoded: Encoded) -> None:
+        """Write an entry to a tier, and take it up in the catalog."""
         name = self._catalog.name(chunk.key.digest)
         try:
             if not tier.contains(name):
-                with self._stats.timed("store_seconds", tier.name), self._moving if self._home else _UNLOCKED:
+                with self._stats.timed("store_seconds", tier.name):
                     stored = tier.put_if_absent(name, encoded())
-                    if stored:
-                        self._leave_others(chunk.key.digest, tier)
                 self._stats.count("stored", tier.name, int(stored))
                 if tier.policy.reads_importance and (share := self.importance.share(chunk.key.digest)) is not None:
                     tier.use(name, share)
-            return self._catalog.add(tier, chunk.key)
+            self._catalog.add(tier, chunk.key)
         except (OSError, MemoryError, EntryFault) as error:
             self._refuse_write(tier, error)
-            return False
 
     def _refuse_write(self, tier: BoundedTier, error: Exception) -> None:
         reason = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
@@ -662,8 +600,7 @@ class BaseStore:
 
     def _nearer(self, tier: BoundedTier) -> list[BoundedTier]:
         """The tiers that will have what was read from one."""
-        nearer = [other for other in self._tiers[: self._tiers.index(tier)] if other.is_local]
-        return nearer if self._home is None else [other for other in nearer if other is self._home]
+        return [other for other in self._tiers[: self._tiers.index(tier)] if other.is_local]
 
     def _load(self, tier: BoundedTier, key: ChunkKey, take: Take) -> tuple[ChunkKV | None, str]:
         """Give a chunk and "", or None and why not; bytes are recorded if nearer tiers will have them too."""
@@ -709,56 +646,6 @@ class BaseStore:
         EntryReader(source, key, self.secret).read()
         return key
 
-    def _copy(self, tier: BoundedTier, target: BoundedTier, name: str) -> bool:
-        """Write the bytes of one tier's entry to another tier, once all of them were verified."""
-        source = tier.open(name)
-        if source is None:
-            return False
-        recorded = RecordedSource(source)
-        try:
-            key = self._verified(name, recorded)
-            content = recorded.release()
-        except EntryFault as fault:
-            self._stats.count("load_failures", f"{tier.name}:{fault.reason}")
-            return False
-        finally:
-            recorded.close()
-        if content is None:
-            return False
-        if not target.put_if_absent(name, [content]) and self._verify(target, name, repair=True).reason:
-            return False  # what has its name there is damaged, or cannot be read now
-        return self._catalog.add(target, key)
-
-    def _demote(self, near: BoundedTier, far: BoundedTier, name: str) -> None:
-        """Write what a full tier evicts to the next one; what that refuses is evicted all the same."""
-        try:
-            source = near.tier.open(name)
-            if source is None:
-                return
-            with contextlib.closing(source):
-                content = memoryview(bytearray(source.stat.nbytes))
-                source.read_into(0, content)
-            far.put_if_absent(name, [content])
-        except (OSError, MemoryError, EntryFault) as error:
-            self._refuse_write(far, error)
-            return
-        if key := self._catalog.key(near, name):
-            self._catalog.add(far, key)
-        self._stats.count("moved", far.name)
-
-    def _leave_others(self, digest: str, there: BoundedTier) -> None:
-        """Where each chunk is in one tier, remove it from the others once one has it."""
-        name = self._catalog.name(digest)
-        for other in self._tiers if self._home else ():
-            with contextlib.suppress(OSError):
-                # of one on another machine, as of its last listing
-                if other is there or not (other.contains(name) if other.is_local else name in other.index):
-                    continue
-                with self._moving:
-                    removed = there.contains(name) and other.delete(name)
-                self._stats.count("moved", there.name, int(removed))
-                other.forget(name)
-
     def _remove(self, tier: BoundedTier, name: str, source: Source | None, cause: str) -> bool:
         """Make room for a good entry, unless another process already put one there."""
         removed = False
@@ -773,24 +660,6 @@ class BaseStore:
     def _encode(self, chunk: ChunkKV) -> Sequence[memoryview]:
         return encode_entry(chunk, self.secret, self._codec)
 
-    def _move(self, digest: str, there: BoundedTier) -> bool:
-        """Keep a chunk in one of the tiers that keep bytes: it is written there before it leaves the others."""
-        name, others = self._catalog.name(digest), [tier for tier in self._tiers if tier is not there]
-        try:
-            with self._moving:
-                is_good = not self._verify(there, name, repair=True).reason
-                is_there = is_good or any(self._copy(tier, there, name) for tier in others)
-            for other in others if is_there else ():
-                if other.name in self._queues:
-                    self._queues[other.name].cancel(digest, DELETE_S)  # what is being written may wait for `_moving`
-                with self._moving:
-                    is_there = there.contains(name)
-                    if is_there:
-                        other.delete(name)
-        except OSError as error:
-            raise _refused(f"chunk {digest} cannot be moved to the {there.name} tier", error) from error
-        return is_there
-
     def __enter__(self) -> Self:
         return self
 
@@ -802,22 +671,6 @@ class BaseStore:
 
     def __len__(self) -> int:
         return len(self._catalog)
-
-
-def _check_placement(placement: str | None, tiers: Sequence[Tier], limits: Limits) -> str | None:
-    """The name of the tier that is meant."""
-    if placement is None:
-        return None
-    far = [tier.name for tier in tiers if not tier.is_local]
-    names = [tier.name for tier in tiers] + (["remote"] if far else [])
-    if placement not in names:
-        raise ConfigError(f"no tier named {placement!r} keeps bytes in this store. {suggest(str(placement), names)}")
-    if limits.ttl_s is not None:
-        raise ConfigError(
-            f"placement={placement!r} came with ttl_s={limits.ttl_s}, expected one of them: an entry that moves looks "
-            "as young as its last move. Leave one out."
-        )
-    return far[0] if placement == "remote" else placement
 
 
 def _refused(what: str, error: OSError) -> StoreError:

@@ -8,12 +8,9 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -181,11 +178,18 @@ def _quietly(act: Callable[[], None]) -> None:
     _QUIET.pop()
 
 
-MOVED_CHUNKS = 40  # of one child
+PUT_CHUNKS = 40  # of one child
 
 
-class MovingKills(Killing):
-    """The child acknowledges what it put, keeps moving it, and is killed a few milliseconds later."""
+class KillsBehind(Killing):
+    """The child puts chunks, which threads write to a farther tier, and is killed a few milliseconds later."""
+
+    kill_share = 0.3
+
+    def opened(self, capped: bool) -> ChunkStore:
+        """A store on disk with another folder as its remote tier."""
+        far = self.folder.parent / f"{self.folder.name}-far"
+        return ChunkStore.open(self.folder, remote=f"file://{far}", memory_bytes=0, disk_bytes=1 << 30)
 
     def kill_one(self, capped: bool) -> list[int]:
         first = self.outcome.kills * 1000
@@ -198,71 +202,16 @@ class MovingKills(Killing):
 
     def use(self, first: int, tell: Callable[[int], None]) -> None:
         """What the child does until it is killed."""
-        raise NotImplementedError
+        with self.opened(capped=False) as store:
+            for number in range(first + 1, first + PUT_CHUNKS):
+                store.put(drawn_chunk(number))
+                tell(number)
+            while True:
+                store.get(drawn_chunk(first + 1).key)
 
     def check(self, acknowledged: list[int], capped: bool) -> None:
         """There is room for all: nothing may have been evicted."""
         super().check(acknowledged, capped=False)
-
-    @property
-    def far(self) -> Path:
-        """The folder of the farther tier."""
-        return self.folder.parent / f"{self.folder.name}-far"
-
-
-class Demotions(MovingKills):
-    """Puts with background writes to a farther tier, and moves there and back: a chunk is in one tier, or in both."""
-
-    kill_share = 0.15
-
-    def opened(self, capped: bool) -> ChunkStore:
-        """A store on disk with another folder as its remote tier."""
-        return ChunkStore.open(self.folder, remote=f"file://{self.far}", memory_bytes=0, disk_bytes=1 << 30)
-
-    def use(self, first: int, tell: Callable[[int], None]) -> None:
-        with self.opened(capped=False) as store:
-            far = store.tiers()[-1].name
-            for number in range(first + 1, first + MOVED_CHUNKS):
-                key = drawn_chunk(number).key
-                store.put(drawn_chunk(number))
-                tell(number)
-                if number % 2:
-                    store.move([key], far)
-                if number % 4 == 1:
-                    store.move([key], "disk")
-            while True:  # there and back until the end
-                for number in range(first + 1, first + MOVED_CHUNKS):
-                    store.move([drawn_chunk(number).key], ("disk", far)[number % 2])
-                    store.move([drawn_chunk(number).key], (far, "disk")[number % 2])
-
-
-class Placements(MovingKills):
-    """Puts into a small disk before a large tier, which keep each chunk once: what is evicted and read moves."""
-
-    kill_share = 0.15
-
-    def opened(self, capped: bool) -> ChunkStore:
-        """A store with room for a few chunks on disk, and another folder as its remote tier."""
-        given: dict[str, Any] = {"memory_bytes": 0, "disk_bytes": CAP_CHUNKS * ENTRY_BYTES, "placement": "disk"}
-        return ChunkStore.open(self.folder, remote=f"file://{self.far}", **given)
-
-    def use(self, first: int, tell: Callable[[int], None]) -> None:
-        draw = Random(first)
-        with self.opened(capped=False) as store:
-            for number in range(first + 1, first + MOVED_CHUNKS):
-                store.put(drawn_chunk(number))
-                tell(number)
-                store.get(drawn_chunk(draw.randint(first + 1, number)).key)
-            while True:
-                store.get(drawn_chunk(draw.randint(first + 1, first + MOVED_CHUNKS - 1)).key)
-
-    def check(self, acknowledged: list[int], capped: bool) -> None:
-        """And once each was read it is in one tier."""
-        super().check(acknowledged, capped)
-        names = {drawn_chunk(number).key.digest for number in acknowledged}
-        found = Counter(path.stem for root in (self.folder, self.far) for path in root.rglob("*.safetensors"))
-        wrong = [name for name in names if found[name] != 1]
-        self.note("not in one tier", Verdict.LOST, str(wrong[:2]), count=len(wrong))
 
 
 PROCESSES = 3

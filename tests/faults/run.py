@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .entries import Changing, Files
 from .fault import FaultClass, Verdict
-from .kills import CallKills, Demotions, Placements, Races
+from .kills import CallKills, KillsBehind, Races
 from .requests import Prefills
 from .tiers import FailingCalls, FaultyTierFaults, Remote
 from .world import World
@@ -29,8 +29,7 @@ CLASSES: dict[str, type[FaultClass]] = {
     "faulty-tier": FaultyTierFaults,
     "races": Races,
     "call-kills": CallKills,
-    "demotions": Demotions,
-    "placements": Placements,
+    "kills-behind": KillsBehind,
 }
 
 

@@ -3,6 +3,7 @@
 """What a tier on another machine costs a request: one read, no write, and never more than computing would."""
 
 import contextlib
+import errno
 import gc
 import math
 import os
@@ -553,3 +554,45 @@ def test_what_is_written_to_a_chunk_that_waits_is_neither_handed_out_nor_stored(
         assert store.get(stored.key) is None
     assert store.stats()["dropped_writes"] == {"far:changed": 1}
     assert not far.contains(store._catalog.name(stored.key.digest))
+
+
+@pytest.fixture
+def beside(tmp_path):
+    """A store whose remote tier is a folder, asked at once, and that folder's tier."""
+    given = {"memory_bytes": 0, "durability": "none", "remote_queue_bytes": 0}
+    with ChunkStore.open(tmp_path / "near", remote=f"file://{tmp_path / 'far'}", **given) as store:
+        yield store, store.tiers()[1]
+
+
+def test_a_put_that_a_full_remote_folder_refuses_is_on_disk_and_the_tier_is_asked_on(beside, chunk, same, monkeypatch):
+    (store, remote), chunks, room = beside, [chunk((5, number)) for number in range(5)], 2
+    asked, put = [], remote.ask_put
+
+    def bounded(name, parts):
+        asked.append(name)
+        if len(asked) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return put(name, parts)
+
+    monkeypatch.setattr(remote, "ask_put", bounded)
+    for one in chunks:
+        store.put(one)
+    assert len({*asked}) == len(chunks), "the circuit stays closed: the folder answered"
+    assert remote.is_healthy
+    assert store.stats()["store_failures"] == {"ENOSPC": len(chunks) - room}
+    for one in chunks:
+        same(store.get(one.key), one)
+
+
+def test_an_object_that_cannot_be_opened_leaves_the_others_of_its_tier_in_reach(beside, tmp_path, chunk, same):
+    (store, _), chunks = beside, [chunk((5, number)) for number in range(2)]
+    for one in chunks:
+        store.put(one)
+    for path in (tmp_path / "near" / "objects").rglob("*.safetensors"):
+        path.unlink()
+    path = next(path for path in (tmp_path / "far").rglob("*.safetensors") if path.stem == chunks[0].key.digest)
+    path.unlink()
+    path.symlink_to(path)
+    assert store.get(chunks[0].key) is None
+    same(store.get(chunks[1].key), chunks[1])
+    assert store.stats()["healthy"] == {"disk": True, "file": True}

@@ -204,8 +204,6 @@ class PartialStore(ChunkStore):
         """Write a chunk in one step: a reader, or a process that is killed, finds the old blocks or the new ones."""
         digest, near = chunk.key.digest, self._tiers[0]
         self._noted.pop(digest, None)
-        if self._home not in (None, near):
-            return
         try:
             near.replace(self._catalog.name(digest), self._encode(chunk, order))
             self._catalog.add(near, chunk.key)
