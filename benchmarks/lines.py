@@ -34,9 +34,7 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
             "model/identity", "model/fingerprint.py", "model/canary.py",
         ),
         "exact masks for scattered rows, at the price of the rows": ("model/row_masks.py",),
-        "chunks behind text, corrected for it, or as a set": (
-            "model/context.py", "model/correction.py", "model/together.py",
-        ),
+        "chunks behind text, and corrected for it": ("model/context.py", "model/correction.py"),
         "quantised and offloaded models, images, caches of a model's own": (
             "model/quantised.py", "model/placement.py", "model/modality.py", "model/own_cache.py", "model/extras.py",
         ),

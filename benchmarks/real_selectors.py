@@ -52,7 +52,6 @@ RESULTS = Path(__file__).parent / "results"
 SYSTEM = "Answer the question from the documents. Reply with the answer only, in a few words."
 PLAIN = "Answer the question based on the passages.\n\n{}\n\nQuestion: {}\nShort answer:"
 TEXT = "text"  # what the library computes chunks behind; without a context they are behind BOS alone
-TOGETHER = "together"  # in the place of a correction: the prompt's chunks were computed together, in another order
 ANSWER_TOKENS = 10  # over which the divergence is the mean
 TRIED_RATIOS = (0.03, 0.2)
 CHOSEN_ON = 106  # prompts of a task: every other of them chose something; on those behind nothing was chosen
@@ -163,7 +162,7 @@ class Bench:
             TEXT: default_prefix(self.model, self.tokenizer),
             **{name: self._context(text) for name, text in contexts.items()},
         }
-        self.corrections: dict[str, str | None] = {"": None, TOGETHER: None, **(corrections or {})}
+        self.corrections: dict[str, str | None] = {"": None, **(corrections or {})}
         self.task = task
         self.score = plugins.load("evaluation.scores", task.score)(self.tokenizer) if task.score else None
         self._stores: dict[tuple[str, str, str], ChunkStore] = {}  # of the prompts that ratios are looked for on
@@ -317,10 +316,7 @@ def measured(
     answer, full, full_ms = bench.full(ids, bench.task.max_new_tokens)
     scores = {"full_score": round(bench.scored(row, answer), 4)} if bench.score else {}
     answer, full = answer[:ANSWER_TOKENS], full[:ANSWER_TOKENS]
-    for (context, correction), store in stores.items():  # fill the stores
-        if correction == TOGETHER:
-            behind = bench.contexts[context]
-            store.add_together(bench.model, bench.tokenizer, row["chunks"], chunk_prefix_ids=behind)
+    for (context, _), store in stores.items():  # fill the stores
         bench.blended(row, answer[:1], store, context, {"recompute_ratio": 0.0})
     for method in random.Random(row["id"]).sample(methods, len(methods)):
         ratio = ratios[method.text]
@@ -374,7 +370,7 @@ def table(asked: argparse.Namespace) -> None:
         lines = [line for line in lines if line["id"] in first]
         for half in ("choose", "report", "both"):
             for found in summarised([line for line in lines if half in ("both", line["half"])]):
-                kept = BYTES.get(model, 0) * (2 if TOGETHER in found["selector"] else 1)  # alone, too
+                kept = BYTES.get(model, 0)
                 rows.append({"model": model, "task": task, "half": half, "bytes_per_token": kept, **found})
     settings = {
         "measure": __doc__.split("\n\n")[3].replace("\n", " "),

@@ -193,50 +193,6 @@ class ChunkStore(BaseStore):
         self.flush(ADD_S)
         return keys
 
-    def add_together(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        chunks: Sequence[str | Sequence[int]],
-        *,
-        separator: str | Sequence[int] | None = "\n\n",
-        chunk_prefix_ids: Sequence[int] | None = None,
-    ) -> list[ChunkKey]:
-        """Compute and store chunks that are retrieved together, each as it is among the others.
-
-        A prompt that has exactly these chunks, in any order, then reuses them instead of those computed alone. They
-        are entries beside these: a set takes the bytes of its chunks, and the time of two full prefills.
-
-        Args:
-            model: the model that will use them.
-            tokenizer: for chunks that are text; None if all are ids.
-            chunks: two or more texts or token ids, none empty. Their order does not matter.
-            separator: text or ids between two chunks in prompts; text needs a tokenizer. None is no separator.
-            chunk_prefix_ids: tokens before the first of them; None is `default_prefix`.
-
-        Returns:
-            The keys of what is stored, a key for each different chunk.
-
-        Raises:
-            PromptError: `chunks` is not a list, has fewer than two, or all of them do not fit the model at once.
-            StoreError: a chunk's KV holds NaN or infinity.
-            UnsupportedModelError: the model keeps a state beside K and V, or changes while it is used.
-        """
-        from .model.together import compute_together, set_keys
-        from .prompt.pieces import tokenize, tokenizer_digest
-
-        alone = list(dict.fromkeys(self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)))
-        if len(alone) < 2:
-            raise PromptError(f"a set has {len(alone)} different chunk, expected two or more. Store one with `add`.")
-        between = tokenize(tokenizer, separator) if separator is not None and len(separator) else ()
-        keys = set_keys(alone, between)
-        if not all(map(self.contains, keys)):
-            known = tokenizer_digest(tokenizer) if all(isinstance(chunk, str) for chunk in chunks) else ""
-            for chunk in compute_together(model, alone, between, known):
-                self._put(chunk, wait_s=ADD_S)
-            self.flush(ADD_S)
-        return keys
-
     def prefetch(
         self,
         model: nn.Module,

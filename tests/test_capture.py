@@ -267,9 +267,8 @@ def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, p
 
 
 def test_add_refuses_an_empty_chunk_by_its_number(shared_model):
-    for add in (ChunkStore.open("memory://").add, ChunkStore.open("memory://").add_together):
-        with pytest.raises(PromptError, match=r"chunk 1 is \[\] and has no token"):
-            add(shared_model(), None, [CHUNK, []])
+    with pytest.raises(PromptError, match=r"chunk 1 is \[\] and has no token"):
+        ChunkStore.open("memory://").add(shared_model(), None, [CHUNK, []])
 
 
 def test_add_packs_missing_chunks_too(tiny_model):

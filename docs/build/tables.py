@@ -7,8 +7,7 @@ python docs/build/tables.py
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ SOURCES = {
     "choosing": "real_selectors",
     "scored": "real_selectors",
     "ends": "real_selectors",
-    "together": "frontier",
 }
 CHARGES = (0.0, 0.05, 0.15, 0.3, 1.15)  # at which selectors are compared on the page; 1.15: behind a full prefill
 ENDS = {  # rows of the short table: selector and the charge that was asked for
@@ -79,12 +77,6 @@ FRONTIER = (  # rows of the table of what chunks are computed behind: name, sele
     ("`boundary`", "boundary@text", 0.3),
     ("`ramp`", "ramp@text", 0.3),
     ("`ramp`, corrected", "ramp+trained@text", 0.3),
-)
-TOGETHER = (  # rows of the table of chunks that were computed together
-    ("full reuse", "none+together", 0.0),
-    ("`boundary`", "boundary+together", 0.02),
-    ("`boundary`", "boundary+together", 0.05),
-    ("`boundary`", "boundary+together", 0.1),
 )
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
@@ -167,17 +159,17 @@ def _choosing(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _frontier(document: dict[str, Any], rows: Sequence[tuple[str, str, float]] = FRONTIER) -> list[str]:
+def _frontier(document: dict[str, Any]) -> list[str]:
     """What is left of full reuse's KL divergence by what chunks are computed behind."""
     found = {
         (row["model"], row["task"], row["selector"], row["target"]): row
         for row in document["rows"]
         if row["half"] == "both"
     }
-    selectors = {name for _, name, _ in rows}
+    selectors = {name for _, name, _ in FRONTIER}
     asked = list(dict.fromkeys((model, task) for model, task, name, _ in found if name in selectors))
     lines = _head("chunks, selector | charged", (f"{model}, {task}" for model, task in asked))
-    for name, *key in rows:
+    for name, *key in FRONTIER:
         own = [found.get((*one, *key)) for one in asked]
         cells = [f"{_kl_and_first(row)}; n = {row['n']}" if row else "" for row in own]
         lines.append(f"| {name} | {100 * key[1]:.0f} % | {' | '.join(cells)} |")
@@ -324,7 +316,6 @@ TABLES = {
     "frontier": _frontier,
     "frontier_limit": _limit,
     "real_answers": _answers,
-    "together": partial(_frontier, rows=TOGETHER),
     "scored": _scored,
     "images_read": _images_read,
     "support": _support,

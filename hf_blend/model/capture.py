@@ -3,7 +3,7 @@
 """Compute the KV of chunks, each alone: behind a fixed sink, with nothing else before it, the sink cut off.
 
 KV is never cut out of a live request: what another prompt put before a chunk would travel with it, unseen. What is
-before it is fixed: BOS and a short text (`context`), what the caller named, or the others of its set (`together`).
+before it is fixed: BOS and a short text (`context`), or what the caller named.
 
 Products of weights and tokens cost less per token, the more tokens there are. So a model's chunks are computed in one
 row of a batch, each at positions of its own, kept apart by masks, where a probe shows that none depends on the others:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from ..config import BlendConfig
 from ..model.anatomy import text_config
 from ..model.canary import canary_of, compute_chunk, compute_chunks, is_of_model
 from ..model.capture import packs
-from ..model.together import compute_together, set_identity, set_keys
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime
 from ..store import ChunkStore
@@ -166,7 +164,6 @@ class Planner:
         self._model, self._store = model, store
         self._fingerprint, self._chunk_prefix_ids = fingerprint, chunk_prefix_ids
         self._identity = store.identity(fingerprint)  # of chunks; what a prompt begins with is never corrected
-        self._sets: dict[str, list[ChunkKey]] = {}  # of chunks that were computed together, by what names them
         self.placeholders = frozenset[int]()  # no chunk that holds one is looked up, or computed alone
         self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
         self.report = BlendReport()  # to which is added what planning costs
@@ -230,9 +227,6 @@ class Planner:
             found = self._store.find(self._identity, self._chunk_prefix_ids, row.ids)
             new = [one for one in found if not any(map(Span(one.start, (), 0, one.tokens).overlaps, given))]
             spans = sorted(spans + new, key=lambda one: one.start)
-        alone = list(dict.fromkeys(span.key for span in spans))
-        spans = of_set(self._store, spans, row.ids)
-        self._sets.update({span.key.fingerprint: alone for span in spans if span.key not in alone})
         if at_beginning and given and given[0].start == given[0].first == 0:  # nothing is before it, so it is exact
             key = _known_key(self._fingerprint, (), given[0].token_ids, self._store.namespace)
             spans[0] = spans[0]._replace(key=key)
@@ -305,7 +299,6 @@ class Planner:
                 missing.append(key)
                 continue
             self.report.loaded_chunks += 1
-            self.report.chunks_of_sets += key.fingerprint in self._sets
             plan.tokenizers |= {chunk.tokenizer} - {""}
             self._canaries.add(chunk.canary)
             self._fetched[key] = chunk
@@ -317,9 +310,7 @@ class Planner:
         What a prompt begins with stays alone: so it is what a prefix cache holds, bit for bit.
         """
         began_s = time.perf_counter()
-        alone = [
-            key for key in missing if key in first or key.token_ids in self.images or key.fingerprint in self._sets
-        ]
+        alone = [key for key in missing if key in first or key.token_ids in self.images]
         together = packs(self._model, [key for key in missing if key not in alone])
         canary_of(self._model)  # found here once, and known where the chunks are computed
         self.report.check_ms += 1e3 * (time.perf_counter() - began_s)
@@ -337,35 +328,10 @@ class Planner:
         plan.kept_ratio = sum(tokens[key] for key in tokens if self._store.contains(key)) / sum(tokens.values())
 
     def _compute(self, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
-        if keys[0].fingerprint in self._sets:
-            of_set, separator = self._sets[keys[0].fingerprint], keys[0].chunk_prefix_ids
-            computed = compute_together(self._model, of_set, separator, self._tokenizer)
-            return [chunk for chunk in computed if chunk.key in keys]
         image = self.images.get(keys[0].token_ids)
         if image is not None:
             return [compute_chunk(self._model, keys[0], self._tokenizer, image)]
         return compute_chunks(self._model, keys, self._tokenizer, self._store.correction)
-
-
-def of_set(store: ChunkStore, spans: list[Found], ids: Sequence[int]) -> list[Found]:
-    """The same chunks as they are among each other, where this set of them was computed together.
-
-    If it was with several separators, the one that most tokens between them in the prompt are of, or the shortest.
-    """
-    keys = list(dict.fromkeys(span.key for span in spans))
-    separators = store.prefixes_of(set_identity(keys)) if len(keys) > 1 else set[tuple[int, ...]]()
-    if not separators:
-        return spans
-    gaps = [tuple(ids[left.start + left.tokens : right.start]) for left, right in pairwise(spans)]
-    separator = max(separators, key=lambda one: (len(one) * sum(_holds(gap, one) for gap in gaps), -len(one), one))
-    known = dict(zip(keys, set_keys(keys, separator), strict=True))
-    together = [span._replace(key=known[span.key]) for span in spans]
-    return [one if store.contains(one.key) else span for one, span in zip(together, spans, strict=True)]
-
-
-def _holds(ids: tuple[int, ...], part: tuple[int, ...]) -> bool:
-    """Whether some ids are in a row among others."""
-    return any(ids[at : at + len(part)] == part for at in range(len(ids) - len(part) + 1))
 
 
 @lru_cache(maxsize=1024)

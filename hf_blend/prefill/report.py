@@ -66,7 +66,6 @@ class BlendReport:
         exact_tokens: those with stored KV that a full prefill would have computed just so; never recomputed.
         computed_chunks: chunks that were missing, and were computed and stored for this request.
         loaded_chunks: chunks that came from the store.
-        chunks_of_sets: those of them that were computed together with the others of the prompt (`add_together`).
         refused_chunks: chunks whose stored KV was not that of their tokens; computed like a question.
         full_prefills: full prefills that a selector asked for; research only.
         realign_ms: host time for moving stored KV to its place.
@@ -95,7 +94,6 @@ class BlendReport:
     exact_tokens: int = 0
     computed_chunks: int = 0
     loaded_chunks: int = 0
-    chunks_of_sets: int = 0
     refused_chunks: int = 0
     full_prefills: int = 0
     realign_ms: float = 0.0
@@ -201,7 +199,6 @@ class BlendReport:
             f"{self.prompt_tokens} tokens: {self.exact_tokens} exact, {self.reusable_tokens} reusable, of which "
             f"{sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, charged "
             f"{self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed; "
-            f"{f'{self.chunks_of_sets} as they are among each other; ' if self.chunks_of_sets else ''}"
             f"{f'{self.seam_tokens} of their tokens differ at seams; ' if self.seam_tokens else ''}"
             f"{loaded}check {self.check_ms:.1f} ms, "
             f"realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms{self.notice and f'; {self.notice}'}"

@@ -31,7 +31,6 @@ from ..model.anatomy import decoder_layers, default_sink
 from ..model.canary import compute_chunk
 from ..model.fingerprint import fingerprint
 from ..model.modality import KINDS_OF_TOKENS
-from ..prefill.plan import of_set
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, Found
@@ -410,7 +409,7 @@ class BlendedPrefills:
 
     def _spans(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> Spans:
         """The chunks of a prompt that are stored now; one may be evicted, or come from another server, at any time."""
-        spans = of_set(reuse.store, reuse.store.find(identity, self._prefix(reuse, identity), token_ids), token_ids)
+        spans = reuse.store.find(identity, self._prefix(reuse, identity), token_ids)
         return [span for span in spans if span.start + span.tokens < len(token_ids)]
 
     def _missing(self, reuse: Reuse, identity: str) -> list[ChunkKey]:

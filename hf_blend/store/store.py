@@ -256,13 +256,10 @@ class BaseStore:
             ChunkKey(fingerprint, tuple(chunk_prefix_ids), unpack_tokens(packed), self.namespace) if packed else None
         )
 
-    def prefixes_of(self, fingerprint: str) -> set[tuple[int, ...]]:
-        """Give the tokens that stood before chunks of a fingerprint, each once; empty if there is no such chunk."""
-        return set(map(unpack_tokens, self._catalog.prefixes(fingerprint)))
-
     def longest_prefix(self, fingerprint: str) -> tuple[int, ...]:
         """Give the most tokens that chunks of a fingerprint are behind; empty if there is no such chunk."""
-        return max(self.prefixes_of(fingerprint), key=lambda ids: (len(ids), ids), default=())
+        prefixes = map(unpack_tokens, self._catalog.prefixes(fingerprint))
+        return max(prefixes, key=lambda ids: (len(ids), ids), default=())
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """Count the chunks of a model that are known, and those of all models, in the store's namespace."""

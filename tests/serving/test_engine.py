@@ -3,7 +3,6 @@
 """Served with others, a request gets the answer that it gets alone; the engine survives what befalls its requests."""
 
 import importlib
-import itertools
 import json
 import random
 import sys
@@ -110,37 +109,6 @@ def test_served_answers_over_corrected_chunks_are_those_of_lone_requests(model, 
         answers, outcomes = serve_at_random(bench, model, store, asks, 6, recompute_ratio=RATIO, stall_s=0.0)
         assert {outcome.how for outcome in outcomes} >= {"blended"}
         assert answers == bench.alone(model, store, asks, recompute_ratio=RATIO)
-
-
-def test_served_answers_over_a_set_that_was_computed_together_are_those_of_lone_requests(model, bench, store):
-    chunks, found = bench.workload.library[:3], []
-    asks = [
-        bench.Ask([1, *bench.draw(4, 7), *a, *b, *c, *bench.draw(9, 3)]) for a, b, c in itertools.permutations(chunks)
-    ]
-    store.add(model, None, chunks)
-    for _ in range(2):
-        answers, _ = serve_at_random(bench, model, store, asks, 6, recompute_ratio=RATIO, stall_s=0.0)
-        found.append(answers)
-        assert answers == bench.alone(model, store, asks, recompute_ratio=RATIO)
-        store.add_together(model, None, chunks, separator=())
-    assert found[0] != found[1], "the second time they are as they are among each other"
-
-
-def test_of_sets_with_several_separators_each_prompt_gets_its_own(model, bench, store):
-    chunks, separators = bench.workload.library[:3], [(7, 9), (9, 7), (), (7,)]
-    asks = [
-        bench.Ask([1, *bench.draw(4, 7), *chunks[0], *one, *chunks[1], *one, *chunks[2], *bench.draw(9, 3)])
-        for one in [*separators, (5, 6)]
-    ]
-    found = []
-    store.add(model, None, chunks)
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        for new in ([], separators[:2], separators[2:]):  # blocks are kept from each round to the next
-            for one in new:
-                store.add_together(model, None, chunks, separator=one)
-            found.append(bench.answers(engine, asks))
-            assert found[-1] == bench.alone(model, store, asks, recompute_ratio=RATIO)
-    assert found[0] != found[1] != found[2]
 
 
 def test_the_model_is_left_as_it_was(model, bench, stored, untouched):
