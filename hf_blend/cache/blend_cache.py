@@ -464,7 +464,7 @@ class BlendCache(Cache):
 
         transformers makes a mask for one token at a time only for such a cache. Without a mask the stock sdpa function
         leaves grouped heads to torch's `enable_gqa`, which on a CPU takes 1.6 times as long over 16,000 keys
-        (benchmarks/LOG-archive.md).
+        (benchmarks/LOG.md).
         """
         if super().is_compileable:  # first: in compiled code a length is a tensor
             return True
