@@ -3,6 +3,7 @@
 """What the documents say runs, is so, and is what the committed results say, also in examples and in the guide."""
 
 import copy
+import importlib
 import json
 import re
 import runpy
@@ -21,7 +22,7 @@ from worlds import reference_questions
 
 import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
-from hf_blend.errors import PluginNotFoundError
+from hf_blend.errors import MissingExtraError, PluginNotFoundError
 from hf_blend.evaluation.demo.request import DemoRequest
 from hf_blend.verify.runner import check_names
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, small_tokenizer
@@ -158,6 +159,33 @@ def test_the_reference_names_no_method_that_is_not_there():
 
 
 STEP = re.compile(r"^\* `([\w/]+\.py)` (`[\w.]+`(?:, `[\w.]+`)*)", re.MULTILINE)
+
+
+IMPORTED = re.compile(r"^ *(?:\| `)?from (hf_blend[\w.]*) import ([\w, ]+)", re.MULTILINE)
+
+
+def imported(text):
+    return [(module, name) for module, names in IMPORTED.findall(text) for name in names.split(", ")]
+
+
+def test_stability_says_of_every_public_name_once_what_it_is_and_each_path_imports():
+    listed = imported((ROOT / "docs" / "stability.md").read_text("utf-8"))
+    assert len(listed) == len({*listed})
+    assert {name for module, name in listed if module == "hf_blend"} == {*hf_blend.__all__, "plugins"} - {
+        "__version__"
+    }
+    for module, name in listed:
+        try:
+            assert hasattr(importlib.import_module(module), name) or importlib.import_module(f"{module}.{name}")
+        except MissingExtraError:
+            assert module.startswith("hf_blend.integrations."), module
+
+
+def test_stability_lists_every_path_that_a_page_imports():
+    texts = [path.read_text("utf-8") for path in PAGES]
+    texts = ["\n".join(re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL)) for text in texts]
+    listed = imported((ROOT / "docs" / "stability.md").read_text("utf-8"))
+    assert {*imported("\n".join(texts))} <= {*listed}
 
 
 def test_the_page_names_what_is_called_in_the_order_in_which_it_is_called():
