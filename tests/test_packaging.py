@@ -4,6 +4,7 @@
 
 import ast
 import configparser
+import importlib.util
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import SpaceCard
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -36,6 +38,11 @@ def requirements(*texts: str) -> list[Requirement]:
     """Parse requirements, one a line, leaving out comments and our own extras."""
     lines = [line.strip() for text in texts for line in text.split("\n") if line and not line.startswith("#")]
     return [wanted for wanted in map(Requirement, lines) if wanted.name != "hf-blend"]
+
+
+def workflow(name: str) -> dict:
+    """A workflow of the repository."""
+    return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text("utf-8"))
 
 
 def names(wanted: list[Requirement]) -> set[str]:
@@ -86,6 +93,43 @@ def test_the_pins_are_exact_and_allowed_and_the_oldest_transformers_is_the_oldes
     assert version in wanted.specifier
     assert f">={version.removesuffix('.0')}" in str(wanted.specifier)
     assert names(OLDEST) <= names(PINS), "only what differs from the tested versions"
+
+
+def test_the_workflow_tests_every_python_and_the_oldest_and_pinned_transformers():
+    matrix = workflow("tests")["jobs"]["test"]["strategy"]["matrix"]
+    named = re.findall(r"Python :: (3\.\d+)", SETUP["metadata"]["classifiers"])
+    assert matrix["python"] == named
+    pins = [str(pin.specifier)[2:] for pin in (*OLDEST, *PINS) if pin.name == "transformers"]
+    assert {pin.rpartition(".")[0] for pin in pins} <= {*matrix["transformers"]}
+
+
+def test_workflows_call_only_targets_of_make_that_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        steps = [step for job in workflow(path.stem)["jobs"].values() for step in job["steps"]]
+        called = re.findall(r"\bmake ([a-z-]+)", "\n".join(step.get("run", "") for step in steps))
+        assert {*called} <= targets, path.name
+
+
+def test_the_release_is_published_without_a_token():
+    publish = workflow("release")["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert "secrets." not in (ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8")
+
+
+def test_the_citation_and_the_hook_of_ruff_name_the_versions_that_are_here():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == __version__
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    (ruff,) = [pin for pin in PINS if pin.name == "ruff"]
+    assert hooks[0]["rev"] == f"v{str(ruff.specifier)[2:]}"
+
+
+def test_mypy_is_strict_with_modules_that_exist():
+    (section,) = [name for name in SETUP.sections() if name.startswith("mypy-hf_blend")]
+    for module in section.removeprefix("mypy-").split(","):
+        assert importlib.util.find_spec(module), module
+        path = Path(importlib.util.find_spec(module).origin)
+        assert module == "hf_blend" or path.name != "__init__.py", f"{module}: only its __init__ would be checked"
 
 
 def test_make_calls_only_commands_and_programs_that_exist():
