@@ -1,13 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of a real model to a question that a small one can answer: the year in which one of six persons was born.
+"""Answers of a real model to questions that it can answer: the year in which one of six persons, or the older of two
+of them, was born.
 
     python benchmarks/real_answers.py run --data hotpotqa.jsonl musique.jsonl --methods none=0 boundary=0.1
+    python benchmarks/real_answers.py run --hops 2 --model qwen2.5-coder-1.5b --dtype bfloat16 --data …
     python benchmarks/real_answers.py table
 
 The persons are those of the data whose passage begins with their name and gives the year of birth in parentheses. A
-prompt has the passages of six of them in random order, and asks for the year of one. The answer is the year, of those
-in which the six were born, that the model finds most likely behind the prompt; each person is asked about in turn.
+prompt has the passages of six of them in random order, and asks for the year of one (one hop), or of the older of two
+(two hops). The answer is the year, of those in which the six were born, that the model finds most likely behind the
+prompt; each person is asked about in turn.
 Nothing is chosen by these prompts: the methods are fixed before. `run` appends a row per prompt and method and skips
 what is there; methods and charges are written as for `real_selectors.py`. `table` writes
 `benchmarks/results/real_answers.json`, with intervals over persons.
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import parted_models
 import torch
 from real_selectors import Bench, Method, command_line
 from transformers import DynamicCache
@@ -49,7 +53,7 @@ def read_persons(paths: Sequence[Path]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def draw(persons: dict[str, tuple[str, str]], number: int) -> dict[str, Any]:
+def draw(persons: dict[str, tuple[str, str]], number: int, hops: int = 1) -> dict[str, Any]:
     """Make a prompt: `id, person, chunks, question`, the year, and the years of the others."""
     names = sorted(persons)
     random.Random(SEED).shuffle(names)
@@ -57,12 +61,17 @@ def draw(persons: dict[str, tuple[str, str]], number: int) -> dict[str, Any]:
     rng = random.Random(f"{SEED}-{number}")
     shown = [asked, *rng.sample([name for name in names if name != asked], PASSAGES - 1)]
     rng.shuffle(shown)
-    year = persons[asked][1]
+    year, question = persons[asked][1], f"In which year was {asked} born?"
+    if hops == 2:
+        other = rng.choice([name for name in shown if persons[name][1] != year])
+        year = min(year, persons[other][1])
+        first, second = rng.sample([asked, other], 2)
+        question = f"In which year was the older one of {first} and {second} born?"
     return {
         "id": number,
         "person": asked,
         "chunks": [persons[name][0] for name in shown],
-        "question": f"In which year was {asked} born?",
+        "question": question,
         "year": year,
         "others": sorted({persons[name][1] for name in shown} - {year}),
     }
@@ -82,20 +91,20 @@ def most_likely(bench: Bench, logits: torch.Tensor, cache: Any, years: Sequence[
 
 def run(asked: argparse.Namespace) -> None:
     """Measure what is not yet in the file."""
-    bench = Bench(asked.model, {}, dict(asked.correction))
+    bench = Bench(parted_models.locate(asked.model), {}, dict(asked.correction), dtype=asked.dtype)
     persons = read_persons(asked.data)
-    path = asked.rows / f"{bench.name}.jsonl"
+    path = asked.rows / f"{asked.model}{'-2hops' if asked.hops == 2 else ''}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
     done = {(line["id"], line["method"]) for line in lines}
     methods = [Method(text, bench.corrections) for text in asked.methods]
     stores = {method.correction: bench.store(method.correction) for method in methods}
-    apart = [draw(persons, -1), draw(persons, -2)]
+    apart = [draw(persons, number, asked.hops) for number in (-1, -2)]
     ratios = {method.text: bench.ratio(method, apart) for method in methods}
     print(len(persons), "persons", ratios, flush=True)
     with path.open("a", encoding="utf-8") as file:
         for number in range(asked.start, asked.start + asked.limit):
-            row = draw(persons, number)
+            row = draw(persons, number, asked.hops)
             open_methods = [method for method in methods if (number, method.text) not in done]
             for line in _answers(bench, row, open_methods, stores, ratios, (number, "full") not in done):
                 known = {"id": number, "person": row["person"], "year": row["year"], "choices": 1 + len(row["others"])}
@@ -173,6 +182,8 @@ def main() -> None:
     parser, _, measure, _ = command_line(__doc__, "real_answers", run, table)
     measure.add_argument("--data", type=Path, nargs="+", required=True)
     measure.add_argument("--methods", nargs="+", required=True)
+    measure.add_argument("--hops", type=int, choices=(1, 2), default=1)
+    measure.add_argument("--dtype", default="auto")
     measure.add_argument("--start", type=int, default=0)
     measure.add_argument("--limit", type=int, default=320)
     asked = parser.parse_args()

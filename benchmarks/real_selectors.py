@@ -147,15 +147,21 @@ class Bench:
         contexts: name → text that each chunk is computed behind, instead of BOS; `text` is the library's own.
         corrections: name → file of `hf-blend fit`.
         task: whose prompts are asked.
+        dtype: of the weights; as they are stored where left out.
     """
 
     def __init__(
-        self, model: str, contexts: dict[str, str], corrections: dict[str, str] | None = None, task: Task = Task()
+        self,
+        model: str,
+        contexts: dict[str, str],
+        corrections: dict[str, str] | None = None,
+        task: Task = Task(),
+        dtype: str = "auto",
     ) -> None:
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         self.name = Path(model).name
-        self.model, self.tokenizer = load_model(model)
+        self.model, self.tokenizer = load_model(model, dtype=dtype)
         self.is_chat = bool(self.tokenizer.chat_template)
         self.contexts = {
             "": default_sink(self.model),

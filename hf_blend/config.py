@@ -78,7 +78,7 @@ class BlendConfig:
     """
 
     recompute_ratio: float = 0.15
-    selector: str = "ramp"
+    selector: str = "expected-error"
     selector_options: Mapping[str, Any] = field(default_factory=Options)
     corrector: str = "none"
     corrector_options: Mapping[str, Any] = field(default_factory=Options)
