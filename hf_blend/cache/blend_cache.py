@@ -693,12 +693,14 @@ class BlendCache(Cache):
             if reason:
                 _warn_once(reason)
 
-    def _probe(self, hear: Hear, layers: Sequence[int], anchors: Tensor | None) -> None:
+    def _probe(
+        self, hear: Hear, layers: Sequence[int], anchors: Tensor | None = None, rows: int | None = None
+    ) -> None:
         """A pass of the question alone, in the middle of a forward."""
         prefill: Any = self.prefill
         request, own, snapshots = prefill.context.request, self._token_layers, self._before.snapshots
         suspended = [layer.suspend(known, request.past) for layer, known in zip(own, snapshots, strict=True)]
-        self.prefill = probe = prefill.probe(AttentionObserver(hear, layers, anchors), self._spare_layers)
+        self.prefill = probe = prefill.probe(AttentionObserver(hear, layers, anchors, rows), self._spare_layers)
         try:
             with self._hooks.inside():
                 plan = probe.context.plan

@@ -29,7 +29,7 @@ from ..model.attention import AttentionCapture, StopForward
 from ..model.extras import LayerExtra
 from ..model.row_masks import looks_ahead
 from ..rotary.tables import Table, rotary_table
-from ..selectors.base import KV, Hear, Selector
+from ..selectors.base import KV, Selector
 from .arguments import RowArguments
 from .buffers import LayerBuffers
 from .layer_kind import LayerKind, StatelessKind
@@ -58,7 +58,7 @@ class PrefillContext:
     realigner: Realigner
     selector: Selector
     corrector: Corrector
-    probe: Callable[[Hear, Sequence[int], Tensor | None], None]
+    probe: Callable[..., None]  # see `TokenView.probe`
     extras: Sequence[LayerExtra | None] = ()
     observer: AttentionObserver | None = None
     loader: Any = None  # loads chunks in part; None: they are written whole
@@ -279,6 +279,11 @@ class Prefill:
         if min(total) == self.width:
             return
         known = plan.fresh(with_reusable=counts == plan.stored_counts and any(counts))
+        observer = context.observer
+        if context.is_probe and observer is not None and observer.rows is not None:
+            known = plan.sampled(observer.rows)
+            total = known.sum(axis=1).tolist()
+            observer.computed = torch.from_numpy(known | ~plan.fresh(with_reusable=False)).to(device)
         is_known = min(total) == max(total) and counts in (plan.stored_counts, nothing)
         if is_known and not self._needs_same_columns:
             self._rows = Rows.at([np.flatnonzero(row).tolist() for row in known], device)

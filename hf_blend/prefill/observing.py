@@ -10,6 +10,7 @@ own attention follows. Nothing else is computed, and the device is asked once, a
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -33,27 +34,52 @@ IMPORTANT_SHARE = 0.25  # of a prompt's stored tokens are called important (IMPR
 class AttentionObserver:
     """Stands in the place of each layer's attention: tells what is looked at, and attends."""
 
-    def __init__(self, hear: Hear, layers: Sequence[int] | None = None, anchors: Tensor | None = None) -> None:
-        """Prepare to listen to some layers, while attention looks at some anchors only, `[batch, columns]`."""
-        self._hear, self._layers, self._anchors = hear, layers, anchors
+    def __init__(
+        self,
+        hear: Hear,
+        layers: Sequence[int] | None = None,
+        anchors: Tensor | None = None,
+        rows: int | None = None,
+    ) -> None:
+        """Prepare to listen to some layers, while attention looks at some anchors only, `[batch, columns]`.
+
+        A probe that listens computes no more than `rows` of the question's rows; the others are looked at by none.
+        """
+        self._hear, self._layers, self._anchors, self.rows = hear, layers, anchors, rows
+        self.computed: Tensor | None = None  # `[batch, columns]`: False on the question's columns that are left out
         self.last = None if layers is None else layers[-1]
 
     def takes(self, index: int) -> bool:
         """Whether a layer's attention is taken; the others attend as they do without a listener."""
-        return self._layers is None or self._anchors is not None or index in self._layers
+        looks_at_all = self._anchors is None and self.computed is None
+        return self._layers is None or not looks_at_all or index in self._layers
 
     def take(self, index: int, attended: Attention) -> tuple[Tensor, None]:
         """Tell of a layer, then give what its attention gives, `[batch, rows, heads, value_dim]`."""
+        weights, own = None, replace(attended, charge=_nothing)  # what the layer does in any case is not charged again
         if self._layers is None or index in self._layers:
-            weights = attended.weights(slice(None))
+            charged = own if self._anchors is None and index != self.last else attended
+            weights = charged.weights(slice(None), self._seen(attended, self.computed))
             self._hear(index, attended, weights)
         if index == self.last:
             raise StopForward
-        if self._anchors is not None:  # these are seen, and all that is in the cache or has no place among the columns
-            seen = attended.keys.new_ones(len(self._anchors), 1, attended.keys.shape[2], dtype=torch.bool)
-            seen[:, 0, attended.past : attended.past + self._anchors.shape[1]] = self._anchors.to(seen.device)
-            weights = attended.weights(slice(None), seen)
-        return attended.outputs(weights).to(attended.queries.dtype).transpose(1, 2).contiguous(), None
+        if weights is None or self._anchors is not None:
+            is_seen = self.computed if self._anchors is None else self._anchors
+            weights = own.weights(slice(None), self._seen(attended, is_seen))
+        return own.outputs(weights).to(attended.queries.dtype).transpose(1, 2).contiguous(), None
+
+    @staticmethod
+    def _seen(attended: Attention, columns: Tensor | None) -> Tensor | None:
+        """These columns, `[batch, columns]`, and all keys in the cache or without a place among the columns."""
+        if columns is None:
+            return None
+        seen = attended.keys.new_ones(len(columns), 1, attended.keys.shape[2], dtype=torch.bool)
+        seen[:, 0, attended.past : attended.past + columns.shape[1]] = columns.to(seen.device)
+        return seen
+
+
+def _nothing(flops: Any) -> None:
+    """Charge nothing."""
 
 
 def attention_of(

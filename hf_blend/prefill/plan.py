@@ -116,6 +116,25 @@ class Plan:
         found: np.ndarray = real & ~(exact if with_reusable else exact | reusable)
         return found
 
+    def sampled(self, rows: int) -> np.ndarray:
+        """`[batch, tokens]`: the `fresh` columns that a probe computes, behind the first reusable one `rows` at most.
+
+        These are of the question, behind the last reusable column: half of them its last, the others at equal
+        distances. Between chunks none is computed.
+        """
+        active = self.fresh(with_reusable=False)
+        for line, reusable in zip(active, self._marks[1], strict=True):
+            if not reusable.any():
+                continue
+            first, *_, last = (*np.flatnonzero(reusable)[[0, -1]],)
+            line[first:last] = False
+            question = np.flatnonzero(line[last:]) + last
+            if len(question) > rows:
+                tail = max(1, rows // 2)
+                spread = np.linspace(0, len(question) - tail - 1, rows - tail).round().astype(int)
+                line[np.delete(question, [*spread, *range(len(question) - tail, len(question))])] = False
+        return active
+
     def token_table(self) -> Tensor:
         """`[4, batch, tokens]`: number of the chunk, place in it, its length, 1 for an image; -1: cannot be chosen."""
         if self._table is not None:

@@ -50,8 +50,9 @@ class TokenView:
         stored_alone: stored (K, V) of a layer at the tokens of this view, K rotated for where each chunk was computed,
             zero where nothing is stored; needs nothing computed.
         probe: for selectors with `needs_question`: runs the question alone over the stored KV of all chunks, charged.
-            `probe(hear, layers, anchors)` tells `hear` of some layers, increasing, and runs no further; with
-            `anchors`, `[batch, columns]`, the question itself looks at those only, while `hear` receives all.
+            `probe(hear, layers, anchors, rows)` tells `hear` of some layers, increasing, and runs no further; with
+            `anchors`, `[batch, columns]`, the question itself looks at those only, while `hear` receives all; with
+            `rows`, no more than so many of the question's rows are computed, half of them its last.
         num_layers: how many layers the model has.
         images: `[batch, tokens]`, True for tokens of an image's chunk; None where nothing is known of images.
     """
@@ -66,7 +67,7 @@ class TokenView:
     full_prefill: Callable[[], Sequence[KV]] = _unavailable
     stored_at: Callable[[int], KV] = _unavailable
     stored_alone: Callable[[int], KV] = _unavailable
-    probe: Callable[[Hear, Sequence[int], Tensor | None], None] = _no_question
+    probe: Callable[..., None] = _no_question
     num_layers: int = 1
     images: Tensor | None = None
 
