@@ -40,7 +40,7 @@ def view(seeds=(0,), pad=0):
     return TokenView(
         CHECK, columns, number >= 0, number, offset, length,
         lambda part: (fresh[CHECK][part], stored[CHECK][part]), lambda: truth, stored.__getitem__, stored.__getitem__,
-        lambda *given: _probe(attention, *given), LAYERS,
+        lambda *given, **rows: _probe(attention, *given, **rows), LAYERS,
     )  # fmt: skip
 
 
@@ -57,9 +57,9 @@ def _attention(seeds, columns, pad):
     return Attention(queries, keys, values, columns, 0, mask[:, None], 6**-0.5)
 
 
-def _probe(attention, hear, layers, anchors):
+def _probe(attention, hear, layers, anchors=None, rows=QUESTION):
     """Tell of the same attention, of the last rows only, as if it were that of every layer."""
-    rows = slice(-QUESTION, None)
+    rows = slice(-min(rows, QUESTION), None)
     part = replace(
         attention, queries=attention.queries[:, :, rows], columns=attention.columns[:, rows],
         mask=attention.mask[:, :, rows],

@@ -113,6 +113,7 @@ class Prefill:
         context = self.context
         keep_all = all(getattr(layer, "keeps_all", False) for layer in context.layers)
         shares = keep_all and not (self._buffers.used or context.loader or context.corrector.is_active)
+        shares = shares and not torch.is_grad_enabled()  # a probe records none, so what it opens could not be written
         layers, report = context.layers if shares else spare_layers(), BlendReport(_costs=context.report._costs)
         self._kind.pause()  # its layer may be the one that this forward is in
         made = replace(context, layers=layers, report=report, observer=observer, is_probe=True, shares_layers=shares)
