@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.errors import ConfigError
 from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.prefill.rows import highest
+from hf_blend.selectors import expected_error
 from hf_blend.selectors.attention import Attention, received
 from hf_blend.selectors.base import TokenView, by_turns, layer_numbers
 
@@ -260,6 +262,39 @@ def test_query_attention_of_an_entry_of_a_batch_is_what_it_is_alone(shared_model
         padding = int((inputs["attention_mask"][row] == 0).sum())
         assert [column - padding for column in both.report.chosen_columns[row]] == alone.report.chosen_columns[0]
         torch.testing.assert_close(logits[row], own[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_expected_error_sees_what_stock_attention_of_some_rows_of_the_question_sees(shared_model, monkeypatch, family):
+    model, weights, columns = shared_model(family, "eager"), [], []
+    prompt = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [*range(30, 52)]}
+    first, rows = 58, [58, 67, 76, 77, 78, 79]  # three of the last, three of those before at equal distances
+    reuse, _, inputs = blended(model, prompt, recompute_ratio=0.0)
+    taken = expected_error._taken
+
+    def recorded(seen, shares, question):
+        weights.append(shares)
+        columns.append(seen.columns[0, question[0]].tolist())
+        return taken(seen, shares, question)
+
+    monkeypatch.setattr(expected_error, "_taken", recorded)
+    monkeypatch.setattr(expected_error, "ROWS", len(rows))
+    cache, _, _ = blended(model, prompt, selector="expected-error", recompute_ratio=0.2)
+    assert columns == [rows] * model.config.num_hidden_layers
+    stale = DynamicCache(config=model.config)
+    for index, layer in enumerate(reuse.layers):
+        stale.update(layer.keys[:, :, :first], layer.values[:, :, :first], index)
+    with torch.no_grad():
+        attentions = model(
+            inputs["input_ids"][:, rows],
+            past_key_values=stale,
+            position_ids=torch.tensor([rows]),
+            output_attentions=True,
+        ).attentions
+    for own, expected in zip(weights, attentions, strict=True):
+        torch.testing.assert_close(own[..., [*range(first), *rows]], expected, rtol=1e-3, atol=1e-4)
+        assert own.sum(dim=-1).allclose(torch.ones(()))  # the question's other rows are seen by none
+    assert len(cache.report.chosen_columns[0]) == 11
 
 
 def test_attention_weights_by_hand():
