@@ -189,7 +189,7 @@ def test_decoding_step_writes_no_more_than_its_own_tokens(model, tmp_path, monke
     written = []
     noting(monkeypatch, States, "_write", lambda states, name, data, offset: written.append(len(data)))
     ways = {**WAYS, "max_new_tokens": 80}
-    cache, _ = asked(model, memory(), ways=ways, kv_device_map="disk", offload_folder=tmp_path)
+    cache, _ = asked(model, memory(), ways=ways, selector="ramp", kv_device_map="disk", offload_folder=tmp_path)
     tokens = sum(written) / (ROW * 4)
     assert tokens == 3 + 80 + 65 + 4 + GROW_TOKENS, "each token once, the last ones not yet"
     assert len([size for size in written if size]) == 2 * 4 * 2, "the prompt, and one block"

@@ -128,6 +128,7 @@ class Plan:
                 continue
             first, *_, last = (*np.flatnonzero(reusable)[[0, -1]],)
             line[first:last] = False
+            line[self.end + 1 :] = False  # drafted tokens, whose logits are asked for as well
             question = np.flatnonzero(line[last:]) + last
             if len(question) > rows:
                 tail = max(1, rows // 2)

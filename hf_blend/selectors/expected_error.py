@@ -36,7 +36,10 @@ class ExpectedError(Selector):
             taken.append(_taken(seen, weights, view.is_question(seen.columns)).to(view.columns.device))
 
         view.probe(hear, range(view.num_layers), rows=ROWS)
-        return view.take(torch.stack(taken).mean(dim=0)) * Ramp({}).score(view) ** POWER
+        likely_error = Ramp({}).score(view) ** POWER
+        if not taken:  # the model attends without transformers' AttentionInterface
+            return likely_error
+        return view.take(torch.stack(taken).mean(dim=0)) * likely_error
 
 
 def _taken(seen: Attention, weights: Tensor, question: Tensor) -> Tensor:
