@@ -216,6 +216,7 @@ def table(arguments: argparse.Namespace) -> None:
     settings = {
         "measure": __doc__.split("\n\n")[3].replace("\n", " "),
         "seed": SEED,
+        "tokens": TOKENS[PASSAGES],
         "threads": 1,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -246,6 +247,7 @@ def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {
             "method": rule,
             "target": float(charge),
+            "ratio": round(statistics.fmean(line["ratio"] for line in own), 4),
             "charged": round(statistics.fmean(line["charged"] for line in own), 4),
             **_shares(own, unit),
             "of_random": same_charge and _of(own, [same_charge[name] for name in ids]),

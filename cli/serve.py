@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import RATIO, REAL, SELECTOR, Correction, Device, Dtype, Model, Ratio, Store, Unverified, Weights
+from hf_blend.config import BLIND_SELECTOR
+
+from .options import RATIO, REAL, Correction, Device, Dtype, Model, Ratio, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     ratio: Ratio = RATIO,
-    selector: Selector = SELECTOR,
+    selector: Selector = BLIND_SELECTOR,
     tenants: TenantsFile = None,
     api_key: ApiKey = None,
     secret_file: SecretFile = None,

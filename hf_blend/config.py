@@ -14,6 +14,8 @@ from typing import Any
 
 from .errors import ConfigError, suggest
 
+BLIND_SELECTOR = "ramp"  # the default where the choice may not depend on the question; see `default_config`
+
 
 class Options(Mapping[str, Any]):
     """A mapping that cannot change: JSON values, with lists kept as tuples. Hashable, equal to an equal dict."""
@@ -277,6 +279,15 @@ class BlendConfig:
             if name not in names:
                 raise ConfigError(f"BlendConfig has no field {name!r}. {suggest(str(name), names)}")
         return cls(**values)
+
+
+def default_config(*, is_blind: bool = False, **settings: Any) -> BlendConfig:
+    """The config where none is given; with `is_blind` its selector does not ask the question.
+
+    So it is over a store that loads chunks in part, which a look at all of them would load whole, and in the server,
+    where requests with the same documents share what was blended.
+    """
+    return BlendConfig(**({"selector": BLIND_SELECTOR} if is_blind else {}) | settings)
 
 
 def _device_name(device: int | str) -> int | str:

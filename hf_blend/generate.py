@@ -21,7 +21,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from . import plugins
 from .cache.blend_cache import BlendCache
-from .config import BlendConfig
+from .config import BlendConfig, default_config
 from .errors import ConfigError
 from .prefill.report import BlendReport
 from .store import ChunkStore
@@ -88,7 +88,8 @@ def blended(
     Raises:
         ConfigError: a setting is refused.
     """
-    merged = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
+    config = config or default_config(is_blind=store.loads_in_part)
+    merged = BlendConfig.from_dict({**config.to_dict(), **settings})
     chosen = None
     if sparse is not None:
         chosen = plugins.room("sparse.config").parsed(sparse, is_away=merged.kv_device_map is not None)

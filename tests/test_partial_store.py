@@ -368,7 +368,7 @@ def test_attention_to_other_keys_than_the_cache_has_is_refused_in_part(pieces):
     store = ChunkStore.open("memory://", partial=ANYHOW)
     store.add(model, None, given["chunks"])
     with pytest.raises(UnsupportedModelError, match=r"JetMoeAttention, attends to keys of shape.*without partial"):
-        prefilled(model, given, store=store, selector="ramp", recompute_ratio=0.3)
+        prefilled(model, given, store=store, recompute_ratio=0.3)
 
 
 def test_static_buffers_are_seen_whole_and_chunks_loaded_whole_for_them(model, tmp_path):

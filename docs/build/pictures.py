@@ -16,9 +16,8 @@ from html import escape
 from pathlib import Path
 
 from svg import INK, THEMED, Line, line_chart, page
-from tables import first_task, load_result
+from tables import DEFAULT, MODELS, REUSE, first_task, load_result, robust_rows
 
-from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, import_extra
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,29 +81,28 @@ def speed() -> str:
 
 
 def gain() -> str:
-    """The first token by full prefill, blending and full reuse, as bars; light and dark as the page around it."""
-    document = load_result("real_selectors")
-    rows = first_task(document)
-    blend, reuse = rows[f"{BlendConfig.selector}@text", 0.15], rows["none@text", 0.0]
-    bars = [("full prefill", 1.0, 0.0)]
-    bars += [(name, row["speedup"], row["kl_nats"]) for name, row in (("blending", blend), ("full reuse", reuse))]
-    parts = []
-    for place, (name, speedup, kl) in enumerate(bars):
-        y, width = 34 + 44 * place, round(330 / speedup)
-        said = f"{speedup:.1f} x as fast, KL {kl:.2f}" if kl else "1, KL 0"
-        parts += [
-            f'<text x="150" y="{y + 18}" text-anchor="end">{name}</text>',
-            f'<rect x="160" y="{y}" width="{width}" height="26" rx="3" class="bar{place}"/>',
-            f'<text x="{168 + width}" y="{y + 18}">{said}</text>',
-        ]
-    low, high = document["settings"]["tokens"]
-    prompts = f"{blend['model']}, {blend['n']} prompts of {low:,} to {high:,} tokens"
-    title = f"Time to the first token, and divergence from full prefill ({prompts})"
-    colours = ".bar0{fill:#94a3b8}.bar1{fill:#2563eb}.bar2{fill:#cbd5e1}text{fill:#1f2937}"
-    dark = ".bar0{fill:#64748b}.bar1{fill:#60a5fa}.bar2{fill:#475569}text{fill:#e5e7eb}"
+    """What reuse and the default leave of the error, and when their first token comes: two bars for each model."""
+    found = {key: rows for key, rows in robust_rows(load_result("robust")).items() if key[1] == "hotpotqa"}
+    parts, y = [], 40
+    for (model, _), rows in found.items():
+        parts.append(f'<text x="10" y="{y + 14}" font-weight="bold">{MODELS[model]}</text>')
+        for place, (name, key) in enumerate((("reuse", REUSE), ("default", DEFAULT))):
+            row, top = rows[key], y + 22 + 26 * place
+            width = max(2, round(330 * row["kl"]))
+            said = f"{row['kl']:.2f} of the error, first token {row['ttft_x']:.1f} x as fast"
+            parts += [
+                f'<text x="80" y="{top + 14}" text-anchor="end">{name}</text>',
+                f'<rect x="90" y="{top}" width="{width}" height="18" rx="3" class="bar{place}"/>',
+                f'<text x="{98 + width}" y="{top + 14}">{said}</text>',
+            ]
+        y += 84
+    counts = " to ".join(str(count) for count in sorted({rows[REUSE]["n"] for rows in found.values()}))
+    title = f"What is left of the error of reused chunks, and the first token ({counts} prompts each of HotpotQA)"
+    colours = ".bar0{fill:#94a3b8}.bar1{fill:#2563eb}text{fill:#1f2937}"
+    dark = ".bar0{fill:#64748b}.bar1{fill:#60a5fa}text{fill:#e5e7eb}"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 180" width="100%" role="img" '
-        f'style="max-width:720px" font-family="system-ui,sans-serif" font-size="14"><title>{title}</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {y}" width="100%" role="img" '
+        f'style="max-width:720px" font-family="system-ui,sans-serif" font-size="13"><title>{title}</title>'
         f"<style>{colours}@media (prefers-color-scheme:dark){{{dark}}}</style>"
         f'<text x="10" y="18" font-weight="bold">{title}</text>{"".join(parts)}</svg>'
     )

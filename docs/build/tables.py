@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from hf_blend.config import BlendConfig
 from hf_blend.model_names import from_checkout
 
 families = from_checkout("families")
 EXACT, judged = families.EXACT, families.judged
 ROOT = Path(__file__).resolve().parents[2]
+Row = dict[str, Any]
 YES, NO, UNJUDGED = "✓", "\N{EN DASH}", "?"
 # words of a reason, and what it means; the table gives the number
 REASONS = (
@@ -42,20 +44,18 @@ SOURCES = {
     "images_read": "families",
     "choosing": "real_selectors",
     "scored": "real_selectors",
-    "ends": "real_selectors",
+    "front": "robust",
 }
 CHARGES = (0.0, 0.05, 0.15, 0.3, 1.15)  # at which selectors are compared on the page; 1.15: behind a full prefill
-ENDS = {  # rows of the short table: selector and the charge that was asked for
-    "full reuse, chunks behind BOS alone": ("none", 0.0),
-    "full reuse": ("none@text", 0.0),
-    "blend, 5 %": ("ramp@text", 0.05),
-    "blend, the default": ("ramp@text", 0.15),
-    "blend, 30 %": ("ramp@text", 0.3),
-    "`boundary`": ("boundary@text", 0.15),
-    "`boundary`, behind BOS alone": ("boundary", 0.15),
-    "`kv-deviation`, behind BOS alone": ("kv-deviation", 0.15),
-    "tokens at random, behind BOS alone": ("random", 0.15),
+DEFAULT = f"{BlendConfig.selector}@text", 0.15  # a method of `robust.py`, and the charge that was asked for
+REUSE, REUSE_BEHIND_BOS = ("none@text", 0.0), ("none", 0.0)
+MODELS = {  # of `robust.py`
+    "smollm2": "SmolLM2-135M",
+    "gemma3": "Gemma 3 270M",
+    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B",
+    "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
 }
+TASKS = {"hotpotqa": "HotpotQA", "musique": "MuSiQue"}
 FRONTIER = (  # rows of the table of what chunks are computed behind: name, selector, the charge that was asked for
     ("full reuse", "none@text", 0.0),
     ("full reuse, corrected", "none+trained@text", 0.0),
@@ -222,22 +222,51 @@ def _answers(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _ends(document: dict[str, Any]) -> list[str]:
-    """Full prefill, full reuse, and blending between them, on the same prompts of a real model."""
-    rows = first_task(document)
-    shown = [(name, rows[key]) for name, key in ENDS.items() if key in rows]
-    one, (low, high) = shown[0][1], document["settings"]["tokens"]
+def robust_rows(document: dict[str, Any], chunks: int = 6) -> dict[tuple[str, str], dict[tuple[str, float], Row]]:
+    """Give the rows of each model and task by method and charge; where the default does worst comes first."""
+    found: dict[tuple[str, str], dict[tuple[str, float], Row]] = {}
+    for row in document["rows"]:
+        if row["chunks"] == chunks:
+            found.setdefault((row["model"], row["task"]), {})[row["method"], row["target"]] = row
+    return dict(sorted(found.items(), key=lambda item: -item[1][DEFAULT]["kl"] if DEFAULT in item[1] else 0.0))
+
+
+def _front(document: dict[str, Any]) -> list[str]:
+    """Full reuse and the default beside full prefill, a line for each model and task, the worst first."""
     lines = [
-        f"| {one['model']}, {one['n']} prompts of {one['task']}, {low:,} to {high:,} tokens "
-        "| charged | first token | KL | of full reuse's |",
-        "|---|---|---|---|---|",
-        "| full prefill | 100 % | 1.0 x | 0 | 0 |",
+        "| model, prompts | full reuse: error, first token | default: error, first token | full prefill's answer |",
+        "|---|---|---|---|",
     ]
-    for name, row in shown:
-        interval = "" if row["selector"] == "none" else f" [{row['low']:.2f}, {row['high']:.2f}]"
-        cells = [f"{100 * row['charged']:.0f} %", f"{row['speedup']:.1f} x as fast", f"{row['kl_nats']:.3f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} | {row['kl']:.2f}{interval} |")
+    for (model, task), rows in robust_rows(document).items():
+        cells = [f"{_kl(row)}, {row['ttft_x']:.1f} x as fast" for row in (rows[REUSE], rows[DEFAULT])]
+        same = " and ".join(f"{100 * row['same_answer']:.0f} %" for row in (rows[REUSE], rows[DEFAULT]))
+        lines.append(f"| {MODELS[model]}, {rows[REUSE]['n']} of {TASKS[task]} | {' | '.join(cells)} | {same} |")
     return lines
+
+
+def _robust(document: dict[str, Any]) -> list[str]:
+    """What every rule leaves on every model and task, and of tokens at random at the same charge."""
+    found = robust_rows(document)
+    heads = [f"{MODELS[model]}, {TASKS[task]}, n = {rows[REUSE]['n']}" for (model, task), rows in found.items()]
+    methods = sorted({key for rows in found.values() for key in rows}, key=lambda key: (key[1], key[0]))
+    lines = _head("rule | charged", heads)
+    for method, target in methods:
+        own = [rows.get((method, target)) for rows in found.values()]
+        name, _, behind = method.partition("@")
+        name = _of(name) + ("" if behind else ", behind BOS alone")
+        lines.append(f"| {name} | {100 * target:.0f} % | {' | '.join(map(_kl_of_random, own))} |")
+    return lines
+
+
+def _kl_of_random(row: Row | None) -> str:
+    """The error that is left, its median, and what that is of the error of tokens at random."""
+    if not row:
+        return ""
+    text = f"{_kl(row)}, median {row['kl_median']:.2f}"
+    if row["of_random"] and not row["method"].startswith("random"):
+        share, low, high, _ = row["of_random"]
+        text += f"; of random {share:.2f} [{low:.2f}, {high:.2f}]"
+    return text
 
 
 def _families(document: dict[str, Any]) -> list[str]:
@@ -311,7 +340,8 @@ def _support(document: dict[str, Any]) -> list[str]:
 
 TABLES = {
     "choosing": _choosing,
-    "ends": _ends,
+    "front": _front,
+    "robust": _robust,
     "families": _families,
     "frontier": _frontier,
     "frontier_limit": _limit,

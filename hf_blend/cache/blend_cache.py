@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.tokenization_utils_base import BatchEncoding
 
 from .. import plugins
-from ..config import BlendConfig
+from ..config import BlendConfig, default_config
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import decoder_layers, default_sink, text_config
 from ..model.calibrate import ensure_trusted, ignores_states
@@ -149,7 +149,8 @@ class BlendCache(Cache):
             PromptError: `chunk_prefix_ids` holds a token that stands for an image.
             OffloadError: `offload_folder` cannot be written to.
         """
-        self.config = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
+        config = config or default_config(is_blind=store.loads_in_part)
+        self.config = BlendConfig.from_dict({**config.to_dict(), **settings})
         refuse_wrapper(model)
         began_s = time.perf_counter()
         layers, digest = decoder_layers(model), structure_digest(model)
