@@ -376,7 +376,7 @@ def test_static_buffers_are_seen_whole_and_chunks_loaded_whole_for_them(model, t
     whole = ChunkStore.open(tmp_path / "whole")
     found = []
     for store in (part, whole, part):  # at first the chunks are computed
-        cache = BlendCache(model, store, recompute_ratio=0.2, max_tokens=500)
+        cache = BlendCache(model, store, selector="ramp", recompute_ratio=0.2, max_tokens=500)
         inputs = cache.inputs(None, **random_pieces((40, 40, 40)))
         found.append((model.generate(**inputs, past_key_values=cache, **GREEDY), cache.layers))
     assert cache.report.partial["partial_layers"] == 0 < cache.report.partial["whole_layers"]

@@ -14,9 +14,9 @@ the length of the value. Measured in benchmarks/results/robust.json.
 import torch
 from torch import Tensor
 
+from .. import plugins
 from .attention import Attention
 from .base import Selector, TokenView
-from .ramp import Ramp
 
 ROWS = 16  # of the question; 8 do worse, all no better
 POWER = 0.5  # of `ramp`'s estimate; 0.25 does as well, 0 does worse on SmolLM2 and 1 on Qwen2.5
@@ -36,7 +36,7 @@ class ExpectedError(Selector):
             taken.append(_taken(seen, weights, view.is_question(seen.columns)).to(view.columns.device))
 
         view.probe(hear, range(view.num_layers), rows=ROWS)
-        likely_error = Ramp({}).score(view) ** POWER
+        likely_error = plugins.load("selectors", "ramp")({}).score(view) ** POWER
         if not taken:  # the model attends without transformers' AttentionInterface
             return likely_error
         return view.take(torch.stack(taken).mean(dim=0)) * likely_error
