@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_blend.config import BLIND_SELECTOR
+from hf_blend.config import BLIND_RATIO, BLIND_SELECTOR
 
-from .options import RATIO, REAL, Correction, Device, Dtype, Model, Ratio, Store, Unverified, Weights
+from .options import REAL, Correction, Device, Dtype, Model, Ratio, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def serve(
     correction: Correction = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    ratio: Ratio = RATIO,
+    ratio: Ratio = BLIND_RATIO,
     selector: Selector = BLIND_SELECTOR,
     tenants: TenantsFile = None,
     api_key: ApiKey = None,

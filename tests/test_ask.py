@@ -83,7 +83,7 @@ def test_a_controller_says_what_it_decided(store, first, monkeypatch, run):
     assert row["advice"]["loaded_chunks"] == 0, "a byte a second"
     rates["disk"] = 1e15
     assert re.search(
-        "Controller: recompute 15.0%, load [1-9]", run("ask", "--controller", *SHORT, "--store", store)[2]
+        "Controller: recompute 12.0%, load [1-9]", run("ask", "--controller", *SHORT, "--store", store)[2]
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.config import BLIND_SELECTOR
+from hf_blend.config import default_config
 from hf_blend.prompt.pieces import Span, TextPrompt
 from tests.conftest import random_ids as draw
 
@@ -76,7 +76,7 @@ def batching(**settings: Any) -> ContinuousBatchingConfig:
 
 def lone_answer(model: Any, store: ChunkStore, ids: Sequence[int], *, new: int = NEW_TOKENS, **settings: Any) -> list:
     """What a request gets that is alone with a cache of its own."""
-    cache = BlendCache(model, store, **{"selector": BLIND_SELECTOR, **settings})
+    cache = BlendCache(model, store, default_config(is_blind=True), **settings)
     config = generation(max_new_tokens=new)
     output = model.generate(torch.tensor([ids]), past_key_values=cache, generation_config=config)
     return output[0, len(ids) :].tolist()
