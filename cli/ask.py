@@ -36,8 +36,8 @@ def ask(
     model: options.Model = None,
     store: options.Store = None,
     top_k: options.TopK = 8,
-    ratio: options.Ratio = options.RATIO,
-    selector: options.Selector = options.SELECTOR,
+    ratio: options.Ratio = None,
+    selector: options.Selector = None,
     partial: options.Partial = None,
     controller: options.Controller = False,
     compare: Compare = False,
@@ -71,7 +71,9 @@ def ask(
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.loading.controller import LoadingController
 
-    config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
+    config = blend_config(
+        selector, recompute_ratio=ratio, is_blind=partial is not None, allow_unverified=allow_unverified
+    )
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
     given, read = read_questions(question, documents or [], questions)

@@ -35,9 +35,9 @@ Correction = Annotated[
 Device = Annotated[str, typer.Option(help="Where the model runs, such as cuda:1; auto is a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16; auto is as they were saved.")]
 Weights = Annotated[str, typer.Option(help="8bit or 4bit, by bitsandbytes; auto is as they were saved.")]
-Ratio = Annotated[float, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
+Ratio = Annotated[float | None, typer.Option(help="Share of the reusable tokens that is recomputed, 0 to 1.")]
 Selector = Annotated[
-    str, typer.Option(help="Which tokens are recomputed: a method or a file with one, options behind it.")
+    str | None, typer.Option(help="Which tokens are recomputed: a method or a file with one, options behind it.")
 ]
 Partial = Annotated[
     float | None, typer.Option(help="Share of the stored blocks that is loaded, chosen by the question; else all.")

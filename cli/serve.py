@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_blend.config import BLIND_RATIO, BLIND_SELECTOR
-
 from .options import REAL, Correction, Device, Dtype, Model, Ratio, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, say, show
 
@@ -55,7 +53,7 @@ AccessLog = Annotated[bool, typer.Option(help="Say a line of each request, with 
 Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it that servers share, such as redis://host.")]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for all who reach this machine.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 is any free one.")]
-Selector = Annotated[str, typer.Option(help="Which tokens are recomputed: a method, with its options.")]
+Selector = Annotated[str | None, typer.Option(help="Which tokens are recomputed: a method, with its options.")]
 TenantsFile = Annotated[
     Path | None, typer.Option("--tenants", help="JSON file of tenants: name, api_key, secret of each.")
 ]
@@ -88,8 +86,8 @@ def serve(
     correction: Correction = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    ratio: Ratio = BLIND_RATIO,
-    selector: Selector = BLIND_SELECTOR,
+    ratio: Ratio = None,
+    selector: Selector = None,
     tenants: TenantsFile = None,
     api_key: ApiKey = None,
     secret_file: SecretFile = None,
@@ -119,7 +117,7 @@ def serve(
     from hf_blend.evaluation.bundled import open_model
 
     rows = _tenants(tenants, secret_file, api_key)
-    blend = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
+    blend = blend_config(selector, recompute_ratio=ratio, is_blind=True, allow_unverified=allow_unverified)
     if upstream is not None:
         _stand_before(upstream, model, blend, rows, host, port)
         return

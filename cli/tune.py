@@ -20,7 +20,8 @@ __all__ = ["tune"]
 PROMPTS_HELP = "JSONL file with chunks and question in each row, and answers if known; default: the bundled handbook."
 Prompts = Annotated[Path | None, typer.Option(help=PROMPTS_HELP)]
 Leave = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Share of full reuse's KL divergence that the choice may leave.")
+    float,
+    typer.Option(min=0.0, max=1.0, help="Share of the KL divergence of reuse behind BOS that the choice may leave."),
 ]
 Selectors = Annotated[
     list[str] | None,
@@ -41,7 +42,7 @@ Seed = Annotated[int, typer.Option(help="Of the halves, and of which pages of th
 def tune(
     model: Model = None,
     prompts: Prompts = None,
-    leave: Leave = 0.5,
+    leave: Leave = 0.35,
     selector: Selectors = None,
     ratio: Ratios = None,
     corrector: Correctors = ["none"],  # noqa: B006
@@ -57,9 +58,10 @@ def tune(
     """Choose a selector and a ratio on half of the prompts, and measure the choice on the other half.
 
     What is measured is the KL divergence of the next tokens from full prefill's, over ten tokens of its own answer, as
-    a share of what full reuse has: 0 is full prefill, 1 is full reuse. The cheapest that leaves at most --leave is
-    chosen. Exit code 1: none does, and the nearest is shown. With --correction each is measured over corrected chunks
-    as well, and the correction is chosen where that is cheaper.
+    a share of what reuse of chunks behind BOS alone has: 0 is full prefill. The cheapest that leaves at most --leave
+    is chosen, full reuse among them. With --store the choice is kept there: BlendCache(model, store) takes it. Exit code
+    1: none leaves so little, and the nearest is shown, not kept. With --correction each is measured over corrected
+    chunks as well, and the correction is chosen where that is cheaper.
 
     Examples:
         hf-blend tune --limit 4 --selector kv-deviation --ratio 0.3
@@ -70,6 +72,8 @@ def tune(
     from hf_blend.evaluation import tuning
     from hf_blend.evaluation.asking import Asker
     from hf_blend.evaluation.bundled import open_model
+    from hf_blend.model.fingerprint import fingerprint
+    from hf_blend.recipes import Recipe
 
     found = tuning.candidates(
         selector or tuning.SELECTORS, ratio or tuning.RATIOS, corrector, allow_unverified=allow_unverified
@@ -91,21 +95,27 @@ def tune(
             found,
             leave,
             corrected=askers[-1] if correction else None,
+            unit=tuning.reuse_behind_bos(network, allow_unverified),
             seed=seed,
             watch=lambda items, what: progress(items, what, quiet=json),
         )
-    document = asdict(got)
+        if is_kept := store != "memory://" and got.leaves_enough and not got.is_corrected:
+            note = f"tuned on {len(sample)} prompts: {_said(got)[0]}"
+            askers[0].store.recipes.put(fingerprint(network), Recipe(got.config, note))
+    document = {**asdict(got), "is_kept": is_kept}
     if json:
         show(document, as_json=True)
     else:
         show(
             [rounded(point) for point in document["points"]],
             header=True,
-            title=f"on {got.points[0].n} prompts, as shares of full reuse's KL",
+            title=f"on {got.points[0].n} prompts, as shares of the KL of reuse behind BOS",
         )
         show([rounded(document["choice"])], header=True, title=f"the choice, on the other {got.choice.n}")
-        for line in _said(got):
+        for line in (*_said(got), tuning.bought(got.points)):
             say(line)
+        if is_kept:
+            say(f"Kept in {store}: BlendCache(model, store) takes it where no selector is named.")
     if not got.leaves_enough:
         fail(f"No candidate leaves at most {leave:g}: the nearest is shown. Raise --leave, or give a higher --ratio.")
 
@@ -113,8 +123,8 @@ def tune(
 def _said(got: "Tuning") -> list[str]:
     one = got.choice
     lines = [
-        f"{one.candidate} leaves {one.kl:.2f} [{one.low:.2f}, {one.high:.2f}] of full reuse's KL divergence "
-        f"({got.reuse_kl:.3f} nats) at a charge of {one.charged:.3f}; first token after {one.ttft_ratio:.2f} "
+        f"{one.candidate} leaves {one.kl:.2f} [{one.low:.2f}, {one.high:.2f}] of the KL divergence of reuse behind "
+        f"BOS ({got.reuse_kl:.3f} nats) at a charge of {one.charged:.3f}; first token after {one.ttft_ratio:.2f} "
         f"[{one.ttft_low:.2f}, {one.ttft_high:.2f}] of full prefill's time; n = {one.n}, none of which chose it."
     ]
     for name, scores in (got.answers or {}).items():

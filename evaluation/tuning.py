@@ -4,8 +4,9 @@
 
 Full prefill answers each prompt greedily. A candidate prefills the same prompt from stored chunks, and the answer is
 forced on it: the KL divergence of its next-token distributions from full prefill's, mean over the answer's first
-tokens, is what it loses. What full reuse loses is the unit: 0 is full prefill, 1 is full reuse. Candidates are chosen
-among on one half of the prompts; the figures of the choice come from the other half, which it has not seen.
+tokens, is what it loses. What reuse of chunks behind BOS alone loses is the unit: 0 is full prefill, and reuse behind
+the default text, which costs nothing, is a candidate as others are. Candidates are chosen among on one half of the
+prompts; the figures of the choice come from the other half, which it has not seen.
 """
 
 import statistics
@@ -18,6 +19,7 @@ from typing import Any
 from hf_blend import plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
+from hf_blend.model.anatomy import default_sink
 
 from .answering import FULL_PREFILL, FULL_REUSE, REUSE, blend_config, ids_of, request
 from .asking import FORCED_TOKENS, Asker, Loss, Question
@@ -26,9 +28,9 @@ from .bundled import handbook_questions
 from .rows import ANSWERS, CHUNKS, QUESTION, read_rows
 from .summary import interval, share_interval
 
-SELECTORS = ("kv-deviation", "query-attention", "ramp")
-RATIOS = (0.05, 0.15, 0.3)
-LEAVE = 0.5  # of full reuse's KL divergence
+SELECTORS = ("expected-error", "query-attention", "ramp")
+RATIOS = (0.05, 0.1, 0.15)
+LEAVE = 0.35  # of the KL divergence of reuse behind BOS alone
 LEAST_KL = 1e-6  # nats: where full reuse loses no more, there is nothing to repair
 BUNDLED_PAGES = 6  # of the handbook, in one prompt
 ANSWER_TOKENS = 32  # of an answer that is scored
@@ -120,12 +122,14 @@ def tune(
     leave: float = LEAVE,
     *,
     corrected: Asker | None = None,
+    unit: Candidate | None = None,
     seed: int = 0,
     watch: Watch = lambda items, _: items,
 ) -> Tuning:
     """Choose on one half of the prompts, and measure the choice on the other.
 
-    With `corrected`, an asker over a store with a correction, each candidate is measured over its chunks, too.
+    With `corrected`, an asker over a store with a correction, each candidate is measured over its chunks, too. What
+    `unit` loses is 1; it is no candidate. Without it full reuse is.
     """
     if len(prompts) < 2:
         raise PromptError(f"got {len(prompts)} prompts, expected 2 or more: one half chooses, the other reports.")
@@ -138,24 +142,42 @@ def tune(
     if corrected:
         ways += [replace(one, name=f"{one.name}, corrected", is_corrected=True) for one in ways]
     askers = {False: asker, True: corrected or asker}
-    losses = _losses(askers, watch(shuffled[:middle], "prompts, choosing"), ways, seed)
-    points = [_point(name, own, losses[reuse.name]) for name, own in losses.items()]
+    unit, units = unit or reuse, [unit] if unit else []
+    losses = _losses(askers, watch(shuffled[:middle], "prompts, choosing"), [*units, *ways], seed)
+    points = [_point(one.name, losses[one.name], losses[unit.name]) for one in ways]
     points.sort(key=lambda point: point.charged)
     best, leaves_enough = choose(points, leave)
     chosen = next(one for one in ways if one.name == best.candidate)
     others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
     said: dict[str, list[str]] | None = {} if all(one.answers for one in prompts) else None
-    again = _losses(askers, watch(others, "prompts, reporting"), compared, seed, said)
+    again = _losses(askers, watch(others, "prompts, reporting"), [*units, *compared], seed, said)
     return Tuning(
-        _point(chosen.name, again[chosen.name], again[reuse.name]),
+        _point(chosen.name, again[chosen.name], again[unit.name]),
         {name: value for name, value in chosen.config.to_dict().items() if name in SETTINGS},
         chosen.is_corrected,
         leaves_enough,
         leave,
-        statistics.fmean(one.kl for one in again[reuse.name]),
+        statistics.fmean(one.kl for one in again[unit.name]),
         points,
         None if said is None else {name: scored(texts, others) for name, texts in said.items()},
     )
+
+
+def reuse_behind_bos(model: Any, allow_unverified: bool = False) -> Candidate:
+    """The unit: full reuse of chunks that are computed behind BOS alone."""
+    config = replace(REUSE, chunk_prefix_ids=default_sink(model), allow_unverified=allow_unverified)
+    return Candidate("full reuse, behind BOS alone", config)
+
+
+def bought(points: Sequence[Point]) -> str:
+    """Say what recomputing bought: where reuse alone is enough, and from which charge on less is left."""
+    reuse = next(point for point in points if point.charged == 0)
+    less = [point for point in points if point.kl < reuse.low]  # beyond what these prompts can tell apart
+    begin = f"Full reuse leaves {reuse.kl:.2f} [{reuse.low:.2f}, {reuse.high:.2f}] at a charge of 0"
+    if not less:
+        return f"{begin}; nothing that was tried leaves less, beyond what {reuse.n} prompts tell apart."
+    first = min(less, key=lambda point: point.charged)
+    return f"{begin}; less is left from a charge of {first.charged:.2f} on: {first.candidate} leaves {first.kl:.2f}."
 
 
 def choose(points: Sequence[Point], leave: float) -> tuple[Point, bool]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from . import plugins
 from .errors import ConfigError, PromptError, suggest
+from .recipes import Recipes
 from .store.chunk import ChunkKey
 from .store.opening import Limits, open_tiers
 from .store.seal import check_secret
@@ -31,6 +32,7 @@ class ChunkStore(BaseStore):
     """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it."""
 
     correction: "ContextCorrection | None" = None
+    recipes = Recipes()  # of a store that was not opened: none
     _prefetcher: ThreadPoolExecutor | None = None
 
     @classmethod
@@ -122,7 +124,7 @@ class ChunkStore(BaseStore):
                 limits, memories = replace(limits, tier_bytes=memories[-1].cap_bytes), []
                 tiers = [plugins.load("store.tiers", "memory")()]
         opened = make(memories, tiers, namespace=namespace, index=index, limits=limits, **given)
-        opened.correction = fitted
+        opened.correction, opened.recipes = fitted, Recipes(root / "recipes" if root else None)
         return opened
 
     def identity(self, fingerprint: str) -> str:

@@ -19,7 +19,10 @@ from hf_blend import plugins
 ROOT = Path(__file__).resolve().parent.parent
 HOMES = {"hf_blend": ROOT / "hf_blend", "hf_blend.cli": ROOT / "cli", "hf_blend.evaluation": ROOT / "evaluation"}
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; whence it imports, beside "common"
-    "common": (("errors", "version", "plugins", "config", "model_names", "store.chunk", "store.nibbles"), ()),
+    "common": (
+        ("errors", "version", "plugins", "config", "recipes", "model_names", "store.chunk", "store.nibbles"),
+        (),
+    ),
     "rotary": (("rotary",), ()),
     "selectors": (("selectors",), ()),
     "correctors": (("correctors",), ()),

@@ -245,4 +245,24 @@ def test_the_command_says_where_answers_cannot_choose_and_where_nothing_is_near_
     assert "full prefill answers 0 of 1: nothing to keep by answers" in err
     assert "No candidate leaves at most 0: the nearest is shown." in err
     assert out.count("random@0.01") >= 1
-    assert "of full reuse's KL divergence" in err
+    assert "of the KL divergence of reuse behind BOS" in err
+
+
+def test_tune_keeps_its_choice_in_a_store_on_disk_and_says_what_recomputing_bought(tmp_path, run, model_folder):
+    words = ("--limit", 2, "--selector", "boundary@0.2", "--leave", 1, "--store", tmp_path / "kv")
+    code, _, err = run("tune", "--model", model_folder, *words)
+    assert code == 0
+    assert "Full reuse leaves" in err
+    assert "Kept in" in err
+    [path] = (tmp_path / "kv" / "recipes").glob("*.json")
+    kept = json.loads(path.read_text("utf-8"))
+    assert kept["settings"]["selector"] in ("boundary", "none")
+    assert kept["source"].startswith("tuned on 2 prompts: ")
+
+
+def test_bought_names_the_charge_from_which_less_is_left():
+    reuse = replace(point("full reuse", 0.0, 0.5), low=0.4, high=0.6)
+    assert "from a charge of 0.14 on: b leaves 0.30" in tuning.bought(
+        [reuse, point("a", 0.1, 0.45), point("b", 0.14, 0.3)]
+    )
+    assert "nothing that was tried leaves less" in tuning.bought([reuse, point("a", 0.1, 0.45)])

@@ -140,7 +140,8 @@ class BlendCache(Cache):
         Args:
             model: a causal language model of transformers.
             store: where chunks are kept.
-            config: the settings; the defaults where left out.
+            config: the settings; where left out what `hf-blend tune` kept in the store for this model, or else the
+                defaults.
             **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
 
         Raises:
@@ -149,9 +150,12 @@ class BlendCache(Cache):
             PromptError: `chunk_prefix_ids` holds a token that stands for an image.
             OffloadError: `offload_folder` cannot be written to.
         """
-        config = config or default_config(is_blind=store.loads_in_part)
-        self.config = BlendConfig.from_dict({**config.to_dict(), **settings})
         refuse_wrapper(model)
+        is_given = config is not None or "selector" in settings
+        recipe = store.recipes.get(fingerprint(model)) if store.recipes and not is_given else None
+        self._recipe = recipe.source if recipe else "given by the caller" if is_given else "the default"
+        config = config or (recipe.config() if recipe else default_config(is_blind=store.loads_in_part))
+        self.config = BlendConfig.from_dict({**config.to_dict(), **settings})
         began_s = time.perf_counter()
         layers, digest = decoder_layers(model), structure_digest(model)
         self.config.ratios(len(layers))
@@ -667,6 +671,7 @@ class BlendCache(Cache):
         if known.pending.is_other:
             known.beginning = ()
         if not expected.is_begun:
+            self.report.recipe = self._recipe
             self.report.nominal_ratio = plan.config.nominal_ratio(len(self._own_layers))
             self.report.encoded_images = 0 if known.images is None else known.images.encoded
         self.report.check_ms += self._check_ms

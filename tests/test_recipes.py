@@ -1,0 +1,69 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What `hf-blend tune` kept for a model is taken where nothing is said, and only for that model."""
+
+import json
+import logging
+
+import pytest
+
+from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend.config import BLIND_SELECTOR
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.recipes import Recipe
+from tests.asking import PIECES, prefilled
+
+TUNED = Recipe({"selector": "boundary", "recompute_ratio": 0.3}, "tuned on 4 prompts")
+
+
+@pytest.fixture
+def store(tmp_path):
+    with ChunkStore.open(tmp_path / "kv") as opened:
+        yield opened
+
+
+def test_recipe_of_a_model_is_taken_said_and_survives_the_process(shared_model, store, tmp_path):
+    model = shared_model()
+    assert prefilled(model, PIECES, store=store)[0].report.recipe == "the default"
+    store.recipes.put(fingerprint(model), TUNED)
+    with ChunkStore.open(tmp_path / "kv") as again:
+        cache = prefilled(model, PIECES, store=again)[0]
+    assert (cache.config.selector, cache.config.recompute_ratio) == ("boundary", 0.3)
+    assert cache.report.recipe == "tuned on 4 prompts"
+    assert cache.report.nominal_ratio == 0.3
+    other = shared_model("qwen3")
+    assert BlendCache(other, store).config == BlendConfig()
+
+
+def test_arguments_override_a_recipe(shared_model, store):
+    model = shared_model()
+    store.recipes.put(fingerprint(model), TUNED)
+    assert BlendCache(model, store, recompute_ratio=0.1).config == BlendConfig(0.1, "boundary")
+    assert BlendCache(model, store, selector="ramp").config == BlendConfig(selector="ramp")
+    assert BlendCache(model, store, BlendConfig(0.2)).config == BlendConfig(0.2)
+    assert prefilled(model, PIECES, store=store, selector="ramp")[0].report.recipe == "given by the caller"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"settings": {"recompute_ratio": 2}, "source": ""}', '{"settings": {"seed": 1}, "source": ""}'],
+)
+def test_recipe_that_cannot_be_read_is_left_out_and_named(shared_model, store, tmp_path, caplog, text):
+    model = shared_model()
+    store.recipes.put(fingerprint(model), TUNED)
+    [path] = (tmp_path / "kv" / "recipes").glob("*.json")
+    assert json.loads(path.read_text())["source"] == TUNED.source
+    path.write_text(text)
+    with ChunkStore.open(tmp_path / "kv") as again, caplog.at_level(logging.WARNING, "hf_blend"):
+        assert BlendCache(model, again).config == BlendConfig()
+        assert BlendCache(model, again).config == BlendConfig()
+    assert [record.getMessage().count(path.name) for record in caplog.records] == [1]
+
+
+def test_store_in_memory_keeps_a_recipe_and_one_in_part_asks_no_question(shared_model):
+    model, store = shared_model(), ChunkStore.open("memory://")
+    assert not store.recipes
+    store.recipes.put(fingerprint(model), TUNED)
+    assert BlendCache(model, store).config.selector == "boundary"
+    assert not ChunkStore.open("memory://").recipes
+    assert BlendCache(model, ChunkStore.open("memory://", partial=0.5)).config.selector == BLIND_SELECTOR
