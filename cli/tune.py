@@ -59,9 +59,9 @@ def tune(
 
     What is measured is the KL divergence of the next tokens from full prefill's, over ten tokens of its own answer, as
     a share of what reuse of chunks behind BOS alone has: 0 is full prefill. The cheapest that leaves at most --leave
-    is chosen, full reuse among them. With --store the choice is kept there: BlendCache(model, store) takes it. Exit code
-    1: none leaves so little, and the nearest is shown, not kept. With --correction each is measured over corrected
-    chunks as well, and the correction is chosen where that is cheaper.
+    is chosen, full reuse among them. With --store the choice is kept there: BlendCache(model, store) takes it. Exit
+    code 1: none leaves so little, and the nearest is shown, not kept. With --correction each is measured over
+    corrected chunks as well, and the correction is chosen where that is cheaper.
 
     Examples:
         hf-blend tune --limit 4 --selector kv-deviation --ratio 0.3

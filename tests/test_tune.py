@@ -249,9 +249,11 @@ def test_the_command_says_where_answers_cannot_choose_and_where_nothing_is_near_
 
 
 def test_tune_keeps_its_choice_in_a_store_on_disk_and_says_what_recomputing_bought(tmp_path, run, model_folder):
-    words = ("--limit", 2, "--selector", "boundary@0.2", "--leave", 1, "--store", tmp_path / "kv")
+    rows = [{**ROW, "id": str(number), "question": f"{number}?"} for number in range(2)]
+    prompts = ("--prompts", jsonl(tmp_path / "rows.jsonl", *rows))
+    words = (*prompts, "--selector", "boundary@0.2", "--leave", 1, "--store", tmp_path / "kv")
     code, _, err = run("tune", "--model", model_folder, *words)
-    assert code == 0
+    assert code == 0, err
     assert "Full reuse leaves" in err
     assert "Kept in" in err
     [path] = (tmp_path / "kv" / "recipes").glob("*.json")
