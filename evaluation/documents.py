@@ -258,7 +258,7 @@ def _lines(path: Path, name: str) -> list[Document]:
 
 
 def _line(path: Path, name: str, number: int, line: str) -> Iterator[Document]:
-    row = read_row(path, number, line, (CHUNKS,))
+    row = read_row(path, number, line, (CHUNKS,), may_be_empty=True)
     title = next((str(row[key])[:MAX_TITLE] for key in NAMES if row.get(key)), str(number))
     for index, text in enumerate(row[CHUNKS], 1):
         yield Document(f"{name}:{title}.{index}" if len(row[CHUNKS]) > 1 else f"{name}:{title}", text, path)

@@ -153,7 +153,7 @@ class ChunkStore(BaseStore):
         self,
         model: nn.Module,
         tokenizer: Any,
-        chunks: Sequence[str | Sequence[int]],
+        chunks: Sequence[Any],
         *,
         chunk_prefix_ids: Sequence[int] | None = None,
     ) -> list[ChunkKey]:
@@ -164,7 +164,8 @@ class ChunkStore(BaseStore):
         Args:
             model: the model that will use them.
             tokenizer: the model's. None is for chunks that are ids, and computes them behind BOS alone.
-            chunks: texts or token ids, none empty.
+            chunks: documents or token ids, none empty. A document is a text, or a dict or an object that has one as
+                `text`, `content` or `page_content`.
             chunk_prefix_ids: tokens before each chunk while it is computed; None is `default_prefix`.
 
         Returns:
@@ -178,8 +179,9 @@ class ChunkStore(BaseStore):
         """
         from .model.canary import compute_chunks
         from .model.capture import check_chunk, packs
-        from .prompt.pieces import tokenizer_digest
+        from .prompt.pieces import list_chunks, tokenizer_digest
 
+        chunks = list_chunks(chunks)
         keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)
         for number, key in enumerate(keys):
             check_chunk(model, key.token_ids, key.chunk_prefix_ids, f"chunk {number}")
@@ -197,7 +199,7 @@ class ChunkStore(BaseStore):
         self,
         model: nn.Module,
         tokenizer: Any,
-        chunks: Sequence[str | Sequence[int]],
+        chunks: Sequence[Any],
         *,
         chunk_prefix_ids: Sequence[int] | None = None,
     ) -> Future[int]:
@@ -209,7 +211,7 @@ class ChunkStore(BaseStore):
         Args:
             model: the model that will use them.
             tokenizer: for chunks that are text; None if all are ids.
-            chunks: texts or token ids; those that are not stored stay so.
+            chunks: documents or token ids; those that are not stored stay so.
             chunk_prefix_ids: as in `add`.
 
         Returns:
@@ -231,7 +233,7 @@ class ChunkStore(BaseStore):
         self,
         model: nn.Module,
         tokenizer: Any,
-        chunks: Sequence[str | Sequence[int]],
+        chunks: Sequence[Any],
         *,
         chunk_prefix_ids: Sequence[int] | None = None,
     ) -> list[ChunkKey]:
@@ -242,8 +244,6 @@ class ChunkStore(BaseStore):
         from .model.fingerprint import fingerprint
         from .prompt.pieces import tokenize_chunks
 
-        if isinstance(chunks, str):
-            raise PromptError(f"chunks is the text {chunks!r:.60}, expected a list of chunks. Write [text].")
         identity = self.identity(fingerprint(model))
         sink = self.default_prefix(model, tokenizer) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
         return [ChunkKey(identity, sink, ids, self.namespace) for ids in tokenize_chunks(tokenizer, chunks)]

@@ -17,12 +17,12 @@ from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..prompt.detokenizer import Detokenizer
+from ..prompt.documents import absent, for_template, leave_out_empty, texts_of
 from ..prompt.messages import plain_messages, render
 from ..store import ChunkStore
 
-__all__ = ["Answer", "Answerer", "Document", "titled"]
+__all__ = ["Answer", "Answerer"]
 
-Document = str | Mapping[str, Any]
 Inputs = Callable[[BlendCache], Mapping[str, Tensor]]
 BETWEEN = "\n\n"
 OURS = ("past_key_values", "streamer", "stopping_criteria", "input_ids")
@@ -45,7 +45,7 @@ class Answerer:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        documents: Sequence[Document] = (),
+        documents: Any = (),
         template: Mapping[str, Any] | None = None,
         stops: Sequence[str] = (),
         **settings: Any,
@@ -53,20 +53,25 @@ class Answerer:
         """Answer messages by the model's own chat template; nothing is computed before the answer is iterated over.
 
         Documents that are in no message are passed to a template that takes documents, and put before the last message
-        of the user for every other. `template` has further arguments of `apply_chat_template`; `stops` end the answer,
+        of the user for every other; empty ones among others are left out with a warning. `template` has further arguments of `apply_chat_template`; `stops` end the answer,
         and are no part of it; `settings` are those of `generate`.
         """
-        placed, named = self._placed(plain_messages(messages), documents, template or {})
-        arguments = (self.tokenizer, placed, named)
-        return self._answer(lambda cache: cache.inputs_from_messages(*arguments, **(template or {})), stops, settings)
+        filled, notice = leave_out_empty(documents)
+        arguments = (self.tokenizer, *self._placed(plain_messages(messages), filled, template or {}))
+        answer = self._answer(lambda cache: cache.inputs_from_messages(*arguments, **(template or {})), stops, settings)
+        answer.notice = notice
+        return answer
 
     def complete(
-        self, text: str, documents: Sequence[Document] = (), stops: Sequence[str] = (), **settings: Any
+        self, text: str, documents: Any = (), stops: Sequence[str] = (), **settings: Any
     ) -> "Answer":
         """Continue a text, as `chat` answers; documents that are not in it are put before it."""
-        texts = [_text_of(one) for one in documents]
-        whole = BETWEEN.join([*(one for one in texts if one not in text), text])
-        return self._answer(lambda cache: cache.inputs_from_text(self.tokenizer, whole, texts), stops, settings)
+        filled, notice = leave_out_empty(documents)
+        texts = texts_of(filled)
+        whole = BETWEEN.join([*absent(texts, [text]), text])
+        answer = self._answer(lambda cache: cache.inputs_from_text(self.tokenizer, whole, texts), stops, settings)
+        answer.notice = notice
+        return answer
 
     def _answer(self, inputs: Inputs, stops: Sequence[str], settings: Mapping[str, Any]) -> "Answer":
         given = _checked({**self.settings, **settings}, self.model.generation_config)
@@ -74,24 +79,24 @@ class Answerer:
         return Answer(self, BlendCache(self.model, self.store, self.config), inputs, ends, given)
 
     def _placed(
-        self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document], template: Mapping[str, Any]
-    ) -> tuple[list[Mapping[str, Any]], list[Document]]:
+        self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Any], template: Mapping[str, Any]
+    ) -> tuple[list[Mapping[str, Any]], Sequence[str | Mapping[str, Any]]]:
         """The messages with all documents in them, or the documents for a template that writes them itself."""
-        texts, given = [_text_of(one) for one in documents], list(messages)
+        texts, given = texts_of(documents), list(messages)
         contents = [message["content"] for message in given]
-        absent = [text for text in texts if not any(text in content for content in contents)]
-        if not absent:
-            return given, [*texts]
-        if len(absent) == len(texts) and self._takes_documents(given, template):
-            return given, [one if isinstance(one, Mapping) else {"text": one} for one in documents]
+        added = absent(texts, contents)
+        if not added:
+            return given, texts
+        if len(added) == len(texts) and self._takes_documents(given, template):
+            return given, [for_template(document) for document in documents]
         last = max((at for at, message in enumerate(given) if message.get("role") == "user"), default=None)
         if last is None:
             raise PromptError(
                 f"{len(documents)} documents came with {len(given)} messages, but none of the messages has the role "
                 "user, before which documents are put. Add one with the question."
             )
-        given[last] = {**given[last], "content": BETWEEN.join([*absent, contents[last]])}
-        return given, [*texts]
+        given[last] = {**given[last], "content": BETWEEN.join([*added, contents[last]])}
+        return given, texts
 
     def _takes_documents(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> bool:
         arguments = {**template, "documents": [{"title": PROBE, "text": PROBE}]}
@@ -113,6 +118,7 @@ class Answer:
         self._given = Detokenizer(by.tokenizer, stops)
         self.prompt_tokens = 0
         self.tokens: list[int] = []
+        self.notice = ""  # about documents that were left out
 
     def __iter__(self) -> Iterator[str]:
         """Give the text piece by piece."""
@@ -160,7 +166,8 @@ class Answer:
     def report(self) -> dict[str, Any]:
         """What the prefill cost, as JSON values."""
         shown = self._cache.report.as_dict()
-        return {name: value for name, value in shown.items() if name != "chosen_columns"}
+        notice = " ".join(filter(None, (self.notice, shown["notice"])))
+        return {name: value for name, value in shown.items() if name != "chosen_columns"} | {"notice": notice}
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -206,15 +213,3 @@ def _checked(settings: dict[str, Any], own: Any) -> dict[str, Any]:
     if temperature is None:
         return settings
     return {**settings, "do_sample": temperature > 0, **({"temperature": temperature} if temperature > 0 else {})}
-
-
-def titled(text: Any, title: Any) -> dict[str, Any]:
-    """Make a document for chat templates, with its title if it has one."""
-    return {**({"title": str(title)} if title else {}), "text": text}
-
-
-def _text_of(document: Document) -> str:
-    text = document if isinstance(document, str) else document.get("text")
-    if not isinstance(text, str) or not text.strip():
-        raise PromptError(f"the document {document!r:.60} has no text. Pass texts, or dicts such as {{'text': …}}.")
-    return text

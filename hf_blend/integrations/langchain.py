@@ -8,16 +8,15 @@
 Its messages are rendered by the model's own chat template.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ..config import BlendConfig
-from ..errors import PromptError, import_extra
-from .answering import Answer, Answerer, titled
+from ..errors import import_extra
+from .answering import Answer, Answerer
 
 try:
     from langchain_core.callbacks import CallbackManagerForLLMRun
-    from langchain_core.documents import Document
     from langchain_core.language_models.chat_models import BaseChatModel
     from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, convert_to_openai_messages
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
@@ -80,23 +79,10 @@ class ChatBlend(BaseChatModel):
 
     def _answer(self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]) -> Answer:
         own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
-        documents = [_document(one) for one in _listed(given.pop("documents", None))]
+        documents = given.pop("documents", None)
         answerer = Answerer(self.model, self.tokenizer, self.store, self.blend, own)
         converted = convert_to_openai_messages(messages, text_format="string")
         return answerer.chat(converted, documents, given.pop("template", None), stop or (), **given)
-
-
-def _listed(documents: Any) -> Sequence[Any]:
-    if isinstance(documents, str | Mapping | Document):
-        raise PromptError(f"documents is {documents!r:.60}, expected a list of documents. Write [document].")
-    return documents or ()
-
-
-def _document(document: Any) -> Any:
-    """A document of LangChain as a dict for chat templates; texts and dicts as they are."""
-    if not isinstance(document, Document):
-        return document
-    return titled(document.page_content, document.metadata.get("title") or document.metadata.get("source"))
 
 
 def _usage(answer: Answer) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..config import BlendConfig
 from ..errors import import_extra
+from ..prompt.documents import leave_out_empty
 from .answering import Answer, Answerer
 
 try:
@@ -28,7 +29,7 @@ try:
     from llama_index.core.llms import CustomLLM
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
-    from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
+    from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
     from pydantic import Field
 except ModuleNotFoundError:
     import_extra("llama_index.core", extra="llamaindex", wanted_by="BlendLLM")
@@ -76,9 +77,11 @@ class BlendLLM(CustomLLM):
         )
 
     def add_nodes(self, nodes: Sequence[BaseNode]) -> None:
-        """Compute and store the KV of nodes that are not stored yet. Their text is the one that prompts have."""
-        texts = [node.get_content(metadata_mode=MetadataMode.LLM).strip() for node in nodes]
-        self.store.add(self.model, self.tokenizer, [text for text in texts if text])
+        """Compute and store the KV of nodes that are not stored yet. Their text is the one that prompts have.
+
+        Empty nodes are left out with a warning.
+        """
+        self.store.add(self.model, self.tokenizer, leave_out_empty(nodes, least=0)[0])
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -105,12 +108,12 @@ class BlendLLM(CustomLLM):
         return (ChatResponse(message=_message(answer), delta=text) for text in answer)
 
     def _complete(self, prompt: str, given: dict[str, Any]) -> Answer:
-        return self._answerer().complete(prompt, given.pop("documents", None) or (), given.pop("stop", ()), **given)
+        return self._answerer().complete(prompt, given.pop("documents", None), given.pop("stop", ()), **given)
 
     def _chat(self, messages: Sequence[ChatMessage], given: dict[str, Any]) -> Answer:
         said = list(map(_said, messages))
         named, template, stops = given.pop("documents", None), given.pop("template", None), given.pop("stop", ())
-        return self._answerer().chat(said, named or (), template, stops, **given)
+        return self._answerer().chat(said, named, template, stops, **given)
 
     def _answerer(self) -> Answerer:
         own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
