@@ -69,7 +69,8 @@ def _read(line: str, needs: Sequence[str], may_be_empty: bool) -> Row:
         text_of(chunk, f"holds no document: chunk {number}", may_be_empty=may_be_empty)
         for number, chunk in enumerate(listed)
     ]
-    row |= {CHUNKS: texts} if texts else {}
+    if texts:
+        row = {name: value for name, value in row.items() if name not in FIELDS} | {CHUNKS: texts}
     for field in needs:
         if field not in row:
             others = (*(other for other, same in SAME.items() if same == field), *(FIELDS if field == CHUNKS else ()))

@@ -21,7 +21,8 @@ from hf_blend.errors import StoreError
 from hf_blend.store.format import hash_namespace
 from hf_blend.store.tiers.files import write_atomically
 
-from .documents import Document, printable
+from .documents import Document
+from .parsing import printable
 
 FORMAT = "hf_blend.source/1"
 MAX_BYTES = 64 << 20  # of an entry: a million chunks

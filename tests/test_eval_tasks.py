@@ -303,7 +303,7 @@ BAD = {
     "a list": (json.dumps(["a"]), "line 1 .* expected an object with chunks"),
     "no chunks": (json.dumps({"question": "Who?", "answers": ["a"]}), "chunks"),
     "no chunk": (json.dumps(row(chunks=[])), "chunks"),
-    "an empty chunk": (json.dumps(row(chunks=["a", ""])), "none empty"),
+    "an empty chunk": (json.dumps(row(chunks=["a", ""])), "chunk 1 is .* has no text"),
     "chunks as text": (json.dumps(row(chunks="a b")), "chunks"),
     "no question": (json.dumps({"chunks": ["a"], "answers": ["a"]}), "question"),
     "a question of no text": (json.dumps(row(question=3)), "question"),

@@ -15,7 +15,7 @@ model, enters the model's layers for the one forward that is the prefill, and be
 import copy
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -288,8 +288,8 @@ class BlendCache(Cache):
         Args:
             tokenizer: the model's tokenizer.
             text: the prompt, or a list of prompts for a batch.
-            chunks: documents whose text is in the prompt; those that are not stored are computed and stored. None: only
-                what is stored is reused. For a batch: a list for each prompt.
+            chunks: documents whose text is in the prompt; those that are not stored are computed and stored. None:
+                only what is stored is reused. For a batch: a list for each prompt.
             add_special_tokens: as for the tokenizer; False for text that a chat template made.
 
         Returns:

@@ -53,18 +53,18 @@ class Answerer:
         """Answer messages by the model's own chat template; nothing is computed before the answer is iterated over.
 
         Documents that are in no message are passed to a template that takes documents, and put before the last message
-        of the user for every other; empty ones among others are left out with a warning. `template` has further arguments of `apply_chat_template`; `stops` end the answer,
-        and are no part of it; `settings` are those of `generate`.
+        of the user for every other; empty ones among others are left out with a warning. `template` has further
+        arguments of `apply_chat_template`; `stops` end the answer, and are no part of it; `settings` are those of
+        `generate`.
         """
         filled, notice = leave_out_empty(documents)
-        arguments = (self.tokenizer, *self._placed(plain_messages(messages), filled, template or {}))
-        answer = self._answer(lambda cache: cache.inputs_from_messages(*arguments, **(template or {})), stops, settings)
+        more = template or {}
+        arguments = (self.tokenizer, *self._placed(plain_messages(messages), filled, more))
+        answer = self._answer(lambda cache: cache.inputs_from_messages(*arguments, **more), stops, settings)
         answer.notice = notice
         return answer
 
-    def complete(
-        self, text: str, documents: Any = (), stops: Sequence[str] = (), **settings: Any
-    ) -> "Answer":
+    def complete(self, text: str, documents: Any = (), stops: Sequence[str] = (), **settings: Any) -> "Answer":
         """Continue a text, as `chat` answers; documents that are not in it are put before it."""
         filled, notice = leave_out_empty(documents)
         texts = texts_of(filled)

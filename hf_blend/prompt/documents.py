@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a document is, wherever documents come in: a text, or a dict or an object that has one.
 
-Its text is the first of `FIELDS` that it has and that is not None; no other field is taken for it. So the documents of
-LangChain and Haystack are read, and what they are written as in JSON. A node of LlamaIndex has the text that LlamaIndex
-writes into prompts.
+Its text is the first of `FIELDS` that it has and that is not None; no other field is taken for it. So the documents
+of LangChain and Haystack are read, and what they are written as in JSON. A node of LlamaIndex has the text that
+LlamaIndex writes into prompts.
 """
 
 import logging
@@ -42,9 +42,7 @@ def is_document(value: Any) -> bool:
     return isinstance(value, str) or _fields(value) is not None
 
 
-def text_of(
-    document: Any, name: str = "the document", expected: str = EXPECTED, *, may_be_empty: bool = False
-) -> str:
+def text_of(document: Any, name: str = "the document", expected: str = EXPECTED, *, may_be_empty: bool = False) -> str:
     """Give a document's text; `name` says in an error which document it is."""
     text = _text(document, name, expected)
     if not (may_be_empty or text.strip()):
@@ -76,7 +74,7 @@ def leave_out_empty(documents: Any, least: int = 1) -> tuple[list[Any], str]:
 
 
 def for_template(document: Any) -> Mapping[str, Any]:
-    """Give a document as a dict with a `text`, and a `title` if it has one, for a chat template that takes documents."""
+    """Give a document as chat templates that take documents read it: `text`, and a `title` if it has one."""
     if isinstance(document, Mapping) and isinstance(document.get("text"), str):
         return document
     about = document if isinstance(document, Mapping) else _metadata(document)

@@ -119,7 +119,7 @@ def _occurrences(text: str, part: str) -> Iterator[int]:
 
 
 def _decomposed(text: str) -> tuple[str, dict[int, int]]:
-    """A text in NFD, and where in it each character that takes marks begins, and its end → where that is in the text."""
+    """A text in NFD; where its characters with their marks begin there, and end → where they do in the text."""
     starts = [at for at, char in enumerate(text) if not (at and unicodedata.combining(char))] + [len(text)]
     parts = [unicodedata.normalize("NFD", text[start:stop]) for start, stop in pairwise(starts)]
     return "".join(parts), dict(zip(accumulate(map(len, parts), initial=0), starts, strict=True))

@@ -69,9 +69,9 @@ def chat_prompt(
     last = next((row for row in reversed(rendered) if row.get("role") == "user"), None)
     if last is None:
         raise PromptError(f"{len(given)} messages came, but none with role 'user' is among them. Send a question.")
-    has_template, texts = getattr(renderer, "chat_template", None) is not None, _filled(documents)
+    has_template, listed = getattr(renderer, "chat_template", None) is not None, _filled(documents)
     contents = [message["content"] for message in given]
-    chunks, added = _added(texts, contents, BETWEEN if has_template else "\n")
+    chunks, added = _added(listed, contents, BETWEEN if has_template else "\n")
     _check_fits(tokenizer, tokens, added, *contents)
     front = [{"type": "text", "text": added}] if images and added else []
     last["content"] = [*front, *last["content"]] if images else f"{added}{last['content']}"
