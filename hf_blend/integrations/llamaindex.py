@@ -14,7 +14,7 @@ from typing import Any
 from ..config import BlendConfig
 from ..errors import import_extra
 from ..prompt.documents import leave_out_empty
-from .answering import Answer, Answerer
+from .answering import Answer, Answerer, refused, with_settings
 
 try:
     from llama_index.core.base.llms.types import (
@@ -30,7 +30,7 @@ try:
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
     from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
-    from pydantic import Field
+    from pydantic import Field, ValidationError
 except ModuleNotFoundError:
     import_extra("llama_index.core", extra="llamaindex", wanted_by="BlendLLM")
     raise
@@ -46,10 +46,11 @@ class BlendLLM(CustomLLM):
     """A language model for LlamaIndex on a model of transformers and a `BlendCache`.
 
     Stored nodes are found in any prompt that LlamaIndex writes: `StoreNodes` stores what was retrieved, `add_nodes`
-    does it ahead of time. `complete`, `chat` and their streaming forms also take `documents`, a list of texts;
-    `template`, arguments of the chat template; `stop`, texts that end the answer; all other keywords are those of
-    `generate`. `raw` of a response says what the prefill cost. With a chat template, query engines use `chat`, without
-    one `complete`. A `temperature` of 0 is greedy; None is as the generation config says.
+    does it ahead of time. `complete`, `chat` and their streaming forms also take `documents`, a list of documents of
+    any kind; `template`, arguments of the chat template; `stop`, texts that end the answer; all other keywords, here
+    and when the model is made, are those of `generate`; `max_tokens` is `max_new_tokens`. `raw` of a response says what
+    the prefill cost. With a chat template, query engines use `chat`, without one `complete`. A `temperature` of 0 is
+    greedy; None is as the generation config says.
     """
 
     model: Any
@@ -59,6 +60,14 @@ class BlendLLM(CustomLLM):
     max_new_tokens: int = 256
     temperature: float | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
+
+    def __init__(self, **given: Any) -> None:
+        """Take the fields, and settings of `generate`; what is neither is refused by a ConfigError."""
+        try:
+            super().__init__(**with_settings(type(self), given))
+        except ValidationError as error:
+            raise refused(type(self), error) from error
+        self._answerer()
 
     @classmethod
     def class_name(cls) -> str:
@@ -108,15 +117,19 @@ class BlendLLM(CustomLLM):
         return (ChatResponse(message=_message(answer), delta=text) for text in answer)
 
     def _complete(self, prompt: str, given: dict[str, Any]) -> Answer:
-        return self._answerer().complete(prompt, given.pop("documents", None), given.pop("stop", ()), **given)
+        return self._answerer().complete(prompt, given.pop("documents", None), self._stops(given), **given)
 
     def _chat(self, messages: Sequence[ChatMessage], given: dict[str, Any]) -> Answer:
         said = list(map(_said, messages))
-        named, template, stops = given.pop("documents", None), given.pop("template", None), given.pop("stop", ())
+        named, template, stops = given.pop("documents", None), given.pop("template", None), self._stops(given)
         return self._answerer().chat(said, named, template, stops, **given)
+
+    def _stops(self, given: dict[str, Any]) -> Any:
+        return given.pop("stop", self.settings.get("stop", ()))
 
     def _answerer(self) -> Answerer:
         own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
+        own.pop("stop", None)
         return Answerer(self.model, self.tokenizer, self.store, self.blend, own)
 
 
