@@ -5,11 +5,13 @@
 import json
 import re
 import unicodedata
+from dataclasses import replace
 
 import pytest
 from worlds import REFERENCE
 
 from hf_blend import ChunkStore
+from hf_blend.cli.reading import read_questions
 from hf_blend.errors import MissingExtraError, PromptError
 from hf_blend.evaluation.documents import Corpus, Document
 from hf_blend.evaluation.parsing import FileLimits
@@ -142,6 +144,18 @@ def test_the_rows_that_other_commands_read_are_documents_too(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps(row, ensure_ascii=False) + '\n{"documents": ["four"]}\n', "utf-8")
     found = {one.name: one.text for one in Corpus([str(tmp_path / "x.jsonl")])}
     assert found == {"x.jsonl:7.1": "one\u2028two", "x.jsonl:7.2": "three", "x.jsonl:2": "four"}
+
+
+def test_read_questions_ends_a_line_where_the_format_does(tmp_path):
+    odd = "".join(f"first{end}part " for end in "\u2028\u2029\x0b\x0c\x1c\x1d\x1e\x85").strip() + "\x85?"
+    (tmp_path / "a.txt").write_text("Mara keeps the light.")
+    for ends in ("\n", "\r\n"):
+        (tmp_path / "q.txt").write_bytes(f"\ufeff{odd}{ends}{ends}Who keeps it?{ends}".encode())
+        questions, documents = read_questions(None, [str(tmp_path / "a.txt")], tmp_path / "q.txt")
+        assert questions == [odd, "Who keeps it?"]
+        assert [one.name for one in documents.listed] == ["a.txt"]
+    (tmp_path / "q.jsonl").write_text('{"text": "Who?"}\n"Where?"\n')
+    assert read_questions(None, [str(tmp_path / "a.txt")], tmp_path / "q.jsonl")[0] == ["Who?", "Where?"]
 
 
 def test_documents_come_from_standard_input_too():
@@ -341,6 +355,13 @@ def test_a_chunk_that_another_document_has_too_stays(store):
     assert Sources(store).remove([OLD]) == ["1" * 64]
     assert list(Sources(store)) == [OTHER]
     assert Sources(store).remove([OTHER]) == ["2" * 64, "3" * 64]
+
+
+def test_a_document_is_found_by_its_name_however_its_accents_are_encoded(store):
+    decomposed = replace(OLD, name=unicodedata.normalize("NFD", "café/Årsta.md"))
+    Sources(store).add([decomposed])
+    for name in ("café/Årsta.md", "café", decomposed.name):
+        assert Sources(store).named(unicodedata.normalize("NFC", name)) == [decomposed]
 
 
 @pytest.mark.parametrize(

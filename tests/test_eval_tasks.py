@@ -338,6 +338,8 @@ def test_read_rows_takes_odd_line_breaks_a_mark_and_other_names_of_a_field(tmp_p
     source = row(chunks=["one\u2028two\u0085three"], question="Who\u2029?")
     path.write_text("\ufeff" + json.dumps(source, ensure_ascii=False) + "\r\n", "utf-8", newline="")
     assert read_rows(path) == [{"id": "1", **source}]
+    path.write_text(json.dumps(source).replace(", ", ",\r") + "\n", "utf-8", newline="")
+    assert read_rows(path) == [{"id": "1", **source}], "a carriage return alone ends no line"
     path = jsonl(
         path, row(), {"documents": ["one two", "three"], "question": "Who?", "answer": "Ann"}, {"text": "one"}
     )

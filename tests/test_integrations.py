@@ -143,7 +143,9 @@ def test_what_cannot_be_answered_is_refused_in_words(answerer, call, error, says
 def test_what_generate_refuses_reaches_the_caller(answerer):
     with pytest.raises(ConfigError, match="no_such_setting=1 is no argument of generate"):
         answerer.chat(ASKED, no_such_setting=1)
-    with pytest.raises(ConfigError, match=r"generate failed with .*repetition_penalty.*: ValueError: .*positive float"):
+    with pytest.raises(
+        ConfigError, match=r"generate failed with .*repetition_penalty.*: ValueError: .*positive float"
+    ):
         answerer.chat(ASKED, repetition_penalty=-1.0).whole()
 
 

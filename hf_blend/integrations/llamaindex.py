@@ -48,9 +48,9 @@ class BlendLLM(CustomLLM):
     Stored nodes are found in any prompt that LlamaIndex writes: `StoreNodes` stores what was retrieved, `add_nodes`
     does it ahead of time. `complete`, `chat` and their streaming forms also take `documents`, a list of documents of
     any kind; `template`, arguments of the chat template; `stop`, texts that end the answer; all other keywords, here
-    and when the model is made, are those of `generate`; `max_tokens` is `max_new_tokens`. `raw` of a response says what
-    the prefill cost. With a chat template, query engines use `chat`, without one `complete`. A `temperature` of 0 is
-    greedy; None is as the generation config says.
+    and when the model is made, are those of `generate`, and `max_tokens` is `max_new_tokens`. `raw` of a response says
+    what the prefill cost. With a chat template, query engines use `chat`, without one `complete`. A `temperature` of 0
+    is greedy; None is as the generation config says.
     """
 
     model: Any
