@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from . import plugins
-from .errors import ConfigError, PromptError, suggest
+from .errors import ConfigError, suggest
 from .store.chunk import ChunkKey
 from .store.opening import Limits, open_tiers
 from .store.seal import check_secret
