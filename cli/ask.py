@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_blend.errors import ConfigError
+from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
 from .output import Json, humanise, interruptible, marked, say, show
@@ -49,6 +50,9 @@ def ask(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     allow_unverified: options.Unverified = False,
+    file_megabytes: options.FileMegabytes = options.MEGABYTES,
+    file_seconds: options.FileSeconds = options.SECONDS,
+    verbose: options.Verbose = False,
     json: Json = False,
 ) -> None:
     """Answer from the pieces of documents that a question is about, and name their sources.
@@ -76,7 +80,8 @@ def ask(
     )
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
-    given, read = read_questions(question, documents or [], questions)
+    limits = FileLimits(file_megabytes, file_seconds)
+    given, read = read_questions(question, documents or [], questions, limits, verbose)
     source = open_model(model, device, dtype)
     shown = _Shown(json, compare, is_listed=questions is not None or not given)
     ways = asking.methods(config, compare)
@@ -97,7 +102,7 @@ def ask(
             if compare:
                 asker.time_again(asked, replies, rounds)
                 asker.diverge(asked, replies)
-        shown.result(opened)
+        shown.result(opened, read.left_out)
 
 
 class _Shown:
@@ -148,7 +153,7 @@ class _Shown:
             "same command again: what is stored is loaded."
         )
 
-    def result(self, store: "ChunkStore") -> None:
+    def result(self, store: "ChunkStore", left_out: list[dict[str, str]]) -> None:
         """When all is answered."""
         sizes = [entry.nbytes for entry in store.entries()]
         held = f"the store holds {len(sizes)} chunks, {humanise('nbytes', sum(sizes))}"
@@ -156,7 +161,7 @@ class _Shown:
         chunks = {name: sum(getattr(report, f"{name}_chunks") for report in self.reports) for name in names}
         rows = [reply.row for reply in self._replies]
         if self._json:
-            show({"rows": rows, "chunks": chunks}, as_json=True)
+            show({"rows": rows, "chunks": chunks, "left_out": left_out}, as_json=True)
             return
         if self._compare:
             show(_methods(rows), header=True)

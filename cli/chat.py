@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_blend.errors import PromptError
+from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
 from .output import Json, say, show
@@ -38,6 +39,9 @@ def chat(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     allow_unverified: options.Unverified = False,
+    file_megabytes: options.FileMegabytes = options.MEGABYTES,
+    file_seconds: options.FileSeconds = options.SECONDS,
+    verbose: options.Verbose = False,
     json: Json = False,
 ) -> None:
     """Answer one question after the other, each from the pieces of documents that it is about.
@@ -59,7 +63,7 @@ def chat(
     config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
     if "-" in (names := corpus or []):
         raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")
-    documents = read(names)
+    documents = read(names, FileLimits(file_megabytes, file_seconds), verbose)
     source = open_model(model, device, dtype)
     with ChunkStore.open(store, correction=correction) as opened:
         retriever = Retriever(split(documents, source, chunk_tokens, store=opened), top_k)
@@ -67,7 +71,7 @@ def chat(
         talk = Chat(asker, source, retriever, config, system, max_new_tokens, fixed)
         rows = list(_talk(talk, json))
     if json:
-        show({"rows": rows}, as_json=True)
+        show({"rows": rows, "left_out": documents.left_out}, as_json=True)
 
 
 def _talk(talk: "Chat", json: bool) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from .options import ChunkTokens, Corpus, Device, Dtype, Model
+from hf_blend.evaluation.parsing import FileLimits
+
+from .options import (
+    MEGABYTES,
+    SECONDS,
+    ChunkTokens,
+    Corpus,
+    Device,
+    Dtype,
+    FileMegabytes,
+    FileSeconds,
+    Model,
+    Verbose,
+)
 from .output import Json, duration, fail, progress, say, show
 from .reading import read, split
 
@@ -35,6 +48,9 @@ def fit(
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    file_megabytes: FileMegabytes = MEGABYTES,
+    file_seconds: FileSeconds = SECONDS,
+    verbose: Verbose = False,
     json: Json = False,
 ) -> None:
     """Fit a correction to a model, from text without labels; without a corpus, from the bundled handbook.
@@ -62,10 +78,11 @@ def fit(
     if corpus and prompts:
         raise typer.BadParameter("got a corpus and --prompts, expected one of them.")
     source = open_model(model, device, dtype)
+    documents = read(corpus or [], FileLimits(file_megabytes, file_seconds), verbose)
     if prompts:
         given = read_documents(prompts, limit, max(questions, 1), seed)
     else:
-        texts = list(dict.fromkeys(piece.prompt_text for piece in split(read(corpus or []), source, chunk_tokens)))
+        texts = list(dict.fromkeys(piece.prompt_text for piece in split(documents, source, chunk_tokens)))
         if len(texts) < 2:
             fail(f"The corpus has {len(texts)} text of up to {chunk_tokens} tokens, expected at least 2. Give more.")
         given = list(made_documents(texts, limit, max(questions, 1), seed))
@@ -91,6 +108,8 @@ def fit(
         "divergence": trained and {"alone": trained.alone, "fitted": trained.fitted, "trained": trained.trained},
         "nbytes": output.stat().st_size,
     }
+    if json:
+        document["left_out"] = documents.left_out
     show(document, as_json=json)
     if not json:
         took = duration(time.perf_counter() - started)

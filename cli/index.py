@@ -11,7 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import ChunkTokens, Corpus, Correction, Device, Dtype, Model, Store
+from hf_blend.evaluation.parsing import FileLimits
+
+from .options import (
+    MEGABYTES,
+    SECONDS,
+    ChunkTokens,
+    Corpus,
+    Correction,
+    Device,
+    Dtype,
+    FileMegabytes,
+    FileSeconds,
+    Model,
+    Store,
+    Verbose,
+)
 from .output import Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
 from .reading import read, split
 
@@ -45,7 +60,10 @@ def index(
     correction: Correction = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    file_megabytes: FileMegabytes = MEGABYTES,
+    file_seconds: FileSeconds = SECONDS,
     dry_run: DryRun = False,
+    verbose: Verbose = False,
     json: Json = False,
 ) -> None:
     """Store every chunk of a corpus that is not stored yet; without a corpus, of the bundled handbook.
@@ -74,7 +92,7 @@ def index(
             raise ConfigError(
                 f"--ray came with the shard {share.number}/{share.count}. Leave it out: Ray shares all out."
             )
-    documents = read(corpus or [])
+    documents = read(corpus or [], FileLimits(file_megabytes, file_seconds), verbose)
     source = open_model(model, device, dtype)
     pieces = split(documents, source, chunk_tokens)
     estimate = indexing.Estimate.of(pieces, source)
@@ -97,10 +115,10 @@ def index(
         if is_first and indexer.missing:
             say(f"{len(indexer.missing):,} to compute, about {duration(indexer.probe_s())} on {source.device}.")
         if dry_run:
-            show(asdict(estimate), as_json=json)
+            show(asdict(estimate) | ({"left_out": documents.left_out} if json else {}), as_json=json)
             return
         if is_first:
-            indexer.name_sources(documents, source.name, chunk_tokens)
+            indexer.name_sources(documents.listed, source.name, chunk_tokens)
         with interruptible(lambda: _kept(indexer.done, len(indexer.missing))):
             if ray:
                 done = _run_on_ray(indexer, ray, source, place)
@@ -108,7 +126,8 @@ def index(
                 done = indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
         evicted = sum(opened.stats()["evicted"].values())
     if is_first or shard:
-        numbers = {"documents": len({piece.name for piece in pieces}), **asdict(done), "evicted": evicted}
+        numbers: dict[str, Any] = {"documents": len({piece.name for piece in pieces}), **asdict(done)}
+        numbers |= {"evicted": evicted, **({"left_out": documents.left_out} if json else {})}
         if json or share.count > 1:
             numbers["shard"] = f"{share.number}/{share.count}"
         show(numbers, as_json=json)

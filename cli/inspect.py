@@ -8,7 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import RATIO, ChunkTokens, Device, Documents, Dtype, Model, Place, Question, TopK
+from hf_blend.evaluation.parsing import FileLimits
+
+from .options import (
+    MEGABYTES,
+    RATIO,
+    SECONDS,
+    ChunkTokens,
+    Device,
+    Documents,
+    Dtype,
+    FileMegabytes,
+    FileSeconds,
+    Model,
+    Place,
+    Question,
+    TopK,
+    Verbose,
+)
 from .output import Json, marked, say, show
 from .reading import prepare, read_questions
 
@@ -34,6 +51,9 @@ def inspect(
     store: Place = "memory://",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    file_megabytes: FileMegabytes = MEGABYTES,
+    file_seconds: FileSeconds = SECONDS,
+    verbose: Verbose = False,
     json: Json = False,
 ) -> None:
     """Show, for one prompt, how far stored KV is from that of a full prefill, and what the selectors do about it.
@@ -50,7 +70,8 @@ def inspect(
 
     for one in selector or ():
         blend_config(one)  # refuses what is no selector
-    given, read = read_questions(question, documents or [])
+    limits = FileLimits(file_megabytes, file_seconds)
+    given, read = read_questions(question, documents or [], limits=limits, verbose=verbose)
     source = open_model(model, device, dtype)
     pieces = prepare(source, given, read, top_k, chunk_tokens)[0].given
     with ChunkStore.open(store) as opened:
@@ -59,7 +80,7 @@ def inspect(
         draw(found, png)
         say(f"drawn into {png}")
     if json:
-        show(asdict(found), as_json=True)
+        show(asdict(found) | {"left_out": read.left_out}, as_json=True)
     else:
         _tables(found)
 

@@ -11,9 +11,11 @@ from typing import Annotated
 import typer
 
 from hf_blend.config import BlendConfig
+from hf_blend.evaluation.parsing import LIMITS
 
 REAL = "smollm2"  # the model of those who name none
 RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
+MEGABYTES, SECONDS = LIMITS.megabytes, LIMITS.seconds
 
 Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is smollm2.")]
 Place = Annotated[str, typer.Option("--store", help="Where chunks are kept.")]
@@ -45,6 +47,11 @@ Partial = Annotated[
 Controller = Annotated[
     bool, typer.Option("--controller", help="Measure, and compute a chunk where that is faster than loading it.")
 ]
+FileMegabytes = Annotated[int, typer.Option(min=1, help="Most MB of a file of documents; of HTML an eighth.")]
+FileSeconds = Annotated[
+    float, typer.Option(min=0.001, help="Most seconds to read a file, and as many to split it, for each of its MB.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Name every file that is left out, however many.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a piece that a document is split into.")]
 IndexedTokens = Annotated[
     int | None, typer.Option("--chunk-tokens", min=1, help="Most tokens of a piece; as indexed, or 512, if left out.")

@@ -3,11 +3,12 @@
 """Questions and documents for a command: read, split, retrieved, and said what was left out."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_blend.errors import PromptError
+from hf_blend.evaluation.parsing import LIMITS, FileLimits, short_reason
 
 from .output import say
 
@@ -15,25 +16,60 @@ if TYPE_CHECKING:
     from hf_blend import ChunkStore
     from hf_blend.evaluation.asking import Question
     from hf_blend.evaluation.bundled import ModelSource
-    from hf_blend.evaluation.documents import Document
-    from hf_blend.evaluation.retrieving import Piece, Retriever
+    from hf_blend.evaluation.documents import Corpus
+    from hf_blend.evaluation.retrieving import Piece, Retriever, Splitter
 
 SAMPLE = 20_000  # letters that are looked at for words that a model does not know
 
 
-def read(names: Sequence[str]) -> "list[Document]":
+class Documents:
+    """Documents that were read, and what was left out, which is said."""
+
+    def __init__(self, corpus: "Corpus", verbose: bool = False) -> None:
+        self._corpus, self._verbose, self._told = corpus, verbose, 0
+        self.listed = list(corpus)
+        self.say_left_out()
+
+    @property
+    def left_out(self) -> list[dict[str, str]]:
+        """A row for each file or document that was left out."""
+        return [{"name": name, "reason": reason} for name, reason in self._corpus.left_out]
+
+    def say_left_out(self) -> None:
+        """Say what was left out since this was said last."""
+        if said := self._corpus.said(self._told, names_all=self._verbose):
+            say(said)
+        self._told = len(self._corpus.left_out)
+
+    @property
+    def limits(self) -> FileLimits:
+        """What a file may take."""
+        return self._corpus.limits
+
+    def split(self, splitters: "Iterable[Splitter]") -> "list[Piece]":
+        """Split each by its own splitter; what takes too long is left out."""
+        pieces, count = [], 0
+        for document, splitter in zip(self.listed, splitters, strict=True):
+            try:
+                pieces += splitter.split(document)
+                count += 1
+            except PromptError as error:
+                self._corpus.leave_out(document.name, short_reason(error))
+        self.say_left_out()
+        if not count:
+            raise PromptError(f"none of {len(self.listed)} documents can be split. {self._corpus.said()} Give others.")
+        return pieces
+
+
+def read(names: Sequence[str], limits: FileLimits = LIMITS, verbose: bool = False) -> Documents:
     """Read documents, and say what was left out."""
     from hf_blend.evaluation.documents import Corpus
 
-    corpus = Corpus(names, sys.stdin)
-    documents = list(corpus)
-    if corpus.left_out:
-        say(corpus.said())
-    return documents
+    return Documents(Corpus(names, sys.stdin, limits), verbose)
 
 
 def split(
-    documents: "Sequence[Document]",
+    documents: Documents,
     source: "ModelSource",
     chunk_tokens: int | None,
     questions: Sequence[str] = (),
@@ -48,49 +84,53 @@ def split(
     from hf_blend.evaluation.retrieving import CHUNK_TOKENS, Splitter
     from hf_blend.evaluation.sources import Sources
 
-    if not documents:
+    if not documents.listed:
         return list(bundled_pieces(source.tokenizer))
-    text = "\n".join([*questions, *(document.text[:SAMPLE] for document in documents)])
+    text = "\n".join([*questions, *(document.text[:SAMPLE] for document in documents.listed)])
     if said := unknown_words(source.tokenizer, text[:SAMPLE]):
         say(f"{said} Name another with --model.")
-    indexed = {} if store is None else Sources(store).chunk_tokens(documents, source.name)
+    indexed = {} if store is None else Sources(store).chunk_tokens(documents.listed, source.name)
     others = sorted({size for size in indexed.values() if chunk_tokens not in (None, size)})
     if others:
         say(
             f"Documents were indexed with --chunk-tokens {', '.join(map(str, others))}, not {chunk_tokens}: what is "
             "stored of them is not found. Leave the option out to split them as they were indexed."
         )
-    splitters = {size: Splitter(source.tokenizer, size) for size in {chunk_tokens or CHUNK_TOKENS, *indexed.values()}}
-    sizes = (chunk_tokens or indexed.get(document.name, CHUNK_TOKENS) for document in documents)
-    return [piece for one, size in zip(documents, sizes, strict=True) for piece in splitters[size].split(one)]
+    sizes = [chunk_tokens or indexed.get(document.name, CHUNK_TOKENS) for document in documents.listed]
+    splitters = {size: Splitter(source.tokenizer, size, documents.limits) for size in {*sizes}}
+    return documents.split(splitters[size] for size in sizes)
 
 
 def read_questions(
-    question: str | None, files: Sequence[str], listed: Path | None = None
-) -> "tuple[list[str], list[Document]]":
-    """Read the questions and the documents; neither for the bundled ones."""
+    question: str | None,
+    files: Sequence[str],
+    listed: Path | None = None,
+    limits: FileLimits = LIMITS,
+    verbose: bool = False,
+) -> tuple[list[str], Documents]:
+    """Read the questions, a line each, and the documents; neither for the bundled ones."""
     from hf_blend.evaluation.documents import read_file
 
     if question is None and listed is None:
-        return [], []
+        return [], read([])
     first = [question] if question is not None else []
     if listed is None:
         given, names = [one.strip() for one in first], list(files)
     else:
-        (lines,) = read_file(listed, str(listed))
-        given, names = [line.strip() for line in lines.text.splitlines() if line.strip()], [*first, *files]
+        lines = [line.strip() for one in read_file(listed, str(listed)) for line in one.text.split("\n")]
+        given, names = [line for line in lines if line], [*first, *files]
     if not all(given):
         raise PromptError(f"the question is {question!r}, but a text is expected. Write it before the documents.")
     if not names:
         told = f"{given[0]!r} is a path: write the question before it" if Path(given[0]).exists() else "Name some"
         raise PromptError(f"the question {given[0]!r} came without documents. {told}, or give - for standard input.")
-    return given, read(names)
+    return given, read(names, limits, verbose)
 
 
 def prepare(
     source: "ModelSource",
     questions: Sequence[str],
-    documents: "Sequence[Document]",
+    documents: Documents,
     top_k: int,
     chunk_tokens: int | None,
     system: str | None = None,

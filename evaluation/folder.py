@@ -101,7 +101,7 @@ def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     try:
-        return [_answer(text) for text in whole.splitlines()], len(whole)
+        return [_answer(text) for text in whole.split(b"\n")[:-1]], len(whole)
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{str(path)!r} has a damaged line: {type(error).__name__}: {error}. Give another folder."

@@ -6,19 +6,24 @@ Source: S. Robertson and H. Zaragoza, "The Probabilistic Relevance Framework: BM
 bm25s's default (Lucene's).
 """
 
-import re
-from collections.abc import Iterable, Sequence
+import time
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 from hf_blend.errors import import_extra
 from hf_blend.prompt.pieces import tokenize
 
 from .documents import Document
+from .parsing import LIMITS, FileLimits, too_slow
 
 CHUNK_TOKENS = 512
 END = "\n\n"
+WINDOW_CHARS = 8  # for each token of a piece: so much of a document is split at once, at first
+WINDOW_PIECES = 4  # a window of fewer is doubled
 
 
 @dataclass(frozen=True)
@@ -47,18 +52,37 @@ def closed(text: str) -> str:
 
 
 class Splitter:
-    """Splits documents for one tokenizer."""
+    """Splits documents for one tokenizer; one that takes longer than its limit is refused by a PromptError.
 
-    def __init__(self, tokenizer: Any, chunk_tokens: int = CHUNK_TOKENS) -> None:
-        self.tokenizer, self.chunk_tokens = tokenizer, chunk_tokens
+    The splitter of text takes longer than in proportion to it, so it is given a document by windows: each begins where
+    the last piece of the one before began, so that no piece ends because its window does.
+    """
+
+    def __init__(self, tokenizer: Any, chunk_tokens: int = CHUNK_TOKENS, limits: FileLimits = LIMITS) -> None:
+        self.tokenizer, self.chunk_tokens, self.limits = tokenizer, chunk_tokens, limits
 
     def split(self, document: Document) -> list[Piece]:
         """Split one document."""
-        whole = self._piece(document.name, 0, document.text)
-        if len(whole.ids) <= self.chunk_tokens:
-            return [whole] if document.text.strip() else []
-        cut = (self._markdown if document.is_markdown else self._plain).chunk_indices(document.text)
-        return [self._piece(document.name, start, text) for start, text in cut]
+        if len(document.text) <= 2 * WINDOW_CHARS * self.chunk_tokens:
+            whole = self._piece(document.name, 0, document.text)
+            if len(whole.ids) <= self.chunk_tokens:
+                return [whole] if document.text.strip() else []
+        return [self._piece(document.name, start, text) for start, text in self._cut(document)]
+
+    def _cut(self, document: Document) -> Iterator[tuple[int, str]]:
+        """Where each piece begins, and its text."""
+        splitter, text = self._markdown if document.is_markdown else self._plain, document.text
+        start, window, seconds = 0, WINDOW_CHARS * self.chunk_tokens, self.limits.seconds_for(len(text))
+        started = time.monotonic()
+        while start < len(text):
+            if time.monotonic() - started > seconds:
+                raise too_slow(repr(document.name), seconds)
+            cut, is_last = splitter.chunk_indices(text[start : start + window]), start + window >= len(text)
+            if not is_last and len(cut) < WINDOW_PIECES:
+                window *= 2
+                continue
+            yield from ((start + at, piece) for at, piece in (cut if is_last else cut[:-1]))
+            start = len(text) if is_last else start + cut[-1][0]
 
     def split_all(self, documents: Iterable[Document]) -> list[Piece]:
         """Split documents one after the other."""
@@ -89,7 +113,12 @@ class Splitter:
 
 
 TOP_K = 8
-WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]+")  # scripts without spaces: each letter
+SYLLABLES = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Hangul}"  # scripts of which one character may be a word
+UNSPACED = rf"{SYLLABLES}\p{{Thai}}\p{{Lao}}\p{{Khmer}}\p{{Myanmar}}"  # scripts whose words run together
+LETTERS = r"[\p{L}\p{M}\p{N}]"
+RUN = rf"(?V1)[[{UNSPACED}]&&{LETTERS}][[{UNSPACED}\p{{M}}]&&{LETTERS}]*|[{LETTERS}--[{UNSPACED}]]+"
+FIRST_UNSPACED = "\u0e00"  # no character of these scripts is before it
+UNREAD = r"[\p{Default_Ignorable_Code_Point}\u0640]+"  # soft hyphens, joiners, lengthened Arabic letters
 
 
 class Retriever:
@@ -123,5 +152,27 @@ class Retriever:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in lower case."""
-    return WORD.findall(text.lower())
+    """The words of a text as people read them: however its letters are encoded, in lower case, with their marks.
+
+    Of scripts whose words run together every two neighbours are a word, and where one character may be a word, that.
+    """
+    words = list[str]()
+    for run in _pattern(RUN).findall(readable(text)):
+        if run < FIRST_UNSPACED or _pattern(rf"[{UNSPACED}]").match(run) is None:
+            words.append(run)
+            continue
+        letters = _pattern(r"\X").findall(run)
+        words += [one for one in letters if len(letters) == 1 or _pattern(rf"[{SYLLABLES}]").match(one)]
+        words += map("".join, pairwise(letters))
+    return words
+
+
+def readable(text: str) -> str:
+    """A text in the one form in which texts are compared."""
+    composed = unicodedata.normalize("NFKC", text).casefold()
+    return unicodedata.normalize("NFKC", _pattern(UNREAD).sub("", composed))
+
+
+@cache
+def _pattern(text: str) -> Any:
+    return import_extra("regex", extra="rag", wanted_by="retrieval").compile(text)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from hf_blend.errors import StoreError
 from hf_blend.store.format import hash_namespace
 from hf_blend.store.tiers.files import write_atomically
 
-from .documents import Document, printable
+from .documents import Document
+from .parsing import printable
 
 FORMAT = "hf_blend.source/1"
 MAX_BYTES = 64 << 20  # of an entry: a million chunks
@@ -92,9 +94,13 @@ class Sources:
         return found
 
     def named(self, name: str) -> list[Source]:
-        """The documents of a name, of a path, or in a folder of that name."""
-        plain = name.rstrip("/")
-        return [one for one in self if one.name == plain or one.path == plain or one.name.startswith(f"{plain}/")]
+        """The documents of a name, of a path, or in a folder of that name, however its accents are encoded."""
+        plain = _composed(name.rstrip("/"))
+        return [
+            one
+            for one in self
+            if plain in (_composed(one.name), _composed(one.path)) or _composed(one.name).startswith(f"{plain}/")
+        ]
 
     def chunk_tokens(self, documents: Iterable[Document], model: str) -> dict[str, int]:
         """The sizes that documents were split at when they were indexed."""
@@ -112,3 +118,7 @@ class Sources:
             path.unlink(missing_ok=True)
         kept = {digest for source in self for digest in source.digests}
         return [digest for digest in dict.fromkeys(d for source in gone for d in source.digests) if digest not in kept]
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from . import plugins
-from .errors import ConfigError, PromptError, suggest
+from .errors import ConfigError, suggest
 from .recipes import Recipes
 from .store.chunk import ChunkKey
 from .store.opening import Limits, open_tiers
@@ -155,7 +155,7 @@ class ChunkStore(BaseStore):
         self,
         model: nn.Module,
         tokenizer: Any,
-        chunks: Sequence[str | Sequence[int]],
+        chunks: Sequence[Any],
         *,
         chunk_prefix_ids: Sequence[int] | None = None,
     ) -> list[ChunkKey]:
@@ -166,7 +166,8 @@ class ChunkStore(BaseStore):
         Args:
             model: the model that will use them.
             tokenizer: the model's. None is for chunks that are ids, and computes them behind BOS alone.
-            chunks: texts or token ids, none empty.
+            chunks: documents or token ids, none empty. A document is a text, or a dict or an object that has one as
+                `text`, `content` or `page_content`.
             chunk_prefix_ids: tokens before each chunk while it is computed; None is `default_prefix`.
 
         Returns:
@@ -180,8 +181,9 @@ class ChunkStore(BaseStore):
         """
         from .model.canary import compute_chunks
         from .model.capture import check_chunk, packs
-        from .prompt.pieces import tokenizer_digest
+        from .prompt.pieces import list_chunks, tokenizer_digest
 
+        chunks = list_chunks(chunks)
         keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)
         for number, key in enumerate(keys):
             check_chunk(model, key.token_ids, key.chunk_prefix_ids, f"chunk {number}")
@@ -199,7 +201,7 @@ class ChunkStore(BaseStore):
         self,
         model: nn.Module,
         tokenizer: Any,
-        chunks: Sequence[str | Sequence[int]],
+        chunks: Sequence[Any],
         *,
         chunk_prefix_ids: Sequence[int] | None = None,
     ) -> Future[int]:
@@ -211,7 +213,7 @@ class ChunkStore(BaseStore):
         Args:
             model: the model that will use them.
             tokenizer: for chunks that are text; None if all are ids.
-            chunks: texts or token ids; those that are not stored stay so.
+            chunks: documents or token ids; those that are not stored stay so.
             chunk_prefix_ids: as in `add`.
 
         Returns:
@@ -233,7 +235,7 @@ class ChunkStore(BaseStore):
         self,
         model: nn.Module,
         tokenizer: Any,
-        chunks: Sequence[str | Sequence[int]],
+        chunks: Sequence[Any],
         *,
         chunk_prefix_ids: Sequence[int] | None = None,
     ) -> list[ChunkKey]:
@@ -244,8 +246,6 @@ class ChunkStore(BaseStore):
         from .model.fingerprint import fingerprint
         from .prompt.pieces import tokenize_chunks
 
-        if isinstance(chunks, str):
-            raise PromptError(f"chunks is the text {chunks!r:.60}, expected a list of chunks. Write [text].")
         identity = self.identity(fingerprint(model))
         sink = self.default_prefix(model, tokenizer) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
         return [ChunkKey(identity, sink, ids, self.namespace) for ids in tokenize_chunks(tokenizer, chunks)]

@@ -303,7 +303,7 @@ BAD = {
     "a list": (json.dumps(["a"]), "line 1 .* expected an object with chunks"),
     "no chunks": (json.dumps({"question": "Who?", "answers": ["a"]}), "chunks"),
     "no chunk": (json.dumps(row(chunks=[])), "chunks"),
-    "an empty chunk": (json.dumps(row(chunks=["a", ""])), "none empty"),
+    "an empty chunk": (json.dumps(row(chunks=["a", ""])), "chunk 1 is .* has no text"),
     "chunks as text": (json.dumps(row(chunks="a b")), "chunks"),
     "no question": (json.dumps({"chunks": ["a"], "answers": ["a"]}), "question"),
     "a question of no text": (json.dumps(row(question=3)), "question"),
@@ -338,6 +338,8 @@ def test_read_rows_takes_odd_line_breaks_a_mark_and_other_names_of_a_field(tmp_p
     source = row(chunks=["one\u2028two\u0085three"], question="Who\u2029?")
     path.write_text("\ufeff" + json.dumps(source, ensure_ascii=False) + "\r\n", "utf-8", newline="")
     assert read_rows(path) == [{"id": "1", **source}]
+    path.write_text(json.dumps(source).replace(", ", ",\r") + "\n", "utf-8", newline="")
+    assert read_rows(path) == [{"id": "1", **source}], "a carriage return alone ends no line"
     path = jsonl(
         path, row(), {"documents": ["one two", "three"], "question": "Who?", "answer": "Ann"}, {"text": "one"}
     )

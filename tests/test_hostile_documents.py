@@ -2,25 +2,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of strangers: whatever is in them, each is indexed or left out with a reason, and names are only text."""
 
+import contextlib
 import json
 import os
 import random
 import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
 from pathlib import Path
 
+import psutil
 import pytest
-from worlds import REFERENCE
+from worlds import REFERENCE, reference_questions
 
 from hf_blend import ChunkStore
 from hf_blend.cli.main import main
 from hf_blend.errors import PromptError
 from hf_blend.evaluation.bundled import open_model
 from hf_blend.evaluation.demo.page import Demo
-from hf_blend.evaluation.documents import Corpus, printable
+from hf_blend.evaluation.documents import Corpus
+from hf_blend.evaluation.parsing import FileLimits, FileReader, _answer, _pdf, printable
 from hf_blend.evaluation.retrieving import Splitter
 from hf_blend.evaluation.sources import Sources
 
-from .test_documents import pdf
+from .test_documents import pdf, pdf_of
 
 for package in ("semantic_text_splitter", "bm25s", "bs4", "markdownify", "pypdf"):
     pytest.importorskip(package, reason="the extra rag is not installed: pip install hf-blend[rag]")
@@ -273,8 +284,195 @@ def test_folders_deeper_than_python_calls_itself_are_read(tmp_path, monkeypatch)
 def test_a_file_that_is_too_large_is_not_read_whole(name, megabytes, tmp_path):
     (tmp_path / name).touch()
     os.truncate(tmp_path / name, 1 << 40)
-    with pytest.raises(PromptError, match=f"more than {megabytes} MB"):
+    with pytest.raises(PromptError, match=f"more than {megabytes} MB, see --file-megabytes"):
         list(Corpus([str(tmp_path / name)]))
+
+
+def pages_over_one_stream(count: int, operators: int) -> bytes:
+    """A small PDF that takes long: each page has all text of the same compressed stream."""
+    content = zlib.compress(b"BT /F1 12 Tf " + b"1 0 0 1 72 720 Tm (word) Tj " * operators + b"ET")
+    kids = b" ".join(b"%d 0 R" % (number + 5) for number in range(count))
+    page = b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 3 0 R /Resources 4 0 R >>"
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [%s] /Count %d >>" % (kids, count),
+        b"<< /Filter /FlateDecode /Length %d >>\nstream\n%s\nendstream" % (len(content), content),
+        b"<< /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >>",
+        *[page] * count,
+    ]
+    return pdf_of(objects)
+
+
+ENDLESS = {
+    "pages.pdf": pages_over_one_stream(1000, 20_000),
+    "page.pdf": pages_over_one_stream(1, 2_000_000),
+    "page.html": b"<p>good <b>word</b></p>\n" * 300_000,
+}
+
+
+def test_a_file_that_takes_too_long_is_left_out_and_its_process_ends_with_the_corpus(tmp_path):
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    for name, content in ENDLESS.items():
+        (folder / name).write_bytes(content)
+    (folder / "z.txt").write_text("good")
+    corpus, here = Corpus([str(folder)], limits=FileLimits(seconds=0.1)), psutil.Process()
+    assert [one.text for one in corpus] == ["good"]
+    assert not here.children()
+    left_out = dict(corpus.left_out)
+    assert set(left_out) == {f"slow/{name}" for name in ENDLESS}
+    assert all(re.fullmatch(r"it takes more than \S+ s, see --file-seconds", reason) for reason in left_out.values())
+
+
+def test_a_parser_that_was_killed_is_started_again(tmp_path):
+    (tmp_path / "a.html").write_text("<p>good")
+    here = psutil.Process()
+    with FileReader(FileLimits(seconds=600)) as reader:
+        assert reader.read(tmp_path / "a.html") == "good\n"
+        (process,) = here.children()
+        process.kill()
+        with pytest.raises(PromptError, match="its parser ended without an answer"):
+            reader.read(tmp_path / "a.html")
+        assert reader.read(tmp_path / "a.html") == "good\n"
+    assert not here.children()
+
+
+def test_a_text_that_grows_beyond_its_limit_is_left_out(tmp_path):
+    (tmp_path / "grows.pdf").write_bytes(pages_over_one_stream(20, 100))
+    assert len(_pdf(tmp_path / "grows.pdf", 1 << 20)) > 8_000
+    assert _answer(tmp_path / "grows.pdf", 5_000)["why"].endswith("MB, see --file-megabytes")
+    assert 5_000 < len(_pdf(tmp_path / "grows.pdf", 5_000)) < 6_000, "the other pages are not read"
+
+
+@pytest.fixture
+def no_files(tmp_path):
+    """What a reader may wait for without end."""
+    (tmp_path / "odd").mkdir()
+    os.mkfifo(tmp_path / "odd" / "pipe.txt")
+    os.mkfifo(tmp_path / "odd" / "pipe.pdf")
+    (tmp_path / "odd" / "link.html").symlink_to("pipe.txt")
+    with contextlib.chdir(tmp_path / "odd"), socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket.md")  # the name of a socket is short
+        yield tmp_path / "odd"
+
+
+def test_what_is_no_file_is_never_waited_for_in_a_folder_or_named(no_files, run):
+    (no_files / "good.txt").write_text("good")
+    corpus = Corpus([str(no_files)])
+    assert [one.text for one in corpus] == ["good"]
+    assert dict(corpus.left_out) == dict.fromkeys(
+        ("odd/pipe.txt", "odd/pipe.pdf", "odd/socket.md"), "no file that can be read"
+    ) | {"odd/link.html": "a link to no file"}
+    named = [no_files / name for name in ("pipe.txt", "pipe.pdf", "link.html", "socket.md")]
+    for path in (*named, Path("/dev/zero"), Path("/dev/null")):
+        with pytest.raises(PromptError, match="a pipe, a socket or a device, for which nobody waits"):
+            list(Corpus([str(path)]))
+        corpus = Corpus([str(path), str(no_files / "good.txt")])
+        assert ([one.text for one in corpus], [name for name, _ in corpus.left_out]) == (["good"], [path.name])
+    code, _, err = run("ask", "--questions", no_files / "pipe.txt", no_files / "good.txt", "--model", REFERENCE)
+    assert code == 2
+    assert "for which nobody waits" in err
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Without the rights of root, which may enter everything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_what_may_not_be_entered_is_left_out_by_name():
+    folder = Path(tempfile.mkdtemp())
+    try:
+        for path in (folder, folder / "notes", folder / "notes" / "shut"):
+            path.mkdir(exist_ok=True)
+            path.chmod(0o755)
+        (folder / "notes" / "good.txt").write_text("good")
+        (folder / "notes" / "shut" / "in.txt").write_text("shut in")
+        (folder / "notes" / "link.txt").symlink_to("shut/in.txt")
+        (folder / "notes" / "secret.txt").write_text("secret")
+        for path in (folder / "notes" / "shut", folder / "notes" / "secret.txt"):
+            path.chmod(0)
+        with as_nobody():
+            corpus = Corpus([str(folder / "notes")])
+            assert [one.text for one in corpus] == ["good"]
+            with pytest.raises(PromptError, match=r"no file or folder .*in\.txt' that can be read"):
+                Corpus([str(folder / "notes" / "shut" / "in.txt")])
+        refused = "it cannot be read: Permission denied"
+        assert dict(corpus.left_out) == {
+            "notes/link.txt": refused,
+            "notes/shut": "no file that can be read",
+            "notes/secret.txt": "Permission denied",
+        }
+    finally:
+        (folder / "notes" / "shut").chmod(0o755)
+        shutil.rmtree(folder)
+
+
+INDEX = ("-P", "-m", "hf_blend.cli.main", "index")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_index_with_130_keeps_what_is_stored_and_leaves_no_process(tmp_path):
+    words, chance = reference_questions()[0]["chunks"][0].split(), random.Random(1)
+    texts = [" ".join(chance.sample(words, len(words))) for _ in range(60)]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    command = [
+        sys.executable,
+        *INDEX,
+        str(tmp_path / "many.jsonl"),
+        "--model",
+        REFERENCE,
+        "--store",
+        str(tmp_path / "kv"),
+    ]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while len(list((tmp_path / "kv").rglob("*.safetensors"))) < 5:
+        assert running.poll() is None, running.stderr.read()
+        time.sleep(0.02)
+    os.killpg(running.pid, signal.SIGINT)
+    _, err = running.communicate(timeout=120)
+    assert running.returncode == 130, err
+    assert re.search(
+        r"Stopped\. [\d,]+ chunks are stored and stay, [\d,]+ are missing\. Run the same command again", err
+    )
+    assert "Traceback" not in err
+    with ChunkStore.open(tmp_path / "kv") as store:
+        stored = len(list(store.entries()))
+        assert stored > 0
+        assert not [found for found in store.check() if found.reason]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["present"] == stored
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_index_while_a_file_is_parsed(tmp_path):
+    (tmp_path / "pages.pdf").write_bytes(ENDLESS["pages.pdf"])
+    command = [
+        sys.executable,
+        *INDEX,
+        str(tmp_path / "pages.pdf"),
+        "--model",
+        REFERENCE,
+        "--store",
+        str(tmp_path / "kv"),
+    ]
+    running = subprocess.Popen(
+        [*command, "--file-seconds", "600"], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not (children := psutil.Process(running.pid).children()):
+        time.sleep(0.02)
+    os.killpg(running.pid, signal.SIGINT)
+    _, err = running.communicate(timeout=120)
+    assert (running.returncode, "Traceback" in err) == (130, False), err
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_standard_input_that_is_no_text_is_refused():

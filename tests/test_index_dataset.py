@@ -126,7 +126,7 @@ def test_one_process_says_what_it_did_and_a_store_that_is_too_small_is_an_error(
         ([[5, 6]], {"num_proc": -1}, "num_proc is -1"),
         ([[5, 6]], {"batch_rows": 0}, "batch_rows is 0, expected a whole number from 1 on"),
         ([[5, 6]], {"threads": 0}, "threads is 0"),
-        ([[5, 6], None], {}, "a piece is None, expected text or token ids"),
+        ([[5, 6], None], {}, "chunk 1 is None, expected a text, .* or token ids"),
         ([[5.5, 6.5]], {}, "expected text or token ids: 'float' object"),
         ([[5, 6], []], {}, "chunk 1 is .* and has no token"),
         (["five"], {}, "'five' came without a tokenizer"),

@@ -141,8 +141,12 @@ def test_what_cannot_be_answered_is_refused_in_words(answerer, call, error, says
 
 
 def test_what_generate_refuses_reaches_the_caller(answerer):
-    with pytest.raises(ValueError, match="no_such_setting"):
-        answerer.chat(ASKED, no_such_setting=1).whole()
+    with pytest.raises(ConfigError, match="no_such_setting=1 is no argument of generate"):
+        answerer.chat(ASKED, no_such_setting=1)
+    with pytest.raises(
+        ConfigError, match=r"generate failed with .*repetition_penalty.*: ValueError: .*positive float"
+    ):
+        answerer.chat(ASKED, repetition_penalty=-1.0).whole()
 
 
 def test_langchain_answers_as_stock_streams_in_pieces_and_reuses_documents(model, tokenizer, given):
@@ -178,6 +182,96 @@ def test_langchain_answers_several_at_once_as_one_alone(model, tokenizer, given)
     assert [one.content for one in answers] == [stock(model, tokenizer, [turn]) for turn in turns]
     alone = asyncio.run(llm.ainvoke(questions[0], documents=DOCUMENTS))
     assert alone.content == answers[0].content
+
+
+MEANT = [  # what is passed when a model is made, or with a call → tokens of the answer
+    ({"max_tokens": 2}, {}, 2),
+    ({"max_new_tokens": 4}, {"max_tokens": 2}, 2),
+    ({"max_tokens": 4}, {"max_new_tokens": 2}, 2),
+    ({}, {"max_completion_tokens": 2, "n": 1}, 2),
+    ({"max_tokens": 3, "top_k": 5, "num_beams": 1, "temperature": 0.0}, {}, 3),
+]
+
+
+@pytest.mark.parametrize(("made", "called", "tokens"), MEANT)
+def test_chat_blend_takes_what_is_meant_by_other_names(model, tokenizer, store, made, called, tokens):
+    base = {"model": model, "tokenizer": tokenizer, "store": store, "eos_token_id": None}
+    llm = framework("langchain").ChatBlend(**base, **made)
+    assert llm.invoke(QUESTION, **called).usage_metadata["output_tokens"] == tokens
+    assert len(list(llm.stream(QUESTION, **called))) > 1
+    other = framework("llamaindex").BlendLLM(**base, **made)
+    assert other.complete(QUESTION, **called).raw["usage"]["completion_tokens"] == tokens
+    generator = framework("haystack").BlendChatGenerator(model, tokenizer, store, None, {"eos_token_id": None, **made})
+    from haystack.dataclasses import ChatMessage
+
+    (reply,) = generator.run([ChatMessage.from_user(QUESTION)], generation_kwargs=called)["replies"]
+    assert reply.meta["usage"]["completion_tokens"] == tokens
+
+
+def test_chat_blend_takes_stop_texts_counts_by_its_tokenizer_and_is_told_apart_in_a_cache(model, tokenizer, given):
+    chat = framework("langchain").ChatBlend
+    from langchain_core.caches import InMemoryCache
+    from langchain_core.messages import HumanMessage, trim_messages
+
+    whole = chat(**given).invoke(QUESTION).content
+    assert chat(**given, stop=[whole[3:6]]).invoke(QUESTION).content == whole[: whole.find(whole[3:6])]
+    assert chat(**given, streaming=True).invoke(QUESTION, stream=False).content == whole
+    assert chat(**given).get_num_tokens(QUESTION) == len(tokenizer.encode(QUESTION, add_special_tokens=False)) > 3
+    said = [HumanMessage("a " * 50), HumanMessage("b")]
+    assert trim_messages(said, max_tokens=20, token_counter=chat(**given)) == said[1:]
+    cache, asked = InMemoryCache(), {**given, "settings": {"eos_token_id": None}}
+    counts = [chat(**asked, max_tokens=count, cache=cache).invoke(QUESTION).usage_metadata for count in (2, 5, 2)]
+    assert [one["output_tokens"] for one in counts] == [2, 5, 2]
+
+
+REFUSED = {  # when it is made, and with a call
+    "a typo": ({"max_new_token": 2}, "max_new_token=2 is no argument of generate. Did you mean max_new_tokens?"),
+    "something else": ({"nonsense": 2}, "nonsense=2 is no argument of generate. Leave it out"),
+    "two answers": ({"n": 2}, "n is 2, expected 1"),
+    "no length": ({"max_tokens": 0}, "max_new_tokens is 0, expected a whole number from 1 on"),
+    "half a token": ({"max_tokens": 2.5}, "max_new_tokens is 2.5, expected a whole number"),
+    "a cold model": ({"temperature": -1}, "temperature is -1.*, expected a number from 0 on"),
+    "tools": ({"tools": [{"type": "function"}]}, "tools=.* came, but it answers with text"),
+    "a form": ({"response_format": {"type": "json_object"}}, "response_format=.* came, but it answers with text"),
+    "log probabilities": ({"logprobs": True}, "logprobs=True is no argument of generate"),
+    "an empty stop text": ({"stop": [""]}, r"stop is \[''\], expected a text, or texts, none empty"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_chat_blend_refuses_what_it_cannot_do_in_our_words(model, tokenizer, store, kind):
+    settings, says = REFUSED[kind]
+    base = {"model": model, "tokenizer": tokenizer, "store": store}
+    for make, ask in (
+        (framework("langchain").ChatBlend, lambda llm, **given: llm.invoke(QUESTION, **given)),
+        (framework("llamaindex").BlendLLM, lambda llm, **given: llm.complete(QUESTION, **given)),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            ask(make(**base, **settings))
+        with pytest.raises(ConfigError, match=says):
+            ask(make(**base), **settings)
+
+
+def test_chat_blend_refuses_tools_schemas_and_what_is_no_model_in_our_words(model, tokenizer, given):
+    chat, blend = framework("langchain").ChatBlend, framework("llamaindex").BlendLLM
+    llm = chat(**given)
+    for bind in (lambda: llm.bind_tools([{"name": "clock"}]), lambda: llm.with_structured_output(dict)):
+        with pytest.raises(ConfigError, match="came for ChatBlend, but it answers with text"):
+            bind()
+    with pytest.raises(ConfigError, match="template is 5, expected a dict"):
+        llm.invoke(QUESTION, template=5)
+    for kind in (chat, blend):
+        for wrong, says in (
+            ({"store": "kv-store"}, "store is 'kv-store', expected a ChunkStore"),
+            ({"model": "a/name"}, "model is 'a/name', expected a model of transformers"),
+            ({"tokenizer": None}, "tokenizer is None, expected the model's tokenizer"),
+            ({"max_new_tokens": "many"}, f"{kind.__name__} cannot be made: max_new_tokens is 'many'"),
+            ({"settings": 5}, "settings is 5, expected a dict"),
+        ):
+            with pytest.raises(ConfigError, match=says):
+                kind(**{**given, **wrong})
+        with pytest.raises(ConfigError, match="tokenizer is missing"):
+            kind(model=model, store=given["store"])
 
 
 def test_llamaindex_reuses_what_was_retrieved_in_its_own_prompts(model, tokenizer, store, given, monkeypatch):

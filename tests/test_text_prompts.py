@@ -168,7 +168,7 @@ def test_inputs_from_text_refuse_what_makes_no_prompt(known):
     for text, chunks, says in (
         ("", None, "the text '' has no token"),
         (JOINED, ["Not there."], "is not in the prompt"),
-        (JOINED, [""], "has no token"),
+        (JOINED, [""], "document 0 is '' and has no text"),
         ("caf\ud800", None, "half of a surrogate pair"),
         ([JOINED], DOCUMENTS, "a batch of 1 prompts came with 3 documents"),
     ):

@@ -14,7 +14,8 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, PromptError, import_extra
 
 from ..bundled import REAL
-from ..documents import READERS, Document, printable, read_file, short_reason
+from ..documents import ENDINGS, NO_TEXT, Document, read_file
+from ..parsing import FileReader, printable, short_reason
 from . import drawing
 from .compare import DemoState, Panel, again, compare
 from .model_cache import ModelCache
@@ -74,13 +75,16 @@ class Demo:
         """Read files that were uploaded."""
         found, left = list[Document](), list[str]()
         most = self.visitors.limits.file_bytes
-        for path in map(Path, paths):
-            try:
-                if path.stat().st_size > most:
-                    raise PromptError(f"it has more than {most >> 20} MB")
-                found += read_file(path, path.name)
-            except HfBlendError as error:
-                left.append(printable(f"{path.name} ({short_reason(error)})"))
+        with FileReader() as reader:
+            for path in map(Path, paths):
+                try:
+                    if path.stat().st_size > most:
+                        raise PromptError(f"it has more than {most >> 20} MB")
+                    documents = read_file(path, path.name, reader)
+                    found += [one for one in documents if one.text.strip()]
+                    left += [f"{one.name} ({NO_TEXT})" for one in documents if not one.text.strip()]
+                except HfBlendError as error:
+                    left.append(printable(f"{path.name} ({short_reason(error)})"))
         letters = sum(map(len, (one.text for one in found)))
         said = f"{len(found)} documents with {letters:,} letters." if paths else ""
         return tuple(found), said + (f" Left out: {'; '.join(left)}." if left else "")
@@ -267,7 +271,7 @@ def _own(gradio: Any, demo: Demo) -> None:
     limits = demo.visitors.limits
     with gradio.Row():
         uploaded = gradio.File(
-            file_count="multiple", file_types=sorted(READERS), height=130, elem_id="own-files", scale=3,
+            file_count="multiple", file_types=sorted(ENDINGS), height=130, elem_id="own-files", scale=3,
             label=f"Files: text, Markdown, HTML, PDF, JSONL; at most {limits.file_bytes >> 20} MB each",
         )  # fmt: skip
         top_k = gradio.Slider(

@@ -15,7 +15,7 @@ model, enters the model's layers for the one forward that is the prefill, and be
 import copy
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -46,6 +46,7 @@ from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
 from ..prefill.report import Advice, BlendReport
 from ..prefill.request import PendingPrompt, Request
+from ..prompt.documents import is_document
 from ..prompt.messages import build_messages
 from ..prompt.pieces import (
     SEPARATOR,
@@ -213,7 +214,9 @@ class BlendCache(Cache):
             tokenizer: the model's tokenizer.
             prefix: system prompt; BOS is put before it if the tokenizer puts one before a text. None is BOS alone, or
                 nothing; token ids are taken as they are.
-            chunks: retrieved chunks, text or token ids, at least one. For a batch: one such list per request.
+            chunks: retrieved documents or token ids, at least one. A document is a text, or a dict or an object that
+                has one as `text`, `content` or `page_content`, such as those of LangChain, LlamaIndex and Haystack.
+                For a batch: one such list per request.
             question: what the model is asked. For a batch: a list of questions, one per request.
             history: to go on with a conversation in this cache, what the last `generate` returned,
                 `[batch, tokens]`. Its K and V stay, the new pieces come behind it; no BOS, and there may be no chunk.
@@ -255,9 +258,9 @@ class BlendCache(Cache):
             tokenizer: the model's tokenizer, with a chat template.
             messages: as for `apply_chat_template`: dicts with a role and a content, of one conversation. For a batch:
                 a list of conversations.
-            documents: texts that are in the messages, as they are there; or dicts such as `{"title": …, "text": …}`
-                for a template that takes documents. None: only what is stored is reused. For a batch: a list for each
-                conversation.
+            documents: documents whose text is in the messages; dicts and objects are passed to the template, too, for
+                one that takes documents. Accents may be encoded otherwise there: the prompt stays as it is. None: only
+                what is stored is reused. For a batch: a list for each conversation.
             **template: further arguments of `apply_chat_template`: `tools`, `enable_thinking`, `chat_template`,
                 `continue_final_message`; `add_generation_prompt` is True where it is left out.
 
@@ -272,7 +275,7 @@ class BlendCache(Cache):
             named = _for_each(documents, len(messages))
             pairs = zip(messages, named, strict=True)
             return self._expect_texts(tokenizer, [build_messages(tokenizer, *pair, template) for pair in pairs])
-        return self._expect_texts(tokenizer, [build_messages(tokenizer, messages, documents or (), template)])
+        return self._expect_texts(tokenizer, [build_messages(tokenizer, messages, documents, template)])
 
     def inputs_from_text(
         self,
@@ -290,8 +293,8 @@ class BlendCache(Cache):
         Args:
             tokenizer: the model's tokenizer.
             text: the prompt, or a list of prompts for a batch.
-            chunks: texts that are in the prompt; those that are not stored are computed and stored. None: only what is
-                stored is reused. For a batch: a list for each prompt.
+            chunks: documents whose text is in the prompt; those that are not stored are computed and stored. None:
+                only what is stored is reused. For a batch: a list for each prompt.
             add_special_tokens: as for the tokenizer; False for text that a chat template made.
 
         Returns:
@@ -302,7 +305,7 @@ class BlendCache(Cache):
                 tokenizer is another model's, or the prompt does not fit the model.
         """
         texts = [text] if isinstance(text, str) else list(text)
-        named = [chunks or ()] if isinstance(text, str) else _for_each(chunks, len(texts))
+        named = [chunks] if isinstance(text, str) else _for_each(chunks, len(texts))
         build = partial(build_text, tokenizer, special=add_special_tokens)
         return self._expect_texts(tokenizer, [build(*pair) for pair in zip(texts, named, strict=True)])
 
@@ -732,7 +735,7 @@ def _for_each(documents: Sequence[Any] | None, count: int) -> Sequence[Any]:
     """The documents of each prompt of a batch."""
     if documents is None or not len(documents):
         return [()] * count
-    if len(documents) != count or any(isinstance(one, str | Mapping) for one in documents):
+    if len(documents) != count or any(map(is_document, documents)):
         raise PromptError(
             f"a batch of {count} prompts came with {len(documents)} documents, expected a list of documents for each "
             "prompt. Write [[…], […]]."

@@ -25,6 +25,7 @@ from ..model.anatomy import other_states, refuse_extended, text_config
 from ..model.modality import placeholder_ids
 from ..model.placement import input_device
 from ..prefill.report import BlendReport
+from ..prompt.documents import texts_of
 from ..prompt.tokenizer import front_ids
 from ..store import ChunkStore
 from .reuse import chunk_of, continued, take_back
@@ -79,7 +80,7 @@ class Conversation:
         self.report: BlendReport | None = None  # of the last question that came with documents
 
     def ask(
-        self, question: str, documents: Sequence[str] = (), *, blend: Mapping[str, Any] | None = None, **options: Any
+        self, question: str, documents: Sequence[Any] = (), *, blend: Mapping[str, Any] | None = None, **options: Any
     ) -> str:
         """Ask, and keep question and answer.
 
@@ -90,6 +91,7 @@ class Conversation:
             raise PromptError("the question is empty, expected some text. Ask something.")
         if self.archive is not None:
             refuse_extended(self.model)
+        documents = texts_of(documents)
         before, content = self._text(False), "".join((*documents, question))
         self._messages.append({"role": "user", "content": content})
         text, first = self._text(True)[len(before) :], not before and not self._waiting

@@ -2,30 +2,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the classes for frameworks share: a request is prefilled with stored chunks, and its answer comes as text."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from numbers import Integral
 from queue import SimpleQueue
 from threading import Event
 from typing import Any
 
 from torch import Tensor
+from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
-from ..errors import ConfigError, PromptError
+from ..errors import ConfigError, HfBlendError, PromptError
 from ..prompt.detokenizer import Detokenizer
+from ..prompt.documents import absent, for_template, leave_out_empty, texts_of
 from ..prompt.messages import plain_messages, render
 from ..store import ChunkStore
 
-__all__ = ["Answer", "Answerer", "Document", "titled"]
+__all__ = ["NO_CALLS", "Answer", "Answerer", "refused", "with_settings"]
 
-Document = str | Mapping[str, Any]
 Inputs = Callable[[BlendCache], Mapping[str, Tensor]]
 BETWEEN = "\n\n"
 OURS = ("past_key_values", "streamer", "stopping_criteria", "input_ids")
+SAME = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens")  # OpenAI's names
+SINGLE = ("n", "num_beams", "num_return_sequences")  # of which there is one
+ALSO = ("tokenizer", "assistant_tokenizer")  # arguments of `generate` that are in no signature
+CALLS = ("tools", "tool_choice", "functions", "response_format")  # what is asked of a model that calls tools
+NO_CALLS = (
+    "it answers with text, in which no call of a tool and no JSON is read. `template={'tools': [...]}` has the chat "
+    "template write tools; hf-blend serve reads calls and follows schemas, for the framework's class for OpenAI."
+)
 PROBE = "hf_blend asks whether the template takes documents"
 
 
@@ -42,10 +55,21 @@ class Answerer:
     config: BlendConfig = field(default_factory=BlendConfig)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Refuse what no request could be answered with."""
+        for name, value, method, expected in (
+            ("model", self.model, "generate", "a model of transformers"),
+            ("tokenizer", self.tokenizer, "decode", "the model's tokenizer"),
+            ("store", self.store, "keys", 'a ChunkStore, such as ChunkStore.open("kv-store")'),
+        ):
+            if not callable(getattr(value, method, None)):
+                raise ConfigError(f"{name} is {value!r:.60}, expected {expected}. Pass one.")
+        self._checked({})
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        documents: Sequence[Document] = (),
+        documents: Any = (),
         template: Mapping[str, Any] | None = None,
         stops: Sequence[str] = (),
         **settings: Any,
@@ -53,45 +77,85 @@ class Answerer:
         """Answer messages by the model's own chat template; nothing is computed before the answer is iterated over.
 
         Documents that are in no message are passed to a template that takes documents, and put before the last message
-        of the user for every other. `template` has further arguments of `apply_chat_template`; `stops` end the answer,
-        and are no part of it; `settings` are those of `generate`.
+        of the user for every other; empty ones among others are left out with a warning. `template` has further
+        arguments of `apply_chat_template`; `stops` end the answer, and are no part of it; `settings` are those of
+        `generate`.
         """
-        placed, named = self._placed(plain_messages(messages), documents, template or {})
-        arguments = (self.tokenizer, placed, named)
-        return self._answer(lambda cache: cache.inputs_from_messages(*arguments, **(template or {})), stops, settings)
+        filled, notice = leave_out_empty(documents)
+        more = {} if template is None else template
+        if not isinstance(more, Mapping):
+            raise ConfigError(
+                f"template is {more!r:.60}, expected a dict of arguments of the chat template. Pass one."
+            )
+        arguments = (self.tokenizer, *self._placed(plain_messages(messages), filled, more))
+        answer = self._answer(lambda cache: cache.inputs_from_messages(*arguments, **more), stops, settings)
+        answer.notice = notice
+        return answer
 
-    def complete(
-        self, text: str, documents: Sequence[Document] = (), stops: Sequence[str] = (), **settings: Any
-    ) -> "Answer":
+    def complete(self, text: str, documents: Any = (), stops: Sequence[str] = (), **settings: Any) -> "Answer":
         """Continue a text, as `chat` answers; documents that are not in it are put before it."""
-        texts = [_text_of(one) for one in documents]
-        whole = BETWEEN.join([*(one for one in texts if one not in text), text])
-        return self._answer(lambda cache: cache.inputs_from_text(self.tokenizer, whole, texts), stops, settings)
+        filled, notice = leave_out_empty(documents)
+        texts = texts_of(filled)
+        whole = BETWEEN.join([*absent(texts, [text]), text])
+        answer = self._answer(lambda cache: cache.inputs_from_text(self.tokenizer, whole, texts), stops, settings)
+        answer.notice = notice
+        return answer
 
     def _answer(self, inputs: Inputs, stops: Sequence[str], settings: Mapping[str, Any]) -> "Answer":
-        given = _checked({**self.settings, **settings}, self.model.generation_config)
+        given = self._checked(settings)
         ends = [stops] if isinstance(stops, str) else list(stops or ())
+        if not all(isinstance(end, str) and end for end in ends):
+            raise ConfigError(f"stop is {stops!r:.60}, expected a text, or texts, none empty. Correct it.")
         return Answer(self, BlendCache(self.model, self.store, self.config), inputs, ends, given)
 
+    def _checked(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments for `generate`; a temperature of 0 is greedy search there, as frameworks have it."""
+        given: dict[str, Any] = {}
+        for name, value in (*self.settings.items(), *settings.items()):
+            if name in OURS:
+                raise ConfigError(f"{name} was passed for generate, but it is set here. Leave it out.")
+            if name in CALLS:
+                raise ConfigError(f"{name}={value!r:.40} came, but {NO_CALLS}")
+            if name not in ("n", *SAME) and name not in (known := _arguments(self.model)):
+                near = difflib.get_close_matches(name, known, n=1)
+                meant = f" Did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"{name}={value!r:.40} is no argument of generate.{meant} Leave it out.")
+            given[SAME.get(name, name)] = value
+        own = given.get("generation_config") or self.model.generation_config
+        for name in SINGLE:
+            count = given.get(name) or getattr(own, name, None) or 1
+            if count != 1:
+                raise ConfigError(f"{name} is {count}, expected 1: one answer is given, while it is written. Pass 1.")
+        given.pop("n", None)
+        tokens = given.get("max_new_tokens")
+        if tokens is not None and (not isinstance(tokens, Integral) or tokens < 1):
+            raise ConfigError(f"max_new_tokens is {tokens!r:.40}, expected a whole number from 1 on. Correct it.")
+        temperature = given.pop("temperature", None)
+        if temperature is None:
+            return given
+        if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+            raise ConfigError(f"temperature is {temperature!r:.40}, expected a number from 0 on. Correct it.")
+        return {**given, "do_sample": temperature > 0, **({"temperature": temperature} if temperature > 0 else {})}
+
     def _placed(
-        self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document], template: Mapping[str, Any]
-    ) -> tuple[list[Mapping[str, Any]], list[Document]]:
+        self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Any], template: Mapping[str, Any]
+    ) -> tuple[list[Mapping[str, Any]], Sequence[str | Mapping[str, Any]]]:
         """The messages with all documents in them, or the documents for a template that writes them itself."""
-        texts, given = [_text_of(one) for one in documents], list(messages)
+        texts, given = texts_of(documents), list(messages)
         contents = [message["content"] for message in given]
-        absent = [text for text in texts if not any(text in content for content in contents)]
-        if not absent:
-            return given, [*texts]
-        if len(absent) == len(texts) and self._takes_documents(given, template):
-            return given, [one if isinstance(one, Mapping) else {"text": one} for one in documents]
+        added = absent(texts, contents)
+        if not added:
+            return given, texts
+        if len(added) == len(texts) and self._takes_documents(given, template):
+            return given, [for_template(document) for document in documents]
         last = max((at for at, message in enumerate(given) if message.get("role") == "user"), default=None)
         if last is None:
             raise PromptError(
                 f"{len(documents)} documents came with {len(given)} messages, but none of the messages has the role "
                 "user, before which documents are put. Add one with the question."
             )
-        given[last] = {**given[last], "content": BETWEEN.join([*absent, contents[last]])}
-        return given, [*texts]
+        given[last] = {**given[last], "content": BETWEEN.join([*added, contents[last]])}
+        return given, texts
 
     def _takes_documents(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> bool:
         arguments = {**template, "documents": [{"title": PROBE, "text": PROBE}]}
@@ -113,6 +177,7 @@ class Answer:
         self._given = Detokenizer(by.tokenizer, stops)
         self.prompt_tokens = 0
         self.tokens: list[int] = []
+        self.notice = ""  # about documents that were left out
 
     def __iter__(self) -> Iterator[str]:
         """Give the text piece by piece."""
@@ -160,7 +225,8 @@ class Answer:
     def report(self) -> dict[str, Any]:
         """What the prefill cost, as JSON values."""
         shown = self._cache.report.as_dict()
-        return {name: value for name, value in shown.items() if name != "chosen_columns"}
+        notice = " ".join(filter(None, (self.notice, shown["notice"])))
+        return {name: value for name, value in shown.items() if name != "chosen_columns"} | {"notice": notice}
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -174,7 +240,13 @@ class Answer:
         self.prompt_tokens = inputs["input_ids"].shape[1]
         is_gone = StoppingCriteriaList([lambda ids, scores, **_: ids.new_full(ids.shape[:1], gone.is_set()).bool()])
         given = {**inputs, "past_key_values": self._cache, "stopping_criteria": is_gone, **self._settings}
-        self._by.model.generate(**given, streamer=_NewTokens(tell))
+        try:
+            self._by.model.generate(**given, streamer=_NewTokens(tell))
+        except HfBlendError:
+            raise
+        except (ValueError, TypeError) as error:  # which is how it refuses arguments
+            names = ", ".join(self._settings) or "no settings"
+            raise ConfigError(f"generate failed with {names}: {type(error).__name__}: {error}") from error
 
 
 class _NewTokens(BaseStreamer):
@@ -193,28 +265,28 @@ class _NewTokens(BaseStreamer):
         """Nothing is held back here."""
 
 
-def _checked(settings: dict[str, Any], own: Any) -> dict[str, Any]:
-    """Settings of `generate`; a temperature of 0 is greedy search there, as frameworks have it."""
-    for name in OURS:
-        if name in settings:
-            raise ConfigError(f"{name} was passed for generate, but it is set here. Leave it out.")
-    for name in ("num_beams", "num_return_sequences"):
-        count = settings.get(name) or getattr(settings.get("generation_config") or own, name, None) or 1
-        if count > 1:
-            raise ConfigError(f"{name} is {count}, expected 1: one answer is given, while it is written. Pass 1.")
-    temperature = settings.pop("temperature", None)
-    if temperature is None:
-        return settings
-    return {**settings, "do_sample": temperature > 0, **({"temperature": temperature} if temperature > 0 else {})}
+def _arguments(model: Any) -> Collection[str]:
+    """The names of all that `generate` takes for a model, which an adapter may wrap."""
+    inner = getattr(model, "get_base_model", lambda: model)()
+    signatures = (inspect.signature(method) for method in (inner.generate, inner.forward))
+    return {*vars(GenerationConfig()), *(name for one in signatures for name in one.parameters), *ALSO}
 
 
-def titled(text: Any, title: Any) -> dict[str, Any]:
-    """Make a document for chat templates, with its title if it has one."""
-    return {**({"title": str(title)} if title else {}), "text": text}
+def with_settings(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a framework's class, in which what is none of its fields is a setting of `generate`."""
+    more = {name: value for name, value in given.items() if name not in kind.model_fields}
+    fields = {name: value for name, value in given.items() if name not in more}
+    settings = fields.get("settings", {})
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"settings is {settings!r:.60}, expected a dict of arguments of generate. Pass one.")
+    return {**fields, "settings": {**settings, **more}} if more else fields
 
 
-def _text_of(document: Document) -> str:
-    text = document if isinstance(document, str) else document.get("text")
-    if not isinstance(text, str) or not text.strip():
-        raise PromptError(f"the document {document!r:.60} has no text. Pass texts, or dicts such as {{'text': …}}.")
-    return text
+def refused(kind: Any, error: Any) -> ConfigError:
+    """The error for fields that pydantic refuses."""
+    first = error.errors()[0]
+    name, came = (
+        ".".join(map(str, first["loc"])),
+        "missing" if first["type"] == "missing" else f"{first['input']!r:.60}",
+    )
+    return ConfigError(f"{kind.__name__} cannot be made: {name} is {came}: {first['msg']}. Correct it.")

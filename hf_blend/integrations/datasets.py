@@ -28,8 +28,8 @@ def index_dataset(
 
     `model`, `store` and `column` are as in `IndexChunks`. Each process loads the model and opens the store once. With
     several processes, call this before the model runs in the calling one: a forked child cannot use threads of torch
-    that are there already. Gives a dataset with a row for each: `digest`, and `state`: "computed", or "present" where
-    it was stored already.
+    that are there already. Gives a dataset with a row for each: `digest`, and `state`: "computed", "present" where it
+    was stored already, or "empty".
     """
     _check(dataset, column, num_proc=num_proc, batch_rows=batch_rows, threads=threads)
     if not len(dataset):  # datasets would not ask for a row, and give no columns

@@ -15,7 +15,7 @@ from torch import nn
 from ..config import BlendConfig
 from ..errors import import_extra
 from ..store import ChunkStore
-from .answering import Answerer, titled
+from .answering import Answerer
 
 try:
     from haystack import Document, component
@@ -67,8 +67,7 @@ class BlendChatGenerator:
         settings = {**self.generation_kwargs, **(generation_kwargs or {})}
         template, stops = settings.pop("template", None), settings.pop("stop", ())
         said = [one.to_openai_dict_format(require_tool_call_ids=False) for one in messages]
-        given = [titled(one.content, one.meta.get("title") or one.meta.get("file_path")) for one in documents or ()]
-        answer = self._answerer.chat(said, given, template, stops, **settings)
+        answer = self._answerer.chat(said, documents, template, stops, **settings)
         for number, text in enumerate(answer):
             if tell:
                 tell(StreamingChunk(text, index=0, start=number == 0))

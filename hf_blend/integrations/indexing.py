@@ -9,6 +9,7 @@ locks are free are computed together, several in one forward, then those that ot
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -18,9 +19,12 @@ from filelock import FileLock, Timeout
 
 from ..errors import StoreError
 from ..model_names import locate
+from ..prompt.pieces import Piece, list_chunks
 from ..store import ChunkKey, ChunkStore
 
 __all__ = ["BATCH_ROWS", "IndexChunks", "Model", "Store", "refuse_loss"]
+
+logger = logging.getLogger(__name__)
 
 STRIPES = 3  # hex digits of a digest that share a lock: 4096 locks
 BATCH_ROWS = 64
@@ -33,8 +37,8 @@ class IndexChunks:
 
     It is pickled before anything is opened; a process loads the model and opens the store at its first batch. The
     model is a path or hub id of a causal language model with its tokenizer; or what returns both, the tokenizer None
-    where rows are token ids. The store is its location, or the arguments of `ChunkStore.open`. The column holds texts,
-    or lists of token ids, none empty.
+    where rows are token ids. The store is its location, or the arguments of `ChunkStore.open`. The column holds
+    documents, or lists of token ids, none empty.
     """
 
     def __init__(self, model: Model, store: Store, column: str = "text", threads: int | None = None) -> None:
@@ -47,10 +51,20 @@ class IndexChunks:
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
         """Store the chunks of a batch of columns by name; gives for each row its `digest`, and its `state`.
 
-        The state is "computed", "present" where it was stored already, or "refused" where the store did not keep it.
+        The state is "computed", "present" where it was stored already, "refused" where the store did not keep it, or
+        "empty" where a document has no text: it has no digest, and a warning counts them.
         """
+        chunks = list_chunks([_plain(row) for row in _plain(batch[self._column])], may_be_empty=True)
+        empty = [isinstance(chunk, str) and not chunk.strip() for chunk in chunks]
+        if any(empty):
+            logger.warning(f"{sum(empty)} of {len(chunks)} rows are empty and left out.")
+        filled = iter(self._stored([chunk for chunk, is_empty in zip(chunks, empty, strict=True) if not is_empty]))
+        pairs = [("", "empty") if is_empty else next(filled) for is_empty in empty]
+        return {"digest": [digest for digest, _ in pairs], "state": [state for _, state in pairs]}
+
+    def _stored(self, rows: Sequence[Piece]) -> list[tuple[str, str]]:
+        """Store the chunks of rows; gives the digest and the state of each."""
         model, tokenizer, store, locks = self._open()
-        rows = [_plain(row) for row in _plain(batch[self._column])]
         keys = store.keys(model, tokenizer, rows)
         states = dict.fromkeys(keys, "present")
         missing = {key: row for key, row in zip(keys, rows, strict=True) if not store.contains(key)}
@@ -62,9 +76,9 @@ class IndexChunks:
             missing = {key: row for key, row in missing.items() if key not in mine}
         found = []
         for key in keys:
-            found.append(states[key])
+            found.append((key.digest, states[key]))
             states[key] = states[key].replace("computed", "present")  # for a row of the same chunk
-        return {"digest": [key.digest for key in keys], "state": found}
+        return found
 
     def close(self) -> None:
         """Close the store, if this process opened it."""

@@ -8,20 +8,20 @@
 Its messages are rendered by the model's own chat template.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 from ..config import BlendConfig
-from ..errors import PromptError, import_extra
-from .answering import Answer, Answerer, titled
+from ..errors import ConfigError, import_extra
+from .answering import NO_CALLS, Answer, Answerer, refused, with_settings
 
 try:
     from langchain_core.callbacks import CallbackManagerForLLMRun
-    from langchain_core.documents import Document
     from langchain_core.language_models.chat_models import BaseChatModel
     from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, convert_to_openai_messages
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-    from pydantic import Field
+    from pydantic import Field, ValidationError
 except ModuleNotFoundError:
     import_extra("langchain_core", extra="langchain", wanted_by="ChatBlend")
     raise
@@ -35,8 +35,10 @@ class ChatBlend(BaseChatModel):
     `invoke`, `stream`, `batch` and their asynchronous forms take `documents`: what a retriever gave. Those that are in
     no message are put before the last question, or passed to a chat template that takes documents. Without them,
     stored chunks are found in the messages. `template` has arguments of the chat template, such as `tools`; all other
-    keywords are those of `generate`. `response_metadata["hf_blend"]` says what the prefill cost, and `usage_metadata`
+    keywords, here and when the model is made, are those of `generate`; `max_tokens` is `max_new_tokens`, and `stop`
+    has texts that end an answer. `response_metadata["hf_blend"]` says what the prefill cost, and `usage_metadata`
     counts the reused tokens as `cache_read`. A `temperature` of 0 is greedy; None is as the generation config says.
+    It calls no tools.
     """
 
     model: Any
@@ -46,10 +48,39 @@ class ChatBlend(BaseChatModel):
     max_new_tokens: int = 256
     temperature: float | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
+    streaming: bool = False
+
+    def __init__(self, **given: Any) -> None:
+        """Take the fields, and settings of `generate`; what is neither is refused by a ConfigError."""
+        try:
+            super().__init__(**with_settings(type(self), given))
+        except ValidationError as error:
+            raise refused(type(self), error) from error
+        self._answerer()
 
     @property
     def _llm_type(self) -> str:
         return "hf-blend"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """What tells its answers from those of another, in a cache of answers."""
+        config = self.model.config.to_json_string(use_diff=False).encode()
+        own = {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "settings", "blend")}
+        return {"model": self.model.config.name_or_path, "config": hashlib.sha256(config).hexdigest(), **own}
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """The ids of a text by the model's own tokenizer, by which LangChain counts."""
+        count = self.custom_get_token_ids
+        return count(text) if count is not None else list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
+        """Refuse tools."""
+        raise ConfigError(f"{len(tools)} tools came for {type(self).__name__}, but {NO_CALLS}")
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a schema."""
+        raise ConfigError(f"the schema {schema!r:.60} came for {type(self).__name__}, but {NO_CALLS}")
 
     def _generate(
         self,
@@ -79,24 +110,15 @@ class ChatBlend(BaseChatModel):
         yield ChatGenerationChunk(message=last)
 
     def _answer(self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]) -> Answer:
-        own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
-        documents = [_document(one) for one in _listed(given.pop("documents", None))]
-        answerer = Answerer(self.model, self.tokenizer, self.store, self.blend, own)
+        documents, template, _ = (given.pop(name, None) for name in ("documents", "template", "stream"))
         converted = convert_to_openai_messages(messages, text_format="string")
-        return answerer.chat(converted, documents, given.pop("template", None), stop or (), **given)
+        stops = self.settings.get("stop", ()) if stop is None else stop
+        return self._answerer().chat(converted, documents, template, stops, **given)
 
-
-def _listed(documents: Any) -> Sequence[Any]:
-    if isinstance(documents, str | Mapping | Document):
-        raise PromptError(f"documents is {documents!r:.60}, expected a list of documents. Write [document].")
-    return documents or ()
-
-
-def _document(document: Any) -> Any:
-    """A document of LangChain as a dict for chat templates; texts and dicts as they are."""
-    if not isinstance(document, Document):
-        return document
-    return titled(document.page_content, document.metadata.get("title") or document.metadata.get("source"))
+    def _answerer(self) -> Answerer:
+        own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
+        own.pop("stop", None)
+        return Answerer(self.model, self.tokenizer, self.store, self.blend, own)
 
 
 def _usage(answer: Answer) -> Any:

@@ -13,7 +13,8 @@ from typing import Any
 
 from ..config import BlendConfig
 from ..errors import import_extra
-from .answering import Answer, Answerer
+from ..prompt.documents import leave_out_empty
+from .answering import Answer, Answerer, refused, with_settings
 
 try:
     from llama_index.core.base.llms.types import (
@@ -28,8 +29,8 @@ try:
     from llama_index.core.llms import CustomLLM
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
-    from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
-    from pydantic import Field
+    from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
+    from pydantic import Field, ValidationError
 except ModuleNotFoundError:
     import_extra("llama_index.core", extra="llamaindex", wanted_by="BlendLLM")
     raise
@@ -45,10 +46,11 @@ class BlendLLM(CustomLLM):
     """A language model for LlamaIndex on a model of transformers and a `BlendCache`.
 
     Stored nodes are found in any prompt that LlamaIndex writes: `StoreNodes` stores what was retrieved, `add_nodes`
-    does it ahead of time. `complete`, `chat` and their streaming forms also take `documents`, a list of texts;
-    `template`, arguments of the chat template; `stop`, texts that end the answer; all other keywords are those of
-    `generate`. `raw` of a response says what the prefill cost. With a chat template, query engines use `chat`, without
-    one `complete`. A `temperature` of 0 is greedy; None is as the generation config says.
+    does it ahead of time. `complete`, `chat` and their streaming forms also take `documents`, a list of documents of
+    any kind; `template`, arguments of the chat template; `stop`, texts that end the answer; all other keywords, here
+    and when the model is made, are those of `generate`, and `max_tokens` is `max_new_tokens`. `raw` of a response says
+    what the prefill cost. With a chat template, query engines use `chat`, without one `complete`. A `temperature` of 0
+    is greedy; None is as the generation config says.
     """
 
     model: Any
@@ -58,6 +60,14 @@ class BlendLLM(CustomLLM):
     max_new_tokens: int = 256
     temperature: float | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
+
+    def __init__(self, **given: Any) -> None:
+        """Take the fields, and settings of `generate`; what is neither is refused by a ConfigError."""
+        try:
+            super().__init__(**with_settings(type(self), given))
+        except ValidationError as error:
+            raise refused(type(self), error) from error
+        self._answerer()
 
     @classmethod
     def class_name(cls) -> str:
@@ -76,9 +86,11 @@ class BlendLLM(CustomLLM):
         )
 
     def add_nodes(self, nodes: Sequence[BaseNode]) -> None:
-        """Compute and store the KV of nodes that are not stored yet. Their text is the one that prompts have."""
-        texts = [node.get_content(metadata_mode=MetadataMode.LLM).strip() for node in nodes]
-        self.store.add(self.model, self.tokenizer, [text for text in texts if text])
+        """Compute and store the KV of nodes that are not stored yet. Their text is the one that prompts have.
+
+        Empty nodes are left out with a warning.
+        """
+        self.store.add(self.model, self.tokenizer, leave_out_empty(nodes, least=0)[0])
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -105,15 +117,19 @@ class BlendLLM(CustomLLM):
         return (ChatResponse(message=_message(answer), delta=text) for text in answer)
 
     def _complete(self, prompt: str, given: dict[str, Any]) -> Answer:
-        return self._answerer().complete(prompt, given.pop("documents", None) or (), given.pop("stop", ()), **given)
+        return self._answerer().complete(prompt, given.pop("documents", None), self._stops(given), **given)
 
     def _chat(self, messages: Sequence[ChatMessage], given: dict[str, Any]) -> Answer:
         said = list(map(_said, messages))
-        named, template, stops = given.pop("documents", None), given.pop("template", None), given.pop("stop", ())
-        return self._answerer().chat(said, named or (), template, stops, **given)
+        named, template, stops = given.pop("documents", None), given.pop("template", None), self._stops(given)
+        return self._answerer().chat(said, named, template, stops, **given)
+
+    def _stops(self, given: dict[str, Any]) -> Any:
+        return given.pop("stop", self.settings.get("stop", ()))
 
     def _answerer(self) -> Answerer:
         own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
+        own.pop("stop", None)
         return Answerer(self.model, self.tokenizer, self.store, self.blend, own)
 
 

@@ -30,7 +30,8 @@ def index_ray_dataset(
     """Compute and store the chunk of every row of a Ray dataset that is not stored yet, by so many actors.
 
     The other arguments are those of `IndexChunks`; `resources` of each actor are as `map_batches` takes them, such as
-    `num_gpus=1`. Gives a row for each: `digest`, and `state`: "computed", or "present" where it was stored already.
+    `num_gpus=1`. Gives a row for each: `digest`, and `state`: "computed", "present" where it was stored already, or
+    "empty".
     For a result that stays in Ray, give `IndexChunks` itself to `Dataset.map_batches`.
     """
     data = import_extra("ray.data", extra="ray", wanted_by="index_ray_dataset")

@@ -6,23 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import PromptError
+from .documents import absent, for_template, list_documents, texts_of
 from .text import TextPrompt, build_text
 
-Document = str | Mapping[str, Any]
 _OURS = ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length", "tokenizer_kwargs")
 
 
 def build_messages(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
-    documents: Sequence[Document],
+    documents: Any,
     template: Mapping[str, Any],
     most: int | None = None,
 ) -> TextPrompt:
-    """Render a conversation and find its documents."""
-    _check(tokenizer, messages, documents, template)
-    given = [one for one in documents if not isinstance(one, str)]
-    texts = [one if isinstance(one, str) else _text_of(one) for one in documents]
+    """Render a conversation and find its documents; those that are no texts are passed to the template, too."""
+    _check(tokenizer, messages, template)
+    listed = list_documents(documents)
+    texts = texts_of(listed)
+    given = [one if isinstance(one, Mapping) else for_template(one) for one in listed if not isinstance(one, str)]
     arguments = {"add_generation_prompt": not template.get("continue_final_message", False), **template}
     text = render(tokenizer, messages, **arguments, **({"documents": given} if given else {}))
     return build_text(tokenizer, text, texts, special=False, opening=_is_opening(messages, texts), most=most)
@@ -57,7 +58,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **arguments: A
     return text
 
 
-def _check(tokenizer: Any, messages: Any, documents: Any, template: Mapping[str, Any]) -> None:
+def _check(tokenizer: Any, messages: Any, template: Mapping[str, Any]) -> None:
     if not (template.get("chat_template") or getattr(tokenizer, "chat_template", None)):
         raise PromptError(
             f"{type(tokenizer).__name__} has no chat template, but messages need one. Use a chat model's tokenizer, "
@@ -65,8 +66,6 @@ def _check(tokenizer: Any, messages: Any, documents: Any, template: Mapping[str,
         )
     if isinstance(messages, str | Mapping) or not len(messages):
         raise PromptError(f"messages is {messages!r:.60}, expected a list of dicts with a role and a content.")
-    if isinstance(documents, str | Mapping) or not all(isinstance(one, str | Mapping) for one in documents):
-        raise PromptError(f"documents is {documents!r:.60}, expected a list of texts, or of dicts with a text.")
     for name in _OURS:
         if name in template:
             raise PromptError(
@@ -75,21 +74,12 @@ def _check(tokenizer: Any, messages: Any, documents: Any, template: Mapping[str,
             )
 
 
-def _text_of(document: Mapping[str, Any]) -> str:
-    """The longest text of a document; the others are its title, its address and so on."""
-    texts = [value for value in document.values() if isinstance(value, str)]
-    if not texts:
-        raise PromptError(f"the document {document!r:.60} has no text. Give dicts such as {{'title': …, 'text': …}}.")
-    return max(texts, key=len)
-
-
 def _is_opening(messages: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> bool:
     """Whether no answer is before the first document: what is before it then is the same in other conversations."""
     for message in messages:
-        content = _content(message)
         if message.get("role") not in ("system", "developer", "user"):
             return False
-        if any(text.strip() in content for text in texts):
+        if len(absent([text.strip() for text in texts], [_content(message)])) < len(texts):
             return True
     return True
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..rotary.regime import stretches
+from .documents import EXPECTED, is_list, list_documents, text_of
 from .history import History
 from .tokenizer import front_ids, inner_ids
 from .tokenizer import tokenizer_digest as tokenizer_digest  # the store asks here
@@ -148,6 +149,8 @@ def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
             raise PromptError(f"the text {piece[:40]!r} came without a tokenizer. Pass it, or give token ids.")
         return tuple(tokenizer.encode(piece, add_special_tokens=False))
     try:
+        if not is_list(piece) or isinstance(piece, set | frozenset):
+            raise TypeError(f"{type(piece).__name__} is neither")
         return tuple(map(index, piece))
     except TypeError as error:
         raise PromptError(
@@ -155,25 +158,36 @@ def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
         ) from error
 
 
-def tokenize_chunks(tokenizer: Any, chunks: Sequence[Piece]) -> list[tuple[int, ...]]:
+def list_chunks(chunks: Any, *, may_be_empty: bool = False) -> list[Piece]:
+    """List chunks as texts and token ids: a document is its text."""
+    expected = f"{EXPECTED}, or token ids"
+    return [
+        chunk if is_list(chunk) else text_of(chunk, f"chunk {number}", expected, may_be_empty=may_be_empty)
+        for number, chunk in enumerate(list_documents(chunks, "chunks"))
+    ]
+
+
+def tokenize_chunks(tokenizer: Any, chunks: Any) -> list[tuple[int, ...]]:
     """Token ids of chunks, none of which may be empty."""
-    pieces = [tokenize(tokenizer, chunk) for chunk in chunks]
+    listed = list_chunks(chunks)
+    pieces = [tokenize(tokenizer, chunk) for chunk in listed]
     if () in pieces:
         number = pieces.index(())
-        raise PromptError(f"chunk {number} is {chunks[number]!r} and has no token. Leave empty chunks out.")
+        raise PromptError(f"chunk {number} is {listed[number]!r:.60} and has no token. Leave empty chunks out.")
     return pieces
 
 
 def build(
     tokenizer: Any,
     prefix: Piece | None,
-    chunks: Sequence[Piece],
+    chunks: Any,
     question: Piece,
     history: Sequence[int] = (),
     separator: str = SEPARATOR,
 ) -> Prompt:
     """Turn the pieces of one request into ids."""
-    if isinstance(chunks, str) or not (len(chunks) or len(history)):
+    chunks = list_chunks(chunks)
+    if not (chunks or len(history)):
         raise PromptError(
             f"chunks is {chunks!r}, but a list of at least one chunk is wanted. Without chunks there is nothing to "
             "reuse: call generate without a BlendCache."

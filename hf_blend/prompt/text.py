@@ -7,15 +7,18 @@ stored, and a prompt has those of a run inside it; the tokens at the seams are t
 """
 
 import json
+import unicodedata
 from array import array
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
 from ..errors import PromptError
+from .documents import texts_of
 from .pieces import Span, TextPrompt, check_text, tokenize
 
 _SEAM_TOKENS = 8  # so many tokens at either end of a chunk may differ in a prompt
@@ -26,10 +29,10 @@ _remembered: WeakKeyDictionary[Any, Callable[[str, int], tuple[int, ...]]] = Wea
 
 
 def build_text(
-    tokenizer: Any, text: str, chunks: Sequence[str], *, special: bool, opening: bool = True, most: int | None = None
+    tokenizer: Any, text: str, chunks: Any, *, special: bool, opening: bool = True, most: int | None = None
 ) -> TextPrompt:
     """Tokenise a prompt and find chunks in it."""
-    located = _located(text, chunks)
+    located = _located(text, texts_of(chunks))
     if most is not None and len(located) > most:
         raise PromptError(
             f"documents are at {len(located)} places of the prompt, expected at most {most}. Send fewer."
@@ -89,23 +92,46 @@ def _size(tokenizer: Any) -> int:
 def _located(text: str, chunks: Sequence[str]) -> list[tuple[int, int, str]]:
     """(first character, character behind the last, chunk) wherever a chunk is, longer ones first, without overlap."""
     found, taken = list[tuple[int, int, str]](), bytearray(len(text))
+    decomposed = cache(lambda: _decomposed(text))
     for number, chunk in sorted(enumerate(chunks), key=lambda pair: -len(pair[1])):
-        if not chunk.strip():
-            raise PromptError(f"document {number} is {chunk!r} and has no token. Leave empty documents out.")
         form = next((one for one in _forms(chunk) if one in text), None)
-        if form is None:
+        if form is not None:
+            places = [(at, at + len(form), chunk) for at in _occurrences(text, form)]
+        else:
+            places = [] if text.isascii() else _equivalent(text, chunk, *decomposed())
+        if not places:
             raise PromptError(
                 f"document {number} ({chunk!r:.40}) is not in the prompt. Put its text into a message as it is; for a "
                 "template that takes documents pass them as dicts: [{'title': …, 'text': …}]."
             )
-        at = text.find(form)
-        while at >= 0:
-            stop = at + len(form)
-            if taken.find(1, at, stop) < 0:
-                found.append((at, stop, chunk))
-                taken[at:stop] = b"\1" * len(form)
-            at = text.find(form, stop)
+        for start, stop, same in places:
+            if taken.find(1, start, stop) < 0:
+                found.append((start, stop, same))
+                taken[start:stop] = b"\1" * (stop - start)
     return sorted(found)
+
+
+def _occurrences(text: str, part: str) -> Iterator[int]:
+    at = text.find(part)
+    while at >= 0:
+        yield at
+        at = text.find(part, at + len(part))
+
+
+def _decomposed(text: str) -> tuple[str, dict[int, int]]:
+    """A text in NFD; where its characters with their marks begin there, and end → where they do in the text."""
+    starts = [at for at, char in enumerate(text) if not (at and unicodedata.combining(char))] + [len(text)]
+    parts = [unicodedata.normalize("NFD", text[start:stop]) for start, stop in pairwise(starts)]
+    return "".join(parts), dict(zip(accumulate(map(len, parts), initial=0), starts, strict=True))
+
+
+def _equivalent(text: str, chunk: str, body: str, starts: dict[int, int]) -> list[tuple[int, int, str]]:
+    """Where a chunk is whose accents are encoded otherwise; it is a chunk as the prompt has it, whose tokens count."""
+    for form in _forms(unicodedata.normalize("NFD", chunk)):
+        ends = [(at, at + len(form)) for at in _occurrences(body, form) if {at, at + len(form)} <= starts.keys()]
+        if ends:
+            return [(starts[at], starts[to], text[starts[at] : starts[to]]) for at, to in ends]
+    return []
 
 
 def _forms(chunk: str) -> tuple[str, ...]:

@@ -142,7 +142,7 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
             given = list(fields.documents)
             if fields.chunk_separator and isinstance(prompt, str):
                 parts = prompt.split(fields.chunk_separator)
-                prompt, given = "".join(parts), [*given, *filter(None, parts[1:-1])]
+                prompt, given = "".join(parts), [*given, *filter(str.strip, parts[1:-1])]
             return text_prompt(service.tokenizer, prompt, given, documents, longest)
 
         return await server.answer(request, fields, lambda: [build_one(prompt) for prompt in fields.prompts])

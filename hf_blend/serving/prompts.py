@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import PromptError
+from ..prompt.documents import absent, leave_out_empty, texts_of
 from ..prompt.messages import build_messages, plain_messages, render
 from ..prompt.pieces import Span, TextPrompt, tokenize
 from ..prompt.text import build_text
@@ -45,7 +46,7 @@ def is_picture(part: Any) -> bool:
 def chat_prompt(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
-    documents: Sequence[str],
+    documents: Any,
     most: int | None = None,
     template: Mapping[str, Any] | None = None,
     tokens: int | None = None,
@@ -68,9 +69,9 @@ def chat_prompt(
     last = next((row for row in reversed(rendered) if row.get("role") == "user"), None)
     if last is None:
         raise PromptError(f"{len(given)} messages came, but none with role 'user' is among them. Send a question.")
-    has_template = getattr(renderer, "chat_template", None) is not None
+    has_template, listed = getattr(renderer, "chat_template", None) is not None, _filled(documents)
     contents = [message["content"] for message in given]
-    chunks, added = _added(documents, contents, BETWEEN if has_template else "\n")
+    chunks, added = _added(listed, contents, BETWEEN if has_template else "\n")
     _check_fits(tokenizer, tokens, added, *contents)
     front = [{"type": "text", "text": added}] if images and added else []
     last["content"] = [*front, *last["content"]] if images else f"{added}{last['content']}"
@@ -90,17 +91,23 @@ def chat_prompt(
 def text_prompt(
     tokenizer: Any,
     prompt: str | Sequence[int],
-    documents: Sequence[str],
+    documents: Any,
     most: int | None = None,
     tokens: int | None = None,
 ) -> TextPrompt:
     """A prompt of text or ids, behind documents."""
+    texts = _filled(documents)
     if isinstance(prompt, str):
-        chunks, added = _added(documents, [prompt], "\n")
+        chunks, added = _added(texts, [prompt], "\n")
         _check_fits(tokenizer, tokens, added, prompt)
         return build_text(tokenizer, f"{added}{prompt}", chunks, special=True, most=most)
-    _check_fits(tokenizer, tokens, *documents)
-    return _before_ids(tokenizer, _added(documents, [], "\n")[0], tuple(map(int, prompt)))
+    _check_fits(tokenizer, tokens, *texts)
+    return _before_ids(tokenizer, _added(texts, [], "\n")[0], tuple(map(int, prompt)))
+
+
+def _filled(documents: Any) -> list[str]:
+    """The texts of a request's documents; empty ones among others are left out with a warning."""
+    return texts_of(leave_out_empty(documents)[0])
 
 
 def _check_fits(tokenizer: Any, most: int | None, *texts: str) -> None:
@@ -136,8 +143,8 @@ def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) 
 
 def _added(documents: Sequence[str], contents: Sequence[str], end: str) -> tuple[list[str], str]:
     """The documents as they will be in the prompt, and the text of those that are not in it yet."""
-    absent = [text for text in documents if not any(text in content for content in contents)]
+    added = absent(documents, contents)
     if end == BETWEEN:  # white space between documents is no part of them
-        return list(documents), "".join(f"{text.rstrip()}{end}" for text in absent)
-    ended = {text: text if text.endswith(end) else f"{text}{end}" for text in absent}
-    return [ended.get(text, text) for text in documents], "".join(ended[text] for text in absent)
+        return list(documents), "".join(f"{text.rstrip()}{end}" for text in added)
+    ended = {text: text if text.endswith(end) else f"{text}{end}" for text in added}
+    return [ended.get(text, text) for text in documents], "".join(ended[text] for text in added)

@@ -159,7 +159,7 @@ class Generation(_Given):
     """What both kinds of requests say."""
 
     model: str = ""
-    documents: list[Text] = []
+    documents: list[Any] = []  # as `prompt.documents` reads them
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1)] = 1
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

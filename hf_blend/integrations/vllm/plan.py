@@ -17,6 +17,7 @@ from typing import Any
 
 from ...config import BlendConfig
 from ...errors import PromptError
+from ...prompt.documents import text_of
 from ...prompt.pieces import Span, TextPrompt, tokenize
 from ...prompt.text import aligned
 
@@ -86,6 +87,7 @@ def _spans(documents: Sequence[Any], token_ids: Sequence[int], tokenizer: Callab
 def _span(given: Any, token_ids: Sequence[int], tokenizer: Callable[[], Any] | None) -> Span:
     """A document: its text; [start, stop]; or the fields of a `Span`, for one of which the prompt has a part."""
     size = len(token_ids)
+    given = text_of(given) if isinstance(given, Mapping) else given
     match given:
         case str() if tokenizer is not None:
             ids = tokenize(tokenizer(), given)

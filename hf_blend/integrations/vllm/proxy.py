@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from ...config import BlendConfig
 from ...errors import HfBlendError, PromptError
+from ...prompt.documents import list_documents
 from ...serving.prompts import chat_prompt, text_prompt
 from ...serving.service import Tenant, Tenants
 from ...serving.wire import error_body
@@ -47,9 +48,7 @@ class Proxy:
     def rewrite(self, path: str, body: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
         """The body for vLLM: a prompt with documents as ids, its documents, and the salt of its plan."""
         given = {name: value for name, value in body.items() if name not in (*OURS, "documents")}
-        documents = body.get("documents") or []
-        if not isinstance(documents, list) or not all(isinstance(one, str) and one for one in documents):
-            raise PromptError(f"documents is {documents!r:.60}, expected a list of texts, none empty.")
+        documents = list_documents(body.get("documents"))
         salt = partial(plan_salt, config=self._config, tenant=tenant.name, secret=tenant.secret)
         if not documents:  # no blended block has the salt of an empty plan
             return given | ({"cache_salt": salt((), ())} if tenant.name else {})

@@ -1,0 +1,128 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a document is, wherever documents come in: a text, or a dict or an object that has one.
+
+Its text is the first of `FIELDS` that it has and that is not None; no other field is taken for it. So the documents
+of LangChain and Haystack are read, and what they are written as in JSON. A node of LlamaIndex has the text that
+LlamaIndex writes into prompts.
+"""
+
+import logging
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import PromptError
+
+logger = logging.getLogger(__name__)
+
+FIELDS = ("text", "content", "page_content")
+TITLES = ("title", "source", "file_path")  # of an object's metadata, the first that it has
+EXPECTED = "a text, or a dict or an object that has one as text, content or page_content"
+MOST_NAMED = 5  # empty documents that are named one by one
+
+
+def list_documents(documents: Any, name: str = "documents") -> list[Any]:
+    """List the documents that came together; one alone is refused, None is an empty list."""
+    if documents is None:
+        return []
+    if not is_list(documents):
+        raise PromptError(f"{name} is {documents!r:.60}, expected a list of {name}. Write [document].")
+    return list(documents)
+
+
+def is_list(value: Any) -> bool:
+    """Whether something is a list of documents, or of token ids; bytes are neither."""
+    is_iterable = hasattr(value, "__iter__") and not isinstance(value, bytes | bytearray | memoryview | type)
+    return is_iterable and not is_document(value)
+
+
+def is_document(value: Any) -> bool:
+    """Whether something is one document, and not a list of them, or of token ids."""
+    return isinstance(value, str) or _fields(value) is not None
+
+
+def text_of(document: Any, name: str = "the document", expected: str = EXPECTED, *, may_be_empty: bool = False) -> str:
+    """Give a document's text; `name` says in an error which document it is."""
+    text = _text(document, name, expected)
+    if not (may_be_empty or text.strip()):
+        raise PromptError(f"{name} is {document!r:.60} and has no text. Leave empty documents out.")
+    return text
+
+
+def texts_of(documents: Any, name: str = "document") -> list[str]:
+    """Give the text of each document, none of which is empty."""
+    return [text_of(document, f"{name} {number}") for number, document in enumerate(list_documents(documents))]
+
+
+def leave_out_empty(documents: Any, least: int = 1) -> tuple[list[Any], str]:
+    """Give those of many documents that are not empty, and a sentence about the others, which is also a warning.
+
+    A retriever may find an empty page beside others. Fewer than `least` that are not empty are refused.
+    """
+    listed = list_documents(documents)
+    texts = [text_of(document, f"document {number}", may_be_empty=True) for number, document in enumerate(listed)]
+    empty = [number for number, text in enumerate(texts) if not text.strip()]
+    if not empty:
+        return listed, ""
+    if len(listed) - len(empty) < least:
+        raise PromptError(f"each of {len(listed)} documents has no text, as {listed[0]!r:.60}. Leave them out.")
+    named = ", ".join(map(str, empty[:MOST_NAMED])) + (", …" if len(empty) > MOST_NAMED else "")
+    notice = f"{len(empty)} of {len(listed)} documents are empty and left out: {named}, counted from 0."
+    logger.warning(notice)
+    return [document for document, text in zip(listed, texts, strict=True) if text.strip()], notice
+
+
+def for_template(document: Any) -> Mapping[str, Any]:
+    """Give a document as chat templates that take documents read it: `text`, and a `title` if it has one."""
+    if isinstance(document, Mapping) and isinstance(document.get("text"), str):
+        return document
+    about = document if isinstance(document, Mapping) else _metadata(document)
+    title = next((str(about[name]) for name in TITLES if about.get(name)), "")
+    return {**({"title": title} if title else {}), "text": text_of(document)}
+
+
+def absent(texts: Sequence[str], contents: Sequence[str]) -> list[str]:
+    """Give the texts that none of the contents has, however their accents are encoded."""
+    composed = [unicodedata.normalize("NFC", content) for content in contents]
+    return [text for text in texts if not any(unicodedata.normalize("NFC", text) in content for content in composed)]
+
+
+def _text(document: Any, name: str, expected: str) -> str:
+    """The text, which may be empty."""
+    if isinstance(document, str):
+        return document
+    fields = _fields(document)
+    if fields is None:
+        raise PromptError(f"{name} is {document!r:.60}, expected {expected}. Leave it out.")
+    field = next((field for field in FIELDS if fields.get(field) is not None), None)
+    if field is None and not any(field in fields for field in FIELDS):
+        names = ", ".join(map(repr, fields))[:60] or "none"
+        raise PromptError(f"{name} has no text: its fields are {names}, expected {expected}. Leave it out.")
+    text = "" if field is None else fields[field]
+    if not isinstance(text, str):
+        raise PromptError(f"{name} has the {field} {text!r:.60}, expected a text there. Leave it out.")
+    return text
+
+
+def _fields(document: Any) -> Mapping[str, Any] | None:
+    """What a document has, by name; None of what is no document."""
+    if isinstance(document, Mapping):
+        return document
+    if isinstance(document, type) or hasattr(document, "tolist"):  # a class; an array or a tensor
+        return None
+    if callable(getattr(document, "get_content", None)):
+        return {"text": _node_text(document)}
+    return {name: getattr(document, name) for name in FIELDS if hasattr(document, name)} or None
+
+
+def _node_text(node: Any) -> str:
+    """The text of a node of LlamaIndex as that writes it into prompts, with its metadata; nothing if it is alone."""
+    if not (node.get_content(metadata_mode="none") or "").strip():
+        return ""
+    return str(node.get_content(metadata_mode="llm")).strip()
+
+
+def _metadata(document: Any) -> Mapping[str, Any]:
+    found = next((getattr(document, name) for name in ("metadata", "meta") if hasattr(document, name)), None)
+    return found if isinstance(found, Mapping) else {}
