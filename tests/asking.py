@@ -3,10 +3,11 @@
 """Requests as many tests make them: ids, a cache over a store in memory, a blended prefill, a greedy answer."""
 
 import json
+from contextlib import contextmanager
 
 import torch
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.model.row_masks import row_mask
 from tests.conftest import random_pieces
 
@@ -110,6 +111,16 @@ def jsonl(path, *rows):
     """A file with one row on each line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return path
+
+
+@contextmanager
+def failing(module):
+    """Let each call of a module end in a ZeroDivisionError; the model is who it was."""
+    handle = module.register_forward_hook(observer(lambda *_: 1 / 0))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def raising(error):

@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(shared_model, p
     with pytest.raises(ConfigError, match=r"max_tokens=60 are expected"):
         cache.inputs(None, **pieces((40, 23)))
     with pytest.raises(ConfigError, match=r"max_tokens=60 are expected"):
-        generated(model, {"input_ids": torch.arange(3, 90)[None]}, cache)
+        generated(model, {"input_ids": torch.cat([inputs["input_ids"], torch.arange(3, 60)[None]], 1)}, cache)
     assert cache.get_seq_length() == 60
     few = {"max_new_tokens": 60 - inputs["input_ids"].shape[1] + 1}
     cache, inputs = made(model, pieces((17, 23)), recompute_ratio=1.0, max_tokens=60)

@@ -137,7 +137,8 @@ def test_conversation_goes_on_in_the_same_cache_and_another_begins_where_it_diff
     said([{**SYSTEM, "content": "Be brief."}, TURNS[2]], DOCUMENTS[1:])
     assert cache.report.past_tokens < 20
     cache.inputs_from_messages(tokenizer, [SYSTEM, ASKED], DOCUMENTS, chat_template=CHATML)
-    model.generate(tokenizer("Something else.", return_tensors="pt")["input_ids"], past_key_values=cache, **WORDS)
+    with pytest.raises(PromptError, match="token 0 of the prompt is"):
+        model.generate(tokenizer("Something else.", return_tensors="pt")["input_ids"], past_key_values=cache, **WORDS)
     said([SYSTEM, ASKED], DOCUMENTS)
 
 

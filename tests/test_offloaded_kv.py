@@ -14,7 +14,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from tiny_models import tiny_model as zoo_model
 
-from hf_blend import BlendCache, BlendConfig, ConfigError
+from hf_blend import BlendCache, BlendConfig, ConfigError, observer
 from hf_blend.cache.layers import BlendLayer
 from hf_blend.cache.quantised_layer import QuantisedLayer
 from hf_blend.errors import OffloadError
@@ -73,7 +73,7 @@ class Live:
         gc.collect()  # what other tests have left
         projections = [layer.self_attn.o_proj for layer in model.model.layers[5:6]]
         self.columns = range(tokens, tokens + 2 * GROW_TOKENS + 1)  # no other test has prompts of this length
-        self.handles = [module.register_forward_pre_hook(self.look) for module in projections]
+        self.handles = [module.register_forward_pre_hook(observer(self.look)) for module in projections]
 
     def is_context(self, tensor):
         return any(size in self.columns for size in tensor.shape)

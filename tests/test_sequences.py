@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
-from tests.asking import apart, prompt
+from tests.asking import apart, failing, prompt
 from tests.sequences import fed, filled
 
 FAMILIES = [("llama", "sdpa"), ("llama", "eager"), ("gpt_neox", "sdpa"), ("deepseek_v3", "sdpa"), ("gptj", "eager")]
@@ -198,14 +198,12 @@ def test_models_that_count_tokens_and_attention_without_masks_are_refused_by_nam
         cache.use(0, 1)
 
 
-def test_the_model_is_as_before_when_a_batch_fails(untouched, monkeypatch):
+def test_the_model_is_as_before_when_a_batch_fails(untouched):
     cache = filled(MODEL)
     cache.fork(2)
     before = [cache.tokens(number) for number in cache.batch]
     with untouched(MODEL):
-        monkeypatch.setattr(MODEL.model.layers[1].self_attn.o_proj, "forward", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with failing(MODEL.model.layers[1].self_attn.o_proj), pytest.raises(ZeroDivisionError):
             MODEL.generate(torch.cat([prompt(24), prompt(2, 1)], 1).repeat(2, 1), past_key_values=cache)
-        monkeypatch.undo()
     assert [cache.tokens(number) for number in cache.batch] == before
     check(cache, prompt(2, rows=2))

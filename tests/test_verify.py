@@ -282,8 +282,9 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
 
 def break_it(monkeypatch: pytest.MonkeyPatch, owner: Any, attribute: str, instead: Callable[..., Any]) -> None:
     if owner is None:  # a function that several modules imported
-        for name in ("cache.blend_cache", "verify.model_under_test", "verify.side_effects", "model.canary"):
+        for name in ("verify.model_under_test", "verify.side_effects", "model.canary"):
             monkeypatch.setattr(f"hf_blend.{name}.{attribute}", instead)
+        monkeypatch.setattr("hf_blend.model.author.identity_of", instead)  # under another name
         monkeypatch.setattr(plan, "is_of_model", lambda *_: True)  # it would notice too
     else:
         monkeypatch.setattr(owner, attribute, instead)

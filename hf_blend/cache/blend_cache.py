@@ -27,26 +27,28 @@ from transformers.tokenization_utils_base import BatchEncoding
 
 from .. import plugins
 from ..config import BlendConfig, default_config
-from ..errors import ConfigError, PromptError
-from ..model.anatomy import decoder_layers, default_sink, text_config
+from ..errors import ConfigError, HfBlendError, PromptError
+from ..model.anatomy import EXTENDED, decoder_layers, default_sink, refuse_extended, text_config
+from ..model.author import Author, author_of, refuse_other_author
 from ..model.calibrate import ensure_trusted, ignores_states
 from ..model.extras import extras_of
-from ..model.fingerprint import fingerprint, structure_digest
+from ..model.fingerprint import structure_digest
 from ..model.flops import layer_costs
-from ..model.hooks import ForwardHooks
+from ..model.hooks import ForwardHooks, GenerateCall, asking_generate, is_assisting
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
 from ..model.modality import placeholders_of, refuse_placeholders
 from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..prefill.blend import Prefill, PrefillContext
-from ..prefill.notices import OTHER_IDS, other_tokenizers, too_small, why_nothing_found
+from ..prefill.notices import OTHER_IDS, other_author, other_tokenizers, too_small, why_nothing_found
 from ..prefill.observing import AttentionObserver, run_probe
 from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
 from ..prefill.report import Advice, BlendReport
 from ..prefill.request import PendingPrompt, Request
 from ..prompt.documents import is_document
+from ..prompt.history import refuse_other_prompt, shared_tokens
 from ..prompt.messages import build_messages
 from ..prompt.pieces import (
     SEPARATOR,
@@ -56,7 +58,6 @@ from ..prompt.pieces import (
     batch,
     build_all,
     check_lengths,
-    shared_tokens,
     tokenizer_digest,
 )
 from ..prompt.text import build_text
@@ -67,6 +68,10 @@ from .layers import as_indices
 from .static_layer import StaticLayer, check_room
 
 logger = logging.getLogger(__name__)
+ASK_AGAIN = (
+    "Pass the whole conversation by inputs(history=…), inputs_from_messages or inputs_from_text: what the cache cannot "
+    "keep of it is computed again. Or reset() the cache."
+)
 NOT_A_CHAT = (
     "the tokenizer has a chat template, but inputs() joins plain texts, to which a chat model may answer nothing. "
     "BlendCache.inputs_from_messages(tokenizer, messages, documents) writes the prompt that the model was trained on."
@@ -84,9 +89,20 @@ class KnownPrompts:
 
     pending: PendingPrompt = field(default_factory=PendingPrompt)
     history: History = field(default_factory=History)
-    beginning: tuple[int, ...] = ()  # ids of the prompt that the cache begins with, where they are known
+    beginnings: tuple[tuple[int, ...], ...] = ()  # ids that each row begins with, held or expected, where known
     tokenizer: str = ""  # digest of the one that made the prompt
     images: Any = None  # of the prompt that is expected, by their names; see `hf_blend.images`
+    notice: str = ""  # for the report of the prompt that is expected
+
+
+@dataclass
+class SetAside:
+    """K and V of an author that the model no longer is, for when it is again."""
+
+    author: Author | None
+    layers: list[Any]
+    kv_memory: Any
+    beginnings: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -125,7 +141,10 @@ class BlendCache(Cache):
     prompt; attention by an indexer, and attention in chunks (Llama 4), are refused.
 
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
-    every other, copies included; a copy that `torch.compile` has compiled is not noticed.
+    every other, copies included; a copy that `torch.compile` has compiled is not noticed. K and V belong to the model as
+    it was when it computed them. Where a turn begins under another adapter, other weights, another dtype or attention,
+    `inputs` and its like have computed again what they keep, and `report.notice` says so; other prompts are refused.
+    What was held is set aside, so that alternating between two adapters computes only new tokens; `reset` frees both.
     """
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "BlendCache":
@@ -186,13 +205,25 @@ class BlendCache(Cache):
         self._is_seen = False  # the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
         self._masked_before = 0  # tokens for which transformers made a mask before it called the model
-        self._own_layers = cache_layers(model, len(self._styles), self.config, digest)
-        self.kv_memory: Any = None  # of the K and V that are not all on their devices; None without `kv_device_map`
-        if self.config.kv_device_map is not None:
-            self.kv_memory = plugins.room("offload.layer").offload(self._own_layers, self.config)
-        self._token_layers = [layer for layer in self._own_layers if hasattr(layer, "prefill_kind")]  # keep tokens
+        self.author: Author | None = None  # of what is held; None while that is not known
+        self._aside: SetAside | None = None
+        self._is_new_turn = False  # `generate` has begun, and its first forward has not come
         self._part: Any = None  # loads chunks in part, where the store does
-        super().__init__(layers=[*self._own_layers])
+        super().__init__(layers=[])
+        self._hold(*self._empty_layers(digest))
+
+    def _empty_layers(self, digest: str = "") -> tuple[list[Any], Any]:
+        """Layers that hold nothing; and where their K and V are, if not all on their devices (`kv_device_map`)."""
+        layers = cache_layers(self.model, len(self._styles), self.config, digest)
+        if self.config.kv_device_map is None:
+            return layers, None
+        return layers, plugins.room("offload.layer").offload(layers, self.config)
+
+    def _hold(self, layers: list[Any], kv_memory: Any) -> None:
+        """Hold K and V in these layers."""
+        self._own_layers, self.kv_memory = layers, kv_memory
+        self._token_layers = [layer for layer in layers if hasattr(layer, "prefill_kind")]  # keep tokens
+        self.layers = [*layers]
 
     def inputs(
         self,
@@ -236,7 +267,10 @@ class BlendCache(Cache):
         question_text = question if isinstance(question, str) else next(iter(question), None)
         if isinstance(question_text, str) and not known and getattr(tokenizer, "chat_template", None):
             _warn_once(NOT_A_CHAT, "")
-        return self._await_prompts(tokenizer, prompts, 0 if known else super().get_seq_length(), known)
+        held = 0 if known else super().get_seq_length()
+        self._check_fit(prompts, held)
+        notice = self._keep_history(known)
+        return self._await_prompts(tokenizer, prompts, held, known, notice)
 
     def inputs_from_messages(
         self,
@@ -334,39 +368,94 @@ class BlendCache(Cache):
 
     def _expect_texts(self, tokenizer: Any, prompts: Sequence[TextPrompt]) -> BatchEncoding:
         """Expect prompts that begin at position 0; what the cache holds of the same beginning stays."""
-        check_lengths(prompts, 0, self._text_config)
-        self._refuse_tokens(max(len(prompt.ids) for prompt in prompts), 0)
-        held = self._keep_beginning(prompts)
+        self._check_fit(prompts, 0)
+        held, notice = self._keep_beginning(prompts)
         if not held:
-            return self._await_prompts(tokenizer, prompts)
+            return self._await_prompts(tokenizer, prompts, notice=notice)
         ids = torch.tensor([prompts[0].ids[:held]])
-        return self._await_prompts(tokenizer, [prompts[0].behind(held)], history=History(ids, torch.ones_like(ids)))
+        history = History(ids, torch.ones_like(ids))
+        return self._await_prompts(tokenizer, [prompts[0].behind(held)], history=history, notice=notice)
 
-    def _keep_beginning(self, prompts: Sequence[TextPrompt]) -> int:
-        """Forget what the cache holds behind what a prompt begins with; gives how many tokens it still holds."""
-        held = super().get_seq_length()
-        if not held:
-            return 0
-        ids, common = prompts[0].ids, 0
-        first: Any = next(layer for layer in self._token_layers if isinstance(layer, CacheLayerMixin))
-        if len(prompts) == 1 and first.batch_size == 1:
-            common = shared_tokens(ids[:-1], self._prompts.beginning[:held])
-            marks = (at for at, token in enumerate(ids[:common]) if token in self._placeholders)
-            common = next(marks, common)  # another image may stand behind the same id
-        try:
-            self.crop(common - held)
-        except ConfigError:  # a window has forgotten what stood before
-            common = 0
-        if not common:
-            self.reset()
-        return common
-
-    def _await_prompts(
-        self, tokenizer: Any, prompts: Sequence[Prompt | TextPrompt], held: int = 0, history: History | None = None
-    ) -> BatchEncoding:
-        """Put prompts side by side and wait for them."""
+    def _check_fit(self, prompts: Sequence[Prompt | TextPrompt], held: int) -> None:
+        """Refuse prompts that do not fit the model, or the buffers, behind so many tokens."""
         check_lengths(prompts, held, self._text_config)
         self._refuse_tokens(held + max(len(prompt.ids) for prompt in prompts), 0)
+
+    def _keep_beginning(self, prompts: Sequence[TextPrompt]) -> tuple[int, str]:
+        """Forget what the cache holds behind what a prompt begins with; gives how many tokens stay, and a notice."""
+        held = super().get_seq_length()
+        if not held:
+            return 0, ""
+        is_other, ids, common = self._recall(author_of(self.model)), prompts[0].ids, 0
+        first: Any = next(layer for layer in self._token_layers if isinstance(layer, CacheLayerMixin))
+        if len(prompts) == 1 and first.batch_size == 1:
+            common = shared_tokens(ids[:-1], self._prompts.beginnings[0] if self._prompts.beginnings else ())
+            marks = (at for at, token in enumerate(ids[:common]) if token in self._placeholders)
+            common = next(marks, common)  # another image may stand behind the same id
+        common = self._keep(common)
+        return common, other_author(held, held - common) if is_other else ""
+
+    def _keep_history(self, history: History) -> str:
+        """Forget what the cache holds that is not of a history, or of another author; gives a notice of the latter."""
+        held = super().get_seq_length()
+        if not held:
+            return ""
+        author = author_of(self.model)
+        if history.input_ids is None:
+            refuse_other_author(self.author, author, held, ASK_AGAIN)
+            return ""
+        is_other, begun, ids = self.author not in (None, author), self._prompts.beginnings, history.input_ids
+        if is_other:
+            begun = self._aside.beginnings if self._aside is not None and self._aside.author == author else ()
+        common = history.columns_of(begun, len(ids[0]) if is_other else held, is_known=is_other)
+        again = ids[:, common:held].flatten().tolist()
+        if not self._placeholders.isdisjoint(again):
+            raise PromptError(
+                f"{len(again)} tokens that the cache holds would be computed again from a history, but some stand for "
+                "images, which do not come with it. reset() the cache and pass the whole conversation with its images."
+            )
+        self._recall(author)
+        common = self._keep(common)
+        return other_author(held, held - common) if is_other else ""
+
+    def _recall(self, author: Author) -> bool:
+        """Hold what this author computed, if what is held is of another, which is set aside; gives whether it is."""
+        if self.author in (None, author):
+            return False
+        aside, self._aside = self._aside, None
+        if self._part is None:  # its layers hold all of their K and V
+            self._aside = SetAside(self.author, self._own_layers, self.kv_memory, self._prompts.beginnings)
+        if aside is not None and aside.author == author:
+            self._hold(aside.layers, aside.kv_memory)
+            self._prompts.beginnings = aside.beginnings
+        else:
+            self._hold(*self._empty_layers())
+            self._prompts.beginnings = ()
+        self.author, self._part = author, None
+        return True
+
+    def _keep(self, columns: int) -> int:
+        """Forget all but the first columns; all, where a window has forgotten what was before. Gives how many stay."""
+        held = super().get_seq_length()
+        if columns < held:
+            try:
+                self.crop(columns - held)
+            except ConfigError:
+                columns = 0
+        if not columns:
+            self._forget()
+        return min(columns, held)
+
+    def _await_prompts(
+        self,
+        tokenizer: Any,
+        prompts: Sequence[Prompt | TextPrompt],
+        held: int = 0,
+        history: History | None = None,
+        notice: str = "",
+    ) -> BatchEncoding:
+        """Put prompts side by side and wait for them."""
+        self._check_fit(prompts, held)
         if self.config.chunk_prefix_ids is None:
             self.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
@@ -374,8 +463,9 @@ class BlendCache(Cache):
         self._prompts = KnownPrompts(
             PendingPrompt(made, held),
             History(made.input_ids, made.attention_mask),
-            () if held or len(prompts) > 1 else tuple(prompts[0].ids),
+            () if held else tuple(tuple(prompt.ids) for prompt in prompts),
             tokenizer_digest(tokenizer),
+            notice=notice,
         )
         self._hooks.watch_model()
         device = input_device(self.model)
@@ -423,7 +513,21 @@ class BlendCache(Cache):
         length = super().get_seq_length(layer_idx)
         if length == 0 or self.is_expecting:
             self._hooks.watch_model()
+        if length and (call := asking_generate()) is not None:
+            self._begin_turn(call, length)
         return length
+
+    def _begin_turn(self, call: GenerateCall, held: int) -> None:
+        """See a further `generate` begin; refuse a prompt that is known not to begin with what is held."""
+        self._is_new_turn, known = True, self._prompts
+        if call.ids is None:
+            return
+        if known.pending.held and known.pending.is_of(call.ids):
+            raise PromptError(
+                f"a prompt that inputs() built to come behind the {held} tokens of this cache was passed to generate, "
+                f"but that is expected to receive the whole conversation, and would leave out its beginning. {ASK_AGAIN}"
+            )
+        refuse_other_prompt(call.ids, call.mask, held, known.beginnings, ASK_AGAIN)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that new tokens will see. Models ask this before their first layer."""
@@ -461,6 +565,11 @@ class BlendCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""
+        self._forget()
+        self.author = self._aside = None
+
+    def _forget(self) -> None:
+        """Forget the tokens that are held."""
         if self.prefill is not None:
             self.forward_ends(failed=True)  # it was interrupted
         super().reset()
@@ -506,9 +615,8 @@ class BlendCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
         """A cache with its own K and V, for the same model and store, that continues and expects the same prompts."""
         twin = BlendCache(self.model, self.store, self.config)
-        twin._own_layers = copy.deepcopy(self._own_layers, memo)
-        twin._token_layers = [layer for layer in twin._own_layers if hasattr(layer, "prefill_kind")]
-        twin.layers, twin.kv_memory = [*twin._own_layers], copy.deepcopy(self.kv_memory, memo)
+        twin._hold(copy.deepcopy(self._own_layers, memo), copy.deepcopy(self.kv_memory, memo))
+        twin.author = self.author
         twin.report = copy.deepcopy(self.report, memo)
         twin._prompts = replace(self._prompts, images=None)
         return twin
@@ -549,6 +657,8 @@ class BlendCache(Cache):
             request = known.images.name(request)
         before = known.pending, self.report
         plan = self._plan(request) if all(room.can_blend(self, request) for room in rooms) else None
+        if known.pending.is_other or plan is None:
+            known.beginnings = _behind(known.beginnings, request)
         if plan is None or not plan.chunks:
             known.pending = known.pending if plan is not None else PendingPrompt()
             self._hooks.leave(watching=known.pending.is_begun)
@@ -579,17 +689,17 @@ class BlendCache(Cache):
         """At the first layer of a forward that is not blended: is it of this model, and was its beginning seen?"""
         try:
             is_own = self._is_seen or self._hooks.check_caller()
-        except ConfigError:
+            if is_own and not self._is_seen:
+                past = super().get_seq_length()
+                self._refuse_tokens(keys.shape[2], past)
+                self._fall_back(Request.unseen(keys, past))
+        except HfBlendError:
             self._hooks.leave(watching=self.is_expecting)
             raise
         if self._advised is not None:  # the next step: a device has answered by now
             self.store.controller.observe(self._advised[0], time.perf_counter() - self._advised[1])
             self._advised = None
         if is_own:
-            if not self._is_seen:
-                past = super().get_seq_length()
-                self._refuse_tokens(keys.shape[2], past)
-                self._fall_back(Request.unseen(keys, past))
             self._is_seen = False
             self._hooks.leave(watching=self._prompts.pending.is_begun)  # the model has asked for the length once more
 
@@ -610,12 +720,15 @@ class BlendCache(Cache):
         """Compute every token of this forward, and report why if chunks might have been reused."""
         known, reason = self._prompts, request.fallback_reason
         is_begun, is_told = known.pending.is_begun, bool(reason and (known.pending.batch or not request.past))
-        if request.width > 1:
-            known.beginning = ()
+        if self._is_new_turn or not request.past or (request.width > 1 and not is_assisting()):
+            self._claim(request.past)
+        if request.width > 1 or not request.past:
+            known.beginnings = _behind(known.beginnings, request)
         if is_told and not is_begun:
             self.report = BlendReport(self.config.recompute_ratio, past_tokens=request.past)
         if is_told:
             self.report.fallback_reason = reason
+            self.report.notice = known.notice
             _warn_once(reason)
         if is_told or is_begun:
             self.report.prompt_tokens += request.real_tokens()
@@ -654,7 +767,9 @@ class BlendCache(Cache):
         """Which columns have stored KV; the report begins again, or continues where a prompt comes in parts."""
         began_s, known = time.perf_counter(), self._prompts
         refuse_request_state(self.model, self._decoder_layers)
-        identity = fingerprint(self.model)
+        if EXTENDED.get():  # some model is inside `self_extend`
+            refuse_extended(self.model)
+        identity = self._claim(request.past).fingerprint
         self._check_ms += 1e3 * (time.perf_counter() - began_s)
         expected = known.pending
         if not expected.batch:
@@ -671,8 +786,6 @@ class BlendCache(Cache):
             planner.report = BlendReport(past_tokens=request.past, _costs=layer_costs(self.model))
         plan, known.pending = expected.plan(planner, request)
         self.report = planner.report
-        if known.pending.is_other:
-            known.beginning = ()
         if not expected.is_begun:
             self.report.recipe = self._recipe
             self.report.nominal_ratio = plan.config.nominal_ratio(len(self._own_layers))
@@ -681,8 +794,19 @@ class BlendCache(Cache):
         self._check_ms = 0.0
         if plan.advice is not None:
             self.report.advice = asdict(plan.advice)
-        self._notice(plan, identity, [OTHER_IDS] if expected.batch and known.pending.is_other else [])
+        notices = [OTHER_IDS] if expected.batch and known.pending.is_other else []
+        if known.notice and expected.batch and not expected.is_begun:
+            notices.append(known.notice)
+        self._notice(plan, identity, notices)
         return plan
+
+    def _claim(self, past: int) -> Author:
+        """Note who computes K and V, and refuse to compute behind those of another author."""
+        author, self._is_new_turn = author_of(self.model), False
+        if past:
+            refuse_other_author(self.author, author, past, ASK_AGAIN)
+        self.author = author
+        return author
 
     def _notice(self, plan: Plan, identity: str, notices: list[str]) -> None:
         """Say, once of each kind, where the prompt and the store, or what was expected, do not fit each other."""
@@ -741,3 +865,13 @@ def _for_each(documents: Sequence[Any] | None, count: int) -> Sequence[Any]:
             "prompt. Write [[…], […]]."
         )
     return documents
+
+
+def _behind(beginnings: tuple[tuple[int, ...], ...], request: Request) -> tuple[tuple[int, ...], ...]:
+    """What each row of a cache begins with behind a forward that the expected prompt did not come in, where known."""
+    if request.others or not request.past:
+        return () if request.others else tuple(map(tuple, request.rows))
+    if len(request.rows) != len(beginnings):
+        return tuple(ids[: request.past] for ids in beginnings) if len(beginnings) == 1 else ()
+    pairs = zip(beginnings, request.rows, request.before, strict=True)
+    return tuple((*ids[:before], *(row if len(ids) >= before else ())) for ids, row, before in pairs)

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import other_states, refuse_extended, text_config
+from ..model.author import author_of
 from ..model.modality import placeholder_ids
 from ..model.placement import input_device
+from ..prefill.notices import other_author
 from ..prefill.report import BlendReport
 from ..prompt.documents import texts_of
 from ..prompt.tokenizer import front_ids
@@ -77,7 +79,8 @@ class Conversation:
                 "but K and V alone are expected. Leave archive out."
             )
         self.turns: list[Turn] = []
-        self.report: BlendReport | None = None  # of the last question that came with documents
+        self._notice = ""  # of the last question
+        self.report: BlendReport | None = None  # of the last question that came with documents, or has a notice
 
     def ask(
         self, question: str, documents: Sequence[Any] = (), *, blend: Mapping[str, Any] | None = None, **options: Any
@@ -91,6 +94,7 @@ class Conversation:
             raise PromptError("the question is empty, expected some text. Ask something.")
         if self.archive is not None:
             refuse_extended(self.model)
+            author_of(self.model).stored_name()
         documents = texts_of(documents)
         before, content = self._text(False), "".join((*documents, question))
         self._messages.append({"role": "user", "content": content})
@@ -150,6 +154,7 @@ class Conversation:
         self, text: str, first: bool, documents: Sequence[str], blend: Mapping[str, Any], options: dict[str, Any]
     ) -> tuple[list[int], list[int]]:
         """The ids of the question, and of its answer, both of which the cache holds but for the last token."""
+        self._recompute()
         if isinstance(self.cache, StateCache):
             question_ids = self._encode(text, first)
             return question_ids, self.cache.generate([*self._waiting, *question_ids], **options)
@@ -171,12 +176,21 @@ class Conversation:
 
     def _flush(self) -> None:
         """Bring into the cache what is not there yet: the last token of the last answer."""
+        if self._waiting:
+            self._recompute()
         if self._waiting and isinstance(self.cache, StateCache):
             self.cache.extend(self._waiting)
         elif self._waiting:
             with torch.no_grad(), self.cache:
                 self.model(self._on_device(self._waiting), past_key_values=self.cache)
         self._waiting = []
+
+    def _recompute(self) -> None:
+        """Have computed again what the cache holds of the model when it was another one, and say so in the report."""
+        computed = self.cache.recompute()
+        self._notice = other_author(self.cache.get_seq_length(), computed)
+        if self._notice:
+            self.report = BlendReport(notice=self._notice)
 
     def _remember(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -210,6 +224,7 @@ class Conversation:
         with torch.no_grad():
             self.model(new, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
         take_back(self.cache, cache, new[0, :-1].tolist(), more=1)
+        cache.report.notice = " ".join(filter(None, (self._notice, cache.report.notice)))
         self.report = cache.report
         return question_ids
 

@@ -14,8 +14,8 @@ import torch
 
 from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError
+from ..model.author import author_of
 from ..model.capture import distinct_tables
-from ..model.fingerprint import fingerprint
 from ..model.modality import refuse_placeholders
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
@@ -53,6 +53,7 @@ def continued(cache: SequenceCache, store: ChunkStore, **settings: Any) -> Blend
             "but positions 0, 1, 2 … are expected before a chunk. Close the holes with shift()."
         )
     blend = BlendCache(cache.model, store, **settings)
+    blend.author = cache.computed_by(cache.active)
     blend.activate_past_recording()  # layers with windows keep all of the prompt, as the sequence does
     layers: list[Any] = blend.layers
     for layer, held in zip(layers, cache.materialize(), strict=True):
@@ -65,17 +66,22 @@ def take_back(cache: SequenceCache, blend: BlendCache, token_ids: Sequence[int],
     """Let the active sequence hold the tokens that a blend cache holds behind it, but for the last `more`."""
     stop, start = -more or None, -more - len(token_ids)
     layers: list[Any] = blend.layers
-    cache.append(token_ids, [(one.keys[:, :, start:stop], one.values[:, :, start:stop]) for one in layers])
+    states = [(one.keys[:, :, start:stop], one.values[:, :, start:stop]) for one in layers]
+    cache.append(token_ids, states, blend.author)
 
 
 def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:
-    """A part of the active sequence as a chunk. It saw what stood before it: never put it into a shared store."""
+    """A part of the active sequence as a chunk of who computed it.
+
+    It saw what stood before it: never put it into a shared store.
+    """
     cache.refuse_extended()
+    author = cache.computed_by(cache.active) or author_of(cache.model)
     ids, positions = tuple(cache.tokens()[start:stop]), torch.tensor(cache.positions()[start:stop])
     tables, layer_table = distinct_tables(TableSource.of(cache.model, below_regime=True).tables(positions))
     pairs = [(layer.keys[0], layer.values[0]) for layer in cache.materialize()]  # type: ignore[index]
     layers = tuple((keys[:, start:stop].clone(), values[:, start:stop].clone()) for keys, values in pairs)
-    return ChunkKV(ChunkKey(fingerprint(cache.model), (), ids), layers, tables, layer_table)
+    return ChunkKV(ChunkKey(author.stored_name(), (), ids), layers, tables, layer_table)
 
 
 def _refuse_unknown(cache: SequenceCache, held: list[int]) -> None:

@@ -30,16 +30,18 @@ from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
 from ..model.attention import STOCK, open_door
+from ..model.author import Author, author_of, refuse_other_author
 from ..model.checks import CheckedModel, Use, ensure_passed
-from ..model.hooks import ForwardHooks
+from ..model.hooks import ForwardHooks, asking_generate, is_assisting
 from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
 from ..model.row_masks import RowMask
+from ..prompt.history import UNKNOWN, refuse_other_prompt
+from .continuing import advance
 from .sequence_layer import QuantisedSequenceLayer, SequenceLayer
 from .tables import TableSource, counted_in_tokens, regime_tokens
-from .token_table import TokenTable, grown, mask_of
+from .token_table import TokenTable, described, grown, mask_of
 
-UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
 MASKED = ("eager", STOCK)  # attention implementations that take any mask
 CHECKS = "hf_blend.context.checks"
 MOVE = Use(
@@ -49,6 +51,14 @@ MOVE = Use(
     "Use a fresh prefill instead, or pass allow_unverified=True to use it all the same.",
 )
 SHARE = Use("share", CHECKS, "several sequences of {} cannot share cells", "Continue one at a time with use().")
+CONTINUE_ONLY = (
+    "Pass [*cache.tokens(), *new]: closest() says which sequence begins as the prompt does, use() another or new one, and "
+    "reset() forgets all."
+)
+RECOMPUTE = (
+    "Go back to what the model was, have the tokens computed again with recompute(), or continue another sequence: "
+    "closest() says which."
+)
 _NOTHING = tuple(torch.empty((0, 0), dtype=dtype) for dtype in (torch.long, torch.long, torch.bool))
 
 
@@ -98,6 +108,9 @@ class SequenceCache(Cache):
         self._pending = _NOTHING  # positions and ids of new tokens, and which are no padding
         self._visible: Tensor | None = None  # columns that each active sequence sees; None: all
         self._was_extended = False
+        self._authors: list[Author] = []  # by the number that the table has of them
+        self._author = 0  # the number of who computes new tokens
+        self._is_new_turn = True  # who computes is compared in the next forward
         self.layers = self._empty_layers()
 
     @property
@@ -114,6 +127,7 @@ class SequenceCache(Cache):
 
     def __enter__(self) -> Self:
         """Hand the model its positions in every call with this cache, until the block ends."""
+        self._is_new_turn = True
         self._hooks.watch_model(stay=True)
         return self
 
@@ -132,7 +146,7 @@ class SequenceCache(Cache):
     @property
     def sequences(self) -> list[int]:
         """The sequences that were ever written to and not forgotten, in increasing order."""
-        return list(self._table)
+        return [number for number in self._table if number >= 0]
 
     def tokens(self, sequence: int | None = None) -> list[int]:
         """The token ids of a sequence in the order in which attention sees them; -1 where they are not known."""
@@ -166,11 +180,74 @@ class SequenceCache(Cache):
         return [*self.batch]
 
     def closest(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Find the sequence that a prompt continues best; gives how many tokens of it that holds, too."""
-        ids = torch.tensor(list(token_ids), dtype=torch.long)
-        found = {number: self._in_common(number, ids) for number in self._table}
+        """Find the sequence that a prompt continues best; gives how many tokens of it that holds, too.
+
+        Tokens count that were computed by the model as it is now.
+        """
+        ids, author = torch.tensor(list(token_ids), dtype=torch.long), self._number_of(author_of(self.model))
+        found = {number: self._in_common(number, ids, author) for number in self.sequences}
         best = max(found, key=lambda number: found[number], default=self.active)
         return (best, found[best]) if found.get(best) else (self.active, 0)
+
+    @torch.no_grad()
+    def recompute(self) -> int:
+        """Have the active sequence computed by the model as it is now, where it was another one then.
+
+        An adapter may have been switched, weights written, the dtype or the attention changed since. What the sequence
+        held is kept for when the model is that one again: then only tokens that came since are computed. So two
+        adapters may alternate; the storage holds the tokens once for each.
+
+        Returns:
+            How many tokens were computed.
+
+        Raises:
+            ConfigError: several sequences are active, ids are not known, or positions are not 0, 1, 2 …
+            UnsupportedModelError: the model is refused.
+        """
+        number, author = self.active, self._number_of(author_of(self.model))
+        row = self._table.row(number)
+        if bool((self._table.authors[row[0]] == author).all()):
+            return 0
+        ids = self.tokens(number)
+        if len(self.batch) > 1 or UNKNOWN in ids or self.positions(number) != [*range(len(ids))]:
+            raise ConfigError(
+                f"{len(ids)} tokens of sequence {number}, of {len(self.batch)} active ones, were to be computed again, "
+                "but one active sequence, known ids, and positions 0, 1, 2 … are expected. Prefill again."
+            )
+        aside = _aside(number)
+        best = max(self._table, key=lambda other: self._in_common(other, torch.tensor(ids), author))
+        held = self._in_common(best, torch.tensor(ids), author)
+        before, begun = self._table.row(aside), self._table.row(best)
+        self._table.hold(aside, *row)
+        self._table.hold(number, begun[0][:held], begun[1][:held])
+        self._changed()
+        try:
+            with self:
+                if held < len(ids):
+                    advance(self.model, self, torch.tensor([ids[held:]]))
+        except BaseException:
+            self._table.hold(aside, *before)
+            self._table.hold(number, *row)
+            self._changed()
+            raise
+        return len(ids) - held
+
+    def computed_by(self, sequence: int | None = None) -> Author | None:
+        """Who computed the tokens of a sequence, or of all; None where there are none.
+
+        Raises:
+            ConfigError: the model was another one for some of them than for others.
+        """
+        numbers = self.sequences if sequence is None else [self._number(sequence)]
+        cells = torch.cat([self._table.ids[:0], *(self._table.row(number)[0] for number in numbers)])
+        authors = self._table.authors[cells].unique().tolist()
+        if len(authors) > 1:
+            raise ConfigError(
+                f"{len(cells)} tokens of {len(numbers)} sequences were computed by {len(authors)} models (adapters, "
+                "weights, dtypes or attentions that alternated), but those of one are expected. Name one sequence, or "
+                "have it computed again with recompute()."
+            )
+        return self._authors[authors[0]] if authors else None
 
     def remove(self, sequence: int | None = None, start: int = 0, stop: int | None = None) -> None:
         """Forget tokens at positions `start <= p < stop`.
@@ -223,11 +300,12 @@ class SequenceCache(Cache):
         self._dirty = self._visible is not None or len(self.batch) > 1
         return self.layers
 
-    def append(self, token_ids: Sequence[int], layers: Sequence[Pair]) -> None:
-        """Let the active sequence hold new tokens that were computed behind it.
+    def append(self, token_ids: Sequence[int], layers: Sequence[Pair], author: Author | None = None) -> None:
+        """Let the active sequence hold new tokens that were computed behind it, by `author`; None: the model as it is.
 
         Shapes: K and V of each layer `[1, kv_heads, tokens, width]`, K rotated for the positions behind the last.
         """
+        self._claim(author)
         self.make_room(len(token_ids))
         self._ready()
         ids = torch.tensor([list(token_ids)])
@@ -255,6 +333,7 @@ class SequenceCache(Cache):
         """
         table = self._table
         if sequence is None:
+            table.forget([number for number in table if number < 0])
             self._close_holes()
             cells, active = torch.arange(table.count), self.active
             rows = {number: torch.stack(table.row(number)) for number in table}
@@ -270,8 +349,10 @@ class SequenceCache(Cache):
                 found |= {f"layer.{index}.{name}": part for name, part in layer.parts(cells).items()}
         return found
 
-    def adopt(self, state: dict[str, Tensor], sequence: int) -> None:
+    def adopt(self, state: dict[str, Tensor], sequence: int, author: Author | None = None) -> None:
         """Let a sequence hold what `state` gave of one, and leave the others as they are.
+
+        `author` computed it; None: the model as it is now.
 
         Tokens from the first on that a sequence of this cache holds with the same bits are shared with that one.
         """
@@ -279,35 +360,40 @@ class SequenceCache(Cache):
         if len(rows) != 1:
             raise ConfigError(f"{len(rows)} sequences were given as sequence {sequence}, but one is expected.")
         number, (cells, positions) = self._number(sequence), rows[0]
-        given = self._layers_of(state)
+        given, about = self._layers_of(state), self._described(state, author)
         layers = [layer.stored(cells) for layer in given]
-        shared = self._shared(state["ids"][cells], positions, state["origins"][cells], layers)
+        shared = self._shared(about[:, cells], positions, layers)
         self._table.hold(number, shared, positions[: len(shared)])
         new, order = cells[len(shared) :].sort()
-        taken = self._take_up(state, given, new)[order.argsort()]
+        taken = self._take_up(about, given, new)[order.argsort()]
         self._table.hold(number, torch.cat([self._table.row(number)[0], taken]), positions.clone())
+        self._is_new_turn = True
         self._changed()
 
-    def _take_up(self, state: dict[str, Tensor], given: list[SequenceLayer], cells: Tensor) -> Tensor:
-        """Store cells of another cache, which ascend, and give their numbers here."""
+    def _described(self, state: dict[str, Tensor], author: Author | None) -> Tensor:
+        """What a table has of the cells of a state, `[3, cells]`."""
+        number = self._number_of(author_of(self.model) if author is None else author)
+        return described(state["ids"], state["origins"], number)
+
+    def _take_up(self, about: Tensor, given: list[SequenceLayer], cells: Tensor) -> Tensor:
+        """Store cells of another cache, `about` `[3, cells]`, which ascend, and give their numbers here."""
         if not len(cells):
             return cells
         table, end = self._table, self._table.count
         start = self.layers[0].fixed_cells(end)
-        fixed = int(torch.searchsorted(cells, given[0].fixed_cells(len(state["ids"]))))
+        fixed = int(torch.searchsorted(cells, given[0].fixed_cells(about.shape[1])))
         for layer, other in zip(self.layers, given, strict=True):
             layer.add(end, other.parts(cells))
         for index, part in ((start, cells[:fixed]), (end + fixed, cells[fixed:])):
-            table.insert(index, state["ids"][part], state["origins"][part])
+            table.insert(index, about[:, part])
         return torch.cat([torch.arange(start, start + fixed), torch.arange(end + fixed, end + len(cells))])
 
-    def _shared(self, ids: Tensor, positions: Tensor, origins: Tensor, layers: list[tuple[Tensor, ...]]) -> Tensor:
+    def _shared(self, about: Tensor, positions: Tensor, layers: list[tuple[Tensor, ...]]) -> Tensor:
         """The cells, of some sequence, that hold the first of some tokens with the same bits; as many as there are."""
         table, found = self._table, torch.empty(0, dtype=torch.long)
         for number in table:
-            cells, at = (part[: len(ids)] for part in table.row(number))
-            pairs = ((table.ids[cells], ids), (at, positions), (table.origins[cells], origins))
-            same = torch.stack([one == other[: len(cells)] for one, other in pairs]).all(0)
+            cells, at = (part[: len(positions)] for part in table.row(number))
+            same = (table.about(cells) == about[:, : len(cells)]).all(0) & (at == positions[: len(cells)])
             for layer, parts in zip(self.layers, layers, strict=False):
                 for held, part in zip(layer.stored(cells), parts, strict=True):
                     same &= (held == part[:, : len(cells)]).flatten(2).all(2).all(0).cpu()
@@ -315,13 +401,16 @@ class SequenceCache(Cache):
             found = cells[:length] if length > len(found) else found
         return found
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Hold what `state` gave, and nothing else; with `kv_bits`, K and V as computed are quantised here."""
+    def restore(self, state: dict[str, Tensor], author: Author | None = None) -> None:
+        """Hold what `state` gave, and nothing else; with `kv_bits`, K and V as computed are quantised here.
+
+        `author` computed it; None: the model as it is now.
+        """
         given = {int(name.partition(".")[2]): row for name, row in state.items() if name.startswith("sequence.")}
         rows = {number: (cells.clone(), positions.clone()) for number, (cells, positions) in given.items()}
-        table = TokenTable(rows, state["ids"].clone(), state["origins"].clone())
+        table = TokenTable(rows, self._described(state, author))
         layers, active = self._layers_of(state), int(state["active"])
-        self.batch, self._table, self.layers = (active,), table, layers
+        self.batch, self._table, self.layers, self._is_new_turn = (active,), table, layers, True
         self._changed()
 
     def _empty_layers(self) -> list[SequenceLayer]:
@@ -389,10 +478,17 @@ class SequenceCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens the active sequence has, whatever their positions; of a batch, the longest."""
-        return max(len(self._table.row(number)[0]) for number in self.batch)
+        length = max(len(self._table.row(number)[0]) for number in self.batch)
+        if length and (call := asking_generate()) is not None:
+            self._is_new_turn = True
+            if call.ids is not None:
+                rows = [self.tokens(number) for number in self.batch]
+                refuse_other_prompt(call.ids, call.mask, length, rows, CONTINUE_ONLY)
+        return length
 
     def activate_past_recording(self) -> None:
-        """Called by assisted decoding; the last tokens can always be cropped."""
+        """Called by assisted decoding, at its beginning; the last tokens can always be cropped."""
+        self._is_new_turn = True
 
     def __bool__(self) -> bool:
         """Whether there is anything in the cache."""
@@ -406,6 +502,7 @@ class SequenceCache(Cache):
                 f"{', '.join(other_inputs(arguments))} came with a SequenceCache, but text alone is expected: it "
                 "gives a token the position behind the last, and images have positions of their own. Use DynamicCache."
             )
+        self._ensure_author(real.shape[1])
         self.make_room(real.shape[1])
         self._ready()
         starts = torch.tensor([[self._table.next_position(number)] for number in self.batch])
@@ -425,9 +522,11 @@ class SequenceCache(Cache):
         given, mask, rows = arguments.get("input_ids"), arguments.get("attention_mask"), len(self.batch)
         given = arguments.get("inputs_embeds") if given is None else given
         if given is None or given.shape[0] != rows or (mask is not None and mask.dim() != 2):
+            count = 0 if given is None else given.shape[0]
             raise PromptError(
-                f"{'nothing' if given is None else given.shape[0]} came for {rows} active sequences, but one request "
-                "without padding is expected for one, and a row for each of several. Call fork() or use() first."
+                f"{count or 'nothing'} came for {rows} active sequences, but one request without padding is expected "
+                "for one, and a row for each of several. With num_beams or num_return_sequences generate makes so "
+                f"many rows of each prompt: call fork({max(2, count)}) first, or use() with sequences of their own."
             )
         if mask is None:
             return given, torch.ones(given.shape[:2], dtype=torch.bool)
@@ -488,12 +587,35 @@ class SequenceCache(Cache):
             raise ConfigError(f"a sequence is named {sequence!r}, expected a number from 0 on.")
         return sequence
 
-    def _in_common(self, sequence: int, ids: Tensor) -> int:
-        """How many tokens of a prompt a sequence holds as they were computed, from position 0 on."""
+    def _in_common(self, sequence: int, ids: Tensor, author: int) -> int:
+        """How many tokens of a prompt a sequence holds as they were computed, from position 0 on, by an author."""
         cells, positions = (part[: len(ids)] for part in self._table.row(sequence))
         order, table = torch.arange(len(cells)), self._table
         same = (table.ids[cells] == ids[: len(cells)]) & (positions == order) & (table.origins[cells] == order)
+        same &= table.authors[cells] == author
         return int(same.long().cumprod(0).sum())
+
+    def _number_of(self, author: Author) -> int:
+        """The number that the table has of an author."""
+        if author not in self._authors:
+            self._authors.append(author)
+        return self._authors.index(author)
+
+    def _ensure_author(self, new: int) -> None:
+        """Where a turn begins, note who computes its tokens, and refuse to continue those of another model."""
+        if self._is_new_turn or (new > 1 and not is_assisting()):
+            self._claim()
+
+    def _claim(self, author: Author | None = None) -> None:
+        """Note who computes new tokens, None: the model as it is now; refuse to continue those of another model."""
+        now = author_of(self.model) if author is None else author
+        self._is_new_turn, self._author = False, self._number_of(now)
+        for number in self.batch:
+            cells = self._table.row(number)[0]
+            others = self._table.authors[cells]
+            others = others[others != self._author]
+            if others.numel():
+                refuse_other_author(self._authors[int(others[0])], now, len(others), RECOMPUTE)
 
     def _take(self, indices: list[int]) -> None:
         """Let the active sequences be copies of those at some indices of the batch."""
@@ -569,9 +691,10 @@ class SequenceCache(Cache):
         if keys.shape[0] != len(self.batch):
             raise ConfigError(
                 f"a batch of {keys.shape[0]} was given, but a row for each of {len(self.batch)} active sequences is "
-                "expected. Call use() or fork() first."
+                "expected; num_beams and num_return_sequences make so many rows of a prompt. Call use() or fork() first."
             )
         if self._pending[0].numel() == 0:
+            self._ensure_author(keys.shape[2])
             if (
                 self._dirty
                 or self._visible is not None
@@ -588,7 +711,7 @@ class SequenceCache(Cache):
 
     def _commit(self) -> None:
         positions, ids, real = self._pending
-        self._table.write(self.batch, positions, ids, real)
+        self._table.write(self.batch, positions, ids, real, self._author)
         self._visible = None if self._visible is None else grown(self._visible, real)
         self._pending = _NOTHING
         for layer in self.layers:
@@ -672,3 +795,8 @@ def dropped_tokens(held: int, new: int, window_tokens: int, keep_tokens: int, wa
             f"{new} new tokens do not fit a window of {window_tokens}, of which {keep_tokens} are kept. {way_out}"
         )
     return max(over, rest // 2) if over > 0 else 0
+
+
+def _aside(sequence: int) -> int:
+    """The number under which the table keeps what another author computed of a sequence."""
+    return -1 - sequence

@@ -24,14 +24,15 @@ from torch import Tensor
 from ..cache.quantised_layer import forms, is_grouping
 from ..errors import ConfigError, StoreError
 from ..model.anatomy import text_config
-from ..model.fingerprint import fingerprint
+from ..model.author import Author, author_of
 from ..prefill.layout import layout_of
+from ..prompt.history import UNKNOWN
 from ..store.chunk import Layout, has_usable_values
 from ..store.format import EntryFile, pack_entry
 from ..store.seal import check_secret
 from ..store.tiers.base import EntryFault, as_fault
 from ..store.tiers.files import open_regular, write_atomically
-from .sequence_cache import UNKNOWN, SequenceCache
+from .sequence_cache import SequenceCache
 from .state_cache import StateCache
 
 KIND = "hf_blend.session/3"
@@ -47,10 +48,14 @@ def save_session(
     secret: bytes | None = None,
     sequence: int | None = None,
 ) -> int:
-    """Write a cache to a file; a file of that name is replaced at once, or stays as it is if writing fails."""
+    """Write a cache to a file; a file of that name is replaced at once, or stays as it is if writing fails.
+
+    The file says which model computed what it holds: after a switch of adapters that is not the one which saves.
+    """
     check_secret(secret)
     cache.refuse_extended()
-    parts = pack_entry(KIND, _identity(cache, tokenizer), cache.state(sequence).items(), secret)
+    state, author = cache.state(sequence), cache.computed_by(sequence) or author_of(cache.model)
+    parts = pack_entry(KIND, _identity(cache, tokenizer, author), state.items(), secret)
     try:
         write_atomically(Path(path), parts, durable=True)
         return sum(map(len, parts))
@@ -72,13 +77,14 @@ def load_session(
     the file holds and nothing else.
     """
     check_secret(secret)
-    (about, state), identity = _read(path, secret), _identity(cache, tokenizer)
+    (about, state), author = _read(path, secret), author_of(cache.model)._replace(autocast="")
+    identity = _identity(cache, tokenizer, author)
     _compare(path, about, identity)
     try:
         with as_fault("its content"):
             if isinstance(cache, StateCache):
                 cache.check_state(state)
-                return cache.restore(state)
+                return cache.restore(state, author)
             _check_state(state, layout_of(cache.model, identity["model"]), cache.kv_bits)
         sequences = sum(name.startswith("sequence.") for name in state)
         if sequence is not None and sequences != 1:
@@ -88,9 +94,9 @@ def load_session(
             )
         with as_fault("its content"):
             if sequence is None:
-                cache.restore(state)
+                cache.restore(state, author)
             else:
-                cache.adopt(state, sequence)
+                cache.adopt(state, sequence, author)
     except EntryFault as fault:
         raise StoreError(
             f"the session {path} holds what no session of this model holds: {fault}. Save it again, or prefill again."
@@ -153,10 +159,10 @@ def _compare(path: str | Path, saved: Mapping[str, str], expected: dict[str, str
             )
 
 
-def _identity(cache: SequenceCache | StateCache, tokenizer: Any) -> dict[str, str]:
+def _identity(cache: SequenceCache | StateCache, tokenizer: Any, author: Author) -> dict[str, str]:
     rope = getattr(text_config(cache.model), "rope_parameters", None)
     return {
-        "model": fingerprint(cache.model),
+        "model": author.stored_name(),
         "tokenizer": "" if tokenizer is None else _tokenizer_digest(tokenizer),
         "rope": json.dumps(rope, sort_keys=True, default=str),
         **({} if cache.kv_bits is None else {"kv_bits": str(cache.kv_bits)}),

@@ -17,6 +17,7 @@ from ..cache.cache_layers import cache_layers
 from ..cache.quantised_layer import QuantisedLayer
 from ..config import BlendConfig
 from ..model.anatomy import refuse_extended, stock_cache, text_config
+from ..model.author import Author, author_of
 from ..model.fingerprint import fingerprint
 from ..model.placement import input_device
 from ..store.tiers.base import EntryFault
@@ -24,6 +25,7 @@ from .continuing import continuing
 from .sequence_cache import check_window, dropped_tokens
 
 END = 1 << 31  # of ids
+_NOTHING: tuple[Author | None, list[int], Any] = None, [], None
 
 
 class StateCache:
@@ -38,8 +40,11 @@ class StateCache:
         longest = getattr(text_config(model), "max_position_embeddings", None)
         self.window_tokens, self.keep_tokens, self.shifts = int(window_tokens or longest or END), keep_tokens, 0
         check_window(self.window_tokens, keep_tokens)
+        self._dtype = model.dtype
         self._ids: list[int] = []
         self._cache = self._packed(stock_cache(model))
+        self._author: Author | None = None  # of what is held
+        self._aside = _NOTHING  # author, ids and cache of when the model was another one
 
     def tokens(self) -> list[int]:
         """The token ids that are held."""
@@ -51,6 +56,7 @@ class StateCache:
 
     def generate(self, token_ids: Sequence[int], **options: Any) -> list[int]:
         """Answer what ends with some tokens behind those held, and hold that and all of the answer but its end."""
+        self.recompute()
         new = options.get("max_new_tokens") or self.model.generation_config.max_new_tokens or 1
         ids = self._fitting([*self._ids, *token_ids], new)
         cache, held = self._begun(ids)
@@ -65,8 +71,29 @@ class StateCache:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hold some more tokens."""
+        self.recompute()
         self._way.advance(self.model, self._cache, torch.tensor(token_ids))
         self._ids += token_ids
+
+    def recompute(self) -> int:
+        """See `SequenceCache.recompute`."""
+        author = author_of(self.model)
+        if self._author in (None, author):
+            self._author = author
+            return 0
+        (of_author, held, cache), self._aside = self._aside, _NOTHING
+        if self.model.dtype != self._dtype:  # which the form of what is saved has
+            self._way, self._dtype = continuing(self.model, author.fingerprint), self.model.dtype
+        if of_author != author or self._ids[: len(held)] != held:
+            held, cache = [], self._packed(stock_cache(self.model))
+        self._way.advance(self.model, cache, torch.tensor(self._ids[len(held) :]))
+        self._aside = self._author, self._ids, self._cache
+        self._author, self._cache = author, cache
+        return len(self._ids) - len(held)
+
+    def computed_by(self, sequence: int | None = None) -> Author | None:
+        """Who computed what is held; None where that is nothing."""
+        return self._author if self._ids else None
 
     def refuse_extended(self) -> None:
         """Refuse to be stored, if the model is inside `self_extend`."""
@@ -85,8 +112,9 @@ class StateCache:
             raise EntryFault("values", f"its ids are {tuple(ids.shape)} of {ids.dtype}, or no ids")
         self._way.form.check(parts, 0, len(ids))
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Hold what `state` gave, and nothing else."""
+    def restore(self, state: dict[str, Tensor], author: Author | None = None) -> None:
+        """Hold what `state` gave, and nothing else; `author` computed it, None: the model as it is now."""
+        self._author = author or author_of(self.model)
         self._ids = state["ids"].tolist()
         self._cache = self._packed(self._way.form.fill([state], len(self._ids)))
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens a cache holds, where, and in which sequences; and which of them a forward is given.
 
-A cell is one token's index in the storage, written once: its id, and the position that its key is rotated for. A
-sequence is a list of (cell, position). So a copy costs nothing, and a shift of one sequence leaves every other alone,
+A cell is one token's index in the storage, written once: its id, the position that its key is rotated for, and who
+computed it. A sequence is a list of (cell, position). So a copy costs nothing, and a shift of one sequence leaves every other alone,
 where llama.cpp moves a shared cell for all of them. Ranges are half-open ranges of positions.
 
 What attention is given are the cells as they are, as in llama.cpp's unified cache; a mask hides those of other
@@ -25,19 +25,36 @@ Row = tuple[Tensor, Tensor]  # cells and positions, `[tokens]` each, in the orde
 
 
 class TokenTable:
-    """Sequences by number over cells 0, 1, 2 … of some storage; `ids` and `origins` are those of each cell."""
+    """Sequences by number over cells 0, 1, 2 … of some storage, of each of which the table has three numbers."""
 
-    def __init__(
-        self, rows: Mapping[int, Row] | None = None, ids: Tensor | None = None, origins: Tensor | None = None
-    ) -> None:
+    def __init__(self, rows: Mapping[int, Row] | None = None, cells: Tensor | None = None) -> None:
+        """Begin with some sequences over `cells`, `[3, cells]`: id, origin and author of each."""
         self._rows = dict(rows or {})
-        self.ids = torch.empty(0, dtype=torch.long) if ids is None else ids
-        self.origins = torch.empty(0, dtype=torch.long) if origins is None else origins
+        self._cells = torch.empty((3, 0), dtype=torch.long) if cells is None else cells
+
+    @property
+    def ids(self) -> Tensor:
+        """The token id of each cell, `[cells]`."""
+        return self._cells[0]
+
+    @property
+    def origins(self) -> Tensor:
+        """The position that the key of each cell is rotated for, `[cells]`."""
+        return self._cells[1]
+
+    @property
+    def authors(self) -> Tensor:
+        """The number of who computed each cell, `[cells]`."""
+        return self._cells[2]
+
+    def about(self, cells: Tensor) -> Tensor:
+        """What the table has of some cells, `[3, cells]`."""
+        return self._cells[:, cells]
 
     @property
     def count(self) -> int:
         """How many cells the storage has."""
-        return len(self.ids)
+        return self._cells.shape[1]
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._rows))
@@ -52,10 +69,12 @@ class TokenTable:
         positions = self.row(sequence)[1]
         return int(positions.max()) + 1 if positions.numel() else 0
 
-    def write(self, sequences: Sequence[int], positions: Tensor, ids: Tensor, real: Tensor) -> None:
+    def write(
+        self, sequences: Sequence[int], positions: Tensor, ids: Tensor, real: Tensor, author: int = 0
+    ) -> None:
         """Give several sequences new tokens in new cells, those of a sequence together, `[sequences, tokens]` each."""
         cells = torch.arange(self.count, self.count + real.numel()).view(real.shape)
-        self.insert(self.count, ids.flatten(), positions.flatten())
+        self.insert(self.count, described(ids.flatten(), positions.flatten(), author))
         for row, number in enumerate(sequences):
             self._extend(number, cells[row][real[row]], positions[row][real[row]])
 
@@ -67,11 +86,10 @@ class TokenTable:
         """Let a sequence hold just these, `[tokens]` each."""
         self._rows[sequence] = cells, positions
 
-    def insert(self, cell: int, ids: Tensor, origins: Tensor) -> None:
-        """Put cells of no sequence, `[cells]`, in front of `cell`, and number it and those behind it again."""
-        self._rows = {number: (held + len(ids) * (held >= cell), at) for number, (held, at) in self._rows.items()}
-        self.ids = torch.cat([self.ids[:cell], ids, self.ids[cell:]])
-        self.origins = torch.cat([self.origins[:cell], origins, self.origins[cell:]])
+    def insert(self, cell: int, new: Tensor) -> None:
+        """Put cells of no sequence, `[3, cells]`, in front of `cell`, and number it and those behind it again."""
+        self._rows = {number: (held + new.shape[1] * (held >= cell), at) for number, (held, at) in self._rows.items()}
+        self._cells = torch.cat([self._cells[:, :cell], new, self._cells[:, cell:]], 1)
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Forget sequences, as if they had never been written to."""
@@ -111,7 +129,7 @@ class TokenTable:
         if gone.numel() and int(gone.max()) + 1 == self.count:
             held = max((int(row.max()) + 1 for row, _ in self._rows.values() if row.numel()), default=0)
             end = max(held, self.count - len(gone))  # the end of the storage is free again
-            self.ids, self.origins = self.ids[:end], self.origins[:end]
+            self._cells = self._cells[:, :end]
 
     def held(self) -> Tensor:
         """The cells that some sequence holds, ascending, each once."""
@@ -121,7 +139,7 @@ class TokenTable:
         """Close the holes that tokens of no sequence leave in the storage; gives the cells that stay, `[cells]`."""
         held = self.held()
         self._rows = {number: (torch.searchsorted(held, cells), at) for number, (cells, at) in self._rows.items()}
-        self.ids, self.origins = self.ids[held], self.origins[held]
+        self._cells = self._cells[:, held]
         return held
 
     def view(self, sequences: Sequence[int], may_hide: bool) -> "View":
@@ -154,6 +172,11 @@ class View:
     positions: Tensor
     in_order: bool
     visible: Tensor | None
+
+
+def described(ids: Tensor, origins: Tensor, author: int) -> Tensor:
+    """What a table has of cells of one author, `[3, cells]`, from `[cells]` each."""
+    return torch.stack([ids, origins, torch.full_like(ids, author)])
 
 
 def mask_of(visible: Tensor, real: Tensor) -> Tensor:

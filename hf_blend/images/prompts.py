@@ -106,7 +106,7 @@ def expect_images(cache: BlendCache, inputs: Mapping[str, Any]) -> Mapping[str, 
         cache._refuse_tokens(held + max(map(len, images.given)), 0)
         known.history, known.tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
     known.pending = PendingPrompt(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), pending.held)
-    known.images, known.beginning = images, ()
+    known.images, known.beginnings = images, ()
     cache._hooks.watch_model()
     return {**{name: value for name, value in inputs.items() if not name.startswith("pixel")}, **images.arguments}
 

@@ -57,10 +57,15 @@ _lock = threading.RLock()
 
 def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
     """Say who a model is, in 64 hex digits; equal across processes, devices and machines."""
+    if EXTENDED.get():  # some model is inside `self_extend`
+        refuse_extended(model)
+    return identity_of(model, reread)
+
+
+def identity_of(model: nn.Module, reread: bool = False) -> str:
+    """The fingerprint of what a model computes alone, also inside `self_extend`."""
     with _lock:
         known = _structure_of(model)
-        if EXTENDED.get():  # some model is inside `self_extend`
-            refuse_extended(model)
         if reread or known.weight_watch is None or not known.weight_watch.is_same():
             watch = WeightWatch(model)  # first the sample: a change meanwhile shows
             known.weights = weight_digest(model)

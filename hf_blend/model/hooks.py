@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError
@@ -202,6 +202,41 @@ def running_calls() -> Iterator[tuple[nn.Module, dict[str, Any]]]:
             if isinstance(variables.get("self"), nn.Module):
                 yield variables["self"], variables
         frame = frame.f_back  # type: ignore[assignment]
+
+
+class GenerateCall(NamedTuple):
+    """A call of `generate` at its beginning.
+
+    `ids` and `mask`, `[rows, tokens]`, are the whole prompt, of which `generate` leaves out as many tokens as the cache
+    says that it holds; `ids` is None where it leaves out nothing, `mask` where there is no padding.
+    """
+
+    ids: Tensor | None
+    mask: Tensor | None
+
+
+def asking_generate() -> GenerateCall | None:
+    """The call of `generate` that asks a cache for its length, from which this is called; None: something else asks.
+
+    Nothing else says where a turn begins, nor tells the whole prompt: the model receives what `generate` leaves of it.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "_prefill":
+        return None
+    variables = frame.f_locals
+    ids, mask = variables.get("input_ids"), variables.get("model_kwargs", {}).get("attention_mask")
+    mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    tokens = getattr(variables.get("generation_config"), "_mask_length", -1) if mask is None else mask.shape[1]
+    is_whole = isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == tokens
+    return GenerateCall(ids if is_whole and not variables.get("use_inputs_embeds") else None, mask)
+
+
+def is_assisting() -> bool:
+    """Whether assisted decoding runs in this thread, whose steps bring several tokens."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_assisted_decoding":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _shown(model: nn.Module) -> str:

@@ -53,3 +53,13 @@ def too_small(kept_ratio: float) -> str:
         f"the store has room for {kept_ratio:.0%} of this prompt's chunks: the others are computed for every prompt "
         "that has them. Give ChunkStore.open more memory_bytes or disk_bytes."
     )
+
+
+def other_author(held: int, computed: int) -> str:
+    """Say how many of the tokens that were held are computed again; empty where none is."""
+    if not computed:
+        return ""
+    return (
+        f"{computed} of {held} tokens that were held are computed again: the model was another one when it computed "
+        "them (adapter, weights, dtype, code or attention)."
+    )

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ..errors import PromptError
+
+UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,21 @@ class History:
             return []
         pairs = zip(self.input_ids, self.attention_mask, strict=True)
         return [row[keep.bool()].tolist() for row, keep in pairs]
+
+    def columns_of(self, beginnings: Sequence[Sequence[int]], tokens: int, is_known: bool = False) -> int:
+        """How many of its first columns a cache holds that has `tokens` columns and begins so, as far as is known.
+
+        `is_known`: only what is known counts.
+        """
+        if self.input_ids is None or self.attention_mask is None:
+            return 0
+        rows = History(self.input_ids[:, :tokens], self.attention_mask[:, :tokens]).rows()
+        columns = min(tokens, self.input_ids.shape[1])
+        pairs = [*zip(rows, beginnings, strict=True)] if len(rows) == len(beginnings) else []
+        shared = [shared_tokens(*pair) for pair in pairs]
+        if is_known or any(one < min(map(len, pair)) for one, pair in zip(shared, pairs, strict=True)):
+            return shared[0] if len(shared) == 1 and len(rows[0]) == columns else 0
+        return columns
 
     def extended(self, ids: Any, pad_id: int | None, eos_id: int | Sequence[int] | None) -> "History":
         """The history that ends with what `generate` has made of this one.
@@ -57,3 +77,39 @@ class History:
         if pad_id is not None:
             mask = (given != pad_id).long().cummax(dim=1).values
         return mask, 0
+
+
+def shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many of their first token ids two prompts share; one that is not known is shared with any."""
+    size = min(len(one), len(other))
+    ids, others = np.array(one[:size]), np.array(other[:size])
+    differs = np.flatnonzero((ids != others) & (ids != UNKNOWN) & (others != UNKNOWN))
+    return int(differs[0]) if len(differs) else size
+
+
+def refuse_other_prompt(
+    ids: Tensor, mask: Tensor | None, tokens: int, rows: Sequence[Sequence[int]], do: str
+) -> None:
+    """Refuse a prompt whose first `tokens` columns `generate` leaves out, if a cache does not hold just these.
+
+    Shapes: ids and mask `[prompts, columns]`; `rows` has for each prompt, or for each group of prompts that generate
+    made of one, the ids that the cache begins with as far as they are known.
+    """
+    if ids.shape[1] <= tokens:
+        raise PromptError(
+            f"a prompt of {ids.shape[1]} tokens came with a cache that holds {tokens}, but the whole conversation is "
+            f"expected, which begins with the tokens that are held. {do}"
+        )
+    repeats, odd = divmod(len(ids), max(1, len(rows)))
+    if odd or not rows:
+        return
+    given, real = ids[:, :tokens].cpu(), None if mask is None else mask[:, :tokens].cpu().bool()
+    for number, row in enumerate(given):
+        prompt = (row if real is None else row[real[number]]).tolist()
+        begins_with = rows[number // repeats]
+        at = shared_tokens(prompt, begins_with)
+        if at < min(len(prompt), len(begins_with)):
+            raise PromptError(
+                f"token {at} of the prompt is {prompt[at]}, but the cache holds {begins_with[at]} there, and its "
+                f"{tokens} tokens are expected to be the first of the prompt. {do}"
+            )

@@ -12,7 +12,6 @@ from itertools import pairwise
 from operator import index
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -256,13 +255,6 @@ def build_all(
         )
     said = history or [()] * len(question)
     return [build(tokenizer, *pieces, separator) for pieces in zip(prefixes, chunks, question, said, strict=True)]
-
-
-def shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of their first token ids two prompts share."""
-    size = min(len(one), len(other))
-    differs = np.flatnonzero(np.array(one[:size]) != np.array(other[:size]))
-    return int(differs[0]) if len(differs) else size
 
 
 def check_ids(ids: Sequence[int], config: Any) -> None:
