@@ -16,7 +16,7 @@ its unified cache, sequences that are active together look at the storage as it 
 With `SequenceCache(model, kv_bits=8)` the storage has 8 bits, each token quantised once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, Self
@@ -184,10 +184,7 @@ class SequenceCache(Cache):
 
         Tokens count that were computed by the model as it is now.
         """
-        ids, author = torch.tensor(list(token_ids), dtype=torch.long), self._number_of(author_of(self.model))
-        found = {number: self._in_common(number, ids, author) for number in self.sequences}
-        best = max(found, key=lambda number: found[number], default=self.active)
-        return (best, found[best]) if found.get(best) else (self.active, 0)
+        return self._closest(token_ids, self._number_of(author_of(self.model)), self.sequences)
 
     @torch.no_grad()
     def recompute(self) -> int:
@@ -204,33 +201,52 @@ class SequenceCache(Cache):
             ConfigError: several sequences are active, ids are not known, or positions are not 0, 1, 2 …
             UnsupportedModelError: the model is refused.
         """
-        number, author = self.active, self._number_of(author_of(self.model))
-        row = self._table.row(number)
-        if bool((self._table.authors[row[0]] == author).all()):
+        number, now, ids = self.active, author_of(self.model), self.tokens()
+        author, authors = self._number_of(now), self._table.authors[self._table.row(number)[0]]
+        if bool((authors == author).all()):
             return 0
-        ids = self.tokens(number)
-        if len(self.batch) > 1 or UNKNOWN in ids or self.positions(number) != [*range(len(ids))]:
+        if len(self.batch) > 1 or UNKNOWN in ids or self.positions() != [*range(len(ids))]:
             raise ConfigError(
                 f"{len(ids)} tokens of sequence {number}, of {len(self.batch)} active ones, were to be computed again, "
                 "but one active sequence, known ids, and positions 0, 1, 2 … are expected. Prefill again."
             )
-        aside = _aside(number)
-        best = max(self._table, key=lambda other: self._in_common(other, torch.tensor(ids), author))
-        held = self._in_common(best, torch.tensor(ids), author)
-        before, begun = self._table.row(aside), self._table.row(best)
-        self._table.hold(aside, *row)
-        self._table.hold(number, begun[0][:held], begun[1][:held])
-        self._changed()
+        if any(self._authors[one].form != now.form for one in authors.unique().tolist()):
+            return self._recompute_all(ids)
+        best, aside = self._closest(ids, author, self._table), -1 - number  # which no caller names
+        cells, positions = (part[: best[1]].clone() for part in self._table.row(best[0]))
+        self._table.hold(aside, *self._table.row(number))
+        self._table.hold(number, cells, positions)
         try:
-            with self:
-                if held < len(ids):
-                    advance(self.model, self, torch.tensor([ids[held:]]))
+            self._feed(ids[best[1] :])
         except BaseException:
-            self._table.hold(aside, *before)
-            self._table.hold(number, *row)
+            self._table.take([aside], [number])
             self._changed()
             raise
-        return len(ids) - held
+        return len(ids) - best[1]
+
+    def _recompute_all(self, ids: list[int]) -> int:
+        """Compute the active sequence, which is the only one, in storage of another dtype."""
+        number, before = self.active, (self._table, self.layers)
+        if others := {*self.sequences} - {number}:
+            raise ConfigError(
+                f"{len(ids)} tokens of sequence {number} were to be computed again in another dtype, but the storage "
+                f"holds {len(others)} other sequences, where one alone is expected. Call keep({number}) first."
+            )
+        self._table, self.layers = TokenTable(), self._empty_layers()
+        try:
+            self._feed(ids)
+        except BaseException:
+            self._table, self.layers = before
+            self._changed()
+            raise
+        return len(ids)
+
+    def _feed(self, ids: list[int]) -> None:
+        """Compute tokens behind the active sequence."""
+        self._changed()
+        with self:
+            if ids:
+                advance(self.model, self, torch.tensor([ids]))
 
     def computed_by(self, sequence: int | None = None) -> Author | None:
         """Who computed the tokens of a sequence, or of all; None where there are none.
@@ -331,16 +347,13 @@ class SequenceCache(Cache):
         `ids` and `origins` by cell, `active`, cells and positions of each sequence, K (rotated for the origins) and V
         of each layer, `[kv_heads, cells, width]`; with `kv_bits` as `PackedCells.parts` gives them.
         """
-        table = self._table
+        table, numbers = self._table, self.sequences if sequence is None else [self._existing(sequence)]
         if sequence is None:
-            table.forget([number for number in table if number < 0])
             self._close_holes()
-            cells, active = torch.arange(table.count), self.active
-            rows = {number: torch.stack(table.row(number)) for number in table}
-        else:
-            own, positions = table.row(self._existing(sequence))
-            cells, active = own.sort().values, sequence
-            rows = {sequence: torch.stack([torch.searchsorted(cells, own), positions])}
+        own = {number: table.row(number) for number in numbers}
+        cells = torch.cat([table.ids[:0], *(row for row, _ in own.values())]).unique()
+        rows = {number: torch.stack([torch.searchsorted(cells, row), at]) for number, (row, at) in own.items()}
+        active = self.active if sequence is None else sequence
         found = {"ids": table.ids[cells], "origins": table.origins[cells], "active": torch.tensor(active)}
         found |= {f"sequence.{number}": row for number, row in rows.items()}
         found |= {} if self.kv_bits is None else {"kv_bits": torch.tensor(self.kv_bits)}
@@ -587,6 +600,13 @@ class SequenceCache(Cache):
             raise ConfigError(f"a sequence is named {sequence!r}, expected a number from 0 on.")
         return sequence
 
+    def _closest(self, token_ids: Sequence[int], author: int, sequences: Iterable[int]) -> tuple[int, int]:
+        """Which of some sequences holds most of the first tokens of a prompt, computed by an author; and how many."""
+        ids = torch.tensor(list(token_ids), dtype=torch.long)
+        found = {number: self._in_common(number, ids, author) for number in sequences}
+        best = max(found, key=lambda number: found[number], default=self.active)
+        return (best, found[best]) if found.get(best) else (self.active, 0)
+
     def _in_common(self, sequence: int, ids: Tensor, author: int) -> int:
         """How many tokens of a prompt a sequence holds as they were computed, from position 0 on, by an author."""
         cells, positions = (part[: len(ids)] for part in self._table.row(sequence))
@@ -795,8 +815,3 @@ def dropped_tokens(held: int, new: int, window_tokens: int, keep_tokens: int, wa
             f"{new} new tokens do not fit a window of {window_tokens}, of which {keep_tokens} are kept. {way_out}"
         )
     return max(over, rest // 2) if over > 0 else 0
-
-
-def _aside(sequence: int) -> int:
-    """The number under which the table keeps what another author computed of a sequence."""
-    return -1 - sequence

@@ -23,12 +23,19 @@ class Author(NamedTuple):
     Attributes:
         fingerprint: weights, adapter, dtype, structure and code; see `fingerprint`.
         attention: the name of the attention implementation, which a fingerprint leaves out.
+        dtype: of the model.
         autocast: the dtype of `torch.autocast` where it was on; else empty.
     """
 
     fingerprint: str
     attention: str
+    dtype: str
     autocast: str
+
+    @property
+    def form(self) -> tuple[str, str]:
+        """What the dtypes of K and V depend on."""
+        return self.dtype, self.autocast
 
     def stored_name(self) -> str:
         """The fingerprint under which what it computed may be saved.
@@ -45,12 +52,10 @@ class Author(NamedTuple):
 
     def difference(self, other: "Author") -> str:
         """What this author has that another one had not, in words."""
-        named = (
-            (self.fingerprint != other.fingerprint, "another adapter, other weights, another dtype or other code"),
-            (self.attention != other.attention, f"the attention {self.attention!r} instead of {other.attention!r}"),
-            (self.autocast != other.autocast, f"autocast {self.autocast!r} instead of {other.autocast!r}"),
-        )
-        return ", ".join(words for differs, words in named if differs)
+        names = ("dtype", "attention", "autocast")
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        words = [f"the {name} {mine!r} instead of {others!r}" for name, mine, others in pairs if mine != others]
+        return ", ".join(words) or "another adapter, other weights or other code"
 
 
 def author_of(model: nn.Module) -> Author:
@@ -61,10 +66,11 @@ def author_of(model: nn.Module) -> Author:
         ConfigError: a mode of others is active, through which each call of torch goes.
     """
     refuse_modes()
-    device = model.device.type
+    device, dtype = model.device.type, str(model.dtype).removeprefix("torch.")
     is_cast = device in DEVICE_TYPES and torch.is_autocast_enabled(device)
     autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_cast else ""
-    return Author(identity_of(model), getattr(text_config(model), "_attn_implementation", None) or "", autocast)
+    attention = getattr(text_config(model), "_attn_implementation", None) or ""
+    return Author(identity_of(model), attention, dtype, autocast)
 
 
 def refuse_other_author(author: Author | None, now: Author, tokens: int, do: str) -> None:

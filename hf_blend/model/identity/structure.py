@@ -67,8 +67,8 @@ IGNORED_ATTRIBUTES = frozenset({
     # training only
     "gradient_checkpointing", "_gradient_checkpointing_func", "loss_function", "_loss_function", "loss_type",
     "warnings_issued", "_require_grads_hook", "_require_grads_hooks", "add_adapter",
-    # read by generate
-    "generation_config",
+    # read by generate; PEFT puts another one in for each generate, and its own back behind it
+    "generation_config", "prepare_inputs_for_generation", "base_model_prepare_inputs_for_generation",
     # movers between devices, which accelerate wraps
     "to", "cpu", "cuda", "npu", "xpu", "mlu", "musa", "sdaa", "hpu", "neuron",
     # accelerate puts the weights in place around `_old_forward`, which counts as the forward

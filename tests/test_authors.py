@@ -1,0 +1,578 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""K and V that a cache holds belong to who computed them: a model that is another one at the next turn never uses them.
+
+The oracle is stock transformers on the model as it is at that turn: one forward of the whole conversation.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import DynamicCache
+
+from hf_blend import BlendCache, ConfigError, PromptError, SequenceCache, ShiftCache, StoreError, observer
+from hf_blend.context.conversation import Conversation
+from hf_blend.context.reuse import blended, chunk_of, continued, take_back
+from hf_blend.context.session import load_session, save_session
+from hf_blend.errors import UnsupportedModelError
+from hf_blend.model import fingerprint as identities
+from hf_blend.model.fingerprint import fingerprint
+from tests.asking import GREEDY, PIECES, apart, generated, memory, noting, prompt
+from tests.chat_templates import small_tokenizer
+from tests.conftest import build_tiny_model
+from tests.sequences import fed
+
+TOLERANCE = 1e-6
+STEPS = {**GREEDY, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
+FEW = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+LOUD = "The market opens at noon."
+TOKENIZER = small_tokenizer("spaces")
+
+
+def adapted(vocabulary=128):
+    """A model with two trained adapters of PEFT, "formal" active; their layers add as much as the model's own."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    where = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    settings = peft.LoraConfig(**where, r=4, lora_alpha=16, init_lora_weights=False)
+    torch.manual_seed(7)
+    model = build_tiny_model(num_hidden_layers=2, vocab_size=vocabulary, eos_token_id=None, weight_scale=2.0)
+    model = peft.get_peft_model(model, settings, adapter_name="formal")
+    model.add_adapter("casual", settings)
+    return model.eval()
+
+
+def weight_of(model):
+    return model.get_base_model().model.layers[0].self_attn.k_proj.weight
+
+
+@contextmanager
+def switched(model):
+    model.set_adapter("casual")
+    yield
+    model.set_adapter("formal")
+
+
+@contextmanager
+def merged(model):
+    model.merge_adapter()
+    yield
+    model.unmerge_adapter()
+
+
+@contextmanager
+def written(model):
+    before = weight_of(model).detach().clone()
+    with torch.no_grad():
+        weight_of(model).add_(0.05)
+    yield
+    with torch.no_grad():
+        weight_of(model).copy_(before)
+
+
+@contextmanager
+def through_data(model):
+    before = weight_of(model).detach().clone()
+    weight_of(model).data.mul_(-1)
+    yield
+    weight_of(model).data.copy_(before)
+
+
+@contextmanager
+def doubled(model):
+    model.double()
+    yield
+    model.float()
+
+
+@contextmanager
+def eager(model):
+    model.get_base_model().set_attn_implementation("eager")
+    yield
+    model.get_base_model().set_attn_implementation("sdpa")
+
+
+@contextmanager
+def unchanged(model):
+    yield
+
+
+CHANGES = {
+    "on": unchanged,
+    "off": lambda model: model.disable_adapter(),
+    "switched": switched,
+    "merged": merged,
+    "weights in place": written,
+}
+OTHERS = {"through .data": through_data, "dtype": doubled, "attention": eager}
+
+
+@torch.no_grad()
+def stock(model, ids):
+    """The last logits of one forward of all tokens."""
+    return model(torch.as_tensor(ids)[None], use_cache=False).logits[0, -1]
+
+
+def check_held(model, cache):
+    """A cache of sequences holds what a stock prefill of its tokens gives."""
+    plain = DynamicCache()
+    with torch.no_grad():
+        model(torch.tensor([cache.tokens()]), past_key_values=plain)
+    for one, other in zip(cache.materialize(), plain.layers, strict=True):
+        assert max(apart(one.keys, other.keys), apart(one.values, other.values)) <= 1e-5
+
+
+def history_turn(model, cache, history, question=(9, 8, 7)):
+    """A turn of a blend cache; gives the ids, whose first new logits are those of stock."""
+    inputs = cache.inputs(None, chunks=[], question=list(question), history=history)
+    got = generated(model, inputs, cache, **STEPS)
+    tokens = inputs["input_ids"].shape[1]
+    assert apart(got.logits[0][0], stock(model, got.sequences[0, :tokens])) <= TOLERANCE
+    return got.sequences
+
+
+def blend_with_history(change, tmp_path):
+    model = adapted()
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    output = generated(model, cache.inputs(None, **PIECES), cache, **STEPS).sequences
+    held = cache.get_seq_length()
+    with change(model):
+        output = history_turn(model, cache, output)
+        is_same = change is unchanged
+        assert (cache.report.past_tokens, bool(cache.report.notice)) == (held if is_same else 0, not is_same)
+    if change not in (written, merged):  # which may leave other bits
+        before = cache.report.past_tokens
+        history_turn(model, cache, output)
+        prompt_tokens = held - STEPS["max_new_tokens"] + 1
+        assert is_same or cache.report.past_tokens == prompt_tokens > before, "what this one computed is held still"
+
+
+def blend_with_messages(change, tmp_path):
+    model = adapted(len(TOKENIZER))
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    texts, is_same = [LOUD, f"{LOUD} Where?", f"{LOUD} Where? And why?"], change is unchanged
+
+    def turn(text):
+        inputs = cache.inputs_from_text(TOKENIZER, text)
+        got = generated(model, inputs, cache, **STEPS)
+        assert apart(got.logits[0][0], stock(model, inputs["input_ids"][0])) <= TOLERANCE
+        return cache.report.past_tokens
+
+    assert turn(texts[0]) == 0
+    with change(model):
+        assert bool(turn(texts[1])) == is_same
+        assert bool(cache.report.notice) != is_same
+    if change not in (written, merged):
+        assert turn(texts[2]) > 0, "what this one computed is held still"
+
+
+def sequence(change, tmp_path):
+    model, ids, more = adapted(), prompt(20), prompt(4, 1)
+    cache = SequenceCache(model)
+    fed(cache, ids)
+    with change(model):
+        if change is not unchanged:
+            with pytest.raises(ConfigError, match="were computed by another model"):
+                fed(cache, more)
+            with pytest.raises(ConfigError, match="were computed by another model"):
+                model.generate(torch.cat([ids, more], 1), past_key_values=cache, **FEW)
+            assert cache.tokens() == ids[0].tolist()
+            assert cache.closest(ids[0].tolist()) == (0, 0)
+            assert cache.recompute() == 20
+        assert cache.recompute() == 0
+        got = fed(cache, more)
+        assert apart(got[0, -1], stock(model, torch.cat([ids, more], 1)[0])) <= TOLERANCE
+        check_held(model, cache)
+    if change not in (unchanged, written, merged):
+        computed = 24 if change is doubled else 4  # storage has one dtype
+        assert cache.recompute() == computed, "what this one computed is held still"
+        check_held(model, cache)
+
+
+def conversation(change, tmp_path):
+    model = adapted(len(TOKENIZER))
+    chat = Conversation(model, TOKENIZER)
+    assert isinstance(chat.cache, ShiftCache)
+    chat.ask(LOUD, **FEW)
+    with change(model):
+        chat.ask("Where?", **FEW)
+        check_held(model, chat.cache)
+        assert (chat.report is None) == (change is unchanged)
+        assert chat.report is None or "computed again" in chat.report.notice
+        chat.save(tmp_path / "chat")
+        later = Conversation(model, TOKENIZER)
+        later.load(tmp_path / "chat")
+        check_held(model, later.cache)
+    if change not in (unchanged, written, merged):
+        with pytest.raises(StoreError, match="another model"):
+            later.load(tmp_path / "chat")
+        held = chat.cache.get_seq_length()
+        chat.ask("Why?", **FEW)
+        check_held(model, chat.cache)
+        assert int(chat.report.notice.split()[0]) < held, "what this one computed is held still"
+
+
+def session(change, tmp_path):
+    model, ids = adapted(), prompt(20)
+    cache, again = SequenceCache(model), SequenceCache(model)
+    fed(cache, ids)
+    with change(model):
+        save_session(cache, tmp_path / "chat")
+        if change is not unchanged:
+            with pytest.raises(StoreError, match="another model"):
+                load_session(again, tmp_path / "chat")
+            assert again.get_seq_length() == 0
+    if change not in (written, merged):
+        load_session(again, tmp_path / "chat")
+        assert apart(fed(again, prompt(4, 1))[0, -1], stock(model, torch.cat([ids, prompt(4, 1)], 1)[0])) <= TOLERANCE
+        with change(model):
+            if change is not unchanged:
+                with pytest.raises(ConfigError, match="were computed by another model"):
+                    fed(again, prompt(4, 1))
+
+
+def archive(change, tmp_path):
+    model = adapted(len(TOKENIZER))
+    chat = Conversation(model, TOKENIZER, system="Be brief.", archive=memory(), window_tokens=200)
+    own = fingerprint(model)
+    chat.ask(LOUD * 2, **FEW)
+    chat.ask(LOUD * 3, **FEW)
+    with change(model):
+        assert chunk_of(chat.cache, 0, 4).key.fingerprint == own
+        if change is not unchanged:
+            ids = [*chat.cache.tokens(), 5, 6]
+            blend = blended(chat.cache, ids, recompute_ratio=0.0)
+            blend.get_seq_length()
+            with torch.no_grad():
+                got = model(torch.tensor([ids]), past_key_values=blend, logits_to_keep=1).logits[0, -1]
+            assert apart(got, stock(model, ids)) <= TOLERANCE
+            blend = continued(chat.cache, memory())
+            with pytest.raises(ConfigError, match="were computed by another model"), torch.no_grad():
+                model(prompt(4), past_key_values=blend, logits_to_keep=1)
+            blend = chat.recall(0, recompute_ratio=0.0)
+            assert "none of this model" in blend.report.fallback_reason
+            check_held(model, chat.cache)
+        assert {own.startswith(one.fingerprint) for one in chat.archive.entries()} == {True}
+
+
+HOLDERS = {one.__name__: one for one in (blend_with_history, blend_with_messages, sequence, conversation, session, archive)}
+DIAGONAL = [*zip(HOLDERS, ("switched", "off", "weights in place", "merged", "switched", "off"), strict=True)]
+DIAGONAL += [("conversation", "switched"), ("session", "merged"), ("blend_with_history", "on")]
+PRODUCT = [(holder, change) for holder in HOLDERS for change in CHANGES]
+
+
+@pytest.mark.parametrize(
+    ("holder", "change"), [one if one in DIAGONAL else pytest.param(*one, marks=pytest.mark.slow) for one in PRODUCT]
+)
+def test_kv_of_a_model_that_was_another_one_is_computed_again_or_refused(holder, change, tmp_path):
+    HOLDERS[holder](CHANGES[change], tmp_path)
+
+
+@pytest.mark.parametrize("holder", ["blend_with_history", "sequence"])
+@pytest.mark.parametrize("change", OTHERS)
+def test_weights_behind_torchs_back_and_other_dtypes_and_attentions_are_another_model(holder, change, tmp_path):
+    HOLDERS[holder](OTHERS[change], tmp_path)
+
+
+@pytest.mark.parametrize("way", ["generate", "generate of one token", "call", "no history"])
+def test_blend_cache_refuses_what_it_does_not_know_to_compute_again(way):
+    model, cache = adapted(), None
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    output = generated(model, cache.inputs(None, **PIECES), cache)
+    before = [layer.keys.clone() for layer in cache.layers]
+    more = torch.cat([output, prompt(3, 5)], 1)
+    acts = {
+        "generate": lambda: model.generate(more, past_key_values=cache, **FEW),
+        "generate of one token": lambda: model.generate(output, past_key_values=cache, **FEW),
+        "call": lambda: model(prompt(3, 5), past_key_values=cache),
+        "no history": lambda: cache.inputs(None, chunks=[[7, 8, 9]], question=[5, 6]),
+    }
+    with switched(model), pytest.raises(ConfigError, match="were computed by another model.*adapter"), torch.no_grad():
+        acts[way]()
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
+    expected = model.generate(more, **FEW)
+    assert torch.equal(model.generate(more, past_key_values=cache, **FEW), expected), "it is as before"
+
+
+def test_model_that_changes_between_inputs_and_generate_is_refused_then():
+    model = adapted()
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    output = generated(model, cache.inputs(None, **PIECES), cache)
+    inputs = cache.inputs(None, chunks=[], question=[5, 6], history=output)
+    with switched(model), pytest.raises(ConfigError, match="were computed by another model"):
+        generated(model, inputs, cache)
+    assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
+
+
+def test_batch_of_histories_is_computed_again():
+    model, pieces = adapted(), {name: [ids, ids[:-1]] for name, ids in PIECES.items()}
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    output = generated(model, cache.inputs(None, **pieces), cache)
+    with switched(model):
+        inputs = cache.inputs(None, chunks=[[], []], question=[[5, 6], [7]], history=output)
+        assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
+    assert "computed again" in cache.report.notice
+    assert cache.report.past_tokens == 0
+
+
+def test_history_that_is_not_what_is_held_is_computed_from_where_it_differs():
+    model = tiny_model("llama")
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    output = generated(model, cache.inputs(None, **PIECES), cache)
+    other = output.clone()
+    other[0, 20] = 99
+    for history, held in ((output[:, :40], 40), (other, 20), (output, 20)):
+        inputs = cache.inputs(None, chunks=[], question=[5, 6], history=history)
+        assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
+        assert cache.report.past_tokens == held
+
+
+def test_a_reset_frees_what_was_set_aside():
+    model = adapted()
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    output = generated(model, cache.inputs(None, **PIECES), cache)
+    with switched(model):
+        output = history_turn(model, cache, output)
+    cache.reset()
+    history_turn(model, cache, output)
+    assert cache.report.past_tokens == 0
+
+
+def test_hooks_and_modes_of_others_are_refused_by_name():
+    model = tiny_model("llama")
+    cache, layer = SequenceCache(model), model.model.layers[1]
+    fed(cache, prompt(20))
+    handle = layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match=r"a LlamaDecoderLayer has the forward hook tests\.test_authors"):
+        fed(cache, prompt(4, 1))
+    handle.remove()
+    handle = layer.register_forward_hook(observer(lambda *_: None))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match="autocast 'bfloat16' instead of"):
+        fed(cache, prompt(4, 1))
+    assert cache.recompute() == 0
+    fed(cache, prompt(4, 1))
+    handle.remove()
+
+
+def test_what_was_computed_under_autocast_is_not_saved(tmp_path):
+    cache = SequenceCache(tiny_model("llama"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fed(cache, prompt(20))
+    with pytest.raises(ConfigError, match="computed under torch.autocast"):
+        save_session(cache, tmp_path / "chat")
+    with pytest.raises(ConfigError, match="computed under torch.autocast"):
+        chunk_of(cache, 0, 10)
+    cache.recompute()
+    save_session(cache, tmp_path / "chat")
+    again = SequenceCache(cache.model)
+    load_session(again, tmp_path / "chat")
+    check_held(again.model, again)
+
+
+def test_sequences_of_two_authors_alternate_and_are_saved_one_by_one(tmp_path):
+    model, ids = adapted(), prompt(20)
+    cache = SequenceCache(model)
+    fed(cache, ids)
+    with switched(model):
+        cache.use(1)
+        fed(cache, ids)
+        assert cache.closest(ids[0].tolist()) == (1, 20)
+    assert cache.closest(ids[0].tolist()) == (0, 20)
+    with pytest.raises(ConfigError, match="computed by 2 models"):
+        save_session(cache, tmp_path / "both")
+    save_session(cache, tmp_path / "one", sequence=1)
+    with pytest.raises(StoreError, match="another model"):
+        load_session(cache, tmp_path / "one", sequence=5)
+    with switched(model):
+        load_session(cache, tmp_path / "one", sequence=5)
+        assert cache._table.row(5)[0].equal(cache._table.row(1)[0]), "what is the same is shared"
+        cache.use(5)
+        got = fed(cache, prompt(4, 1))
+        assert apart(got[0, -1], stock(model, torch.cat([ids, prompt(4, 1)], 1)[0])) <= TOLERANCE
+    cache.use(0)
+    fed(cache, prompt(4, 1))
+    check_held(model, cache)
+
+
+def test_a_recomputation_that_fails_or_cannot_be_leaves_all_as_it_was():
+    model = adapted()
+    cache = SequenceCache(model)
+    fed(cache, prompt(20))
+    before = cache.state()
+    with switched(model):
+        handle = model.get_base_model().model.layers[1].register_forward_hook(observer(lambda *_: 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            cache.recompute()
+        handle.remove()
+    assert all(torch.equal(part, cache.state()[name]) for name, part in before.items())
+    fed(cache, prompt(4, 1))
+    check_held(model, cache)
+    cache.remove(0, 3, 5)
+    with switched(model), pytest.raises(ConfigError, match="positions 0, 1, 2 … are expected"):
+        cache.recompute()
+
+
+def test_take_back_names_who_computed(tmp_path):
+    model = adapted()
+    cache = SequenceCache(model)
+    fed(cache, prompt(20))
+    blend = continued(cache, memory())
+    with torch.no_grad():
+        model(prompt(4, 1), past_key_values=blend, logits_to_keep=1)
+    with switched(model):
+        take_back(cache, blend, prompt(4, 1)[0].tolist())
+        save_session(cache, tmp_path / "chat")
+    load_session(cache, tmp_path / "chat")
+    check_held(model, cache)
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_a_conversation_of_a_hybrid_is_computed_again(kv_bits, tmp_path):
+    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
+    chat = Conversation(model, TOKENIZER, kv_bits=kv_bits)
+    chat.ask(LOUD * 3, **FEW)
+    own = fingerprint(model)
+    before = model.lm_head.weight.detach().clone(), [*chat.cache.tokens()]
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight.mul_(-1)
+        other = fingerprint(model)
+        save_session(chat.cache, tmp_path / "chat")
+        with pytest.raises(StoreError, match="another model"):
+            load_session(chat.cache, tmp_path / "chat")
+        chat.ask("Where?", **FEW)
+        assert f"{len(before[1])} of {len(before[1])} tokens" in chat.report.notice
+        plain = Conversation(model, TOKENIZER, kv_bits=kv_bits)
+        plain.cache.extend(before[1])
+        plain._messages, plain._waiting = chat._messages[:2], [chat.turns[0].token_ids[-1]]
+        plain.ask("Where?", **FEW)
+        assert plain.turns[-1].token_ids == chat.turns[-1].token_ids
+        model.model.layers[0].mlp.gate.weight.mul_(-1)
+    assert own == fingerprint(model) != other
+    held = chat.cache.get_seq_length()
+    chat.ask("Why?", **FEW)
+    assert f"{held - len(before[1])} of {held} tokens" in chat.report.notice, "what this one computed is held still"
+
+
+@pytest.mark.parametrize("cache", [BlendCache, SequenceCache])
+def test_who_computes_is_compared_once_in_each_generate(cache, monkeypatch):
+    model, counts = tiny_model("llama"), []
+    cache = cache(model, memory()) if cache is BlendCache else cache(model)
+    noting(monkeypatch, identities, "_structure_of", lambda *_: counts.append(1))
+    ways = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    output = model.generate(prompt(24), past_key_values=cache, **ways)
+    least = {}
+    for name, more in (("a turn", prompt(5, 1)), ("one token", prompt(0))):
+        counts.clear()
+        output = model.generate(torch.cat([output, more], 1), past_key_values=cache, **ways)
+        least[name] = len(counts)
+    assert least == {"a turn": 1, "one token": 1}
+    counts.clear()
+    with torch.no_grad():
+        for token in prompt(6, 3)[0]:
+            model(token[None, None], past_key_values=cache)
+    assert not counts, "steps of one token are not looked at"
+
+
+def test_steps_of_assisted_decoding_are_steps(monkeypatch):
+    model, counts = tiny_model("llama"), []
+    noting(monkeypatch, identities, "_structure_of", lambda *_: counts.append(1))
+    for cache in (SequenceCache(model), BlendCache(model, memory())):
+        counts.clear()
+        ids = prompt(12).repeat(1, 3)
+        got = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **{**FEW, "max_new_tokens": 20})
+        assert torch.equal(got, model.generate(ids, **{**FEW, "max_new_tokens": 20}))
+        assert len(counts) <= 4, "and a few of the store"
+
+
+def test_chunks_of_peft_models_are_found_inside_its_generate():
+    model, store = adapted(), memory()
+    store.add(model, None, PIECES["chunks"])
+    cache = BlendCache(model, store)
+    for _ in range(2):
+        cache = BlendCache(model, store)
+        generated(model, cache.inputs(None, **PIECES), cache)
+        assert cache.report.loaded_chunks >= 2
+        assert cache.report.computed_chunks <= 1, "what a prompt begins with"
+    store.add(model, None, PIECES["chunks"])
+    assert len({one.fingerprint for one in store.entries()}) == 1
+
+
+def held_by(kind, tmp_path):
+    """A cache that has answered a prompt, and all of its ids."""
+    model = tiny_model("llama")
+    cache = BlendCache(model, memory(), recompute_ratio=1.0) if "blend" in kind else SequenceCache(model)
+    if kind == "blend with inputs":
+        inputs = cache.inputs(None, **PIECES)
+        return cache, generated(model, inputs, cache)
+    output = model.generate(prompt(30), past_key_values=cache, **FEW)
+    if kind == "session":
+        save_session(cache, tmp_path / "chat")
+        cache = SequenceCache(model)
+        load_session(cache, tmp_path / "chat")
+    return cache, output
+
+
+@pytest.mark.parametrize("kind", ["blend", "blend with inputs", "sequence", "session"])
+def test_generate_refuses_a_prompt_that_does_not_begin_with_what_is_held(kind, tmp_path):
+    cache, output = held_by(kind, tmp_path)
+    model, held = cache.model, cache.get_seq_length()
+    other = output.clone()
+    other[0, 7] = 3 if output[0, 7] != 3 else 4
+    wrong = {
+        "other ids, longer": torch.cat([other, prompt(9, 2)], 1),
+        "another prompt": prompt(held + 5, 9),
+        "as long": other[:, :held],
+        "shorter": prompt(5, 3),
+        "a part of it": output[:, :10],
+        "one token": prompt(1, 3),
+    }
+    for name, ids in wrong.items():
+        with pytest.raises(PromptError, match=r"token \d+ of the prompt is|a prompt of \d+ tokens came with a cache"):
+            model.generate(ids, past_key_values=cache, **FEW)
+        assert cache.get_seq_length() == held, name
+    for more in (output, torch.cat([output, prompt(6, 4)], 1)):
+        got = model.generate(more, past_key_values=cache, **FEW)
+        assert torch.equal(got, model.generate(more, **FEW))
+        if more is output:
+            cache.crop(held - cache.get_seq_length())
+    new, tokens = prompt(4, 8), cache.get_seq_length()
+    mask = torch.ones((1, tokens + 4), dtype=torch.long)
+    alone = model.generate(new, past_key_values=cache, attention_mask=mask, **FEW)
+    assert torch.equal(alone[:, 4:], model.generate(torch.cat([got[:, :tokens], new], 1), **FEW)[:, -3:])
+
+
+def test_batches_whose_prompts_are_others_are_refused():
+    model, pieces = tiny_model("llama"), {name: [ids, ids[:-1]] for name, ids in PIECES.items()}
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    inputs = cache.inputs(None, **pieces)
+    output = generated(model, inputs, cache)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 8, dtype=torch.long)], 1)
+    with pytest.raises(PromptError, match="token 2 of the prompt is"):
+        model.generate(output.flip(0), attention_mask=mask.flip(0), past_key_values=cache, **FEW)
+    with pytest.raises(PromptError, match="a prompt of 20 tokens came"):
+        model.generate(output[:, :20], attention_mask=mask[:, :20], past_key_values=cache, **FEW)
+    got = model.generate(output, attention_mask=mask, past_key_values=cache, **FEW)
+    assert torch.equal(got, model.generate(output, attention_mask=mask, **FEW))
+
+
+def test_prompt_built_to_come_behind_what_is_held_is_not_for_generate():
+    model = tiny_model("llama")
+    cache = BlendCache(model, memory())
+    generated(model, cache.inputs(None, **PIECES), cache)
+    inputs = cache.inputs(None, chunks=[[*range(20, 90)]], question=[5, 6])
+    with pytest.raises(PromptError, match="leave out its beginning"):
+        model.generate(**inputs, past_key_values=cache, **FEW)
+
+
+def test_beams_behind_one_sequence_are_named():
+    model = tiny_model("llama")
+    for name in ("num_beams", "num_return_sequences"):
+        cache = SequenceCache(model)
+        model.generate(prompt(20), past_key_values=cache, **FEW)
+        ids = torch.tensor([[*cache.tokens(), 5, 6]])
+        ways = {**FEW, name: 3, "do_sample": name != "num_beams"}
+        with pytest.raises(PromptError, match=rf"3 came for 1 active.*{name}.*call fork\(3\) first"):
+            model.generate(ids, past_key_values=cache, **ways)
+        cache.fork(3)
+        model.generate(ids, past_key_values=cache, **ways)
