@@ -13,7 +13,8 @@ import tiny_image_models
 import torch
 from families import broken, verify_image_types
 from tiny_image_models import tiny_image_model
-from transformers import AutoConfig, DynamicCache
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, DynamicCache, PreTrainedTokenizerFast
 
 from hf_blend import BlendCache, ChunkStore, PromptError, UnsupportedModelError, plugins
 from hf_blend.context.reuse import blended
@@ -207,6 +208,22 @@ def test_inputs_with_images_of_a_later_turn_are_chunks_too():
         expected = model(ids[:, held:], **pixels, past_key_values=true, logits_to_keep=1).logits
     assert got[0, ids.shape[1]] == expected[0, -1].argmax()
     assert mine.report.reusable_tokens == KINDS[kind].tokens
+
+
+def test_inputs_from_text_keep_nothing_behind_another_image():
+    kind, ways = "llava", {"max_new_tokens": 4, "do_sample": False}
+    model, cache = build(kind), BlendCache(build(kind), filled(kind), recompute_ratio=1.0)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(128)}, "w3"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    pieces = CHUNKS[0], picture(kind), *CHUNKS[1:]
+    text, held = " ".join(f"w{token}" for token in prompt(kind, *pieces)[0].tolist()), [0, len(PREFIX + CHUNKS[0]) + 1]
+    for seed, past in zip((0, 1), held, strict=True):
+        built = cache.inputs_from_text(tokenizer, text)
+        assert cache.get_seq_length() == past, "up to the image, whose id is that of any other"
+        assert built["input_ids"].equal(prompt(kind, *pieces))
+        inputs = {**arguments(kind, *pieces, seeds=(seed,)), **built}
+        assert model.generate(**inputs, **ways, past_key_values=cache).equal(model.generate(**inputs, **ways))
 
 
 @needs_encoding

@@ -202,8 +202,7 @@ def test_the_model_is_as_before_when_a_batch_fails(untouched):
     cache = filled(MODEL)
     cache.fork(2)
     before = [cache.tokens(number) for number in cache.batch]
-    with untouched(MODEL):
-        with failing(MODEL.model.layers[1].self_attn.o_proj), pytest.raises(ZeroDivisionError):
-            MODEL.generate(torch.cat([prompt(24), prompt(2, 1)], 1).repeat(2, 1), past_key_values=cache)
+    with untouched(MODEL), failing(MODEL.model.layers[1].self_attn.o_proj), pytest.raises(ZeroDivisionError):
+        MODEL.generate(torch.cat([prompt(24), prompt(2, 1)], 1).repeat(2, 1), past_key_values=cache)
     assert [cache.tokens(number) for number in cache.batch] == before
     check(cache, prompt(2, rows=2))

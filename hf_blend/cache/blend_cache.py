@@ -69,8 +69,8 @@ from .static_layer import StaticLayer, check_room
 
 logger = logging.getLogger(__name__)
 ASK_AGAIN = (
-    "Pass the whole conversation by inputs(history=…), inputs_from_messages or inputs_from_text: what the cache cannot "
-    "keep of it is computed again. Or reset() the cache."
+    "Pass the whole conversation by inputs(history=…), inputs_from_messages or inputs_from_text: what the cache "
+    "cannot keep of it is computed again. Or reset() the cache."
 )
 NOT_A_CHAT = (
     "the tokenizer has a chat template, but inputs() joins plain texts, to which a chat model may answer nothing. "
@@ -141,10 +141,11 @@ class BlendCache(Cache):
     prompt; attention by an indexer, and attention in chunks (Llama 4), are refused.
 
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
-    every other, copies included; a copy that `torch.compile` has compiled is not noticed. K and V belong to the model as
-    it was when it computed them. Where a turn begins under another adapter, other weights, another dtype or attention,
-    `inputs` and its like have computed again what they keep, and `report.notice` says so; other prompts are refused.
-    What was held is set aside, so that alternating between two adapters computes only new tokens; `reset` frees both.
+    every other, copies included; a copy that `torch.compile` has compiled is not noticed. K and V belong to the model
+    as it was when it computed them. Where a turn begins under another adapter, other weights, another dtype or
+    attention, prompts of `inputs` and its like are computed again, and `report.notice` says so; others are refused.
+    What was held is set aside, so that two adapters may alternate, and only new tokens are computed; that takes memory
+    for both, which `reset` frees. Steps of one token are not looked at, but in the first of a `generate`.
     """
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "BlendCache":
@@ -524,8 +525,9 @@ class BlendCache(Cache):
             return
         if known.pending.held and known.pending.is_of(call.ids):
             raise PromptError(
-                f"a prompt that inputs() built to come behind the {held} tokens of this cache was passed to generate, "
-                f"but that is expected to receive the whole conversation, and would leave out its beginning. {ASK_AGAIN}"
+                f"a prompt that inputs() built to come behind the {held} tokens of this cache was passed to "
+                "generate, but the whole conversation is expected there: generate would leave out its beginning. "
+                f"{ASK_AGAIN}"
             )
         refuse_other_prompt(call.ids, call.mask, held, known.beginnings, ASK_AGAIN)
 

@@ -52,8 +52,8 @@ MOVE = Use(
 )
 SHARE = Use("share", CHECKS, "several sequences of {} cannot share cells", "Continue one at a time with use().")
 CONTINUE_ONLY = (
-    "Pass [*cache.tokens(), *new]: closest() says which sequence begins as the prompt does, use() another or new one, and "
-    "reset() forgets all."
+    "Pass [*cache.tokens(), *new], or call use() with another sequence, of which closest() names the one that begins "
+    "as the prompt does, or with a new one, or reset()."
 )
 RECOMPUTE = (
     "Go back to what the model was, have the tokens computed again with recompute(), or continue another sequence: "
@@ -192,7 +192,7 @@ class SequenceCache(Cache):
 
         An adapter may have been switched, weights written, the dtype or the attention changed since. What the sequence
         held is kept for when the model is that one again: then only tokens that came since are computed. So two
-        adapters may alternate; the storage holds the tokens once for each.
+        adapters may alternate; the storage holds the tokens once for each, until `reset` or `keep`.
 
         Returns:
             How many tokens were computed.
@@ -207,8 +207,8 @@ class SequenceCache(Cache):
             return 0
         if len(self.batch) > 1 or UNKNOWN in ids or self.positions() != [*range(len(ids))]:
             raise ConfigError(
-                f"{len(ids)} tokens of sequence {number}, of {len(self.batch)} active ones, were to be computed again, "
-                "but one active sequence, known ids, and positions 0, 1, 2 … are expected. Prefill again."
+                f"{len(ids)} tokens of sequence {number}, of {len(self.batch)} active, were to be computed again, but "
+                "one active sequence, known ids, and positions 0, 1, 2 … are expected. Prefill again."
             )
         if any(self._authors[one].form != now.form for one in authors.unique().tolist()):
             return self._recompute_all(ids)
@@ -317,7 +317,7 @@ class SequenceCache(Cache):
         return self.layers
 
     def append(self, token_ids: Sequence[int], layers: Sequence[Pair], author: Author | None = None) -> None:
-        """Let the active sequence hold new tokens that were computed behind it, by `author`; None: the model as it is.
+        """Let the active sequence hold new tokens that `author` computed behind it; None: the model as it is now.
 
         Shapes: K and V of each layer `[1, kv_heads, tokens, width]`, K rotated for the positions behind the last.
         """
@@ -711,7 +711,7 @@ class SequenceCache(Cache):
         if keys.shape[0] != len(self.batch):
             raise ConfigError(
                 f"a batch of {keys.shape[0]} was given, but a row for each of {len(self.batch)} active sequences is "
-                "expected; num_beams and num_return_sequences make so many rows of a prompt. Call use() or fork() first."
+                "expected; num_beams and num_return_sequences make several of a prompt. Call use() or fork() first."
             )
         if self._pending[0].numel() == 0:
             self._ensure_author(keys.shape[2])

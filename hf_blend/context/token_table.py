@@ -3,8 +3,8 @@
 """Which tokens a cache holds, where, and in which sequences; and which of them a forward is given.
 
 A cell is one token's index in the storage, written once: its id, the position that its key is rotated for, and who
-computed it. A sequence is a list of (cell, position). So a copy costs nothing, and a shift of one sequence leaves every other alone,
-where llama.cpp moves a shared cell for all of them. Ranges are half-open ranges of positions.
+computed it. A sequence is a list of (cell, position). So a copy costs nothing, and a shift of one sequence leaves
+every other alone, where llama.cpp moves a shared cell for all of them. Ranges are half-open ranges of positions.
 
 What attention is given are the cells as they are, as in llama.cpp's unified cache; a mask hides those of other
 sequences, so that a batch of sequences reads a shared prefix once. Where most of the storage belongs to others, or
@@ -69,9 +69,7 @@ class TokenTable:
         positions = self.row(sequence)[1]
         return int(positions.max()) + 1 if positions.numel() else 0
 
-    def write(
-        self, sequences: Sequence[int], positions: Tensor, ids: Tensor, real: Tensor, author: int = 0
-    ) -> None:
+    def write(self, sequences: Sequence[int], positions: Tensor, ids: Tensor, real: Tensor, author: int = 0) -> None:
         """Give several sequences new tokens in new cells, those of a sequence together, `[sequences, tokens]` each."""
         cells = torch.arange(self.count, self.count + real.numel()).view(real.shape)
         self.insert(self.count, described(ids.flatten(), positions.flatten(), author))

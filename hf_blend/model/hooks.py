@@ -207,8 +207,8 @@ def running_calls() -> Iterator[tuple[nn.Module, dict[str, Any]]]:
 class GenerateCall(NamedTuple):
     """A call of `generate` at its beginning.
 
-    `ids` and `mask`, `[rows, tokens]`, are the whole prompt, of which `generate` leaves out as many tokens as the cache
-    says that it holds; `ids` is None where it leaves out nothing, `mask` where there is no padding.
+    `ids` and `mask`, `[rows, tokens]`, are the whole prompt, of which `generate` leaves out as many tokens as the
+    cache says that it holds; `ids` is None where it leaves out nothing, `mask` where there is no padding.
     """
 
     ids: Tensor | None

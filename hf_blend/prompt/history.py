@@ -87,9 +87,7 @@ def shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     return int(differs[0]) if len(differs) else size
 
 
-def refuse_other_prompt(
-    ids: Tensor, mask: Tensor | None, tokens: int, rows: Sequence[Sequence[int]], do: str
-) -> None:
+def refuse_other_prompt(ids: Tensor, mask: Tensor | None, tokens: int, rows: Sequence[Sequence[int]], do: str) -> None:
     """Refuse a prompt whose first `tokens` columns `generate` leaves out, if a cache does not hold just these.
 
     Shapes: ids and mask `[prompts, columns]`; `rows` has for each prompt, or for each group of prompts that generate
