@@ -5,12 +5,9 @@
 The oracle is stock transformers on the model as it is at that turn: one forward of the whole conversation.
 """
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers import DynamicCache
 
 from hf_blend import BlendCache, ConfigError, PromptError, SequenceCache, ShiftCache, StoreError, observer
 from hf_blend.context.conversation import Conversation
@@ -19,9 +16,20 @@ from hf_blend.context.session import load_session, save_session
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model import fingerprint as identities
 from hf_blend.model.fingerprint import fingerprint
+from tests.adapters import (
+    adapted,
+    doubled,
+    eager,
+    held_as_stock,
+    merged,
+    off,
+    switched,
+    through_data,
+    unchanged,
+    written,
+)
 from tests.asking import GREEDY, PIECES, apart, generated, memory, noting, prompt
 from tests.chat_templates import small_tokenizer
-from tests.conftest import build_tiny_model
 from tests.sequences import fed
 
 TOLERANCE = 1e-6
@@ -31,76 +39,9 @@ LOUD = "The market opens at noon."
 TOKENIZER = small_tokenizer("spaces")
 
 
-def adapted(vocabulary=128):
-    """A model with two trained adapters of PEFT, "formal" active; their layers add as much as the model's own."""
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    where = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
-    settings = peft.LoraConfig(**where, r=4, lora_alpha=16, init_lora_weights=False)
-    torch.manual_seed(7)
-    model = build_tiny_model(num_hidden_layers=2, vocab_size=vocabulary, eos_token_id=None, weight_scale=2.0)
-    model = peft.get_peft_model(model, settings, adapter_name="formal")
-    model.add_adapter("casual", settings)
-    return model.eval()
-
-
-def weight_of(model):
-    return model.get_base_model().model.layers[0].self_attn.k_proj.weight
-
-
-@contextmanager
-def switched(model):
-    model.set_adapter("casual")
-    yield
-    model.set_adapter("formal")
-
-
-@contextmanager
-def merged(model):
-    model.merge_adapter()
-    yield
-    model.unmerge_adapter()
-
-
-@contextmanager
-def written(model):
-    before = weight_of(model).detach().clone()
-    with torch.no_grad():
-        weight_of(model).add_(0.05)
-    yield
-    with torch.no_grad():
-        weight_of(model).copy_(before)
-
-
-@contextmanager
-def through_data(model):
-    before = weight_of(model).detach().clone()
-    weight_of(model).data.mul_(-1)
-    yield
-    weight_of(model).data.copy_(before)
-
-
-@contextmanager
-def doubled(model):
-    model.double()
-    yield
-    model.float()
-
-
-@contextmanager
-def eager(model):
-    model.get_base_model().set_attn_implementation("eager")
-    yield
-    model.get_base_model().set_attn_implementation("sdpa")
-
-
-@contextmanager
-def unchanged(model):
-    yield
-
-
 CHANGES = {
     "on": unchanged,
-    "off": lambda model: model.disable_adapter(),
+    "off": off,
     "switched": switched,
     "merged": merged,
     "weights in place": written,
@@ -112,15 +53,6 @@ OTHERS = {"through .data": through_data, "dtype": doubled, "attention": eager}
 def stock(model, ids):
     """The last logits of one forward of all tokens."""
     return model(torch.as_tensor(ids)[None], use_cache=False).logits[0, -1]
-
-
-def check_held(model, cache):
-    """A cache of sequences holds what a stock prefill of its tokens gives."""
-    plain = DynamicCache()
-    with torch.no_grad():
-        model(torch.tensor([cache.tokens()]), past_key_values=plain)
-    for one, other in zip(cache.materialize(), plain.layers, strict=True):
-        assert max(apart(one.keys, other.keys), apart(one.values, other.values)) <= 1e-5
 
 
 def history_turn(model, cache, history, question=(9, 8, 7)):
@@ -183,11 +115,11 @@ def sequence(change, tmp_path):
         assert cache.recompute() == 0
         got = fed(cache, more)
         assert apart(got[0, -1], stock(model, torch.cat([ids, more], 1)[0])) <= TOLERANCE
-        check_held(model, cache)
+        assert held_as_stock(cache)
     if change not in (unchanged, written, merged):
         computed = 24 if change is doubled else 4  # storage has one dtype
         assert cache.recompute() == computed, "what this one computed is held still"
-        check_held(model, cache)
+        assert held_as_stock(cache)
 
 
 def conversation(change, tmp_path):
@@ -197,19 +129,19 @@ def conversation(change, tmp_path):
     chat.ask(LOUD, **FEW)
     with change(model):
         chat.ask("Where?", **FEW)
-        check_held(model, chat.cache)
+        assert held_as_stock(chat.cache)
         assert (chat.report is None) == (change is unchanged)
         assert chat.report is None or "computed again" in chat.report.notice
         chat.save(tmp_path / "chat")
         later = Conversation(model, TOKENIZER)
         later.load(tmp_path / "chat")
-        check_held(model, later.cache)
+        assert held_as_stock(later.cache)
     if change not in (unchanged, written, merged):
         with pytest.raises(StoreError, match="another model"):
             later.load(tmp_path / "chat")
         held = chat.cache.get_seq_length()
         chat.ask("Why?", **FEW)
-        check_held(model, chat.cache)
+        assert held_as_stock(chat.cache)
         assert int(chat.report.notice.split()[0]) < held, "what this one computed is held still"
 
 
@@ -252,7 +184,7 @@ def archive(change, tmp_path):
                 model(prompt(4), past_key_values=blend, logits_to_keep=1)
             blend = chat.recall(0, recompute_ratio=0.0)
             assert "none of this model" in blend.report.fallback_reason
-            check_held(model, chat.cache)
+            assert held_as_stock(chat.cache)
         assert {own.startswith(one.fingerprint) for one in chat.archive.entries()} == {True}
 
 
@@ -372,7 +304,7 @@ def test_what_was_computed_under_autocast_is_not_saved(tmp_path):
     save_session(cache, tmp_path / "chat")
     again = SequenceCache(cache.model)
     load_session(again, tmp_path / "chat")
-    check_held(again.model, again)
+    assert held_as_stock(again)
 
 
 def test_sequences_of_two_authors_alternate_and_are_saved_one_by_one(tmp_path):
@@ -397,7 +329,7 @@ def test_sequences_of_two_authors_alternate_and_are_saved_one_by_one(tmp_path):
         assert apart(got[0, -1], stock(model, torch.cat([ids, prompt(4, 1)], 1)[0])) <= TOLERANCE
     cache.use(0)
     fed(cache, prompt(4, 1))
-    check_held(model, cache)
+    assert held_as_stock(cache)
 
 
 def test_a_recomputation_that_fails_or_cannot_be_leaves_all_as_it_was():
@@ -412,7 +344,7 @@ def test_a_recomputation_that_fails_or_cannot_be_leaves_all_as_it_was():
         handle.remove()
     assert all(torch.equal(part, cache.state()[name]) for name, part in before.items())
     fed(cache, prompt(4, 1))
-    check_held(model, cache)
+    assert held_as_stock(cache)
     cache.remove(0, 3, 5)
     with switched(model), pytest.raises(ConfigError, match="positions 0, 1, 2 … are expected"):
         cache.recompute()
@@ -429,7 +361,7 @@ def test_take_back_names_who_computed(tmp_path):
         take_back(cache, blend, prompt(4, 1)[0].tolist())
         save_session(cache, tmp_path / "chat")
     load_session(cache, tmp_path / "chat")
-    check_held(model, cache)
+    assert held_as_stock(cache)
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
