@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .conversations import SavedConversations
 from .entries import Changing, Files
 from .fault import FaultClass, Verdict
 from .kills import CallKills, KillsBehind, Races
@@ -30,6 +31,7 @@ CLASSES: dict[str, type[FaultClass]] = {
     "races": Races,
     "call-kills": CallKills,
     "kills-behind": KillsBehind,
+    "saved-conversations": SavedConversations,
 }
 
 
