@@ -242,6 +242,20 @@ def test_model_that_changes_between_inputs_and_generate_is_refused_then():
     assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
 
 
+def test_inputs_under_another_adapter_without_a_turn_cost_nothing():
+    model = adapted()
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    output = generated(model, cache.inputs(None, **PIECES), cache)
+    with switched(model):
+        cache.inputs(None, chunks=[], question=[5, 6], history=output)
+        assert cache.get_seq_length() == 0
+    history_turn(model, cache, output)
+    assert cache.report.past_tokens == sum(
+        len(ids) for ids in (PIECES["prefix"], *PIECES["chunks"], PIECES["question"])
+    )
+    assert not cache.report.notice
+
+
 def test_batch_of_histories_is_computed_again():
     model, pieces = adapted(), {name: [ids, ids[:-1]] for name, ids in PIECES.items()}
     cache = BlendCache(model, memory(), recompute_ratio=1.0)
@@ -420,6 +434,16 @@ def test_steps_of_assisted_decoding_are_steps(monkeypatch):
         got = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **{**FEW, "max_new_tokens": 20})
         assert torch.equal(got, model.generate(ids, **{**FEW, "max_new_tokens": 20}))
         assert len(counts) <= 4, "and a few of the store"
+
+
+def test_assisted_decoding_of_a_later_turn_is_refused():
+    model = tiny_model("llama")
+    cache = SequenceCache(model)
+    output = model.generate(prompt(12).repeat(1, 3), past_key_values=cache, prompt_lookup_num_tokens=3, **FEW)
+    before = cache.tokens()
+    with pytest.raises(PromptError, match="assisted decoding of transformers passes the whole prompt"):
+        model.generate(torch.cat([output, output], 1), past_key_values=cache, prompt_lookup_num_tokens=3, **FEW)
+    assert cache.tokens() == before
 
 
 def test_chunks_of_peft_models_are_found_inside_its_generate():

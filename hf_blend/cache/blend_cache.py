@@ -268,10 +268,11 @@ class BlendCache(Cache):
         question_text = question if isinstance(question, str) else next(iter(question), None)
         if isinstance(question_text, str) and not known and getattr(tokenizer, "chat_template", None):
             _warn_once(NOT_A_CHAT, "")
-        held = 0 if known else super().get_seq_length()
-        self._check_fit(prompts, held)
-        notice = self._keep_history(known)
-        return self._await_prompts(tokenizer, prompts, held, known, notice)
+        held, notice = super().get_seq_length(), ""
+        if held or self._aside is not None:
+            self._check_fit(prompts, 0 if known else held)
+            notice = self._keep_history(known)
+        return self._await_prompts(tokenizer, prompts, 0 if known else held, known, notice)
 
     def inputs_from_messages(
         self,
@@ -385,7 +386,7 @@ class BlendCache(Cache):
     def _keep_beginning(self, prompts: Sequence[TextPrompt]) -> tuple[int, str]:
         """Forget what the cache holds behind what a prompt begins with; gives how many tokens stay, and a notice."""
         held = super().get_seq_length()
-        if not held:
+        if not held and self._aside is None:
             return 0, ""
         is_other, ids, common = self._recall(author_of(self.model)), prompts[0].ids, 0
         first: Any = next(layer for layer in self._token_layers if isinstance(layer, CacheLayerMixin))
@@ -398,12 +399,9 @@ class BlendCache(Cache):
 
     def _keep_history(self, history: History) -> str:
         """Forget what the cache holds that is not of a history, or of another author; gives a notice of the latter."""
-        held = super().get_seq_length()
-        if not held:
-            return ""
-        author = author_of(self.model)
+        held, author = super().get_seq_length(), author_of(self.model)
         if history.input_ids is None:
-            refuse_other_author(self.author, author, held, ASK_AGAIN)
+            refuse_other_author(self.author if held else None, author, held, ASK_AGAIN)
             return ""
         is_other, begun, ids = self.author not in (None, author), self._prompts.beginnings, history.input_ids
         if is_other:
@@ -661,6 +659,8 @@ class BlendCache(Cache):
         plan = self._plan(request) if all(room.can_blend(self, request) for room in rooms) else None
         if known.pending.is_other or plan is None:
             known.beginnings = _behind(known.beginnings, request)
+        if plan is None:
+            self._claim(request.past)
         if plan is None or not plan.chunks:
             known.pending = known.pending if plan is not None else PendingPrompt()
             self._hooks.leave(watching=known.pending.is_begun)
@@ -727,10 +727,10 @@ class BlendCache(Cache):
         if request.width > 1 or not request.past:
             known.beginnings = _behind(known.beginnings, request)
         if is_told and not is_begun:
-            self.report = BlendReport(self.config.recompute_ratio, past_tokens=request.past)
+            notice = known.notice if known.pending.batch else ""
+            self.report = BlendReport(self.config.recompute_ratio, past_tokens=request.past, notice=notice)
         if is_told:
             self.report.fallback_reason = reason
-            self.report.notice = known.notice
             _warn_once(reason)
         if is_told or is_begun:
             self.report.prompt_tokens += request.real_tokens()

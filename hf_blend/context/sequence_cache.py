@@ -516,6 +516,7 @@ class SequenceCache(Cache):
                 "gives a token the position behind the last, and images have positions of their own. Use DynamicCache."
             )
         self._ensure_author(real.shape[1])
+        self._refuse_from_start(given, arguments.get("position_ids"))
         self.make_room(real.shape[1])
         self._ready()
         starts = torch.tensor([[self._table.next_position(number)] for number in self.batch])
@@ -554,6 +555,16 @@ class SequenceCache(Cache):
                 f"expected, or a batch whose rows count the {held.tolist()} tokens that are held and the new ones."
             )
         return given, real
+
+    def _refuse_from_start(self, given: Tensor, positions: Any) -> None:
+        """Refuse a prompt whose first tokens are held: assisted decoding of transformers passes all of it."""
+        held, tokens = self.get_seq_length(), given.shape[1]
+        if held and tokens > held and isinstance(positions, Tensor) and int(positions.max()) + 1 == tokens:
+            raise PromptError(
+                f"{tokens} tokens from position 0 on came behind {held} that are held, but new tokens alone are "
+                "expected: assisted decoding of transformers passes the whole prompt. Continue without an assistant, "
+                "or reset() the cache."
+            )
 
     def _made_mask(self, visible: Tensor, real: Tensor) -> Tensor:
         """The mask of a forward in the form that the model's attention takes."""

@@ -19,6 +19,7 @@ from ..errors import PromptError
 from ..rotary.regime import stretches
 from .documents import EXPECTED, is_list, list_documents, text_of
 from .history import History
+from .history import shared_tokens as shared_tokens  # of prompts
 from .tokenizer import front_ids, inner_ids
 from .tokenizer import tokenizer_digest as tokenizer_digest  # the store asks here
 
