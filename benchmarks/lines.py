@@ -31,7 +31,7 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
             "model/anatomy.py", "model/calibrate.py", "model/checks.py", "model/flops.py",
         ),
         "weights, code, hooks, modes that change are noticed, and change the key": (
-            "model/identity", "model/fingerprint.py", "model/canary.py",
+            "model/identity", "model/fingerprint.py", "model/author.py", "model/canary.py",
         ),
         "exact masks for scattered rows, at the price of the rows": ("model/row_masks.py",),
         "chunks behind text, and corrected for it": ("model/context.py", "model/correction.py"),
@@ -50,6 +50,7 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
         "K and V in 8 and in 4 bits": ("cache/quantised_layer.py",),
         "buffers that never move, for compiled steps": ("cache/static_layer.py",),
         "attention by an indexer": ("cache/indexed_layer.py",),
+        "further turns keep what the same model computed of them": ("cache/turns.py",),
     },
     "store": {
         "processes share a folder: one index, caps, quotas, eviction, listings": (

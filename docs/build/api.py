@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # public methods and properties that the page shows, beside the class itself
     "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "crop"),
     "ChunkStore": ("open", "add", "find", "get", "put", "contains", "delete", "close"),
-    "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "tokens", "positions"),
+    "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
     "StateCheckpoints": ("resume", "prefill", "save"),
     "BlendConfig": ("to_json", "from_dict"),
 }

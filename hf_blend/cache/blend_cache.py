@@ -34,21 +34,20 @@ from ..model.calibrate import ensure_trusted, ignores_states
 from ..model.extras import extras_of
 from ..model.fingerprint import structure_digest
 from ..model.flops import layer_costs
-from ..model.hooks import ForwardHooks, GenerateCall, asking_generate, is_assisting
+from ..model.hooks import ForwardHooks, asking_generate, is_assisting
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
 from ..model.modality import placeholders_of, refuse_placeholders
 from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..prefill.blend import Prefill, PrefillContext
-from ..prefill.notices import OTHER_IDS, other_author, other_tokenizers, too_small, why_nothing_found
+from ..prefill.notices import OTHER_IDS, other_tokenizers, too_small, why_nothing_found
 from ..prefill.observing import AttentionObserver, run_probe
 from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
 from ..prefill.report import Advice, BlendReport
 from ..prefill.request import PendingPrompt, Request
 from ..prompt.documents import is_document
-from ..prompt.history import refuse_other_prompt, shared_tokens
 from ..prompt.messages import build_messages
 from ..prompt.pieces import (
     SEPARATOR,
@@ -66,12 +65,9 @@ from ..store import ChunkStore
 from .cache_layers import cache_layers, check_masked
 from .layers import as_indices
 from .static_layer import StaticLayer, check_room
+from .turns import ASK_AGAIN, SetAside, begin_turn, ids_behind, keep_beginning, keep_history
 
 logger = logging.getLogger(__name__)
-ASK_AGAIN = (
-    "Pass the whole conversation by inputs(history=…), inputs_from_messages or inputs_from_text: what the cache "
-    "cannot keep of it is computed again. Or reset() the cache."
-)
 NOT_A_CHAT = (
     "the tokenizer has a chat template, but inputs() joins plain texts, to which a chat model may answer nothing. "
     "BlendCache.inputs_from_messages(tokenizer, messages, documents) writes the prompt that the model was trained on."
@@ -93,16 +89,6 @@ class KnownPrompts:
     tokenizer: str = ""  # digest of the one that made the prompt
     images: Any = None  # of the prompt that is expected, by their names; see `hf_blend.images`
     notice: str = ""  # for the report of the prompt that is expected
-
-
-@dataclass
-class SetAside:
-    """K and V of an author that the model no longer is, for when it is again."""
-
-    author: Author | None
-    layers: list[Any]
-    kv_memory: Any
-    beginnings: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -207,20 +193,20 @@ class BlendCache(Cache):
         self._layer = len(self._styles)  # the last one that was updated
         self._masked_before = 0  # tokens for which transformers made a mask before it called the model
         self.author: Author | None = None  # of what is held; None while that is not known
-        self._aside: SetAside | None = None
-        self._is_new_turn = False  # `generate` has begun, and its first forward has not come
+        self.aside: SetAside | None = None
+        self.is_new_turn = False  # `generate` has begun, and its first forward has not come
         self._part: Any = None  # loads chunks in part, where the store does
         super().__init__(layers=[])
-        self._hold(*self._empty_layers(digest))
+        self.hold(*self.empty_layers(digest))
 
-    def _empty_layers(self, digest: str = "") -> tuple[list[Any], Any]:
+    def empty_layers(self, digest: str = "") -> tuple[list[Any], Any]:
         """Layers that hold nothing; and where their K and V are, if not all on their devices (`kv_device_map`)."""
         layers = cache_layers(self.model, len(self._styles), self.config, digest)
         if self.config.kv_device_map is None:
             return layers, None
         return layers, plugins.room("offload.layer").offload(layers, self.config)
 
-    def _hold(self, layers: list[Any], kv_memory: Any) -> None:
+    def hold(self, layers: list[Any], kv_memory: Any) -> None:
         """Hold K and V in these layers."""
         self._own_layers, self.kv_memory = layers, kv_memory
         self._token_layers = [layer for layer in layers if hasattr(layer, "prefill_kind")]  # keep tokens
@@ -269,9 +255,9 @@ class BlendCache(Cache):
         if isinstance(question_text, str) and not known and getattr(tokenizer, "chat_template", None):
             _warn_once(NOT_A_CHAT, "")
         held, notice = super().get_seq_length(), ""
-        if held or self._aside is not None:
+        if held or self.aside is not None:
             self._check_fit(prompts, 0 if known else held)
-            notice = self._keep_history(known)
+            notice = keep_history(self, known)
         return self._await_prompts(tokenizer, prompts, 0 if known else held, known, notice)
 
     def inputs_from_messages(
@@ -371,7 +357,7 @@ class BlendCache(Cache):
     def _expect_texts(self, tokenizer: Any, prompts: Sequence[TextPrompt]) -> BatchEncoding:
         """Expect prompts that begin at position 0; what the cache holds of the same beginning stays."""
         self._check_fit(prompts, 0)
-        held, notice = self._keep_beginning(prompts)
+        held, notice = keep_beginning(self, prompts)
         if not held:
             return self._await_prompts(tokenizer, prompts, notice=notice)
         ids = torch.tensor([prompts[0].ids[:held]])
@@ -382,68 +368,6 @@ class BlendCache(Cache):
         """Refuse prompts that do not fit the model, or the buffers, behind so many tokens."""
         check_lengths(prompts, held, self._text_config)
         self._refuse_tokens(held + max(len(prompt.ids) for prompt in prompts), 0)
-
-    def _keep_beginning(self, prompts: Sequence[TextPrompt]) -> tuple[int, str]:
-        """Forget what the cache holds behind what a prompt begins with; gives how many tokens stay, and a notice."""
-        held = super().get_seq_length()
-        if not held and self._aside is None:
-            return 0, ""
-        is_other, ids, common = self._recall(author_of(self.model)), prompts[0].ids, 0
-        first: Any = next(layer for layer in self._token_layers if isinstance(layer, CacheLayerMixin))
-        if len(prompts) == 1 and first.batch_size == 1:
-            common = shared_tokens(ids[:-1], self._prompts.beginnings[0] if self._prompts.beginnings else ())
-            marks = (at for at, token in enumerate(ids[:common]) if token in self._placeholders)
-            common = next(marks, common)  # another image may stand behind the same id
-        common = self._keep(common)
-        return common, other_author(held, held - common) if is_other else ""
-
-    def _keep_history(self, history: History) -> str:
-        """Forget what the cache holds that is not of a history, or of another author; gives a notice of the latter."""
-        held, author = super().get_seq_length(), author_of(self.model)
-        if history.input_ids is None:
-            refuse_other_author(self.author if held else None, author, held, ASK_AGAIN)
-            return ""
-        is_other, begun, ids = self.author not in (None, author), self._prompts.beginnings, history.input_ids
-        if is_other:
-            begun = self._aside.beginnings if self._aside is not None and self._aside.author == author else ()
-        common = history.columns_of(begun, len(ids[0]) if is_other else held, is_known=is_other)
-        again = ids[:, common:held].flatten().tolist()
-        if not self._placeholders.isdisjoint(again):
-            raise PromptError(
-                f"{len(again)} tokens that the cache holds would be computed again from a history, but some stand for "
-                "images, which do not come with it. reset() the cache and pass the whole conversation with its images."
-            )
-        self._recall(author)
-        common = self._keep(common)
-        return other_author(held, held - common) if is_other else ""
-
-    def _recall(self, author: Author) -> bool:
-        """Hold what this author computed, if what is held is of another, which is set aside; gives whether it is."""
-        if self.author in (None, author):
-            return False
-        aside, self._aside = self._aside, None
-        if self._part is None:  # its layers hold all of their K and V
-            self._aside = SetAside(self.author, self._own_layers, self.kv_memory, self._prompts.beginnings)
-        if aside is not None and aside.author == author:
-            self._hold(aside.layers, aside.kv_memory)
-            self._prompts.beginnings = aside.beginnings
-        else:
-            self._hold(*self._empty_layers())
-            self._prompts.beginnings = ()
-        self.author, self._part = author, None
-        return True
-
-    def _keep(self, columns: int) -> int:
-        """Forget all but the first columns; all, where a window has forgotten what was before. Gives how many stay."""
-        held = super().get_seq_length()
-        if columns < held:
-            try:
-                self.crop(columns - held)
-            except ConfigError:
-                columns = 0
-        if not columns:
-            self._forget()
-        return min(columns, held)
 
     def _await_prompts(
         self,
@@ -513,21 +437,8 @@ class BlendCache(Cache):
         if length == 0 or self.is_expecting:
             self._hooks.watch_model()
         if length and (call := asking_generate()) is not None:
-            self._begin_turn(call, length)
+            begin_turn(self, call, length)
         return length
-
-    def _begin_turn(self, call: GenerateCall, held: int) -> None:
-        """See a further `generate` begin; refuse a prompt that is known not to begin with what is held."""
-        self._is_new_turn, known = True, self._prompts
-        if call.ids is None:
-            return
-        if known.pending.held and known.pending.is_of(call.ids):
-            raise PromptError(
-                f"a prompt that inputs() built to come behind the {held} tokens of this cache was passed to "
-                "generate, but the whole conversation is expected there: generate would leave out its beginning. "
-                f"{ASK_AGAIN}"
-            )
-        refuse_other_prompt(call.ids, call.mask, held, known.beginnings, ASK_AGAIN)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that new tokens will see. Models ask this before their first layer."""
@@ -565,10 +476,10 @@ class BlendCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""
-        self._forget()
-        self.author = self._aside = None
+        self.forget()
+        self.author = self.aside = None
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Forget the tokens that are held."""
         if self.prefill is not None:
             self.forward_ends(failed=True)  # it was interrupted
@@ -615,7 +526,7 @@ class BlendCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
         """A cache with its own K and V, for the same model and store, that continues and expects the same prompts."""
         twin = BlendCache(self.model, self.store, self.config)
-        twin._hold(copy.deepcopy(self._own_layers, memo), copy.deepcopy(self.kv_memory, memo))
+        twin.hold(copy.deepcopy(self._own_layers, memo), copy.deepcopy(self.kv_memory, memo))
         twin.author = self.author
         twin.report = copy.deepcopy(self.report, memo)
         twin._prompts = replace(self._prompts, images=None)
@@ -658,7 +569,7 @@ class BlendCache(Cache):
         before = known.pending, self.report
         plan = self._plan(request) if all(room.can_blend(self, request) for room in rooms) else None
         if known.pending.is_other or plan is None:
-            known.beginnings = _behind(known.beginnings, request)
+            known.beginnings = ids_behind(known.beginnings, request)
         if plan is None:
             self._claim(request.past)
         if plan is None or not plan.chunks:
@@ -722,10 +633,10 @@ class BlendCache(Cache):
         """Compute every token of this forward, and report why if chunks might have been reused."""
         known, reason = self._prompts, request.fallback_reason
         is_begun, is_told = known.pending.is_begun, bool(reason and (known.pending.batch or not request.past))
-        if self._is_new_turn or not request.past or (request.width > 1 and not is_assisting()):
+        if self.is_new_turn or not request.past or (request.width > 1 and not is_assisting()):
             self._claim(request.past)
         if request.width > 1 or not request.past:
-            known.beginnings = _behind(known.beginnings, request)
+            known.beginnings = ids_behind(known.beginnings, request)
         if is_told and not is_begun:
             notice = known.notice if known.pending.batch else ""
             self.report = BlendReport(self.config.recompute_ratio, past_tokens=request.past, notice=notice)
@@ -804,7 +715,7 @@ class BlendCache(Cache):
 
     def _claim(self, past: int) -> Author:
         """Note who computes K and V, and refuse to compute behind those of another author."""
-        author, self._is_new_turn = author_of(self.model), False
+        author, self.is_new_turn = author_of(self.model), False
         if past:
             refuse_other_author(self.author, author, past, ASK_AGAIN)
         self.author = author
@@ -867,13 +778,3 @@ def _for_each(documents: Sequence[Any] | None, count: int) -> Sequence[Any]:
             "prompt. Write [[…], […]]."
         )
     return documents
-
-
-def _behind(beginnings: tuple[tuple[int, ...], ...], request: Request) -> tuple[tuple[int, ...], ...]:
-    """What each row of a cache begins with behind a forward that the expected prompt did not come in, where known."""
-    if request.others or not request.past:
-        return () if request.others else tuple(map(tuple, request.rows))
-    if len(request.rows) != len(beginnings):
-        return tuple(ids[: request.past] for ids in beginnings) if len(beginnings) == 1 else ()
-    pairs = zip(beginnings, request.rows, request.before, strict=True)
-    return tuple((*ids[:before], *(row if len(ids) >= before else ())) for ids, row, before in pairs)

@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What stays of a blend cache when a further turn begins: the first tokens of its prompt, if this model computed them.
+
+K and V belong to their author. Where the model is another one by now, what is held is set aside, and what this one
+held before comes back; the rest of the prompt is computed again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..errors import ConfigError, PromptError
+from ..model.author import Author, author_of, refuse_other_author
+from ..model.hooks import GenerateCall
+from ..prefill.notices import other_author
+from ..prefill.request import Request
+from ..prompt.history import History, refuse_other_prompt, shared_tokens
+from ..prompt.pieces import TextPrompt
+
+ASK_AGAIN = (
+    "Pass the whole conversation by inputs(history=…), inputs_from_messages or inputs_from_text: what the cache "
+    "cannot keep of it is computed again. Or reset() the cache."
+)
+
+Rows = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class SetAside:
+    """K and V of an author that the model no longer is, for when it is again."""
+
+    author: Author | None
+    layers: list[Any]
+    kv_memory: Any
+    beginnings: Rows
+
+
+def begin_turn(cache: Any, call: GenerateCall, held: int) -> None:
+    """See a further `generate` begin; refuse a prompt that is known not to begin with what is held."""
+    cache.is_new_turn, known = True, cache._prompts
+    if call.ids is None:
+        return
+    if known.pending.held and known.pending.is_of(call.ids):
+        raise PromptError(
+            f"a prompt that inputs() built to come behind the {held} tokens of this cache was passed to generate, but "
+            f"the whole conversation is expected there: generate would leave out its beginning. {ASK_AGAIN}"
+        )
+    refuse_other_prompt(call.ids, call.mask, held, known.beginnings, ASK_AGAIN)
+
+
+def keep_beginning(cache: Any, prompts: Sequence[TextPrompt]) -> tuple[int, str]:
+    """Forget what a cache holds behind what a prompt begins with; gives how many tokens stay, and a notice."""
+    held = Cache.get_seq_length(cache)
+    if not held and cache.aside is None:
+        return 0, ""
+    is_other, ids, common = _recall(cache, author_of(cache.model)), prompts[0].ids, 0
+    first: Any = next(layer for layer in cache._token_layers if isinstance(layer, CacheLayerMixin))
+    if len(prompts) == 1 and first.batch_size == 1:
+        common = shared_tokens(ids[:-1], cache._prompts.beginnings[0] if cache._prompts.beginnings else ())
+        marks = (at for at, token in enumerate(ids[:common]) if token in cache._placeholders)
+        common = next(marks, common)  # another image may stand behind the same id
+    common = _keep(cache, common)
+    return common, other_author(held, held - common) if is_other else ""
+
+
+def keep_history(cache: Any, history: History) -> str:
+    """Forget what a cache holds that is not of a history, or of another author; gives a notice of the latter."""
+    held, author = Cache.get_seq_length(cache), author_of(cache.model)
+    if history.input_ids is None:
+        refuse_other_author(cache.author if held else None, author, held, ASK_AGAIN)
+        return ""
+    is_other, begun, ids = cache.author not in (None, author), cache._prompts.beginnings, history.input_ids
+    if is_other:
+        begun = cache.aside.beginnings if cache.aside is not None and cache.aside.author == author else ()
+    common = history.columns_of(begun, len(ids[0]) if is_other else held, is_known=is_other)
+    again = ids[:, common:held].flatten().tolist()
+    if not cache._placeholders.isdisjoint(again):
+        raise PromptError(
+            f"{len(again)} tokens that the cache holds would be computed again from a history, but some stand for "
+            "images, which do not come with it. reset() the cache and pass the whole conversation with its images."
+        )
+    _recall(cache, author)
+    common = _keep(cache, common)
+    return other_author(held, held - common) if is_other else ""
+
+
+def ids_behind(beginnings: Rows, request: Request) -> Rows:
+    """What each row of a cache begins with behind a forward that the expected prompt did not come in, where known."""
+    if request.others or not request.past:
+        return () if request.others else tuple(map(tuple, request.rows))
+    if len(request.rows) != len(beginnings):
+        return tuple(ids[: request.past] for ids in beginnings) if len(beginnings) == 1 else ()
+    pairs = zip(beginnings, request.rows, request.before, strict=True)
+    return tuple((*ids[:before], *(row if len(ids) >= before else ())) for ids, row, before in pairs)
+
+
+def _recall(cache: Any, author: Author) -> bool:
+    """Hold what this author computed, if what is held is of another, which is set aside; gives whether it is."""
+    if cache.author in (None, author):
+        return False
+    aside, cache.aside = cache.aside, None
+    if not any(getattr(layer, "visible", None) is not None for layer in cache._own_layers):  # they hold all
+        cache.aside = SetAside(cache.author, cache._own_layers, cache.kv_memory, cache._prompts.beginnings)
+    if aside is not None and aside.author == author:
+        cache.hold(aside.layers, aside.kv_memory)
+        cache._prompts.beginnings = aside.beginnings
+    else:
+        cache.hold(*cache.empty_layers())
+        cache._prompts.beginnings = ()
+    cache.author = author
+    return True
+
+
+def _keep(cache: Any, columns: int) -> int:
+    """Forget all but the first columns; all, where a window has forgotten what was before. Gives how many stay."""
+    held = Cache.get_seq_length(cache)
+    if columns < held:
+        try:
+            cache.crop(columns - held)
+        except ConfigError:
+            columns = 0
+    if not columns:
+        cache.forget()
+    return min(columns, held)
