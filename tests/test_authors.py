@@ -9,7 +9,16 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ConfigError, PromptError, SequenceCache, ShiftCache, StoreError, observer
+from hf_blend import (
+    BlendCache,
+    ConfigError,
+    PromptError,
+    SequenceCache,
+    ShiftCache,
+    StateCheckpoints,
+    StoreError,
+    observer,
+)
 from hf_blend.context.conversation import Conversation
 from hf_blend.context.reuse import blended, chunk_of, continued, take_back
 from hf_blend.context.session import load_session, save_session
@@ -524,6 +533,19 @@ def test_prompt_built_to_come_behind_what_is_held_is_not_for_generate():
     inputs = cache.inputs(None, chunks=[[*range(20, 90)]], question=[5, 6])
     with pytest.raises(PromptError, match="leave out its beginning"):
         model.generate(**inputs, past_key_values=cache, **FEW)
+
+
+def test_prefixes_of_checkpoints_are_not_continued_by_another_model(tmp_path):
+    model, ids = adapted(), prompt(24)
+    checkpoints = StateCheckpoints(model, tmp_path)
+    checkpoints.prefill(ids, [20])
+    with switched(model):
+        empty = checkpoints.resume(ids)
+        assert torch.equal(model.generate(ids, past_key_values=empty, **FEW), model.generate(ids, **FEW))
+    cache = checkpoints.resume(ids)
+    with switched(model), pytest.raises(ConfigError, match="20 tokens of a saved prefix were computed by another"):
+        model.generate(ids, past_key_values=cache, **FEW)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **FEW), model.generate(ids, **FEW))
 
 
 def test_beams_behind_one_sequence_are_named():

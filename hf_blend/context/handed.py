@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from ..errors import HfBlendError, UnsupportedModelError
+from ..errors import ConfigError, HfBlendError, UnsupportedModelError
 from ..model.anatomy import decoder_layers
 from ..model.fingerprint import fingerprint
 from ..model.hooks import callable_as, running_calls
@@ -131,7 +131,9 @@ def _note(notes: Notes, held: int, tokens: int) -> None:
     elif not isinstance(ids, Tensor) or ids.shape != (1, tokens):
         notes.why = notes.why or f"{tokens} of its tokens came as a batch, or as embeddings without ids"
     else:
-        notes.why = notes.why or _in_other_places(calls, held, tokens) or _in_another_state(model, notes.fingerprint)
+        notes.why = (
+            notes.why or _in_other_places(calls, held, tokens) or _in_another_state(model, notes.fingerprint, held)
+        )
         notes.ids[held:] = ids[0].tolist()
 
 
@@ -156,12 +158,22 @@ def _in_other_places(calls: list[dict[str, Any]], held: int, tokens: int) -> str
     return f"{tokens} of its tokens were computed at other positions than {held} to {held + tokens - 1}"
 
 
-def _in_another_state(model: nn.Module, identity: str) -> str:
-    """What says that a model does not compute now what it computes by itself; empty if nothing does."""
+def _in_another_state(model: nn.Module, identity: str, held: int) -> str:
+    """What says that a model does not compute now what it computes by itself; empty if nothing does.
+
+    Another model than that of the tokens held is refused.
+    """
     if any(module.training for module in model.modules()):
         return "it was filled by a model in training mode"
     try:
         refuse_request_state(model, decoder_layers(model))
-        return "" if fingerprint(model) == identity else "the model was another one when it was filled"
+        if fingerprint(model) == identity:
+            return ""
     except HfBlendError as error:
         return f"it was filled by a model that is refused ({error})"
+    if held:
+        raise ConfigError(
+            f"{held} tokens of a saved prefix were computed by another model than the one that is expected to "
+            "continue them: its adapter, weights, dtype or code is another one. Call resume() as the model is now."
+        )
+    return "the model was another one when it was filled"
