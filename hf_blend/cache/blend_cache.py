@@ -40,7 +40,7 @@ from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..prefill.blend import Prefill, PrefillContext
-from ..prefill.notices import OTHER_IDS, other_tokenizers, too_small, why_nothing_found
+from ..prefill.notices import OTHER_IDS, UNEVEN, other_tokenizers, too_small, why_nothing_found
 from ..prefill.observing import AttentionObserver, run_probe
 from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
@@ -602,8 +602,7 @@ class BlendCache(Cache):
         """Compute every token of this forward, and report why if chunks might have been reused."""
         known, reason = self._prompts, request.fallback_reason
         is_begun, is_told = known.pending.is_begun, bool(reason and (known.pending.batch or not request.past))
-        if request.width > 1:
-            known.beginning = ()
+        known.beginning = () if request.width > 1 else known.beginning[: request.past]
         if is_told and not is_begun:
             self.report = BlendReport(self.config.recompute_ratio, past_tokens=request.past)
         if is_told:
@@ -663,8 +662,7 @@ class BlendCache(Cache):
             planner.report = BlendReport(past_tokens=request.past, _costs=layer_costs(self.model))
         plan, known.pending = expected.plan(planner, request)
         self.report = planner.report
-        if known.pending.is_other:
-            known.beginning = ()
+        known.beginning = () if known.pending.is_other else known.beginning[: plan.in_order]
         if not expected.is_begun:
             self.report.nominal_ratio = plan.config.nominal_ratio(len(self._own_layers))
             self.report.encoded_images = 0 if known.images is None else known.images.encoded
@@ -682,13 +680,16 @@ class BlendCache(Cache):
             notices.append(other_tokenizers(others, tokenizer))
         if plan.kept_ratio < 1:
             notices.append(too_small(plan.kept_ratio))
+        if plan.uneven_chunks:
+            notices.append(UNEVEN)
         for notice in notices:
             self.report.notice = " ".join(filter(None, (self.report.notice, notice)))
             _warn_once(notice, "")
         is_complete, used = not self._prompts.pending.is_begun, self.report.reusable_tokens + self.report.exact_tokens
         if is_complete and not used and not self.report.past_tokens:
             chunks = self.store.identity(identity)
-            reason = why_nothing_found(self.store, chunks, tuple(self.chunk_prefix_ids), tokenizer)
+            reason = UNEVEN if plan.uneven_chunks else ""
+            reason = reason or why_nothing_found(self.store, chunks, tuple(self.chunk_prefix_ids), tokenizer)
             self.report.fallback_reason = reason
             if reason:
                 _warn_once(reason)
@@ -703,8 +704,7 @@ class BlendCache(Cache):
             with self._hooks.inside():
                 plan = probe.context.plan
                 is_plain = len(plan.counts) == 1 and not plan.has_padding and not request.past
-                given = request.arguments if request.others else None
-                run_probe(self.model, self, request.ids, None if is_plain else request.mask, given)
+                run_probe(self.model, self, request, is_plain)
         finally:
             self.prefill = prefill
             prefill.take_over(probe)
