@@ -116,6 +116,17 @@ def test_ladder_of_a_hybrid_holds(name, rungs):
         assert failing(name, rungs) == []
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("bamba", marks=pytest.mark.slow)])
+def test_exact_tokens_may_be_a_single_one_of_whose_projections_some_are_stored(name):
+    model, request = subject_of(name).model, {**pieces(), "prefix": [1]}
+    cache, inputs = prepared(model, request, recompute_ratio=1.0, chunk_prefix_ids=(1, 3))
+    with poisoned_memory():
+        got = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
+    assert cache.report.exact_tokens == 1
+    assert torch.allclose(got, model(inputs["input_ids"], logits_to_keep=1).logits, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["lfm2", "minimax"])
 def test_question_is_fresh_is_not_judged_where_a_scan_cannot_be_cut(name):
     found = measured(name, ("prefix_cache", "question_is_fresh"))

@@ -32,7 +32,7 @@ from ..model.anatomy import EXTENDED, decoder_layers, default_sink, refuse_exten
 from ..model.author import Author, author_of, refuse_other_author
 from ..model.calibrate import ensure_trusted, ignores_states
 from ..model.extras import extras_of
-from ..model.fingerprint import structure_digest
+from ..model.fingerprint import fingerprint, structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import ForwardHooks, asking_generate, is_assisting
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
@@ -41,7 +41,7 @@ from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..prefill.blend import Prefill, PrefillContext
-from ..prefill.notices import OTHER_IDS, other_tokenizers, too_small, why_nothing_found
+from ..prefill.notices import OTHER_IDS, UNEVEN, other_tokenizers, too_small, why_nothing_found
 from ..prefill.observing import AttentionObserver, run_probe
 from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
@@ -699,6 +699,7 @@ class BlendCache(Cache):
             planner.report = BlendReport(past_tokens=request.past, _costs=layer_costs(self.model))
         plan, known.pending = expected.plan(planner, request)
         self.report = planner.report
+        known.beginnings = tuple(ids[: plan.in_order] for ids in known.beginnings)
         if not expected.is_begun:
             self.report.recipe = self._recipe
             self.report.nominal_ratio = plan.config.nominal_ratio(len(self._own_layers))
@@ -728,13 +729,16 @@ class BlendCache(Cache):
             notices.append(other_tokenizers(others, tokenizer))
         if plan.kept_ratio < 1:
             notices.append(too_small(plan.kept_ratio))
+        if plan.uneven_chunks:
+            notices.append(UNEVEN)
         for notice in notices:
             self.report.notice = " ".join(filter(None, (self.report.notice, notice)))
             _warn_once(notice, "")
         is_complete, used = not self._prompts.pending.is_begun, self.report.reusable_tokens + self.report.exact_tokens
         if is_complete and not used and not self.report.past_tokens:
             chunks = self.store.identity(identity)
-            reason = why_nothing_found(self.store, chunks, tuple(self.chunk_prefix_ids), tokenizer)
+            reason = UNEVEN if plan.uneven_chunks else ""
+            reason = reason or why_nothing_found(self.store, chunks, tuple(self.chunk_prefix_ids), tokenizer)
             self.report.fallback_reason = reason
             if reason:
                 _warn_once(reason)
@@ -751,8 +755,7 @@ class BlendCache(Cache):
             with self._hooks.inside():
                 plan = probe.context.plan
                 is_plain = len(plan.counts) == 1 and not plan.has_padding and not request.past
-                given = request.arguments if request.others else None
-                run_probe(self.model, self, request.ids, None if is_plain else request.mask, given)
+                run_probe(self.model, self, request, is_plain)
         finally:
             self.prefill = prefill
             prefill.take_over(probe)

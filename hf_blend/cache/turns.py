@@ -88,13 +88,19 @@ def keep_history(cache: Any, history: History) -> str:
 
 
 def ids_behind(beginnings: Rows, request: Request) -> Rows:
-    """What each row of a cache begins with behind a forward that the expected prompt did not come in, where known."""
-    if request.others or not request.past:
-        return () if request.others else tuple(map(tuple, request.rows))
+    """What each row of a cache begins with behind a forward that the expected prompt did not come in, where known.
+
+    No more than what is at the positions 0, 1, 2 …
+    """
+    if request.others:
+        return ()
+    most = request.in_order()
+    if not request.past:
+        return tuple(tuple(row[:most]) for row in request.rows)
     if len(request.rows) != len(beginnings):
-        return tuple(ids[: request.past] for ids in beginnings) if len(beginnings) == 1 else ()
+        return tuple(ids[: min(request.past, most)] for ids in beginnings) if len(beginnings) == 1 else ()
     pairs = zip(beginnings, request.rows, request.before, strict=True)
-    return tuple((*ids[:before], *(row if len(ids) >= before else ())) for ids, row, before in pairs)
+    return tuple((*ids[:before], *(row if len(ids) >= before else ()))[:most] for ids, row, before in pairs)
 
 
 def _recall(cache: Any, author: Author) -> bool:

@@ -12,6 +12,11 @@ OTHER_IDS = (
     "reused, wherever they are found. Pass what inputs() returned."
 )
 
+UNEVEN = (
+    "some stored chunks are computed: their position_ids do not count up by 1, so their tokens are at other distances "
+    "from each other than they were stored at. Leave position_ids out, or let them count up by 1 inside each chunk."
+)
+
 
 def why_nothing_found(store: ChunkStore, fingerprint: str, chunk_prefix_ids: Sequence[int], tokenizer: str) -> str:
     """Why nothing of a prompt is in a store."""

@@ -9,7 +9,7 @@ own attention follows. Nothing else is computed, and the device is asked once, a
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from .plan import PlacedChunk
 
 if TYPE_CHECKING:
     from .blend import PrefillContext
+    from .request import Request
 
 LAYERS = 4  # that are listened to
 ROWS = 16  # of the question
@@ -107,19 +108,15 @@ def _indexed(mask: Tensor, indices: Tensor, keys: int) -> Tensor:
 
 
 @torch.no_grad()
-def run_probe(
-    model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None, arguments: Mapping[str, Any] | None = None
-) -> None:
-    """Run the decoder over a prompt, ids and mask `[batch, tokens]`, of which only the question is recomputed."""
-    given = {}
-    if mask is not None:
-        positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
-        given = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
+def run_probe(model: nn.Module, cache: Any, request: "Request", is_plain: bool) -> None:
+    """Run the decoder over a prompt of which only the question is recomputed; a plain prompt needs no mask."""
+    arguments, called = request.arguments, model
+    if not request.others:
+        names = ("input_ids", "position_ids", *(() if is_plain else ("attention_mask",)))
+        arguments = {name: arguments[name] for name in names if arguments.get(name) is not None}
+        called = model.get_decoder()
     with contextlib.suppress(StopForward):
-        if arguments:
-            model(**{**arguments, "past_key_values": cache, "use_cache": True})
-        else:
-            model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+        called(**{**arguments, "past_key_values": cache, "use_cache": True})
 
 
 class ImportanceListener:

@@ -18,12 +18,13 @@ from ..model.anatomy import text_config
 from ..model.canary import canary_of, compute_chunk, compute_chunks, is_of_model
 from ..model.capture import packs
 from ..prompt.pieces import Span
-from ..rotary.regime import frequency_regime
+from ..rotary.regime import frequency_regime, scales_by_position
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV, Found
 from ..store.stream import StreamedLayers
 from .layout import layout_of
 from .pipeline import Pipeline
+from .positions import TokenPositions
 from .report import Advice, BlendReport
 
 
@@ -63,8 +64,9 @@ class PlacedChunk:
 class PromptRow:
     """New tokens of one batch entry, which begin at column `start`, and the prompt that they continue.
 
-    They are its tokens from `before` to `end`; `columns` are those of tokens that padding separates. The chunks are at
-    `spans`, where they are known, and an entry of `prefix` tokens before them; None: all that is there.
+    They are its tokens from `before` to `end`; `columns` are those of tokens that padding separates, `positions` where
+    they are, where it is not as stored tokens are. The chunks are at `spans`, where they are known, and an entry of
+    `prefix` tokens before them; None: all that is there.
     """
 
     ids: tuple[int, ...]
@@ -72,6 +74,7 @@ class PromptRow:
     start: int
     before: int = 0
     columns: tuple[int, ...] = ()
+    positions: TokenPositions | None = None
     spans: Sequence[Span] | None = None
     prefix: int | None = None
     is_searched: bool = False
@@ -92,6 +95,8 @@ class Plan:
     store: ChunkStore | None = None
     advice: Advice | None = None
     kept_ratio: float = 1.0
+    uneven_chunks: int = 0  # computed because their tokens are at other distances from each other than in the store
+    in_order: int = 0  # so many first tokens of each prompt are at the positions 0, 1, 2 …
     release: Callable[[], object] = lambda: None  # the store may evict the chunks
     _table: Tensor | None = None  # see `token_table`
 
@@ -192,15 +197,24 @@ class Planner:
         longest = getattr(self._text_config, "max_position_embeddings", None)
         self._most_tokens = math.inf if longest is None else longest  # of a chunk and its prefix, or it is computed
         self._frequencies: set[tuple[int, ...]] = set()  # those of the forward that is planned
+        self._scales = scales_by_position(self._text_config)
 
-    def plan(self, rows: Sequence[PromptRow], width: int, at_beginning: bool, logits_rows: int = 1) -> Plan:
-        """Decide which of `width` new columns are reused."""
+    def plan(
+        self,
+        rows: Sequence[PromptRow],
+        width: int,
+        at_beginning: bool,
+        logits_rows: int = 1,
+        length: int | None = None,
+    ) -> Plan:
+        """Decide which of `width` new columns are reused; `length` is one more than the largest position, if known."""
         counts, real = [row.end - row.before for row in rows], np.zeros((len(rows), width), dtype=bool)
         for line, row, count in zip(real, rows, counts, strict=True):
             line[list(row.columns) or slice(row.start, row.start + count)] = True
         plan = Plan([], torch.from_numpy(real), counts, self._config, store=self._store)
-        ends = {max(row.end for row in rows), max(row.before for row in rows) + width}
+        ends = {max(row.end for row in rows), max(row.before for row in rows) + width} if length is None else {length}
         self._frequencies = {frequency_regime(self._text_config, end) for end in ends}
+        plan.in_order = min((row.end if row.positions is None else row.positions.in_order for row in rows), default=0)
         found = [self._spans(row, at_beginning) for row in rows]
         unloaded = set[ChunkKey]()
         if self._store.controller is not None:
@@ -209,7 +223,7 @@ class Planner:
         placed = list[tuple[ChunkKey, Callable[..., PlacedChunk]]]()
         for number, row in enumerate(rows):
             spans = [span for span in found[number] if span.key not in unloaded]
-            placed += self._placed_chunks(number, row, spans, at_beginning)
+            placed += self._placed_chunks(plan, number, row, spans, at_beginning)
         missing = self._fetch(plan, list(dict.fromkeys(key for key, _ in placed)))
         if missing:
             self._compute_missing(plan, missing, {spans[0].key for spans in found if spans and spans[0].start == 0})
@@ -265,7 +279,7 @@ class Planner:
         return [one for one in fitting if self.placeholders.isdisjoint(one.key.token_ids)]
 
     def _placed_chunks(
-        self, number: int, row: PromptRow, spans: list[Found], at_beginning: bool
+        self, plan: Plan, number: int, row: PromptRow, spans: list[Found], at_beginning: bool
     ) -> list[tuple[ChunkKey, Callable[..., PlacedChunk]]]:
         """The chunks of one row that are needed, and what makes the placed chunk of each."""
         exact_until, found = 0 if at_beginning else -1, list[tuple[ChunkKey, Callable[..., PlacedChunk]]]()
@@ -279,9 +293,15 @@ class Planner:
             if exact:  # if it is computed by the frequencies of this forward
                 stored = len(key.chunk_prefix_ids) + len(key.token_ids)
                 exact = self._frequencies == {frequency_regime(self._text_config, stored)}
-            exact_until = end if exact else exact_until
-            first = max(offset, row.before)
+            first, is_image = max(offset, row.before), key.token_ids in self.images
             count = min(end, row.end - 1) - first  # the last token of a part is computed, too
+            if count > 0 and row.positions is not None:
+                start = int(row.positions.starts[first + count - 1 - row.before])
+                exact = exact and not start and not (row.positions.is_moved and self._scales)
+                if start > offset and not (is_image and row.positions.has_axes):
+                    plan.uneven_chunks += 1
+                    continue
+            exact_until = end if exact else exact_until
             if count <= 0:
                 continue
             column = row.start + first - row.before
@@ -290,7 +310,7 @@ class Planner:
                 if own[-1] - own[0] >= count:
                     continue  # padding is between its tokens
                 column = own[0]
-            here, is_image = inside + first - offset, key.token_ids in self.images
+            here = inside + first - offset
             made = partial(
                 PlacedChunk, number, column, exact=exact, number=index, first=here, count=count, is_image=is_image
             )

@@ -45,7 +45,8 @@ class Placement:
 
     def write(self, states: Tensor, parts: Sequence[Tensor]) -> None:
         """Write `[layers, heads, tokens of one chunk, width]` to `[layers, batch, heads, columns, width]`."""
-        fits = isinstance(self.columns, slice) and not states.requires_grad
+        # torch.cat writes nothing to a narrower view of a single token
+        fits = isinstance(self.columns, slice) and not states.requires_grad and len(parts) > 1
         if fits and all(part.dtype == states.dtype for part in parts):
             torch.cat([*parts], dim=2, out=states[:, self.row, :, self.columns])
             return

@@ -15,6 +15,7 @@ from ..model.anatomy import PER_TOKEN
 from ..model.modality import other_inputs
 from ..prompt.pieces import PromptBatch
 from .plan import Plan, Planner, PromptRow
+from .positions import Run, follow, is_readable, read_together
 
 ADAPTERS = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
 PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
@@ -30,8 +31,9 @@ class Request:
 
     It brings `width` columns behind the `past` tokens that the cache holds. `rows` has the new tokens of each entry
     without padding, `starts` the column of the first, `before` how many tokens of its prompt are in the cache,
-    `columns` those of tokens that padding separates, `others` the arguments that bring more than text; all are empty
-    where `fallback_reason` says why no chunk can be reused.
+    `columns` those of tokens that padding separates, `places` the columns and positions of all, `[1 + axes, tokens]`,
+    `others` the arguments that bring more than text; all are empty where `fallback_reason` says why no chunk can be
+    reused. `length` is one more than the largest of the positions, where the caller gives them.
     """
 
     arguments: Mapping[str, Any]
@@ -44,8 +46,10 @@ class Request:
     starts: Sequence[int] = ()
     before: Sequence[int] = ()
     columns: Sequence[tuple[int, ...]] = ()
+    places: Sequence[np.ndarray] = ()
     others: tuple[str, ...] = ()
     logits_rows: int = 1
+    length: int | None = None
 
     @classmethod
     def parse(
@@ -65,21 +69,32 @@ class Request:
         request = cls(arguments, past, width, _why_plain(arguments, config) if width > 1 else "", ids, mask)
         if request.fallback_reason or width < 2 or ids is None:
             return request
-        before, count = max(0, past - pending.held), ids.shape[0]
+        before, count, positions = max(0, past - pending.held), ids.shape[0], arguments.get("position_ids")
+        new, everywhere, columns_mask = read_together(ids, positions, mask, past)
+        length = None if positions is None else int(everywhere[:, 1:][:, -3:].max()) + 1  # a fourth is masks'
         asked = replace(request, others=other_inputs(arguments), logits_rows=int(arguments["logits_to_keep"]))
-        if mask is None:
-            return replace(asked, rows=ids.tolist(), starts=[0] * count, before=[before] * count, columns=[()] * count)
-        both = torch.cat((ids, mask.to(ids.dtype)), dim=1).cpu().numpy()  # the device is asked once
-        new, own, earlier = both[:, :width], both[:, -width:] != 0, both[:, width:-width] != 0
+        asked = replace(asked, starts=[0] * count, before=[before] * count, columns=[()] * count, length=length)
+        if columns_mask is None:
+            return replace(asked, rows=new.tolist(), places=[*everywhere])
+        own, earlier = columns_mask[:, -width:] != 0, columns_mask[:, :-width] != 0
         gaps = (own[:, 1:] < own[:, :-1]).any(axis=1)
         if gaps.any() and not (pending.batch and own[:, -1].all()):
             return replace(request, fallback_reason=PADDED_INSIDE)
         rows = [row[keep].tolist() for row, keep in zip(new, own, strict=True)]
+        places = [row[:, keep] for row, keep in zip(everywhere, own, strict=True)]
         columns = [tuple(np.flatnonzero(keep).tolist()) if gap else () for keep, gap in zip(own, gaps, strict=True)]
-        counts = [before] * count
+        asked = replace(asked, rows=rows, starts=[width - len(row) for row in rows], columns=columns, places=places)
         if earlier.shape[1] >= before:
             counts = [int(tokens) for tokens in earlier[:, earlier.shape[1] - before :].sum(axis=1)]
-        return replace(asked, rows=rows, starts=[width - len(row) for row in rows], before=counts, columns=columns)
+            asked = replace(asked, before=counts)
+        return asked
+
+    def in_order(self) -> int:
+        """How many first tokens of each prompt are at the positions 0, 1, 2 …, those in the cache taken for such."""
+        if not self.places:
+            return self.past + (0 if self.arguments.get("position_ids") is not None else self.width)
+        pairs = zip(self.places, self.before, strict=True)
+        return min(follow(places, before, self.past)[0].in_order for places, before in pairs)
 
     @classmethod
     def unseen(cls, keys: Tensor, past: int) -> "Request":
@@ -101,6 +116,7 @@ class PendingPrompt:
     batch: PromptBatch | None = None
     held: int = 0  # tokens that were in the cache before them
     is_begun: bool = False  # a part of the prompts has come, and more will
+    runs: Sequence[Run] = ()  # of each row, what of it has come
     is_other: bool = False  # none is expected, and the last forward brought another than was
 
     def is_of(self, input_ids: Tensor) -> bool:
@@ -110,19 +126,27 @@ class PendingPrompt:
     def plan(self, planner: Planner, request: Request) -> tuple[Plan, "PendingPrompt"]:
         """Plan a forward; gives what is expected after it, too."""
         prompts = None if self.batch is None else self.batch.find(request.rows, request.before)
-        new = list(zip(request.rows, request.starts, request.columns, strict=True))
+        is_other, count = prompts is None, len(request.rows)
+        before = [0] * count if is_other else request.before
+        runs: Sequence[Run | None] = self.runs if len(self.runs) == count and not is_other else [None] * count
+        rest = zip(request.places, before, runs, strict=True)
+        pairs = [follow(places, tokens, request.past, run) for places, tokens, run in rest]
+        new = list(zip(request.rows, request.starts, before, request.columns, pairs, strict=True))
+        rows = [
+            PromptRow(tuple(ids), tokens + len(ids), start, tokens, columns, positions)
+            for ids, start, tokens, columns, (positions, _) in new
+        ]
         if prompts is None:
-            rows = [PromptRow(tuple(ids), len(ids), start, 0, columns) for ids, start, columns in new]
-            plan = planner.plan(rows, request.width, request.past == 0, request.logits_rows)
+            plan = planner.plan(rows, request.width, request.past == 0, request.logits_rows, request.length)
             return plan, PendingPrompt(is_other=True)
         rows = [
-            PromptRow(one.ids, before + len(ids), start, before, columns, one.spans(), one.opening, one.is_searched)
-            for one, before, (ids, start, columns) in zip(prompts, request.before, new, strict=True)
+            replace(row, ids=one.ids, spans=one.spans(), prefix=one.opening, is_searched=one.is_searched)
+            for row, one in zip(rows, prompts, strict=True)
         ]
         at_beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
-        plan = planner.plan(rows, request.width, at_beginning, request.logits_rows)
+        plan = planner.plan(rows, request.width, at_beginning, request.logits_rows, request.length)
         is_whole = all(row.end >= len(row.ids) for row in rows)
-        return plan, PendingPrompt() if is_whole else replace(self, is_begun=True)
+        return plan, PendingPrompt() if is_whole else replace(self, is_begun=True, runs=[run for _, run in pairs])
 
 
 def _column_mask(mask: Any, width: int, pending: PendingPrompt) -> Any:
@@ -147,9 +171,15 @@ def _column_mask(mask: Any, width: int, pending: PendingPrompt) -> Any:
 
 def _why_plain(arguments: Mapping[str, Any], config: Any) -> str:
     """Say why a forward of several tokens computes all of them; empty if chunks can be reused."""
-    mask, keep = arguments.get("attention_mask"), arguments.get("logits_to_keep")
-    if arguments.get("input_ids") is None:
+    mask, keep, ids = arguments.get("attention_mask"), arguments.get("logits_to_keep"), arguments.get("input_ids")
+    if ids is None:
         return "the prompt came as inputs_embeds, but chunks are found by their tokens. Pass input_ids."
+    positions = arguments.get("position_ids")
+    if positions is not None and not is_readable(positions, ids):
+        return (
+            f"position_ids has shape {tuple(getattr(positions, 'shape', ()))}, but {tuple(ids.shape)} is expected, "
+            "as of input_ids, or several such axes: stored keys are moved there. Leave it out, or pass such a tensor."
+        )
     if mask is not None and getattr(mask, "dim", int)() != 2:
         return "attention_mask does not have two axes. Pass one of [batch, tokens] with 0 on padding, or none."
     if arguments.get("labels") is not None:

@@ -142,6 +142,4 @@ def full_prefill(context: "PrefillContext") -> Capture:
         )
     if request.others:
         return capture_forward(context.model, request.arguments)[0]
-    mask = request.mask
-    positions = None if mask is None else (mask.long().cumsum(-1) - 1).clamp_min(0)
-    return capture(context.model, request.ids, positions, mask)
+    return capture(context.model, request.ids, request.arguments.get("position_ids"), request.mask)

@@ -1,8 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose rotary frequencies depend on how long the prompt is: what was computed in a short one differs."""
+"""Models that compute a token otherwise in a longer prompt, or farther on in it: what was stored elsewhere differs."""
 
 from typing import Any
+
+SCALES = ("attn_temperature_tuning", "log_scaling_n_floor")
 
 
 def frequency_regime(config: Any, tokens: int) -> tuple[int, ...]:
@@ -26,3 +28,13 @@ def frequency_regime(config: Any, tokens: int) -> tuple[int, ...]:
 def stretches(config: Any) -> bool:
     """Whether a model goes on beyond the positions of its config, because its frequencies adapt to the length."""
     return frequency_regime(config, 1 << 40) != frequency_regime(config, 1 << 41)
+
+
+def scales_by_position(config: Any) -> bool:
+    """Whether attention of a model depends on where its tokens are, and not only on how far apart.
+
+    Llama 4, Ministral 3, Mistral 4 and Inkling scale their queries by steps of the position, or of the column.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    scales = [rope.get("llama_4_scaling_beta")] + [getattr(config, name, None) for name in SCALES]
+    return any(scale is not None and scale is not False for scale in scales)

@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where a forward puts its tokens, and which of them are as far from each other as in a stored chunk.
+
+The tokens of a stored chunk were computed one position apart. Where they are so in a prompt, the chunk is moved there;
+where all tokens before it are so too, it may be exact. With a gap, a stride or another order inside, its tokens look
+at each other from other distances: above layer 0 nothing of it is what is stored, and no rotation of its keys mends
+that. Such a chunk is computed, like one that padding divides. The tokens of an image are at positions of several axes,
+in an order that only the model knows: each of their keys is moved to its own.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Run(NamedTuple):
+    """The last tokens of a prompt that came, as far back as each is one position behind the one before it."""
+
+    start: int  # the number of the first of them in the prompt
+    last: np.ndarray  # the column of the last of them, then its positions, `[1 + axes]`
+
+
+class TokenPositions(NamedTuple):
+    """Where the new tokens of one prompt are."""
+
+    starts: np.ndarray  # `[tokens]`: for each token the number of the first one of its run
+    is_moved: bool  # token 0 is in another column than 0, or at another position
+    has_axes: bool  # positions have several axes
+    in_order: int  # so many first tokens of the prompt are at the positions 0, 1, 2 …
+
+
+def is_readable(position_ids: Any, ids: Tensor) -> bool:
+    """Whether there is a position for each of `[batch, tokens]`, or for those of all rows, on one axis or several."""
+    if not isinstance(position_ids, Tensor) or position_ids.dim() not in (2, 3) or not position_ids.numel():
+        return False
+    return position_ids.shape[-1] == ids.shape[1] and position_ids.shape[-2] in (1, ids.shape[0])
+
+
+def read_together(
+    ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, past: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Bring what a forward behind `past` tokens says of its own to the host; the device is asked once.
+
+    Without `position_ids` each token is at the position of its column.
+
+    Shapes: ids `[batch, tokens]`, position_ids as in `is_readable`, mask `[batch, past + tokens]` → ids, columns and
+    positions `[batch, 1 + axes, tokens]`, mask.
+    """
+    rows, width = ids.shape
+    axes = None if position_ids is None else position_ids.reshape(-1, *position_ids.shape[-2:]).expand(-1, rows, -1)
+    parts = [ids, None if axes is None else axes.transpose(0, 1).flatten(1), mask]
+    tensors = [part for part in parts if part is not None]
+    dtype = torch.float64 if any(tensor.is_floating_point() for tensor in tensors) else torch.int64
+    joined = torch.cat([tensor.to(ids.device, dtype) for tensor in tensors], dim=1).cpu().numpy()
+    ends = np.cumsum([0 if part is None else part.shape[1] for part in parts])
+    columns = np.broadcast_to(np.arange(past, past + width), (rows, 1, width))
+    positions = columns if axes is None else joined[:, width : ends[1]].reshape(rows, -1, width)
+    places = np.concatenate((columns, positions), axis=1)
+    return joined[:, :width].astype(np.int64), places, None if mask is None else joined[:, ends[1] :]
+
+
+def follow(places: np.ndarray, before: int, past: int, run: Run | None = None) -> tuple[TokenPositions, Run]:
+    """Take the new tokens of a prompt of which `before` are in the cache; gives where they are, and the last run.
+
+    Those that are there end in the last of the `past` columns, and are counted from 0 on where `run` does not say it.
+
+    Shapes: places `[1 + axes, tokens]`, columns and positions.
+    """
+    axes, count = places.shape
+    numbers = before + np.arange(count)
+    start, last = run or Run(0, np.array([past - 1, before - 1]))
+    if len(last) != axes:
+        last = np.concatenate((last[:1], last[1:2].repeat(axes - 1)))
+    breaks = (np.diff(places, axis=1, prepend=last[:, None]) != 1).any(axis=0)
+    starts = np.maximum.accumulate(np.where(breaks, numbers, start))
+    unordered = np.flatnonzero((places[1:] != numbers).any(axis=0))
+    in_order = before + (int(unordered[0]) if len(unordered) else count)
+    is_moved = bool(count and (places[:, 0] != before).any())
+    new = TokenPositions(starts, is_moved, axes > 2, in_order)
+    return new, Run(int(starts[-1]), places[:, -1]) if count else Run(start, last)

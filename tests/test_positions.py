@@ -1,0 +1,329 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the caller says about positions is true: beside stock transformers with the same `position_ids`."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model as zoo_model
+from transformers import DynamicCache
+
+from hf_blend import BlendCache
+from hf_blend.prefill.positions import Run, follow
+from tests.asking import apart, as_stock, memory, prepared
+from tests.conftest import slow_but
+from tests.image_models import CHUNKS, FLOOR, HAS_ENCODED, KINDS, arguments, blend, build, filled, picture, stock
+
+A, B, Q = [*range(10, 34)], [*range(60, 82)], [5, 6, 7, 8, 9]
+REQUEST = {"prefix": [1], "chunks": [A, B], "question": Q}
+IDS = torch.tensor([[1, *A, *B, *Q]])
+WIDTH, SECOND = IDS.shape[1], 1 + len(A)
+TOLERANCE = 2e-5  # of logits of size 1 to 10, float32
+RATIOS = (0.0, 0.15, 1.0)
+
+
+def moved(*steps):
+    """Positions 0, 1, 2 … with so much more from some columns on."""
+    positions = torch.arange(WIDTH)
+    for column, step in steps:
+        positions[column:] += step
+    return positions
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 58,
+    "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+}  # fmt: skip
+SCALED = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 60,
+    "llama_4_scaling_beta": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+FAMILIES = {
+    "llama": {},
+    "gpt_neox": {},  # rotates a part of each key
+    "gemma3_text": {},  # windows, and two rotary tables
+    "llama4_text": {"floor_scale": 4, "attn_scale": 0.5},  # attention in chunks, and a scale by columns
+    "deepseek_v3": {},  # latent
+    "qwen3_next": {},  # a mixer
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 58},  # frequencies by the last position
+    "ministral3": {"rope_parameters": SCALED},  # a scale by positions
+    "gptj": {},  # tables of its layers' own
+    "deepseek_v32": {},  # an indexer
+    "cohere": {},
+    "mistral": {},
+    "lfm2": {},
+    "falcon_h1": {},
+}
+# where they are, and how many tokens of the two chunks are reused
+PLACES = {
+    "consecutive": (moved(), 46),
+    "far": (moved((0, 100)), 46),
+    "a gap before the first chunk": (moved((1, 7)), 46),
+    "a gap inside the first chunk": (moved((11, 5)), 22),
+    "a gap before the second chunk": (moved((SECOND, 9)), 46),
+    "a gap inside the second chunk": (moved((SECOND + 8, 3)), 24),
+    "a gap before the question": (moved((SECOND + len(B), 30)), 46),
+    "a step back inside": (moved((11, -4)), 22),
+    "a stride": (moved() * 2, 0),
+    "shuffled": (moved()[torch.randperm(WIDTH, generator=torch.Generator().manual_seed(0))], 0),
+    "all zero": (moved() * 0, 0),
+    "halves": (moved() / 2, 0),
+}
+MECHANISMS = ("gpt_neox", "deepseek_v3", "qwen3_next", "llama4_text")
+FAST = [*((family, "a gap before the first chunk") for family in MECHANISMS), *(("llama", place) for place in PLACES)]
+FAST += [("gemma3_text", "a step back inside"), ("phi3", "far"), ("ministral3", "far"), ("qwen3_next", "a stride")]
+sweep = pytest.mark.parametrize(("family", "place"), slow_but(*FAST, among=[*itertools.product(FAMILIES, PLACES)]))
+MODELS = {}
+
+
+def model_of(family):
+    if family not in MODELS:
+        MODELS[family] = zoo_model(family, **FAMILIES.get(family, {}))
+    return MODELS[family]
+
+
+@torch.no_grad()
+def stock_prefill(model, positions, ids=IDS, keep=5, cache=None, **more):
+    """Last logits of the model alone, and its cache, which forgets nothing."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    cache.activate_past_recording()
+    given = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": keep}
+    return model(ids, **given, **more).logits, cache
+
+
+@torch.no_grad()
+def blended(model, store, positions, ratio, *requests, keep=5, **more):
+    """Last logits of a blended prefill at some positions, and the cache."""
+    cache, inputs = prepared(model, *(requests or (REQUEST,)), store=store, recompute_ratio=ratio, **more)
+    cache.activate_past_recording()
+    return model(**inputs, position_ids=positions, past_key_values=cache, logits_to_keep=keep).logits, cache
+
+
+def first_layer(cache, past=0):
+    """K and V of layer 0, where it keeps any; they follow from each token and its position alone."""
+    states = getattr(cache.layers[0], "keys", None), getattr(cache.layers[0], "values", None)
+    return [part[:, :, past:] for part in states if part is not None and part.dim() == 4]
+
+
+@sweep
+def test_position_ids_are_those_of_stock_at_every_ratio(family, place):
+    """At ratio 1 all is; at the others every key is at the caller's position, and chunks with a gap are computed."""
+    model, store, (positions, reused) = model_of(family), memory(), PLACES[place]
+    expected, true = stock_prefill(model, positions[None])
+    for ratio in RATIOS:
+        logits, cache = blended(model, store, positions[None], ratio)
+        report = cache.report
+        for got, known in zip(first_layer(cache), first_layer(true), strict=True):
+            count = min(got.shape[2], known.shape[2])
+            assert apart(got[:, :, -count:], known[:, :, -count:]) <= TOLERANCE, ratio
+        of_chunks = report.exact_tokens + report.reusable_tokens
+        assert of_chunks - reused in (0, 1), "with BOS, or without"
+        if ratio == 1.0 or not reused or place == "a gap inside the second chunk":
+            assert apart(logits, expected) <= TOLERANCE, ratio
+        assert bool(report.notice) == (reused < 46)
+        if not reused and not of_chunks:
+            assert "position_ids" in report.fallback_reason
+
+
+@pytest.mark.parametrize("family", slow_but("llama", among=["llama", "gpt_neox", "deepseek_v3", "cohere"]))
+@torch.no_grad()
+def test_what_is_reused_is_the_chunk_alone_at_the_callers_positions(family):
+    model, positions = model_of(family), PLACES["a gap before the first chunk"][0]
+    _, cache = blended(model, memory(), positions[None], 0.0, selector="none")
+    for chunk, start in ((A, 1), (B, SECOND)):
+        alone = DynamicCache()
+        own = positions[start : start + len(chunk)]
+        model(torch.tensor([[1, *chunk]]), position_ids=torch.cat((own[:1] - 1, own))[None], past_key_values=alone)
+        for got, true in zip(cache.layers, alone.layers, strict=True):
+            columns = slice(start, start + len(chunk))
+            assert apart(got.keys[:, :, columns], true.keys[:, :, 1:]) <= TOLERANCE
+            assert apart(got.values[:, :, columns], true.values[:, :, 1:]) <= TOLERANCE
+
+
+def padded(*rows):
+    """Ids, mask and positions of rows `(ids, positions)`, padded on the left; padding is at position 1."""
+    width = max(len(ids) for ids, _ in rows)
+    empty = [width - len(ids) for ids, _ in rows]
+    ids = torch.tensor([[0] * pad + ids for pad, (ids, _) in zip(empty, rows, strict=True)])
+    mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in empty])
+    positions = [torch.cat((torch.ones(pad).long(), own)) for pad, (_, own) in zip(empty, rows, strict=True)]
+    return ids, mask, torch.stack(positions)
+
+
+OTHER = {"prefix": [1], "chunks": [B], "question": Q}
+OTHER_IDS = [1, *B, *Q]
+
+
+PADDED = [*itertools.product(FAMILIES, ("shuffled", "a gap before the first chunk", None))]
+PADDED_FAST = [("llama", "shuffled"), ("gemma3_text", "a gap before the first chunk"), ("llama4_text", None)]
+
+
+@pytest.mark.parametrize(("family", "place"), slow_but(*PADDED_FAST, ("llama", None), among=PADDED))
+def test_position_ids_of_a_padded_batch_are_those_of_stock(family, place):
+    """Each row at its own; without any, columns are positions."""
+    model, store, count = model_of(family), memory(), len(OTHER_IDS)
+    positions = torch.arange(count) * 3 if place == "shuffled" else torch.arange(count) + 40
+    ids, mask, given = padded((IDS[0].tolist(), PLACES[place or "consecutive"][0]), (OTHER_IDS, positions))
+    given = None if place is None else given
+    expected, true = stock_prefill(model, given, ids, attention_mask=mask)
+    for ratio in RATIOS:
+        logits, cache = blended(model, store, given, ratio, REQUEST, OTHER)
+        for got, known in zip(first_layer(cache), first_layer(true), strict=True):
+            real = mask[:, -known.shape[2] :].bool()
+            pair = (states.transpose(1, 2)[:, -known.shape[2] :][real] for states in (got, known))
+            assert apart(*pair) <= TOLERANCE
+        if ratio == 1.0 or place == "shuffled":
+            assert apart(logits, expected) <= TOLERANCE
+
+
+BEHIND = [*itertools.product(("llama", "gemma3_text", "deepseek_v3"), ("far", "a stride", "a step back inside"))]
+
+
+@pytest.mark.parametrize(
+    ("family", "place"),
+    slow_but(("llama", "far"), ("llama", "a stride"), ("gemma3_text", "a step back inside"), among=BEHIND),
+)
+@torch.no_grad()
+def test_position_ids_behind_a_first_turn_are_those_of_stock(family, place):
+    model, (positions, reused) = model_of(family), PLACES[place]
+    first = torch.arange(9)[None] + 3
+    for ratio in RATIOS:
+        true, cache = DynamicCache(config=model.config), BlendCache(model, memory(), recompute_ratio=ratio)
+        for one in (true, cache):
+            model(first, past_key_values=one)
+        inputs = cache.inputs(None, **REQUEST, history=first)
+        new, mask, given = inputs["input_ids"][:, 9:], inputs["attention_mask"], positions[None] + 20
+        expected, _ = stock_prefill(model, given, new, cache=true, attention_mask=mask)
+        got = model(
+            new, attention_mask=mask, position_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=5
+        ).logits
+        assert cache.report.reusable_tokens == reused
+        if ratio == 1.0 or not reused:
+            assert apart(got, expected) <= TOLERANCE
+
+
+CUTS, CUT_PLACES = (9, SECOND, SECOND + 9), ("a gap before the first chunk", "far", "here", "a stride", "before")
+CUT_FAST = [("llama", 9, place) for place in CUT_PLACES] + [("llama", SECOND, "a gap before the first chunk"),
+            ("llama", SECOND + 9, "here"), ("gemma3_text", 9, "before")]  # fmt: skip
+CUT_ALL = [*itertools.product(("llama", "gemma3_text", "qwen3_next"), CUTS, CUT_PLACES)]
+
+
+@pytest.mark.parametrize(("family", "cut", "place"), slow_but(*CUT_FAST, among=CUT_ALL))
+@torch.no_grad()
+def test_position_ids_of_a_prompt_in_parts_are_those_of_stock(family, cut, place):
+    """A gap may be where one part ends; what the first part was at is remembered."""
+    model = model_of(family)
+    positions = {"here": moved((cut, 6)), "before": moved((0, 11), (cut, -11))}.get(place)
+    positions = PLACES[place][0] if positions is None else positions
+    parts = (slice(0, cut), slice(cut, None))
+    for ratio in (0.15, 1.0):
+        cache, _ = prepared(model, REQUEST, recompute_ratio=ratio)
+        true = DynamicCache(config=model.config)
+        for one in (cache, true):
+            one.activate_past_recording()
+        for part in parts:
+            given = {"position_ids": positions[None, part], "use_cache": True, "logits_to_keep": 1}
+            expected = model(IDS[:, part], past_key_values=true, **given).logits
+            got = model(IDS[:, part], past_key_values=cache, **given).logits
+            if ratio == 1.0:
+                assert apart(got, expected) <= TOLERANCE
+        for got, known in zip(first_layer(cache), first_layer(true), strict=True):
+            count = min(got.shape[2], known.shape[2])
+            assert apart(got[:, :, -count:], known[:, :, -count:]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("text", ["The north gate opens at seven. The tower is closed.", "The"])
+@torch.no_grad()
+def test_what_a_cache_begins_with_is_kept_only_where_it_is_at_its_positions(known, text):
+    """The next prompt begins alike, but would be elsewhere; the second begins with a single token."""
+    model, tokenizer = known
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    ids = cache.inputs_from_text(tokenizer, text, [])["input_ids"]
+    model(ids, position_ids=torch.arange(ids.shape[1])[None] + 50, past_key_values=cache, logits_to_keep=1)
+    inputs = cache.inputs_from_text(tokenizer, text + " north gate is open", [])
+    held = cache.get_seq_length()
+    got = model(inputs["input_ids"][:, held:], past_key_values=cache, logits_to_keep=1).logits
+    assert apart(got, model(inputs["input_ids"], logits_to_keep=1).logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize("selector", ["query-attention", "oracle"])
+@torch.no_grad()
+def test_selectors_see_the_question_at_the_callers_positions(selector):
+    """Attention looks at distances: moved as a whole, the same tokens are selected; so are those of a padded row."""
+    model, store = model_of("llama"), memory()
+    chosen = []
+    for positions in (moved()[None], moved()[None] + 200, None):
+        _, cache = blended(model, store, positions, 0.3, REQUEST, selector=selector, chunk_prefix_ids=(3,))
+        chosen.append(cache.report.chosen_columns)
+    assert chosen[0] == chosen[1] == chosen[2]
+    *_, given = padded((IDS[0].tolist(), moved()), (OTHER_IDS, torch.arange(len(OTHER_IDS))))
+    settings = {"selector": selector, "chunk_prefix_ids": (3,)}
+    pair = [blended(model, store, one, 0.3, REQUEST, OTHER, **settings)[1].report for one in (given, None)]
+    assert pair[0].chosen_columns == pair[1].chosen_columns
+
+
+@pytest.mark.parametrize(("axes", "ratio"), slow_but((3, 0.0), (4, 1.0), among=[*itertools.product((3, 4), RATIOS)]))
+@torch.no_grad()
+def test_position_ids_of_several_axes_are_those_of_stock(axes, ratio):
+    """Of text, and of an image that stands between texts, each axis in an order of its own."""
+    kind = "qwen3_vl"
+    inputs = arguments(kind, CHUNKS[0], picture(kind), *CHUNKS[1:])
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
+    model = build(kind)
+    own = model.model.get_rope_index(**{name: inputs[name] for name in names})[0]
+    own = own if axes == 3 else torch.cat((torch.arange(own.shape[2])[None, None], own))
+    shuffled = own[..., torch.randperm(own.shape[2], generator=torch.Generator().manual_seed(1))]
+    gap, uneven = own.clone(), own.clone()
+    gap[..., 4:] += 9
+    uneven[-1, :, -10:] += 2  # inside the last chunk, on one axis alone
+    for name, positions, reused in (
+        ("own", own, 54),
+        ("gap", gap, 54),
+        ("mixed", shuffled, 0),
+        ("uneven", uneven, 36),
+    ):
+        expected, true = stock(kind, inputs, position_ids=positions)
+        for chunks in (False, True) if HAS_ENCODED else (False,):
+            brought = {**inputs, "position_ids": positions}
+            got, cache = blend(kind, brought, filled(kind), chunks=chunks, recompute_ratio=ratio)
+            assert apart(cache.layers[0].keys, true.layers[0].keys) <= FLOOR, name
+            assert cache.report.reusable_tokens - chunks * KINDS[kind].tokens == reused, name
+            if ratio == 1.0 or (not reused and not chunks):
+                assert apart(got, expected) <= FLOOR, name
+
+
+def test_generate_takes_the_callers_positions():
+    model, positions = model_of("llama"), PLACES["a gap before the first chunk"][0][None]
+    cache, inputs = prepared(model, REQUEST, recompute_ratio=1.0)
+    as_stock(model, inputs, cache, position_ids=positions)
+    assert cache.report.reusable_tokens == 46
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (2, WIDTH), (1, WIDTH + 1)])
+@torch.no_grad()
+def test_position_ids_of_another_shape_are_the_models_alone(shape):
+    """Nothing is reused: it raises what stock raises, or gives what it gives."""
+    model, positions = model_of("llama"), torch.zeros(shape, dtype=torch.long)
+    cache, inputs = prepared(model, REQUEST)
+    outcomes = []
+    for one in (cache, DynamicCache()):
+        try:
+            outcomes.append(model(**inputs, position_ids=positions, past_key_values=one, logits_to_keep=1).logits)
+        except (RuntimeError, IndexError) as error:
+            outcomes.append(type(error))
+    assert str(shape) in cache.report.fallback_reason.replace("torch.Size", "")
+    assert str(outcomes[0]) == str(outcomes[1])
+
+
+def test_follow_finds_the_first_token_of_each_run_over_the_borders_of_parts():
+    columns = np.arange(4)
+    new, run = follow(np.stack((columns, columns + 2)), 0, 0)
+    assert (new.starts.tolist(), new.is_moved, new.has_axes, new.in_order, run.start) == ([0] * 4, True, False, 0, 0)
+    new, run = follow(np.stack((columns + 4, columns + 6)), 4, 4, run)
+    assert (new.starts.tolist(), run.start, new.in_order) == ([0] * 4, 0, 4)
+    new, run = follow(np.stack((columns + 8, [10, 11, 13, 14])), 8, 8, run)
+    assert (new.starts.tolist(), run.start, run.last.tolist()) == ([0, 0, 10, 10], 10, [11, 14])
+    new, _ = follow(np.stack((columns + 4, columns + 4)), 4, 4, Run(0, np.array([3, 3])))
+    assert (new.starts.tolist(), new.is_moved, new.in_order) == ([0] * 4, False, 8)
