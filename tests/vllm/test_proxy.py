@@ -14,8 +14,9 @@ from starlette.routing import Route
 
 from hf_blend import BlendConfig
 from hf_blend.integrations.vllm.plan import plan_salt, read_params
-from hf_blend.integrations.vllm.proxy import CHAT, COMPLETIONS, MOST_BYTES, Proxy, make_proxy
+from hf_blend.integrations.vllm.proxy import CHAT, COMPLETIONS, Proxy, make_proxy
 from hf_blend.serving.service import Tenant
+from hf_blend.serving.wire import Limits
 from tests.chat_templates import CHATML, DOCUMENTS, QUESTION, small_tokenizer
 
 SECRET = b"k" * 32
@@ -85,7 +86,7 @@ def test_a_request_without_documents_passes_with_the_salt_of_its_tenant_alone():
 def test_what_cannot_be_forwarded_is_said():
     assert send(CHAT, {}, tenants=[TENANT])[0] == 401
     assert send(CHAT, b"[" * 10)[0] == send(CHAT, [])[0] == 400
-    assert send(CHAT, b" " * (MOST_BYTES + 1))[0] == 413
+    assert send(CHAT, b" " * (Limits().body_bytes + 1))[0] == 413
     for body in ({"documents": "text"}, {"documents": [""]}, {"documents": ["a"], "messages": []}):
         status, got = send(CHAT, body)
         assert (status, got["error"]["type"]) == (400, "invalid_request_error")
