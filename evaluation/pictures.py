@@ -94,7 +94,7 @@ def resized_pixels(processor: Any, width: int, height: int) -> int:
     count, grids = (getattr(processor, name, None) for name in ("get_number_of_image_patches", "image_grid_pinpoints"))
     if count is not None:
         patches, tile = count(height, width, {}), getattr(processor, "max_image_size", None)
-        side: int = getattr(tile, "get", lambda name: tile)("longest_edge") or getattr(processor, "patch_size", 1)
+        side: Any = getattr(tile, "get", lambda name: tile)("longest_edge") or getattr(processor, "patch_size", 1)
         frames = getattr(processor, "temporal_patch_size", 1)
         return int((patches[0] if isinstance(patches, tuple) else patches) * (square or side**2) * frames)
     pixels = square or short * long

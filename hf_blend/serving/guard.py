@@ -254,6 +254,7 @@ class Workers:
         """Make it in a thread. Who goes away meanwhile counts as a request until then: a thread cannot be stopped."""
         async with self._in_turn[tenant]:
             making = asyncio.get_running_loop().run_in_executor(self._threads, make)
+            making.add_done_callback(lambda made: made.cancelled() or made.exception())  # of who left, nobody asks
             try:
                 return await asyncio.shield(making)
             except asyncio.CancelledError:

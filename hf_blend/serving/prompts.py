@@ -29,6 +29,7 @@ __all__ = [
 
 BETWEEN = "\n\n"
 CHARS_PER_TOKEN = 8  # a text of more than that may be too long; it is tokenized by parts first
+MOST_CHARS_PER_TOKEN, MOST_CHARS = 64, 1 << 19  # a text of more than both is no prompt, whatever a tokenizer drops
 PART = 1 << 14  # characters: 5,000 tokens of prose, and 20 ms
 SEAM = 64  # tokens that a part may have more because it was cut off
 MARK = {"type": "image"}  # where a chat template puts an image
@@ -173,6 +174,9 @@ def _check_fits(tokenizer: Any, most: int | None, *texts: str) -> None:
     text, count = "".join(texts), 0
     if most is None or len(text) <= CHARS_PER_TOKEN * most:
         return
+    longest = max(MOST_CHARS_PER_TOKEN * most, MOST_CHARS)
+    if len(text) > longest:
+        raise PromptError(f"the prompt has {len(text)} characters, expected at most {longest}. Shorten it.")
     for start in range(0, len(text), PART):
         count += max(0, len(tokenize(tokenizer, text[start : start + PART])) - SEAM)
         if count > most:

@@ -33,7 +33,7 @@ class Limits:
     documents: int = 256  # of one request, and places of its prompt where they are
     messages: int = 1024  # of one request
     parts: int = 4096  # of its contents, and tool calls in it
-    render_s: float = 2.0  # CPU seconds that the chat template may take for it
+    render_s: float = 1.0  # CPU seconds that the chat template may take for it
     images: int = 8  # of one request
     pixels: int = 1 << 22  # of its images together
     aspect_ratio: float = 50.0  # the longer side of an image by the shorter
