@@ -51,6 +51,7 @@ MOST_SEED = 1 << 64
 MOST_LOGPROBS = 20
 MOST_BIASES = 1024
 MOST_CHARS = 400  # of an error
+MOST_LEVELS = 100  # of lists and objects in each other
 
 TYPE = re.compile(r"(str|int|json|dict|list|literal|constrained-\w+|function-\w+|[A-Z]\w+)(\[.*\])?", re.DOTALL)
 
@@ -406,11 +407,23 @@ def read_request(kind: type[Request], body: bytes, limits: Limits) -> tuple[Requ
     if not isinstance(given, dict):
         raise FieldError(None, f"the body is {reprlib.repr(given)}, expected an object of JSON. Send one.")
     kind.count(given, limits)
+    _check_levels(given)
     try:
         return kind.model_validate(given), given
     except ValidationError as error:
         rows = error.errors(include_url=False, include_context=False)
         raise FieldError(*described([{**row, "loc": ("body", *row["loc"])} for row in rows])) from error
+
+
+def _check_levels(given: Any) -> None:
+    """Refuse what is nested deeper than those who read it after us can follow."""
+    level = [given]
+    for _ in range(MOST_LEVELS):
+        values = (value for row in level for value in (row.values() if isinstance(row, dict) else row))
+        level = [value for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise FieldError(None, f"the body is nested deeper than {MOST_LEVELS} levels. Send fewer.")
 
 
 def _refuse_constant(name: str) -> Any:

@@ -2,29 +2,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server and the proxy in front of vLLM have one door: every limit of the page is tried at both."""
 
+import asyncio
 import contextlib
 import copy
+import inspect
+import json
+import logging
 import re
 import time
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hf_blend.errors import PromptError
 from hf_blend.evaluation.pictures import Eyes
-from hf_blend.serving.service import Tenant
+from hf_blend.serving.guard import Guard, access
+from hf_blend.serving.prompts import chat_prompt, text_prompt
+from hf_blend.serving.rendering import Renderer
+from hf_blend.serving.service import Tenant, Tenants
 from hf_blend.serving.wire import Limits
-from tests.serving.doors import CHAT, LONG, TEMPLATE, TEXT, begin, connect, picture, proxying, status_of, tool, vllm
+from tests.asking import noting
+from tests.chat_templates import CHATML, small_tokenizer
+from tests.serving.doors import (
+    CHAT,
+    LONG,
+    TEMPLATE,
+    TEXT,
+    begin,
+    connect,
+    picture,
+    proxying,
+    reset,
+    status_of,
+    tool,
+    vllm,
+)
 from tests.serving.processes import running, wait_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 KEY = "key-of-anna-0123456789"
 TENANTS = [Tenant("anna", KEY, b"a" * 32), Tenant("bert", "key-of-bert-0123456789", b"b" * 32)]
 LIMITS = Limits(
-    requests=2, connections=4, header_s=1.0, body_bytes=200_000, body_s=1.0, bodies=3, arriving_bytes=300_000,
-    documents=8, messages=20, parts=30, render_s=0.3, images=3, pixels=5000, aspect_ratio=20.0, image_bytes=1 << 20,
+    requests=2, connections=32, header_s=1.0, body_bytes=200_000, body_s=1.0, bodies=3, arriving_bytes=300_000,
+    documents=8, messages=20, parts=30, render_s=0.1, images=3, pixels=5000, aspect_ratio=20.0, image_bytes=1 << 20,
     choices=2, tools=4, schema_chars=2000, stops=2, stop_chars=32, new_tokens=5,
 )  # fmt: skip
 TOKENS = 2048
@@ -221,3 +246,221 @@ def test_a_limit_holds_as_the_page_says(limit, door):
     expected = said(proxy if door.received is not None and proxy != "the same" else beyond)
     assert TRIED[limit](door) == expected
     assert door.text().status_code == 200
+
+
+OWN = sorted(
+    {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "bos_token", "messages", "tokenizer"}
+)
+
+
+@pytest.mark.parametrize("documents", [[], ["the"]], ids=["", "documents"])
+def test_no_argument_of_the_chat_template_is_one_of_the_servers(documents, door):
+    for name in OWN:
+        refused = door.chat(documents=documents, chat_template_kwargs={name: TEMPLATE})
+        assert (refused.status_code, f"chat_template_kwargs has {name!r}" in refused.text) == (400, True), refused.text
+    assert door.chat(documents=documents, chat_template_kwargs={"enable_thinking": False}).status_code == 200
+
+
+UNKNOWN = {
+    "of nobody": {"tempreature": 1},
+    "a template": {"chat_template": "{{ 7 * 191 }}"},
+    "sizes of a processor": {"mm_processor_kwargs": {"max_pixels": 10**9}},
+    "rank": {"priority": -1},
+    "another request": {"request_id": "a"},
+    "of extensions": {"vllm_xargs": {"a": 1}},
+    "tensors": {"prompt_embeds": "AAAA"},
+    "behind others": {"user": "a", "stop": "b", "\n": 1},
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_a_field_that_is_unknown_is_refused_by_its_name(what, door):
+    for ask in (door.chat, door.text):
+        refused = ask(**UNKNOWN[what]).json()["error"]
+        assert refused["message"].endswith(" is no field of this request. Leave it out.")
+        assert refused["param"] == [*UNKNOWN[what]][-1]
+
+
+SHAPES = {
+    "deep": b'{"messages":' + b"[" * 100_000,
+    "deep and whole": b'{"messages": [{"role": "user", "content": "a"}], "user":' + b"[" * 9000 + b"]" * 9000 + b"}",
+    "a deep argument": b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a":'
+    + b"[" * 900 + b"]" * 900 + b"}}",
+    "a text": b'{"messages": "hi"}',
+    "an object": b'{"messages": {"role": "user"}}',
+    "numbers": b'{"messages": [1, 2]}',
+    "lists": b'{"messages": [[{"role": "user", "content": "a"}]]}',
+    "null": b'{"messages": [null]}',
+    "no role": b'{"messages": [{"content": "a"}]}',
+    "an odd role": b'{"messages": [{"role": ["user"], "content": "a"}]}',
+    "an odd part": b'{"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}',
+    "an odd tool": b'{"messages": [{"role": "user", "content": "a"}], "tools": [5]}',
+    "odd arguments": b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": [1]}',
+    "no object": b"[1]",
+    "bytes": b"\xff\xfe{",
+    "NaN": b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
+    "half a character": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "a long number": b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 9000 + b"}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SHAPES)
+@pytest.mark.parametrize("documents", [b"", b'"documents": ["the"], '], ids=["", "documents"])
+def test_a_body_of_another_shape_is_refused_in_words(what, documents, door):
+    body = SHAPES[what].replace(b"{", b"{" + documents, 1)
+    refused = door.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["type"] == "invalid_request_error"
+    assert 20 < len(refused.json()["error"]["message"]) <= 400
+
+
+JSON = b'{"prompt": "the", "max_tokens": 2}'
+KINDS = {
+    "application/json": 200, "application/json; charset=utf-8": 200, "APPLICATION/JSON": 200,
+    "application/vnd.api+json": 200, "": 200, "text/plain": 415, "application/x-www-form-urlencoded": 415,
+    "application/jsonp": 415, "multipart/form-data; boundary=application/json": 415, "json": 415,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_body_that_says_it_is_no_json_is_refused_by_the_name_of_the_header(kind, door):
+    answer = door.http.post(TEXT, content=JSON, headers={"content-type": kind} if kind else {})
+    assert answer.status_code == KINDS[kind], answer.text
+    if answer.status_code == 415:
+        assert f"the header content-type is {kind!r}" in answer.json()["error"]["message"]
+        assert "prompt" not in answer.text
+    of_a_page = door.http.post(TEXT, content=JSON, headers={"origin": "http://evil.example"})
+    assert of_a_page.status_code == 415, "a page need not ask before it sends a body without a type"
+
+
+def call(**more):
+    one = {"id": "a", "type": "function", "function": {"name": "find", "arguments": {}, **more}}
+    return [{"role": "assistant", "content": "", "tool_calls": [one]}, MESSAGE]
+
+
+WORDS = "the miller " * 9000
+PLACES = {
+    "content": {"messages": [{"role": "user", "content": WORDS}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": WORDS[:9000]}] * 11}]},
+    "a name": {"messages": [{**MESSAGE, "name": WORDS}]},
+    "an id of a call": {"messages": [MESSAGE, {"role": "tool", "content": "a", "tool_call_id": WORDS}, MESSAGE]},
+    "a called name": {"messages": [MESSAGE, *call(name=WORDS)]},
+    "called arguments": {"messages": [MESSAGE, *call(arguments={"a": [WORDS]})]},
+    "names of arguments": {"messages": [MESSAGE, *call(arguments={WORDS: 1})]},
+    "arguments as text": {"messages": [MESSAGE, *call(arguments=json.dumps({"a": WORDS}))]},
+    "numbers of arguments": {"messages": [MESSAGE, *call(arguments={"a": [*range(20_000)]})]},
+    "a description": {"tools": [tool(description=WORDS)]},
+    "an argument": {"chat_template_kwargs": {"a": WORDS}},
+    "a list of arguments": {"chat_template_kwargs": {"a": [{WORDS[:20_000] + str(one): one} for one in range(5)]}},
+    "a document": {"documents": [WORDS]},
+    "documents": {"documents": [WORDS[: 12_000 + one] for one in range(8)]},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_all_that_a_template_may_write_is_counted_before_it_is_rendered(place, door, monkeypatch):
+    rendered, pieces = [], []
+    noting(monkeypatch, PreTrainedTokenizerBase, "apply_chat_template", lambda *_, **__: rendered.append(1))
+    noting(monkeypatch, PreTrainedTokenizerFast, "encode", lambda _, text, **__: pieces.append(len(text)))
+    refused = door.chat(**PLACES[place])
+    assert refused.status_code == 400, refused.text
+    assert re.search(r"characters of the prompt have more than \d+ tokens", refused.json()["error"]["message"])
+    assert not rendered
+    assert max(pieces) < 20_000
+
+
+def test_what_no_tokenizer_counts_is_bounded_by_its_characters(monkeypatch):
+    noting(monkeypatch, PreTrainedTokenizerFast, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    with pytest.raises(PromptError, match="the prompt has 600000 characters, expected at most 524288"):
+        text_prompt(small_tokenizer(), "\n" * 600_000, [], tokens=TOKENS)
+
+
+def test_a_document_that_a_message_holds_is_counted_once():
+    text = "the miller " * 1500
+    tokens = len(small_tokenizer().encode(text)) + 20
+    assert len(chat_prompt(plain(), [{"role": "user", "content": text}], [text], tokens=tokens).ids) < tokens
+
+
+def plain():
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def test_a_tenant_whose_bodies_stall_holds_up_neither_others_nor_itself(door):
+    opened = [door.begin(1000) for _ in range(LIMITS.bodies * 4)]
+    for key in (KEY, TENANTS[1].api_key):
+        answer = door.http.post(TEXT, content=JSON, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+    assert {status_of(one) for one in opened} == {408, 429}
+
+
+@pytest.fixture
+def lines():
+    """What is logged: of requests, and as an error."""
+    rows, errors = [], []
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            rows.append(record.getMessage())
+
+    class Errors(logging.Handler):
+        def emit(self, record):
+            if record.levelno >= logging.ERROR or record.exc_info:
+                errors.append(record.getMessage())
+
+    level, handlers = access.level, [(access, Lines())]
+    handlers += [(logging.getLogger(name), Errors()) for name in ("", "uvicorn")]
+    for logger, handler in handlers:
+        logger.addHandler(handler)
+    access.setLevel(logging.INFO)
+    yield rows, errors
+    access.setLevel(level)
+    for logger, handler in handlers:
+        logger.removeHandler(handler)
+
+
+def test_clients_that_reset_at_once_leave_a_line_each_and_no_traceback(door, lines):
+    rows, errors = lines
+    head = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 34\r\n\r\n".encode()
+    for part in (b"", head[:40], head, head + JSON[:9], head + JSON):
+        for _ in range(6):
+            opened = connect(door.url)
+            opened.sendall(part)
+            reset(opened)
+    wait_for(lambda: len(rows) >= 12, "the lines of those whose head came whole")
+    wait_for(lambda: not door.limited.running.total(), "the end of all requests")
+    assert door.text().status_code == 200
+    assert not errors
+
+
+def test_guard_says_its_line_also_of_a_client_that_nobody_knows(lines):
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    tenants = Tenants([Tenant()], lambda tenant: None)
+    guard = Guard(None, tenants, Limits(), lambda status: None)
+    scope = {"type": "http", "method": "POST", "path": TEXT, "headers": [], "client": None}
+    asyncio.run(guard(scope, receive, None))
+    assert [line.split(" request=")[0][:33] for line in lines[0]] == [f"- POST {TEXT} - 0.000 s"[:33]]
+    transport = Mock(**{"get_extra_info.return_value": None})
+    protocol = guard.doors.guarded(asyncio.Protocol)()
+    protocol.connection_made(transport)
+    protocol.connection_lost(None)
+
+
+def test_templates_that_take_long_end_and_those_of_clients_that_left_do_not_begin(door, monkeypatch):
+    begun = []
+    noting(monkeypatch, Renderer, "__call__", lambda *_, **given: begun.append(1) if "burn" in given else None)
+    body = {"messages": [MESSAGE], "documents": ["the"], "chat_template_kwargs": {"burn": 90_000}, "max_tokens": 2}
+    content = json.dumps(body).encode()
+    for _ in range(LIMITS.requests):
+        opened = door.begin(len(content), path=CHAT)
+        opened.sendall(content)
+        wait_for(lambda: begun, "a render")
+        opened.close()
+    bert = {"authorization": f"Bearer {TENANTS[1].api_key}"}
+    assert door.http.post(CHAT, json={**body, "chat_template_kwargs": {}}, headers=bert).status_code == 200
+    wait_for(lambda: not door.limited.running.total(), "the end of all requests")
+    assert door.chat(documents=["the"]).status_code == 200
+    assert len(begun) == 1
