@@ -20,14 +20,13 @@ def build_messages(
     most: int | None = None,
     renderer: Callable[..., str] | None = None,
 ) -> TextPrompt:
-    """Render a conversation, or have it rendered, and find its documents; those that are no texts are passed on, too."""
+    """Render a conversation, or have it rendered, and find its documents; those that are no texts go to it, too."""
     _check(tokenizer, messages, template)
     listed = list_documents(documents)
     texts = texts_of(listed)
     given = [one if isinstance(one, Mapping) else for_template(one) for one in listed if not isinstance(one, str)]
     arguments = {"add_generation_prompt": not template.get("continue_final_message", False), **template}
-    arguments |= {"documents": given} if given else {}
-    text = (renderer or render)(tokenizer, messages, **arguments)
+    text = (renderer or render)(tokenizer, messages, **arguments, **({"documents": given} if given else {}))
     return build_text(tokenizer, text, texts, special=False, opening=_is_opening(messages, texts), most=most)
 
 
