@@ -85,7 +85,10 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
         "prefills take turns with steps, and tenants with each other": (
             "serving/prefills.py", "serving/turns.py", "serving/shares.py",
         ),
-        "strangers cannot stop it": ("serving/guard.py", "serving/service.py", "serving/heaps.py"),
+        "strangers cannot stop it": (
+            "serving/guard.py", "serving/service.py", "serving/heaps.py", "serving/rendering.py",
+            "serving/pictures.py",
+        ),
         "sampling as each request asks": ("serving/sampling.py",),
     },
     "integrations": {"vLLM": ("integrations/vllm",), "datasets and Ray": (

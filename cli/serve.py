@@ -14,6 +14,7 @@ from .options import REAL, Correction, Device, Dtype, Model, Ratio, Store, Unver
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
+    from hf_blend.serving.guard import Guard
     from hf_blend.serving.service import Service, Tenant
 
 __all__ = ["serve"]
@@ -118,15 +119,18 @@ def serve(
 
     rows = _tenants(tenants, secret_file, api_key)
     blend = blend_config(selector, recompute_ratio=ratio, is_blind=True, allow_unverified=allow_unverified)
+    limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
     if upstream is not None:
-        _stand_before(upstream, model, blend, rows, host, port)
+        app = _proxy(upstream, model, blend, rows, limits)
+        if access_log:
+            _log_requests()
+        _stand_before(app, upstream, host, port, json)
         return
     plan = {
         "name": served_model_name or _name(model), "location": store, "remote": remote, "correction": correction,
         "secret": read_secret(secret_file), "tenants": rows, "blend": blend, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
     }  # fmt: skip
-    limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
     service = _service(open_model(model, device, dtype, weights), plan, limits)
     say(f"Serving {service.name} in {service.memory}.")
     answers: list[dict[str, Any]] = []
@@ -148,18 +152,28 @@ def serve(
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
 
 
-def _stand_before(upstream: str, model: str | None, config: Any, rows: "list[Tenant]", host: str, port: int) -> None:
-    """Serve as a proxy in front of vLLM."""
-    import uvicorn
-    from transformers import AutoTokenizer
+def _proxy(upstream: str, model: str | None, config: Any, rows: "list[Tenant]", limits: dict[str, int]) -> "Guard":
+    """The application in front of vLLM, which has the model's tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer
 
     from hf_blend.integrations.vllm.proxy import Proxy, make_proxy
+    from hf_blend.serving.wire import Limits
 
     if model is None:
         raise typer.BadParameter("--upstream needs --model, as vLLM has it: its tokenizer is used")
-    proxy = Proxy(AutoTokenizer.from_pretrained(model), config, rows)
-    say(f"Serving http://{host}:{port} in front of {upstream}. Press Ctrl-C to end it.")
-    uvicorn.run(make_proxy(upstream, proxy), host=host, port=port, log_level="warning", server_header=False)
+    tokens = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+    return make_proxy(upstream, Proxy(AutoTokenizer.from_pretrained(model), config, rows, Limits(**limits), tokens))
+
+
+def _stand_before(app: "Guard", upstream: str, host: str, port: int, json: bool) -> None:
+    """Serve as a proxy in front of vLLM."""
+    from hf_blend.serving.run import listen
+
+    def started(url: str, stop: Callable[[], None]) -> None:
+        show({"url": url, "upstream": upstream}, as_json=json)
+        say("Press Ctrl-C to end it.")
+
+    listen(app, host, port, on_start=started)
 
 
 def _name(model: str | None) -> str:

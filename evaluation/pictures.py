@@ -1,24 +1,21 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Messages with images: `data:` URLs are decoded, within bounds, and become a prompt by the model's own processor.
+"""Messages with images: they are decoded, within bounds, and become a prompt by the model's own processor.
 
-Nothing is fetched. What is decoded is one of three formats, and its size is known before its pixels are.
+Nothing is fetched. What an image becomes is bounded by its size before the processor runs.
 """
 
-import base64
-import io
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_blend.errors import PromptError
 from hf_blend.model.modality import placeholder_ids
 from hf_blend.prompt.text import build_text
+from hf_blend.serving.pictures import opened_images, unreadable
 from hf_blend.serving.prompts import MARK, PicturePrompt, is_picture, parts_of
-from hf_blend.serving.wire import Limits, check_count
+from hf_blend.serving.wire import Limits
 
-FORMATS = ("PNG", "JPEG", "WEBP")
-URL = re.compile(r"data:image/[a-z+.-]{1,20};base64,")
+VALUE_BYTES = 12  # of a pixel, as processors compute: three colours in float32
 
 
 class Eyes:
@@ -30,14 +27,24 @@ class Eyes:
 
     def take(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
         """The messages with contents in parts, as chat templates read them, and the images in them, decoded."""
-        urls = [(at, part) for at, message in enumerate(messages) for part in parts_of(message) if is_picture(part)]
-        check_count("images", len(urls), self._limits.images)
-        found, left = list[Any](), self._limits.pixels
-        for at, part in urls:
-            found.append(_decoded(part, f"the image in messages.{at}", left))
-            left -= found[-1].width * found[-1].height
+        found, left = list[Any](), self._limits.image_bytes
+        for what, image in opened_images(messages, self._limits):
+            left -= VALUE_BYTES * self._resized(image, what)
+            if left < 0:
+                raise PromptError(
+                    f"{what} has {image.width} x {image.height} pixels, of which the processor makes more than the "
+                    f"{self._limits.image_bytes} bytes that are taken for a request. Send fewer, or one nearer to a "
+                    "square."
+                )
+            found.append(_decoded(image, what))
         marked = [[MARK if is_picture(part) else part for part in parts_of(message)] for message in messages]
         return [{**row, "content": parts} for row, parts in zip(messages, marked, strict=True)], found
+
+    def _resized(self, image: Any, what: str) -> int:
+        try:
+            return resized_pixels(getattr(self.processor, "image_processor", None), *image.size)
+        except Exception as error:  # of the processor, which raises what it likes
+            raise unreadable(what, error) from error
 
     def prompt(self, text: str, images: Sequence[Any], documents: Sequence[str], most: int | None) -> PicturePrompt:
         """A prompt of what the chat template made, with documents between the images."""
@@ -76,26 +83,37 @@ class Eyes:
         return PicturePrompt(known.ids, spans, opening, arguments=given)
 
 
-def _decoded(part: Mapping[str, Any], what: str, pixels: int) -> Any:
-    """The image of a `data:` URL, in RGB, upright."""
-    from PIL import Image, ImageOps
+def resized_pixels(processor: Any, width: int, height: int) -> int:
+    """How many pixels an image processor makes of an image on its way, by what it is set to.
 
-    given = part.get("image_url")
-    url = given.get("url") if isinstance(given, Mapping) else given
-    start = URL.match(url) if isinstance(url, str) else None
-    if not isinstance(url, str) or start is None:
-        raise PromptError(
-            f"{what} has the URL {url!r:.40}, expected data:image/png;base64,… Nothing is fetched: send the image as "
-            "such."
-        )
+    Where it counts patches, these are what it makes. Else its `shortest_edge` is one: a strip is made as long as it is
+    narrow. Of a grid of tiles the best is taken, as by the processor, and the whole image beside it.
+    """
+    size, (short, long) = getattr(processor, "size", None) or {}, sorted((width, height))
+    square, shortest = (size.get("height") or 0) * (size.get("width") or 0), size.get("shortest_edge")
+    count, grids = (getattr(processor, name, None) for name in ("get_number_of_image_patches", "image_grid_pinpoints"))
+    if count is not None:
+        patches, tile = count(height, width, {}), getattr(processor, "max_image_size", None)
+        side: Any = getattr(tile, "get", lambda name: tile)("longest_edge") or getattr(processor, "patch_size", 1)
+        frames = getattr(processor, "temporal_patch_size", 1)
+        return int((patches[0] if isinstance(patches, tuple) else patches) * (square or side**2) * frames)
+    pixels = square or short * long
+    if shortest:
+        resized = shortest * long // short
+        pixels = shortest * min(resized, size.get("longest_edge") or resized)
+    if grids:
+        from transformers.image_processing_utils import select_best_resolution
+
+        rows, columns = select_best_resolution((height, width), grids)
+        pixels += rows * columns + (shortest or 0) ** 2
+    return int(pixels)
+
+
+def _decoded(image: Any, what: str) -> Any:
+    """An image in RGB, upright."""
+    from PIL import ImageOps
+
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(url[start.end() :], validate=True)), formats=FORMATS)
-        size, is_film = image.size, image.format != "JPEG" and getattr(image, "is_animated", False)
-        if size[0] * size[1] <= pixels and not is_film:
-            return ImageOps.exif_transpose(image).convert("RGB")
+        return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # of a decoder, which raises what it likes
-        raise PromptError(
-            f"{what} cannot be read ({type(error).__name__}), expected {', '.join(FORMATS)}. Send another."
-        ) from error
-    came = "several frames, expected one" if is_film else f"{size[0]} x {size[1]} pixels, expected at most {pixels}"
-    raise PromptError(f"{what} has {came}{'' if is_film else ', which are left of a request'}. Send another.")
+        raise unreadable(what, error) from error

@@ -84,8 +84,9 @@ def for_template(document: Any) -> Mapping[str, Any]:
 
 def absent(texts: Sequence[str], contents: Sequence[str]) -> list[str]:
     """Give the texts that none of the contents has, however their accents are encoded."""
-    composed = [unicodedata.normalize("NFC", content) for content in contents]
-    return [text for text in texts if not any(unicodedata.normalize("NFC", text) in content for content in composed)]
+    composed, own = ([unicodedata.normalize("NFC", text) for text in some] for some in (contents, texts))
+    pairs = zip(texts, own, strict=True)
+    return [text for text, form in pairs if not any(form in content for content in composed)]
 
 
 def _text(document: Any, name: str, expected: str) -> str:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that are messages: the chat template is rendered once, as `apply_chat_template` does, and then read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import PromptError
@@ -18,14 +18,15 @@ def build_messages(
     documents: Any,
     template: Mapping[str, Any],
     most: int | None = None,
+    renderer: Callable[..., str] | None = None,
 ) -> TextPrompt:
-    """Render a conversation and find its documents; those that are no texts are passed to the template, too."""
+    """Render a conversation, or have it rendered, and find its documents; those that are no texts go to it, too."""
     _check(tokenizer, messages, template)
     listed = list_documents(documents)
     texts = texts_of(listed)
     given = [one if isinstance(one, Mapping) else for_template(one) for one in listed if not isinstance(one, str)]
     arguments = {"add_generation_prompt": not template.get("continue_final_message", False), **template}
-    text = render(tokenizer, messages, **arguments, **({"documents": given} if given else {}))
+    text = (renderer or render)(tokenizer, messages, **arguments, **({"documents": given} if given else {}))
     return build_text(tokenizer, text, texts, special=False, opening=_is_opening(messages, texts), most=most)
 
 
@@ -46,7 +47,7 @@ def _plain(message: Mapping[str, Any]) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **arguments: Any) -> str:
     """The text that a chat template makes of messages."""
     try:
         text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)

@@ -173,6 +173,15 @@ class BlendedBatching(ContinuousBatchingManager):
         return max(self.prefills.stuck_s, time.monotonic() - self._begun if is_stepping else 0.0)
 
     @property
+    def lengths(self) -> dict[str, int]:
+        """How many tokens a prompt and its answer may have together: the model's positions, and the engine's cache."""
+        longest = getattr(text_config(self.model), "max_position_embeddings", None)
+        given = self.continuous_batching_config
+        capacity = given.num_blocks * given.page_size if given.num_blocks else None
+        known = {"positions": longest, "tokens of cache": capacity}
+        return {what: limit for what, limit in known.items() if limit is not None}
+
+    @property
     def _scheduler(self) -> BlendedScheduler:
         """Asked for by the engine's threads alone, while it runs."""
         scheduler: BlendedScheduler = self.batch_processor.scheduler  # type: ignore[assignment,union-attr]
@@ -225,14 +234,11 @@ class BlendedBatching(ContinuousBatchingManager):
         self.destroy()
 
     def _check_length(self, tokens: int, new: int | None) -> None:
-        longest = getattr(text_config(self.model), "max_position_embeddings", None)
-        given = self.continuous_batching_config
-        capacity = given.num_blocks * given.page_size if given.num_blocks else None
         if new is not None and (not isinstance(new, int) or new < 1):
             raise PromptError(f"max_new_tokens={new!r}, expected a whole number from 1 on. Ask for a token at least.")
         total = tokens + (new or 1)
-        for limit, what in ((longest, "positions"), (capacity, "tokens of cache")):
-            if limit is not None and total > limit:
+        for what, limit in self.lengths.items():
+            if total > limit:
                 raise PromptError(
                     f"the prompt has {tokens} tokens and up to {new} are to come, but there are {limit} {what}. "
                     "Shorten the prompt, or lower max_new_tokens."

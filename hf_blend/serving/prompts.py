@@ -1,7 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of requests: messages through the model's chat template, or text, with documents that are found in them."""
+"""Prompts of requests: messages through the model's chat template, or text, with documents that are found in them.
 
+All that a template may write is counted before it is rendered, and what it wrote before that is tokenized.
+"""
+
+import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,19 +15,25 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..prompt.documents import absent, leave_out_empty, texts_of
-from ..prompt.messages import build_messages, plain_messages, render
+from ..prompt.messages import build_messages, plain_messages
 from ..prompt.pieces import Span, TextPrompt, tokenize
 from ..prompt.text import build_text
 from ..prompt.tokenizer import front_ids
+from .rendering import Renderer
 from .tools import check_rendered
 
-__all__ = ["MARK", "PicturePrompt", "chat_prompt", "is_picture", "parts_of", "text_prompt"]
+__all__ = [
+    "MARK", "PicturePrompt", "chat_prompt", "check_arguments", "check_chat", "check_text_prompt", "is_picture",
+    "parts_of", "text_prompt",
+]  # fmt: skip
 
 BETWEEN = "\n\n"
 CHARS_PER_TOKEN = 8  # a text of more than that may be too long; it is tokenized by parts first
+MOST_CHARS_PER_TOKEN, MOST_CHARS = 64, 1 << 19  # a text of more than both is no prompt, whatever a tokenizer drops
 PART = 1 << 14  # characters: 5,000 tokens of prose, and 20 ms
 SEAM = 64  # tokens that a part may have more because it was cut off
 MARK = {"type": "image"}  # where a chat template puts an image
+OURS = {"conversation", "messages", "self", "tokenizer"}  # arguments beside those in a signature
 
 
 @dataclass(frozen=True)
@@ -51,41 +62,87 @@ def chat_prompt(
     template: Mapping[str, Any] | None = None,
     tokens: int | None = None,
     eyes: Any = None,
+    render_s: float | None = None,
 ) -> TextPrompt:
     """Render messages with the tokenizer's chat template; a last message of the assistant is continued.
 
-    More documents than `most`, and texts of more than `tokens`, are refused before all of them is tokenized. With
-    images, which `eyes` read, the template is the processor's.
+    More documents than `most`, and texts of more than `tokens`, are refused before all of them is tokenized, and a
+    template that takes longer than `render_s` CPU seconds. With images, which `eyes` read, it is the processor's.
     """
+    listed = _filled(documents)
+    given = check_chat(tokenizer, messages, listed, template or {}, tokens)
     if any(is_picture(part) for message in messages for part in parts_of(message)):
         if eyes is None:
             raise PromptError("image_url came, but the model that is served reads text alone. Leave images out.")
         rendered, images = eyes.take(messages)
-        texts = [{**row, "content": [part for part in row["content"] if part is not MARK]} for row in rendered]
-        given, renderer = plain_messages(texts), eyes.processor
+        renderer = eyes.processor
     else:
-        given, renderer, images = plain_messages(messages), tokenizer, []
-        rendered = given
+        rendered, images, renderer = given, [], tokenizer
     last = next((row for row in reversed(rendered) if row.get("role") == "user"), None)
     if last is None:
         raise PromptError(f"{len(given)} messages came, but none with role 'user' is among them. Send a question.")
-    has_template, listed = getattr(renderer, "chat_template", None) is not None, _filled(documents)
+    has_template = getattr(renderer, "chat_template", None) is not None
     contents = [message["content"] for message in given]
     chunks, added = _added(listed, contents, BETWEEN if has_template else "\n")
-    _check_fits(tokenizer, tokens, added, *contents)
     front = [{"type": "text", "text": added}] if images and added else []
     last["content"] = [*front, *last["content"]] if images else f"{added}{last['content']}"
     arguments = dict(template or {})
     if given[-1]["role"] == "assistant":
         arguments["continue_final_message"] = True
-    check_rendered(renderer, rendered, arguments)
+    timed = Renderer(render_s)
+
+    def render(*given: Any, **arguments: Any) -> str:
+        text = timed(*given, **arguments)
+        _check_fits(tokenizer, tokens, text)
+        return text
+
+    check_rendered(renderer, rendered, arguments, render)
     if images:
         arguments.setdefault("add_generation_prompt", "continue_final_message" not in arguments)
         found: TextPrompt = eyes.prompt(render(renderer, rendered, **arguments), images, chunks, most)
         return found
     if has_template:
-        return build_messages(tokenizer, given, chunks, arguments, most)
+        return build_messages(tokenizer, given, chunks, arguments, most, render)
     return build_text(tokenizer, "".join(message["content"] for message in given), chunks, special=True, most=most)
+
+
+def check_arguments(renderers: Sequence[Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments for the chat template that are those of `apply_chat_template`, or the name of a token."""
+    for one in renderers if arguments else ():
+        own = {*inspect.signature(one.apply_chat_template).parameters, *getattr(one, "special_tokens_map", ())}
+        reserved = sorted(arguments.keys() & (own | OURS))
+        if reserved:
+            raise PromptError(f"chat_template_kwargs has {reserved[0]!r}, which the server sets. Leave it out.")
+
+
+def check_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    documents: Sequence[str],
+    template: Mapping[str, Any],
+    tokens: int | None,
+) -> list[dict[str, Any]]:
+    """The messages with a text as the content of each; more `tokens` than that in all of it are refused."""
+    texts = [{**row, "content": [part for part in parts_of(row) if not is_picture(part)]} for row in messages]
+    given = plain_messages(texts)
+    rest = [{name: value for name, value in row.items() if name not in ("role", "content")} for row in given]
+    others = [row for row in (*rest, dict(template)) if row]
+    written = json.dumps(others, ensure_ascii=False, default=str) if others else ""  # as templates write it
+    contents = [row["content"] for row in given]
+    _check_fits(tokenizer, tokens, *absent(documents, contents), *contents, written)
+    return given
+
+
+def check_text_prompt(
+    tokenizer: Any, prompt: str | Sequence[int], documents: Sequence[str], tokens: int | None
+) -> None:
+    """Refuse a prompt of more tokens."""
+    if isinstance(prompt, str):
+        _check_fits(tokenizer, tokens, *absent(documents, [prompt]), prompt)
+        return
+    _check_fits(tokenizer, tokens, *documents)
+    if tokens is not None and len(prompt) > tokens:
+        raise PromptError(f"the prompt has {len(prompt)} tokens, expected at most {tokens}. Shorten it.")
 
 
 def text_prompt(
@@ -97,11 +154,10 @@ def text_prompt(
 ) -> TextPrompt:
     """A prompt of text or ids, behind documents."""
     texts = _filled(documents)
+    check_text_prompt(tokenizer, prompt, texts, tokens)
     if isinstance(prompt, str):
         chunks, added = _added(texts, [prompt], "\n")
-        _check_fits(tokenizer, tokens, added, prompt)
         return build_text(tokenizer, f"{added}{prompt}", chunks, special=True, most=most)
-    _check_fits(tokenizer, tokens, *texts)
     return _before_ids(tokenizer, _added(texts, [], "\n")[0], tuple(map(int, prompt)))
 
 
@@ -118,12 +174,15 @@ def _check_fits(tokenizer: Any, most: int | None, *texts: str) -> None:
     text, count = "".join(texts), 0
     if most is None or len(text) <= CHARS_PER_TOKEN * most:
         return
+    longest = max(MOST_CHARS_PER_TOKEN * most, MOST_CHARS)
+    if len(text) > longest:
+        raise PromptError(f"the prompt has {len(text)} characters, expected at most {longest}. Shorten it.")
     for start in range(0, len(text), PART):
         count += max(0, len(tokenize(tokenizer, text[start : start + PART])) - SEAM)
         if count > most:
             raise PromptError(
                 f"the first {start + PART} of {len(text)} characters of the prompt have more than {most} tokens, "
-                "expected at most so many, which its positions can hold. Shorten it."
+                "expected at most so many, which the model and its cache can hold. Shorten it."
             )
 
 

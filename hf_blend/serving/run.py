@@ -23,11 +23,12 @@ from ..store import ChunkStore
 from ..store.memory import available_bytes
 from .app import make_app
 from .engine import BlendedBatching
+from .guard import Guard
 from .sampling import add_sampling, greedy
 from .service import Service, Tenant, Tenants
 from .wire import Limits
 
-__all__ = ["ServerPlan", "make_service", "serve"]
+__all__ = ["ServerPlan", "listen", "make_service", "serve"]
 
 OnStart: TypeAlias = Callable[[str, Callable[[], None]], None]
 
@@ -97,7 +98,18 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any =
 
 def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start: OnStart | None = None) -> None:
     """Serve until SIGINT or SIGTERM; requests under way are answered first."""
-    app = make_app(service)
+    listen(make_app(service), host, port, patience_s, on_start, service)
+
+
+def listen(
+    app: Guard,
+    host: str,
+    port: int,
+    patience_s: int = 30,
+    on_start: OnStart | None = None,
+    service: Service | None = None,
+) -> None:
+    """Serve an application until SIGINT or SIGTERM, a server's or a proxy's."""
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=patience_s + LAST_S, timeout_keep_alive=30, http=app.doors.guarded(AutoHTTPProtocol),
@@ -105,9 +117,10 @@ def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start
     try:
         listener = config.bind_socket()
     except SystemExit as error:
-        service.close(0.0)
+        if service is not None:
+            service.close(0.0)
         raise ConfigError(f"port {port} of {host} cannot be listened at. Choose another with --port.") from error
-    server = _Draining(config, service, patience_s)
+    server = uvicorn.Server(config) if service is None else _Draining(config, service, patience_s)
     with listener:
         listener.listen(config.backlog)  # who connects from now on waits until the server is up
         number = listener.getsockname()[1]

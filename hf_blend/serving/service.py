@@ -15,7 +15,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,29 @@ class Busy(HfBlendError):
     """More requests are under way than are taken."""
 
 
+class UnknownModelError(PromptError):
+    """A request names a model that is not served."""
+
+
+@asynccontextmanager
+async def admitted(running: Counter[str], limits: Limits, tenant: Tenant, answers: int = 1) -> AsyncIterator[None]:
+    """Count the answers of a request among those under way, by tenant, while it is.
+
+    A tenant that has none under way waits for no other's.
+    """
+    own, all_of_them = running[tenant.name], running.total()
+    limit = limits.requests if tenant.max_requests is None else tenant.max_requests
+    if answers > 1 and answers > min(limit, limits.requests):
+        raise PromptError(f"{answers} answers were asked for, expected at most {limit}. Ask for fewer at once.")
+    if own + answers > limit or (own and all_of_them + answers > limits.requests):
+        raise Busy(f"{own if own + answers > limit else all_of_them} requests are under way. Try again in a moment.")
+    running[tenant.name] += answers
+    try:
+        yield
+    finally:
+        running[tenant.name] -= answers
+
+
 @dataclass
 class Running:
     """A request that is under way."""
@@ -181,22 +204,9 @@ class Service:
         is_moving = self.engine.stuck_s < self.limits.stuck_s
         return self.engine.is_running() and is_moving and not self.is_draining
 
-    @asynccontextmanager
-    async def admitted(self, tenant: Tenant, answers: int = 1) -> AsyncIterator[None]:
+    def admitted(self, tenant: Tenant, answers: int = 1) -> AbstractAsyncContextManager[None]:
         """Count the answers of a request while it is under way."""
-        own, all_of_them = self.running[tenant.name], self.running.total()
-        limit = self.limits.requests if tenant.max_requests is None else tenant.max_requests
-        if answers > 1 and answers > min(limit, self.limits.requests):
-            raise PromptError(f"{answers} answers were asked for, expected at most {limit}. Ask for fewer at once.")
-        if all_of_them + answers > self.limits.requests or own + answers > limit:
-            raise Busy(
-                f"{own if own + answers > limit else all_of_them} requests are under way. Try again in a moment."
-            )
-        self.running[tenant.name] += answers
-        try:
-            yield
-        finally:
-            self.running[tenant.name] -= answers
+        return admitted(self.running, self.limits, tenant, answers)
 
     async def generate(
         self, tenant: Tenant, asked: Generation, prompt: TextPrompt, sampling: Sampling

@@ -4,7 +4,7 @@
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import PromptError
@@ -28,7 +28,12 @@ HERMES = {  # what models write whose tokenizer does not say how they call: <too
 }
 
 
-def check_rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> None:
+def check_rendered(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template: Mapping[str, Any],
+    render: Callable[..., str] = render,
+) -> None:
     """Refuse what a chat template would leave out without a word."""
     rows = list[tuple[str, Any, Any]]()
     for name in ("name", "tool_calls"):

@@ -10,28 +10,33 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, ValidationError, model_validator
 
 from ..errors import PromptError
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes. `docs/serving.md` has the same rows."""
+    """What a server takes, and a proxy in front of vLLM. `docs/serving.md` has the same rows."""
 
     requests: int = 64  # under way or waiting, of all tenants; each answer of a request counts
     connections: int = 64  # of one address that carry no whole request: silent, half sent, or kept alive
     header_s: float = 20.0  # how long a connection may carry none
     body_bytes: int = 4 << 20  # of a request
     body_s: float = 20.0  # how long its body may take to arrive
+    bodies: int = 64  # of a tenant that arrive at once
+    arriving_bytes: int = 1 << 26  # of them together, of which a single body may be all
     request_s: float = 300.0  # how long it may take altogether
     new_tokens: int = 256  # where an answer is cut that names no length
     documents: int = 256  # of one request, and places of its prompt where they are
     messages: int = 1024  # of one request
+    parts: int = 4096  # of its contents, and tool calls in it
+    render_s: float = 1.0  # CPU seconds that the chat template may take for it
     images: int = 8  # of one request
     pixels: int = 1 << 22  # of its images together
+    aspect_ratio: float = 50.0  # the longer side of an image by the shorter
     image_bytes: int = 1 << 27  # that the processor makes of them
     choices: int = 32  # answers to one request, `n` to each of its prompts
     tools: int = 128  # of one request
@@ -46,9 +51,7 @@ MOST_SEED = 1 << 64
 MOST_LOGPROBS = 20
 MOST_BIASES = 1024
 MOST_CHARS = 400  # of an error
-TEMPLATE_KEYS = frozenset(  # of a chat template, which are the server's
-    "add_generation_prompt chat_template continue_final_message documents messages tools".split()
-)
+MOST_LEVELS = 100  # of lists and objects in each other
 
 TYPE = re.compile(r"(str|int|json|dict|list|literal|constrained-\w+|function-\w+|[A-Z]\w+)(\[.*\])?", re.DOTALL)
 
@@ -58,6 +61,9 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=MOST_TOKENS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Empty: TypeAlias = Annotated[list[Any], Field(max_length=0)]  # of what is not served, the value that asks for nothing
+Ignored: TypeAlias = Annotated[Any, BeforeValidator(lambda given: None)]  # changes no answer, and is not kept
+Row = TypeVar("Row")
+Rows: TypeAlias = Annotated[list[Row], Field(fail_fast=True)]  # all errors of a body take its memory tenfold
 
 
 class _Given(BaseModel):
@@ -68,10 +74,12 @@ class _Given(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, given: Any) -> Any:
-        """Clients send null for what they leave out."""
+        """Clients send null for what they leave out. Of names that are no fields the first is enough."""
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None}
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        odd = next((name for name, value in given.items() if name not in names and value is not None), None)
+        return {name: one for name, one in given.items() if one is not None and (name in names or name == odd)}
 
 
 class FunctionCall(_Given):
@@ -86,7 +94,7 @@ class ToolCall(_Given):
 
     id: str = ""
     type: Literal["function"]
-    index: Any = None
+    index: Ignored = None
     function: FunctionCall
 
 
@@ -94,9 +102,9 @@ class Message(_Given):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Rows[dict[str, Any]] | None = None
     name: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: Rows[ToolCall] = []
     tool_call_id: str = ""
     refusal: Literal[""] = ""
     annotations: Empty = []
@@ -172,32 +180,46 @@ class Generation(_Given):
     logit_bias: Annotated[dict[Annotated[int, Field(ge=0)], Bias], Field(max_length=MOST_BIASES)] = {}
     seed: Annotated[int, Field(ge=-MOST_SEED, le=MOST_SEED)] | None = None
     ignore_eos: bool = False
-    stop: str | list[str] = []
+    stop: str | Rows[str] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat(type="text")
 
-    user: Any = None  # from here on: changes no answer
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
+    user: Ignored = None  # from here on: changes no answer
+    metadata: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    store: Ignored = None
 
-    def check(self, limits: Limits) -> None:
-        """Refuse more than this server takes."""
-        if len(self.stops) > limits.stops or not all(self.stops):
+    @classmethod
+    def count(cls, given: Mapping[str, Any], limits: Limits) -> None:
+        """Refuse a body with more rows than are taken before any of them is looked at, here or by a proxy."""
+        check_count("documents", _rows(given, "documents"), limits.documents)
+        if (stops := _rows(given, "stop")) > limits.stops:
+            raise FieldError("stop", f"stop has {stops} texts, expected at most {limits.stops}, none empty.")
+        biases = given.get("logit_bias")
+        if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+            raise FieldError("logit_bias", f"logit_bias is of {len(biases)} tokens, expected at most {MOST_BIASES}.")
+
+    def bound(self, limits: Limits) -> None:
+        """Refuse more than is taken, here or by a proxy."""
+        if not all(self.stops):
             raise PromptError(f"stop has {len(self.stops)} texts, expected at most {limits.stops}, none empty.")
         longest = max(map(len, self.stops), default=0)
         if longest > limits.stop_chars:
             raise PromptError(f"stop has a text of {longest} characters, expected at most {limits.stop_chars}.")
-        check_count("documents", len(self.documents), limits.documents)
         check_count("answers", self.choices, limits.choices)
+        check_chars("response_format", self.response_format.model_dump(exclude_unset=True), limits)
         if self.json_form is not None:
-            _check_chars("response_format", self.json_form, limits)
-            if self.ignore_eos:
-                raise PromptError("ignore_eos came with an answer that ends with its JSON. Leave one of both out.")
+            check_chars("response_format", self.json_form, limits)
+
+    def check(self, limits: Limits) -> None:
+        """Refuse more than this server takes, and what contradicts itself."""
+        self.bound(limits)
+        if self.json_form is not None and self.ignore_eos:
+            raise PromptError("ignore_eos came with an answer that ends with its JSON. Leave one of both out.")
 
     @property
     def choices(self) -> int:
@@ -231,17 +253,17 @@ class Generation(_Given):
 class ChatRequest(Generation):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Rows[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
-    tools: list[Tool] = []
+    tools: Rows[Tool] = []
     tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
     chat_template_kwargs: dict[str, Any] = {}
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: Rows[Literal["text"]] = ["text"]
 
-    parallel_tool_calls: Any = None  # from here on: changes no answer
-    verbosity: Any = None
+    parallel_tool_calls: Ignored = None  # from here on: changes no answer
+    verbosity: Ignored = None
 
     functions: Empty = []  # from here on: not served
     function_call: Literal["none", "auto"] = "none"
@@ -249,11 +271,25 @@ class ChatRequest(Generation):
     prediction: Literal[False] = False
     web_search_options: Literal[False] = False
 
+    @classmethod
+    def count(cls, given: Mapping[str, Any], limits: Limits) -> None:
+        """As above, and messages, their parts, and tools."""
+        super().count(given, limits)
+        check_count("messages", _rows(given, "messages"), limits.messages)
+        check_count("tools", _rows(given, "tools"), limits.tools)
+        messages = given.get("messages")
+        rows = [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+        parts = sum(_rows(row, name) for row in rows for name in ("content", "tool_calls"))
+        check_count("parts of messages and tool calls", parts, limits.parts)
+
+    def bound(self, limits: Limits) -> None:
+        """As above, and the schemas of tools."""
+        super().bound(limits)
+        check_chars("tools", [tool.function.parameters for tool in self.tools], limits)
+
     def check(self, limits: Limits) -> None:
-        """As above, and messages and tools."""
+        """As above, and what chats alone have."""
         super().check(limits)
-        check_count("messages", len(self.messages), limits.messages)
-        check_count("tools", len(self.tools), limits.tools)
         for number, message in enumerate(self.messages):
             if message.content is None and not message.tool_calls:
                 raise PromptError(f"messages.{number}.content is missing, expected text. Leave the message out.")
@@ -261,14 +297,10 @@ class ChatRequest(Generation):
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
         if (chosen and chosen not in names) or (self.tool_choice == "required" and not names):
             raise PromptError(f"tool_choice is {chosen or 'required'!r:.60}, expected one of tools: {names!r:.80}.")
-        _check_chars("tools", [tool.function.parameters for tool in self.tools], limits)
         if self.top_logprobs and not self.logprobs:
             raise PromptError(f"top_logprobs is {self.top_logprobs}, expected 0 without logprobs. Add logprobs: true.")
         if super().json_form is not None and self.callable:
             raise PromptError("response_format came with tools, expected one of both. Add tool_choice: 'none'.")
-        reserved = TEMPLATE_KEYS & set(self.chat_template_kwargs)
-        if reserved:
-            raise PromptError(f"chat_template_kwargs has {min(reserved)!r}, which the server sets. Leave it out.")
 
     @property
     def callable(self) -> list[Tool]:
@@ -304,13 +336,13 @@ class ChatRequest(Generation):
         return self.top_logprobs if self.logprobs else None
 
 
-Ids = list[TokenId]
+Ids: TypeAlias = Rows[TokenId]
 
 
 class CompletionRequest(Generation):
     """`/v1/completions`."""
 
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: str | Ids | Rows[str] | Rows[Ids]
     chunk_separator: str = ""
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MOST_LOGPROBS)] | None = None
 
@@ -318,11 +350,19 @@ class CompletionRequest(Generation):
     echo: Literal[False] = False
     suffix: Literal[""] = ""
 
-    def check(self, limits: Limits) -> None:
+    @classmethod
+    def count(cls, given: Mapping[str, Any], limits: Limits) -> None:
+        """As above, and prompts, of which each has an answer at least."""
+        super().count(given, limits)
+        prompts = given.get("prompt")
+        if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+            check_count("answers", len(prompts), limits.choices)
+
+    def bound(self, limits: Limits) -> None:
         """As above, and the chunks that prompts are cut into."""
         if not self.prompts:
             raise PromptError("prompt has no text, expected at least one. Send some.")
-        super().check(limits)
+        super().bound(limits)
         texts = [one for one in self.prompts if isinstance(one, str) and self.chunk_separator]
         cuts = max((one.count(self.chunk_separator) for one in texts), default=0)
         check_count("documents", len(self.documents) + max(0, cuts - 1), limits.documents)
@@ -345,6 +385,51 @@ class CompletionRequest(Generation):
         return self.logprobs
 
 
+class FieldError(PromptError):
+    """A body that is no request, and the field where it is not."""
+
+    def __init__(self, param: str | None, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+Request = TypeVar("Request", bound=Generation)
+
+
+def read_request(kind: type[Request], body: bytes, limits: Limits) -> tuple[Request, dict[str, Any]]:
+    """The fields of a request, and its body as it came; a `FieldError` where it is none."""
+    try:
+        given = json.loads(body, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise FieldError(None, "the body is nested too deeply. Send lists and objects of fewer levels.") from error
+    except ValueError as error:  # bytes that are no text, too, and numbers of thousands of digits
+        raise FieldError(None, f"the body is no JSON: {error}. Correct it.") from error
+    if not isinstance(given, dict):
+        raise FieldError(None, f"the body is {reprlib.repr(given)}, expected an object of JSON. Send one.")
+    kind.count(given, limits)
+    _check_levels(given)
+    try:
+        return kind.model_validate(given), given
+    except ValidationError as error:
+        rows = error.errors(include_url=False, include_context=False)
+        raise FieldError(*described([{**row, "loc": ("body", *row["loc"])} for row in rows])) from error
+
+
+def _check_levels(given: Any) -> None:
+    """Refuse what is nested deeper than those who read it after us can follow."""
+    level = [given]
+    for _ in range(MOST_LEVELS):
+        values = (value for row in level for value in (row.values() if isinstance(row, dict) else row))
+        level = [value for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise FieldError(None, f"the body is nested deeper than {MOST_LEVELS} levels. Send fewer.")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def described(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
     """The field of the first error, and what came there, what was expected, and what to do, in a sentence."""
     first, param = errors[0], _field(errors[0])
@@ -365,13 +450,20 @@ def _field(error: Mapping[str, Any]) -> str | None:
     return ".".join(path) or None
 
 
+def _rows(given: Mapping[str, Any], name: str) -> int:
+    """How many rows a field has, if it is a list."""
+    value = given.get(name)
+    return len(value) if isinstance(value, list) else 0
+
+
 def check_count(what: str, count: int, most: int) -> None:
     """Refuse more than is taken."""
     if count > most:
         raise PromptError(f"{count} {what} came, at most {most} are taken. Send fewer.")
 
 
-def _check_chars(what: str, given: Any, limits: Limits) -> None:
+def check_chars(what: str, given: Any, limits: Limits) -> None:
+    """Refuse more JSON than is compiled."""
     chars = len(json.dumps(given))
     if chars > limits.schema_chars:
         raise PromptError(f"{what} has {chars} characters of JSON, expected at most {limits.schema_chars}. Send less.")

@@ -4,10 +4,12 @@
 
 import base64
 import io
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
+import transformers
 from PIL import Image
 from tiny_image_models import KINDS, TEXT
 from transformers import (
@@ -20,8 +22,9 @@ from transformers import (
 
 from hf_blend import BlendCache, BlendConfig
 from hf_blend.cli.serve import _service
+from hf_blend.errors import PromptError
 from hf_blend.evaluation.bundled import open_model
-from hf_blend.evaluation.pictures import Eyes
+from hf_blend.evaluation.pictures import Eyes, resized_pixels
 from hf_blend.serving.prompts import PicturePrompt
 from hf_blend.serving.wire import Limits
 from tests.chat_templates import DOCUMENTS, small_tokenizer
@@ -193,6 +196,7 @@ BAD = {
     "format": (seen(url(drawn(), "BMP")), "expected PNG, JPEG, WEBP"),
     "large": (seen(url(drawn(size=(100, 51)))), "100 x 51 pixels, expected at most 5000"),
     "film": (seen(url(drawn(), "PNG", save_all=True, append_images=[drawn("blue")])), "several frames, expected one"),
+    "a strip": (seen(url(drawn(size=(1, 51)))), "1 x 51 pixels, expected a longer side of at most 50 times"),
     "many": (seen(SMALL, SMALL, SMALL), "3 images came, at most 2 are taken"),
     "large together": (seen(HALF, HALF), "60 x 60 pixels, expected at most 1400"),
     "a place more": ([*seen(SMALL), {"role": "user", "content": "An <image>"}], "the processor refused 1 images"),
@@ -206,3 +210,41 @@ def test_an_image_that_is_not_taken_is_refused_by_name(http, case):
     answer = ask(http, messages)
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
+
+
+SIZES = ((2, 2), (40, 30), (1, 50), (50, 1), (300, 200), (60, 900))
+PROCESSORS = {
+    "CLIPImageProcessorPil": {"size": {"shortest_edge": 32}, "do_center_crop": False},
+    "Qwen2VLImageProcessorPil": {},
+    "Glm4vImageProcessorPil": {},
+    "Idefics3ImageProcessorPil": {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}},
+    "LlavaOnevisionImageProcessorPil": {
+        "size": {"height": 32, "width": 32}, "image_grid_pinpoints": [[32, 32], [32, 96], [96, 32], [96, 96]]
+    },
+    "GotOcr2ImageProcessorPil": {"size": {"height": 32, "width": 32}, "crop_to_patches": True},
+    "SiglipImageProcessorPil": {"size": {"height": 32, "width": 32}},
+    "Idefics2ImageProcessorPil": {"size": {"shortest_edge": 64, "longest_edge": 96}, "do_image_splitting": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_resized_pixels_are_those_that_a_processor_makes(name):
+    processor = getattr(transformers, name)(**PROCESSORS[name])
+    for size in SIZES:
+        made = processor(images=[drawn(size=size)], return_tensors="pt")["pixel_values"]
+        pixels = sum(one.numel() for one in made) / 3
+        assert pixels <= resized_pixels(processor, *size) * 1.1, size
+        assert resized_pixels(processor, *size) <= 6 * pixels, size
+
+
+@pytest.mark.parametrize("size", [(1, 50), (50, 1), (2, 90)])
+def test_eyes_refuse_an_image_that_is_made_too_large_before_the_processor_runs(size, source):
+    ran = []
+    processor = SimpleNamespace(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 336}), __call__=lambda *_, **__: ran.append(1)
+    )
+    eyes = Eyes(processor, source.config, Limits(image_bytes=1 << 25))
+    with pytest.raises(PromptError, match=f"{size[0]} x {size[1]} pixels, of which the processor makes more than"):
+        eyes.take(seen(url(drawn(size=size))))
+    assert not ran
+    assert len(eyes.take(seen(url(drawn(size=(40, 30)))))[1]) == 1

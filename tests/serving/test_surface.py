@@ -18,7 +18,7 @@ from hf_blend.serving.prompts import chat_prompt
 from hf_blend.serving.sampling import Sampling, make_sampling
 from hf_blend.serving.structured import Follows, Grammars
 from hf_blend.serving.tools import Parts
-from hf_blend.serving.wire import CompletionRequest, Limits
+from hf_blend.serving.wire import CompletionRequest, Limits, read_request
 from tests.chat_templates import QWEN3, TOOLS, small_tokenizer
 from tests.serving.processes import running
 
@@ -360,3 +360,28 @@ def test_without_the_library_of_schemas_a_form_is_refused_by_name(http, monkeypa
     assert answer.status_code == 400
     assert "response_format, or a tool that is to be called, needs llguidance" in answer.json()["error"]["message"]
     assert 'pip install "hf-blend[structured]"' in answer.json()["error"]["message"]
+
+
+MANY = {
+    "documents": {"documents": [1] * 200},
+    "prompts": {"prompt": [{}] * 30},
+    "ids": {"prompt": [1] * 2000 + ["a"]},
+    "names": {f"k{number}": 0 for number in range(2000)},
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_read_request_holds_few_errors_however_many_there_are(what, monkeypatch):
+    counts = []
+    monkeypatch.setattr(
+        "hf_blend.serving.wire.described", lambda errors: (counts.append(len(errors)), (None, "no"))[1]
+    )
+    with pytest.raises(PromptError):
+        read_request(CompletionRequest, json.dumps({"prompt": "a", **MANY[what]}).encode(), Limits())
+    assert counts[0] <= 6
+
+
+def test_read_request_keeps_nothing_that_changes_no_answer():
+    given = {"prompt": "a", **{name: [[]] * 1000 for name in ("user", "metadata", "store", "service_tier")}}
+    fields, _ = read_request(CompletionRequest, json.dumps(given).encode(), Limits())
+    assert {getattr(fields, name) for name in given if name != "prompt"} == {None}

@@ -5,108 +5,224 @@
     hf-blend serve --upstream http://127.0.0.1:8001 --model MODEL
 
 A prompt is tokenised here, once: its ids travel with its documents and the salt of its plan, and vLLM takes these ids.
-Everything else of a request, and the answer, passes as it is. Tenants are told apart by their keys; only the proxy
-knows the secrets with which their salts are made, so vLLM itself must be out of their reach.
+All else of a request that is taken, and the answer, passes as it is. Keys, bodies and limits are those of the server.
+Tenants are told apart by their keys; only the proxy knows the secrets with which their salts are made, so vLLM itself
+must be out of their reach.
 """
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ...config import BlendConfig
-from ...errors import HfBlendError, PromptError
-from ...prompt.documents import list_documents
-from ...serving.prompts import chat_prompt, text_prompt
-from ...serving.service import Tenant, Tenants
-from ...serving.wire import error_body
+from ...errors import PromptError
+from ...prompt.pieces import TextPrompt
+from ...serving.guard import Guard, Workers, add_errors, body_of, failed, gone, respond
+from ...serving.pictures import opened_images
+from ...serving.prompts import chat_prompt, check_arguments, check_chat, check_text_prompt, text_prompt
+from ...serving.service import Tenant, Tenants, admitted
+from ...serving.wire import ChatRequest, Generation, Limits, error_body, read_request
+from .fields import UpstreamChat, UpstreamCompletion
 from .plan import plan_salt
 
 __all__ = ["make_proxy"]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+KINDS: dict[str, type[Generation]] = {CHAT: UpstreamChat, COMPLETIONS: UpstreamCompletion}
 OURS = ("cache_salt", "kv_transfer_params")  # fields of vLLM that a client does not set
-KEPT_HEADERS = ("content-type", "accept")
-MOST_BYTES = 4 << 20
+UNBOUNDED = httpx.Limits(max_connections=None)  # requests are counted before
+PROBES = httpx.Limits(max_connections=8)  # for vLLM's health, which strangers may ask for, and its models
+PROBE_S, CONNECT_S = 10.0, 10.0
+CLIENT_GONE = 499
+EVENTS = "text/event-stream"
+
+Made = TypeVar("Made")
 
 
 class Proxy:
-    """What a request becomes before vLLM sees it."""
+    """What a request becomes before vLLM sees it, and how many are under way."""
 
-    def __init__(self, tokenizer: Any, config: BlendConfig, tenants: Sequence[Tenant] = ()) -> None:
-        self._tokenizer, self._config = tokenizer, config
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: BlendConfig,
+        tenants: Sequence[Tenant] = (),
+        limits: Limits | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        """No prompt of more than `tokens` is made, if that is given."""
+        self._tokenizer, self._config, self._tokens = tokenizer, config, tokens
+        self.limits, self.running = limits or Limits(), Counter[str]()
         self.tenants = Tenants(list(tenants) or [Tenant()], lambda tenant: None)  # type: ignore[arg-type,return-value]
 
-    def rewrite(self, path: str, body: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
+    def rewrite(self, fields: Generation, body: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
         """The body for vLLM: a prompt with documents as ids, its documents, and the salt of its plan."""
         given = {name: value for name, value in body.items() if name not in (*OURS, "documents")}
-        documents = list_documents(body.get("documents"))
         salt = partial(plan_salt, config=self._config, tenant=tenant.name, secret=tenant.secret)
-        if not documents:  # no blended block has the salt of an empty plan
+        prompt = self._chat(fields) if isinstance(fields, ChatRequest) else self._text(fields)
+        if prompt is None:  # no blended block has the salt of an empty plan
             return given | ({"cache_salt": salt((), ())} if tenant.name else {})
-        if path == CHAT:
-            template = dict(given.get("chat_template_kwargs") or {})
-            template |= {"tools": given["tools"]} if given.get("tools") else {}
-            prompt = chat_prompt(self._tokenizer, given.get("messages") or [], documents, template=template)
-        else:
-            prompt = text_prompt(self._tokenizer, _one_prompt(given), documents)
         ids, spans = list(prompt.ids), [list(span) for span in prompt.spans()]
         told: dict[str, Any] = {"documents": spans, "tenant": tenant.name}
-        given |= {"prompt": ids} if path == COMPLETIONS else {}
-        told |= {"prompt_token_ids": ids} if path == CHAT else {}
+        if isinstance(fields, ChatRequest):
+            told["prompt_token_ids"] = ids
+        else:
+            given["prompt"] = ids
         return given | {"kv_transfer_params": told, "cache_salt": salt(ids, spans)}
 
+    def _chat(self, fields: ChatRequest) -> TextPrompt | None:
+        """The prompt of a chat with documents; what vLLM makes of others is within the same limits."""
+        check_arguments([self._tokenizer], fields.chat_template_kwargs)
+        messages = [message.for_template() for message in fields.messages]
+        tools = [tool.model_dump(exclude_unset=True) for tool in fields.tools]
+        template = {**fields.chat_template_kwargs, **({"tools": tools} if tools else {})}
+        if fields.documents:
+            given = (fields.documents, self.limits.documents, template, self._tokens, None, self.limits.render_s)
+            return chat_prompt(self._tokenizer, messages, *given)
+        check_chat(self._tokenizer, messages, (), template, self._tokens)
+        list(opened_images(messages, self.limits))
+        return None
 
-def make_proxy(upstream: str, proxy: Proxy, transport: Any = None) -> Starlette:
+    def _text(self, fields: Any) -> TextPrompt | None:
+        """As above, of a completion."""
+        if not fields.documents:
+            for prompt in fields.prompts:
+                check_text_prompt(self._tokenizer, prompt, (), self._tokens)
+            return None
+        if len(fields.prompts) > 1:
+            raise PromptError(f"{len(fields.prompts)} prompts came with documents, expected one. Send them apart.")
+        return text_prompt(self._tokenizer, fields.prompts[0], fields.documents, self.limits.documents, self._tokens)
+
+
+class Relay:
+    """Hands requests to vLLM, and its answers back."""
+
+    def __init__(self, upstream: str, proxy: Proxy, transport: Any = None) -> None:
+        self._proxy, self._workers = proxy, Workers(len(proxy.tenants.stores))
+        given: dict[str, Any] = {"base_url": upstream, "transport": transport}
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_S), limits=UNBOUNDED, **given)
+        self._probes = httpx.AsyncClient(timeout=PROBE_S, limits=PROBES, **given)
+
+    async def probe(self, request: Request) -> Response:
+        """Ask vLLM for something small."""
+        answer = await self._probes.get(request.url.path)
+        return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+
+    async def forward(self, request: Request) -> Response:
+        """Ask vLLM for an answer; a client that goes away is noticed."""
+        proxy, limits, tenant = self._proxy, self._proxy.limits, request.state.tenant
+        fields, given = read_request(KINDS[request.url.path], await body_of(request), limits)
+        fields.bound(limits)
+        until = asyncio.get_running_loop().time() + limits.request_s
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(admitted(proxy.running, limits, tenant, fields.choices))
+            make = partial(self._content, fields, given, tenant)
+            del given
+            async with asyncio.timeout_at(until):
+                answer = await _while_there(request, self._asked(request, make, stack))
+            if answer is None:
+                return Response(status_code=CLIENT_GONE)
+            kind = answer.headers.get("content-type", "")
+            if not kind.startswith(EVENTS):
+                return Response(answer.content, answer.status_code, media_type=kind or None)
+            return _Relayed(_events(request, answer, until), answer.status_code, kind, stack.pop_all())
+
+    async def close(self) -> None:
+        """Close all connections to vLLM."""
+        await self._client.aclose()
+        await self._probes.aclose()
+
+    def _content(self, fields: Generation, given: dict[str, Any], tenant: Tenant) -> bytes:
+        try:
+            return json.dumps(self._proxy.rewrite(fields, given, tenant), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"the body has the character {error.object[error.start]!r}, which is half of a surrogate pair. Leave "
+                "it out."
+            ) from error
+
+    async def _asked(self, request: Request, make: Callable[[], bytes], stack: AsyncExitStack) -> httpx.Response:
+        content = await self._workers.make(request.state.tenant.name, make)
+        headers = {"content-type": "application/json", "accept": request.headers.get("accept", "*/*")}
+        sent = self._client.build_request("POST", request.url.path, content=content, headers=headers)
+        answer = await self._client.send(sent, stream=True)
+        stack.push_async_callback(answer.aclose)
+        if not answer.headers.get("content-type", "").startswith(EVENTS):
+            await answer.aread()
+        return answer
+
+
+class _Relayed(StreamingResponse):
+    """Events of vLLM's; when they end, or the client goes away, so does what holds them."""
+
+    def __init__(self, events: AsyncIterator[bytes], status: int, kind: str, holding: AsyncExitStack) -> None:
+        super().__init__(events, status, media_type=kind)
+        self._holding = holding
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._holding:
+            await super().__call__(scope, receive, send)
+
+
+async def _events(request: Request, answer: httpx.Response, until: float) -> AsyncIterator[bytes]:
+    """The events of an answer; one that breaks off, or takes too long, ends with an error."""
+    parts = answer.aiter_bytes()
+    try:
+        while True:
+            async with asyncio.timeout_at(until):
+                part = await anext(parts, None)
+            if part is None:
+                return
+            yield part
+    except (TimeoutError, httpx.HTTPError) as error:
+        status, body = failed(error, request.state.id) if isinstance(error, TimeoutError) else _unanswered(error)
+        request.state.status = status
+        yield f"data: {json.dumps(body)}\n\n".encode()
+
+
+async def _while_there(request: Request, asking: Coroutine[Any, Any, Made]) -> Made | None:
+    """What is made for a request; None if its client went away before."""
+    task, left = asyncio.ensure_future(asking), asyncio.ensure_future(gone(request))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, left):
+            one.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+def _unanswered(error: Exception) -> tuple[int, dict[str, Any]]:
+    text = f"vLLM does not answer: {type(error).__name__}. Start it, or try again in a moment."
+    return 502, error_body(text, "server_error", "upstream_failed")
+
+
+def make_proxy(upstream: str, proxy: Proxy, transport: Any = None) -> Guard:
     """Make the application in front of vLLM's server at an address such as http://127.0.0.1:8001."""
-    client = httpx.AsyncClient(base_url=upstream, timeout=None, transport=transport)
+    relay = Relay(upstream, proxy, transport)
 
-    async def forward(request: Request) -> Response:
-        tenant = proxy.tenants.find(request.headers.get("authorization"))
-        if tenant is None:
-            return _error(401, "no tenant has this key. Send Authorization: Bearer KEY.")
-        body = await request.body()
-        if len(body) > MOST_BYTES:
-            return _error(413, f"{len(body)} bytes came, at most {MOST_BYTES} are taken. Send fewer.")
-        path = request.url.path
-        try:
-            if request.method == "POST":
-                given = json.loads(body)
-                if not isinstance(given, dict):
-                    raise PromptError(f"the body is {given!r:.60}, expected a JSON object.")
-                body = json.dumps(await asyncio.to_thread(proxy.rewrite, path, given, tenant)).encode()
-        except (HfBlendError, ValueError, TypeError) as error:
-            return _error(400, str(error))
-        headers = {name: request.headers[name] for name in KEPT_HEADERS if name in request.headers}
-        try:
-            sent = client.build_request(request.method, path, content=body, headers=headers)
-            answer = await client.send(sent, stream=True)
-        except httpx.HTTPError as error:
-            return _error(502, f"vLLM does not answer: {type(error).__name__}. Start it, or try again in a moment.")
-        kind = answer.headers.get("content-type")
-        background = BackgroundTask(answer.aclose)
-        return StreamingResponse(answer.aiter_bytes(), answer.status_code, None, kind, background)
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await relay.close()
 
-    routes = [Route(path, forward, methods=["POST"]) for path in (CHAT, COMPLETIONS)]
-    routes += [Route(path, forward, methods=["GET"]) for path in ("/v1/models", "/health")]
-    return Starlette(routes=routes)
+    async def unanswered(request: Request, error: Exception) -> Response:
+        return respond(*_unanswered(error))
 
-
-def _one_prompt(given: dict[str, Any]) -> Any:
-    """The prompt of a completion: a text, or token ids."""
-    prompt = given.get("prompt")
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(one) is int for one in prompt)):
-        raise PromptError(f"prompt is {prompt!r:.60}, expected a text or token ids beside documents. Send one prompt.")
-    return prompt
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    return JSONResponse(error_body(message, "invalid_request_error" if status < 500 else "server_error"), status)
+    routes = [Route(path, relay.forward, methods=["POST"]) for path in KINDS]
+    routes += [Route(path, relay.probe, methods=["GET"]) for path in ("/v1/models", "/health")]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    add_errors(app)
+    app.add_exception_handler(httpx.HTTPError, unanswered)
+    return Guard(app, proxy.tenants, proxy.limits, lambda status: None)
