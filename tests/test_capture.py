@@ -250,7 +250,7 @@ def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, p
     model = tiny_model()
     BlendCache(model, ChunkStore.open("memory://"))  # looked at once, with its store and its probes
     store = ChunkStore.open("memory://")
-    cache = BlendCache(model, store)
+    cache = BlendCache(model, store, selector="ramp")
     inputs, calls = cache.inputs(None, **pieces()), tokens_of_calls(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache, logits_to_keep=1)
@@ -260,7 +260,7 @@ def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, p
         assert (report.computed_chunks, report.loaded_chunks) == (4, 0)
         assert min(report.compute_ms, report.store_ms, report.check_ms) > 0
         calls.clear()
-        again = BlendCache(model, store)
+        again = BlendCache(model, store, selector="ramp")
         model(**again.inputs(None, **pieces()), past_key_values=again, logits_to_keep=1)
     assert calls == [inputs["input_ids"].shape[1]]
     assert (again.report.computed_chunks, again.report.compute_ms, again.report.store_ms) == (0, 0, 0)

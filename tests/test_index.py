@@ -108,7 +108,7 @@ def test_what_it_takes_is_known_before_and_right_to_a_tenth(tmp_path, source, lo
 def test_a_dry_run_says_what_it_takes_and_stores_nothing(tmp_path, run):
     code, out, err = run("index", "--store", tmp_path / "s", "--dry-run", "--json")
     assert not code
-    assert set(json.loads(out)) == {"pieces", "tokens", "nbytes"}
+    assert set(json.loads(out)) == {"pieces", "tokens", "nbytes", "left_out"}
     assert "to compute, about" in err
     assert not (tmp_path / "s").exists()
 

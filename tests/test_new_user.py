@@ -193,7 +193,7 @@ def mistakes():
     yield ["ask", "Who?", "notes", "--chunk-tokens", "4000", "--top-k", "1", "--model", "MODEL", "--max-new-tokens",
            "2040"], "do not fit into the model's 2048 positions"  # fmt: skip
     yield ["ask", "Who?", "notes", "--model", REFERENCE, "--store", "file"], "file"
-    yield ["index", "notes/table.csv", "latin.txt"], "not UTF-8"
+    yield ["index", "latin.txt"], "not UTF-8"
     yield ["index", "notes", "--shard", "4/4"], "NUMBER/COUNT"
     yield ["chat", "-"], "standard input brings the questions"
     yield ["inspect", "Who?", "notes/a.tx"], "a.tx"

@@ -297,6 +297,26 @@ def test_expected_error_sees_what_stock_attention_of_some_rows_of_the_question_s
     assert len(cache.report.chosen_columns[0]) == 11
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_expected_error_reads_no_memory_that_nothing_was_written_to(shared_model, monkeypatch, family):
+    prompt = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [*range(30, 70)]}
+    model, chosen, empty = shared_model(family), [], torch.empty
+    for filling in (None, torch.nan):
+
+        def filled(*size, filling=filling, **given):
+            made = empty(*size, **given)
+            return made if filling is None or not made.is_floating_point() else made.fill_(filling)
+
+        monkeypatch.setattr(torch, "empty", filled)
+        monkeypatch.setattr(
+            torch.Tensor, "new_empty", lambda own, *size, **given: filled(*size, dtype=own.dtype, **given)
+        )
+        cache, logits, _ = blended(model, prompt, selector="expected-error", recompute_ratio=0.2)
+        chosen.append(cache.report.chosen_columns)
+        assert logits.isfinite().all()
+    assert chosen[0] == chosen[1]
+
+
 def test_attention_weights_by_hand():
     queries = torch.tensor([[[[1.0], [2.0]], [[0.0], [1.0]]]])  # two heads, two rows
     keys, values = torch.tensor([[[[1.0], [2.0], [3.0]]]]), torch.tensor([[[[1.0], [10.0], [100.0]]]])

@@ -175,8 +175,7 @@ class Prefill:
         """Take K and V of the active rows, `[batch, kv_heads, rows, head_dim]`, and give back those of all tokens."""
         if index not in self._buffers.used:  # its columns are opened, and what is stored is written
             context, checks = self.context, () if self._is_narrowed else tuple(self._ratios)
-            blank = self._rows is not None and context.plan.has_padding
-            self._buffers.use(index, keys, values, self.stored_chunks, checks, blank)
+            self._buffers.use(index, keys, values, self.stored_chunks, checks, self._written())
             if keys.device.type != "cpu":
                 checks = () if index in self._ratios else checks
                 self._buffers.prefetch([one for one in self._with_keys if one > index], checks, keys.device)
@@ -196,6 +195,14 @@ class Prefill:
             self.reach("keys")
         layer = self.context.layers[index]
         return layer.keys, layer.values
+
+    def _written(self) -> Tensor | None:
+        """`[batch, tokens]`: columns in which K and V will be; None where they will be in all."""
+        context = self.context
+        computed = context.observer.computed if context.is_probe and context.observer is not None else None
+        if self._rows is None or (computed is None and not context.plan.has_padding):
+            return None
+        return context.plan.real if computed is None else context.plan.real & computed
 
     def update_indexer(self, index: int, keys: Tensor) -> Tensor:
         """Take an indexer's keys of the active rows, `[batch, rows, width]`, and give back those of all tokens."""

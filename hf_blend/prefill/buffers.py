@@ -40,11 +40,13 @@ class LayerBuffers:
         values: Tensor,
         stored: Callable[[], list[PlacedChunk]],
         checks: Sequence[int],
-        blank: bool,
+        written: Tensor | None,
     ) -> None:
         """Open a layer's columns and write what is stored, unless it was done with an earlier layer.
 
-        Layers up to the next one of `checks` may be written with it. Shapes: keys `[batch, kv_heads, rows, head_dim]`.
+        Layers up to the next one of `checks` may be written with it; what is not in `written`, if given, is blanked.
+
+        Shapes: keys `[batch, kv_heads, rows, head_dim]`, written `[batch, tokens]`.
         """
         self.used.add(index)
         if index in self.open:
@@ -71,9 +73,9 @@ class LayerBuffers:
             else:
                 self.open |= {one: (several[0][number], several[1][number]) for number, one in enumerate(group)}
             self._first |= dict.fromkeys(group, index)
-            if blank:  # NaN would pass a mask
+            if written is not None:  # NaN would pass a mask
                 for states in several or self.open[index]:
-                    states.masked_fill_(~self._plan.real.to(states.device)[:, None, :, None], 0)
+                    states.masked_fill_(~written.to(states.device)[:, None, :, None], 0)
             if several is not None and len(group) > 1:
                 self._realigner.write(index, chunks, *several)
                 return

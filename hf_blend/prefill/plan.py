@@ -96,6 +96,7 @@ class Plan:
     advice: Advice | None = None
     kept_ratio: float = 1.0
     uneven_chunks: int = 0  # computed because their tokens are at other distances from each other than in the store
+    drafted: Sequence[int] = ()  # of each row, new tokens behind the prompt that was expected: those of a draft
     in_order: int = 0  # so many first tokens of each prompt are at the positions 0, 1, 2 …
     release: Callable[[], object] = lambda: None  # the store may evict the chunks
     _table: Tensor | None = None  # see `token_table`
@@ -125,15 +126,16 @@ class Plan:
         """`[batch, tokens]`: the `fresh` columns that a probe computes, behind the first reusable one `rows` at most.
 
         These are of the question, behind the last reusable column: half of them its last, the others at equal
-        distances. Between chunks none is computed.
+        distances. Between chunks none is computed, and none of a draft.
         """
         active = self.fresh(with_reusable=False)
-        for line, reusable in zip(active, self._marks[1], strict=True):
+        drafts = self.drafted or [0] * len(active)
+        for line, reusable, real, drafted in zip(active, self._marks[1], self._marks[2], drafts, strict=True):
             if not reusable.any():
                 continue
-            first, *_, last = (*np.flatnonzero(reusable)[[0, -1]],)
+            (first, last), columns = np.flatnonzero(reusable)[[0, -1]], np.flatnonzero(real)
             line[first:last] = False
-            line[self.end + 1 :] = False  # drafted tokens, whose logits are asked for as well
+            line[columns[len(columns) - drafted :]] = False
             question = np.flatnonzero(line[last:]) + last
             if len(question) > rows:
                 tail = max(1, rows // 2)
@@ -214,6 +216,7 @@ class Planner:
         plan = Plan([], torch.from_numpy(real), counts, self._config, store=self._store)
         ends = {max(row.end for row in rows), max(row.before for row in rows) + width} if length is None else {length}
         self._frequencies = {frequency_regime(self._text_config, end) for end in ends}
+        plan.drafted = [max(0, row.end - len(row.ids)) for row in rows]
         plan.in_order = min((row.end if row.positions is None else row.positions.in_order for row in rows), default=0)
         found = [self._spans(row, at_beginning) for row in rows]
         unloaded = set[ChunkKey]()

@@ -22,6 +22,7 @@ from transformers import (
 
 from hf_blend import BlendCache, BlendConfig
 from hf_blend.cli.serve import _service
+from hf_blend.config import default_config
 from hf_blend.errors import PromptError
 from hf_blend.evaluation.bundled import open_model
 from hf_blend.evaluation.pictures import Eyes, resized_pixels
@@ -59,7 +60,7 @@ def of(inputs):
 
 def alone(model, store, inputs, **settings):
     """The answer of a lone `BlendCache`, or of stock `generate` where there is no store."""
-    cache = None if store is None else BlendCache(model, store, **settings)
+    cache = None if store is None else BlendCache(model, store, default_config(is_blind=True), **settings)
     given = cache.inputs_with_images(**inputs) if cache is not None else inputs
     output = model.generate(**given, past_key_values=cache, generation_config=generation(max_new_tokens=NEW))
     return output[0, inputs["input_ids"].shape[1] :].tolist()
