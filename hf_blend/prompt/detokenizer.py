@@ -2,9 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text of an answer while its tokens come."""
 
+import functools
+import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # of SentencePiece, for what its vocabulary lacks
+CUT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 MOST_HELD = 16  # tokens; no character has so many
 
 
@@ -20,12 +25,20 @@ class Detokenizer:
         self._tokenizer, self._stops, self._skips_special = tokenizer, stops, skips_special
         self._start = self._read = 0  # tokens: the first of the piece before, the first that is no text yet
         self._held = ""  # text that may begin a stop
+        self._windows = list[int]()  # of each token, the first that was decoded with it
         self.text = ""  # given out so far
+        self.offsets = list[int]()  # of each token, the characters before the one that it is, or is part of
         self.is_stopped = False
 
     def feed(self, tokens: Sequence[int], is_last: bool) -> str:
         """The text that is new."""
-        held = self._held + self._decoded(tokens, is_last)
+        held = self._held
+        for end in range(len(self.offsets) + 1, len(tokens) + 1):
+            self._windows.append(self._start)
+            self.offsets.append(len(self.text) + len(held))
+            held += self._decoded(tokens, end)
+        if is_last:
+            held += self._decoded(tokens, len(tokens), is_last)
         found = [at for at in map(held.find, self._stops) if at >= 0]
         begun = [] if is_last else [_begins(held, stop) for stop in self._stops]
         self.is_stopped = bool(found)
@@ -34,18 +47,58 @@ class Detokenizer:
         self.text += new
         return new
 
-    def _decoded(self, tokens: Sequence[int], is_last: bool) -> str:
-        """The text of the tokens that are new, if they end with a whole character."""
-        before, now = self._decode(tokens[self._start : self._read]), self._decode(tokens[self._start :])
-        if now.endswith("\ufffd") and not is_last and len(tokens) - self._read < MOST_HELD:
+    @property
+    def tokens_given(self) -> int:
+        """How many tokens the text that was given out is of; the last may reach beyond it."""
+        return bisect_left(self.offsets, len(self.text))
+
+    def added(self, tokens: Sequence[int], index: int, candidates: Sequence[int]) -> list[bytes]:
+        """The bytes of the text that each of several tokens is, behind the first `index` of the tokens that were fed.
+
+        Joined, those of an answer are its text. A part of a character has its own bytes, a special token that the text
+        leaves out has none.
+        """
+        front = tokens[self._windows[index] : index]
+        before, found = self._decode(front), list[bytes]()
+        for token in candidates:
+            now = self._decode([*front, token])
+            new = now.removeprefix(before)
+            is_cut = before.endswith(CUT) or CUT in new or not now.startswith(before)
+            found.append(self._own_bytes(token) if is_cut else new.encode())
+        return found
+
+    def _decoded(self, tokens: Sequence[int], end: int, is_last: bool = False) -> str:
+        """The text that token `end - 1` completes, if there is a whole character."""
+        before, now = self._decode(tokens[self._start : self._read]), self._decode(tokens[self._start : end])
+        if now.endswith(CUT) and not is_last and end - self._read < MOST_HELD:
             return ""
-        new = now[len(before) :] if now.startswith(before) else self._decode(tokens[self._read :])
-        if new or len(tokens) - self._start > 2 * MOST_HELD:  # special tokens have no text
-            self._start, self._read = self._read, len(tokens)
+        new = now[len(before) :] if now.startswith(before) else self._decode(tokens[self._read : end])
+        if new or end - self._start > 2 * MOST_HELD:  # special tokens have no text
+            self._start, self._read = self._read, end
         return new
+
+    def _own_bytes(self, token: int) -> bytes:
+        """The bytes of a token, by its name in the vocabulary if that stands for bytes."""
+        name, alone = self._tokenizer.convert_ids_to_tokens(token), self._decode([token])
+        if isinstance(name, bytes):
+            return name
+        name = name or ""  # of an id beyond the vocabulary
+        if matched := BYTE_TOKEN.fullmatch(name):
+            return bytes.fromhex(matched[1])
+        if CUT in alone and all(char in _bytes_of_chars() for char in name):
+            return bytes(_bytes_of_chars()[char] for char in name)
+        return self._decode([token, token])[len(alone) :].encode()  # behind others: a text may begin without its space
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=self._skips_special))
+
+
+@functools.cache
+def _bytes_of_chars() -> dict[str, int]:
+    """The bytes that the characters of byte-level names stand for, as GPT-2's."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 def _begins(text: str, stop: str) -> int:

@@ -5,10 +5,9 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -47,8 +46,43 @@ class Step(NamedTuple):
 
     answer: "Answer"
     parts: list[dict[str, Any]]
-    tokens: int
+    tokens: int  # that the text is of, so far
     reason: str | None
+
+
+class Candidate(NamedTuple):
+    """A token that an answer has, or might have at its place."""
+
+    token: int
+    logprob: float
+    added: bytes  # to the text
+    name: str  # in the vocabulary
+
+    @property
+    def text(self) -> str:
+        r"""As chats have it: bytes that are no whole character as \xf0; the name of one without text."""
+        return self.added.decode("utf-8", "backslashreplace") or self.name
+
+    @property
+    def key(self) -> str:
+        """As completions have it, which have no bytes beside it."""
+        is_whole = not self.added or self.text.encode() == self.added
+        return self.text if is_whole else f"bytes:{self.text}"
+
+    def entry(self) -> dict[str, Any]:
+        """As an element of a list of a chat's."""
+        return {"token": self.text, "logprob": self.logprob, "bytes": list(self.added)}
+
+
+def by_key(row: Sequence[Candidate]) -> dict[str, float]:
+    """The likeliest tokens, and the answer's, which is first of the row; the number of one whose text another has."""
+    own, *top = row
+    keys = {own.key: own.token}
+    for one in top:
+        keys.setdefault(one.key, one.token)
+    rest = [] if own.token in [one.token for one in top] else [own]
+    given = [*top, *rest]
+    return {one.key if keys[one.key] == one.token else f"token_id:{one.token}": one.logprob for one in given}
 
 
 class Answer:
@@ -66,7 +100,7 @@ class Answer:
         self.run: Running | None = None
         self.reason: str | None = None
         self._tokens: list[int] = []  # those of the text
-        self._told = self._offset = 0  # of how many of them, and of the text, the log probabilities were given
+        self._told = 0  # of how many of them the log probabilities were given
 
     async def write(self, tenant: Tenant, put: Put) -> None:
         """Have the engine write it; every step gives the parts of a message that are new, or an error at last."""
@@ -89,7 +123,9 @@ class Answer:
                     if is_over:
                         is_stopped = is_end or self._text.is_stopped
                         self.reason = "tool_calls" if self._parts.has_calls else "stop" if is_stopped else "length"
-                    put(Step(self, parts, len(self._tokens), self.reason))
+                    is_whole = is_over and not self._text.is_stopped
+                    tokens_given = len(self._tokens) if is_whole else self._text.tokens_given
+                    put(Step(self, parts, tokens_given, self.reason))
                     if is_over:
                         break
         except Exception as error:
@@ -100,35 +136,30 @@ class Answer:
         """How its prompt was computed."""
         return (self.run and self._service.engine.outcome(self.run.name)) or Prefilled("plain")
 
-    def logprobs(self, end: int | None = None) -> dict[str, Any] | None:
-        """Log probabilities of the tokens since they were last given."""
+    def logprobs(self, end: int) -> dict[str, Any] | None:
+        """Log probabilities of the first `end` tokens, without those that were given before."""
         if self._fields.alternatives is None:
             return None
-        rows = range(self._told, len(self._tokens) if end is None else end)
-        self._told = rows.stop
-        given = [self._logprob(index) for index in rows]
+        rows = range(self._told, end)
+        self._told = max(end, self._told)
+        given = [self._candidates(index) for index in rows]
         if isinstance(self._fields, ChatRequest):
-            return {"content": [{**one, "top_logprobs": top} for one, top in given], "refusal": None}
-        *offsets, self._offset = accumulate((len(one["token"]) for one, _ in given), initial=self._offset)
+            content = [{**own.entry(), "top_logprobs": [one.entry() for one in top]} for own, *top in given]
+            return {"content": content, "refusal": None}
         return {
-            "tokens": [one["token"] for one, _ in given],
-            "token_logprobs": [one["logprob"] for one, _ in given],
-            "top_logprobs": [{row["token"]: row["logprob"] for row in top} for _, top in given],
-            "text_offset": offsets,
+            "tokens": [own.key for own, *_ in given],
+            "token_logprobs": [own.logprob for own, *_ in given],
+            "top_logprobs": [by_key(row) for row in given],
+            "text_offset": [self._text.offsets[index] for index in rows],
         }
 
-    def _logprob(self, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def _candidates(self, index: int) -> list[Candidate]:
+        """A token, and the likeliest in its place."""
         noted = self._sampling.logprobs[index]
-        top = [self._row(index, token, logprob) for token, logprob in noted.top]
-        return self._row(index, self._tokens[index], noted.logprob), top
-
-    def _row(self, index: int, token: int, logprob: float) -> dict[str, Any]:
-        """A token's text is what it adds behind the one before it."""
-        before = self._tokens[index - 1 : index] if index else []
-        decode = self._service.tokenizer.decode
-        front, decoded = decode(before), decode([*before, token])
-        text = decoded[len(front) :] if decoded.startswith(front) else decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        rows = [(self._tokens[index], noted.logprob), *noted.top]
+        added = self._text.added(self._tokens, index, [token for token, _ in rows])
+        name_of = self._service.tokenizer.convert_ids_to_tokens
+        return [Candidate(*row, own, str(name_of(row[0]) or "")) for row, own in zip(rows, added, strict=True)]
 
 
 class Answering:
@@ -172,12 +203,11 @@ class Answering:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 return Response(status_code=CLIENT_GONE)
-            messages = task.result()
+            rows = task.result()
         finally:
             for one in (task, gone):
                 one.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
-        rows = [self._row(*one, one[0].reason, one[0].logprobs()) for one in zip(self._answers, messages, strict=True)]
         return JSONResponse({**self._head(""), "choices": rows, "usage": self._usage()})
 
     async def stream(self, failed: Callable[[Exception], tuple[int, dict[str, Any]]]) -> Response:
@@ -187,12 +217,15 @@ class Answering:
         return StreamingResponse(self._events(first, steps, failed), media_type="text/event-stream")
 
     async def _collect(self) -> list[dict[str, Any]]:
-        rows = [{"role": "assistant", "content": ""} for _ in range(self._fields.choices)]
+        """All of `choices`."""
+        messages = [{"role": "assistant", "content": ""} for _ in range(self._fields.choices)]
+        logprobs = [dict[str, Any]() for _ in messages]
         async for step in self.steps():
-            row: dict[str, Any] = rows[step.answer.number]
-            for name, value in (pair for part in step.parts for pair in part.items()):
-                row[name] = row[name] + value if name in row else value
-        return [{**row, "content": row["content"] or None} if "tool_calls" in row else row for row in rows]
+            for part in step.parts:
+                _join(messages[step.answer.number], part)
+            _join(logprobs[step.answer.number], step.answer.logprobs(step.tokens) or {})
+        rows = zip(self._answers, messages, logprobs, strict=True)
+        return [self._row(answer, _message(one), answer.reason, given or None) for answer, one, given in rows]
 
     async def _events(
         self, first: Step, steps: AsyncGenerator[Step, None], failed: Callable[[Exception], Any]
@@ -247,6 +280,16 @@ class Answering:
         name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{self._request.state.id}"
         kind = f"chat.completion{end}" if self._is_chat else "text_completion"
         return {"id": name, "object": kind, "created": int(time.time()), "model": self._service.name}
+
+
+def _join(row: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Put more texts and lists behind those that are there."""
+    for name, value in more.items():
+        row[name] = row[name] + value if row.get(name) else value
+
+
+def _message(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "content": row["content"] or None} if "tool_calls" in row else row
 
 
 async def _gone(request: Request) -> None:

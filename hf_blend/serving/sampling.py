@@ -38,6 +38,7 @@ from .wire import Generation
 __all__ = ["DEFAULTS", "NotNumbers", "Sampling", "TokenLogprob", "Watch", "add_sampling", "greedy", "make_sampling"]
 
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of a model's generation_config
+LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
 LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is drawn, and a division would not be finite
 
 
@@ -114,7 +115,7 @@ class Sampling:
             drawn = random.Random(f"{self.seed}/{index}").random() * (1 - 1e-12)
             chosen = torch.searchsorted(sums, sums[:, -1:] * drawn, right=True)[:, 0].clamp_max(sums.shape[1] - 1)
         if self.top_logprobs is not None:
-            own = logits.log_softmax(dim=1)[0]
+            own = logits.float().log_softmax(dim=1)[0].clamp_min(LEAST_LOGPROB)
             values, tokens = own.topk(min(self.top_logprobs, len(own)))
             top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
             self.logprobs[index] = TokenLogprob(float(own[chosen]), top)
