@@ -51,8 +51,8 @@ def small(kind="bytes", template="chatml", model_type="llama", **config):
 def said(chat, question, answer, is_cut=False, end="<|im_end|>", **options):
     """Ask, and have the model answer this; gives the answer and its tokens."""
     ids = chat.tokenizer(answer, add_special_tokens=False)["input_ids"]
-    ids = ids if is_cut else [*ids, chat.tokenizer.convert_tokens_to_ids(end)]
-    text = chat.ask(question, max_new_tokens=len(ids), logits_processor=[Says(ids)], eos_token_id=ids[-1], **options)
+    ids, stop = (ids, None) if is_cut else ([*ids, (last := chat.tokenizer.convert_tokens_to_ids(end))], last)
+    text = chat.ask(question, max_new_tokens=len(ids), logits_processor=[Says(ids)], eos_token_id=stop, **options)
     return text, ids
 
 

@@ -115,7 +115,10 @@ class Conversation:
         content = "".join((*map(_checked, documents), question))
         messages = [*self._messages, {"role": "user", "content": content}]
         prompt, config = self._prompt(messages, documents), BlendConfig.from_dict({**(blend or {})})
-        start = max(len(prompt.history), shared_tokens(prompt.ids, self._said), self._opening)
+        same = shared_tokens(prompt.ids, self._said)
+        if self._said and same < self._opening:  # the beginning is written otherwise than before
+            self._keep_opening(self._opening_tokens(messages))
+        start = max(len(prompt.history), same, self._opening)
         answer_ids = self._answer(prompt, messages, documents, config, options)
         answer = str(self.tokenizer.decode(answer_ids, skip_special_tokens=True)).strip()
         self._messages = [*messages, {"role": "assistant", "content": answer}]
@@ -168,8 +171,8 @@ class Conversation:
         opening = self._opening_tokens(messages)
         check_window(self.cache.window_tokens, max(1, opening))
         session.restore()
-        self._messages, self.turns, self._said, self._opening = messages, turns, said, opening
-        self.cache.keep_tokens = max(1, opening)
+        self._messages, self.turns, self._said = messages, turns, said
+        self._keep_opening(opening)
 
     def _on_device(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], device=input_device(self.model))
@@ -291,6 +294,11 @@ class Conversation:
         question = messages[-1]["content"][len("".join(documents)) :]
         ids = [*ids, *tokenize(self.tokenizer, question)]
         return TextPrompt(tuple(ids), tuple(spans), history=tuple(before))
+
+    def _keep_opening(self, opening: int) -> None:
+        """Let the window keep so many tokens, with which the template begins."""
+        check_window(self.cache.window_tokens, max(1, opening))
+        self._opening, self.cache.keep_tokens = opening, max(1, opening)
 
     def _opening_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
         """With how many tokens the template begins every conversation that has this system prompt; 0 without one."""
