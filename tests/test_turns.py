@@ -5,12 +5,17 @@
 The oracle is `apply_chat_template` over the whole list, and stock `generate` on its tokens.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from tiny_models import tiny_model
 from transformers import DynamicCache, LogitsProcessor
 
+from hf_blend import BlendCache, PromptError
 from hf_blend.context.conversation import Conversation
+from hf_blend.context.session import load_session, save_session
+from hf_blend.errors import ConfigError, StoreError
 from tests.asking import apart, memory
 from tests.chat_templates import DOCUMENTS, TEMPLATES, small_tokenizer
 
@@ -97,8 +102,145 @@ def check_last(chat, messages):
             assert max(apart(one.keys, other.keys), apart(one.values, other.values)) <= 1e-4
 
 
-@pytest.mark.parametrize("number", range(len(TEMPLATES)))
-def test_ask_shows_the_model_the_tokens_of_apply_chat_template(number, tmp_path):
-    template, kind = sorted(TEMPLATES)[number], ("bytes", "spaces")[number % 2]
-    model, tokenizer = small(kind, template)
-    check_last(*talk(model, tokenizer, template, 2 + number % 4, tmp_path if number % 3 else None))
+CASES = [(name, ("bytes", "spaces")[at % 2], 2 + at % 4, at % 3 > 0) for at, name in enumerate(sorted(TEMPLATES))]
+EVERY = [(name, kind, 5, saves) for name in sorted(TEMPLATES) for kind in ("bytes", "spaces") for saves in (False, True)]
+
+
+@pytest.mark.parametrize(("template", "kind", "turns", "saves"), CASES)
+def test_ask_shows_the_model_the_tokens_of_apply_chat_template(template, kind, turns, saves, tmp_path):
+    check_last(*talk(*small(kind, template), template, turns, tmp_path if saves else None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_next", "jamba"])
+@pytest.mark.parametrize(("template", "kind", "turns", "saves"), EVERY)
+def test_ask_shows_any_model_the_tokens_of_apply_chat_template(template, kind, turns, saves, model_type, tmp_path):
+    model, tokenizer = small(kind, template, model_type, num_hidden_layers=4)
+    check_last(*talk(model, tokenizer, template, turns, tmp_path if saves else None))
+
+
+def test_ask_shows_what_the_template_leaves_of_earlier_thinking():
+    chat = Conversation(*small(template="qwen3"))
+    _, ids = said(chat, "Who?", "<think>\nHm.\n</think>\n\nMarta.")
+    said(chat, "Why?", "So.")
+    text = chat.tokenizer.decode(chat.cache.tokens())
+    first = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nMarta.<|im_end|>\n"
+    assert text == f"{first}<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo."
+    assert chat.rewritten_tokens == len(ids) - 1
+
+
+def test_ask_closes_an_answer_that_was_cut_as_the_template_does():
+    chat = Conversation(*small())
+    for question, answer, is_cut in (("Who?", "Marta", True), ("Why?", "So.", False), ("So?", "Yes", True)):
+        _, ids = said(chat, question, answer, is_cut)
+    assert chat.tokenizer.decode([*chat.cache.tokens(), ids[-1]]) == (
+        "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nMarta<|im_end|>\n"
+        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n"
+        "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\nYes"
+    )
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("template", ["chatml", "qwen3", None])
+def test_load_goes_on_as_if_there_had_been_no_save(template, model_type, tmp_path):
+    model, tokenizer = small("spaces", template, model_type, num_hidden_layers=4)
+    window = {"window_tokens": 90 if template else 56}
+    chat = Conversation(model, tokenizer, system="You answer.", **window)
+    chat.save(tmp_path / "empty")
+    for question, answer, is_cut in SCRIPT[:3]:
+        said(chat, question, answer, is_cut)
+    assert chat.cache.shifts
+    before = chat.cache.tokens()
+    chat.save(tmp_path / "chat")
+    assert chat.cache.tokens() == before
+    later = Conversation(model, tokenizer, **window)
+    later.load(tmp_path / "chat")
+    assert (later.turns, later.cache.keep_tokens) == (chat.turns, chat.cache.keep_tokens)
+    for one in (chat, later):
+        one.ask("Is it so?", **PLAIN)
+    assert (later.turns, later.cache.tokens()) == (chat.turns, chat.cache.tokens())
+    later.load(tmp_path / "empty")
+    assert (later.turns, later.cache.tokens()) == ([], [])
+    fresh = Conversation(model, tokenizer, system="You answer.", **window)
+    for one in (fresh, later):
+        one.ask("Is it so?", **PLAIN)
+    assert later.turns == fresh.turns
+
+
+def test_load_refuses_what_holds_no_messages_and_a_bare_cache_takes_up_what_does(tmp_path):
+    chat = Conversation(*small())
+    said(chat, "Who?", "Marta.")
+    save_session(chat.cache, tmp_path / "bare", chat.tokenizer)
+    with pytest.raises(StoreError, match=r"bare holds no messages.*load_session"):
+        chat.load(tmp_path / "bare")
+    save_session(chat.cache, tmp_path / "odd", chat.tokenizer, conversation=b'{"messages": [{"role": 1}]}')
+    with pytest.raises(StoreError, match="odd holds what no session of this model holds"):
+        chat.load(tmp_path / "odd")
+    chat.save(tmp_path / "chat")
+    small_window = Conversation(chat.model, chat.tokenizer, window_tokens=8)
+    whole = Conversation(chat.model, chat.tokenizer, system="You answer from documents, in a few words.")
+    whole.save(tmp_path / "whole")
+    with pytest.raises(ConfigError, match="Give a larger window_tokens"):
+        small_window.load(tmp_path / "whole")
+    assert (small_window.cache.keep_tokens, small_window._messages) == (1, [])
+    cache = type(chat.cache)(chat.model)
+    load_session(cache, tmp_path / "chat", chat.tokenizer)
+    assert cache.tokens() == chat.cache.tokens()
+
+
+@pytest.mark.parametrize("template", ["chatml", None])
+def test_ask_refuses_half_a_surrogate_pair_by_name(template):
+    model, tokenizer = small()
+    tokenizer.chat_template = template and TEMPLATES[template]
+    chat, half = Conversation(model, tokenizer, archive=memory()), "Who\ud83d?"
+    pieces, cache = {"chunks": ["a", "b"], "question": "c"}, BlendCache(model, memory())
+    calls = {
+        "system": lambda: Conversation(model, tokenizer, system=half),
+        "question": lambda: chat.ask(half, max_new_tokens=1),
+        "document": lambda: chat.ask("Who?", [half], max_new_tokens=1),
+        "add": lambda: memory().add(model, tokenizer, [half]),
+        "add_together": lambda: memory().add_together(model, tokenizer, ["a", "b"], separator=half),
+        "text": lambda: cache.inputs_from_text(tokenizer, half),
+        "chunk of a text": lambda: cache.inputs_from_text(tokenizer, "a", [half]),
+        **{name: lambda name=name: cache.inputs(tokenizer, **pieces | {name: half}) for name in ("prefix", "question")},
+        "separator": lambda: cache.inputs(tokenizer, **pieces, separator=half),
+        "chunks": lambda: cache.inputs(tokenizer, **pieces | {"chunks": [half]}),
+    }
+    for name, call in calls.items():
+        with pytest.raises(PromptError, match="half of a surrogate pair"):
+            raise AssertionError((name, call()))
+    said(chat, "Who?", "Marta.")
+
+
+def test_ask_refuses_what_the_template_refuses_and_forgets_the_question():
+    odd = TEMPLATES["chatml"] + "{% if messages[-1].content == 'No' %}{{ raise_exception('No, not so') }}{% endif %}"
+    chat = Conversation(*small(template=odd))
+    said(chat, "Who?", "Marta.")
+    before = chat.cache.tokens(), [*chat._messages]
+    for wrong, reason in (("No", "the chat template refused the 3 messages: .*No, not so"), (b"Who?", "expected")):
+        with pytest.raises(PromptError, match=reason):
+            chat.ask(wrong, max_new_tokens=1)
+        assert (chat.cache.tokens(), chat._messages) == before
+    said(chat, "Why?", "So.")
+    assert len(chat.turns) == 2
+    model, tokenizer = small(template="gemma")
+    with pytest.raises(PromptError, match="System role not supported"):
+        Conversation(model, tokenizer, system="You answer.")
+    for name in ("documents", "tokenize", "add_generation_prompt"):
+        with pytest.raises(PromptError, match=f"{name} was passed for the chat template"):
+            Conversation(model, tokenizer, template={name: 1})
+
+
+def test_ask_renders_all_messages_once_and_tokenises_them_once(monkeypatch):
+    model, tokenizer = small(template="qwen3")
+    chat = Conversation(model, tokenizer, system=SYSTEM)
+    for question, answer, is_cut in SCRIPT[:3]:
+        said(chat, question, answer, is_cut)
+    calls = []
+    for name in ("apply_chat_template", "__call__", "encode"):
+        stock = getattr(type(tokenizer), name)
+        monkeypatch.setattr(
+            type(tokenizer), name, lambda *args, name=name, stock=stock, **kw: calls.append(name) or stock(*args, **kw)
+        )
+    chat.ask("Is it so?", **PLAIN)
+    assert calls == ["apply_chat_template", "__call__"]
