@@ -18,6 +18,7 @@ from hf_blend.context.session import load_session, save_session
 from hf_blend.errors import ConfigError, StoreError
 from tests.asking import apart, memory
 from tests.chat_templates import DOCUMENTS, TEMPLATES, small_tokenizer
+from tests.conftest import slow_but
 
 SYSTEM = "You answer from documents, in a few words."
 SCRIPT = (  # what is asked; what is answered, and whether it was cut there
@@ -244,3 +245,126 @@ def test_ask_renders_all_messages_once_and_tokenises_them_once(monkeypatch):
         )
     chat.ask("Is it so?", **PLAIN)
     assert calls == ["apply_chat_template", "__call__"]
+
+
+def kept_and_last(chat, expected):
+    """What the cache holds are the first tokens that it keeps, and the last ones."""
+    held, keep = chat.cache.tokens(), chat.cache.keep_tokens
+    behind = len(held) - keep
+    assert held == [*expected[:keep], *expected[len(expected) - behind :]]
+    return len(expected) - len(held)
+
+
+WINDOWS = [("chatml", "llama"), ("qwen3", "llama"), ("system_last", "qwen3_next"), ("qwen3", "qwen3_next")]
+
+
+@pytest.mark.parametrize(
+    ("template", "model_type"),
+    slow_but(*WINDOWS[:3], among=WINDOWS),
+)
+def test_ask_behind_a_full_window_shows_what_is_kept_and_the_last_of_what_the_template_writes(template, model_type):
+    model, tokenizer = small("bytes", template, model_type, num_hidden_layers=4)
+    chat, messages = Conversation(model, tokenizer, system="Be brief.", window_tokens=120), []
+    messages.append({"role": "system", "content": "Be brief."})
+    gone, end = 0, ENDS.get(template, "<|im_end|>")
+    for question, answer, is_cut in (SCRIPT * 2)[:7]:
+        with pytest.raises(ZeroDivisionError):
+            chat.ask("Whose garden is it?", stopping_criteria=[lambda *_: 1 // 0], **PLAIN)
+        text, ids = said(chat, question, answer, is_cut, end)
+        messages.append({"role": "user", "content": question})
+        gone = max(gone, kept_and_last(chat, [*written(tokenizer, messages), *ids[:-1]]))
+        assert len(chat.cache.tokens()) <= 120
+        messages.append({"role": "assistant", "content": text})
+    assert gone > 60
+    with pytest.raises(PromptError, match="do not fit a window of 120"):
+        chat.ask("Whose garden is it? " * 30, prefill_chunk_size=200, **PLAIN)
+    said(chat, "Why?", "So.", end=end)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
+def test_ask_reads_all_again_where_the_template_writes_what_has_left_the_window_otherwise(model_type):
+    model, tokenizer = small("bytes", "date", model_type, num_hidden_layers=4)
+    chat = Conversation(model, tokenizer, system="Be brief.", window_tokens=150, template={"date_string": "1 May"})
+    messages = [{"role": "system", "content": "Be brief."}]
+    for number, (question, answer, _) in enumerate((SCRIPT * 2)[:8]):
+        chat.template["date_string"] = date = f"{1 + number // 3} May"
+        text, ids = said(chat, question, answer, end="<|eot_id|>")
+        messages.append({"role": "user", "content": question})
+        kept_and_last(chat, [*written(tokenizer, messages, date_string=date), *ids[:-1]])
+        messages.append({"role": "assistant", "content": text})
+    assert chat.cache.shifts > 1
+
+
+@contextmanager
+def computed(model):
+    """Counts the tokens that a model computes."""
+    counts = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, given: counts.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    yield counts
+    handle.remove()
+
+
+def test_ask_of_a_hybrid_computes_two_turns_again_where_the_template_drops_thinking_and_says_so(caplog):
+    model, tokenizer = small("bytes", "qwen3", "qwen3_next", num_hidden_layers=4)
+    chat, counts = Conversation(model, tokenizer, system=SYSTEM), []
+    for number in range(6):
+        with computed(model) as one:
+            said(chat, f"Who is {number}?", "<think>\nHm.\n</think>\n\nMarta.")
+        counts.append(sum(one))
+    assert max(counts[3:]) < 2 * counts[0] < len(chat.cache.tokens())
+    assert [one for one in caplog.messages if "are computed again" in one] == [caplog.messages[-1]]
+    assert "and states cannot be cut" in caplog.text
+    caplog.clear()
+    plain = Conversation(model, small_with(tokenizer, "chatml"))
+    for number in range(3):
+        said(plain, f"Who is {number}?", "Marta.")
+    assert not caplog.messages
+    assert plain.rewritten_tokens == 0
+
+
+def small_with(tokenizer, template):
+    """The same tokenizer with another template."""
+    tokenizer.chat_template = TEMPLATES[template]
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", ["qwen3", "llama3", "system_last"])
+def test_ask_blends_documents_in_the_tokens_of_apply_chat_template(template):
+    model, tokenizer = small("bytes", template)
+    archive, end = memory(), ENDS.get(template, "<|im_end|>")
+    archive.add(model, tokenizer, DOCUMENTS)
+    chat, messages = Conversation(model, tokenizer, system=SYSTEM, archive=archive), []
+    messages.append({"role": "system", "content": SYSTEM})
+    for documents in ([], DOCUMENTS[:2], DOCUMENTS[1:]):
+        question = "\n\nWho is it?"
+        given = {"documents": documents, "blend": {"recompute_ratio": 1.0}} if documents else {}
+        text, ids = said(chat, question, "<think>\nHm.\n</think>\n\nMarta.", end=end, **given)
+        messages.append({"role": "user", "content": "".join((*documents, question))})
+        assert chat.cache.tokens() == [*written(tokenizer, messages), *ids[:-1]]
+        messages.append({"role": "assistant", "content": text})
+        if documents:
+            assert chat.report.loaded_chunks == 2
+            assert chat.report.reusable_tokens > 0.8 * sum(len(tokenizer(one)["input_ids"]) for one in documents)
+    check_last(chat, messages)
+    with pytest.raises(PromptError, match="documents is 'Lund'"):
+        chat.ask("Who?", "Lund")
+
+
+def test_recall_brings_a_turn_back_and_later_turns_are_behind_it():
+    model, tokenizer = small()
+    chat = Conversation(model, tokenizer, system="Be brief.", window_tokens=120, archive=memory())
+    said(chat, "Who keeps bees?", "Ines Okafor.")
+    for question, answer, is_cut in SCRIPT:
+        said(chat, question, answer, is_cut)
+    assert "bees" not in (text := tokenizer.decode(chat.cache.tokens()))
+    assert chat.recall(0, recompute_ratio=0.3).report.loaded_chunks > 0
+    kept, last = tokenizer.decode(chat.cache.tokens()[: chat.cache.keep_tokens]), text[-60:]
+    said(chat, "Is it so?", "Yes")
+    text = tokenizer.decode(chat.cache.tokens())
+    back = "Who keeps bees?<|im_end|>\n<|im_start|>assistant\nInes Okafor."
+    asked = "<|im_end|>\n<|im_start|>user\nIs it so?<|im_end|>\n<|im_start|>assistant\nYes"
+    assert text.startswith(kept + back)
+    assert asked in text
+    assert last.removesuffix("<|im_end|>") in text

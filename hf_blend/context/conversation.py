@@ -119,7 +119,12 @@ class Conversation:
         if self._said and same < self._opening:  # the beginning is written otherwise than before
             self._keep_opening(self._opening_tokens(messages))
         start = max(len(prompt.history), same, self._opening)
-        answer_ids = self._answer(prompt, messages, documents, config, options)
+        ids, held = self._in_window(prompt.ids, same)
+        self.rewritten_tokens = self.cache.get_seq_length() - held
+        if isinstance(self.cache, StateCache):
+            answer_ids = self.cache.generate(ids, self._question_tokens(prompt, messages), **options)
+        else:
+            answer_ids = self._answer(prompt, ids, held, config if documents else None, options)
         answer = str(self.tokenizer.decode(answer_ids, skip_special_tokens=True)).strip()
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         self._said = [*prompt.ids, *answer_ids[:-1]]
@@ -178,24 +183,14 @@ class Conversation:
         return torch.tensor([list(ids)], device=input_device(self.model))
 
     def _answer(
-        self,
-        prompt: TextPrompt,
-        messages: Sequence[Mapping[str, str]],
-        documents: Sequence[str],
-        config: BlendConfig,
-        options: dict[str, Any],
+        self, prompt: TextPrompt, ids: list[int], held: int, config: BlendConfig | None, options: dict[str, Any]
     ) -> list[int]:
-        """The ids of the answer; the cache holds prompt and answer but for the last token."""
-        held, ids = self.cache.tokens(), self._in_window(prompt.ids)
-        same = min(shared_tokens(ids, held), len(ids) - 1)
-        self.rewritten_tokens = len(held) - same
-        if isinstance(self.cache, StateCache):
-            return self.cache.generate(ids, self._question_tokens(prompt, messages), **options)
+        """The ids of the answer; the cache, of which the first tokens stay, holds all but the last of them then."""
         shifts = self.cache.shifts
-        self._crop(same)
+        self._crop(held)
         try:
-            if documents:
-                ids = self._blended(prompt, ids[same:], config)
+            if config is not None:
+                ids = self._blended(prompt, ids[held:], config)
             new, most = len(ids) - self.cache.get_seq_length(), self._room // 2 or 1
             given = {"prefill_chunk_size": most} if new > most else {}
             inputs = {"input_ids": self._on_device(ids)}
@@ -203,27 +198,30 @@ class Conversation:
             output = self.model.generate(**{**inputs, **given, **options}, past_key_values=self.cache)
         except BaseException:
             if self.cache.shifts != shifts:  # what is still as the template writes it
-                ids, same = prompt.ids, shared_tokens(prompt.ids, self.cache.tokens())
-            self._crop(same)
-            self._said = [*prompt.ids[: len(prompt.ids) - len(ids) + same]]
+                ids, held = [*prompt.ids], shared_tokens(prompt.ids, self.cache.tokens())
+            self._crop(held)
+            self._said = [*prompt.ids[: len(prompt.ids) - len(ids) + held]]
             raise
-        return output[0, len(ids) :].tolist()
+        answer_ids: list[int] = output[0, len(ids) :].tolist()
+        return answer_ids
 
     @property
     def _room(self) -> int:
         return self.cache.window_tokens - self.cache.keep_tokens
 
-    def _in_window(self, ids: Sequence[int]) -> list[int]:
-        """What the model sees of what the template writes, which has no tokens in the place of those that have left.
+    def _in_window(self, ids: Sequence[int], same: int) -> tuple[list[int], int]:
+        """What the model sees of what the template writes, and how many of these tokens are held.
 
-        The last tokens that are held are the last of what was said. As far as the template writes them, and all that
-        has left, as before, what is new comes behind them; else all is read again.
+        `same` of them are as before. The last tokens that are held are the last of what was said: if all that has left
+        the window is written as before, what is new comes behind what is held; else all is read again.
         """
         held, said = self.cache.tokens(), self._said
-        same, behind = shared_tokens(ids, said), shared_tokens(held[::-1], said[::-1])
-        if same >= len(said) - behind and shared_tokens(ids, held) >= self.cache.keep_tokens:
-            return [*held[: len(held) - len(said) + same], *ids[same:]]
-        return [*ids]
+        if held != said:
+            behind, gone = shared_tokens(held[::-1], said[::-1]), len(said) - len(held)
+            begins = shared_tokens(ids, held)
+            is_same = same >= len(said) - behind and begins >= self.cache.keep_tokens
+            ids, same = ([*held[: same - gone], *ids[same:]], same - gone) if is_same else (ids, begins)
+        return [*ids], min(same, len(ids) - 1)
 
     def _crop(self, tokens: int) -> None:
         """Let the cache hold so many tokens at most."""
