@@ -43,6 +43,10 @@ STUB = "x"  # in the place of documents, where the rest of a prompt is measured
 SEARCHED_TURNS = 1  # earlier questions that the next one may mean with a pronoun
 
 
+class NoRoomError(PromptError):
+    """The model has no room for a question with its documents and earlier turns."""
+
+
 @dataclass(frozen=True)
 class Question:
     """A question with its documents: `given` is the request that `answering.request` makes of them."""
@@ -235,7 +239,7 @@ def prepare(
             taken.append(piece)
             room -= len(piece.ids)
     if not taken:
-        raise PromptError(
+        raise NoRoomError(
             f"the question, an answer of {max_new_tokens} tokens and a piece of {len(ranked[0].ids) if ranked else 0} "
             f"tokens do not fit into the model's {source.positions} positions. Take smaller --chunk-tokens or "
             "--max-new-tokens, or a model that reads more."
@@ -258,15 +262,17 @@ class Chat:
     turns: list[Turn] = field(default_factory=list)
 
     def prepare(self, question: str) -> Question:
-        """Retrieve for a question, forgetting the oldest turns as far as they leave no room."""
+        """Retrieve for a question, forgetting the oldest turns that leave no room; none if it cannot be asked."""
+        kept = [*self.turns]
         while True:
             try:
-                made = prepare(self.source, self.retriever, question, self.system, self.max_new_tokens, self.turns)
+                made = prepare(self.source, self.retriever, question, self.system, self.max_new_tokens, kept)
                 break
-            except PromptError:
-                if not self.turns:
+            except NoRoomError:
+                if not kept:
                     raise
-                del self.turns[0]
+                del kept[0]
+        self.turns = kept
         if self.is_fixed and not self.turns:
             self.retriever = Retriever(made.sources)
         return made

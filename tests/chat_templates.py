@@ -1,10 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates with the constructs of published ones, and small tokenizers trained for the tests."""
+"""Chat templates that do what published ones do, each in a file, and small tokenizers trained for the tests."""
 
+import copy
 import functools
+from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 DOCUMENTS = [
@@ -16,6 +18,7 @@ DOCUMENTS = [
     "it, because the ferry's timetable was made by this clock.",
 ]
 QUESTION = "How slow is the clock of the house in whose garden the harbour master keeps bees?"
+THOUGHT = ("<think>", "</think>")
 TOOLS = [
     {
         "type": "function",
@@ -27,83 +30,16 @@ TOOLS = [
     }
 ]
 MARKS = (
-    *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|begin_of_text|>", "<|start_header_id|>"),
-    *("<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|end|>"),
+    *("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|end|>", "<|start_of_role|>", "<|end_of_role|>"),
     *("<|assistant|>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>"),
     *("<|CHATBOT_TOKEN|>", "<results>", "</results>"),
 )
 
-CHATML = """{% for message in messages %}\
-{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}\
-{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-QWEN3 = """{%- if tools %}{{- '<|im_start|>system\n' }}
-{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
-{{- "# Tools\n\nYou may call functions:\n<tools>" }}
-{%- for tool in tools %}{{- "\n" }}{{- tool | tojson }}{%- endfor %}{{- "\n</tools><|im_end|>\n" }}
-{%- elif messages[0].role == 'system' %}
-{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}
-{%- set ns = namespace(last=messages|length - 1) %}
-{%- for message in messages[::-1] %}{%- set index = (messages|length - 1) - loop.index0 %}
-{%- if message.role == 'user' and ns.last == messages|length - 1 %}{%- set ns.last = index %}{%- endif %}{%- endfor %}
-{%- for message in messages %}
-{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-{%- elif message.role == 'assistant' %}{%- set content = message.content %}{%- set reasoning = '' %}
-{%- if '</think>' in content %}
-{%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}
-{%- if loop.index0 > ns.last %}
-{{- '<|im_start|>assistant\n<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
-{%- else %}{{- '<|im_start|>assistant\n' + content }}{%- endif %}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
-{%- endif %}"""
-
-LLAMA3 = """{%- set loop_messages = messages %}{%- for message in loop_messages %}
-{%- set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + \
-'<|eot_id|>' %}
-{%- if loop.index0 == 0 %}{%- set content = bos_token + content %}{%- endif %}{{- content }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
-
-MISTRAL = """{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}
-{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}{{- bos_token }}
-{%- for message in loop_messages %}{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
-{%- if message['role'] == 'user' %}{%- if loop.first and system_message is defined %}
-{{- ' [INST] ' + system_message + '\n\n' + message['content'] + ' [/INST]' }}
-{%- else %}{{- ' [INST] ' + message['content'] + ' [/INST]' }}{%- endif %}
-{%- elif message['role'] == 'assistant' %}{{- ' ' + message['content'] + eos_token }}{%- endif %}{%- endfor %}"""
-
-GEMMA = """{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('System role not supported') }}\
-{%- endif -%}
-{%- for message in messages -%}{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
-{{ '<start_of_turn>' + role + '\n' }}
-{%- if message['content'] is string -%}{{ message['content'] | trim }}
-{%- else -%}{%- for item in message['content'] -%}{%- if item['type'] == 'text' -%}{{ item['text'] | trim }}\
-{%- endif -%}{%- endfor -%}{%- endif -%}{{ '<end_of_turn>\n' }}{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"""
-
-PHI = """{% for message in messages %}{% if message['role'] == 'system' %}\
-{{'<|system|>\n' + message['content'] + '<|end|>\n'}}\
-{% elif message['role'] == 'user' %}{{'<|user|>\n' + message['content'] + '<|end|>\n'}}\
-{% elif message['role'] == 'assistant' %}{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}\
-{% endfor %}\
-{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
-
-COMMAND_R = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}\
-{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}\
-{% set system_message = '## Task and Context\\nYou help people answer their questions.' %}{% endif %}\
-{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + system_message + '<|END_OF_TURN_TOKEN|>' }}\
-{% for message in loop_messages %}{% set content = message['content'] %}\
-{% if message['role'] == 'user' %}\
-{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + content.strip() + '<|END_OF_TURN_TOKEN|>' }}\
-{% elif message['role'] == 'assistant' %}\
-{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' + content.strip() + '<|END_OF_TURN_TOKEN|>' }}{% endif %}{% endfor %}\
-{% if documents %}{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><results>' }}{% for document in documents %}\
-{{ '\nDocument: ' }}{{ loop.index0 }}\n{% for key, value in document.items() %}{{ key }}: {{ value }}\n{% endfor %}\
-{% endfor %}{{ '</results><|END_OF_TURN_TOKEN|>' }}{% endif %}\
-{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
+TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).parent / "templates").glob("*.jinja")}
+CHATML, QWEN3, LLAMA3, MISTRAL, GEMMA, PHI, COMMAND_R = (
+    TEMPLATES[name] for name in ("chatml", "qwen3", "llama3", "mistral", "gemma", "phi", "command_r")
+)
 
 JOINED = "\n\n".join(DOCUMENTS)
 SYSTEM = {"role": "system", "content": "You answer from documents, in a few words."}
@@ -139,9 +75,14 @@ CASES = {
 }
 
 
-@functools.cache
 def small_tokenizer(kind: str = "bytes") -> PreTrainedTokenizerFast:
-    """Train a tokenizer on the documents: "bytes" as GPT-2's, "spaces" as those of SentencePiece, with BOS."""
+    """A tokenizer of its own for each caller: "bytes" as GPT-2's, "spaces" as those of SentencePiece, with BOS."""
+    return copy.deepcopy(_trained(kind))
+
+
+@functools.cache
+def _trained(kind: str) -> PreTrainedTokenizerFast:
+    """Train a tokenizer on the documents."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=kind == "spaces", unk_token="<unk>" if kind == "spaces" else None))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if kind == "bytes":
@@ -158,5 +99,6 @@ def small_tokenizer(kind: str = "bytes") -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=[*special, *extra], show_progress=False, **given)
     tokenizer.train_from_iterator([JOINED, *DOCUMENTS, QUESTION, SYSTEM["content"]], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in THOUGHT])  # text, as in published ones
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)

@@ -16,12 +16,14 @@ import torch
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.cli.main import main
+from hf_blend.errors import PromptError
 from hf_blend.evaluation import asking
 from hf_blend.evaluation.answering import Turn, request
 from hf_blend.evaluation.asking import Chat
 from hf_blend.evaluation.bundled import handbook_questions, open_model
 from hf_blend.evaluation.retrieving import Piece, Retriever
 from hf_blend.loading.profile import Point, Profile
+from tests.chat_templates import CHATML, TEMPLATES
 
 SHORT = ("--max-new-tokens", "4")
 
@@ -147,10 +149,6 @@ def test_the_kl_is_that_of_two_forced_answers(source, model, monkeypatch):
 
 
 TEXTS = {"a.txt": "Mara keeps the light.\n", "b.txt": "Tomas repairs boats.\n", "c.txt": "The mill is old.\n"}
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -179,13 +177,20 @@ def make(source, model):
     return made
 
 
-@pytest.mark.parametrize("template", [None, CHATML])
+@pytest.mark.parametrize("template", [None, "chatml", "deepseek", "gemma", "mistral", "qwen3", "system_last"])
 def test_an_answer_in_any_turn_is_that_of_a_full_prefill_of_the_same_prompt(make, source, model, template):
-    talk = make(template=template)
+    talk = make(template=template and TEMPLATES[template])
     for question in ("Who keeps the light?", "Who repairs boats?"):
         asked = talk.prepare(question)
         got = talk.answer(asked)
         ids = got.input_ids[None]
+        if template:
+            messages = asked.given["messages"]
+            stock = source.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            assert got.input_ids.tolist() == stock["input_ids"]
+            assert [one["content"] for one in messages if one["role"] == "assistant"] == [
+                turn.answer for turn in talk.turns[:-1]
+            ]
         full = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
         text = source.tokenizer.decode(full[0, ids.shape[1] :], skip_special_tokens=True).strip()
         assert got.text == text
@@ -232,6 +237,22 @@ def test_the_oldest_turns_leave_when_there_is_no_room(make):
     asked = talk.prepare("Who?")
     assert [turn.question for turn in talk.turns] == ["c"]
     assert asked.sources
+
+
+def test_a_chat_forgets_no_turn_for_a_question_that_cannot_be_asked(make):
+    odd = CHATML + "{% if messages[-1].content == 'No' %}{{ raise_exception('not so') }}{% endif %}"
+    talk = make(template=odd)
+    talk.turns += [Turn("Who?", "Tomas."), Turn("Why?", "So.")]
+    for wrong, reason in (
+        ("No", "refused .*not so"),
+        ("Who\ud83d?", "half of a surrogate"),
+        ("a " * 2100, "do not fit"),
+    ):
+        with pytest.raises(PromptError, match=reason):
+            talk.answer(talk.prepare(wrong))
+        assert [turn.question for turn in talk.turns] == ["Who?", "Why?"]
+    assert talk.answer(talk.prepare("And?")).input_ids.numel() > 0
+    assert len(talk.turns) == 3
 
 
 def test_the_command_streams_answers_names_sources_and_ends(tmp_path, monkeypatch, run, model_folder):

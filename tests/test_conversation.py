@@ -187,8 +187,7 @@ def test_a_conversation_of_a_hybrid_is_the_stock_model_on_the_text_that_stays(re
     chat.save(tmp_path / "chat")
     other = Conversation(model, tokenizer, window_tokens=60)
     other.load(tmp_path / "chat")
-    assert other.cache.tokens() == [*before, said[-1]]
-    other._messages = [*chat._messages]
+    assert other.cache.tokens() == before
     assert other.ask("Where does Mara live?", **few) == chat.ask("Where does Mara live?", **few)
     state = other.cache.state()
     name = next(one for one in state if "recurrent" in one or "conv" in one)
@@ -222,7 +221,6 @@ def test_a_conversation_of_a_hybrid_in_8_bits_is_the_stock_model_on_a_cache_that
     chat.save(tmp_path / "chat")
     later = Conversation(model, tokenizer, kv_bits=8)
     later.load(tmp_path / "chat")
-    later._messages = [*chat._messages]
     assert [*map(type, later.cache._cache.layers)] == [*map(type, chat.cache._cache.layers)]
     for one, again in zip(chat.cache.state().values(), later.cache.state().values(), strict=True):
         torch.testing.assert_close(one, again, rtol=0, atol=1e-6)

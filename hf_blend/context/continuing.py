@@ -78,8 +78,9 @@ class StockForm:
             if axis is None:  # a state that records its past, for assisted decoding, holds more than is needed
                 taken[name] = tensor[..., -own[name].shape[-1] :] if name in own else tensor
             else:
-                first = max(0, tensor.shape[axis] - _window(layer)) if _window(layer) else start
-                taken[name] = tensor.narrow(axis, first, tensor.shape[axis] - first)
+                held = tensor.shape[axis]
+                first, last = (max(0, held - _window(layer)), held) if _window(layer) else (start, min(stop, held))
+                taken[name] = tensor.narrow(axis, first, last - first)
         return taken
 
     def check(self, parts: Parts, start: int, stop: int) -> None:

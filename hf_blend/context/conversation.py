@@ -7,12 +7,14 @@
     chat.save("chat.session")
     chat.recall(0)                      # the first turn was shifted out: bring it back
 
-A question that fails is forgotten: the conversation is as before, unless its window had to be shifted already.
+Each question has all messages rendered by the chat template, as `apply_chat_template` does, and the model sees these
+tokens. What the cache holds of the same beginning stays, whatever is behind it is forgotten, and the rest is computed:
+a template may write earlier turns otherwise than before. A question that fails is forgotten.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.blend_cache import BlendCache
-from ..errors import ConfigError, PromptError
+from ..config import BlendConfig
+from ..errors import ConfigError, PromptError, StoreError
 from ..model.anatomy import other_states, refuse_extended, text_config
 from ..model.author import author_of
 from ..model.modality import placeholder_ids
@@ -28,17 +31,25 @@ from ..model.placement import input_device
 from ..prefill.notices import other_author
 from ..prefill.report import BlendReport
 from ..prompt.documents import texts_of
+from ..prompt.messages import build_messages, check_template, has_template, render
+from ..prompt.pieces import NamedPrompt, Span, TextPrompt, check_text, shared_tokens, tokenize, tokenize_chunks
 from ..prompt.tokenizer import front_ids
 from ..store import ChunkStore
-from .reuse import chunk_of, continued, take_back
-from .sequence_cache import ShiftCache
-from .session import load_session, save_session
-from .state_cache import StateCache
+from .reuse import chunk_of, continued, expect, take_back
+from .sequence_cache import ShiftCache, check_window
+from .session import read_session, save_session
+from .state_cache import END, StateCache
+
+_OURS = ("add_generation_prompt", "continue_final_message", "documents")  # arguments of templates that are no choice
+_SEAM_TOKENS = 8  # so many tokens more may belong to the mark before a question
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer: texts, and all of its token ids, marks of the chat template included."""
+    """A question and its answer: texts, and the token ids that came with them, marks of the chat template included.
+
+    What the template writes otherwise than before, in front of the question, came with it.
+    """
 
     question: str
     answer: str
@@ -48,8 +59,13 @@ class Turn:
 class Conversation:
     """One conversation with one model. The window bounds its cache; the archive, if there is one, keeps all turns.
 
-    The states of a hybrid model are kept behind each turn, and saved with its K and V. They cannot be moved: where its
-    window is full, what stays is prefilled again, documents are computed, and there is no archive.
+    Where the window is full, the model sees the first tokens and the last ones of what the template writes. Should the
+    template write something else before the last ones, all is read again. `rewritten_tokens` says how many of the
+    tokens that were held the last question found written otherwise.
+
+    The states of a hybrid model are kept behind each turn, and saved with its K and V. They cannot be moved or cut:
+    where its window is full, or the template writes earlier turns otherwise, what stays is prefilled again, from a
+    saved state if there is one; documents are computed, and there is no archive.
     """
 
     def __init__(
@@ -62,13 +78,16 @@ class Conversation:
         archive: ChunkStore | None = None,
         kv_bits: int | None = None,
         allow_unverified: bool = False,
+        template: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin."""
+        """Begin; `template` has further arguments of `apply_chat_template`, such as `tools` or `enable_thinking`."""
         self.model, self.tokenizer, self.archive = model, tokenizer, archive
-        self._messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._waiting = self._encode(self._text(False), first=True)  # ids that are not in the cache yet
+        self.template = check_template(template or {}, *_OURS)
+        self._messages: list[dict[str, str]] = [{"role": "system", "content": _checked(system)}] if system else []
+        self._said: list[int] = []  # what was computed of the conversation, also what has left the window
         window: dict[str, Any] = {"window_tokens": window_tokens, "kv_bits": kv_bits}
-        window["keep_tokens"] = max(1, len(self._waiting))
+        self._opening = self._opening_tokens(self._messages)
+        window["keep_tokens"] = max(1, self._opening)
         if not other_states(text_config(model), only_keys=True):
             self.cache: Any = ShiftCache(model, **window, allow_unverified=allow_unverified)
         elif archive is None:
@@ -79,6 +98,7 @@ class Conversation:
                 "but K and V alone are expected. Leave archive out."
             )
         self.turns: list[Turn] = []
+        self.rewritten_tokens = 0
         self._notice = ""  # of the last question
         self.report: BlendReport | None = None  # of the last question that came with documents, or has a notice
 
@@ -90,24 +110,30 @@ class Conversation:
         Documents are put before the question as they are, from the archive or computed alone, and blended behind what
         the conversation holds; `blend` has settings of `BlendConfig`, `report` what it cost.
         """
-        if not question:
-            raise PromptError("the question is empty, expected some text. Ask something.")
+        if not _checked(question):
+            raise PromptError(f"the question is empty, {question!r}, expected some text. Ask something.")
         if self.archive is not None:
             refuse_extended(self.model)
             author_of(self.model).stored_name()
         documents = texts_of(documents)
-        before, content = self._text(False), "".join((*documents, question))
-        self._messages.append({"role": "user", "content": content})
-        text, first = self._text(True)[len(before) :], not before and not self._waiting
-        try:
-            question_ids, answer_ids = self._answer(text, first, documents, blend or {}, options)
-        except BaseException:
-            self._messages.pop()
-            raise
+        content = "".join((*map(_checked, documents), question))
+        messages = [*self._messages, {"role": "user", "content": content}]
+        prompt, config = self._prompt(messages, documents), BlendConfig.from_dict({**(blend or {})})
+        self._recompute()
+        same = shared_tokens(prompt.ids, self._said)
+        if self._said and same < self._opening:  # the beginning is written otherwise than before
+            self._keep_opening(self._opening_tokens(messages))
+        start = max(len(prompt.history), same, self._opening)
+        ids, held = self._in_window(prompt.ids, same)
+        self.rewritten_tokens = self.cache.get_seq_length() - held
+        if isinstance(self.cache, StateCache):
+            answer_ids = self.cache.generate(ids, self._question_tokens(prompt, messages), **options)
+        else:
+            answer_ids = self._answer(prompt, ids, held, config if documents else None, options)
         answer = str(self.tokenizer.decode(answer_ids, skip_special_tokens=True)).strip()
-        self._messages.append({"role": "assistant", "content": answer})
-        self._waiting = answer_ids[-1:]
-        self._remember(Turn(content, answer, (*question_ids, *answer_ids)))
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
+        self._said = [*prompt.ids, *answer_ids[:-1]]
+        self._remember(Turn(content, answer, (*prompt.ids[start:], *answer_ids)))
         return answer
 
     def recall(self, turn: int, **settings: Any) -> BlendCache:
@@ -119,8 +145,8 @@ class Conversation:
             raise ConfigError(
                 f"turn {turn} of {len(self.turns)} cannot be recalled: an archive and a turn from 0 on are expected."
             )
-        held = self.cache.tokens()
-        keep, recalled = self.cache.keep_tokens, self.turns[turn].token_ids[:-1]
+        held, keep = self.cache.tokens(), self.cache.keep_tokens
+        recalled = self.turns[turn].token_ids[0 if turn or self._opening else keep : -1]
         room = self.cache.window_tokens - keep - len(recalled) - 1
         rest = held[max(keep, len(held) - max(0, room)) :]
         if room < 0:
@@ -138,52 +164,82 @@ class Conversation:
         return blend
 
     def save(self, path: str | Path) -> int:
-        """Write the cache to a file; gives its size in bytes. Texts and archive are not part of it."""
-        self._flush()
-        return save_session(self.cache, path, self.tokenizer)
+        """Write cache, messages and turns to a file; gives its size in bytes. The archive is not part of it."""
+        content = {"messages": self._messages, "turns": list(map(asdict, self.turns)), "said": self._said}
+        return save_session(self.cache, path, self.tokenizer, conversation=json.dumps(content).encode())
 
     def load(self, path: str | Path) -> None:
-        """Go on from a saved cache; a file that does not fit leaves the conversation as it was."""
-        load_session(self.cache, path, self.tokenizer)
-        self._waiting = []
+        """Go on as if there had been no save; a file that does not fit leaves the conversation as it was."""
+        session = read_session(self.cache, path, self.tokenizer)
+        if not session.conversation:
+            raise StoreError(
+                f"the session {path} holds no messages, but a file of Conversation.save is expected: the template "
+                "writes them again for the next question. Take it up with load_session into a cache."
+            )
+        with session.refusing():
+            messages, turns, said = _parsed(session.conversation)
+        opening = self._opening_tokens(messages)
+        check_window(self.cache.window_tokens, max(1, opening))
+        session.restore()
+        self._messages, self.turns, self._said = messages, turns, said
+        self._keep_opening(opening)
 
     def _on_device(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], device=input_device(self.model))
 
     def _answer(
-        self, text: str, first: bool, documents: Sequence[str], blend: Mapping[str, Any], options: dict[str, Any]
-    ) -> tuple[list[int], list[int]]:
-        """The ids of the question, and of its answer, both of which the cache holds but for the last token."""
-        self._recompute()
-        if isinstance(self.cache, StateCache):
-            question_ids = self._encode(text, first)
-            return question_ids, self.cache.generate([*self._waiting, *question_ids], **options)
-        held, shifts = self.cache.get_seq_length(), self.cache.shifts
+        self, prompt: TextPrompt, ids: list[int], held: int, config: BlendConfig | None, options: dict[str, Any]
+    ) -> list[int]:
+        """The ids of the answer; the cache, of which the first tokens stay, holds all but the last of them then."""
+        shifts = self.cache.shifts
+        self._crop(held)
         try:
-            question_ids = self._blended(text, first, documents, blend) if documents else self._encode(text, first)
-            new = question_ids[-1:] if documents else [*self._waiting, *question_ids]
-            prompt, room = [*self.cache.tokens(), *new], self.cache.window_tokens - self.cache.keep_tokens
-            ids, most = self._on_device(prompt), max(1, room // 2)
-            given = {"attention_mask": torch.ones_like(ids)} | (
-                {"prefill_chunk_size": most} if len(new) > most else {}
-            )
-            output = self.model.generate(ids, past_key_values=self.cache, **{**given, **options})
+            if config is not None:
+                ids = self._blended(prompt, ids[held:], config)
+            new, most = len(ids) - self.cache.get_seq_length(), self._room // 2 or 1
+            given = {"prefill_chunk_size": most} if new > most else {}
+            inputs = {"input_ids": self._on_device(ids)}
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            output = self.model.generate(**{**inputs, **given, **options}, past_key_values=self.cache)
         except BaseException:
-            if self.cache.shifts == shifts:
-                self.cache.crop(held - self.cache.get_seq_length())
+            if self.cache.shifts != shifts:  # what is still as the template writes it
+                ids, held = [*prompt.ids], shared_tokens(prompt.ids, self.cache.tokens())
+            self._crop(held)
+            self._said = [*prompt.ids[: len(prompt.ids) - len(ids) + held]]
             raise
-        return question_ids, output[0, len(prompt) :].tolist()
+        answer_ids: list[int] = output[0, len(ids) :].tolist()
+        return answer_ids
 
-    def _flush(self) -> None:
-        """Bring into the cache what is not there yet: the last token of the last answer."""
-        if self._waiting:
-            self._recompute()
-        if self._waiting and isinstance(self.cache, StateCache):
-            self.cache.extend(self._waiting)
-        elif self._waiting:
-            with torch.no_grad(), self.cache:
-                self.model(self._on_device(self._waiting), past_key_values=self.cache)
-        self._waiting = []
+    @property
+    def _room(self) -> int:
+        return self.cache.window_tokens - self.cache.keep_tokens
+
+    def _in_window(self, ids: Sequence[int], same: int) -> tuple[list[int], int]:
+        """What the model sees of what the template writes, and how many of these tokens are held.
+
+        `same` of them are as before. The last tokens that are held are the last of what was said: if all that has left
+        the window is written as before, what is new comes behind what is held; else all is read again.
+        """
+        held, said = self.cache.tokens(), self._said
+        if held != said:
+            behind, gone = shared_tokens(held[::-1], said[::-1]), len(said) - len(held)
+            begins = shared_tokens(ids, held)
+            is_same = same >= len(said) - behind and begins >= self.cache.keep_tokens
+            ids, same = ([*held[: same - gone], *ids[same:]], same - gone) if is_same else (ids, begins)
+        return [*ids], min(same, len(ids) - 1)
+
+    def _crop(self, tokens: int) -> None:
+        """Let the cache hold so many tokens at most."""
+        if (more := self.cache.get_seq_length() - tokens) > 0:
+            self.cache.crop(-more)
+
+    def _question_tokens(self, prompt: TextPrompt, messages: Sequence[Mapping[str, str]]) -> int:
+        """How many tokens from the last question on a prompt has, at most; what is before it may leave a window."""
+        if not has_template(self.tokenizer, self.template):
+            return len(prompt.ids) - len(prompt.history)
+        text = render(self.tokenizer, messages, **self._template)
+        start = text.rfind(messages[-1]["content"].strip())
+        return len(tokenize(self.tokenizer, text[max(0, start) :])) + _SEAM_TOKENS
 
     def _recompute(self) -> None:
         """Have computed again what the cache holds of the model when it was another one, and say so in the report."""
@@ -194,9 +250,11 @@ class Conversation:
 
     def _remember(self, turn: Turn) -> None:
         self.turns.append(turn)
-        held = self.cache.get_seq_length()
-        if self.archive is not None and held - len(turn.token_ids) + 1 >= self.cache.keep_tokens:
-            self._keep_chunk(held - len(turn.token_ids) + 1, held)  # its last token is not in the cache yet
+        held, keep = self.cache.get_seq_length(), self.cache.keep_tokens
+        start = held - len(turn.token_ids) + 1  # its last token is not in the cache yet
+        is_first = len(self.turns) == 1
+        if self.archive is not None and (start >= keep or (is_first and start == 0)):
+            self._keep_chunk(max(start, keep), held)
 
     def _keep_chunk(self, start: int, stop: int) -> None:
         self.cache.compact()
@@ -204,40 +262,93 @@ class Conversation:
         if self.archive is not None and is_text:
             self.archive.put(chunk_of(self.cache, start, stop))
 
-    def _blended(self, text: str, first: bool, documents: Sequence[str], settings: Mapping[str, Any]) -> list[int]:
-        """Compute what is new with its documents blended, but for the last token; gives the ids of `text`."""
-        head, found, tail = text.partition("".join(documents))
-        if not found:
-            raise PromptError(
-                f"{len(documents)} documents are not in what the chat template writes, {text!r:.40}, where they are "
-                "expected as they are. Strip white space from their ends."
-            )
-        pieces = self._encode(head, first), [self._encode(one) for one in documents], self._encode(tail)
-        begin, question_ids = [*self._waiting, *pieces[0]], [*pieces[0], *chain(*pieces[1]), *pieces[2]]
-        self.cache.make_room(len(self._waiting) + len(question_ids))
+    def _blended(self, prompt: TextPrompt, new: Sequence[int], config: BlendConfig) -> list[int]:
+        """Compute what is new with its documents blended, but for the last token; gives what is held, and that."""
+        self.cache.make_room(len(new))
         held = self.cache.tokens()
+        ids = [*held, *new]
+        moved = len(ids) - len(prompt.ids)
+        spans = [span._replace(start=span.start + moved) for span in prompt.known]
+        spans = [span for span in spans if span.start >= len(held)]
+        if not spans:
+            return ids
         store = ChunkStore.open("memory://") if self.archive is None else self.archive
-        cache = continued(self.cache, store, **settings)
-        history = torch.tensor([held]) if held else None
-        inputs = cache.inputs(None, prefix=begin, chunks=pieces[1], question=pieces[2], history=history)
-        new, mask = inputs["input_ids"][:, len(held) :], inputs["attention_mask"]
+        cache = continued(self.cache, store, config=config)
+        opening = 0 if held else prompt.opening
+        inputs = expect(cache, self.tokenizer, NamedPrompt(tuple(ids), tuple(spans), opening, tuple(held)))
         with torch.no_grad():
-            self.model(new, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
-        take_back(self.cache, cache, new[0, :-1].tolist(), more=1)
+            self.model(
+                inputs["input_ids"][:, len(held) :], attention_mask=inputs["attention_mask"], past_key_values=cache,
+                logits_to_keep=1,
+            )  # fmt: skip
+        take_back(self.cache, cache, new[:-1], more=1)
         cache.report.notice = " ".join(filter(None, (self._notice, cache.report.notice)))
         self.report = cache.report
-        return question_ids
+        return ids
 
-    def _text(self, asks: bool) -> str:
-        """The whole conversation as the template writes it; without a template, the contents one after the other."""
-        if not self._messages:
-            return ""
-        if getattr(self.tokenizer, "chat_template", None):
-            return str(self.tokenizer.apply_chat_template(self._messages, tokenize=False, add_generation_prompt=asks))
-        return "".join(message["content"] for message in self._messages)
+    @property
+    def _template(self) -> dict[str, Any]:
+        return {**self.template, "add_generation_prompt": True}
 
-    def _encode(self, text: str, first: bool = False) -> list[int]:
-        """Token ids; BOS stands before the first ones, if the tokenizer adds one and the template did not write it."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        front = [*front_ids(self.tokenizer)] if first else []
-        return ids if ids[: len(front)] == front else [*front, *ids]
+    def _prompt(self, messages: Sequence[Mapping[str, str]], documents: Sequence[str] = ()) -> TextPrompt:
+        """All messages as the template writes them, and where documents are in them.
+
+        Without a template, what was said token by token, then the pieces of the last message one after the other.
+        """
+        if has_template(self.tokenizer, self.template):
+            return build_messages(self.tokenizer, messages, documents, self._template)
+        before = [*self._plain_opening(messages), *(token for turn in self.turns for token in turn.token_ids)]
+        ids, spans = before or [*front_ids(self.tokenizer)], list[Span]()
+        for chunk in tokenize_chunks(self.tokenizer, documents):
+            spans.append(Span.whole(len(ids), chunk))
+            ids = [*ids, *chunk]
+        question = messages[-1]["content"][len("".join(documents)) :]
+        ids = [*ids, *tokenize(self.tokenizer, question)]
+        return TextPrompt(tuple(ids), tuple(spans), history=tuple(before))
+
+    def _keep_opening(self, opening: int) -> None:
+        """Let the window keep so many tokens, with which the template begins."""
+        check_window(self.cache.window_tokens, max(1, opening))
+        self._opening, self.cache.keep_tokens = opening, max(1, opening)
+
+    def _opening_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
+        """With how many tokens the template begins every conversation that has this system prompt; 0 without one."""
+        if not messages or messages[0]["role"] != "system":
+            return 0
+        if not has_template(self.tokenizer, self.template):
+            return len(self._plain_opening(messages))
+        roles = ("user", "assistant", "user")
+        turns = [{"role": role, "content": content} for role, content in zip(roles, "abc", strict=True)]
+        first, later = (self._prompt([messages[0], *own]).ids for own in (turns[2:], turns))
+        return shared_tokens(first, later)
+
+    def _plain_opening(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """The tokens of the system prompt, if there is one, without a template."""
+        if not messages or messages[0]["role"] != "system":
+            return ()
+        front, ids = front_ids(self.tokenizer), tokenize(self.tokenizer, messages[0]["content"])
+        return ids if ids[: len(front)] == front else (*front, *ids)
+
+
+def _checked(text: Any) -> str:
+    """A text, which a tokenizer can take."""
+    if not isinstance(text, str):
+        raise PromptError(f"{text!r:.60} came where a text is expected. Decode it, or convert it.")
+    check_text(text)
+    return text
+
+
+def _parsed(content: bytes) -> tuple[list[dict[str, str]], list[Turn], list[int]]:
+    """Messages, turns, and what was said, as `save` writes them; raises anything where it is something else."""
+    parts = json.loads(content)
+    messages = [{name: _checked(message[name]) for name in ("role", "content")} for message in parts["messages"]]
+    turns = [
+        Turn(_checked(row["question"]), _checked(row["answer"]), _ids(row["token_ids"])) for row in parts["turns"]
+    ]
+    return messages, turns, [*_ids(parts["said"])]
+
+
+def _ids(values: Any) -> tuple[int, ...]:
+    if not (isinstance(values, list) and all(type(value) is int and 0 <= value < END for value in values)):
+        raise PromptError(f"{values!r:.60} are no token ids, but a list of them is expected. Save it again.")
+    return tuple(values)

@@ -11,12 +11,15 @@ from difflib import SequenceMatcher
 from typing import Any
 
 import torch
+from transformers import BatchEncoding
 
 from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError
 from ..model.author import author_of
 from ..model.capture import distinct_tables
 from ..model.modality import refuse_placeholders
+from ..prompt.history import History
+from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
 from .sequence_cache import SequenceCache
@@ -44,7 +47,8 @@ def blended(cache: SequenceCache, token_ids: Sequence[int], **settings: Any) -> 
 def continued(cache: SequenceCache, store: ChunkStore, **settings: Any) -> BlendCache:
     """Make a blend cache that holds what the active sequence holds, for a prompt with chunks behind it.
 
-    Pass `history=[cache.tokens()]` to its `inputs`; `take_back` brings what it computed into the sequence.
+    Pass `history=[cache.tokens()]` to its `inputs`, or a prompt that begins so to `expect`; `take_back` brings what it
+    computed into the sequence.
     """
     cache.refuse_extended()
     if cache.positions() != list(range(cache.get_seq_length())):
@@ -60,6 +64,14 @@ def continued(cache: SequenceCache, store: ChunkStore, **settings: Any) -> Blend
         if held.length and held.keys is not None and held.values is not None:
             layer.update(held.keys, held.values)
     return blend
+
+
+def expect(blend: BlendCache, tokenizer: Any, prompt: TextPrompt) -> BatchEncoding:
+    """Let a blend cache expect a prompt, of which it holds the `history`; gives `input_ids` and `attention_mask`."""
+    ids = torch.tensor([prompt.history])
+    return blend._await_prompts(
+        tokenizer, [prompt], history=History(ids, torch.ones_like(ids)) if prompt.history else None
+    )
 
 
 def take_back(cache: SequenceCache, blend: BlendCache, token_ids: Sequence[int], more: int = 0) -> None:

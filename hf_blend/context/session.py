@@ -14,7 +14,8 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from .sequence_cache import SequenceCache
 from .state_cache import StateCache
 
 KIND = "hf_blend.session/3"
+BESIDE = "conversation"  # messages and turns, as bytes
 _SEQUENCE = re.compile(r"sequence\.(0|[1-9][0-9]{0,8})")
 _END = 1 << 31  # of ids and positions
 
@@ -47,14 +49,18 @@ def save_session(
     *,
     secret: bytes | None = None,
     sequence: int | None = None,
+    conversation: bytes = b"",
 ) -> int:
     """Write a cache to a file; a file of that name is replaced at once, or stays as it is if writing fails.
 
     The file says which model computed what it holds: after a switch of adapters that is not the one which saves.
+    `conversation` is what a `Conversation` keeps beside its cache.
     """
     check_secret(secret)
     cache.refuse_extended()
     state, author = cache.state(sequence), cache.computed_by(sequence) or author_of(cache.model)
+    if conversation:
+        state[BESIDE] = torch.frombuffer(bytearray(conversation), dtype=torch.uint8)
     parts = pack_entry(KIND, _identity(cache, tokenizer, author), state.items(), secret)
     try:
         write_atomically(Path(path), parts, durable=True)
@@ -76,31 +82,62 @@ def load_session(
     With `sequence` the file's only sequence is taken up as this one, and the others stay; else the cache holds what
     the file holds and nothing else.
     """
+    read_session(cache, path, tokenizer, secret=secret).restore(sequence)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a file holds for a cache, which stays as it was until `restore`."""
+
+    cache: SequenceCache | StateCache
+    path: str | Path
+    author: Author  # who computed it
+    state: dict[str, Tensor]
+    conversation: bytes  # empty where a bare cache was saved
+
+    def restore(self, sequence: int | None = None) -> None:
+        """Let the cache, or a sequence of it, hold this."""
+        with self.refusing():
+            if sequence is None or isinstance(self.cache, StateCache):
+                return self.cache.restore(self.state, self.author)
+        sequences = sum(name.startswith("sequence.") for name in self.state)
+        if sequences != 1:
+            raise ConfigError(
+                f"the session {self.path} holds {sequences} sequences, but one is expected to become sequence "
+                f"{sequence}. Save it with save_session(..., sequence=...), or load all of it into an empty cache."
+            )
+        with self.refusing():
+            self.cache.adopt(self.state, sequence, self.author)
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Refuse the file for whatever goes wrong with its content."""
+        try:
+            with as_fault("its content"):
+                yield
+        except EntryFault as fault:
+            raise StoreError(
+                f"the session {self.path} holds what no session of this model holds: {fault}. Save it again, or "
+                "prefill again."
+            ) from fault
+
+
+def read_session(
+    cache: SequenceCache | StateCache, path: str | Path, tokenizer: Any = None, *, secret: bytes | None = None
+) -> Session:
+    """Read and verify what a file holds for a cache, as `load_session` does."""
     check_secret(secret)
     (about, state), author = _read(path, secret), author_of(cache.model)._replace(autocast="")
     identity = _identity(cache, tokenizer, author)
     _compare(path, about, identity)
-    try:
-        with as_fault("its content"):
-            if isinstance(cache, StateCache):
-                cache.check_state(state)
-                return cache.restore(state, author)
+    beside = state.pop(BESIDE, None)
+    session = Session(cache, path, author, state, b"" if beside is None else beside.numpy().tobytes())
+    with session.refusing():
+        if isinstance(cache, StateCache):
+            cache.check_state(state)
+        else:
             _check_state(state, layout_of(cache.model, identity["model"]), cache.kv_bits)
-        sequences = sum(name.startswith("sequence.") for name in state)
-        if sequence is not None and sequences != 1:
-            raise ConfigError(
-                f"the session {path} holds {sequences} sequences, but one is expected to become sequence {sequence}. "
-                "Save it with save_session(..., sequence=...), or load all of it into an empty cache."
-            )
-        with as_fault("its content"):
-            if sequence is None:
-                cache.restore(state, author)
-            else:
-                cache.adopt(state, sequence, author)
-    except EntryFault as fault:
-        raise StoreError(
-            f"the session {path} holds what no session of this model holds: {fault}. Save it again, or prefill again."
-        ) from fault
+    return session
 
 
 def _read(path: str | Path, secret: bytes | None) -> tuple[Mapping[str, str], dict[str, Tensor]]:

@@ -3,10 +3,13 @@
 """What a conversation holds whose model keeps states that cannot be moved or cut: linear attention, state spaces.
 
 The stock cache behind a turn stays as it is while the next turn continues a copy, so that a turn that fails is
-forgotten. Where the window is full, what stays of the text is prefilled again, which is exact.
+forgotten. Where the window is full, what stays of the text is prefilled again, which is exact. So is what a prompt
+does not have in common with what is held: from the states that were saved where the last such prompt parted, so that
+of a conversation whose template always writes the last turn otherwise two turns are computed again, and no more.
 """
 
 import copy
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +23,12 @@ from ..model.anatomy import refuse_extended, stock_cache, text_config
 from ..model.author import Author, author_of
 from ..model.fingerprint import fingerprint
 from ..model.placement import input_device
+from ..prompt.pieces import shared_tokens
 from ..store.tiers.base import EntryFault
-from .continuing import continuing
+from .continuing import Parts, continuing
 from .sequence_cache import check_window, dropped_tokens
 
+logger = logging.getLogger(__name__)
 END = 1 << 31  # of ids
 _NOTHING: tuple[Author | None, list[int], Any] = None, [], None
 
@@ -45,6 +50,8 @@ class StateCache:
         self._cache = self._packed(stock_cache(model))
         self._author: Author | None = None  # of what is held
         self._aside = _NOTHING  # author, ids and cache of when the model was another one
+        self._saved: tuple[int, Parts] = (0, {})  # of how many of the first tokens, and the states behind them
+        self._has_said = False  # that a prompt parted from what is held
 
     def tokens(self) -> list[int]:
         """The token ids that are held."""
@@ -54,26 +61,20 @@ class StateCache:
         """How many tokens are held."""
         return len(self._ids)
 
-    def generate(self, token_ids: Sequence[int], **options: Any) -> list[int]:
-        """Answer what ends with some tokens behind those held, and hold that and all of the answer but its end."""
+    def generate(self, token_ids: Sequence[int], question_tokens: int, **options: Any) -> list[int]:
+        """Answer a prompt that ends with a question of so many tokens; holds it and all of the answer but its end."""
         self.recompute()
         new = options.get("max_new_tokens") or self.model.generation_config.max_new_tokens or 1
-        ids = self._fitting([*self._ids, *token_ids], new)
-        cache, held = self._begun(ids)
+        ids = self._fitting([*token_ids], min(question_tokens, len(token_ids)), new)
+        cache, held = self._begun(ids, is_whole=len(ids) == len(token_ids))
         if held and not self._way.at_once:
             self._way.advance(self.model, cache, torch.tensor(ids[held:-1]))
         prompt = torch.tensor([ids], device=input_device(self.model))
         given = {"attention_mask": torch.ones_like(prompt), **options}
         output: list[int] = self.model.generate(prompt, past_key_values=cache, **given)[0].tolist()
-        self.shifts += len(ids) < len(self._ids) + len(token_ids)
+        self.shifts += len(ids) < len(token_ids)
         self._cache, self._ids = cache, output[: cache.get_seq_length()]
         return output[len(ids) :]
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Hold some more tokens."""
-        self.recompute()
-        self._way.advance(self.model, self._cache, torch.tensor(token_ids))
-        self._ids += token_ids
 
     def recompute(self) -> int:
         """See `SequenceCache.recompute`."""
@@ -88,7 +89,7 @@ class StateCache:
             held, cache = [], self._packed(stock_cache(self.model))
         self._way.advance(self.model, cache, torch.tensor(self._ids[len(held) :]))
         self._aside = self._author, self._ids, self._cache
-        self._author, self._cache = author, cache
+        self._author, self._cache, self._saved = author, cache, (0, {})
         return len(self._ids) - len(held)
 
     def computed_by(self, sequence: int | None = None) -> Author | None:
@@ -107,29 +108,57 @@ class StateCache:
     def check_state(self, state: dict[str, Tensor]) -> None:
         """Raise EntryFault for tensors that `state` never gives."""
         ids, parts = state["ids"], {name: part for name, part in state.items() if name != "ids"}
-        is_long = ids.dim() == 1 and ids.dtype == torch.int64 and len(ids) > 0
-        if not (is_long and 0 <= int(ids.min()) <= int(ids.max()) < END):
+        is_row = ids.dim() == 1 and ids.dtype == torch.int64
+        if not (is_row and all(0 <= value < END for value in ids.tolist())):
             raise EntryFault("values", f"its ids are {tuple(ids.shape)} of {ids.dtype}, or no ids")
-        self._way.form.check(parts, 0, len(ids))
+        if parts or len(ids):
+            self._way.form.check(parts, 0, len(ids))
 
     def restore(self, state: dict[str, Tensor], author: Author | None = None) -> None:
         """Hold what `state` gave, and nothing else; `author` computed it, None: the model as it is now."""
-        self._author = author or author_of(self.model)
+        self._author, self._saved = author or author_of(self.model), (0, {})
         self._ids = state["ids"].tolist()
-        self._cache = self._packed(self._way.form.fill([state], len(self._ids)))
+        filled = self._way.form.fill([state], len(self._ids)) if self._ids else stock_cache(self.model)
+        self._cache = self._packed(filled)
 
-    def _fitting(self, ids: list[int], new: int) -> list[int]:
-        """The ids that stay so that they and an answer fit: if not all, the first and less than half of those held."""
-        held, more = len(self._ids), len(ids) - len(self._ids) + new
+    def _fitting(self, ids: list[int], question: int, new: int) -> list[int]:
+        """The ids that stay so that they and an answer fit: if not all, the first and less than half of the others."""
         way_out = f"The answer is up to {new} of them: shorten the question, or pass a smaller max_new_tokens."
-        dropped = dropped_tokens(held, more, self.window_tokens, self.keep_tokens, way_out)
+        earlier = len(ids) - question
+        dropped = dropped_tokens(earlier, question + new, self.window_tokens, self.keep_tokens, way_out)
         return [*ids[: self.keep_tokens], *ids[self.keep_tokens + dropped :]]
 
-    def _begun(self, ids: list[int]) -> tuple[Any, int]:
-        """A cache of its own that holds a beginning of some ids, and how many."""
-        if self._ids and ids[: len(self._ids)] == self._ids:
-            return copy.deepcopy(self._cache), len(self._ids)
-        return self._packed(stock_cache(self.model)), 0
+    def _begun(self, ids: list[int], is_whole: bool) -> tuple[Any, int]:
+        """A cache of its own that holds the beginning that some ids have in common with what is held, and its tokens.
+
+        If that is not all that is held, the states are computed again and saved there.
+        """
+        same = shared_tokens(ids[:-1], self._ids)
+        if same == len(self._ids) and same:
+            return copy.deepcopy(self._cache), same
+        cache, start = self._resumed(same)
+        self._saved = self._saved if start else (0, {})
+        if same > start:
+            self._way.advance(self.model, cache, torch.tensor(ids[start:same]))
+            taken = self._way.form.take(cache, same, same)
+            self._saved = same, {name: part.clone() for name, part in taken.items()}
+        if is_whole and self._ids and not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "earlier turns are written otherwise than they were computed, from token %s of %s on, and states "
+                "cannot be cut: %s tokens are computed again. So it is with later turns, from where the last parted.",
+                same, len(self._ids), same - start,
+            )  # fmt: skip
+        return cache, same
+
+    def _resumed(self, most: int) -> tuple[Any, int]:
+        """A cache of the tokens behind which states are saved, and how many, if not more; or an empty one."""
+        tokens, states = self._saved
+        if not 0 < tokens <= most:
+            return self._packed(stock_cache(self.model)), 0
+        held = self._way.form.take(self._cache, 0, tokens)
+        states = {name: part.clone() for name, part in states.items()}
+        return self._packed(self._way.form.fill([held, states], tokens)), tokens
 
     def _packed(self, cache: Any) -> Any:
         """The same cache, whose layers hold K and V in few bits where that is asked for."""

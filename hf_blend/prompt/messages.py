@@ -59,20 +59,31 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **arguments
     return text
 
 
+def has_template(tokenizer: Any, template: Mapping[str, Any]) -> bool:
+    """Whether there is a chat template, of the tokenizer or among the arguments for it."""
+    return bool(template.get("chat_template") or getattr(tokenizer, "chat_template", None))
+
+
+def check_template(template: Mapping[str, Any], *ours: str) -> dict[str, Any]:
+    """Refuse arguments of `apply_chat_template` that are decided here; gives the others."""
+    for name in (*_OURS, *ours):
+        if name in template:
+            raise PromptError(
+                f"{name} was passed for the chat template, but the prompt is tokenised here, as [1, tokens]. Leave it "
+                "out; arguments such as tools, enable_thinking or chat_template are passed on."
+            )
+    return dict(template)
+
+
 def _check(tokenizer: Any, messages: Any, template: Mapping[str, Any]) -> None:
-    if not (template.get("chat_template") or getattr(tokenizer, "chat_template", None)):
+    if not has_template(tokenizer, template):
         raise PromptError(
             f"{type(tokenizer).__name__} has no chat template, but messages need one. Use a chat model's tokenizer, "
             "or inputs and inputs_from_text for a model that is none."
         )
     if isinstance(messages, str | Mapping) or not len(messages):
         raise PromptError(f"messages is {messages!r:.60}, expected a list of dicts with a role and a content.")
-    for name in _OURS:
-        if name in template:
-            raise PromptError(
-                f"{name} was passed for the chat template, but the prompt is tokenised here, as [1, tokens]. Leave it "
-                "out; arguments such as tools, enable_thinking or chat_template are passed on."
-            )
+    check_template(template)
 
 
 def _is_opening(messages: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> bool:

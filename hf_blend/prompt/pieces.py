@@ -102,6 +102,12 @@ class TextPrompt:
         return replace(self, history=self.ids[:tokens])
 
 
+class NamedPrompt(TextPrompt):
+    """A prompt in which no other chunk is looked for than those that are named."""
+
+    is_searched = False
+
+
 @dataclass(frozen=True)
 class PromptBatch:
     """Requests side by side, padded on the left."""
@@ -210,6 +216,7 @@ def _separators(tokenizer: Any, separator: str, pieces: Sequence[Piece]) -> list
     """What stands between each piece and the next: nothing beside ids, and where there is white space already."""
     if not isinstance(separator, str):
         raise PromptError(f"separator is {separator!r:.40}, expected a text. An empty one puts nothing between texts.")
+    check_text(separator)
     found = list[tuple[int, ...]]()
     for left, right in pairwise(pieces):
         meet = f"{left[-1:]}{right[:1]}" if isinstance(left, str) and isinstance(right, str) else " "

@@ -37,7 +37,7 @@ def build_text(
         raise PromptError(
             f"documents are at {len(located)} places of the prompt, expected at most {most}. Send fewer."
         )
-    ids, offsets = _tokenized(tokenizer, text, special)
+    ids, offsets = _tokenized(tokenizer, text, special, bool(located))
     packed, spans = array("i", ids).tobytes(), list[Span]()
     first, ids_of, size = len(ids), _remembering(tokenizer), _size(tokenizer)
     for start, stop, chunk in located:
@@ -53,10 +53,10 @@ def build_text(
     return TextPrompt(tuple(ids), tuple(spans), first if opening and spans and offsets is not None else 0)
 
 
-def _tokenized(tokenizer: Any, text: str, special: bool) -> tuple[list[int], np.ndarray | None]:
+def _tokenized(tokenizer: Any, text: str, special: bool, located: bool) -> tuple[list[int], np.ndarray | None]:
     """Token ids, and `[tokens, 2]` where the characters of each begin and end, ascending; None if it is not known."""
     check_text(text)
-    is_fast = bool(getattr(tokenizer, "is_fast", False))
+    is_fast = located and bool(getattr(tokenizer, "is_fast", False))
     made = tokenizer(text, add_special_tokens=special, **({"return_offsets_mapping": True} if is_fast else {}))
     ids, bos = list(made["input_ids"]), getattr(tokenizer, "bos_token_id", None)
     if not ids:
@@ -94,6 +94,7 @@ def _located(text: str, chunks: Sequence[str]) -> list[tuple[int, int, str]]:
     found, taken = list[tuple[int, int, str]](), bytearray(len(text))
     decomposed = cache(lambda: _decomposed(text))
     for number, chunk in sorted(enumerate(chunks), key=lambda pair: -len(pair[1])):
+        check_text(chunk)
         form = next((one for one in _forms(chunk) if one in text), None)
         if form is not None:
             places = [(at, at + len(form), chunk) for at in _occurrences(text, form)]

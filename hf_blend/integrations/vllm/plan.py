@@ -18,7 +18,7 @@ from typing import Any
 from ...config import BlendConfig
 from ...errors import PromptError
 from ...prompt.documents import text_of
-from ...prompt.pieces import Span, TextPrompt, tokenize
+from ...prompt.pieces import NamedPrompt, Span, tokenize
 from ...prompt.text import aligned
 
 __all__ = ["NamedPrompt", "Reuse", "plan_salt", "read_params"]
@@ -30,12 +30,6 @@ class Reuse:
 
     spans: tuple[Span, ...]
     tenant: str = ""
-
-
-class NamedPrompt(TextPrompt):
-    """A prompt in which no other chunk is looked for than those that are named."""
-
-    is_searched = False
 
 
 def plan_salt(
