@@ -5,6 +5,7 @@
 The oracle is `apply_chat_template` over the whole list, and stock `generate` on its tokens.
 """
 
+import copy
 from contextlib import contextmanager
 
 import pytest
@@ -48,7 +49,7 @@ class Says(LogitsProcessor):
 
 def small(kind="bytes", template="chatml", model_type="llama", **config):
     """A random model and a tokenizer with a template."""
-    tokenizer = small_tokenizer(kind)
+    tokenizer = copy.deepcopy(small_tokenizer(kind))  # which other tests share
     tokenizer.chat_template = TEMPLATES.get(template, template)
     config = {"num_hidden_layers": 2, "max_position_embeddings": 4096} | config
     return tiny_model(model_type, vocab_size=len(tokenizer), **config), tokenizer

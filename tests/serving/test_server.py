@@ -279,10 +279,7 @@ def test_a_text_that_no_prompt_can_hold_is_refused_before_all_of_it_is_tokenized
         lambda: text_prompt(tokenizer, long, **asked),
         lambda: text_prompt(tokenizer, [1], tokens=tokens, documents=[long]),
     ):
-        with pytest.raises(
-            PromptError,
-            match=f"of 6000.. characters of the prompt have more than {tokens} tokens|has 6000.. characters",
-        ):
+        with pytest.raises(PromptError, match=f"of 6000.. characters of the prompt have more than {tokens} tokens"):
             build()
     assert max(made) < 20_000
     assert len(text_prompt(tokenizer, "a " * 30_000, []).ids) == 30_000, "where positions are not bounded"
