@@ -29,7 +29,7 @@ __all__ = [
 
 BETWEEN = "\n\n"
 CHARS_PER_TOKEN = 8  # a text of more than that may be too long; it is tokenized by parts first
-MOST_CHARS_PER_TOKEN, MOST_CHARS = 64, 1 << 19  # a text of more than both is no prompt, whatever a tokenizer drops
+MOST_CHARS_PER_TOKEN, MOST_CHARS = 64, 1 << 20  # a text of more than both is no prompt, whatever a tokenizer drops
 PART = 1 << 14  # characters: 5,000 tokens of prose, and 20 ms
 SEAM = 64  # tokens that a part may have more because it was cut off
 MARK = {"type": "image"}  # where a chat template puts an image

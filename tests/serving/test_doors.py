@@ -371,8 +371,8 @@ def test_all_that_a_template_may_write_is_counted_before_it_is_rendered(place, d
 
 def test_what_no_tokenizer_counts_is_bounded_by_its_characters(monkeypatch):
     noting(monkeypatch, PreTrainedTokenizerFast, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
-    with pytest.raises(PromptError, match="the prompt has 600000 characters, expected at most 524288"):
-        text_prompt(small_tokenizer(), "\n" * 600_000, [], tokens=TOKENS)
+    with pytest.raises(PromptError, match="the prompt has 1200000 characters, expected at most 1048576"):
+        text_prompt(small_tokenizer(), "\n" * 1_200_000, [], tokens=TOKENS)
 
 
 def test_a_document_that_a_message_holds_is_counted_once():

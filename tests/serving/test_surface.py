@@ -363,7 +363,6 @@ def test_without_the_library_of_schemas_a_form_is_refused_by_name(http, monkeypa
 
 
 MANY = {
-    "documents": {"documents": [1] * 200},
     "prompts": {"prompt": [{}] * 30},
     "ids": {"prompt": [1] * 2000 + ["a"]},
     "names": {f"k{number}": 0 for number in range(2000)},
