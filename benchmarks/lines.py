@@ -76,6 +76,10 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
         "IMPRESS: chunks loaded in part": ("sparse/partial",),
         "sparse decoding over K and V that are away": ("sparse/away.py",),
     },
+    "prompt": {
+        "one rule of what a document is, and text found as people read it": ("prompt/documents.py", "prompt/text.py"),
+        "the tokens that a chat template writes": ("prompt/messages.py",),
+    },
     "offload": {"K and V in memory and in files, each piece verified": ("offload/states.py",)},
     "loading": {"prices and delays of this machine": ("loading/profile.py", "loading/estimator.py")},
     "serving": {
@@ -91,9 +95,11 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
         ),
         "sampling as each request asks": ("serving/sampling.py",),
     },
-    "integrations": {"vLLM": ("integrations/vllm",), "datasets and Ray": (
-        "integrations/datasets.py", "integrations/ray.py", "integrations/indexing.py",
-    )},
+    "integrations": {
+        "vLLM": ("integrations/vllm",),
+        "datasets and Ray": ("integrations/datasets.py", "integrations/ray.py", "integrations/indexing.py"),
+        "LangChain": ("integrations/langchain.py", "integrations/answering.py"),
+    },
     "verify": {"a floor for each model, dtype and attention": ("verify/model_under_test.py", "verify/runner.py")},
 }  # fmt: skip
 TARGETS = {"hf_blend": 24_000, "wheel": 30_000, "tests": 22_000}
