@@ -61,6 +61,7 @@ FAMILIES = {"smollm2": "Llama", **{name: parted.family for name, parted in parte
 PASSAGES, SEED = 6, 7
 TOKENS = {2: (100, 800), 6: (500, 1500), 12: (1000, 2600), 20: (1600, 3600)}  # of the passages together
 ANSWER_TOKENS, COMPARED_TOKENS = 20, 10
+FEWEST = 10  # prompts of a model and task, or it is left out
 COMPLETE = 0.9  # share of the prompts that a method was measured on, or it is left out
 COMMON = frozenset(
     "the a an of in on at to and or is was are were which what who whom when where how many much did does do for by "
@@ -239,7 +240,9 @@ def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     by_method: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:
         by_method.setdefault(line["method"], {})[line["id"]] = line
-    most = len(by_method[UNIT])
+    most = len(by_method.get(UNIT, ()))
+    if most < FEWEST:
+        return
     by_method = {name: own for name, own in by_method.items() if len(own) >= COMPLETE * most}  # a stopped run's others
     ids = [name for name in by_method[UNIT] if all(name in own for own in by_method.values())]
     unit = [by_method[UNIT][name] for name in ids]

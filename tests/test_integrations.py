@@ -214,7 +214,8 @@ def test_chat_blend_takes_stop_texts_counts_by_its_tokenizer_and_is_told_apart_i
     from langchain_core.messages import HumanMessage, trim_messages
 
     whole = chat(**given).invoke(QUESTION).content
-    assert whole and chat(**given, stop=[whole[-1:]]).invoke(QUESTION).content == whole[: whole.find(whole[-1:])]
+    assert whole
+    assert chat(**given, stop=[whole[-1:]]).invoke(QUESTION).content == whole[: whole.find(whole[-1:])]
     assert chat(**given, streaming=True).invoke(QUESTION, stream=False).content == whole
     assert chat(**given).get_num_tokens(QUESTION) == len(tokenizer.encode(QUESTION, add_special_tokens=False)) > 3
     said = [HumanMessage("a " * 50), HumanMessage("b")]
