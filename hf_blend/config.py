@@ -75,8 +75,6 @@ class BlendConfig:
         max_memory: for "auto": device → bytes of K and V, as a number or as "10GB"; None is what accelerate finds
             free.
         offload_folder: for K and V that go to the disk; each cache has a folder of its own there, which it deletes.
-        max_tokens: hold K and V in static buffers of so many tokens, the prompt and all new ones but the last, so that
-            a decoding step can be compiled; None lets the cache grow.
         allow_unverified: use a model whose layers could not all be verified by the probe.
         seed: for selectors that draw at random.
     """
@@ -94,7 +92,6 @@ class BlendConfig:
     kv_device_map: str | Mapping[Any, int | str] | None = None
     max_memory: Mapping[Any, int | str] | None = None
     offload_folder: str | None = None
-    max_tokens: int | None = None
     allow_unverified: bool = False
     seed: int = 0
 
@@ -116,18 +113,9 @@ class BlendConfig:
         for name, kind in kinds.items():
             _instance(name, getattr(self, name), kind)
         check_kv_bits(self.kv_bits)
-        self._check_max_tokens()
         self._check_layers()
         self._check_schedule()
         self._check_memory()
-
-    def _check_max_tokens(self) -> None:
-        most = self.max_tokens
-        if most is not None and (type(most) is not int or most < 1):
-            raise ConfigError(
-                f"max_tokens is {most!r}, but a number of tokens from 1 on, or None, is expected. Give the length of "
-                "the prompt and of the answer together."
-            )
 
     def _check_layers(self) -> None:
         layers = self.check_layers
@@ -174,11 +162,6 @@ class BlendConfig:
             raise ConfigError(
                 f'max_memory={dict(limits)} came with kv_device_map={placed!r}, expected "auto", which is what it '
                 'limits. Give kv_device_map="auto".'
-            )
-        if placed is not None and self.max_tokens is not None:
-            raise ConfigError(
-                f"kv_device_map={placed!r} came with max_tokens={self.max_tokens}, but static buffers stay on their "
-                "devices. Leave one of them out."
             )
         self.device_map, self.memory_limits  # noqa: B018 (they refuse what cannot be a layer, a device or a size)
 

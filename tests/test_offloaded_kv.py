@@ -323,7 +323,6 @@ REFUSED = {
     "a device of a limit": ({"kv_device_map": "auto", "max_memory": {"gpu": 1}}, r"accelerate refuses.*gpu"),
     "a size": ({"kv_device_map": "auto", "max_memory": {"cpu": "much"}}, r"accelerate refuses.*size"),
     "a size below 0": ({"kv_device_map": "auto", "max_memory": {"cpu": -1}}, r"'cpu': -1, expected bytes"),
-    "static buffers": ({"kv_device_map": "auto", "max_tokens": 500}, r"max_tokens=500"),
 }
 
 

@@ -371,23 +371,6 @@ def test_attention_to_other_keys_than_the_cache_has_is_refused_in_part(pieces):
         prefilled(model, given, store=store, recompute_ratio=0.3)
 
 
-def test_static_buffers_are_seen_whole_and_chunks_loaded_whole_for_them(model, tmp_path):
-    part = ChunkStore.open(tmp_path / "part", partial=ANYHOW, memory_bytes=0)
-    whole = ChunkStore.open(tmp_path / "whole")
-    found = []
-    for store in (part, whole, part):  # at first the chunks are computed
-        cache = BlendCache(model, store, selector="ramp", recompute_ratio=0.2, max_tokens=500)
-        inputs = cache.inputs(None, **random_pieces((40, 40, 40)))
-        found.append((model.generate(**inputs, past_key_values=cache, **GREEDY), cache.layers))
-    assert cache.report.partial["partial_layers"] == 0 < cache.report.partial["whole_layers"]
-    assert cache.report.partial["loaded_bytes"] >= cache.report.partial["all_bytes"] > 0
-    for output, layers in found[1:]:
-        assert torch.equal(output, found[0][0])
-        for layer, first in zip(layers, found[0][1], strict=True):
-            assert torch.equal(layer.keys, first.keys)
-            assert torch.equal(layer.values, first.values)
-
-
 SPARSE = {"share": 0.5, "block_tokens": 8, "min_tokens": 0}
 
 

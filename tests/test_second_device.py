@@ -158,7 +158,6 @@ CASES = [
     pytest.param({"selector": "query-attention"}, False, id="query-attention", marks=SLOW),
     pytest.param({"check_layers": (1, 2), "gradual": True}, True, id="gradual", marks=SLOW),
     pytest.param({"kv_bits": 8}, True, id="kv_bits", marks=SLOW),
-    pytest.param({"max_tokens": 160}, True, id="max_tokens", marks=SLOW),
 ]
 
 

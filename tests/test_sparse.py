@@ -81,22 +81,6 @@ def test_sparse_decoding_over_all_blocks_gives_what_dense_decoding_gives(model, 
     torch.testing.assert_close(logits, few_logits, rtol=0, atol=0 if is_off else 2e-6)
 
 
-@pytest.mark.parametrize(("make", "bits"), [(prompt, None), (padded, None), (prompt, 8)])
-def test_sparse_decoding_in_static_buffers_gives_what_it_gives_in_growing_ones(model, make, bits):
-    (ids, logits, sparse, _), (other_ids, other_logits, other, _) = (
-        sparsely(
-            model, make(), 40, new_cache(model, max_tokens=most, kv_bits=bits), watch_mass=True, checkpoint_interval=3
-        )
-        for most in (None, 200)
-    )
-    assert torch.equal(ids, other_ids)
-    torch.testing.assert_close(logits, other_logits, rtol=0, atol=2e-6)
-    assert sparse.metrics == other.metrics
-    assert sparse.metrics.changed > 0
-    assert sparse.kept_mass == pytest.approx(other.kept_mass)
-    assert sparse.kept_mass < 0.95
-
-
 class Masked:
     """Dense attention of one step over some columns, which a mask shuts in each layer: the plain way."""
 

@@ -22,15 +22,12 @@ from hf_blend import BlendCache
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from tests.asking import memory, prompt
 
-ROOM = 128  # tokens of the static buffers
 HELD = 100  # tokens of the prompt: some groups of kv_bits are packed
 AWAY = TemporaryDirectory()
 
 KINDS = {
     "BlendCache": {},
     "BlendCache kv_bits": {"kv_bits": 8},
-    "BlendCache max_tokens": {"max_tokens": ROOM},
-    "BlendCache max_tokens kv_bits": {"max_tokens": ROOM, "kv_bits": 8},
     "BlendCache kv_device_map": {"kv_device_map": {1: "cpu", 3: "disk"}, "offload_folder": AWAY.name},
     "SequenceCache": {},
     "SequenceCache kv_bits": {"kv_bits": 8},
@@ -38,8 +35,6 @@ KINDS = {
 }
 NOISE = {kind: 3e-2 if "kv_bits" in kind else 1e-5 for kind in KINDS}  # of logits of size 1; measured 8e-3 and 1e-6
 BLENDS, SEQUENCES = ([kind for kind in KINDS if kind.startswith(name)] for name in ("Blend", "S"))
-STATIC = ["BlendCache max_tokens", "BlendCache max_tokens kv_bits"]
-PLAIN = [kind for kind in BLENDS if kind not in STATIC]
 
 
 def states(seed=0, tokens=5):
@@ -97,10 +92,7 @@ ROWS = {"batch_repeat_interleave": 2}  # of the tokens that come next
 DIFFERENCES = {
     ("__bool__", *KINDS): {"empty": [False], "filled": [True]},
     ("batch_size", *BLENDS): {"empty": [-1], "filled": [1]},
-    ("is_compileable", *PLAIN): {"empty": [False], "filled": [True]},
-    ("is_compileable", *STATIC): {"empty": [True], "filled": [True]},
-    ("get_max_length", *STATIC): {"empty": [ROOM, ROOM], "filled": [ROOM, ROOM]},
-    ("get_mask_sizes", *STATIC): {"empty": [(5, 0), (ROOM, 0)], "filled": [(HELD + 5, 0), (ROOM, 0)]},
+    ("is_compileable", *BLENDS): {"empty": [False], "filled": [True]},
 }
 
 

@@ -17,7 +17,7 @@ from hf_blend.verify.runner import check_names
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # public methods and properties that the page shows, beside the class itself
-    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "crop"),
+    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "to_static", "crop"),
     "ChunkStore": ("open", "add", "find", "get", "put", "contains", "delete", "close"),
     "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
     "StateCheckpoints": ("resume", "prefill", "save"),

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 from transformers.tokenization_utils_base import BatchEncoding
 
 from .. import plugins
@@ -62,9 +62,9 @@ from ..prompt.pieces import (
 from ..prompt.text import build_text
 from ..selectors.base import Hear
 from ..store import ChunkStore
-from .cache_layers import cache_layers, check_masked
+from .cache_layers import cache_layers
 from .layers import as_indices
-from .static_layer import StaticLayer, check_room
+from .static_copy import static_copy
 from .turns import ASK_AGAIN, SetAside, begin_turn, ids_behind, keep_beginning, keep_history
 
 logger = logging.getLogger(__name__)
@@ -119,13 +119,6 @@ class BlendCache(Cache):
     With `kv_device_map`, `kv_memory` says which layers' K and V are where, how many bytes were on the device at most,
     and how many are on disk; what is on disk is deleted with the cache.
 
-    With `max_tokens` K and V are held in buffers that never move, and steps of one token attend to all of them through
-    a mask, so `torch.compile` compiles a step once for all tokens and all such caches of one size: `generate` does so
-    by itself on a GPU, as for transformers' static cache, and elsewhere with a `compile_config`. The prefill is never
-    compiled. What does not fit is refused before anything is written. Layers with a window hold all tokens then, and
-    chunks are loaded whole, also from a store that loads them in part. The state of a mixer is as large behind any
-    prompt; attention by an indexer, and attention in chunks (Llama 4), are refused.
-
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
     every other, copies included; a copy that `torch.compile` has compiled is not noticed. K and V belong to the model
     as it was when it computed them. Where a turn begins under another adapter, other weights, another dtype or
@@ -166,8 +159,6 @@ class BlendCache(Cache):
         began_s = time.perf_counter()
         layers, digest = decoder_layers(model), structure_digest(model)
         self.config.ratios(len(layers))
-        if self.config.max_tokens is not None:
-            check_masked(model, self.config.max_tokens)
         self._selector = plugins.load("selectors", self.config.selector)(
             self.config.selector_options, seed=self.config.seed
         )
@@ -448,13 +439,6 @@ class BlendCache(Cache):
             self._masked_before = 0 if self._is_seen else query_length
         return super().get_mask_sizes(query_length, layer_idx)
 
-    def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Where new tokens are counted from; behind compiled steps a tensor, of which the device is not asked."""
-        layer = self.layers[layer_idx]
-        if self.prefill is None and isinstance(layer, StaticLayer):
-            return layer.get_query_offset()
-        return super().get_query_offset(layer_idx)
-
     def activate_past_recording(self) -> None:
         """Called first by assisted decoding: from now on windows wait for `crop` before they forget."""
         super().activate_past_recording()
@@ -469,6 +453,25 @@ class BlendCache(Cache):
         for layer in self._token_layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+
+    def to_static(self, max_cache_len: int) -> StaticCache:
+        """Copy what the cache holds into transformers' `StaticCache`, with which a decoding step is compiled once.
+
+        Two calls make an answer: `first = generate(**inputs, past_key_values=cache, max_new_tokens=1)` blends the
+        prompt, and `generate(first, past_key_values=cache.to_static(4096), …)` continues with compiled steps. For a
+        padded batch pass its `attention_mask` and a column of ones. This cache stays as it is.
+
+        Args:
+            max_cache_len: how many tokens there is to be room for, the prompt and all new ones but the last.
+
+        Returns:
+            A stock cache of the same tokens, in the model's dtype also where this one holds few bits.
+
+        Raises:
+            ConfigError: the cache is empty or has a part of its prompt only, `max_cache_len` is not above what it
+                holds, or a layer keeps what `StaticCache` cannot continue (indexers, attention in chunks).
+        """
+        return static_copy(self.model, self._own_layers, max_cache_len)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep only some requests; `indices` is `[kept]`, or a boolean for each."""
@@ -488,14 +491,12 @@ class BlendCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """True with static buffers; otherwise while decoding grouped heads on a CPU, where nothing is compiled.
+        """True while decoding grouped heads on a CPU, where `generate` compiles nothing.
 
         transformers makes a mask for one token at a time only for such a cache. Without a mask the stock sdpa function
         leaves grouped heads to torch's `enable_gqa`, which on a CPU takes 1.6 times as long over 16,000 keys
         (benchmarks/LOG.md).
         """
-        if super().is_compileable:  # first: in compiled code a length is a tensor
-            return True
         if self.model.device.type != "cpu" or self.is_expecting or not super().get_seq_length():
             return False
         config = self._text_config
@@ -617,10 +618,7 @@ class BlendCache(Cache):
             self._hooks.leave(watching=self._prompts.pending.is_begun)  # the model has asked for the length once more
 
     def _refuse_tokens(self, width: int, past: int) -> None:
-        """Refuse tokens that static buffers have no room for, or that the model would compute as if none were held."""
-        if self.config.max_tokens is not None:
-            check_masked(self.model, self.config.max_tokens)
-            check_room(past, width, self.config.max_tokens)
+        """Refuse tokens that the model would compute as if none were held."""
         if self._ignores_states and width > 1 and past:
             raise ConfigError(
                 f"{width} tokens came behind the {past} that the cache holds, but the code of "

@@ -16,10 +16,7 @@ from ..model.extras import rooms
 from ..model.fingerprint import PerStructure
 from .indexed_layer import IndexedLayer, QuantisedIndexedLayer
 from .layers import BlendLayer, BlendSlidingLayer
-from .quantised_layer import QuantisedLayer, QuantisedStaticLayer
-from .static_layer import StaticLayer, StaticSlidingLayer
-
-MASKED = ("sdpa", "eager")  # attention that hides what a step's mask hides; flash kernels go by lengths
+from .quantised_layer import QuantisedLayer
 
 
 @PerStructure
@@ -33,23 +30,8 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     stock, kv_bits = _stock_layers(model, digest), config.kv_bits
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
     indexed = IndexedLayer if kv_bits is None else partial(QuantisedIndexedLayer, kv_bits)
-    sliding: Callable[[int], BlendLayer] = BlendSlidingLayer
-    if (most := config.max_tokens) is not None:
-        is_chunked = getattr(text_config(model), "attention_chunk_size", None) is not None
-        for index, one in enumerate(stock):
-            if what := _kept(one, is_chunked):
-                raise ConfigError(
-                    f"max_tokens={most} came with {type(model).__name__}, whose layer {index} keeps {what}, but "
-                    "layers that keep K and V of all tokens or of a window are expected: only these have static "
-                    "buffers. Leave max_tokens out."
-                )
-        full = partial(StaticLayer, most) if kv_bits is None else partial(QuantisedStaticLayer, most, kv_bits)
-        sliding = partial(StaticSlidingLayer, most)
     every = [*stock, *[None] * count][:count]
-    layers: list[Any] = [_like(one, indexed if has_indexer(one) else full, sliding, most) for one in every]
-    for layer in layers:
-        if most is not None and getattr(layer, "has_only_state", False):
-            layer.is_compileable = True  # a state is as large behind any number of tokens
+    layers: list[Any] = [_like(one, indexed if has_indexer(one) else full) for one in every]
     if kv_bits is not None and not any(hasattr(layer, "packed_tokens") for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in stock})
         raise ConfigError(
@@ -59,28 +41,10 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     return layers
 
 
-def _kept(stock: Any, is_chunked: bool) -> str:
-    """What a layer keeps other than K and V of all tokens, or of a window; empty where nothing."""
-    if is_chunked and getattr(stock, "is_sliding", False):
-        return "K and V of a chunk, for whose mask transformers 5.17 fails"
-    return "the keys of an indexer" if has_indexer(stock) else ""
-
-
-def check_masked(model: nn.Module, max_tokens: int) -> None:
-    """Refuse attention that would look at the columns of static buffers that hold nothing yet."""
-    name = getattr(text_config(model), "_attn_implementation", None)
-    if name not in MASKED:
-        raise ConfigError(
-            f"max_tokens={max_tokens} came with attn_implementation={name!r}, but one of {MASKED} is expected: a "
-            "compiled step sees the whole buffer through a mask. Call model.set_attn_implementation('sdpa'), or leave "
-            "max_tokens out."
-        )
-
-
-def _like(stock: Any, full: Callable[[], BlendLayer], sliding: Callable[[int], BlendLayer], most: int | None) -> Any:
-    added = next((made for room in rooms() if (made := room.make_layer(stock, most)) is not None), None)
+def _like(stock: Any, full: Callable[[], BlendLayer]) -> Any:
+    added = next((made for room in rooms() if (made := room.make_layer(stock)) is not None), None)
     if added is not None:
         return added
     if getattr(stock, "is_sliding", False):
-        return sliding(stock.sliding_window)
+        return BlendSlidingLayer(stock.sliding_window)
     return stock if isinstance(stock, getattr(cache_utils, "DummyLayer", ())) else full()

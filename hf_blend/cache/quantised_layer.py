@@ -22,10 +22,8 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..store import nibbles
 from .layers import BlendLayer, Columns, MadeStates, Pair
-from .static_layer import StaticLayer
 
 GROUP_TOKENS = 32  # share a scale per channel of K
-RING_TOKENS = 2 * GROUP_TOKENS
 LARGEST = 127
 PARTS = ("bytes", "scale", "least")  # of K and of V; the last one in 4 bits only
 GROUPS = "groups"  # of packed cells: by cell, which scales its key has
@@ -149,13 +147,6 @@ class PackedCells:
                 part.buffer = part.buffer.copy_(changed) if same else changed
         keys, values = map(change, self.held.recent)
         self.restore(Held(self.held.packed, self.held.groups, (keys, values)))
-
-    def reserve(self, tokens: int) -> None:
-        """Have room for so many packed tokens, so that no buffer moves; what it holds of none is 0."""
-        for name, part in self.columns.items():
-            buffer = part.buffer
-            part.buffer = buffer.new_zeros((*buffer.shape[:2], column(name, tokens), *buffer.shape[3:]))
-        self.columns[GROUPS].buffer.copy_(torch.arange(tokens) // GROUP_TOKENS)  # whichever are packed
 
     def read(self, start: int, stop: int, out: Sequence[Tensor]) -> None:
         """Write the tokens `start <= token < stop` to K and V of so many, in the dtype of these."""
@@ -324,128 +315,6 @@ class QuantisedLayer(MadeStates, BlendLayer):
         if self._cells is not None:
             self._cells.map(change)
         super()._map(change)
-
-
-class QuantisedStaticLayer(QuantisedLayer, StaticLayer):
-    """K and V in 8 or 4 bits, in buffers for `max_tokens` that never move.
-
-    The last tokens are in a ring, token `t` in column `t % 64`. A step of one token unpacks all columns, and packs the
-    last group but one where the last is full: it asks a tensor how many tokens there are, as compiled code must.
-    """
-
-    def __init__(self, max_tokens: int, bits: int) -> None:
-        super().__init__(bits, max_tokens)
-
-    @property
-    def packed_tokens(self) -> int:
-        """How many of the tokens are held in few bits; steps may have packed some."""
-        return max(0, self.length // GROUP_TOKENS - 1) * GROUP_TOKENS
-
-    def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> Pair:
-        """See `QuantisedLayer.open`."""
-        self.check_room(tokens)
-        self._drop_unlike(key_states, value_states)
-        self._cells = None if self._buffers is None else self._cells
-        return super().open(tokens, key_states, value_states)
-
-    def settle(self) -> None:
-        """See `QuantisedLayer.settle`."""
-        super().settle()
-        self._fill_ring()
-
-    def _forget(self, removed: int) -> None:
-        """Forget the last tokens; those in front of them in a packed group are unpacked for good."""
-        self._read_ring()
-        super()._forget(removed)
-        self._fill_ring()
-
-    def snapshot(self) -> Any:
-        """What `restore` needs to take back every token that comes from now on."""
-        self._read_ring()
-        return super().snapshot()
-
-    def restore(self, snapshot: Any) -> None:
-        """Forget the tokens that came since a snapshot."""
-        super().restore(snapshot)
-        self._fill_ring()
-
-    def reset(self) -> None:
-        """Forget everything, and keep the buffers."""
-        self._opened, self.visible, self.unchanged_tokens, self.length = None, None, 0, 0
-        if self._cells is not None:
-            self._cells.crop(0)
-            for ring in self._buffers or ():
-                ring.zero_()
-
-    def _begin(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._buffers = None
-        self._move(key_states, value_states, RING_TOKENS, slice(0, 0))
-
-    def _unpacked(self, room: int) -> Pair:
-        self._read_ring()
-        return super()._unpacked(room)
-
-    def _read_ring(self) -> None:
-        """Let the cells hold the last tokens, too, which steps have written to the ring."""
-        if self._cells is not None and self._buffers is not None:
-            packed = self.packed_tokens
-            columns = torch.arange(packed, self.length, device=self._buffers[0].device) % RING_TOKENS
-            keys, values = (ring.index_select(2, columns) for ring in self._buffers)
-            self._cells.restore(Held(packed, packed // GROUP_TOKENS, (keys, values)))
-
-    def _fill_ring(self) -> None:
-        """Put the tokens that are not packed into the ring, and nothing else: what a mask hides must be finite."""
-        if self._cells is None or self._buffers is None:
-            return
-        packed, recent = self.packed_tokens, self._cells.like(self.length - self.packed_tokens)
-        self._cells.read(packed, self.length, recent)
-        columns = torch.arange(packed, self.length, device=recent[0].device) % RING_TOKENS
-        for ring, part in zip(self._buffers, recent, strict=True):
-            ring.zero_().index_copy_(2, columns, part)
-        self._cells.crop(packed)
-
-    def _step(self, key_states: Tensor, value_states: Tensor) -> Pair:
-        """Write one token, and show all columns; see `StaticLayer._step`."""
-        if not torch.compiler.is_compiling() and (self.length + 1) % GROUP_TOKENS == 0:
-            self.unchanged_tokens = min(self.unchanged_tokens, self.packed_tokens)
-        held, rings, parts = self.filled, self._buffers or (), self._cells.columns  # type: ignore[union-attr]
-        for ring, states in zip(rings, (key_states, value_states), strict=True):
-            ring.index_copy_(2, (held % RING_TOKENS).view(1), states)
-        columns = self._all_columns()
-        group = ((held + 1) // GROUP_TOKENS - 2).clamp_min(0)
-        is_full = ((held + 1) % GROUP_TOKENS == 0) & (held + 1 >= RING_TOKENS)
-        tokens = group * GROUP_TOKENS + torch.arange(GROUP_TOKENS, device=held.device)
-        for name, part in pack(self._bits, *(ring.index_select(2, tokens % RING_TOKENS) for ring in rings)).items():
-            at, packed = group.view(1) if is_by_group(name) else tokens, parts[name].buffer
-            packed.index_copy_(2, at, torch.where(is_full, part, packed.index_select(2, at)))
-        return columns
-
-    def _all_columns(self) -> Pair:
-        """All columns unpacked, also those that hold nothing yet."""
-        rings, parts = self._buffers or (), self._cells.columns  # type: ignore[union-attr]
-        tokens = parts["v.bytes"].buffer.shape[2]
-        keys, values = (one.new_empty((*one.shape[:2], tokens + RING_TOKENS, one.shape[3])) for one in rings)
-        packed = {name: part.buffer for name, part in parts.items() if name != GROUPS}
-        unpack(packed, keys[:, :, :tokens], values[:, :, :tokens])
-        start = (self.filled // GROUP_TOKENS - 1).clamp_min(0) * GROUP_TOKENS
-        at = start + torch.arange(RING_TOKENS, device=keys.device)
-        for states, ring in zip((keys, values), rings, strict=True):
-            states.index_copy_(2, at, ring.index_select(2, at % RING_TOKENS))
-        return keys[:, :, : self.max_tokens], values[:, :, : self.max_tokens]
-
-    def _capacity(self, end: int) -> int:
-        return RING_TOKENS
-
-    def _hold(self, buffers: Pair) -> None:
-        self._cells = PackedCells(self._bits, *buffers)
-        self._cells.reserve(-(-self.max_tokens // GROUP_TOKENS) * GROUP_TOKENS)
-        super()._hold(buffers)
-
-    def _pin(self, buffers: Pair) -> None:
-        super()._pin(buffers)
-        if self._cells is not None and not torch.compiler.is_compiling():
-            for part in self._cells.columns.values():
-                torch._dynamo.mark_static_address(part.buffer)
 
 
 def is_by_group(name: str) -> bool:

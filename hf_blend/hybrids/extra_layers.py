@@ -8,12 +8,10 @@ The state is the last inputs of a convolution, that of a scan, or both.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..cache.layers import BatchOfRequests, BlendLayer, BlendSlidingLayer
-from ..cache.static_layer import StaticLayer
 from ..errors import ConfigError
 from ..model.anatomy import LayerCall
 from ..model.extras import LayerRoom, Spans, register
@@ -224,35 +222,18 @@ class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):
         super().__init__(number_of_states, sliding_window)
 
 
-class MixerStaticLayer(MixerAttentionLayer, StaticLayer):
-    """K and V in buffers that never move, and the state of a mixer beside them; with `sliding_window` a mask hides."""
-
-    is_compileable = True
-    _attention = StaticLayer
-
-    def __init__(self, max_tokens: int, number_of_states: int = 1, sliding_window: int | None = None) -> None:
-        super().__init__(number_of_states, max_tokens)
-        self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
-
-
-def make_layer(stock: Any, max_tokens: int | None) -> Any:
+def make_layer(stock: Any) -> Any:
     """The layer of a blend cache for one of transformers that holds a mixer's state; None for any other."""
     if not hasattr(stock, "recurrent_states"):
         return None
     states, window = stock.number_of_states, getattr(stock, "sliding_window", None)
     if not isinstance(stock, CacheLayerMixin):
         return MixerLayer(states)
-    if max_tokens is not None:
-        return MixerStaticLayer(max_tokens, states, window)
     return MixerAttentionLayer(states) if window is None else MixerSlidingLayer(window, states)
 
 
 def _copied(state: Tensor | None) -> Tensor | None:
-    """A copy that is written in place, as transformers says of the state itself: otherwise no CUDA graph is made."""
-    copied = None if state is None else state.clone()
-    if copied is not None:
-        torch._dynamo.mark_static_address(copied)
-    return copied
+    return None if state is None else state.clone()
 
 
 register(LayerRoom(KINDS, mixers_of, make_layer))

@@ -43,12 +43,12 @@ class LayerRoom:
     Attributes:
         states: the kinds of transformers' cache layers that it knows, less "Dynamic" and "Layer".
         find: gives of each decoder layer of a model what keeps something beside K and V, or None.
-        make_layer: gives the layer for one of transformers, with a number in buffers of so many tokens; None: unknown.
+        make_layer: gives the layer for one of transformers; None: unknown.
     """
 
     states: tuple[str, ...]
     find: Callable[[nn.Module, str], Sequence[LayerExtra | None]]
-    make_layer: Callable[[Any, int | None], Any]
+    make_layer: Callable[[Any], Any]
 
 
 _registered: list[LayerRoom] = []

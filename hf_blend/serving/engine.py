@@ -484,7 +484,6 @@ def _check_settings(
         (config.kv_bits is not None, f"kv_bits={config.kv_bits}", "the engine's blocks hold the model's dtype"),
         (config.kv_device_map is not None, f"kv_device_map={config.kv_device_map}",
          "the engine's blocks are on the model's device"),
-        (config.max_tokens is not None, f"max_tokens={config.max_tokens}", "the engine's blocks grow"),
         (batching.scheduler_type != "fifo", f"scheduler_type={batching.scheduler_type!r}", "only 'fifo' holds back"),
         (not batching.allow_block_sharing, "allow_block_sharing=False", "blended blocks enter by the shared prefix"),
         (bool(batching.use_async_batching), "use_async_batching=True", "a prefill needs the model between steps"),

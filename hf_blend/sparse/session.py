@@ -23,7 +23,6 @@ from torch import Tensor
 from .. import plugins
 from ..cache.blend_cache import BlendCache
 from ..cache.layers import BlendLayer
-from ..cache.static_layer import StaticLayer
 from ..offload.layer import OffloadedLayer
 from .away import AwayBlocks
 from .blocks import BlockedLayer
@@ -164,9 +163,6 @@ class SparseSession:
         kv_heads, keys, value_dim]`.
         """
         layer = self.layers.get(index)
-        if layer is not None and isinstance(layer.held, StaticLayer):  # a step is given the whole buffer
-            key, value = (states[:, :, : layer.held.length] for states in (key, value))
-            mask = mask[..., : layer.held.length] if isinstance(mask, Tensor) else mask
         if layer is None or key.shape[2] != layer.held.length or layer.held.visible is not None:
             return None
         cut = self._cut(index, layer, query, key, value, mask, name, scaling) if is_cut(mask, name) else None

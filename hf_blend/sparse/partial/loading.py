@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
-from ...cache.static_layer import StaticLayer
 from ...errors import ConfigError, UnsupportedModelError, suggest
 from ...model.anatomy import LayerInfo, decoder_layers
 from ...model.attention import AttentionCapture, AttentionFn, open_door, with_taker
@@ -92,8 +91,7 @@ class PartialLoading:
         for chunk in chunks:
             _layers(chunk).forget(index)
         layer = self._layers[index]
-        sees_whole = getattr(layer, "is_sliding", True) or isinstance(layer, StaticLayer)
-        can = rows is not None and not sees_whole and self._attention(index)
+        can = rows is not None and not getattr(layer, "is_sliding", True) and self._attention(index)
         few = [one for one in chunks if one.is_whole and not _layers(one).is_whole(index)]
         self._index, self._chunks = (index, few) if can and few else (-1, [])
         self._fresh = None if rows is None else rows.columns  # the last layer has fewer rows, but these are fresh
