@@ -54,7 +54,7 @@ def read_together(
     parts = [ids, None if axes is None else axes.transpose(0, 1).flatten(1), mask]
     tensors = [part for part in parts if part is not None]
     dtype = torch.float64 if any(tensor.is_floating_point() for tensor in tensors) else torch.int64
-    joined = torch.cat([tensor.to(ids.device, dtype) for tensor in tensors], dim=1).cpu().numpy()
+    joined = np.asarray(torch.cat([tensor.to(ids.device, dtype) for tensor in tensors], dim=1).cpu())
     ends = np.cumsum([0 if part is None else part.shape[1] for part in parts])
     columns = np.broadcast_to(np.arange(past, past + width), (rows, 1, width))
     positions = columns if axes is None else joined[:, width : ends[1]].reshape(rows, -1, width)
