@@ -44,7 +44,7 @@ class SavedConversations(FaultClass):
         """Let the model be tested as each of what it is, so that children need not."""
         self._tokenizer = small_tokenizer("spaces")
         self._model = adapted(len(self._tokenizer))
-        self._saved: dict[str, int] = {}  # by kind, the last that was acknowledged
+        self._saved: dict[str, int] = {}  # by kind, the last that was acknowledged or seen
         for change in MODELS.values():
             with change(self._model):
                 fed(SequenceCache(self._model), prompt(TOKENS))
@@ -99,7 +99,10 @@ class SavedConversations(FaultClass):
         text = self._tokenizer.decode(loaded[0]) if kind == "conversation" else str(loaded[0])
         numbers = [*range(first, first + SAVED), *([] if known is None else [known])]
         found = [number for number in numbers if self._said(kind, number) in text]
-        return Verdict.RIGHT if found and max(found) >= (known or 0) else Verdict.LOST
+        if not found or max(found) < (known or 0):
+            return Verdict.LOST
+        self._saved[kind] = max(found)  # may be newer than what was acknowledged, and stays until the next is saved
+        return Verdict.RIGHT
 
     def _loaded(self, kind: str, path: Path, name: str) -> list[int] | None:
         """The tokens that a file has for a model; none where they are wrong, None where it is of another."""
