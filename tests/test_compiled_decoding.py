@@ -179,6 +179,17 @@ def test_to_static_refuses_what_a_static_cache_cannot_continue(shared_model, pie
             cache.to_static(MOST)
 
 
+def test_to_static_refuses_what_another_model_computed(tiny_model, pieces):
+    model = tiny_model(num_hidden_layers=2)
+    cache, inputs = prepared(model, pieces((17, 23)))
+    generated(model, inputs, cache, max_new_tokens=1)
+    cache.to_static(MOST)
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.01)
+    with pytest.raises(ConfigError, match="weights"):
+        cache.to_static(MOST)
+
+
 @torch.no_grad()
 def test_a_compiled_prefill_and_a_compiled_sparse_step_are_refused_by_name(tiny_model, pieces, compiler):
     model = tiny_model(num_hidden_layers=2)

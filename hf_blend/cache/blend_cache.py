@@ -468,9 +468,11 @@ class BlendCache(Cache):
             A stock cache of the same tokens, in the model's dtype also where this one holds few bits.
 
         Raises:
-            ConfigError: the cache is empty or has a part of its prompt only, `max_cache_len` is not above what it
-                holds, or a layer keeps what `StaticCache` cannot continue (indexers, attention in chunks).
+            ConfigError: the cache is empty or has a part of its prompt only, another model or adapter computed what it
+                holds, `max_cache_len` is not above that, or a layer keeps what `StaticCache` cannot continue: an
+                indexer, attention in chunks.
         """
+        refuse_other_author(self.author, author_of(self.model), super().get_seq_length(), ASK_AGAIN)
         return static_copy(self.model, self._own_layers, max_cache_len)
 
     def batch_select_indices(self, indices: Any) -> None:
