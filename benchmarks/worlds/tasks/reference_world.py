@@ -2,16 +2,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bundled model's own world: who owns what, told over several chunks; nobody has seen these stories."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import count
 
-from worlds.made import WorldTask
-from worlds.world.sampling import Example, sample_examples
+from worlds.world.sampling import sample_examples
+
+from hf_blend.evaluation.tasks.base import Row, Sample, Task
+
+DRAWN = 500  # at a time
 
 
-class ReferenceWorld(WorldTask):
-    """Short stories."""
+class ReferenceWorld(Task):
+    """Short stories and held-out questions without end; no instruction, no tags."""
 
-    def drawn(self, many: int, seed: int) -> Iterator[tuple[str, Example]]:
-        """Draw stories, one question each."""
-        for number, one in enumerate(sample_examples(many, seed)):
-            yield f"reference-{seed}-{number}", one
+    score = "exact-match"
+    max_new_tokens = 4
+
+    def rows(self) -> Iterable[Row]:
+        """One row after the other, without end."""
+        if self.data is not None:
+            yield from super().rows()
+            return
+        for seed in count(self.seed):
+            for number, one in enumerate(sample_examples(DRAWN, seed)):
+                name = f"reference-{seed}-{number}"
+                yield {"id": name, "chunks": one.chunks, "question": one.question, "answers": [one.answer]}
+
+    def sample(self, row: Row) -> Sample:
+        """Chunks and question as they are."""
+        chunks = tuple(self.ids(chunk) for chunk in row["chunks"])
+        return Sample(str(row["id"]), (), chunks, self.ids(row["question"]), tuple(row["answers"]))
