@@ -72,14 +72,13 @@ class Catalog:
         found = next(filter(None, (self.key(tier, name) for tier in self._tiers)), None) if self._secret else None
         return found.digest if found else name[-64:]
 
-    def add(self, tier: BoundedTier, key: ChunkKey) -> bool:
-        """Take up a chunk that was written to a tier; False if it is not there."""
+    def add(self, tier: BoundedTier, key: ChunkKey) -> None:
+        """Take up a chunk that was written to a tier, if it is there."""
         name = self.name(key.digest)
         stat = tier.stat(name)
         if stat is not None:
             self._skipped.discard((tier.name, name))
             tier.know(name, stat, key)
-        return stat is not None
 
     def key(self, tier: BoundedTier, name: str) -> ChunkKey | None:
         """What a tier's index says that an object is, if its name proves it."""
