@@ -30,8 +30,11 @@ def planner(shared_model):
 
 def plan(planner, *rows, known=(None, None), at_beginning=True):
     width = max(map(len, rows))
-    made = [PromptRow(row, len(row), width - len(row), spans=one) for row, one in zip(rows, known, strict=False)]
-    return planner.plan(made, width, at_beginning)
+    made = [
+        PromptRow(row, len(row), width - len(row), spans=spans, is_first=at_beginning)
+        for row, spans in zip(rows, known, strict=False)
+    ]
+    return planner.plan(made, width)
 
 
 def slots(made):
@@ -74,7 +77,7 @@ def test_a_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
     one = planner(LONG)
     made = plan(one, (*BOS, 7, 8, *LONG[1:-2], *Q))
     assert parts(made) == [(3, 1, 37, False)]
-    assert one.report.seam_tokens == 3
+    assert one._report.seam_tokens == 3
     assert parts(plan(one, (*BOS, 7, *LONG[1:], *Q))) == [(2, 1, 39, False)], "its first token is another here"
     assert parts(plan(one, (*BOS, *LONG[1:], *Q)))[1:] == [(1, 1, 39, False)], "its first token is not there"
 
@@ -94,7 +97,7 @@ def test_places_inside_a_chunk_are_counted_from_its_stored_beginning(planner):
 def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
     one, row = planner(A, LONG), (*BOS, 5, *A, *LONG, *Q)
     known = [[Span(3, A, 1, 6)]]
-    searched = one.plan([PromptRow(row, len(row), 0, spans=known[0], prefix=0, is_searched=True)], len(row), True)
+    searched = one.plan([PromptRow(row, len(row), 0, spans=known[0], prefix=0, is_searched=True)], len(row))
     assert parts(searched) == [(3, 1, 6, False), (9, 0, 40, False)]
     assert parts(plan(one, row, known=known)) == [(0, 0, 3, True), (3, 1, 6, False)], "what is before it is an entry"
 
@@ -102,7 +105,7 @@ def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
 def test_a_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(planner):
     row = (*BOS, 5, *A, *B, *Q)
     columns, width = (*range(5), *range(7, len(row) + 2)), len(row) + 2
-    made = planner(A, B).plan([PromptRow(row, len(row), 0, columns=columns)], width, True)
+    made = planner(A, B).plan([PromptRow(row, len(row), 0, columns=columns)], width)
     assert slots(made) == [(0, 11, B, False)]
 
 

@@ -265,7 +265,7 @@ def test_plan_reuses_nearly_all_of_published_passages_however_they_are_joined(na
     planner = Planner(model, store, fingerprint(model), store.default_prefix(model, tokenizer))
     for texts, (join, joined) in itertools.product(chunks, JOINS.items()):
         ids = tokenizer(f"Answer.\n\n{joined(texts)}\n\nQuestion:")["input_ids"]
-        made = planner.plan([PromptRow(tuple(ids), len(ids), 0)], len(ids), True)
+        made = planner.plan([PromptRow(tuple(ids), len(ids), 0)], len(ids))
         stored = sum(len(tokenize(tokenizer, text)) for text in texts)
         assert sum(slot.tokens for slot in made.chunks if not slot.exact) >= 0.97 * stored, join
         assert len({slot.chunk.key for slot in made.chunks}) >= len(texts), join

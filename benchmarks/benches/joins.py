@@ -132,7 +132,7 @@ class _Bench:
     def _plan(self, ids: list[int], known: Any = None) -> Plan:
         prefix = self._store.default_prefix(self._model, self._tokenizer)
         planner = Planner(self._model, self._store, fingerprint(self._model), prefix)
-        return planner.plan([PromptRow(tuple(ids), len(ids), 0, spans=known, prefix=0)], len(ids), True)
+        return planner.plan([PromptRow(tuple(ids), len(ids), 0, spans=known, prefix=0)], len(ids))
 
     def _named(self, prompt: str, texts: Sequence[str]) -> Plan:
         made = build_text(self._tokenizer, prompt, texts, special=True)

@@ -689,16 +689,24 @@ class BlendCache(Cache):
             known.tokenizer = ""
             if known.images is None and self.config.chunk_prefix_ids is None:
                 self.chunk_prefix_ids = self.store.stored_prefix(self.model, identity)
-        sink = tuple(self.chunk_prefix_ids)
-        planner = Planner(self.model, self.store, identity, sink, self.config, known.tokenizer)
-        planner.placeholders = self._placeholders
-        planner.images = {} if known.images is None else known.images.alone
         if expected.is_begun:
-            planner.report = copy.copy(self.report)  # the old one comes back after a failure
+            report = copy.copy(self.report)  # the old one comes back after a failure
         else:
-            planner.report = BlendReport(past_tokens=request.past, _costs=layer_costs(self.model))
-        plan, known.pending = expected.plan(planner, request)
-        self.report = planner.report
+            report = BlendReport(past_tokens=request.past, _costs=layer_costs(self.model))
+        planner = Planner(
+            self.model,
+            self.store,
+            identity,
+            tuple(self.chunk_prefix_ids),
+            self.config,
+            known.tokenizer,
+            self._placeholders,
+            None if known.images is None else known.images.alone,
+            report,
+        )
+        rows, pending = expected.rows(request)
+        plan = planner.plan(rows, request.width, request.logits_rows, request.length)
+        self.report, known.pending = report, pending
         known.beginnings = tuple(ids[: plan.in_order] for ids in known.beginnings)
         if not expected.is_begun:
             self.report.recipe = self._recipe

@@ -47,10 +47,10 @@ class PlacedChunk:
     inside: slice = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        held = self.chunk.tokens
-        tokens = held - self.first if self.count is None else self.count
+        stored = self.chunk.tokens
+        tokens = stored - self.first if self.count is None else self.count
         columns, inside = slice(self.start, self.start + tokens), slice(self.first, self.first + tokens)
-        vars(self).update(tokens=tokens, is_whole=tokens == held, columns=columns, inside=inside)
+        vars(self).update(tokens=tokens, is_whole=tokens == stored, columns=columns, inside=inside)
 
     def states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
@@ -66,7 +66,7 @@ class PromptRow:
 
     They are its tokens from `before` to `end`; `columns` are those of tokens that padding separates, `positions` where
     they are, where it is not as stored tokens are. The chunks are at `spans`, where they are known, and an entry of
-    `prefix` tokens before them; None: all that is there.
+    `prefix` tokens before them; None: all that is there. `is_first`: nothing is in front of the prompt.
     """
 
     ids: tuple[int, ...]
@@ -78,6 +78,7 @@ class PromptRow:
     spans: Sequence[Span] | None = None
     prefix: int | None = None
     is_searched: bool = False
+    is_first: bool = True
 
 
 @dataclass
@@ -111,16 +112,16 @@ class Plan:
             (exact if placed.exact else reusable)[placed.row, placed.columns] = True
         exact[:, self.end :] = reusable[:, self.end :] = False
         self.stored_counts = reusable.sum(axis=1).tolist()
-        known = zip(self.counts, exact.sum(axis=1).tolist(), self.stored_counts, strict=True)
-        self.fresh_counts = [count - sum(stored) for count, *stored in known]
+        exact_counts = exact.sum(axis=1).tolist()
+        self.fresh_counts = (np.array(self.counts) - exact_counts - self.stored_counts).tolist()
         self.exact, self.reusable = torch.from_numpy(exact.copy()), torch.from_numpy(reusable.copy())
         return self
 
     def fresh(self, with_reusable: bool) -> np.ndarray:
         """`[batch, tokens]`: True on columns that are not padding and have no exact KV; known to the host."""
         exact, reusable, real = self._marks
-        found: np.ndarray = real & ~(exact if with_reusable else exact | reusable)
-        return found
+        fresh: np.ndarray = real & ~(exact if with_reusable else exact | reusable)
+        return fresh
 
     def sampled(self, rows: int) -> np.ndarray:
         """`[batch, tokens]`: the `fresh` columns that a probe computes, behind the first reusable one `rows` at most.
@@ -148,14 +149,22 @@ class Plan:
         if self._table is not None:
             return self._table
         table = np.full((4, *self.real.shape), -1, dtype=np.int64)
-        known = [
-            (one.tokens, one.row, one.start, one.number, one.first, one.chunk.tokens, one.is_image)
-            for one in self.chunks
-            if not one.exact
+        runs = [
+            (
+                placed.tokens,
+                placed.row,
+                placed.start,
+                placed.number,
+                placed.first,
+                placed.chunk.tokens,
+                placed.is_image,
+            )
+            for placed in self.chunks
+            if not placed.exact
         ]
-        if known:
-            counts, *parts = np.array(known, dtype=np.int64).T
-            row, start, number, first, tokens, image = (np.repeat(part, counts) for part in parts)
+        if runs:
+            counts, *fields = np.array(runs, dtype=np.int64).T
+            row, start, number, first, tokens, image = (np.repeat(values, counts) for values in fields)
             offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
             table[:, row, start + offset] = number, first + offset, tokens, image
         self._table = torch.from_numpy(table).to(self.reusable.device)
@@ -175,7 +184,20 @@ class Plan:
 
 
 class Planner:
-    """Finds chunks in prompts, fetches them from a store, and computes those that are missing."""
+    """Finds chunks in prompts, fetches them from a store, and computes those that are missing.
+
+    Args:
+        model: which runs.
+        store: where chunks are kept.
+        fingerprint: of the model as it is now.
+        chunk_prefix_ids: behind which chunks were computed.
+        config: the settings of the blend.
+        tokenizer: digest of the one that made the prompt's ids; stored with what is computed.
+        placeholders: ids that stand for something else than text; no chunk that holds one is looked up or computed
+            alone, but those of `images`.
+        images: by the ids that name an image, the arguments with which it is computed alone.
+        report: to which is added what planning costs.
+    """
 
     def __init__(
         self,
@@ -185,15 +207,16 @@ class Planner:
         chunk_prefix_ids: tuple[int, ...],
         config: BlendConfig | None = None,
         tokenizer: str = "",
+        placeholders: Set[int] = frozenset(),
+        images: Mapping[tuple[int, ...], Mapping[str, Any]] | None = None,
+        report: BlendReport | None = None,
     ) -> None:
-        self._tokenizer = tokenizer  # digest of the one that made the prompt's ids; stored with what is computed
+        self._tokenizer, self._placeholders, self._images = tokenizer, placeholders, images or {}
         self._config, self._text_config = config or BlendConfig(), text_config(model)
         self._model, self._store = model, store
         self._fingerprint, self._chunk_prefix_ids = fingerprint, chunk_prefix_ids
         self._identity = store.identity(fingerprint)  # of chunks; what a prompt begins with is never corrected
-        self.placeholders = frozenset[int]()  # no chunk that holds one is looked up, or computed alone
-        self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
-        self.report = BlendReport()  # to which is added what planning costs
+        self._report = report or BlendReport()
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
         longest = getattr(self._text_config, "max_position_embeddings", None)
@@ -201,14 +224,7 @@ class Planner:
         self._frequencies: set[tuple[int, ...]] = set()  # those of the forward that is planned
         self._scales = scales_by_position(self._text_config)
 
-    def plan(
-        self,
-        rows: Sequence[PromptRow],
-        width: int,
-        at_beginning: bool,
-        logits_rows: int = 1,
-        length: int | None = None,
-    ) -> Plan:
+    def plan(self, rows: Sequence[PromptRow], width: int, logits_rows: int = 1, length: int | None = None) -> Plan:
         """Decide which of `width` new columns are reused; `length` is one more than the largest position, if known."""
         counts, real = [row.end - row.before for row in rows], np.zeros((len(rows), width), dtype=bool)
         for line, row, count in zip(real, rows, counts, strict=True):
@@ -218,23 +234,22 @@ class Planner:
         self._frequencies = {frequency_regime(self._text_config, end) for end in ends}
         plan.drafted = [max(0, row.end - len(row.ids)) for row in rows]
         plan.in_order = min((row.end if row.positions is None else row.positions.in_order for row in rows), default=0)
-        found = [self._spans(row, at_beginning) for row in rows]
-        unloaded = set[ChunkKey]()
-        if self._store.controller is not None:
-            unloaded = self._advised(plan, [span.key for spans in found for span in spans])
-        plan.release = self._store.protect({span.key for spans in found for span in spans} - unloaded, plan)
+        spans = [self._spans(row) for row in rows]
+        keys = [span.key for own in spans for span in own]
+        unloaded = self._advised(plan, keys) if self._store.controller is not None else set[ChunkKey]()
+        plan.release = self._store.protect({*keys} - unloaded, plan)
         placed = list[tuple[ChunkKey, Callable[..., PlacedChunk]]]()
-        for number, row in enumerate(rows):
-            spans = [span for span in found[number] if span.key not in unloaded]
-            placed += self._placed_chunks(plan, number, row, spans, at_beginning)
+        for number, (row, own) in enumerate(zip(rows, spans, strict=True)):
+            loaded = [span for span in own if span.key not in unloaded]
+            placed += self._placed_chunks(plan, number, row, loaded)
         missing = self._fetch(plan, list(dict.fromkeys(key for key, _ in placed)))
         if missing:
-            self._compute_missing(plan, missing, {spans[0].key for spans in found if spans and spans[0].start == 0})
+            self._compute_missing(plan, missing, {own[0].key for own in spans if own and own[0].start == 0})
         plan.chunks += [make(chunk=self._fetched[key]) for key, make in placed]
         plan.begin(logits_rows)
-        self.report.prompt_tokens += sum(counts)
-        self.report.reusable_tokens += sum(plan.stored_counts)
-        self.report.exact_tokens += sum(counts) - sum(plan.stored_counts) - sum(plan.fresh_counts)
+        self._report.prompt_tokens += sum(counts)
+        self._report.reusable_tokens += sum(plan.stored_counts)
+        self._report.exact_tokens += sum(counts) - sum(plan.stored_counts) - sum(plan.fresh_counts)
         streamed = [chunk.layers for chunk in self._fetched.values() if isinstance(chunk.layers, StreamedLayers)]
         if streamed and self._store.pipeline_depth:
             plan.pipeline = Pipeline(streamed, self._store.pipeline_depth)
@@ -252,22 +267,21 @@ class Planner:
             plan.config = replace(plan.config, recompute_ratio=plan.advice.ratio)
         return {*chunks} - {chunks[number] for number in plan.advice.loaded}
 
-    def _spans(self, row: PromptRow, at_beginning: bool) -> list[Found]:
+    def _spans(self, row: PromptRow) -> list[Found]:
         """The chunks of one prompt, from left to right."""
-        given = list(row.spans or ())
-        spans = []
-        for one in given:
-            identity = self._fingerprint if one.token_ids in self.images else self._identity
-            key = _known_key(identity, tuple(self._chunk_prefix_ids), one.token_ids, self._store.namespace)
-            spans.append(Found(one.start, key, one.first, one.tokens))
+        expected, spans = list(row.spans or ()), list[Found]()
+        for span in expected:
+            identity = self._fingerprint if span.token_ids in self._images else self._identity
+            key = _known_key(identity, tuple(self._chunk_prefix_ids), span.token_ids, self._store.namespace)
+            spans.append(Found(span.start, key, span.first, span.tokens))
         if row.spans is None or row.is_searched:
-            found = self._store.find(self._identity, self._chunk_prefix_ids, row.ids)
-            new = [one for one in found if not any(map(Span(one.start, (), 0, one.tokens).overlaps, given))]
-            spans = sorted(spans + new, key=lambda one: one.start)
-        if at_beginning and given and given[0].start == given[0].first == 0:  # nothing is before it, so it is exact
-            key = _known_key(self._fingerprint, (), given[0].token_ids, self._store.namespace)
+            stored = self._store.find(self._identity, self._chunk_prefix_ids, row.ids)
+            new = [hit for hit in stored if not any(map(Span(hit.start, (), 0, hit.tokens).overlaps, expected))]
+            spans = sorted(spans + new, key=lambda span: span.start)
+        if row.is_first and expected and expected[0].start == expected[0].first == 0:  # nothing is before it: exact
+            key = _known_key(self._fingerprint, (), expected[0].token_ids, self._store.namespace)
             spans[0] = spans[0]._replace(key=key)
-        first = row.ids[: spans[0].start] if spans and at_beginning else ()
+        first = row.ids[: spans[0].start] if spans and row.is_first else ()
         prefix = first if row.spans is not None and row.prefix is None else first[: row.prefix or 0]
         if not prefix and first == self._chunk_prefix_ids:
             prefix = first
@@ -275,17 +289,17 @@ class Planner:
             key = _known_key(self._fingerprint, (), tuple(prefix), self._store.namespace)
             spans = [Found(0, key, 0, len(prefix)), *spans]
         elif first:  # as much of it as one entry has
-            found = self._store.find(self._fingerprint, (), first)[:1]
-            spans = [one for one in found if one.start == one.first == 0] + spans
-        sized = ((one, len(one.key.chunk_prefix_ids) + len(one.key.token_ids)) for one in spans)
-        fitting = [one for one, tokens in sized if tokens <= self._most_tokens]
-        return [one for one in fitting if self.placeholders.isdisjoint(one.key.token_ids)]
+            stored = self._store.find(self._fingerprint, (), first)[:1]
+            spans = [hit for hit in stored if hit.start == hit.first == 0] + spans
+        sizes = (len(span.key.chunk_prefix_ids) + len(span.key.token_ids) for span in spans)
+        fitting = [span for span, tokens in zip(spans, sizes, strict=True) if tokens <= self._most_tokens]
+        return [span for span in fitting if self._placeholders.isdisjoint(span.key.token_ids)]
 
     def _placed_chunks(
-        self, plan: Plan, number: int, row: PromptRow, spans: list[Found], at_beginning: bool
+        self, plan: Plan, number: int, row: PromptRow, spans: list[Found]
     ) -> list[tuple[ChunkKey, Callable[..., PlacedChunk]]]:
         """The chunks of one row that are needed, and what makes the placed chunk of each."""
-        exact_until, found = 0 if at_beginning else -1, list[tuple[ChunkKey, Callable[..., PlacedChunk]]]()
+        exact_until, placed = 0 if row.is_first else -1, list[tuple[ChunkKey, Callable[..., PlacedChunk]]]()
         for index, (offset, key, inside, tokens) in enumerate(spans):
             end = offset + tokens
             if end >= max(len(row.ids), row.end):
@@ -296,7 +310,7 @@ class Planner:
             if exact:  # if it is computed by the frequencies of this forward
                 stored = len(key.chunk_prefix_ids) + len(key.token_ids)
                 exact = self._frequencies == {frequency_regime(self._text_config, stored)}
-            first, is_image = max(offset, row.before), key.token_ids in self.images
+            first, is_image = max(offset, row.before), key.token_ids in self._images
             count = min(end, row.end - 1) - first  # the last token of a part is computed, too
             if count > 0 and row.positions is not None:
                 start = int(row.positions.starts[first + count - 1 - row.before])
@@ -314,13 +328,13 @@ class Planner:
                     continue  # padding is between its tokens
                 column = own[0]
             here = inside + first - offset
-            made = partial(
+            make = partial(
                 PlacedChunk, number, column, exact=exact, number=index, first=here, count=count, is_image=is_image
             )
-            found.append((key, made))
+            placed.append((key, make))
             if first == offset and key.chunk_prefix_ids == self._chunk_prefix_ids:
-                self.report.seam_tokens += len(key.token_ids) - tokens
-        return found
+                self._report.seam_tokens += len(key.token_ids) - tokens
+        return placed
 
     def _fetch(self, plan: Plan, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Bring the chunks from the store that are there and of the model; gives the keys of the others."""
@@ -328,10 +342,10 @@ class Planner:
             return []
         began_s = time.perf_counter()
         layout = layout_of(self._model, self._fingerprint)
-        self.report.check_ms += 1e3 * (time.perf_counter() - began_s)
-        held, missing = self._store.at_hand(keys, layout), list[ChunkKey]()
+        self._report.check_ms += 1e3 * (time.perf_counter() - began_s)
+        at_hand, missing = self._store.at_hand(keys, layout), list[ChunkKey]()
         for key in keys:
-            chunk = held.get(key)
+            chunk = at_hand.get(key)
             if chunk is None:
                 compute = partial(_replace, plan.replaced, self._compute, key)
                 chunk = self._store.stream(key, compute, layout=layout)
@@ -341,7 +355,7 @@ class Planner:
             if chunk is None:
                 missing.append(key)
                 continue
-            self.report.loaded_chunks += 1
+            self._report.loaded_chunks += 1
             plan.tokenizers |= {chunk.tokenizer} - {""}
             self._canaries.add(chunk.canary)
             self._fetched[key] = chunk
@@ -353,25 +367,25 @@ class Planner:
         What a prompt begins with stays alone: so it is what a prefix cache holds, bit for bit.
         """
         began_s = time.perf_counter()
-        alone = [key for key in missing if key in first or key.token_ids in self.images]
+        alone = [key for key in missing if key in first or key.token_ids in self._images]
         together = packs(self._model, [key for key in missing if key not in alone])
         canary_of(self._model)  # found here once, and known where the chunks are computed
-        self.report.check_ms += 1e3 * (time.perf_counter() - began_s)
+        self._report.check_ms += 1e3 * (time.perf_counter() - began_s)
         for pack in [*([key] for key in alone), *together]:
             with self._store.timed(*pack):
                 began_s = time.perf_counter()
                 chunks = self._compute(pack)
                 computed_s = time.perf_counter()
                 self._fetched.update({chunk.key: self._store.put(chunk) for chunk in chunks})
-            self.report.compute_ms += 1e3 * (computed_s - began_s)
-            self.report.store_ms += 1e3 * (time.perf_counter() - computed_s)
+            self._report.compute_ms += 1e3 * (computed_s - began_s)
+            self._report.store_ms += 1e3 * (time.perf_counter() - computed_s)
         plan.computed = len(missing)
-        self.report.computed_chunks += plan.computed
+        self._report.computed_chunks += plan.computed
         tokens = {key: len(key.token_ids) for key in self._fetched}
         plan.kept_ratio = sum(tokens[key] for key in tokens if self._store.contains(key)) / sum(tokens.values())
 
     def _compute(self, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
-        image = self.images.get(keys[0].token_ids)
+        image = self._images.get(keys[0].token_ids)
         if image is not None:
             return [compute_chunk(self._model, keys[0], self._tokenizer, image)]
         return compute_chunks(self._model, keys, self._tokenizer, self._store.correction)

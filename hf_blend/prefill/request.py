@@ -14,7 +14,7 @@ from ..errors import PromptError, UnsupportedModelError
 from ..model.anatomy import PER_TOKEN
 from ..model.modality import other_inputs
 from ..prompt.pieces import PromptBatch
-from .plan import Plan, Planner, PromptRow
+from .plan import PromptRow
 from .positions import Run, follow, is_readable, read_together
 
 ADAPTERS = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
@@ -123,30 +123,29 @@ class PendingPrompt:
         """Return True if the prompts that are expected are these, `[batch, tokens]`."""
         return self.batch is not None and torch.equal(self.batch.input_ids, input_ids.cpu())
 
-    def plan(self, planner: Planner, request: Request) -> tuple[Plan, "PendingPrompt"]:
-        """Plan a forward; gives what is expected after it, too."""
+    def rows(self, request: Request) -> tuple[list[PromptRow], "PendingPrompt"]:
+        """The prompts whose tokens a forward brings, one for each row; and what is expected after it."""
         prompts = None if self.batch is None else self.batch.find(request.rows, request.before)
         is_other, count = prompts is None, len(request.rows)
         before = [0] * count if is_other else request.before
         runs: Sequence[Run | None] = self.runs if len(self.runs) == count and not is_other else [None] * count
-        rest = zip(request.places, before, runs, strict=True)
-        pairs = [follow(places, tokens, request.past, run) for places, tokens, run in rest]
-        new = list(zip(request.rows, request.starts, before, request.columns, pairs, strict=True))
+        places = zip(request.places, before, runs, strict=True)
+        followed = [follow(own, tokens, request.past, run) for own, tokens, run in places]
+        new = zip(request.rows, request.starts, before, request.columns, followed, strict=True)
+        behind = request.past if prompts is None else self.held or any(prompt.history for prompt in prompts)
         rows = [
-            PromptRow(tuple(ids), tokens + len(ids), start, tokens, columns, positions)
+            PromptRow(tuple(ids), tokens + len(ids), start, tokens, columns, positions, is_first=not behind)
             for ids, start, tokens, columns, (positions, _) in new
         ]
         if prompts is None:
-            plan = planner.plan(rows, request.width, request.past == 0, request.logits_rows, request.length)
-            return plan, PendingPrompt(is_other=True)
+            return rows, PendingPrompt(is_other=True)
         rows = [
-            replace(row, ids=one.ids, spans=one.spans(), prefix=one.opening, is_searched=one.is_searched)
-            for row, one in zip(rows, prompts, strict=True)
+            replace(row, ids=prompt.ids, spans=prompt.spans(), prefix=prompt.opening, is_searched=prompt.is_searched)
+            for row, prompt in zip(rows, prompts, strict=True)
         ]
-        at_beginning = self.held == 0 and not any(prompt.history for prompt in prompts)
-        plan = planner.plan(rows, request.width, at_beginning, request.logits_rows, request.length)
-        is_whole = all(row.end >= len(row.ids) for row in rows)
-        return plan, PendingPrompt() if is_whole else replace(self, is_begun=True, runs=[run for _, run in pairs])
+        if all(row.end >= len(row.ids) for row in rows):
+            return rows, PendingPrompt()
+        return rows, replace(self, is_begun=True, runs=[run for _, run in followed])
 
 
 def _column_mask(mask: Any, width: int, pending: PendingPrompt) -> Any:
