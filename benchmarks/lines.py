@@ -44,7 +44,7 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
             "prefill/realign.py", "prefill/buffers.py", "prefill/copies.py", "prefill/pipeline.py",
         ),
         "what a request cost, and why nothing was reused": ("prefill/report.py", "prefill/notices.py"),
-        "selectors that look at attention, and importance for the store": ("prefill/observing.py",),
+        "selectors that look at attention, and importance for the store": ("prefill/observing.py", "prefill/importance.py"),
     },
     "cache": {
         "K and V in 8 and in 4 bits": ("cache/quantised_layer.py",),

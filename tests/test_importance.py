@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.prefill import observing
+from hf_blend.prefill import importance
 from hf_blend.store.importance import TokenImportance
 from tests.test_partial import CHUNKS, PIECES
 
@@ -54,8 +54,8 @@ def stock_scores(model, ids, rows, layers, first=None):
 
 @pytest.mark.parametrize("rows", [16, 2])
 def test_note_gets_the_attention_of_the_question(model, monkeypatch, untouched, rows):
-    monkeypatch.setattr(observing, "LAYERS", 100)
-    monkeypatch.setattr(observing, "ROWS", rows)
+    monkeypatch.setattr(importance, "LAYERS", 100)
+    monkeypatch.setattr(importance, "ROWS", rows)
     store = ChunkStore.open("memory://", eviction="importance")
     asked(model, store, recompute_ratio=1.0)
     told = listened(monkeypatch, store)
@@ -72,7 +72,7 @@ def test_note_gets_the_attention_of_the_question(model, monkeypatch, untouched, 
 
 
 def test_note_gets_the_attention_to_the_chunks_of_a_further_turn(model, monkeypatch):
-    monkeypatch.setattr(observing, "LAYERS", 100)
+    monkeypatch.setattr(importance, "LAYERS", 100)
     store = ChunkStore.open("memory://", eviction="importance")
     first = {"prefix": [5, 6], "chunks": [list(range(90, 60, -1))], "question": [3, 4]}
     cache, said = asked(model, store, first, recompute_ratio=1.0)
@@ -113,7 +113,7 @@ def test_note_gets_the_question_of_each_prompt_of_a_batch(model, monkeypatch):
         alone.append(told)
         monkeypatch.undo()
     told = listened(monkeypatch, store)
-    monkeypatch.setattr(observing, "ROWS", 2)
+    monkeypatch.setattr(importance, "ROWS", 2)
     batch = {**PIECES, "chunks": [CHUNKS, CHUNKS], "question": [[7, 8], [9, 10, 11]]}
     asked(model, store, batch, recompute_ratio=0.3)
     for chunk in map(tuple, CHUNKS):

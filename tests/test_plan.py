@@ -7,7 +7,7 @@ import torch
 
 from hf_blend import ChunkStore
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.prefill.plan import Planner, PromptRow
+from hf_blend.prefill.plan import ChunkOrigin, Planner, PromptRow
 from hf_blend.prefill.request import PendingPrompt, Request, _column_mask
 from hf_blend.prompt.pieces import Span
 
@@ -23,7 +23,7 @@ def planner(shared_model):
     def make(*chunks, sink=BOS, **settings):
         model, store = shared_model(num_hidden_layers=2), ChunkStore.open("memory://", **settings)
         store.add(model, None, chunks, chunk_prefix_ids=sink)
-        return Planner(model, store, fingerprint(model), sink)
+        return Planner(model, store, fingerprint(model), ChunkOrigin(sink))
 
     return make
 

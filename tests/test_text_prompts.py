@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from hf_blend import BlendCache, ChunkStore, PromptError, blended
 from hf_blend.cache import blend_cache
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.prefill.plan import Planner, PromptRow
+from hf_blend.prefill.plan import ChunkOrigin, Planner, PromptRow
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.prompt.text import build_text
 from hf_blend.prompt.tokenizer import tokenizer_digest
@@ -262,7 +262,7 @@ def test_plan_reuses_nearly_all_of_published_passages_however_they_are_joined(na
     store = memory()
     for texts in chunks:
         store.add(model, tokenizer, texts)
-    planner = Planner(model, store, fingerprint(model), store.default_prefix(model, tokenizer))
+    planner = Planner(model, store, fingerprint(model), ChunkOrigin(store.default_prefix(model, tokenizer)))
     for texts, (join, joined) in itertools.product(chunks, JOINS.items()):
         ids = tokenizer(f"Answer.\n\n{joined(texts)}\n\nQuestion:")["input_ids"]
         made = planner.plan([PromptRow(tuple(ids), len(ids), 0)], len(ids))

@@ -16,7 +16,7 @@ from hf_blend import BlendCache, ChunkStore, __version__
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bundled import handbook_questions
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.prefill.plan import Plan, Planner, PromptRow
+from hf_blend.prefill.plan import ChunkOrigin, Plan, Planner, PromptRow
 from hf_blend.prompt.text import build_text
 
 __all__ = ["JOINS", "JoinsPlan", "measure_joins", "read_passages"]
@@ -131,7 +131,7 @@ class _Bench:
 
     def _plan(self, ids: list[int], known: Any = None) -> Plan:
         prefix = self._store.default_prefix(self._model, self._tokenizer)
-        planner = Planner(self._model, self._store, fingerprint(self._model), prefix)
+        planner = Planner(self._model, self._store, fingerprint(self._model), ChunkOrigin(prefix))
         return planner.plan([PromptRow(tuple(ids), len(ids), 0, spans=known, prefix=0)], len(ids))
 
     def _named(self, prompt: str, texts: Sequence[str]) -> Plan:

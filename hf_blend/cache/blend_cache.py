@@ -40,10 +40,11 @@ from ..model.modality import placeholders_of, refuse_placeholders
 from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
-from ..prefill.blend import Prefill, PrefillContext
+from ..prefill.blend import Prefill
+from ..prefill.context import PrefillContext
 from ..prefill.notices import OTHER_IDS, UNEVEN, other_tokenizers, too_small, why_nothing_found
 from ..prefill.observing import AttentionObserver, run_probe
-from ..prefill.plan import Plan, Planner
+from ..prefill.plan import ChunkOrigin, Plan, Planner
 from ..prefill.realign import Realigner
 from ..prefill.report import Advice, BlendReport
 from ..prefill.request import PendingPrompt, Request
@@ -657,14 +658,17 @@ class BlendCache(Cache):
                 "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
                 "partial."
             )
+        realigner = Realigner(self._styles, self.report, plan.chunks)
         self._part = self.store.loader(self)
+        if self._part is not None:
+            self._part.realigner = realigner
         context = PrefillContext(
             self.model,
             self._own_layers,
             request,
             plan,
             self.report,
-            Realigner(self._styles, self.report, plan.chunks),
+            realigner,
             self._selector,
             self._corrector,
             self._probe,
@@ -693,17 +697,9 @@ class BlendCache(Cache):
             report = copy.copy(self.report)  # the old one comes back after a failure
         else:
             report = BlendReport(past_tokens=request.past, _costs=layer_costs(self.model))
-        planner = Planner(
-            self.model,
-            self.store,
-            identity,
-            tuple(self.chunk_prefix_ids),
-            self.config,
-            known.tokenizer,
-            self._placeholders,
-            None if known.images is None else known.images.alone,
-            report,
-        )
+        images = {} if known.images is None else known.images.alone
+        origin = ChunkOrigin(tuple(self.chunk_prefix_ids), known.tokenizer, self._placeholders, images)
+        planner = Planner(self.model, self.store, identity, origin, self.config, report)
         rows, pending = expected.rows(request)
         plan = planner.plan(rows, request.width, request.logits_rows, request.length)
         self.report, known.pending = report, pending

@@ -14,56 +14,35 @@ and left there by a private exception; then it is run again for the selected row
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..correctors.base import Corrector, LayerView
+from ..correctors.base import LayerView
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, gather_rows, text_config
 from ..model.attention import AttentionCapture, StopForward
-from ..model.extras import LayerExtra
 from ..model.row_masks import looks_ahead
 from ..rotary.tables import Table, rotary_table
-from ..selectors.base import KV, Selector
+from ..selectors.base import KV
 from .arguments import RowArguments
 from .buffers import LayerBuffers
+from .context import AttentionListener, PrefillContext, StoredStates
+from .importance import ImportanceListener
 from .layer_kind import LayerKind, StatelessKind
-from .observing import AttentionObserver, ImportanceListener, attention_of
-from .plan import PlacedChunk, Plan
-from .realign import Realigner
+from .observing import AttentionObserver, attention_of
+from .plan import PlacedChunk
 from .report import BlendReport, Work
-from .request import Request
 from .rows import Rows
 from .selection import Selection
 
 logger = logging.getLogger(__name__)
 
 MISMATCH_LIMIT = 0.2  # at layer 0, by the token alone: another token differs by about 1, int4 of a real model by 0.13
-
-
-@dataclass(frozen=True)
-class PrefillContext:
-    """All that one prefill works on: known before it begins, and shared with its probes."""
-
-    model: nn.Module
-    layers: Sequence[Any]
-    request: Request
-    plan: Plan
-    report: BlendReport
-    realigner: Realigner
-    selector: Selector
-    corrector: Corrector
-    probe: Callable[..., None]  # see `TokenView.probe`
-    extras: Sequence[LayerExtra | None] = ()
-    observer: AttentionObserver | None = None
-    loader: Any = None  # loads chunks in part; None: they are written whole
-    is_probe: bool = False  # nothing is selected, and only the question is computed
-    shares_layers: bool = False  # with the forward that it is a probe of, to which they stay open
 
 
 class Prefill:
@@ -80,13 +59,11 @@ class Prefill:
         # by what tokens are selected before layer 0 (None: all are computed there), and at which check layers
         self._first_ratio, self._ratios = self._selection.schedule(stateful)
         self._last_check = max(self._ratios, default=-1)
-        self._loader: Any = context.loader if context.observer is None else None
-        if self._loader is not None:
-            self._loader.realigner = context.realigner
-            ratio = self._ratios.get(self._last_check, self._first_ratio or 0.0)
-            self._loads_nothing = context.selector.count(ratio, plan.real.numel()) == plan.real.numel()
-        self._stored: Any = self._loader or context.realigner  # writes what is stored, and compares it
-        self._listener = self._loader  # to what attention looks at, for the store
+        self._loader = context.loader if context.observer is None else None
+        ratio = self._ratios.get(self._last_check, self._first_ratio or 0.0)
+        self._loads_nothing = context.selector.count(ratio, plan.real.numel()) == plan.real.numel()
+        self._stored: StoredStates = self._loader or context.realigner
+        self._listener: AttentionListener | None = self._loader
         if context.loader is None and plan.store is not None and plan.store.reads_importance and not context.is_probe:
             self._listener = ImportanceListener(context, self._last_check)
         self._buffers = LayerBuffers(context, self._last, self._stored)

@@ -7,22 +7,19 @@ to be unlike its neighbours, by its device, dtype or rotary table, is written ag
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..selectors.base import KV
+from .context import PrefillContext, StoredStates
 from .plan import PlacedChunk
-
-if TYPE_CHECKING:
-    from .blend import PrefillContext
 
 
 class LayerBuffers:
     """What is open of the layers of one forward."""
 
-    def __init__(self, context: "PrefillContext", last: int, stored: Any) -> None:
+    def __init__(self, context: PrefillContext, last: int, stored: StoredStates) -> None:
         self._stored, self._layers = stored, context.layers
         self._plan, self._realigner = context.plan, context.realigner
         self._width, self._last, self._is_shared = context.request.width, last, context.shares_layers

@@ -183,6 +183,24 @@ class Plan:
             self.stored_counts[placed.row] -= tokens
 
 
+@dataclass(frozen=True)
+class ChunkOrigin:
+    """Of what the chunks of a prompt are made.
+
+    Attributes:
+        prefix_ids: the ids behind which each is computed.
+        tokenizer: digest of the one that made the prompt's ids; stored with what is computed.
+        placeholders: ids that stand for something else than text: no chunk that holds one is looked up or computed
+            alone, but those of `images`.
+        images: by the ids that name an image, the arguments with which it is computed alone.
+    """
+
+    prefix_ids: tuple[int, ...]
+    tokenizer: str = ""
+    placeholders: Set[int] = frozenset()
+    images: Mapping[tuple[int, ...], Mapping[str, Any]] = field(default_factory=dict)
+
+
 class Planner:
     """Finds chunks in prompts, fetches them from a store, and computes those that are missing.
 
@@ -190,12 +208,8 @@ class Planner:
         model: which runs.
         store: where chunks are kept.
         fingerprint: of the model as it is now.
-        chunk_prefix_ids: behind which chunks were computed.
+        origin: of what chunks are made.
         config: the settings of the blend.
-        tokenizer: digest of the one that made the prompt's ids; stored with what is computed.
-        placeholders: ids that stand for something else than text; no chunk that holds one is looked up or computed
-            alone, but those of `images`.
-        images: by the ids that name an image, the arguments with which it is computed alone.
         report: to which is added what planning costs.
     """
 
@@ -204,17 +218,12 @@ class Planner:
         model: nn.Module,
         store: ChunkStore,
         fingerprint: str,
-        chunk_prefix_ids: tuple[int, ...],
+        origin: ChunkOrigin,
         config: BlendConfig | None = None,
-        tokenizer: str = "",
-        placeholders: Set[int] = frozenset(),
-        images: Mapping[tuple[int, ...], Mapping[str, Any]] | None = None,
         report: BlendReport | None = None,
     ) -> None:
-        self._tokenizer, self._placeholders, self._images = tokenizer, placeholders, images or {}
         self._config, self._text_config = config or BlendConfig(), text_config(model)
-        self._model, self._store = model, store
-        self._fingerprint, self._chunk_prefix_ids = fingerprint, chunk_prefix_ids
+        self._model, self._store, self._fingerprint, self._origin = model, store, fingerprint, origin
         self._identity = store.identity(fingerprint)  # of chunks; what a prompt begins with is never corrected
         self._report = report or BlendReport()
         self._fetched: dict[ChunkKey, ChunkKV] = {}
@@ -258,7 +267,7 @@ class Planner:
 
     def _advised(self, plan: Plan, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """The chunks that the controller would rather have computed; more is recomputed where loading hides it."""
-        chunks = [key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._chunk_prefix_ids]  # no prefix
+        chunks = [key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._origin.prefix_ids]  # no prefix
         least_ratio = plan.config.recompute_ratio
         plan.advice = self._store.controller.decide(chunks, least_ratio) if chunks else None
         if plan.advice is None:
@@ -271,11 +280,11 @@ class Planner:
         """The chunks of one prompt, from left to right."""
         expected, spans = list(row.spans or ()), list[Found]()
         for span in expected:
-            identity = self._fingerprint if span.token_ids in self._images else self._identity
-            key = _known_key(identity, tuple(self._chunk_prefix_ids), span.token_ids, self._store.namespace)
+            identity = self._fingerprint if span.token_ids in self._origin.images else self._identity
+            key = _known_key(identity, self._origin.prefix_ids, span.token_ids, self._store.namespace)
             spans.append(Found(span.start, key, span.first, span.tokens))
         if row.spans is None or row.is_searched:
-            stored = self._store.find(self._identity, self._chunk_prefix_ids, row.ids)
+            stored = self._store.find(self._identity, self._origin.prefix_ids, row.ids)
             new = [hit for hit in stored if not any(map(Span(hit.start, (), 0, hit.tokens).overlaps, expected))]
             spans = sorted(spans + new, key=lambda span: span.start)
         if row.is_first and expected and expected[0].start == expected[0].first == 0:  # nothing is before it: exact
@@ -283,7 +292,7 @@ class Planner:
             spans[0] = spans[0]._replace(key=key)
         first = row.ids[: spans[0].start] if spans and row.is_first else ()
         prefix = first if row.spans is not None and row.prefix is None else first[: row.prefix or 0]
-        if not prefix and first == self._chunk_prefix_ids:
+        if not prefix and first == self._origin.prefix_ids:
             prefix = first
         if prefix:  # an entry of its own, computed behind nothing
             key = _known_key(self._fingerprint, (), tuple(prefix), self._store.namespace)
@@ -293,7 +302,7 @@ class Planner:
             spans = [hit for hit in stored if hit.start == hit.first == 0] + spans
         sizes = (len(span.key.chunk_prefix_ids) + len(span.key.token_ids) for span in spans)
         fitting = [span for span, tokens in zip(spans, sizes, strict=True) if tokens <= self._most_tokens]
-        return [span for span in fitting if self._placeholders.isdisjoint(span.key.token_ids)]
+        return [span for span in fitting if self._origin.placeholders.isdisjoint(span.key.token_ids)]
 
     def _placed_chunks(
         self, plan: Plan, number: int, row: PromptRow, spans: list[Found]
@@ -310,7 +319,7 @@ class Planner:
             if exact:  # if it is computed by the frequencies of this forward
                 stored = len(key.chunk_prefix_ids) + len(key.token_ids)
                 exact = self._frequencies == {frequency_regime(self._text_config, stored)}
-            first, is_image = max(offset, row.before), key.token_ids in self._images
+            first, is_image = max(offset, row.before), key.token_ids in self._origin.images
             count = min(end, row.end - 1) - first  # the last token of a part is computed, too
             if count > 0 and row.positions is not None:
                 start = int(row.positions.starts[first + count - 1 - row.before])
@@ -332,7 +341,7 @@ class Planner:
                 PlacedChunk, number, column, exact=exact, number=index, first=here, count=count, is_image=is_image
             )
             placed.append((key, make))
-            if first == offset and key.chunk_prefix_ids == self._chunk_prefix_ids:
+            if first == offset and key.chunk_prefix_ids == self._origin.prefix_ids:
                 self._report.seam_tokens += len(key.token_ids) - tokens
         return placed
 
@@ -367,7 +376,7 @@ class Planner:
         What a prompt begins with stays alone: so it is what a prefix cache holds, bit for bit.
         """
         began_s = time.perf_counter()
-        alone = [key for key in missing if key in first or key.token_ids in self._images]
+        alone = [key for key in missing if key in first or key.token_ids in self._origin.images]
         together = packs(self._model, [key for key in missing if key not in alone])
         canary_of(self._model)  # found here once, and known where the chunks are computed
         self._report.check_ms += 1e3 * (time.perf_counter() - began_s)
@@ -385,10 +394,10 @@ class Planner:
         plan.kept_ratio = sum(tokens[key] for key in tokens if self._store.contains(key)) / sum(tokens.values())
 
     def _compute(self, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
-        image = self._images.get(keys[0].token_ids)
+        image = self._origin.images.get(keys[0].token_ids)
         if image is not None:
-            return [compute_chunk(self._model, keys[0], self._tokenizer, image)]
-        return compute_chunks(self._model, keys, self._tokenizer, self._store.correction)
+            return [compute_chunk(self._model, keys[0], self._origin.tokenizer, image)]
+        return compute_chunks(self._model, keys, self._origin.tokenizer, self._store.correction)
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +13,15 @@ from torch import Tensor
 from ..errors import PromptError
 from ..model.capture import Capture, capture, capture_forward
 from ..selectors.base import KV, TokenView
+from .context import PrefillContext
 from .rows import Rows, highest
-
-if TYPE_CHECKING:
-    from .blend import PrefillContext
 
 
 @dataclass
 class Selection:
     """Asks a selector on behalf of one forward."""
 
-    context: "PrefillContext"
+    context: PrefillContext
     with_keys: Sequence[int]  # the layers that keep K and V; a selector counts these only
     first_scores: Tensor | None = None  # of a selector that sees no layer: later ones select by the same
     is_first: bool = True
@@ -132,7 +130,7 @@ class Selection:
         return [(keys, values) for keys, values, *_ in pairs]
 
 
-def full_prefill(context: "PrefillContext") -> Capture:
+def full_prefill(context: PrefillContext) -> Capture:
     """K, V and rotary tables of a full prefill, for research; only for a prompt that begins the cache."""
     request = context.request
     if request.past:

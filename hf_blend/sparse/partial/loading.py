@@ -27,7 +27,7 @@ from ...cache.blend_cache import BlendCache
 from ...errors import ConfigError, UnsupportedModelError, suggest
 from ...model.anatomy import LayerInfo, decoder_layers
 from ...model.attention import AttentionCapture, AttentionFn, open_door, with_taker
-from ...prefill.observing import report_importance
+from ...prefill.importance import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows

@@ -1,0 +1,67 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What one prefill works on, and who works with it: what writes stored K and V, and what listens to attention."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ..correctors.base import Corrector
+from ..model.attention import AttentionCapture
+from ..model.extras import LayerExtra
+from ..selectors.base import Selector
+from .observing import AttentionObserver
+from .plan import PlacedChunk, Plan
+from .realign import Realigner
+from .report import BlendReport
+from .request import Request
+from .rows import Rows
+
+
+class StoredStates(Protocol):
+    """Writes stored K and V where a prompt has them, and compares them with what the model computes."""
+
+    def write(self, index: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> None:
+        """Write a layer of stored chunks into `[…, batch, kv_heads, tokens, head_dim]`, keys moved into place."""
+
+    def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> list[float]:
+        """Give for each chunk how far what is stored is from what was computed, as a share of its size."""
+
+
+class AttentionListener(Protocol):
+    """Listens to what attention looks at in a forward, for a store."""
+
+    def capture(self, index: int, module: nn.Module, rows: Rows | None, past: int) -> AttentionCapture | None:
+        """Take the attention of a layer; None where nothing is listened to there."""
+
+    def finish(self) -> None:
+        """Tell the store, at the end of the forward."""
+
+
+class PartialLoader(StoredStates, AttentionListener, Protocol):
+    """Loads of a stored chunk what attention looks at: it listens, loads and writes."""
+
+    def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
+        """Find out what of a layer can be loaded in part; no rows: all tokens are computed."""
+
+
+@dataclass(frozen=True)
+class PrefillContext:
+    """All that one prefill works on: known before it begins, and shared with its probes."""
+
+    model: nn.Module
+    layers: Sequence[Any]
+    request: Request
+    plan: Plan
+    report: BlendReport
+    realigner: Realigner
+    selector: Selector
+    corrector: Corrector
+    probe: Callable[..., None]  # see `TokenView.probe`
+    extras: Sequence[LayerExtra | None] = ()
+    observer: AttentionObserver | None = None
+    loader: PartialLoader | None = None  # None: chunks are written whole
+    is_probe: bool = False  # nothing is selected, and only the question is computed
+    shares_layers: bool = False  # with the forward that it is a probe of, to which they stay open

@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""How important stored tokens are, noted for a store as a request runs.
+
+In a few layers behind the last check layer the queries of the question's last rows meet the keys of the stored chunks,
+in the cache by then; the model's own attention follows. Nothing else is computed, and the device is asked once, at the
+end of the forward.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.anatomy import LayerInfo
+from ..model.attention import AttentionCapture, AttentionFn, stock_function
+from .context import PrefillContext
+from .plan import PlacedChunk
+
+LAYERS = 4  # that are listened to
+ROWS = 16  # of the question
+IMPORTANT_SHARE = 0.25  # of a prompt's stored tokens are called important (IMPRESS)
+
+
+class ImportanceListener:
+    """What attention says of stored chunks, gathered for a store that reads it."""
+
+    def __init__(self, context: PrefillContext, after: int) -> None:
+        """Prepare to listen behind a layer."""
+        plan = self._plan = context.plan
+        self._past, self._charge = context.request.past, context.report.charge
+        self._sums: dict[int, Tensor] = {}
+        self._layers: frozenset[int] = frozenset()
+        # not what a prompt begins with, where attention rests in any case
+        said = [one for one in plan.chunks if context.request.past or not one.exact or one.chunk.key.chunk_prefix_ids]
+        by_row = groupby(said, lambda placed: placed.row)
+        self._chunks = {row: list(chunks) for row, chunks in by_row}
+        stops = [chunks[-1].columns.stop for chunks in self._chunks.values()]
+        self._rows = min([ROWS, *(plan.real.shape[1] - stop for stop in stops)])
+        is_full = [getattr(one, "keeps_all", False) and not one.is_sliding for one in context.layers]
+        deep = [index for index, full in enumerate(is_full) if index > after and full]
+        deep = deep[:-1] or deep  # past the K and V of the last layer only the last row is computed
+        if self._rows > 0 and stops:
+            self._layers = frozenset(deep[::-1][:: max(1, len(deep) // LAYERS)][:LAYERS])
+
+    def capture(self, index: int, layer: nn.Module, *_: Any) -> AttentionCapture | None:
+        """Take a layer's attention: note what it looks at, then attend as the model would; None where not listened."""
+        modules = LayerInfo.of(layer).attention if index in self._layers else ()
+        if len(modules) != 1 or stock_function(modules[0].config._attn_implementation) is None:
+            return None
+
+        def take(stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **given: Any) -> Any:
+            self._note(query, key, given.get("scaling") or query.shape[-1] ** -0.5)
+            return stock(module, query, key, *args, **given)
+
+        return AttentionCapture(layer, take)
+
+    @torch.no_grad()
+    def _note(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        count = min(self._rows, query.shape[2])
+        for row, chunks in self._chunks.items():
+            columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in chunks]).to(key.device)
+            keys = key[row].index_select(1, columns + self._past)
+            grouped = query[row, :, -count:].reshape(keys.shape[0], -1, query.shape[3])
+            scores = (grouped @ keys.transpose(1, 2)).float().mul_(scaling).softmax(dim=-1).sum(dim=(0, 1))
+            self._charge(2.0 * grouped.numel() * keys.shape[1])
+            self._sums[row] = self._sums[row] + scores if row in self._sums else scores
+
+    def finish(self) -> None:
+        """Report to the store; chunks that were refused meanwhile are left out."""
+        for row, scores in self._sums.items():
+            report_importance(self._plan.store, self._chunks[row], scores.cpu())
+        self._sums.clear()
+
+
+def report_importance(store: Any, chunks: Sequence[PlacedChunk], scores: Tensor) -> None:
+    """Tell a store how much attention the chunks of one prompt got, by scores of all their tokens."""
+    important = torch.zeros(len(scores), dtype=torch.bool)
+    important[scores.topk(max(1, round(IMPORTANT_SHARE * len(scores)))).indices] = True
+    scores = scores / scores.mean().clamp_min(1e-20)
+    start = 0
+    for placed in chunks:
+        here = slice(start, start + placed.tokens)
+        start += placed.tokens
+        if not placed.tokens:
+            continue
+        share = float(important[here].float().mean())
+        if placed.is_whole:
+            store.note(placed.chunk.key, scores[here], share)
+        else:
+            store.record_importance(placed.chunk.key, share)
