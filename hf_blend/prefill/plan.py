@@ -190,7 +190,6 @@ class Planner:
         self._config, self._text_config = config or BlendConfig(), text_config(model)
         self._model, self._store = model, store
         self._fingerprint, self._chunk_prefix_ids = fingerprint, chunk_prefix_ids
-        self._identity = store.identity(fingerprint)  # of chunks; what a prompt begins with is never corrected
         self.placeholders = frozenset[int]()  # no chunk that holds one is looked up, or computed alone
         self.images: Mapping[tuple[int, ...], Mapping[str, Any]] = {}  # by the names of its tokens, how to compute one
         self.report = BlendReport()  # to which is added what planning costs
@@ -257,11 +256,10 @@ class Planner:
         given = list(row.spans or ())
         spans = []
         for one in given:
-            identity = self._fingerprint if one.token_ids in self.images else self._identity
-            key = _known_key(identity, tuple(self._chunk_prefix_ids), one.token_ids, self._store.namespace)
+            key = _known_key(self._fingerprint, tuple(self._chunk_prefix_ids), one.token_ids, self._store.namespace)
             spans.append(Found(one.start, key, one.first, one.tokens))
         if row.spans is None or row.is_searched:
-            found = self._store.find(self._identity, self._chunk_prefix_ids, row.ids)
+            found = self._store.find(self._fingerprint, self._chunk_prefix_ids, row.ids)
             new = [one for one in found if not any(map(Span(one.start, (), 0, one.tokens).overlaps, given))]
             spans = sorted(spans + new, key=lambda one: one.start)
         if at_beginning and given and given[0].start == given[0].first == 0:  # nothing is before it, so it is exact
@@ -291,8 +289,7 @@ class Planner:
             if end >= max(len(row.ids), row.end):
                 continue  # the last token is always computed: its output is expected
             is_behind_same = inside == 0 and row.ids[:offset] == key.chunk_prefix_ids
-            is_plain = key.fingerprint == self._fingerprint  # not corrected
-            exact = offset == exact_until and is_behind_same and is_plain
+            exact = offset == exact_until and is_behind_same
             if exact:  # if it is computed by the frequencies of this forward
                 stored = len(key.chunk_prefix_ids) + len(key.token_ids)
                 exact = self._frequencies == {frequency_regime(self._text_config, stored)}
@@ -374,7 +371,7 @@ class Planner:
         image = self.images.get(keys[0].token_ids)
         if image is not None:
             return [compute_chunk(self._model, keys[0], self._tokenizer, image)]
-        return compute_chunks(self._model, keys, self._tokenizer, self._store.correction)
+        return compute_chunks(self._model, keys, self._tokenizer)
 
 
 @lru_cache(maxsize=1024)
