@@ -20,7 +20,6 @@ from huggingface_hub import constants
 from hypothesis import HealthCheck, settings
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-
 TINY = {
     "vocab_size": 128,
     "hidden_size": 64,
