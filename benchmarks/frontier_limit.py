@@ -30,7 +30,7 @@ SHARES = (0.0, 0.05, 0.1, 0.15, 0.3)  # of the reusable tokens, that are recompu
 PASSAGES, WORDS, GROUP = 6, 26, 6  # passages, words of each, neighbours that are recomputed together
 TRIED = 4  # groups that are tried in a later round
 SINGLE = 0.15  # share behind which a round adds two groups
-SKIPPED = 132  # rows before: measured, or trained on
+SKIPPED = 132  # rows before: measured, or something was chosen on them
 ALONE = "bos"  # chunks behind BOS alone, the other ways are behind the text
 Line = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Search:
         self._bench, self._row = bench, row
         self._answer, self._full, _ = bench.full(bench.inputs(cache, row)["input_ids"])
         self._context = "" if way == ALONE else TEXT
-        self._store = bench.store(way if way in bench.corrections else "")
+        self._store = ChunkStore.open("memory://")
         [prompt] = cache._prompts.pending.batch.prompts
         places = [(span.start, span.start + span.tokens) for span in prompt.spans()]
         self.tokens = sum(stop - start for start, stop in places)
@@ -103,7 +103,7 @@ def measured(bench: Bench, row: Line, way: str) -> Iterator[Line]:
 
 def run(asked: argparse.Namespace) -> None:
     """Measure what is not yet in the file."""
-    bench = Bench(asked.model, {}, dict(asked.correction), Task())
+    bench = Bench(asked.model, {}, Task())
     path = asked.rows / f"{bench.name}-{asked.task}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
@@ -111,7 +111,7 @@ def run(asked: argparse.Namespace) -> None:
     rows = [row for row in map(cut, read_prompts(asked.data)[SKIPPED:]) if len(row["chunks"]) == PASSAGES]
     with path.open("a", encoding="utf-8") as file:
         for row in rows[: asked.limit]:
-            for way in (ALONE, TEXT, *dict(asked.correction)):
+            for way in (ALONE, TEXT):
                 if (row["id"], way) not in done:
                     found = [{"id": row["id"], "way": way, **line} for line in measured(bench, row, way)]
                     file.writelines(json.dumps(line) + "\n" for line in found)
@@ -146,7 +146,7 @@ def table(asked: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line."""
-    parser, _, measure, _ = command_line(__doc__, "frontier_limit", run, table)
+    parser, measure, _ = command_line(__doc__, "frontier_limit", run, table)
     measure.add_argument("--task", required=True)
     measure.add_argument("--data", type=Path, required=True)
     measure.add_argument("--limit", type=int, default=12)

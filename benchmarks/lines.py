@@ -16,7 +16,7 @@ CORE = {  # room → lines that it should have at most
 }  # fmt: skip
 ROOMS = {
     "context": 2000, "hybrids": 900, "images": 700, "sparse": 1500, "offload": 800, "loading": 300, "serving": 1900,
-    "integrations": 600, "training": 300, "verify": 1000,
+    "integrations": 600, "verify": 1000,
 }  # fmt: skip
 FAR = ("store/tiers/fsspec.py", "store/tiers/redis.py", "store/tiers/remote.py")  # a room beside other tiers
 BESIDE = {"cli": 2000, "evaluation": 4000}
@@ -34,7 +34,7 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
             "model/identity", "model/fingerprint.py", "model/author.py", "model/canary.py",
         ),
         "exact masks for scattered rows, at the price of the rows": ("model/row_masks.py",),
-        "chunks behind text, and corrected for it": ("model/context.py", "model/correction.py"),
+        "chunks behind text": ("model/context.py",),
         "quantised and offloaded models, images, caches of a model's own": (
             "model/quantised.py", "model/placement.py", "model/modality.py", "model/own_cache.py", "model/extras.py",
         ),
@@ -44,7 +44,8 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
             "prefill/realign.py", "prefill/buffers.py", "prefill/copies.py", "prefill/pipeline.py",
         ),
         "what a request cost, and why nothing was reused": ("prefill/report.py", "prefill/notices.py"),
-        "selectors that look at attention, and importance for the store": ("prefill/observing.py", "prefill/importance.py"),
+        "selectors that look at attention": ("prefill/observing.py",),
+        "importance for the store": ("prefill/importance.py",),
     },
     "cache": {
         "K and V in 8 and in 4 bits": ("cache/quantised_layer.py",),

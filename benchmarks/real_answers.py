@@ -30,7 +30,7 @@ import torch
 from real_selectors import Bench, Method, command_line
 from transformers import DynamicCache
 
-from hf_blend import BlendCache
+from hf_blend import BlendCache, ChunkStore
 
 PASSAGES = 6
 WORDS = (40, 160)  # of a passage
@@ -91,14 +91,14 @@ def most_likely(bench: Bench, logits: torch.Tensor, cache: Any, years: Sequence[
 
 def run(asked: argparse.Namespace) -> None:
     """Measure what is not yet in the file."""
-    bench = Bench(parted_models.locate(asked.model), {}, dict(asked.correction), dtype=asked.dtype)
+    bench = Bench(parted_models.locate(asked.model), {}, dtype=asked.dtype)
     persons = read_persons(asked.data)
     path = asked.rows / f"{asked.model}{'-2hops' if asked.hops == 2 else ''}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
     done = {(line["id"], line["method"]) for line in lines}
-    methods = [Method(text, bench.corrections) for text in asked.methods]
-    stores = {method.correction: bench.store(method.correction) for method in methods}
+    methods = [Method(text) for text in asked.methods]
+    store = ChunkStore.open("memory://")
     apart = [draw(persons, number, asked.hops) for number in (-1, -2)]
     ratios = {method.text: bench.ratio(method, apart) for method in methods}
     print(len(persons), "persons", ratios, flush=True)
@@ -106,24 +106,23 @@ def run(asked: argparse.Namespace) -> None:
         for number in range(asked.start, asked.start + asked.limit):
             row = draw(persons, number, asked.hops)
             open_methods = [method for method in methods if (number, method.text) not in done]
-            for line in _answers(bench, row, open_methods, stores, ratios, (number, "full") not in done):
+            for line in _answers(bench, row, open_methods, store, ratios, (number, "full") not in done):
                 known = {"id": number, "person": row["person"], "year": row["year"], "choices": 1 + len(row["others"])}
                 file.write(json.dumps({**known, **line}) + "\n")
             file.flush()
 
 
 def _answers(
-    bench: Bench, row: dict[str, Any], methods: Sequence[Method], stores: Any, ratios: Any, with_full: bool
+    bench: Bench, row: dict[str, Any], methods: Sequence[Method], store: ChunkStore, ratios: Any, with_full: bool
 ) -> Iterator[dict[str, Any]]:
     years = sorted([row["year"], *row["others"]])
     if with_full:
         cache = DynamicCache(config=bench.model.config)
-        ids = bench.inputs(BlendCache(bench.model, bench.store("")), row)["input_ids"]
+        ids = bench.inputs(BlendCache(bench.model, ChunkStore.open("memory://")), row)["input_ids"]
         logits = bench.model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]
         yield {"method": "full", "answer": most_likely(bench, logits, cache, years), "charged": 1.0}
     for method in methods:
-        store = stores[method.correction]
-        behind = store.correction.prefix if store.correction else bench.contexts[method.context]
+        behind = bench.contexts[method.context]
         blended = BlendCache(bench.model, store, chunk_prefix_ids=behind, **method.settings(ratios[method.text]))
         inputs = bench.inputs(blended, row)
         logits = bench.model(**inputs, past_key_values=blended, logits_to_keep=1).logits[0, -1]
@@ -179,7 +178,7 @@ def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Read the command line."""
-    parser, _, measure, _ = command_line(__doc__, "real_answers", run, table)
+    parser, measure, _ = command_line(__doc__, "real_answers", run, table)
     measure.add_argument("--data", type=Path, nargs="+", required=True)
     measure.add_argument("--methods", nargs="+", required=True)
     measure.add_argument("--hops", type=int, choices=(1, 2), default=1)

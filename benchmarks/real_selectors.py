@@ -3,11 +3,10 @@
 """What selectors, correctors and capture contexts leave of full reuse's error on a real model, at equal charges.
 
     python benchmarks/real_selectors.py run --model smollm2 --task hotpotqa --data hotpotqa.jsonl --methods random=0.15
-    python benchmarks/real_selectors.py fit --data hotpotqa.jsonl --output trained.safetensors
     python benchmarks/real_selectors.py table
 
 `run` appends a row per prompt and method to a file of its own and skips what is there, so it may be stopped at any
-time. `table` writes `benchmarks/results/real_selectors.json` from all of these files. `fit` writes a correction.
+time. `table` writes `benchmarks/results/real_selectors.json` from all of these files.
 
 The error is the KL divergence of the next-token distribution from full prefill's, in nats: the mean over the first
 tokens of full prefill's own greedy answer, teacher-forced, and that of the first token alone. A method is
@@ -28,7 +27,7 @@ import statistics
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,6 @@ from hf_blend.evaluation.summary import interval
 from hf_blend.evaluation.tasks.samsum import Samsum
 from hf_blend.model.anatomy import default_sink
 from hf_blend.model.context import default_prefix
-from hf_blend.model.correction import ContextCorrection
-from hf_blend.training.distillation import distilled
 
 RESULTS = Path(__file__).parent / "results"
 SYSTEM = "Answer the question from the documents. Reply with the answer only, in a few words."
@@ -55,7 +52,6 @@ TEXT = "text"  # what the library computes chunks behind; without a context they
 ANSWER_TOKENS = 10  # over which the divergence is the mean
 TRIED_RATIOS = (0.03, 0.2)
 CHOSEN_ON = 106  # prompts of a task: every other of them chose something; on those behind nothing was chosen
-FITTED, QUESTIONS = 24, 3  # prompts of a regression; questions a prompt to train it
 BYTES = {"smollm2": 46_080, "gemma3": 36_864}  # of K and V of a token, in float32
 
 
@@ -105,19 +101,15 @@ class Method:
     """One way to blend, as it is written on the command line.
 
     Args:
-        text: `selector[:option=value…][+corrector][@context]=charge`; in the place of a corrector, the name of a
-            correction with which the chunks are stored.
-        corrections: their names.
+        text: `selector[:option=value…][+corrector][@context]=charge`.
     """
 
-    def __init__(self, text: str, corrections: Container[str] = ()) -> None:
+    def __init__(self, text: str) -> None:
         self.text = text
         body, _, charge = text.rpartition("=")
         self.charge = float(charge)
         body, _, self.context = body.partition("@")
-        body, _, corrector = body.partition("+")
-        self.corrector, self.correction = ("", corrector) if corrector in corrections else (corrector, "")
-        self.storing = self.context, self.correction  # what is stored of a chunk depends on these
+        body, _, self.corrector = body.partition("+")
         self.selector, *options = re.split(":(?=[a-z_]+=)", body)
         self.options = {name: _value(value) for name, value in (option.split("=") for option in options)}
         self.name = text.rpartition("=")[0]
@@ -145,19 +137,11 @@ class Bench:
     Args:
         model: name or folder.
         contexts: name → text that each chunk is computed behind, instead of BOS; `text` is the library's own.
-        corrections: name → file of `hf-blend fit`.
         task: whose prompts are asked.
         dtype: of the weights; as they are stored where left out.
     """
 
-    def __init__(
-        self,
-        model: str,
-        contexts: dict[str, str],
-        corrections: dict[str, str] | None = None,
-        task: Task = Task(),
-        dtype: str = "auto",
-    ) -> None:
+    def __init__(self, model: str, contexts: dict[str, str], task: Task = Task(), dtype: str = "auto") -> None:
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         self.name = Path(model).name
@@ -168,10 +152,9 @@ class Bench:
             TEXT: default_prefix(self.model, self.tokenizer),
             **{name: self._context(text) for name, text in contexts.items()},
         }
-        self.corrections: dict[str, str | None] = {"": None, **(corrections or {})}
         self.task = task
         self.score = plugins.load("evaluation.scores", task.score)(self.tokenizer) if task.score else None
-        self._stores: dict[tuple[str, str, str], ChunkStore] = {}  # of the prompts that ratios are looked for on
+        self._stores: dict[tuple[str, str], ChunkStore] = {}  # of the prompts that ratios are looked for on
 
     def _context(self, text: str) -> tuple[int, ...]:
         if self.is_chat:
@@ -238,8 +221,7 @@ class Bench:
             Log probabilities of each answer token `[tokens, words]`, CPU milliseconds to the first, the report, and
             the score of the answer that this prefill writes itself, where the task has one.
         """
-        behind = store.correction.prefix if store.correction else self.contexts[context]
-        cache = BlendCache(self.model, store, chunk_prefix_ids=behind, **settings)
+        cache = BlendCache(self.model, store, chunk_prefix_ids=self.contexts[context], **settings)
         inputs, began = self.inputs(cache, row), time.process_time()
         first = self.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1:]
         spent, report = 1e3 * (time.process_time() - began), cache.report
@@ -266,12 +248,8 @@ class Bench:
         ratio = TRIED_RATIOS[0] + (method.charge - found[0]) / slope
         return round(ratio, 4) if 0.005 <= ratio <= 1 else None
 
-    def store(self, correction: str) -> ChunkStore:
-        """Open an empty store."""
-        return ChunkStore.open("memory://", correction=self.corrections[correction])
-
     def _charge(self, row: dict[str, Any], method: Method, settings: dict[str, Any]) -> float:
-        store = self._stores.setdefault((row["id"], *method.storing), self.store(method.correction))
+        store = self._stores.setdefault((row["id"], method.context), ChunkStore.open("memory://"))
         found = self.blended(row, torch.zeros(1, dtype=torch.long), store, method.context, settings)
         return float(found[2].charged_budget)
 
@@ -280,7 +258,7 @@ def run(asked: argparse.Namespace) -> None:
     """Measure what is not yet in the file."""
     contexts = {name: Path(file).read_text("utf-8") for name, file in asked.context}
     task = TASKS.get(asked.task, Task())
-    bench = Bench(asked.model, contexts, dict(asked.correction), task)
+    bench = Bench(asked.model, contexts, task)
     path = asked.rows / f"{bench.name}-{asked.task}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
@@ -290,7 +268,7 @@ def run(asked: argparse.Namespace) -> None:
         prompts = behind_examples(prompts, asked.examples, task)
     fitting = (row for row in prompts if is_fitting(bench, row))
     apart, rows = list(itertools.islice(fitting, 2)), list(itertools.islice(fitting, asked.limit))
-    methods = [Method(text, bench.corrections) for text in asked.methods]
+    methods = [Method(text) for text in asked.methods]
     methods = [method for method in methods if any((row["id"], method.text) not in done for row in rows[asked.skip :])]
     found = {line["method"]: line["ratio"] for line in lines}
     ratios = {one.text: found[one.text] if one.text in found else bench.ratio(one, apart) for one in methods}
@@ -317,17 +295,17 @@ def measured(
     """Measure methods on one prompt, and full prefill beside them."""
     if not methods:
         return
-    stores = {method.storing: bench.store(method.correction) for method in methods}
+    stores = {method.context: ChunkStore.open("memory://") for method in methods}
     ids = bench.inputs(BlendCache(bench.model, ChunkStore.open("memory://")), row)["input_ids"]
     answer, full, full_ms = bench.full(ids, bench.task.max_new_tokens)
     scores = {"full_score": round(bench.scored(row, answer), 4)} if bench.score else {}
     answer, full = answer[:ANSWER_TOKENS], full[:ANSWER_TOKENS]
-    for (context, _), store in stores.items():  # fill the stores
+    for context, store in stores.items():  # fill the stores
         bench.blended(row, answer[:1], store, context, {"recompute_ratio": 0.0})
     for method in random.Random(row["id"]).sample(methods, len(methods)):
         ratio = ratios[method.text]
         found, spent, report, score = bench.blended(
-            row, answer, stores[method.storing], method.context, method.settings(ratio)
+            row, answer, stores[method.context], method.context, method.settings(ratio)
         )
         if score is not None:
             scores["score"] = round(score, 4)
@@ -345,23 +323,6 @@ def measured(
             "of": len(answer),
             **scores,
         }
-
-
-def fit(asked: argparse.Namespace) -> None:
-    """Fit and train a correction on prompts behind those measured, with their own questions and those of others."""
-    bench, draw = Bench(asked.model, {}), random.Random(2)
-    fitting = (row for row in read_prompts(asked.data) if is_fitting(bench, row))
-    rows, prompts = list(itertools.islice(fitting, asked.skip, asked.skip + asked.limit)), []
-    for row in rows:
-        for question in (row["question"], *(draw.choice(rows)["question"] for _ in range(QUESTIONS - 1))):
-            cache = BlendCache(bench.model, ChunkStore.open("memory://"), chunk_prefix_ids=bench.contexts[TEXT])
-            bench.inputs(cache, {**row, "question": question})
-            [prompt] = cache._prompts.pending.batch.prompts
-            prompts.append((prompt.ids, prompt.spans()))
-    start = ContextCorrection.fit(bench.model, prompts[::QUESTIONS][:FITTED], chunk_prefix_ids=bench.contexts[TEXT])
-    found = distilled(bench.model, start, prompts)
-    found.correction.save(asked.output)
-    print(f"held out: alone {found.alone:.4f}, fitted {found.fitted:.4f}, trained {found.trained:.4f}")
 
 
 def table(asked: argparse.Namespace) -> None:
@@ -452,41 +413,31 @@ def _answers(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**found, "score_difference": interval([line["score"] - line["full_score"] for line in lines])}
 
 
-def command_line(about: str | None, name: str, run: Any, table: Any) -> tuple[argparse.ArgumentParser, Any, Any, Any]:
-    """Parse `run` for a model and `table`, over rows in a folder of this name; gives their parents and both."""
+def command_line(about: str | None, name: str, run: Any, table: Any) -> tuple[argparse.ArgumentParser, Any, Any]:
+    """Parse `run` for a model and `table`, over rows in a folder of this name; gives their parent and both."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     measure, write = commands.add_parser("run"), commands.add_parser("table")
     measure.add_argument("--model", default="smollm2")
-    measure.add_argument("--correction", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
     measure.set_defaults(do=run)
     write.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
     write.set_defaults(do=table)
     for command in (measure, write):
         command.add_argument("--rows", type=Path, default=RESULTS / name)
-    return parser, commands, measure, write
+    return parser, measure, write
 
 
 def main() -> None:
     """Read the command line."""
-    parser, commands, measure, write = command_line(__doc__, "real_selectors", run, table)
+    parser, measure, write = command_line(__doc__, "real_selectors", run, table)
     measure.add_argument("--task", required=True)
     measure.add_argument("--data", type=Path, required=True)
     measure.add_argument("--methods", nargs="+", required=True)
     measure.add_argument("--context", nargs=2, action="append", default=[], metavar=("NAME", "FILE"))
     measure.add_argument("--examples", type=Path, help="what is put before each row of a summarisation")
-    measure.add_argument("--skip", type=int, default=0, help="prompts that something was chosen or trained on")
+    measure.add_argument("--skip", type=int, default=0, help="prompts that something was chosen on")
     measure.add_argument("--limit", type=int, default=40)
     write.add_argument("--limit", type=int, default=40, help="prompts of a task that are counted, in their order")
-    train = commands.add_parser("fit")
-    train.add_argument("--model", default="smollm2")
-    train.add_argument("--data", type=Path, required=True)
-    train.add_argument("--output", type=Path, required=True)
-    train.add_argument(
-        "--skip", type=int, default=82, help="prompts of the data that are measured, or chose something"
-    )
-    train.add_argument("--limit", type=int, default=48)
-    train.set_defaults(do=fit)
     asked = parser.parse_args()
     asked.do(asked)
 

@@ -180,8 +180,8 @@ def measured(bench: Bench, row: Row, methods: dict[Method, float]) -> Iterator[d
     """Measure methods, each at its ratio, on one prompt, and full prefill beside them."""
     if not methods:
         return
-    stores = {method.context: bench.store("") for method in methods}
-    ids = bench.inputs(BlendCache(bench.model, bench.store("")), row)["input_ids"]
+    stores = {method.context: ChunkStore.open("memory://") for method in methods}
+    ids = bench.inputs(BlendCache(bench.model, ChunkStore.open("memory://")), row)["input_ids"]
     answer, full, full_ms = bench.full(ids, ANSWER_TOKENS)
     for context, store in stores.items():
         Blended.prefill(bench, row, answer[:1], store, Method(f"none@{context}=0" if context else "none=0"), 0.0)

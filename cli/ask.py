@@ -46,7 +46,6 @@ def ask(
     chunk_tokens: options.IndexedTokens = None,
     system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 256,
-    correction: options.Correction = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     allow_unverified: options.Unverified = False,
@@ -87,7 +86,7 @@ def ask(
     ways = asking.methods(config, compare)
     asks: list[Question] = []
     with (
-        ChunkStore.open(store, partial=partial, correction=correction) as opened,
+        ChunkStore.open(store, partial=partial) as opened,
         interruptible(lambda: shown.kept(len(asks))),
     ):
         asks = prepare(source, given, read, top_k, chunk_tokens, system, max_new_tokens, opened)

@@ -35,7 +35,6 @@ def chat(
     chunk_tokens: options.IndexedTokens = None,
     system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 256,
-    correction: options.Correction = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     allow_unverified: options.Unverified = False,
@@ -65,7 +64,7 @@ def chat(
         raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")
     documents = read(names, FileLimits(file_megabytes, file_seconds), verbose)
     source = open_model(model, device, dtype)
-    with ChunkStore.open(store, correction=correction) as opened:
+    with ChunkStore.open(store) as opened:
         retriever = Retriever(split(documents, source, chunk_tokens, store=opened), top_k)
         asker = Asker(source.load(), source.tokenizer, opened)
         talk = Chat(asker, source, retriever, config, system, max_new_tokens, fixed)

@@ -18,7 +18,6 @@ from .options import (
     SECONDS,
     ChunkTokens,
     Corpus,
-    Correction,
     Device,
     Dtype,
     FileMegabytes,
@@ -57,7 +56,6 @@ def index(
     chunk_tokens: ChunkTokens = 512,
     shard: ShardOption = None,
     ray: Ray = None,
-    correction: Correction = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     file_megabytes: FileMegabytes = MEGABYTES,
@@ -107,7 +105,6 @@ def index(
         "remote": remote,
         "remote_deadline_s": PATIENCE_S,
         "namespace": namespace,
-        "correction": correction,
     }
     with ChunkStore.open(**place) as opened:
         indexing.check_room(opened, estimate)
@@ -142,13 +139,13 @@ def _run_on_ray(indexer: "Indexer", actors: int, source: "ModelSource", settings
     from hf_blend.evaluation.bundled import load_model
     from hf_blend.integrations.ray import index_ray_dataset
 
-    files = {name: os.path.abspath(settings[name]) for name in ("location", "correction") if settings[name]}
+    place = {"location": os.path.abspath(settings["location"])} if settings["location"] else {}
     folder = os.path.abspath(source.folder) if os.path.isdir(source.folder) else source.folder
     resources: dict[str, Any] = {"num_gpus": 1} if source.device.type == "cuda" else {}
     load = partial(load_model, folder, source.device.type, str(source.dtype).removeprefix("torch."))
     with contextlib.redirect_stdout(sys.stderr):
         rows = ray.data.from_items([{"text": text} for text in indexer.texts()])
-        index_ray_dataset(rows, load, {**settings, **files}, actors=actors, **resources)
+        index_ray_dataset(rows, load, {**settings, **place}, actors=actors, **resources)
     indexer.done.stored = sum(map(indexer.store.contains, indexer.missing))
     return indexer.done
 

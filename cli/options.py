@@ -5,7 +5,6 @@
 The selector and the ratio that are used where nothing is said are those of `BlendConfig`, here as in the library.
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,9 +29,6 @@ Question = Annotated[
 Documents = Annotated[
     list[str] | None,
     typer.Argument(metavar="DOCUMENT", help="Files or folders: text, Markdown, HTML, PDF, JSONL; - is stdin."),
-]
-Correction = Annotated[
-    Path | None, typer.Option("--correction", help="File of hf-blend fit: chunks are stored with it, or found.")
 ]
 Device = Annotated[str, typer.Option(help="Where the model runs, such as cuda:1; auto is a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16; auto is as they were saved.")]

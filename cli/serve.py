@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import REAL, Correction, Device, Dtype, Model, Ratio, Store, Unverified, Weights
+from .options import REAL, Device, Dtype, Model, Ratio, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ def serve(
     weights: Weights = "auto",
     store: Store = None,
     remote: Remote = None,
-    correction: Correction = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     ratio: Ratio = None,
@@ -127,7 +126,7 @@ def serve(
         _stand_before(app, upstream, host, port, json)
         return
     plan = {
-        "name": served_model_name or _name(model), "location": store, "remote": remote, "correction": correction,
+        "name": served_model_name or _name(model), "location": store, "remote": remote,
         "secret": read_secret(secret_file), "tenants": rows, "blend": blend, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
     }  # fmt: skip

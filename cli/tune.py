@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the cheapest selector and ratio near enough to full prefill."""
 
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Correction, Device, Dtype, Model, Place, Unverified
+from .options import Device, Dtype, Model, Place, Unverified
 from .output import Json, fail, progress, rounded, say, show
 
 if TYPE_CHECKING:
@@ -49,7 +48,6 @@ def tune(
     limit: Limit = 0,
     seed: Seed = 2,
     store: Place = "memory://",
-    correction: Correction = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     allow_unverified: Unverified = False,
@@ -60,8 +58,7 @@ def tune(
     What is measured is the KL divergence of the next tokens from full prefill's, over ten tokens of its own answer, as
     a share of what reuse of chunks behind BOS alone has: 0 is full prefill. The cheapest that leaves at most --leave
     is chosen, full reuse among them. With --store the choice is kept there: BlendCache(model, store) takes it. Exit
-    code 1: none leaves so little, and the nearest is shown, not kept. With --correction each is measured over
-    corrected chunks as well, and the correction is chosen where that is cheaper.
+    code 1: none leaves so little, and the nearest is shown, not kept.
 
     Examples:
         hf-blend tune --limit 4 --selector kv-deviation --ratio 0.3
@@ -84,24 +81,19 @@ def tune(
     else:
         sample = tuning.bundled_prompts(limit or 24, seed, source.tokenizer)
     network = source.load()
-    with ExitStack() as stack:
-        askers = [
-            Asker(network, source.tokenizer, stack.enter_context(ChunkStore.open(store, correction=one)))
-            for one in ((None, correction) if correction else (None,))
-        ]
+    with ChunkStore.open(store) as opened:
         got = tuning.tune(
-            askers[0],
+            Asker(network, source.tokenizer, opened),
             sample,
             found,
             leave,
-            corrected=askers[-1] if correction else None,
             unit=tuning.reuse_behind_bos(network, allow_unverified),
             seed=seed,
             watch=lambda items, what: progress(items, what, quiet=json),
         )
-        if is_kept := store != "memory://" and got.leaves_enough and not got.is_corrected:
+        if is_kept := store != "memory://" and got.leaves_enough:
             note = f"tuned on {len(sample)} prompts: {_said(got)[0]}"
-            askers[0].store.recipes.put(fingerprint(network), Recipe(got.config, note))
+            opened.recipes.put(fingerprint(network), Recipe(got.config, note))
     document = {**asdict(got), "is_kept": is_kept}
     if json:
         show(document, as_json=True)

@@ -80,7 +80,7 @@ class Indexer:
         self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: Sequence[Piece], shard: Shard = Shard()
     ) -> None:
         self.model, self.tokenizer, self.store = model, tokenizer, store
-        self.fingerprint, sink = store.identity(fingerprint(model)), store.default_prefix(model, tokenizer)
+        self.fingerprint, sink = fingerprint(model), store.default_prefix(model, tokenizer)
         self._names = [(piece.name, ChunkKey(self.fingerprint, sink, piece.ids, store.namespace)) for piece in pieces]
         self._texts = {key: piece.prompt_text for (_, key), piece in zip(self._names, pieces, strict=True)}
         self.keys = list(self._texts)

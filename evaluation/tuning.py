@@ -10,7 +10,7 @@ prompts; the figures of the choice come from the other half, which it has not se
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -45,7 +45,6 @@ class Candidate:
 
     name: str
     config: BlendConfig
-    is_corrected: bool = False  # its chunks are stored with a correction
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,6 @@ class Tuning:
 
     choice: Point
     config: dict[str, Any]
-    is_corrected: bool
     leaves_enough: bool
     leave: float
     reuse_kl: float
@@ -121,15 +119,13 @@ def tune(
     found: Sequence[Candidate],
     leave: float = LEAVE,
     *,
-    corrected: Asker | None = None,
     unit: Candidate | None = None,
     seed: int = 0,
     watch: Watch = lambda items, _: items,
 ) -> Tuning:
     """Choose on one half of the prompts, and measure the choice on the other.
 
-    With `corrected`, an asker over a store with a correction, each candidate is measured over its chunks, too. What
-    `unit` loses is 1; it is no candidate. Without it full reuse is.
+    What `unit` loses is 1; it is no candidate. Without it full reuse is.
     """
     if len(prompts) < 2:
         raise PromptError(f"got {len(prompts)} prompts, expected 2 or more: one half chooses, the other reports.")
@@ -139,22 +135,18 @@ def tune(
     middle = (len(prompts) + 1) // 2
     reuse = Candidate(FULL_REUSE.name, replace(REUSE, allow_unverified=found[0].config.allow_unverified))
     ways = [reuse, *found]
-    if corrected:
-        ways += [replace(one, name=f"{one.name}, corrected", is_corrected=True) for one in ways]
-    askers = {False: asker, True: corrected or asker}
     unit, units = unit or reuse, [unit] if unit else []
-    losses = _losses(askers, watch(shuffled[:middle], "prompts, choosing"), [*units, *ways], seed)
+    losses = _losses(asker, watch(shuffled[:middle], "prompts, choosing"), [*units, *ways], seed)
     points = [_point(one.name, losses[one.name], losses[unit.name]) for one in ways]
     points.sort(key=lambda point: point.charged)
     best, leaves_enough = choose(points, leave)
     chosen = next(one for one in ways if one.name == best.candidate)
     others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
     said: dict[str, list[str]] | None = {} if all(one.answers for one in prompts) else None
-    again = _losses(askers, watch(others, "prompts, reporting"), [*units, *compared], seed, said)
+    again = _losses(asker, watch(others, "prompts, reporting"), [*units, *compared], seed, said)
     return Tuning(
         _point(chosen.name, again[chosen.name], again[unit.name]),
         {name: value for name, value in chosen.config.to_dict().items() if name in SETTINGS},
-        chosen.is_corrected,
         leaves_enough,
         leave,
         statistics.fmean(one.kl for one in again[unit.name]),
@@ -198,7 +190,7 @@ def scored(texts: Sequence[str], prompts: Sequence[Question]) -> dict[str, float
 
 
 def _losses(
-    askers: Mapping[bool, Asker],
+    asker: Asker,
     prompts: Iterable[Question],
     found: Sequence[Candidate],
     seed: int,
@@ -207,15 +199,15 @@ def _losses(
     """What candidates lose on prompts, by name; their answers go to `said`, if it is given."""
     losses: dict[str, list[Loss]] = {one.name: [] for one in found}
     for prompt in prompts:
-        for one in {(one.is_corrected, one.config.chunk_prefix_ids): one for one in found}.values():
-            askers[one.is_corrected].store_chunks(prompt, one.config)
-        full = askers[False].full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
+        for one in {one.config.chunk_prefix_ids: one for one in found}.values():
+            asker.store_chunks(prompt, one.config)
+        full = asker.full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
         for one in Random(f"{seed} {prompt.name}").sample(found, len(found)):
-            losses[one.name].append(askers[one.is_corrected].loss(prompt, full, one.config))
+            losses[one.name].append(asker.loss(prompt, full, one.config))
         if said is not None:
             said.setdefault(FULL_PREFILL.name, []).append(full.text)
             for one in found:
-                own = askers[one.is_corrected].answer(prompt.given, one.config, ANSWER_TOKENS)
+                own = asker.answer(prompt.given, one.config, ANSWER_TOKENS)
                 said.setdefault(one.name, []).append(own.text)
     return losses
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -19,9 +19,6 @@ from .store.opening import Limits, open_tiers
 from .store.seal import check_secret
 from .store.store import BaseStore
 
-if TYPE_CHECKING:
-    from .model.correction import ContextCorrection
-
 __all__ = ["ChunkStore"]
 
 ADD_S = 3600.0  # `add` waits for tiers as long as they take; each call to one has a deadline of its own
@@ -31,7 +28,6 @@ _DURABILITIES = ("full", "none")
 class ChunkStore(BaseStore):
     """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it."""
 
-    correction: "ContextCorrection | None" = None
     recipes = Recipes()  # of a store that was not opened: none
     _prefetcher: ThreadPoolExecutor | None = None
 
@@ -55,7 +51,6 @@ class ChunkStore(BaseStore):
         secret: bytes | None = None,
         codec: str = "raw",
         partial: float | Mapping[str, float] | None = None,
-        correction: str | Path | None = None,
     ) -> Self:
         """Open a store, making it if it does not exist.
 
@@ -91,9 +86,6 @@ class ChunkStore(BaseStore):
                 `block_tokens` (16) and `reorder` (True: tokens that get attention are written into blocks together,
                 beside requests). Chunks are then stored in blocks, without a codec, which any store reads whole; None
                 loads chunks whole.
-            correction: file of `hf-blend fit`: chunks are stored with what text before them is expected to add to K
-                and V, for the one model that it was fitted for. It is part of their keys, so chunks with and without
-                it never meet. None stores chunks as they are computed.
 
         Returns:
             The store.
@@ -110,7 +102,6 @@ class ChunkStore(BaseStore):
         plugins.load("store.codecs", codec)
         root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
         index, memories = root / "index" if root else None, limits.memories(device)
-        fitted, given = _read_correction(correction), {"secret": secret, "codec": codec}
         make: Callable[..., Self] = cls
         if partial is not None:
             if root is None and any(not tier.is_local for tier in tiers):
@@ -123,24 +114,19 @@ class ChunkStore(BaseStore):
             if root is None:  # blocks are bytes, in memory too
                 limits, memories = replace(limits, tier_bytes=memories[-1].cap_bytes), []
                 tiers = [plugins.load("store.tiers", "memory")()]
-        opened = make(memories, tiers, namespace=namespace, index=index, limits=limits, **given)
-        opened.correction, opened.recipes = fitted, Recipes(root / "recipes" if root else None)
+        opened = make(memories, tiers, namespace=namespace, index=index, limits=limits, secret=secret, codec=codec)
+        opened.recipes = Recipes(root / "recipes" if root else None)
         return opened
-
-    def identity(self, fingerprint: str) -> str:
-        """Name what computes the chunks of this store with a model: the model, and the correction if there is one."""
-        return self.correction.identity(fingerprint) if self.correction else fingerprint
 
     def default_prefix(self, model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
         """Give the tokens that chunks are computed behind where nothing else is said.
 
         They are the model's BOS, if any, and a short text. BOS alone without a tokenizer, and for models that the text
-        does not suit: few positions, the state of a mixer, or a tokenizer without its words. With a correction they
-        are what that was fitted behind.
+        does not suit: few positions, the state of a mixer, or a tokenizer without its words.
         """
         from .model.context import default_prefix
 
-        return self.correction.prefix if self.correction else default_prefix(model, tokenizer)
+        return default_prefix(model, tokenizer)
 
     def stored_prefix(self, model: nn.Module, fingerprint: str) -> tuple[int, ...]:
         """Give the tokens that stored chunks of a model are behind, for prompts that no tokenizer is known of.
@@ -149,7 +135,7 @@ class ChunkStore(BaseStore):
         """
         from .model.anatomy import default_sink
 
-        return self.longest_prefix(self.identity(fingerprint)) or default_sink(model)
+        return self.longest_prefix(fingerprint) or default_sink(model)
 
     def add(
         self,
@@ -191,7 +177,7 @@ class ChunkStore(BaseStore):
         missing = [key for key in dict.fromkeys(keys) if not self.contains(key)]
         for pack in packs(model, missing):
             pack = [key for key in pack if not self.contains(key)]  # another process may have been faster
-            for chunk in compute_chunks(model, pack, correction=self.correction) if pack else ():
+            for chunk in compute_chunks(model, pack) if pack else ():
                 known = tokenizer_digest(tokenizer) if chunk.key in texts else ""
                 self._put(replace(chunk, tokenizer=known), wait_s=ADD_S)
         self.flush(ADD_S)
@@ -246,7 +232,7 @@ class ChunkStore(BaseStore):
         from .model.fingerprint import fingerprint
         from .prompt.pieces import tokenize_chunks
 
-        identity = self.identity(fingerprint(model))
+        identity = fingerprint(model)
         sink = self.default_prefix(model, tokenizer) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
         return [ChunkKey(identity, sink, ids, self.namespace) for ids in tokenize_chunks(tokenizer, chunks)]
 
@@ -256,11 +242,3 @@ class ChunkStore(BaseStore):
             self._prefetcher.shutdown(cancel_futures=True)
             self._prefetcher = None
         super().close()
-
-
-def _read_correction(path: str | Path | None) -> "ContextCorrection | None":
-    if path is None:
-        return None
-    from .model.correction import ContextCorrection
-
-    return ContextCorrection.load(path)

@@ -20,9 +20,6 @@ from huggingface_hub import constants
 from hypothesis import HealthCheck, settings
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_blend.model.correction import ContextCorrection
-from hf_blend.prompt.pieces import Span
-
 TINY = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -349,20 +346,3 @@ def mistral_tokenizer(published: Path) -> Any:
     if not folder.is_dir():
         pytest.skip(f"there is no tokenizer in {folder.parent}")
     return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="session")
-def fitted_correction(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """File of a correction that is fitted to the tiny llama on random chunks."""
-    path = tmp_path_factory.mktemp("correction") / "correction.safetensors"
-    ContextCorrection.fit(shared_tiny_model(), chunk_prompts()).save(path)
-    return path
-
-
-def chunk_prompts(count: int = 6, chunks: int = 3, tokens: int = 12) -> Iterator[tuple[list[int], list[Span]]]:
-    """Prompts of random chunks, as a correction is fitted on: ids, and where each chunk is."""
-    for number in range(count):
-        parts = [random_ids(tokens, 100 * number + part) for part in range(chunks)]
-        head = random_ids(5, 7 + number)
-        placed = [Span.whole(5 + tokens * part, ids) for part, ids in enumerate(parts)]
-        yield [*head, *(token for ids in parts for token in ids), *random_ids(4, number)], placed

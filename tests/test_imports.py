@@ -42,7 +42,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "hybrids": (("hybrids",), ("selectors", "model", "prefill", "cache")),
     "loading": (("loading",), ("locks", "model", "store", "prefill", "cache")),
     "context": (("context",), ("rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),
-    "training": (("training",), ("rotary", "prompt", "model")),
     "attending": (("sparse.methods",), ()),
     "sparse": (
         ("sparse",),

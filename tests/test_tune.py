@@ -81,29 +81,6 @@ def test_the_choice_is_measured_on_prompts_that_did_not_choose_it():
     assert json.loads(json.dumps(asdict(got)))["config"] == got.config
 
 
-class ToldLess(Told):
-    """Over corrected chunks half is lost of what is lost over others."""
-
-    def loss(self, prompt, full, config):
-        found = super().loss(prompt, full, config)
-        return replace(found, kl=found.kl / 2, kl_first=found.kl_first / 2)
-
-
-def test_a_correction_is_chosen_where_it_makes_a_cheaper_candidate_near_enough():
-    measure, corrected, prompts = Told(), ToldLess(), [Question(str(number), {}) for number in range(6)]
-    got = tune(measure, prompts, candidates(["random"], (0.1, 0.3)), 0.45, corrected=corrected)
-    assert {one.candidate: pytest.approx(one.kl) for one in got.points} == {
-        "full reuse": 1, "random@0.1": 0.8, "random@0.3": 0.4,
-        "full reuse, corrected": 0.5, "random@0.1, corrected": 0.4, "random@0.3, corrected": 0.2,
-    }  # fmt: skip
-    assert (got.choice.candidate, got.is_corrected, got.config["recompute_ratio"]) == (
-        "random@0.1, corrected", True, 0.1,
-    )  # fmt: skip
-    assert got.choice.kl == pytest.approx(0.4)  # of full reuse's without it
-    assert {*corrected.stored} == {*measure.stored} == {prompt.name for prompt in prompts}
-    assert not tune(measure, prompts, candidates(["random"], (0.1, 0.3)), 0.45).is_corrected
-
-
 def test_answers_are_scored_where_all_prompts_have_right_ones():
     prompts = [Question(str(number), {}, ("Ann",)) for number in range(4)]
     got = tune(Told(), prompts, candidates(["boundary"], (0.45,)), 0.5)

@@ -28,7 +28,6 @@ LEFT = 130
 TAKEN = {1: (14, 96), 2: (4, 60, 128), 3: (30, 84)}  # by piece, where recomputed tokens stand in it
 CHARTED = ("kv-deviation", "boundary", "query-attention", "random")  # selectors on the page of the demo
 FRONTIER = {  # rows of the result, by what they are called here
-    "ramp, corrected": "ramp+trained@text",
     "ramp": "ramp@text",
     "boundary": "boundary@text",
     **{f"{name}, behind BOS alone": name for name in ("boundary", "kv-deviation", "query-attention")},

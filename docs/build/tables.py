@@ -58,38 +58,30 @@ MODELS = {  # of `robust.py`
 TASKS = {"hotpotqa": "HotpotQA", "musique": "MuSiQue"}
 FRONTIER = (  # rows of the table of what chunks are computed behind: name, selector, the charge that was asked for
     ("full reuse", "none@text", 0.0),
-    ("full reuse, corrected", "none+trained@text", 0.0),
     ("`boundary`, behind BOS alone", "boundary", 0.05),
     ("`boundary`", "boundary@text", 0.05),
     ("`ramp`", "ramp@text", 0.05),
-    ("`ramp`, corrected", "ramp+trained@text", 0.05),
     ("`boundary`, behind BOS alone", "boundary", 0.1),
-    ("the same, corrected by a regression", "boundary+context", 0.1),
     ("`boundary`", "boundary@text", 0.1),
     ("`ramp`", "ramp@text", 0.1),
-    ("`ramp`, corrected", "ramp+trained@text", 0.1),
     ("`boundary`, behind BOS alone", "boundary", 0.15),
     ("`kv-deviation`, behind BOS alone", "kv-deviation", 0.15),
     ("`query-attention`, behind BOS alone", "query-attention", 0.15),
     ("`boundary`", "boundary@text", 0.15),
     ("`ramp`, the default", "ramp@text", 0.15),
-    ("`ramp`, corrected", "ramp+trained@text", 0.15),
     ("`boundary`", "boundary@text", 0.3),
     ("`ramp`", "ramp@text", 0.3),
-    ("`ramp`, corrected", "ramp+trained@text", 0.3),
 )
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
     "full reuse, behind BOS alone": "none=0",
     "`boundary`, behind BOS alone": "boundary=0.1",
-    "the same, corrected": "boundary+context=0.1",
     "`kv-deviation`, behind BOS alone": "kv-deviation=0.15",
     "full reuse": "none@text=0",
     "`boundary`": "boundary@text=0.1",
     "`ramp`": "ramp@text=0.1",
     "`ramp`, the default": "ramp@text=0.15",
 }
-LIMIT = {"text": "", "trained": ", corrected"}  # ways of `frontier_limit.py`
 RULES = {"greedy": "the search", "ramp": "`ramp`", "random": "tokens at random"}
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
@@ -182,13 +174,11 @@ def _limit(document: dict[str, Any]) -> list[str]:
     asked = list(dict.fromkeys((row["model"], row["task"], row["n"]) for row in document["rows"] if row["share"]))
     lines = _head("recomputed | charged", (f"{model}, {task}, n = {n}" for model, task, n in asked))
     for share in dict.fromkeys(row["share"] for row in document["rows"]):
-        for way, corrected in LIMIT.items():
-            for rule, name in RULES.items():
-                own = [found.get((model, task, way, rule, share)) for model, task, _ in asked]
-                if any(own):
-                    name = name if share else "nothing"
-                    cells = " | ".join(map(_kl_and_first, own))
-                    lines.append(f"| {name}{corrected} | {100 * share:.0f} % | {cells} |")
+        for rule, name in RULES.items():
+            own = [found.get((model, task, "text", rule, share)) for model, task, _ in asked]
+            if any(own):
+                cells = " | ".join(map(_kl_and_first, own))
+                lines.append(f"| {name if share else 'nothing'} | {100 * share:.0f} % | {cells} |")
     return lines
 
 

@@ -740,9 +740,8 @@ class BlendCache(Cache):
             _warn_once(notice, "")
         is_complete, used = not self._prompts.pending.is_begun, self.report.reusable_tokens + self.report.exact_tokens
         if is_complete and not used and not self.report.past_tokens:
-            chunks = self.store.identity(identity)
             reason = UNEVEN if plan.uneven_chunks else ""
-            reason = reason or why_nothing_found(self.store, chunks, tuple(self.chunk_prefix_ids), tokenizer)
+            reason = reason or why_nothing_found(self.store, identity, tuple(self.chunk_prefix_ids), tokenizer)
             self.report.fallback_reason = reason
             if reason:
                 _warn_once(reason)

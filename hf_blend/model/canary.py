@@ -25,7 +25,6 @@ from .fingerprint import fingerprint, state_of
 
 if TYPE_CHECKING:
     from ..store.chunk import ChunkKey, ChunkKV
-    from .correction import ContextCorrection
 
 __all__ = ["canary_of", "compute_chunk", "compute_chunks", "is_of_model"]
 
@@ -38,37 +37,23 @@ _known: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
 
 
 def compute_chunk(
-    model: nn.Module,
-    key: "ChunkKey",
-    tokenizer: str = "",
-    image: Mapping[str, Any] | None = None,
-    correction: "ContextCorrection | None" = None,
+    model: nn.Module, key: "ChunkKey", tokenizer: str = "", image: Mapping[str, Any] | None = None
 ) -> "ChunkKV":
     """Compute the chunk of a key, to be stored under it."""
     if image is None:
-        return compute_chunks(model, [key], tokenizer, correction)[0]
+        return compute_chunks(model, [key], tokenizer)[0]
     return signed(model, [capture_image(model, key, image)], tokenizer)[0]
 
 
-def compute_chunks(
-    model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str = "", correction: "ContextCorrection | None" = None
-) -> "list[ChunkKV]":
-    """Compute the chunks of some keys in one forward, to be stored under them; correct those whose keys say so."""
-    identity = correction.identity(fingerprint(model)) if correction else ""
-    corrected = [key for key in keys if key.fingerprint == identity]
-    plain = [key for key in keys if key.fingerprint != identity]
-    chunks = capture_chunks(model, plain) if plain else []
-    if correction and corrected:
-        chunks += [correction.corrected(model, one) for one in capture_chunks(model, corrected)]
-    return signed(model, chunks, tokenizer, correction)
+def compute_chunks(model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str = "") -> "list[ChunkKV]":
+    """Compute the chunks of some keys in one forward, to be stored under them."""
+    return signed(model, capture_chunks(model, keys), tokenizer)
 
 
-def signed(
-    model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str, correction: "ContextCorrection | None" = None
-) -> "list[ChunkKV]":
+def signed(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str) -> "list[ChunkKV]":
     """Chunks with what the model says of itself; refuse them if it is no longer the one that was asked."""
     now, expected = fingerprint(model), chunks[0].key.fingerprint
-    if expected != now and not (correction and expected == correction.identity(now)):
+    if expected != now:
         raise UnsupportedModelError(
             f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
             f"{expected:.12}…. Nothing is stored. Do not train or patch a model while it is used."

@@ -224,7 +224,6 @@ class Planner:
     ) -> None:
         self._config, self._text_config = config or BlendConfig(), text_config(model)
         self._model, self._store, self._fingerprint, self._origin = model, store, fingerprint, origin
-        self._identity = store.identity(fingerprint)  # of chunks; what a prompt begins with is never corrected
         self._report = report or BlendReport()
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
@@ -280,11 +279,10 @@ class Planner:
         """The chunks of one prompt, from left to right."""
         expected, spans = list(row.spans or ()), list[Found]()
         for span in expected:
-            identity = self._fingerprint if span.token_ids in self._origin.images else self._identity
-            key = _known_key(identity, self._origin.prefix_ids, span.token_ids, self._store.namespace)
+            key = _known_key(self._fingerprint, self._origin.prefix_ids, span.token_ids, self._store.namespace)
             spans.append(Found(span.start, key, span.first, span.tokens))
         if row.spans is None or row.is_searched:
-            stored = self._store.find(self._identity, self._origin.prefix_ids, row.ids)
+            stored = self._store.find(self._fingerprint, self._origin.prefix_ids, row.ids)
             new = [hit for hit in stored if not any(map(Span(hit.start, (), 0, hit.tokens).overlaps, expected))]
             spans = sorted(spans + new, key=lambda span: span.start)
         if row.is_first and expected and expected[0].start == expected[0].first == 0:  # nothing is before it: exact
@@ -314,8 +312,7 @@ class Planner:
             if end >= max(len(row.ids), row.end):
                 continue  # the last token is always computed: its output is expected
             is_behind_same = inside == 0 and row.ids[:offset] == key.chunk_prefix_ids
-            is_plain = key.fingerprint == self._fingerprint  # not corrected
-            exact = offset == exact_until and is_behind_same and is_plain
+            exact = offset == exact_until and is_behind_same
             if exact:  # if it is computed by the frequencies of this forward
                 stored = len(key.chunk_prefix_ids) + len(key.token_ids)
                 exact = self._frequencies == {frequency_regime(self._text_config, stored)}
@@ -397,7 +394,7 @@ class Planner:
         image = self._origin.images.get(keys[0].token_ids)
         if image is not None:
             return [compute_chunk(self._model, keys[0], self._origin.tokenizer, image)]
-        return compute_chunks(self._model, keys, self._origin.tokenizer, self._store.correction)
+        return compute_chunks(self._model, keys, self._origin.tokenizer)
 
 
 @lru_cache(maxsize=1024)

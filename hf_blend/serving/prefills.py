@@ -309,7 +309,7 @@ class BlendedPrefills:
         if reuse.prompt.known or reuse.pictures:
             found.set_result(True)
             return found
-        identity = reuse.store.identity(fingerprint(self._model))
+        identity = fingerprint(self._model)
         if self._finder is None:
             self._finder = ThreadPoolExecutor(1, "hf_blend-find")
         found = self._finder.submit(lambda: bool(self._spans(reuse, identity, reuse.prompt.ids)))
@@ -391,7 +391,7 @@ class BlendedPrefills:
             self.turns.checkpoint(end_turn=True)  # blocks come back as others finish
         self._blend(held)
         del fetched
-        is_planned = self._spans(reuse, reuse.store.identity(held.identity), state.initial_tokens) == spans
+        is_planned = self._spans(reuse, held.identity, state.initial_tokens) == spans
         paged.register(state.request_id, ids if is_planned and not reuse.pictures else (), exact, root, least)
         return len(ids)
 
@@ -401,11 +401,11 @@ class BlendedPrefills:
         for key in self._missing(reuse, identity):
             with reuse.store.timed(key):
                 self.turns.checkpoint()
-                chunk = compute_chunk(self._model, key, correction=reuse.store.correction)
+                chunk = compute_chunk(self._model, key)
                 self.turns.release()
             reuse.store.put(chunk)
             held.outcome.computed_chunks += 1
-        return self._spans(reuse, reuse.store.identity(identity), token_ids)
+        return self._spans(reuse, identity, token_ids)
 
     def _spans(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> Spans:
         """The chunks of a prompt that are stored now; one may be evicted, or come from another server, at any time."""
@@ -414,9 +414,8 @@ class BlendedPrefills:
 
     def _missing(self, reuse: Reuse, identity: str) -> list[ChunkKey]:
         """Chunks of a request, and what comes before the first of them, that are not stored."""
-        chunks, namespace = reuse.store.identity(identity), reuse.store.namespace
-        prefix = self._prefix(reuse, chunks)
-        keys = [ChunkKey(chunks, prefix, span.token_ids, namespace) for span in reuse.prompt.spans()]
+        prefix, namespace = self._prefix(reuse, identity), reuse.store.namespace
+        keys = [ChunkKey(identity, prefix, span.token_ids, namespace) for span in reuse.prompt.spans()]
         opening = reuse.prompt.ids[: reuse.prompt.opening]
         if len(opening) > len(default_sink(self._model)):
             keys.append(ChunkKey(identity, (), opening, namespace))

@@ -6,7 +6,6 @@ import asyncio
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -42,7 +41,6 @@ class ServerPlan:
 
     name: str = "smollm2"
     location: str | None = None
-    correction: Path | None = None
     remote: str | None = None
     secret: bytes | None = None
     tenants: Sequence[Tenant] = ()
@@ -69,7 +67,7 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any =
     def open_store(tenant: Tenant) -> ChunkStore:
         given: dict[str, Any] = {"namespace": tenant.name, "secret": tenant.secret if tenant.name else plan.secret}
         given["quota_bytes"] = disk_share if tenant.quota_bytes is None else tenant.quota_bytes
-        given |= {"memory_bytes": share, "remote": plan.remote, "correction": plan.correction}
+        given |= {"memory_bytes": share, "remote": plan.remote}
         return ChunkStore.open(plan.location, **given)
 
     tenants = Tenants(rows, open_store)

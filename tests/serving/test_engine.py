@@ -102,15 +102,6 @@ def test_answers_of_tenants_whose_blends_overtake_each_other_are_those_of_lone_r
     assert any(gave), "a blend ran within a step"
 
 
-def test_served_answers_over_corrected_chunks_are_those_of_lone_requests(model, bench, fitted_correction):
-    with ChunkStore.open("memory://", correction=fitted_correction) as store:
-        store.add(model, None, bench.workload.library[:2])  # others are computed by the engine
-        asks = bench.workload.asks(6)
-        answers, outcomes = serve_at_random(bench, model, store, asks, 6, recompute_ratio=RATIO, stall_s=0.0)
-        assert {outcome.how for outcome in outcomes} >= {"blended"}
-        assert answers == bench.alone(model, store, asks, recompute_ratio=RATIO)
-
-
 def test_the_model_is_left_as_it_was(model, bench, stored, untouched):
     with untouched(model), bench.engine(model, stored) as engine:
         bench.answers(engine, bench.workload.asks(3))
