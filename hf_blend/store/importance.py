@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..threads import new_lock
 from .format import EntryFile, pack_entry
-from .locks import new_lock
 from .tiers.base import EntryFault, as_fault
 from .tiers.files import open_regular, write_atomically
 

@@ -27,10 +27,10 @@ import numpy as np
 import xxhash
 
 from ..errors import ConfigError
+from ..threads import new_lock
 from .chunk import ChunkKey
 from .content import WINDOW, Run, hashes, longest_run, pack_tokens, unpack_tokens, window_of
 from .eviction.base import EvictionPolicy
-from .locks import new_lock
 from .tiers.base import Tier
 
 __all__ = ["Group", "Index"]

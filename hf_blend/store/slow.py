@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from ..threads import new_lock, start
 from .chunk import ChunkKey
 from .index import Index
-from .locks import new_lock, start
 from .tiers.base import EntryFault, Source
 
 __all__ = ["ComputeTimes", "LateLoads", "RecordedSource", "WriteQueue"]
@@ -206,12 +206,10 @@ class LateLoads:
 
     def __init__(self) -> None:
         self._late: set[Future[Any]] = set()
-        self._pid = os.getpid()
 
     def run(self, load: Callable[[], Loaded], budget_s: float) -> Loaded | None:
         """Load, and wait no longer than the budget."""
-        if self._pid != os.getpid():  # threads of the parent are not here
-            self._pid, self._late = os.getpid(), set()
+        self._late = {loading for loading in self._late if not loading.done()}
         if len(self._late) >= MOST_LATE:
             return None
         try:
@@ -221,7 +219,6 @@ class LateLoads:
         if wait([loading], budget_s).done:
             return loading.result()
         self._late.add(loading)
-        loading.add_done_callback(self._late.discard)
         return None
 
 

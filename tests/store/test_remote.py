@@ -18,10 +18,10 @@ import pytest
 from hf_blend import ChunkStore, plugins
 from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.store import catalog
-from hf_blend.store.locks import start
 from hf_blend.store.opening import Limits
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES
+from hf_blend.threads import start
 from tests.asking import logits, noting
 from tests.serving.processes import wait_for
 

@@ -3,7 +3,6 @@
 """Objects behind any fsspec URL: S3, GCS, Azure, Hugging Face buckets, WebDAV, a shared folder."""
 
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import fsspec
 
 from ...errors import ConfigError, MissingExtraError
+from ...threads import PerProcess
 from .base import ObjectStat, Tier, is_name
 from .remote import Found, RemoteTier
 
@@ -47,9 +47,10 @@ class FsspecTier(RemoteTier, Tier):
         if scheme in ("s3", "s3a"):
             limits = {"connect_timeout": deadline_s, "read_timeout": deadline_s}
             options = {"use_listings_cache": False, "config_kwargs": limits, **options}
-        self._open_files = partial(fsspec.core.url_to_fs, url, **options)
+        # a forked child opens its own: connections and loops stay with the parent
+        self._per_process = PerProcess(partial(fsspec.core.url_to_fs, url, **options))
         try:
-            files, root = self._open_files()
+            self._root = self._per_process.get()[1].rstrip("/")
         except ImportError as error:
             raise MissingExtraError(
                 f"a {scheme}:// tier needs a package that is not installed: {error}. For S3: "
@@ -60,8 +61,6 @@ class FsspecTier(RemoteTier, Tier):
                 f"the URL of the {scheme} tier cannot be read (it is not shown: it may hold a password). Write it "
                 "as fsspec does."
             ) from error
-        self._root = root.rstrip("/")
-        self._handle = (os.getpid(), files)
 
     @classmethod
     def from_url(cls, url: str, deadline_s: float | None = None) -> "FsspecTier":
@@ -70,10 +69,7 @@ class FsspecTier(RemoteTier, Tier):
 
     @property
     def _files(self) -> Any:
-        """The file system; a forked child opens its own, for connections and loops stay with the parent."""
-        if self._handle[0] != os.getpid():
-            self._handle = (os.getpid(), self._open_files()[0])
-        return self._handle[1]
+        return self._per_process.get()[0]
 
     def ask_ping(self) -> object:
         """Look for a file that is never there."""
