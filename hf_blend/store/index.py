@@ -501,7 +501,7 @@ class Index:
         given: dict[str, Any] = {"timeout": BUSY_S, "isolation_level": None, "check_same_thread": False}
         if self._path is None:
             return _prepared(sqlite3.connect(":memory:", **given))
-        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._path.parent.is_symlink():
             raise NotADirectoryError(f"{self._path.parent} is a link")
         with contextlib.suppress(FileExistsError):

@@ -209,8 +209,7 @@ class LateLoads:
 
     def run(self, load: Callable[[], Loaded], budget_s: float) -> Loaded | None:
         """Load, and wait no longer than the budget."""
-        self._late = {loading for loading in self._late if not loading.done()}
-        if len(self._late) >= MOST_LATE:
+        if sum(not loading.done() for loading in list(self._late)) >= MOST_LATE:  # a parent's are done in its child
             return None
         try:
             loading = start(load, "hf_blend-load")
@@ -219,6 +218,7 @@ class LateLoads:
         if wait([loading], budget_s).done:
             return loading.result()
         self._late.add(loading)
+        loading.add_done_callback(self._late.discard)
         return None
 
 
