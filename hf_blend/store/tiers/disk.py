@@ -137,6 +137,8 @@ class DiskTier(Tier):
 
     def _write(self, path: Path, parts: Sequence[memoryview]) -> None:
         self._make_ready(path.parent)
+        with contextlib.suppress(OSError):
+            os.rmdir(path)  # a folder in its place gives way if it is empty; the rename refuses another one
         write_atomically(path, parts, durable=self._durable, folder=self.root / "incoming")
 
     def _make_again(self) -> None:
@@ -151,10 +153,14 @@ class DiskTier(Tier):
             if shard not in self._ready:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(directory, 0o700)
-                if self._durable and directory is not incoming:
-                    sync_directory(directory.parent)
-            if stat.S_ISLNK(os.lstat(directory).st_mode):
+            mode = os.lstat(directory).st_mode
+            if stat.S_ISLNK(mode):
                 raise NotADirectoryError(errno.ENOTDIR, f"{directory} is a link, and nothing is written behind it")
+            if not stat.S_ISDIR(mode):  # nothing of ours: it gives way
+                os.unlink(directory)
+                os.mkdir(directory, 0o700)
+            if shard not in self._ready and self._durable and directory is not incoming:
+                sync_directory(directory.parent)
         self._ready.add(shard)
 
 
