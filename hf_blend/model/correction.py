@@ -13,7 +13,6 @@ Source: ours. Measured beside the published rules in benchmarks/results/frontier
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..prompt.pieces import Span
 from ..rotary.base import RotaryStyle, compose
 from ..store.chunk import ChunkKey, ChunkKV
+from ..threads import cached_property
 from .anatomy import default_sink
 from .calibrate import rotary_styles
 from .capture import capture, capture_alone, cut_chunk

@@ -12,7 +12,6 @@ Source: ours; KVLink (arXiv 2502.16002) and KV Packet (2604.13226) train tokens 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -30,6 +29,7 @@ from ..model.identity.canonical import canonical, notes_kept
 from ..prompt.pieces import Span
 from ..rotary.base import RotaryStyle, compose
 from ..store.chunk import ChunkKey, ChunkKV
+from ..threads import cached_property
 
 ANSWER_TOKENS = 12  # of full prefill's own answer
 QUESTION_TOKENS = 8  # before the answer
