@@ -109,7 +109,7 @@ def test_a_cache_on_disk_goes_on_in_a_child_and_its_parent_keeps_its_own(model, 
         return cache, model.generate(**cache.inputs(None, **LONG), past_key_values=cache, **GREEDY)
 
     def go_on(cache, ids):
-        return model.generate(ids, past_key_values=cache, **{**GREEDY, "max_new_tokens": 70})  # some go away
+        return model.generate(ids, past_key_values=cache, **{**GREEDY, "max_new_tokens": 40})  # some go away
 
     expected = go_on(*cache_behind_an_answer(tmp_path / "expected"))
     cache, ids = cache_behind_an_answer(tmp_path / "cache")
