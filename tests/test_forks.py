@@ -114,8 +114,8 @@ def test_a_cache_on_disk_goes_on_in_a_child_and_its_parent_keeps_its_own(model, 
     expected = go_on(*cache_behind_an_answer(tmp_path / "expected"))
     cache, ids = cache_behind_an_answer(tmp_path / "cache")
     files = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*.dat")}
+    cache.kv_memory.release()
     with held_up(monkeypatch, States, "read" if settings.get("kv_bits") else "fill") as there:
-        cache.kv_memory.release()
         assert cache.layers[0].keys.shape[2]  # brought, and the next one is read ahead
         assert there.wait(BOUND_S)
         assert torch.equal(in_child(lambda: go_on(cache, ids)), expected)
