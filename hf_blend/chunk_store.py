@@ -4,7 +4,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,7 @@ from .store.chunk import ChunkKey
 from .store.opening import Limits, open_tiers
 from .store.seal import check_secret
 from .store.store import BaseStore
+from .threads import Workers
 
 __all__ = ["ChunkStore"]
 
@@ -29,7 +30,11 @@ class ChunkStore(BaseStore):
     """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it."""
 
     recipes = Recipes()  # of a store that was not opened: none
-    _prefetcher: ThreadPoolExecutor | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See `BaseStore`."""
+        super().__init__(*args, **kwargs)
+        self._prefetcher = Workers("hf_blend-prefetch")
 
     @classmethod
     def open(
@@ -209,8 +214,6 @@ class ChunkStore(BaseStore):
             PromptError: `chunks` is not a list.
         """
         keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)
-        if self._prefetcher is None:
-            self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="hf_blend-prefetch")
         return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
 
     def _bring(self, keys: Sequence[ChunkKey]) -> int:
@@ -238,7 +241,5 @@ class ChunkStore(BaseStore):
 
     def close(self) -> None:
         """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
-        if self._prefetcher is not None:
-            self._prefetcher.shutdown(cancel_futures=True)
-            self._prefetcher = None
+        self._prefetcher.close()
         super().close()

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import shutil
 import signal
 from itertools import product
 
@@ -311,6 +312,22 @@ def test_folders_of_processes_that_were_killed_are_swept_and_those_in_use_stay(t
     assert files(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 2
     del one, two
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_reset_makes_a_folder_again_that_somebody_deleted(model, tmp_path, bits):
+    folder = tmp_path / "of" / "all"
+    cache = BlendCache(model, memory(), kv_device_map="disk", offload_folder=folder, kv_bits=bits)
+    inputs = cache.inputs(None, **PIECES)
+    expected = model.generate(**inputs, past_key_values=cache, **WAYS)
+    for gone in ("of", "of/all", "of/all/*"):
+        shutil.rmtree(next(tmp_path.glob(gone)))
+        with pytest.raises(OffloadError, match=r"Call reset\(\)"):
+            model.generate(expected, past_key_values=cache, **WAYS)
+        cache.reset()
+        got = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **WAYS)
+        assert torch.equal(got, expected)
+        assert files(folder)
 
 
 REFUSED = {

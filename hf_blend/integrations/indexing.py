@@ -116,7 +116,7 @@ def _claimed(locks: Path | None, keys: Iterable[ChunkKey]) -> Iterator[set[Chunk
     if locks is None:
         yield {*keys}
         return
-    locks.mkdir(mode=0o700, exist_ok=True)
+    locks.mkdir(mode=0o700, parents=True, exist_ok=True)
     shared: dict[str, set[ChunkKey]] = {}
     for key in keys:
         shared.setdefault(key.digest[:STRIPES], set()).add(key)

@@ -20,7 +20,7 @@ from ..model.fingerprint import fingerprint
 from ..prefill.report import Advice
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey
-from ..store.locks import new_lock
+from ..threads import new_lock
 from .estimator import load_s
 from .profile import Profile, profile_of, tier_rates
 

@@ -18,7 +18,6 @@ store starts cold: a field that nobody has looked at must not be assumed harmles
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -26,6 +25,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..threads import new_lock
 from .anatomy import EXTENDED, refuse_extended
 from .identity.canonical import refuse_foreign_hooks, refuse_wrapper
 from .identity.structure import IGNORED_ATTRIBUTES, IGNORED_CONFIG_FIELDS, Structure, config_part
@@ -52,7 +52,7 @@ class _Known:
 
 
 _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
-_lock = threading.RLock()
+_lock = new_lock()
 
 
 def fingerprint(model: nn.Module, *, reread: bool = False) -> str:

@@ -6,10 +6,9 @@ A layer is *resident* where its K and V stay on the device that computes it, and
 away is brought for its own attention; meanwhile the next one is read on another thread.
 """
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from ..cache.quantised_layer import GROUP_TOKENS, pack
 from ..config import BlendConfig
 from ..errors import ConfigError
+from ..threads import Workers, is_lost
 from .states import AwayLayer, States, as_states, is_same
 
 DISK = "disk"
@@ -52,7 +52,8 @@ class KVMemory:
         # of the placed layers on the devices that compute them, and of a layer that was brought until the next one is
         self.resident_bytes = 0
         self._ahead: tuple[int, int, Future[tuple[Tensor, Tensor]]] | None = None
-        self._reader: ThreadPoolExecutor | None = None
+        self.reader = Workers(READER)
+        weakref.finalize(self, self.reader.close)  # nothing is read from files that are about to be deleted
         self.peak_resident_bytes = self.loads = self.prefetched = 0
 
     @property
@@ -123,7 +124,7 @@ class KVMemory:
         return brought[0], brought[1]
 
     def _take_ahead(self, index: int, tokens: int) -> tuple[Tensor, Tensor] | None:
-        if self._ahead is None or self._ahead[0] != index or self._ahead[1] < tokens:
+        if self._ahead is None or self._ahead[0] != index or self._ahead[1] < tokens or is_lost(self._ahead[2]):
             self._forget_ahead()
             return None
         brought = self._ahead[2].result()
@@ -143,15 +144,8 @@ class KVMemory:
             return
         layer = self.away[later]
         rows = layer.tokens + GROW_TOKENS
-        self._ahead = (later, rows, self.reading().submit(_on_side_stream, layer, rows))
+        self._ahead = (later, rows, self.reader.submit(_on_side_stream, layer, rows))
         self.count("ahead", rows * sum(map(_row_bytes, map(as_states, layer.like))))
-
-    def reading(self) -> ThreadPoolExecutor:
-        """The thread that reads ahead."""
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix=READER)
-            weakref.finalize(self, _end, self._reader)
-        return self._reader
 
     def release(self) -> None:
         """Drop what was read ahead and what was at work: no whole layer is used next."""
@@ -226,11 +220,6 @@ def place_layers(layers: Mapping[int, int], budget: Mapping[Place, int]) -> dict
 def round_up(tokens: int) -> int:
     """The next larger size of a buffer."""
     return -(-tokens // GROW_TOKENS) * GROW_TOKENS
-
-
-def _end(reader: ThreadPoolExecutor) -> None:
-    """Let a reader finish, so that nothing is read from files that are about to be deleted."""
-    reader.shutdown(wait=not threading.current_thread().name.startswith(READER))
 
 
 def _on_side_stream(layer: AwayLayer, rows: int) -> tuple[Tensor, Tensor]:

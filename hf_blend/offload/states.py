@@ -10,11 +10,10 @@ import copy
 import os
 import shutil
 import tempfile
-import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor
 from ..cache.layers import Pair
 from ..cache.quantised_layer import GROUP_TOKENS, column, pack, unpack
 from ..errors import OffloadError
+from ..threads import new_lock
 
 PREFIX, LOCK = "hf-blend-kv-", "in-use"
 PIECE_TOKENS = 64  # a file has a digest for each so many tokens, which are the least that is read
@@ -45,9 +45,14 @@ class Folder:
             raise OffloadError(
                 f"offload_folder={str(parent)!r} cannot be used: {error}. Give a folder that can be written to."
             ) from error
-        self._lock = FileLock(self.path / LOCK, thread_local=False)
+        self._lock, self._owner = FileLock(self.path / LOCK, thread_local=False), os.getpid()
         self._lock.acquire(timeout=0)
-        weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
+        weakref.finalize(self, _remove, self.path, self._lock, self._owner)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is there, and is not the parent's of a forked child."""
+        return self._owner == os.getpid() and self.path.is_dir()
 
 
 def _remove(path: Path, lock: FileLock, owner: int) -> None:
@@ -72,7 +77,7 @@ class States:
     """Tensors that grow by tokens, `[tokens, …]`, in memory or in files of a folder."""
 
     def __init__(self, parent: str | os.PathLike[str] | None) -> None:
-        self._folder = None if parent is None else Folder(parent)
+        self._parent, self._folder = parent, None if parent is None else Folder(parent)
         self._pools: dict[str, Tensor] = {}  # those in memory, with room behind their tokens
         self._rows: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of a token, of those in files
         self._digests: dict[str, list[tuple[int, int]]] = {}  # of pieces in a file: (tokens up to here, digest)
@@ -179,17 +184,30 @@ class States:
         """Forget a tensor and delete its file."""
         self._pools.pop(name, None)
         self._digests.pop(name, None)
-        if self._rows.pop(name, None) is not None:
+        if self._rows.pop(name, None) is not None and self._folder is not None and self._folder.is_own:
             self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         return self._folder.path / f"{name}.dat"  # type: ignore[union-attr]
+
+    def _own(self) -> None:
+        """Make a folder in the place of one that was deleted, or of the parent's in a forked child, with its files.
+
+        What is no longer there is refused when it is read.
+        """
+        if self._folder is not None and self._parent is not None and not self._folder.is_own:
+            folder = Folder(self._parent)
+            for name in self._rows:
+                with suppress(OSError):
+                    shutil.copyfile(self._path(name), folder.path / self._path(name).name)
+            self._folder = folder
 
     def _row_bytes(self, name: str) -> int:
         row, dtype = self._rows[name]
         return row.numel() * dtype.itemsize
 
     def _write(self, name: str, data: Any, offset: int) -> None:
+        self._own()
         path = self._path(name)
         try:
             with path.open("r+b" if path.exists() else "w+b", buffering=0) as file:
@@ -215,7 +233,7 @@ class AwayLayer:
     def __init__(self, index: int, states: States, some: Pair, place: torch.device | None, bits: int | None) -> None:
         """Begin an empty layer like some tokens, `[tokens, batch, kv_heads, head_dim]` each, a group at least."""
         self._prefix, self._states, self.tokens = f"layer.{index}.", states, 0
-        self._place, self._bits, self._lock = place, bits, threading.Lock()
+        self._place, self._bits, self._lock = place, bits, new_lock()
         self.like = some[0][:0].clone(), some[1][:0].clone()  # on the device that computes the layer
         self._names = tuple(parts := self._parts(some[0][:GROUP_TOKENS], some[1][:GROUP_TOKENS]))
         for name, like in parts.items():

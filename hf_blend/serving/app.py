@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from ..errors import PromptError
 from ..prompt.pieces import TextPrompt
 from .answers import Answering, Asked
-from .guard import Guard, Workers, add_errors, body_of, failed
+from .guard import Guard, PromptWorkers, add_errors, body_of, failed
 from .meters import Meters
 from .prompts import chat_prompt, check_arguments, text_prompt
 from .sampling import make_sampling
@@ -30,7 +30,7 @@ class Server:
 
     def __init__(self, service: Service) -> None:
         self.service, self.meters = service, Meters(service)
-        self._workers = Workers(len(service.tenants.stores))
+        self._workers = PromptWorkers(len(service.tenants.stores))
 
     async def answer(self, request: Request, fields: Generation, build: Callable[[], list[TextPrompt]]) -> Response:
         """Answer a request of either kind."""

@@ -34,6 +34,7 @@ from ..model.quantised import silence_casts
 from ..prefill.layout import layout_of
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
+from ..threads import new_lock
 from .upstream import check_names
 
 check_names()
@@ -100,7 +101,7 @@ class BlendedBatching(ContinuousBatchingManager):
         self._stepping: int | None = None  # the thread that runs a step now
         self._failures, self._begun = 0, time.monotonic()
         self._hooks: list[RemovableHandle] = []
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         batching.use_async_batching, batching.use_cuda_graph, batching.max_blocks_per_request = False, False, 0
         check_names()
         super().__init__(model, generation_config, batching)

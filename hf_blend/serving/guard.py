@@ -13,7 +13,6 @@ import secrets
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -22,10 +21,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import HfBlendError
+from ..threads import Workers
 from .service import Busy, ServiceError, Stopping, Tenants, UnknownModelError
 from .wire import Limits, error_body
 
-__all__ = ["Guard", "Workers", "add_errors", "body_of", "failed", "gone", "respond"]
+__all__ = ["Guard", "PromptWorkers", "add_errors", "body_of", "failed", "gone", "respond"]
 
 Client: TypeAlias = tuple[str, int]
 
@@ -243,17 +243,17 @@ async def gone(request: Request) -> None:
         pass
 
 
-class Workers:
+class PromptWorkers:
     """Threads in which prompts are made: those of a tenant one by one, so that none waits for those of others."""
 
     def __init__(self, tenants: int) -> None:
-        self._threads = ThreadPoolExecutor(max(2, tenants), "hf_blend-prompt")  # made when they are needed
+        self._threads = Workers("hf_blend-prompt", max(2, tenants))
         self._in_turn = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def make(self, tenant: str, make: Callable[[], Made]) -> Made:
         """Make it in a thread. Who goes away meanwhile counts as a request until then: a thread cannot be stopped."""
         async with self._in_turn[tenant]:
-            making = asyncio.get_running_loop().run_in_executor(self._threads, make)
+            making = asyncio.wrap_future(self._threads.submit(make))
             making.add_done_callback(lambda made: made.cancelled() or made.exception())  # of who left, nobody asks
             try:
                 return await asyncio.shield(making)

@@ -15,7 +15,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from ..model.modality import KINDS_OF_TOKENS
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, Found
+from ..threads import Workers
 from .paged import salted
 from .shares import Shares
 from .turns import Turns
@@ -117,7 +118,7 @@ class BlendedPrefills:
         self._finished: tuple[str, Reuse] | None = None  # the last one that ended; the engine may put it back
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._ready: dict[str, int] = {}
-        self._finder: ThreadPoolExecutor | None = None
+        self._finder = Workers("hf_blend-find")
         self.failures = 0  # prefills that ended in an exception
         self.outcomes: OrderedDict[str, Prefilled] = OrderedDict()
 
@@ -187,9 +188,7 @@ class BlendedPrefills:
         for request_id in [*self._held, *self._reuse, *self._ready]:
             self.drop(request_id)
         self._finished = None
-        if self._finder is not None:
-            self._finder.shutdown(cancel_futures=True)
-            self._finder = None
+        self._finder.close()
         for lane in self._lanes:
             lane.close()
 
@@ -310,8 +309,6 @@ class BlendedPrefills:
             found.set_result(True)
             return found
         identity = fingerprint(self._model)
-        if self._finder is None:
-            self._finder = ThreadPoolExecutor(1, "hf_blend-find")
         found = self._finder.submit(lambda: bool(self._spans(reuse, identity, reuse.prompt.ids)))
         found.add_done_callback(lambda _: self.turns.wake())
         return found

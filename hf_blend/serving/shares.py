@@ -6,9 +6,10 @@ Start-time fair queueing: a tenant that comes back from being away begins a seco
 those that are there. So nobody saves up more than that, and who asks for less than an equal share finds itself first.
 """
 
-import threading
 import time
 from collections.abc import Iterable
+
+from ..threads import new_lock
 
 __all__ = ["Shares"]
 
@@ -23,7 +24,7 @@ class Shares:
         self._had: dict[str, float] = {}
         self._level = 0.0  # what those who ask have had at least; it never falls while one does
         self._came: dict[str, float] = {}  # when each last asked, or was there
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def come(self, tenant: str, here: Iterable[str]) -> None:
         """Note that a tenant asks, and whose requests are under way."""

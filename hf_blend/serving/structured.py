@@ -7,7 +7,6 @@ Of the libraries that install from the package index it is the one whose work is
 """
 
 import json
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from ..errors import PromptError, import_extra
+from ..threads import new_lock
 
 __all__ = ["Follows", "Grammars"]
 
@@ -29,7 +29,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, list(end_tokens)
         self._table: Any = None
-        self._making = threading.Lock()
+        self._making = new_lock()
 
     def compiled(self, schema: dict[str, Any]) -> Any:
         """What is allowed, from the first token on; takes seconds where it is called first."""

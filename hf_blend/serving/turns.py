@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from ..threads import new_lock
+
 __all__ = ["TaskCancelled", "Turns"]
 
 NEVER = float("inf")
@@ -37,7 +39,7 @@ class Turns:
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.wake, self._settle, self._clock = wake, settle, clock
-        self._moved = threading.Condition()
+        self._moved = threading.Condition(new_lock())
         self._task: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self.is_asking = False  # whether the task waits for a turn

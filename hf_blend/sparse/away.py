@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..offload.layer import OffloadedLayer
+from ..threads import is_lost
 from .blocks import KV, BlockedLayer
 from .config import SparseConfig
 from .layout import Layout
@@ -83,7 +84,7 @@ class AwayBlocks(BlockedLayer):
         chosen = [(row, block) for row, one in enumerate(selections) for block in one.blocks if block < away]
         coming = [one for one in chosen if one not in held]
         if coming:
-            self._ahead = coming, self._layer.memory.reading().submit(self._layer.there.blocks, coming, self._size)
+            self._ahead = coming, self._layer.memory.reader.submit(self._layer.there.blocks, coming, self._size)
 
     def _gathered(self, layout: Layout, capacity: int) -> KV:
         """See `BlockedLayer._gathered`; blocks that the copy has are moved, the others are brought."""
@@ -123,6 +124,8 @@ class AwayBlocks(BlockedLayer):
         """Blocks and their K and V, `[blocks, size, kv_heads, head_dim]`, read ahead or now."""
         found, size = list[tuple[list[Block], KV]](), self._size
         ahead, self._ahead = self._ahead, None
+        if ahead is not None and is_lost(ahead[1]):
+            ahead = None
         known, away = self._layer.unchanged_tokens // size, self._layer.away_tokens // size
         expected = {one: place for place, one in enumerate(ahead[0])} if ahead is not None else {}
         ready = [one for one in missing if one in expected and one[1] < known]

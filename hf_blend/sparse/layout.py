@@ -7,13 +7,13 @@ has fewer blocks, a filler that it does not see
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..model.attention import is_flash
+from ..threads import cached_property
 from .lock import Selection
 
 

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ..threads import new_lock
 from .chunk import ChunkKey
 from .eviction.base import EvictionPolicy
 from .index import Index, Use
-from .locks import new_lock
 from .stats import StoreStats
 from .tiers.base import ObjectStat, Source, Tier, is_name
 

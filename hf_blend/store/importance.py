@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..threads import new_lock
 from .format import EntryFile, pack_entry
-from .locks import new_lock
 from .tiers.base import EntryFault, as_fault
 from .tiers.files import open_regular, write_atomically
 
@@ -110,7 +110,7 @@ class TokenImportance:
             content = pack_entry(KIND, {}, tensors.items(), self._secret)
             self._unsaved = 0
         try:
-            self._path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomically(self._path, content, durable=False)
         except OSError as error:
             logger.info("%s could not be saved (%s); importance begins again at the next opening", self._path, error)

@@ -27,10 +27,10 @@ import numpy as np
 import xxhash
 
 from ..errors import ConfigError
+from ..threads import new_lock
 from .chunk import ChunkKey
 from .content import WINDOW, Run, hashes, longest_run, pack_tokens, unpack_tokens, window_of
 from .eviction.base import EvictionPolicy
-from .locks import new_lock
 from .tiers.base import Tier
 
 __all__ = ["Group", "Index"]
@@ -501,7 +501,7 @@ class Index:
         given: dict[str, Any] = {"timeout": BUSY_S, "isolation_level": None, "check_same_thread": False}
         if self._path is None:
             return _prepared(sqlite3.connect(":memory:", **given))
-        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._path.parent.is_symlink():
             raise NotADirectoryError(f"{self._path.parent} is a link")
         with contextlib.suppress(FileExistsError):

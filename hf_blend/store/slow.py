@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from ..threads import new_lock, start
 from .chunk import ChunkKey
 from .index import Index
-from .locks import new_lock, start
 from .tiers.base import EntryFault, Source
 
 __all__ = ["ComputeTimes", "LateLoads", "RecordedSource", "WriteQueue"]
@@ -206,13 +206,10 @@ class LateLoads:
 
     def __init__(self) -> None:
         self._late: set[Future[Any]] = set()
-        self._pid = os.getpid()
 
     def run(self, load: Callable[[], Loaded], budget_s: float) -> Loaded | None:
         """Load, and wait no longer than the budget."""
-        if self._pid != os.getpid():  # threads of the parent are not here
-            self._pid, self._late = os.getpid(), set()
-        if len(self._late) >= MOST_LATE:
+        if sum(not loading.done() for loading in list(self._late)) >= MOST_LATE:  # a parent's are done in its child
             return None
         try:
             loading = start(load, "hf_blend-load")

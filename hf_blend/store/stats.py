@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from .locks import new_lock
+from ..threads import new_lock
 
 __all__ = ["StoreStats"]
 

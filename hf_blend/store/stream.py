@@ -15,6 +15,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
+from ..threads import new_lock
 from .chunk import ChunkKV
 from .tiers.base import EntryFault
 
@@ -40,7 +41,7 @@ class StreamedLayers(Sequence[KV]):
         self._layers: list[KV | None] = [None] * count
         self._fault: BaseException | None = None
         self._instead: ChunkKV | None = None
-        self._changed, self._reading = threading.Condition(), threading.Lock()
+        self._changed, self._reading = threading.Condition(new_lock()), new_lock()
         self.drivers: list[Any] = []  # pipelines that read ahead; told how far use has come
 
     def __len__(self) -> int:

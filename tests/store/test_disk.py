@@ -132,6 +132,29 @@ def test_a_directory_removed_while_running_is_made_again(tier):
     assert read(tier) == CONTENT
 
 
+@pytest.mark.parametrize("act", ["put_if_absent", "set_pin"])
+def test_a_root_removed_while_running_is_made_again(tier, act):
+    tier.put_if_absent(NAME, PARTS)
+    tier.set_pin(NAME, True)
+    shutil.rmtree(tier.root)
+    assert tier.open(NAME) is None
+    assert (tier.pins(), names(tier)) == (frozenset(), set())
+    getattr(tier, act)(NAME, PARTS)
+    assert tier.pins() == ({NAME} if act == "set_pin" else set())
+    assert (tier.root.stat().st_mode & 0o777, tier.contains(NAME)) == (0o700, act == "put_if_absent")
+
+
+@pytest.mark.parametrize("place", ["incoming", "objects", "objects/ab", "objects/ab/cd"])
+def test_a_file_in_the_place_of_a_directory_gives_way(tier, place):
+    path = tier.root / place if place != "objects/ab/cd" else tier.path(NAME).parent
+    shutil.rmtree(path, ignore_errors=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"mine")
+    assert tier.open(NAME) is None
+    assert tier.put_if_absent(NAME, PARTS)
+    assert read(tier) == CONTENT
+
+
 def bind_socket(path, _):
     with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:  # names of sockets are short
         made.bind("s")
@@ -151,9 +174,13 @@ def test_what_is_not_a_file_is_refused_without_touching_it_or_waiting(tier, tmp_
         tier.open(NAME)
     assert (caught.value.reason, caught.value.corrupt) == ("foreign", False)
     assert not tier.contains(NAME)
-    if kind != "directory":
-        assert tier.put_if_absent(NAME, PARTS)  # takes the place of the link, never of what it leads to
-        assert read(tier) == CONTENT
+    if kind == "directory":
+        (path / "mine").touch()
+        with pytest.raises(OSError, match="directory"):
+            tier.put_if_absent(NAME, PARTS)
+        (path / "mine").unlink()
+    assert tier.put_if_absent(NAME, PARTS)  # takes the place of the link, never of what it leads to
+    assert read(tier) == CONTENT
     assert target.read_bytes() == b"secret"
 
 

@@ -18,10 +18,10 @@ import pytest
 from hf_blend import ChunkStore, plugins
 from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.store import catalog
-from hf_blend.store.locks import start
 from hf_blend.store.opening import Limits
 from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES
+from hf_blend.threads import start
 from tests.asking import logits, noting
 from tests.serving.processes import wait_for
 
@@ -363,3 +363,68 @@ def test_a_store_finds_what_others_put_on_a_server_a_part_at_a_time(served_tier,
 def url_of(tier):
     known = tier._client.connection_pool.connection_kwargs
     return f"redis://{known['host']}:{known['port']}/{known['db']}"
+
+
+OTHERS = {
+    "list": lambda client, key: client.rpush(key, "a"),
+    "hash": lambda client, key: client.hset(key, "a", "b"),
+    "text": lambda client, key: client.set(key, "a"),
+    "number": lambda client, key: client.set(key, 7),
+}
+
+
+@pytest.mark.parametrize("is_read_first", [True, False])
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_key_of_another_type_gives_way_to_the_chunk(other, is_read_first, served_tier, chunk, same):
+    tier = served_tier("redis")
+    store, elsewhere = ChunkStore([], [tier]), chunk((7, 1))
+    name = store._catalog.name(chunk().key.digest)
+    OTHERS[other](tier._client, f"hf_blend:{name}")
+    store.put(elsewhere)
+    assert store.flush(60)
+    assert [found for found, _ in tier.listing()] == [store._catalog.name(elsewhere.key.digest)]
+    if is_read_first:
+        assert store.get(chunk().key) is None
+        reason = "foreign" if other in ("list", "hash") else "format"
+        assert store.stats()["load_failures"] == {f"redis:{reason}": 1}
+        assert store.stats()["removed"]["corrupt"] == 1
+    store.put(chunk())
+    assert store.flush(60)
+    same(ChunkStore([], [tier]).get(chunk().key), chunk())
+    assert tier.is_healthy
+
+
+def test_a_piece_of_another_type_gives_way_with_its_object(served_tier, chunk, same):
+    tier = served_tier("redis")
+    store = ChunkStore([], [tier])
+    store.put(chunk())
+    assert store.flush(60)
+    (piece,) = [key for key in tier._client.keys("*") if key.endswith(b":0")]
+    tier._client.delete(piece)
+    tier._client.rpush(piece, "a")
+    assert ChunkStore([], [tier]).get(chunk().key) is None
+    assert tier._client.keys("*") == []
+    store = ChunkStore([], [tier])
+    store.put(chunk())
+    assert store.flush(60)
+    same(ChunkStore([], [tier]).get(chunk().key), chunk())
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_folder_in_the_place_of_an_object_gives_way_if_it_is_empty_and_is_named(scheme, tmp_path, chunk, same):
+    tier = plugins.load("store.tiers", "fsspec")(f"{scheme}://{tmp_path}/shared")
+    store = ChunkStore([], [tier])
+    path = tier._path(store._catalog.name(chunk().key.digest))
+    tier._files.makedirs(path)
+    tier._files.pipe_file(f"{path}/mine", b"mine")
+    assert store.get(chunk().key) is None
+    assert list(store.stats()["load_failures"]) == [f"{scheme}:foreign"]
+    store.put(chunk())
+    assert store.flush(60)
+    assert list(store.stats()["store_failures"]) == ["EISDIR"]
+    assert tier.is_healthy
+    assert tier._files.cat_file(f"{path}/mine") == b"mine"
+    tier._files.rm_file(f"{path}/mine")
+    store.put(chunk())
+    assert store.flush(60)
+    same(ChunkStore([], [tier]).get(chunk().key), chunk())

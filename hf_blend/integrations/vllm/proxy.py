@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from ...config import BlendConfig
 from ...errors import PromptError
 from ...prompt.pieces import TextPrompt
-from ...serving.guard import Guard, Workers, add_errors, body_of, failed, gone, respond
+from ...serving.guard import Guard, PromptWorkers, add_errors, body_of, failed, gone, respond
 from ...serving.pictures import opened_images
 from ...serving.prompts import chat_prompt, check_arguments, check_chat, check_text_prompt, text_prompt
 from ...serving.service import Tenant, Tenants, admitted
@@ -109,7 +109,7 @@ class Relay:
     """Hands requests to vLLM, and its answers back."""
 
     def __init__(self, upstream: str, proxy: Proxy, transport: Any = None) -> None:
-        self._proxy, self._workers = proxy, Workers(len(proxy.tenants.stores))
+        self._proxy, self._workers = proxy, PromptWorkers(len(proxy.tenants.stores))
         given: dict[str, Any] = {"base_url": upstream, "transport": transport}
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_S), limits=UNBOUNDED, **given)
         self._probes = httpx.AsyncClient(timeout=PROBE_S, limits=PROBES, **given)

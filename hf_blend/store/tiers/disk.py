@@ -64,8 +64,8 @@ class DiskTier(Tier):
         path = self.path(name)
         try:
             self._write(path, parts)
-        except FileNotFoundError:  # someone removed a directory since it was made ready
-            self._ready.clear()
+        except FileNotFoundError:
+            self._make_again()
             self._write(path, parts)
 
     def delete(self, name: str, source: Source | None = None) -> bool:
@@ -116,11 +116,18 @@ class DiskTier(Tier):
         """Remember that an object must not be evicted, or that it may: an empty file beside the entries."""
         path = self.root / "pins" / check_name(name)
         if pinned:
-            self._make_ready(path.parent)
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            try:
+                self._note(path)
+            except FileNotFoundError:
+                self._make_again()
+                self._note(path)
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+    def _note(self, path: Path) -> None:
+        self._make_ready(path.parent)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
 
     def pins(self) -> frozenset[str]:
         """Names of the objects that must not be evicted."""
@@ -130,7 +137,14 @@ class DiskTier(Tier):
 
     def _write(self, path: Path, parts: Sequence[memoryview]) -> None:
         self._make_ready(path.parent)
+        with contextlib.suppress(OSError):
+            os.rmdir(path)  # a folder in its place gives way if it is empty; the rename refuses another one
         write_atomically(path, parts, durable=self._durable, folder=self.root / "incoming")
+
+    def _make_again(self) -> None:
+        """Someone removed a directory since it was made ready: what was in it is not there any more."""
+        self._ready.clear()
+        _make_root(self.root, self._durable)
 
     def _make_ready(self, shard: Path) -> None:
         """Make the directories down to `shard`, readable by their owner only, and their names durable."""
@@ -139,10 +153,14 @@ class DiskTier(Tier):
             if shard not in self._ready:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(directory, 0o700)
-                if self._durable and directory is not incoming:
-                    sync_directory(directory.parent)
-            if stat.S_ISLNK(os.lstat(directory).st_mode):
+            mode = os.lstat(directory).st_mode
+            if stat.S_ISLNK(mode):
                 raise NotADirectoryError(errno.ENOTDIR, f"{directory} is a link, and nothing is written behind it")
+            if not stat.S_ISDIR(mode):  # nothing of ours: it gives way
+                os.unlink(directory)
+                os.mkdir(directory, 0o700)
+            if shard not in self._ready and self._durable and directory is not incoming:
+                sync_directory(directory.parent)
         self._ready.add(shard)
 
 

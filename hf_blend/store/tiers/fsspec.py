@@ -3,7 +3,7 @@
 """Objects behind any fsspec URL: S3, GCS, Azure, Hugging Face buckets, WebDAV, a shared folder."""
 
 import contextlib
-import os
+import errno
 import secrets
 import time
 from collections.abc import Mapping
@@ -14,8 +14,9 @@ from typing import Any
 import fsspec
 
 from ...errors import ConfigError, MissingExtraError
-from .base import ObjectStat, Tier, is_name
-from .remote import Found, RemoteTier
+from ...threads import PerProcess
+from .base import EntryFault, ObjectStat, Tier, is_name
+from .remote import Found, RefusedError, RemoteTier
 
 __all__ = ["FsspecTier"]
 
@@ -47,9 +48,10 @@ class FsspecTier(RemoteTier, Tier):
         if scheme in ("s3", "s3a"):
             limits = {"connect_timeout": deadline_s, "read_timeout": deadline_s}
             options = {"use_listings_cache": False, "config_kwargs": limits, **options}
-        self._open_files = partial(fsspec.core.url_to_fs, url, **options)
+        # a forked child opens its own: connections and loops stay with the parent
+        self._per_process = PerProcess(partial(fsspec.core.url_to_fs, url, **options))
         try:
-            files, root = self._open_files()
+            self._root = self._per_process.get()[1].rstrip("/")
         except ImportError as error:
             raise MissingExtraError(
                 f"a {scheme}:// tier needs a package that is not installed: {error}. For S3: "
@@ -60,8 +62,6 @@ class FsspecTier(RemoteTier, Tier):
                 f"the URL of the {scheme} tier cannot be read (it is not shown: it may hold a password). Write it "
                 "as fsspec does."
             ) from error
-        self._root = root.rstrip("/")
-        self._handle = (os.getpid(), files)
 
     @classmethod
     def from_url(cls, url: str, deadline_s: float | None = None) -> "FsspecTier":
@@ -70,10 +70,7 @@ class FsspecTier(RemoteTier, Tier):
 
     @property
     def _files(self) -> Any:
-        """The file system; a forked child opens its own, for connections and loops stay with the parent."""
-        if self._handle[0] != os.getpid():
-            self._handle = (os.getpid(), self._open_files()[0])
-        return self._handle[1]
+        return self._per_process.get()[0]
 
     def ask_ping(self) -> object:
         """Look for a file that is never there."""
@@ -82,8 +79,10 @@ class FsspecTier(RemoteTier, Tier):
     def ask_stat(self, name: str) -> Found | None:
         """Ask for size, time and tag of a file."""
         info = self._info(self._path(name))
-        if info is None or info.get("type", "file") != "file":
+        if info is None:
             return None
+        if not _is_file(info):
+            raise EntryFault("foreign", f"a {info['type']} is in the place of an object", corrupt=False)
         return Found(_stat(info), tuple(str(info.get(field)) for field in _IDENTITY))
 
     def ask_bytes(self, name: str, found: Found, start: int, stop: int) -> bytes:
@@ -97,9 +96,11 @@ class FsspecTier(RemoteTier, Tier):
             try:
                 self._files.pipe_file(path, content, mode="create")
             except FileExistsError:
-                return False
+                if self._has_file(path):
+                    return False
+                self._files.pipe_file(path, content)
             return True
-        if self._info(path) is not None:
+        if self._has_file(path):
             return False
         unfinished = f"{self._root}/incoming/{secrets.token_hex(16)}.tmp"
         self._files.makedirs(f"{self._root}/incoming", exist_ok=True)
@@ -115,7 +116,7 @@ class FsspecTier(RemoteTier, Tier):
 
     def ask_delete(self, name: str, identity: object) -> bool:
         """Remove a file."""
-        found = self.ask_stat(name)
+        found = self.ask_stat(name) if self._has_file(self._path(name)) else None
         if found is None or (identity is not None and identity != found.identity):
             return False
         self._files.rm_file(self._path(name))
@@ -152,12 +153,27 @@ class FsspecTier(RemoteTier, Tier):
     def _path(self, name: str) -> str:
         return f"{self._root}/objects/{name}{_SUFFIX}"
 
+    def _has_file(self, path: str) -> bool:
+        """Whether a file is there; an empty folder in its place is removed, and one that holds something refused."""
+        info = self._info(path)
+        if info is None or _is_file(info):
+            return info is not None
+        try:
+            self._files.rmdir(path)
+        except OSError as error:
+            raise RefusedError(errno.EISDIR, f"a folder is in the place of an object: {error}") from error
+        return False
+
     def _info(self, path: str) -> dict[str, Any] | None:
         self._files.invalidate_cache(path)
         try:
             return dict(self._files.info(path))
         except FileNotFoundError:
             return None
+
+
+def _is_file(info: Mapping[str, Any]) -> bool:
+    return bool(info.get("type", "file") == "file")
 
 
 def _stat(info: Mapping[str, Any]) -> ObjectStat:

@@ -63,8 +63,7 @@ class RedisTier(RemoteTier, Tier):
 
     def ask_stat(self, name: str) -> Found | None:
         """Read the value that names the pieces."""
-        with self._translated():
-            value = self._client.get(_PREFIX + name)
+        value = self._value(name)
         return None if value is None else _parse(value)
 
     def ask_bytes(self, name: str, found: Found, start: int, stop: int) -> bytes:
@@ -86,8 +85,10 @@ class RedisTier(RemoteTier, Tier):
                 piece = memoryview(content)[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
                 self._client.set(key, piece, ex=_UNFINISHED_S)
             if not self._client.set(_PREFIX + name, value, nx=True):
-                self._unlink(keys)
-                return False
+                if self._is_there(name):
+                    self._unlink(keys)
+                    return False
+                self._client.set(_PREFIX + name, value)  # what is no object of ours gives way, of whatever type
             persisted = [self._client.persist(key) for key in keys]
         if not all(persisted):
             self.ask_delete(name, value)
@@ -97,7 +98,10 @@ class RedisTier(RemoteTier, Tier):
     def ask_delete(self, name: str, identity: object) -> bool:
         """Take the names of the pieces away, then the pieces."""
         with self._translated():
-            value = self._client.get(_PREFIX + name)
+            try:
+                value = self._value(name)
+            except EntryFault:  # of another type, which nobody reads
+                return identity is None and bool(self._client.unlink(_PREFIX + name))
             if value is None or (identity is not None and identity != value):
                 return False
             removed = bool(self._client.eval(_DELETE_IF_SAME, 1, _PREFIX + name, value))
@@ -117,8 +121,10 @@ class RedisTier(RemoteTier, Tier):
                 with self._client.pipeline(transaction=False) as pipeline:
                     for name in page:
                         pipeline.get(_PREFIX + name)  # a server in cluster mode refuses MGET of keys of several slots
-                    for name, value in zip(page, pipeline.execute(), strict=True):
-                        with contextlib.suppress(EntryFault):
+                    for name, value in zip(page, pipeline.execute(raise_on_error=False), strict=True):
+                        with contextlib.suppress(EntryFault), self._translated():
+                            if isinstance(value, Exception):
+                                raise value
                             found[name] = _parse(value or b"").stat
         return found
 
@@ -126,6 +132,16 @@ class RedisTier(RemoteTier, Tier):
         """Let go of the connections."""
         with contextlib.suppress(OSError), self._translated():
             self._client.close()
+
+    def _value(self, name: str) -> Any:
+        """What names the pieces, or None; raises EntryFault("foreign") for a key of another type."""
+        with self._translated():
+            return self._client.get(_PREFIX + name)
+
+    def _is_there(self, name: str) -> bool:
+        with contextlib.suppress(EntryFault):
+            return self.ask_stat(name) is not None
+        return False
 
     def _unlink(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -137,6 +153,8 @@ class RedisTier(RemoteTier, Tier):
         try:
             yield
         except self._redis.exceptions.ResponseError as error:
+            if str(error).startswith("WRONGTYPE"):
+                raise EntryFault("foreign", f"a key has another type than an object of ours ({error})") from error
             raise RefusedError(errno.EIO, f"the server refuses: {error}") from error
         except self._redis.exceptions.RedisError as error:
             raise ConnectionError(errno.EIO, f"{type(error).__name__}: {error}") from error

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..locks import new_lock, start
+from ...threads import new_lock, start
 from . import base
 from .base import EntryFault, ObjectStat, Source, check_name
 
