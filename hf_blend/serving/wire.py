@@ -299,13 +299,8 @@ class ChatRequest(Generation):
         check_count("parts of messages and tool calls", parts, limits.parts)
 
     def bound(self, limits: Limits) -> None:
-        """As above, and the schemas of tools."""
+        """As above, messages that say something, and the schemas of tools."""
         super().bound(limits)
-        check_chars("tools", [tool.function.parameters for tool in self.tools], limits)
-
-    def check(self, limits: Limits) -> None:
-        """As above, and what chats alone have."""
-        super().check(limits)
         for number, message in enumerate(self.messages):
             if message.refusal and message.content:
                 raise FieldError(
@@ -315,6 +310,11 @@ class ChatRequest(Generation):
             thoughts = message.reasoning_content or message.reasoning
             if message.content is None and not (message.tool_calls or message.refusal or thoughts):
                 raise PromptError(f"messages.{number}.content is missing, expected text. Leave the message out.")
+        check_chars("tools", [tool.function.parameters for tool in self.tools], limits)
+
+    def check(self, limits: Limits) -> None:
+        """As above, and what chats alone have."""
+        super().check(limits)
         names = [tool.function.name for tool in self.tools]
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
         if (chosen and chosen not in names) or (self.tool_choice == "required" and not names):

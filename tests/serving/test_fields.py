@@ -43,7 +43,7 @@ def tokenizer_with(template):
 
 def read(*messages):
     fields, body = read_request(ChatRequest, json.dumps({"messages": messages}).encode(), Limits())
-    fields.check(Limits())
+    fields.bound(Limits())  # at both doors
     return fields, body
 
 
