@@ -110,7 +110,7 @@ class Proxy:
 def _for_vllm(message: Message, row: dict[str, Any]) -> dict[str, Any]:
     """A message with a refusal as its content, and its reasoning under both names: as the server reads it."""
     thoughts = message.reasoning_content or message.reasoning
-    more = {"reasoning_content": thoughts, "reasoning": thoughts} if thoughts else {}
+    more: dict[str, Any] = {"reasoning_content": thoughts, "reasoning": thoughts} if thoughts else {}
     more |= {"content": message.refusal, "refusal": None} if message.refusal and not message.content else {}
     return {**row, **more}
 
