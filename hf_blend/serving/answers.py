@@ -234,7 +234,7 @@ class Answering:
         try:
             if self._is_chat:
                 for answer in self._answers:
-                    yield self._event(answer, {"role": "assistant", "content": ""})
+                    yield self._event(answer, {"role": "assistant"})
             for event in self._events_of(first):
                 yield event
             async for step in steps:
@@ -256,7 +256,8 @@ class Answering:
         answer, end = step.answer, step.tokens
         found = [self._event(answer, part, logprobs=answer.logprobs(end)) for part in step.parts]
         if step.reason:
-            found.append(self._event(answer, {}, step.reason, answer.logprobs(end)))
+            rest = {} if step.reason == "tool_calls" or not self._is_chat else {"content": ""}  # as in the whole
+            found.append(self._event(answer, rest, step.reason, answer.logprobs(end)))
         return found
 
     def _event(

@@ -101,8 +101,10 @@ class Parts:
         if not isinstance(function, dict):
             raise ValueError(f"{function!r:.40} is no call")
         name, arguments = function.get("name"), function.get("arguments", function.get("parameters", {}))
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not name:
             raise ValueError("a call without a name")
+        if not isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, dict):
+            raise ValueError(f"{arguments!r:.40} are no arguments")  # no request could hold them
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         self._calls += 1
         call = {"index": self._calls - 1, "id": f"call_{secrets.token_hex(12)}", "type": "function"}

@@ -87,6 +87,11 @@ class FunctionCall(_Given):
 
     name: Text
     arguments: dict[str, Any] | Json[dict[str, Any]]
+    parsed_arguments: Ignored = None  # of a client that read them itself
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it."""
+        return {"name": self.name, "arguments": self.arguments}
 
 
 class ToolCall(_Given):
@@ -106,16 +111,27 @@ class Message(_Given):
     name: str = ""
     tool_calls: Rows[ToolCall] = []
     tool_call_id: str = ""
-    refusal: Literal[""] = ""
-    annotations: Empty = []
+    reasoning_content: str = ""
+    reasoning: str = ""  # its name in answers of vLLM
+    refusal: str = ""  # said in place of a content
+    annotations: Ignored = None  # of the text; no template has them
+    parsed: Ignored = None  # of a client that read the content itself
     audio: Literal[""] = ""
     function_call: Literal[""] = ""
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates read it: what was left out is not there."""
-        calls = [{"id": call.id, "type": call.type, "function": dict(call.function)} for call in self.tool_calls]
+        calls = [
+            {"id": call.id, "type": call.type, "function": call.function.for_template()} for call in self.tool_calls
+        ]
+        thoughts = self.reasoning_content or self.reasoning
         given = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": self.content, **{name: one for name, one in given.items() if one}}
+        given["reasoning_content"] = thoughts
+        return {
+            "role": self.role,
+            "content": self.content or self.refusal or self.content,
+            **{name: one for name, one in given.items() if one},
+        }
 
 
 class StreamOptions(_Given):
@@ -283,16 +299,22 @@ class ChatRequest(Generation):
         check_count("parts of messages and tool calls", parts, limits.parts)
 
     def bound(self, limits: Limits) -> None:
-        """As above, and the schemas of tools."""
+        """As above, messages that say something, and the schemas of tools."""
         super().bound(limits)
+        for number, message in enumerate(self.messages):
+            if message.refusal and message.content:
+                raise FieldError(
+                    f"messages.{number}.refusal",
+                    f"messages.{number}.refusal came beside a content, expected one of both. Leave one out.",
+                )
+            thoughts = message.reasoning_content or message.reasoning
+            if message.content is None and not (message.tool_calls or message.refusal or thoughts):
+                raise PromptError(f"messages.{number}.content is missing, expected text. Leave the message out.")
         check_chars("tools", [tool.function.parameters for tool in self.tools], limits)
 
     def check(self, limits: Limits) -> None:
         """As above, and what chats alone have."""
         super().check(limits)
-        for number, message in enumerate(self.messages):
-            if message.content is None and not message.tool_calls:
-                raise PromptError(f"messages.{number}.content is missing, expected text. Leave the message out.")
         names = [tool.function.name for tool in self.tools]
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
         if (chosen and chosen not in names) or (self.tool_choice == "required" and not names):

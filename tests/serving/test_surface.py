@@ -93,6 +93,10 @@ def test_several_streamed_answers_are_those_of_the_whole(client):
     assert len(set(rows)) > 1
     assert parts[0].choices[0].delta.role == "assistant"
     assert [part.choices[0].finish_reason for part in parts[-1:]] == ["length"]
+    with client.chat.completions.stream(**given, extra_body={"ignore_eos": True}) as events:
+        joined = events.until_done().current_completion_snapshot
+    dumps = [[row.message.model_dump(exclude={"parsed"}) for row in one.choices] for one in (joined, whole)]
+    assert dumps[0] == dumps[1]
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert last.usage.hf_blend["prefill"] == whole.usage.hf_blend["prefill"]
 

@@ -32,7 +32,7 @@ from ...serving.guard import Guard, PromptWorkers, add_errors, body_of, failed, 
 from ...serving.pictures import opened_images
 from ...serving.prompts import chat_prompt, check_arguments, check_chat, check_text_prompt, text_prompt
 from ...serving.service import Tenant, Tenants, admitted
-from ...serving.wire import ChatRequest, Generation, Limits, error_body, read_request
+from ...serving.wire import ChatRequest, Generation, Limits, Message, error_body, read_request
 from .fields import UpstreamChat, UpstreamCompletion
 from .plan import plan_salt
 
@@ -69,6 +69,8 @@ class Proxy:
     def rewrite(self, fields: Generation, body: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
         """The body for vLLM: a prompt with documents as ids, its documents, and the salt of its plan."""
         given = {name: value for name, value in body.items() if name not in (*OURS, "documents")}
+        if isinstance(fields, ChatRequest):
+            given["messages"] = [_for_vllm(*row) for row in zip(fields.messages, body["messages"], strict=True)]
         salt = partial(plan_salt, config=self._config, tenant=tenant.name, secret=tenant.secret)
         prompt = self._chat(fields) if isinstance(fields, ChatRequest) else self._text(fields)
         if prompt is None:  # no blended block has the salt of an empty plan
@@ -103,6 +105,14 @@ class Proxy:
         if len(fields.prompts) > 1:
             raise PromptError(f"{len(fields.prompts)} prompts came with documents, expected one. Send them apart.")
         return text_prompt(self._tokenizer, fields.prompts[0], fields.documents, self.limits.documents, self._tokens)
+
+
+def _for_vllm(message: Message, row: dict[str, Any]) -> dict[str, Any]:
+    """A message with a refusal as its content, and its reasoning under both names: as the server reads it."""
+    thoughts = message.reasoning_content or message.reasoning
+    more: dict[str, Any] = {"reasoning_content": thoughts, "reasoning": thoughts} if thoughts else {}
+    more |= {"content": message.refusal, "refusal": None} if message.refusal and not message.content else {}
+    return {**row, **more}
 
 
 class Relay:
