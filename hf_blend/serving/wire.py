@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ..errors import PromptError
+from .messages import Fields, Ignored, Message, Rows
 
 
 @dataclass(frozen=True)
@@ -53,111 +54,40 @@ MOST_BIASES = 1024
 MOST_CHARS = 400  # of an error
 MOST_LEVELS = 100  # of lists and objects in each other
 
+PART = re.compile(r"(\bcontent\.\d+)\.(text|refusal|image_url)\b")  # the kind of a part is no name
 TYPE = re.compile(r"(str|int|json|dict|list|literal|constrained-\w+|function-\w+|[A-Z]\w+)(\[.*\])?", re.DOTALL)
 
-Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=MOST_TOKENS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Empty: TypeAlias = Annotated[list[Any], Field(max_length=0)]  # of what is not served, the value that asks for nothing
-Ignored: TypeAlias = Annotated[Any, BeforeValidator(lambda given: None)]  # changes no answer, and is not kept
-Row = TypeVar("Row")
-Rows: TypeAlias = Annotated[list[Row], Field(fail_fast=True)]  # all errors of a body take its memory tenfold
 
 
-class _Given(BaseModel):
-    """A part of a request."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, given: Any) -> Any:
-        """Clients send null for what they leave out. Of names that are no fields the first is enough."""
-        if not isinstance(given, dict):
-            return given
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        odd = next((name for name, value in given.items() if name not in names and value is not None), None)
-        return {name: one for name, one in given.items() if one is not None and (name in names or name == odd)}
-
-
-class FunctionCall(_Given):
-    """What a tool was called with."""
-
-    name: Text
-    arguments: dict[str, Any] | Json[dict[str, Any]]
-    parsed_arguments: Ignored = None  # of a client that read them itself
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates read it."""
-        return {"name": self.name, "arguments": self.arguments}
-
-
-class ToolCall(_Given):
-    """A call in an earlier answer."""
-
-    id: str = ""
-    type: Literal["function"]
-    index: Ignored = None
-    function: FunctionCall
-
-
-class Message(_Given):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Rows[dict[str, Any]] | None = None
-    name: str = ""
-    tool_calls: Rows[ToolCall] = []
-    tool_call_id: str = ""
-    reasoning_content: str = ""
-    reasoning: str = ""  # its name in answers of vLLM
-    refusal: str = ""  # said in place of a content
-    annotations: Ignored = None  # of the text; no template has them
-    parsed: Ignored = None  # of a client that read the content itself
-    audio: Literal[""] = ""
-    function_call: Literal[""] = ""
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: what was left out is not there."""
-        calls = [
-            {"id": call.id, "type": call.type, "function": call.function.for_template()} for call in self.tool_calls
-        ]
-        thoughts = self.reasoning_content or self.reasoning
-        given = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
-        given["reasoning_content"] = thoughts
-        return {
-            "role": self.role,
-            "content": self.content or self.refusal or self.content,
-            **{name: one for name, one in given.items() if one},
-        }
-
-
-class StreamOptions(_Given):
+class StreamOptions(Fields):
     """How an answer is streamed."""
 
     include_usage: bool = False
     include_obfuscation: bool = False  # pads what is sent; nothing does here
 
 
-class Function(_Given):
+class Function(Fields):
     """A function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field({})
     strict: bool = False
 
 
-class Tool(_Given):
+class Tool(Fields):
     """A tool that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class JsonSchema(_Given):
+class JsonSchema(Fields):
     """A schema that an answer follows."""
 
     name: str = ""
@@ -166,7 +96,7 @@ class JsonSchema(_Given):
     strict: bool = False
 
 
-class ResponseFormat(_Given):
+class ResponseFormat(Fields):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -179,11 +109,11 @@ class ResponseFormat(_Given):
         return self
 
 
-class Generation(_Given):
+class Generation(Fields):
     """What both kinds of requests say."""
 
     model: str = ""
-    documents: list[Any] = []  # as `prompt.documents` reads them
+    documents: list[Any] = Field([])  # as `prompt.documents` reads them
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1)] = 1
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -193,10 +123,10 @@ class Generation(_Given):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[Annotated[int, Field(ge=0)], Bias], Field(max_length=MOST_BIASES)] = {}
+    logit_bias: Annotated[dict[Annotated[int, Field(ge=0)], Bias], Field(max_length=MOST_BIASES)] = Field({})
     seed: Annotated[int, Field(ge=-MOST_SEED, le=MOST_SEED)] | None = None
     ignore_eos: bool = False
-    stop: str | Rows[str] = []
+    stop: str | Rows[str] = Field([])
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat(type="text")
@@ -273,15 +203,18 @@ class ChatRequest(Generation):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
-    tools: Rows[Tool] = []
+    tools: Rows[Tool] = Field([])
     tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
-    chat_template_kwargs: dict[str, Any] = {}
-    modalities: Rows[Literal["text"]] = ["text"]
+    chat_template_kwargs: dict[str, Any] = Field({})
+    modalities: Rows[Literal["text"]] = Field(["text"])
 
     parallel_tool_calls: Ignored = None  # from here on: changes no answer
     verbosity: Ignored = None
+    prompt_cache_options: Ignored = None
 
-    functions: Empty = []  # from here on: not served
+    functions: Empty = Field([])  # from here on: not served
+    reasoning_effort: Literal["none"] | None = None
+    moderation: Literal[False] = False
     function_call: Literal["none", "auto"] = "none"
     audio: Literal[False] = False
     prediction: Literal[False] = False
@@ -433,7 +366,7 @@ def read_request(kind: type[Request], body: bytes, limits: Limits) -> tuple[Requ
     try:
         return kind.model_validate(given), given
     except ValidationError as error:
-        rows = error.errors(include_url=False, include_context=False)
+        rows = error.errors(include_url=False)
         raise FieldError(*described([{**row, "loc": ("body", *row["loc"])} for row in rows])) from error
 
 
@@ -453,23 +386,31 @@ def _refuse_constant(name: str) -> Any:
 
 
 def described(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
-    """The field of the first error, and what came there, what was expected, and what to do, in a sentence."""
-    first, param = errors[0], _field(errors[0])
-    if first["type"] == "extra_forbidden":
-        return param, f"{param} is no field of this request. Leave it out."
+    """The field of the innermost error, what came there, what was expected, and what to do, in a sentence."""
+    first = max(errors, key=lambda error: (_field(error) or "").count("."))
+    param = _field(first)
+    if first["type"] == "unknown_field":
+        name, near = first["ctx"]["name"], first["ctx"]["near"]
+        advice = f"Write {near}, or leave it out." if near else "Leave it out."
+        param = ".".join(filter(None, (param, name)))
+        return param, f"{param} is no field of this request. {advice}"
+    if first["type"] == "union_tag_invalid":
+        came, tags = first["ctx"]["tag"], first["ctx"]["expected_tags"]
+        return f"{param}.type", f"{param}.type is {came!r:.40}, expected one of {tags}. Correct it, or leave it out."
     if first["type"] == "missing":
         return param, f"{param or 'the body'} is missing, expected a value. Send it."
     if first["type"] == "json_invalid":
         return param, f"the body is no JSON: {first['msg']}. Correct it."
-    texts = (re.sub("^(Value error, |Input should be )", "", one["msg"]) for one in errors if _field(one) == param)
+    own = (error["msg"] for error in errors if _field(error) == param)
+    texts = (re.sub("^(Value error, |Input should be )", "", text) for text in own)
     expected, came = " or ".join(dict.fromkeys(texts)), reprlib.repr(first["input"])
     return param, f"{param or 'the body'} is {came}, expected {expected}. Correct it, or leave it out."
 
 
 def _field(error: Mapping[str, Any]) -> str | None:
     """Where an error is, without the types that were tried there."""
-    path = [str(part) for part in error["loc"][1:] if isinstance(part, int) or not TYPE.fullmatch(part)]
-    return ".".join(path) or None
+    names = [str(name) for name in error["loc"][1:] if isinstance(name, int) or not TYPE.fullmatch(name)]
+    return PART.sub(r"\1", ".".join(names)) or None
 
 
 def _rows(given: Mapping[str, Any], name: str) -> int:

@@ -17,15 +17,18 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_blend.errors import PromptError
 from hf_blend.evaluation.pictures import Eyes
+from hf_blend.serving import messages, wire
 from hf_blend.serving.guard import Guard, access
 from hf_blend.serving.prompts import chat_prompt, text_prompt
 from hf_blend.serving.rendering import Renderer
 from hf_blend.serving.service import Tenant, Tenants
-from hf_blend.serving.wire import Limits
+from hf_blend.serving.wire import ChatRequest, CompletionRequest, Limits
 from tests.asking import noting
 from tests.chat_templates import CHATML, small_tokenizer
 from tests.serving.doors import (
@@ -278,8 +281,94 @@ UNKNOWN = {
 def test_a_field_that_is_unknown_is_refused_by_its_name(what, door):
     for ask in (door.chat, door.text):
         refused = ask(**UNKNOWN[what]).json()["error"]
-        assert refused["message"].endswith(" is no field of this request. Leave it out.")
-        assert refused["param"] == [*UNKNOWN[what]][-1]
+        name = [*UNKNOWN[what]][-1]
+        assert refused["message"].startswith(f"{name} is no field of this request. ")
+        assert refused["param"] == name
+
+
+TAKEN = {  # of each field a value that is taken, and one that is not
+    "model": ("", 5), "documents": (["the"], 5), "max_tokens": (2, 0), "n": (1, 0), "temperature": (0.5, 3),
+    "top_p": (0.5, 2), "top_k": (5, -2), "min_p": (0.1, 2), "repetition_penalty": (1.1, 0), "presence_penalty": (1, 3),
+    "frequency_penalty": (1, -3), "logit_bias": ({"5": 1}, {"5": 101}), "seed": (5, "x"), "ignore_eos": (False, "x"),
+    "stop": ("a", 5), "stream": (False, "x"), "stream_options": ({"include_usage": False}, 5),
+    "response_format": ({"type": "text"}, {"type": "x"}),
+}  # fmt: skip
+OF_CHATS = {
+    "messages": ([MESSAGE], 5), "max_completion_tokens": (2, 0), "logprobs": (True, "x"), "top_logprobs": (0, 21),
+    "tools": ([], 5), "tool_choice": ("none", "x"), "chat_template_kwargs": ({"enable_thinking": False}, 5),
+    "modalities": (["text"], ["audio"]), "functions": ([], [{}]), "function_call": ("none", "x"),
+    "audio": (False, {"voice": "a"}), "prediction": (False, {"type": "content"}), "web_search_options": (False, {}),
+    "moderation": (False, {"model": "a"}), "reasoning_effort": ("none", "x"),
+}  # fmt: skip
+OF_TEXTS = {
+    "prompt": ("the", {}), "chunk_separator": ("", 5), "logprobs": (1, 21), "best_of": (1, 2), "echo": (False, "x"),
+    "suffix": ("", "a"),
+}  # fmt: skip
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+)  # fmt: skip
+IGNORED_OF_CHATS = ("verbosity", "parallel_tool_calls", "prompt_cache_options")
+BODIES = {
+    "chat": (ChatRequest, TAKEN | OF_CHATS, IGNORED + IGNORED_OF_CHATS),
+    "text": (CompletionRequest, TAKEN | OF_TEXTS, IGNORED),
+}
+
+
+def written(title):
+    """The names in the first column of a table of the page, which begins so."""
+    table = PAGE.read_text("utf-8").partition(f"| {title} |")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_fields_of_the_page_are_those_there_are_and_openai_has_no_other():
+    taken = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    assert written("field of a request") == taken
+    models = [one for one in vars(messages).values() if isinstance(one, type) and issubclass(one, messages.Fields)]
+    models += [wire.StreamOptions, wire.Tool, wire.Function, wire.JsonSchema, wire.ResponseFormat]
+    inside = {field.alias or name for model in models for name, field in model.model_fields.items()}
+    assert written("field inside of one") == inside | {"response_format", "stream_options"}
+    params = completion_create_params.CompletionCreateParamsBase, text_params.CompletionCreateParamsBase
+    assert {*params[0].__annotations__, *params[1].__annotations__} <= taken
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_each_field_is_taken_or_refused_by_its_name_at_both_doors(kind, door):
+    fields, tried, ignored = BODIES[kind]
+    assert {*tried, *ignored} == {*fields.model_fields}
+    ask = getattr(door, kind)
+    for name, (good, bad) in tried.items():
+        assert ask(**{name: good}).status_code == 200, name
+        refused = ask(**{name: bad})
+        assert refused.status_code == 400, name
+        assert refused.json()["error"]["param"].split(".")[0] == name
+    assert ask(**{name: {"a": 1} for name in ignored}).status_code == 200
+
+
+INSIDE = {
+    "of a message": ({"nmae": "a"}, "messages.0.nmae", "Write name"),
+    "of a part": ({"content": [{"type": "text", "text": "a", "cache": 1}]}, "messages.0.content.0.cache", ""),
+    "of an image": (
+        {"content": [{"type": "image_url", "image_url": {"url": "a", "detial": "low"}}]},
+        "messages.0.content.0.image_url.detial",
+        "Write detail",
+    ),
+    "a kind of part": ({"content": [{"type": "input_audio"}]}, "messages.0.content.0.type", "'image_url'"),
+    "of a call": (
+        {"tool_calls": [{"function": {"name": "a", "arguments": {}, "x": 1}}]},
+        "messages.0.tool_calls.0.function.x",
+        "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", INSIDE)
+def test_a_field_inside_of_one_is_refused_by_its_path_and_a_near_name_is_told(what, door):
+    row, path, advice = INSIDE[what]
+    error = door.chat(messages=[{**MESSAGE, **row}]).json()["error"]
+    assert error["param"] == path
+    assert path in error["message"]
+    assert advice in error["message"]
 
 
 SHAPES = {

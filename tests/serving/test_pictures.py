@@ -192,7 +192,7 @@ BAD = {
     "no base64": (seen("data:image/png;base64,!!!"), "messages.0 cannot be read (Error)"),
     "network": (seen("https://example.org/a.png"), "'https://example.org/a.png', expected data:image/png;base64"),
     "file": (seen("file:///etc/passwd"), "Nothing is fetched"),
-    "odd": (seen({"a": 1}), "expected data:image/png"),
+    "odd": (seen({"a": 1}), "image_url.url is {'a': 1}, expected a valid string"),
     "cut": (seen(url(drawn())[:-40]), "cannot be read"),
     "format": (seen(url(drawn(), "BMP")), "expected PNG, JPEG, WEBP"),
     "large": (seen(url(drawn(size=(100, 51)))), "100 x 51 pixels, expected at most 5000"),
@@ -201,7 +201,7 @@ BAD = {
     "many": (seen(SMALL, SMALL, SMALL), "3 images came, at most 2 are taken"),
     "large together": (seen(HALF, HALF), "60 x 60 pixels, expected at most 1400"),
     "a place more": ([*seen(SMALL), {"role": "user", "content": "An <image>"}], "the processor refused 1 images"),
-    "sound": ([{"role": "user", "content": [{"type": "input_audio"}]}], "is no text"),
+    "sound": ([{"role": "user", "content": [{"type": "input_audio"}]}], "expected one of 'text'"),
 }
 
 

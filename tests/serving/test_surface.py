@@ -226,7 +226,10 @@ CHAT_WRONG = {
     "name": ({"messages": [HI, {**HI, "name": "anna"}]}, "messages.1.name came"),
     "documents": ({"documents": ["a"] * 257}, "257 documents came, at most 256 are taken"),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0.content is missing, expected text"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "served reads text alone"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]},
+        "served reads text alone",
+    ),
     "modalities": ({"modalities": ["audio"]}, "modalities.0 is 'audio', expected 'text'"),
     "functions": ({"functions": [{}]}, "functions is [{}], expected"),
 }

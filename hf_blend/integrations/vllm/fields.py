@@ -74,7 +74,7 @@ class UpstreamChat(UpstreamFields, ChatRequest):
     """`/v1/chat/completions` of vLLM."""
 
     include_reasoning: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None  # type: ignore[assignment]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool = False
