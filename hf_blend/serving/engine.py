@@ -339,7 +339,7 @@ class BlendedBatching(ContinuousBatchingManager):
             scheduler.set_request_cancellation(request_id)
 
     def _note_author(self, scheduler: BlendedScheduler) -> None:
-        """Have all computed again, and share nothing of it, when the model is another than the one that computed it."""
+        """Have all computed again, and nothing of it shared, when the model is another than the one that did."""
         try:
             author = author_of(self.model)
         except HfBlendError:  # somebody hooked the model
