@@ -13,7 +13,8 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -60,6 +61,7 @@ from .paged import BlendedPagedCache  # noqa: E402
 from .prefills import BlendedPrefills  # noqa: E402
 from .sampling import NotNumbers, Watch  # noqa: E402
 from .scheduler import BlendedScheduler  # noqa: E402
+from .turns import Share  # noqa: E402
 
 __all__ = ["BlendedBatching"]
 
@@ -67,8 +69,6 @@ logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3  # of the engine's own request, one after the other, before it gives up
 PROBE = "hf_blend: does the engine still compute?"  # the name of that request
-TURN_STEPS = 4.0  # of those that decode, for as long as which a prefill runs between two: then more decode together
-IDLE_TURN_S = 0.1  # of a prefill while nobody decodes; new requests are looked for behind it
 
 
 class BlendedBatching(ContinuousBatchingManager):
@@ -104,8 +104,7 @@ class BlendedBatching(ContinuousBatchingManager):
         layout_of(model, fingerprint(model))
         canary_of(model)
         self.on_stall: Callable[[float], Any] = lambda seconds: None  # told how long those that decode waited
-        self.store, self.stall_s = store, stall_s
-        self._due_s = 0.0  # what a prefill may take of the time between two steps
+        self.store, self._share = store, Share(stall_s)
         self._author: Author | None = None  # whose K and V are in the blocks; None: nobody can say it
         self._failures, self._begun = 0, time.monotonic()
         self._hooks: list[RemovableHandle] = []
@@ -216,6 +215,13 @@ class BlendedBatching(ContinuousBatchingManager):
                 self._hooks.append(self.model.register_forward_pre_hook(self._behind_images, with_kwargs=True))
         super().start()
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """As in transformers; requests under way are computed again if the model is another one behind it."""
+        with super().pause():
+            yield
+            self._note_author(self.batch_processor.scheduler)  # type: ignore[union-attr]
+
     def stop(self, *args: Any, **settings: Any) -> None:
         """Stop, as in transformers: by default when every request is done."""
         super().stop(*args, **settings)
@@ -315,13 +321,12 @@ class BlendedBatching(ContinuousBatchingManager):
         is_decoding = bool(scheduler.active_requests)
         try:
             self._take_up(scheduler)
-            self._advance(scheduler)
-            begun = time.monotonic()
+            turn_s, begun = self._advance(scheduler, is_decoding), time.monotonic()
             goes_on = super()._generation_loop_body(processor, bootstrapping)
         except Exception as error:
             self._recover(processor, error)
             return True
-        self._due_s = TURN_STEPS * (time.monotonic() - begun) + min(0.0, self._due_s) if is_decoding else 0.0
+        self._share.note(turn_s, time.monotonic() - begun, is_decoding)
         scheduler.passed()
         if scheduler.in_step:
             self._failures = 0
@@ -338,7 +343,7 @@ class BlendedBatching(ContinuousBatchingManager):
         for request_id in drain_queue(self.cancel_queue):
             scheduler.set_request_cancellation(request_id)
 
-    def _note_author(self, scheduler: BlendedScheduler) -> None:
+    def _note_author(self, scheduler: Any) -> None:
         """Have all computed again, and nothing of it shared, when the model is another than the one that did."""
         try:
             author = author_of(self.model)
@@ -352,18 +357,15 @@ class BlendedBatching(ContinuousBatchingManager):
             scheduler.put_back(state)
         self.paged.evict_cached_blocks()
 
-    def _advance(self, scheduler: BlendedScheduler) -> None:
-        """Give a turn to the prefill that is under way: less what it took too long before."""
-        is_decoding = bool(scheduler.active_requests)
-        seconds = self._due_s if self.stall_s is None else self.stall_s
+    def _advance(self, scheduler: BlendedScheduler, is_decoding: bool) -> float:
+        """Give a turn to the prefill that is under way; the seconds that it took."""
         begun = time.monotonic()
-        over = self.prefills.advance(seconds if is_decoding else IDLE_TURN_S, scheduler.may_grow())
-        for request in over:
+        for request in self.prefills.advance(self._share.turn_s(is_decoding), scheduler.may_grow()):
             self._let_in(request)
         took = time.monotonic() - begun
-        self._due_s -= took
         if is_decoding:
             self.on_stall(took)
+        return took
 
     def _generation_step(self) -> None:
         super()._generation_step()

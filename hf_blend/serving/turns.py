@@ -15,7 +15,26 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["TaskCancelled", "Turns"]
+__all__ = ["Share", "TaskCancelled", "Turns"]
+
+STEPS = 4.0  # of those that decode, for as long as which a prefill runs between two: then more decode together
+IDLE_TURN_S = 0.1  # of a prefill while nobody decodes; new requests are looked for behind it
+
+
+class Share:
+    """How long a turn may be beside those that decode: in proportion to their steps, or `stall_s`."""
+
+    def __init__(self, stall_s: float | None = None) -> None:
+        self._stall_s = stall_s
+        self._due_s = 0.0
+
+    def turn_s(self, is_decoding: bool) -> float:
+        """Seconds for the next turn; less than 0 where turns took more than was due."""
+        return IDLE_TURN_S if not is_decoding else self._due_s if self._stall_s is None else self._stall_s
+
+    def note(self, turn_s: float, step_s: float, is_decoding: bool) -> None:
+        """What a turn took, and the step behind it; whether anybody decoded in that."""
+        self._due_s = STEPS * step_s + min(0.0, self._due_s - turn_s) if is_decoding else 0.0
 
 
 class TaskCancelled(BaseException):

@@ -2,12 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of the engine belong to the model that computed them: after it is another, no request is served from them."""
 
-import threading
-
 import pytest
 import torch
 
-from hf_blend import observer
 from tests.serving.processes import wait_for
 
 
@@ -71,29 +68,24 @@ def test_no_block_that_an_earlier_model_computed_is_shared_with_a_request_of_the
     assert matched == [0, 48, 0, 48, 0], "shared by requests of one model alone"
 
 
-def test_a_request_under_way_is_computed_again_by_the_model_that_the_next_request_meets(model, bench, store):
-    switch, ids = written_weights(model), [1, *bench.draw(60, 3)]
-    long = bench.generation(max_new_tokens=40, eos_token_id=-1)
-    switched, goes_on = threading.Event(), threading.Event()
-    with bench.engine(model, store, generation_config=long) as engine:
-        first = engine.add_request(ids, streaming=True)
-        while len((output := engine.get_result(timeout=30)).generated_tokens) < 4:
-            pass
-
-        def stand(layer, args):
-            switched.set()
-            goes_on.wait(30)
-
-        handle = model.model.layers[0].register_forward_pre_hook(observer(stand))
-        assert switched.wait(30)
-        second = engine.add_request(ids)
-        switch("b")
-        handle.remove()
-        goes_on.set()
-        found = bench.collect(engine, [first, second])
-        count = len(output.generated_tokens)
-    assert found[second].generated_tokens == stock(model, ids, 40)
-    # in its last step of the earlier model half of its layers may be those of the next: the tokens from then on
-    own = found[first].generated_tokens
-    behind = next(n for n in range(count, count + 4) if own[n:] == stock(model, [*ids, *own[:n]], 40 - n))
-    assert behind < 40
+def test_requests_under_way_go_on_with_the_model_that_a_pause_leaves(model, bench, store):
+    switch = written_weights(model)
+    chunks, new = [bench.draw(30, 1), bench.draw(40, 2)], 40
+    plain, blended = [1, *bench.draw(60, 3)], [1, *chunks[0], *chunks[1], 5, 6]
+    store.add(model, None, chunks)
+    long = bench.generation(max_new_tokens=new, eos_token_id=-1)
+    with bench.engine(model, store, generation_config=long, recompute_ratio=1.0) as engine:
+        names, had = [engine.add_request(ids, streaming=True) for ids in (plain, blended)], {}
+        while len(had) < 2 or min(map(len, had.values())) < 4:
+            output = engine.get_result(timeout=30)
+            had[output.request_id] = output.generated_tokens
+        with engine.pause():
+            switch("b")
+            names.append(engine.add_request(plain))
+        found = bench.collect(engine, names)
+    own = [found[name].generated_tokens for name in names]
+    assert own[2] == stock(model, plain, new)
+    for ids, name, answer in zip((plain, blended), names, own, strict=False):
+        rest = (stock(model, [*ids, *answer[:count]], new - count) for count in range(len(had[name]), new))
+        assert any(answer[-len(tokens) :] == tokens for tokens in list(rest)[:8]), "by the new model from there on"
+        assert len(answer) == new
