@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of the engine belong to the model that computed them: after it is another, no request is served from them."""
 
+from itertools import islice
+
 import pytest
 import torch
 
@@ -87,5 +89,5 @@ def test_requests_under_way_go_on_with_the_model_that_a_pause_leaves(model, benc
     assert own[2] == stock(model, plain, new)
     for ids, name, answer in zip((plain, blended), names, own, strict=False):
         rest = (stock(model, [*ids, *answer[:count]], new - count) for count in range(len(had[name]), new))
-        assert any(answer[-len(tokens) :] == tokens for tokens in list(rest)[:8]), "by the new model from there on"
+        assert any(answer[-len(tokens) :] == tokens for tokens in islice(rest, 8)), "by the new model from there on"
         assert len(answer) == new
