@@ -28,7 +28,6 @@ from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig, default_config
 from ..errors import ConfigError, HfBlendError, PromptError, UnsupportedModelError
 from ..model.anatomy import text_config
-from ..model.attention import STOCK, is_flash
 from ..model.author import Author, author_of
 from ..model.canary import canary_of
 from ..model.fingerprint import fingerprint
@@ -59,6 +58,7 @@ from .attention import walk_requests  # noqa: E402
 from .blending import Prefilled, Reuse, Waiting  # noqa: E402
 from .paged import BlendedPagedCache  # noqa: E402
 from .prefills import BlendedPrefills  # noqa: E402
+from .refusals import check_end_tokens, check_model, check_settings  # noqa: E402
 from .sampling import NotNumbers, Watch  # noqa: E402
 from .scheduler import BlendedScheduler  # noqa: E402
 from .turns import Share  # noqa: E402
@@ -94,11 +94,11 @@ class BlendedBatching(ContinuousBatchingManager):
         self.blend_config = BlendConfig.from_dict({**(config or default_config(is_blind=True)).to_dict(), **settings})
         batching = copy.copy(batching) if batching is not None else ContinuousBatchingConfig()
         generation_config = copy.deepcopy(generation_config or model.generation_config)
-        _check_end_tokens(generation_config.eos_token_id)
+        check_end_tokens(generation_config.eos_token_id)
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1
-        _check_model(model)
-        _check_settings(self.blend_config, batching, generation_config, stall_s)
+        check_model(model)
+        check_settings(self.blend_config, batching, generation_config, stall_s)
         silence_casts(model, self)
         BlendCache(model, store, self.blend_config)  # calibrates and tests the model, or refuses it
         layout_of(model, fingerprint(model))
@@ -130,7 +130,7 @@ class BlendedBatching(ContinuousBatchingManager):
     ) -> str:
         """Add a request; may be called from any thread."""
         self._check_known(settings)
-        _check_end_tokens(settings.get("eos_token_id"))
+        check_end_tokens(settings.get("eos_token_id"))
         prompt = input_ids if isinstance(input_ids, TextPrompt) else TextPrompt(tuple(map(int, input_ids)))
         tokens = list(prompt.ids)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -219,8 +219,10 @@ class BlendedBatching(ContinuousBatchingManager):
     def pause(self) -> Iterator[None]:
         """As in transformers; requests under way are computed again if the model is another one behind it."""
         with super().pause():
-            yield
-            self._note_author(self.batch_processor.scheduler)  # type: ignore[union-attr]
+            try:
+                yield
+            finally:
+                self._note_author(self.batch_processor.scheduler)  # type: ignore[union-attr]
 
     def stop(self, *args: Any, **settings: Any) -> None:
         """Stop, as in transformers: by default when every request is done."""
@@ -342,6 +344,7 @@ class BlendedBatching(ContinuousBatchingManager):
             scheduler.add_waiting_request(state)
         for request_id in drain_queue(self.cancel_queue):
             scheduler.set_request_cancellation(request_id)
+        scheduler.clear_cancelled_requests()  # before a blend of theirs may end
 
     def _note_author(self, scheduler: Any) -> None:
         """Have all computed again, and nothing of it shared, when the model is another than the one that did."""
@@ -481,65 +484,3 @@ class _Untouched(TorchFunctionMode):
         if function is torch.zeros and on_cpu and given.get("dtype") == torch.uint8 and type(args[0]) is int:
             return torch.frombuffer(mmap.mmap(-1, args[0]), dtype=torch.uint8)
         return function(*args, **given)
-
-
-def _check_model(model: nn.Module) -> None:
-    name, config = type(model).__name__, text_config(model)
-    attention = str(getattr(model.config, "_attn_implementation", None))
-    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
-    windows = kinds - {"full_attention"} if kinds else ({f"a window of {window}"} if window else set())
-    rope = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", ""))
-    alone = "Use a BlendCache for each request."
-    refused = (
-        (attention != STOCK and not is_flash(attention),
-         f"{name} attends by {attention!r}, but blended prefills and the engine share sdpa or flash attention. Load "
-         "it with attn_implementation='sdpa'."),
-        (windows,
-         f"layers of {name} have {', '.join(sorted(map(str, windows)))}, of which the engine keeps the last tokens "
-         f"alone, but blended blocks hold every token. {alone}"),
-        ("dynamic" in rope or "longrope" in rope,
-         f"{name} has rope_type={rope!r}: its frequencies depend on the longest prompt in a step, so requests would "
-         f"change each other. {alone}"),
-        (getattr(model, "_device_mesh", None) is not None,
-         f"{name} is spread over devices by tensor parallelism, but a blended prefill runs on one. Load it without "
-         "tp_plan."),
-    )  # fmt: skip
-    for is_so, complaint in refused:
-        if is_so:
-            raise UnsupportedModelError(complaint)
-
-
-def _check_settings(
-    config: BlendConfig, batching: ContinuousBatchingConfig, generation: GenerationConfig, stall_s: float | None
-) -> None:
-    blocks, graphs = batching.num_blocks, batching.use_cuda_graph
-    refused = (
-        (config.kv_bits is not None, f"kv_bits={config.kv_bits}", "the engine's blocks hold the model's dtype"),
-        (config.kv_device_map is not None, f"kv_device_map={config.kv_device_map}",
-         "the engine's blocks are on the model's device"),
-        (batching.scheduler_type != "fifo", f"scheduler_type={batching.scheduler_type!r}", "only 'fifo' holds back"),
-        (not batching.allow_block_sharing, "allow_block_sharing=False", "blended blocks enter by the shared prefix"),
-        (bool(batching.use_async_batching), "use_async_batching=True", "a prefill needs the model between steps"),
-        (any(graphs if isinstance(graphs, tuple) else [graphs]), f"use_cuda_graph={graphs}",
-         "a prefill would break a captured graph"),
-        (batching.cpu_offload_space != 0, f"cpu_offload_space={batching.cpu_offload_space}", "a swap hashes again"),
-        (blocks is not None and (type(blocks) is not int or blocks < 1), f"num_blocks={blocks!r}",
-         "a number from 1 on is expected"),
-        (bool(batching.max_blocks_per_request), f"max_blocks_per_request={batching.max_blocks_per_request}",
-         "the decode fast path writes K and V by itself"),
-        ((generation.num_return_sequences or 1) != 1, f"num_return_sequences={generation.num_return_sequences}",
-         "a fork begins before the last prompt token"),
-        (stall_s is not None and not stall_s >= 0, f"stall_s={stall_s}", "seconds from 0 on are expected"),
-    )  # fmt: skip
-    for is_so, given, reason in refused:
-        if is_so:
-            raise ConfigError(f"{given} cannot be served with blended prompts: {reason}. Leave it at its default.")
-
-
-def _check_end_tokens(given: Any) -> None:
-    """Refuse here what would fail in the engine, or would never end an answer."""
-    ids = list(given) if isinstance(given, list | tuple) else [given]
-    if given is not None and not all(type(one) is int for one in ids):
-        raise ConfigError(
-            f"eos_token_id={given!r} came, expected the id of a token, a list of such, or None. Give whole numbers."
-        )
