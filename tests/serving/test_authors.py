@@ -70,7 +70,8 @@ def test_no_block_that_an_earlier_model_computed_is_shared_with_a_request_of_the
     assert matched == [0, 48, 0, 48, 0], "shared by requests of one model alone"
 
 
-def test_requests_under_way_go_on_with_the_model_that_a_pause_leaves(model, bench, store):
+@pytest.mark.parametrize("is_followed", [True, False], ids=["a request follows", "none follows"])
+def test_requests_under_way_go_on_with_the_model_that_a_pause_leaves(is_followed, model, bench, store):
     switch = written_weights(model)
     chunks, new = [bench.draw(30, 1), bench.draw(40, 2)], 40
     plain, blended = [1, *bench.draw(60, 3)], [1, *chunks[0], *chunks[1], 5, 6]
@@ -83,10 +84,10 @@ def test_requests_under_way_go_on_with_the_model_that_a_pause_leaves(model, benc
             had[output.request_id] = output.generated_tokens
         with engine.pause():
             switch("b")
-            names.append(engine.add_request(plain))
+            names += [engine.add_request(plain)] * is_followed
         found = bench.collect(engine, names)
     own = [found[name].generated_tokens for name in names]
-    assert own[2] == stock(model, plain, new)
+    assert own[2:] == [stock(model, plain, new)] * is_followed
     for ids, name, answer in zip((plain, blended), names, own, strict=False):
         rest = (stock(model, [*ids, *answer[:count]], new - count) for count in range(len(had[name]), new))
         assert any(answer[-len(tokens) :] == tokens for tokens in islice(rest, 8)), "by the new model from there on"

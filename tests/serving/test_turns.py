@@ -8,6 +8,13 @@ from hf_blend.serving.rounds import Rounds
 from hf_blend.serving.turns import Share
 
 
+def test_who_comes_is_served_before_who_was_served_last_and_behind_who_waits():
+    rounds = Rounds()
+    assert rounds.order(["a1", "b1"], lambda one: one[0]) == ["a1", "b1"]
+    rounds.serve("a")
+    assert rounds.order(["a2", "c1", "b1", "a3", "b2"], lambda one: one[0]) == ["b1", "c1", "a2", "b2", "a3"]
+
+
 @pytest.mark.parametrize("waiting", [["a", "b"], ["a", "b", "c"]])
 def test_whoever_waits_is_served_before_another_is_served_twice(waiting):
     rounds, served = Rounds(), []
