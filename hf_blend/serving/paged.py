@@ -124,8 +124,8 @@ class BlendedPagedCache(PagedAttentionCache):
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Let go of the blocks of all requests."""
-        self.blended.clear()
-        self.tails.clear()
+        for table in (self.requests, self.ready, self.blended, self.tails):
+            table.clear()
         super().free_all_requests(clear_ledgers)
 
     def count_exact(self, token_ids: Sequence[int]) -> int:

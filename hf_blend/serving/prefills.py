@@ -110,8 +110,8 @@ class BlendedPrefills:
 
     def close(self) -> None:
         """All requests are over: end the threads."""
-        for request_id in list(self._reuse):
-            self.finish(request_id)
+        for table in (self._reuse, self._waiting, self._lookups):
+            table.clear()
         self._finished = None
         if self._finder is not None:
             self._finder.shutdown(cancel_futures=True)
