@@ -16,8 +16,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ..errors import PromptError
 from ..prompt.detokenizer import Detokenizer
 from ..prompt.pieces import TextPrompt
+from .blending import Prefilled
 from .meters import Meters
-from .prefills import Prefilled
 from .sampling import Sampling
 from .service import Running, Service, Tenant
 from .tools import Parts

@@ -4,11 +4,12 @@
 
 `docs/serving.md` shows its use. The engine's steps are stock, but that each request attends to its own keys alone.
 Between two of them a blended prefill runs for `stall_s` and up to a layer, or in proportion to what the steps of those
-that decode take; that of a tenant that has had less than the others in a step runs between two layers of it.
+that decode take.
 """
 
 import copy
 import inspect
+import logging
 import mmap
 import threading
 import time
@@ -26,8 +27,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig, default_config
 from ..errors import ConfigError, HfBlendError, PromptError, UnsupportedModelError
-from ..model.anatomy import decoder_layers, text_config
-from ..model.attention import STOCK, is_flash
+from ..model.anatomy import text_config
+from ..model.author import Author, author_of
 from ..model.canary import canary_of
 from ..model.fingerprint import fingerprint
 from ..model.quantised import silence_casts
@@ -39,26 +40,36 @@ from .upstream import check_names
 
 check_names()
 
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager  # noqa: E402
+from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
+from transformers.generation.continuous_batching.continuous_api import (  # noqa: E402
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.initialization import (  # noqa: E402
+    update_cb_config_after_cache_creation,
+)
 from transformers.generation.continuous_batching.requests import (  # noqa: E402
     FutureRequestState,
     RequestState,
     RequestStatus,
 )
-from transformers.generation.continuous_batching.utils import drain_queue  # noqa: E402
+from transformers.generation.continuous_batching.utils import drain_queue, stream_context  # noqa: E402
 
 from .attention import walk_requests  # noqa: E402
+from .blending import Prefilled, Reuse, Waiting  # noqa: E402
 from .paged import BlendedPagedCache  # noqa: E402
-from .prefills import BlendedPrefills, Prefilled, Reuse, Token  # noqa: E402
+from .prefills import BlendedPrefills  # noqa: E402
+from .refusals import check_end_tokens, check_model, check_settings  # noqa: E402
 from .sampling import NotNumbers, Watch  # noqa: E402
 from .scheduler import BlendedScheduler  # noqa: E402
+from .turns import Share  # noqa: E402
 
 __all__ = ["BlendedBatching"]
 
+logger = logging.getLogger(__name__)
+
 MOST_FAILURES = 3  # of the engine's own request, one after the other, before it gives up
 PROBE = "hf_blend: does the engine still compute?"  # the name of that request
-TURN_STEPS = 4.0  # of those that decode, for as long as which a prefill runs between two: then more decode together
-IDLE_TURN_S = 0.1  # of a prefill while nobody decodes; new requests are looked for behind it
 
 
 class BlendedBatching(ContinuousBatchingManager):
@@ -84,21 +95,18 @@ class BlendedBatching(ContinuousBatchingManager):
         self.blend_config = BlendConfig.from_dict({**(config or default_config(is_blind=True)).to_dict(), **settings})
         batching = copy.copy(batching) if batching is not None else ContinuousBatchingConfig()
         generation_config = copy.deepcopy(generation_config or model.generation_config)
-        _check_end_tokens(generation_config.eos_token_id)
+        check_end_tokens(generation_config.eos_token_id)
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = -1
-        _check_model(model)
-        _check_settings(self.blend_config, batching, generation_config, stall_s)
+        check_model(model)
+        check_settings(self.blend_config, batching, generation_config, stall_s)
         silence_casts(model, self)
         BlendCache(model, store, self.blend_config)  # calibrates and tests the model, or refuses it
         layout_of(model, fingerprint(model))
         canary_of(model)
         self.on_stall: Callable[[float], Any] = lambda seconds: None  # told how long those that decode waited
-        self.store, self.stall_s = store, stall_s
-        self._due_s = 0.0  # what a prefill may take of the time between two steps
-        self._given_s = 0.0  # what prefills took since the last step
-        self._charged = 0.0  # up to when this step is charged, by the clock of the work
-        self._stepping: int | None = None  # the thread that runs a step now
+        self.store, self._share = store, Share(stall_s)
+        self._author: Author | None = None  # whose K and V are in the blocks; None: nobody can say it
         self._failures, self._begun = 0, time.monotonic()
         self._hooks: list[RemovableHandle] = []
         self._lock = new_lock()
@@ -108,8 +116,7 @@ class BlendedBatching(ContinuousBatchingManager):
         self._watch = Watch()
         self.logit_processor.logits_processor.insert(0, self._watch)
         self.logit_processor.do_processing = True
-        self._clock = time.thread_time if model.device.type == "cpu" else time.monotonic  # of the work that is shared
-        self.prefills = BlendedPrefills(self)
+        self.prefills = BlendedPrefills(model, self.blend_config, self._wake_up_loop.set)
 
     def add_request(  # type: ignore[override]
         self,
@@ -124,7 +131,7 @@ class BlendedBatching(ContinuousBatchingManager):
     ) -> str:
         """Add a request; may be called from any thread."""
         self._check_known(settings)
-        _check_end_tokens(settings.get("eos_token_id"))
+        check_end_tokens(settings.get("eos_token_id"))
         prompt = input_ids if isinstance(input_ids, TextPrompt) else TextPrompt(tuple(map(int, input_ids)))
         tokens = list(prompt.ids)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -143,7 +150,7 @@ class BlendedBatching(ContinuousBatchingManager):
                 given = super().add_request(tokens, request_id, new, **settings)
             finally:
                 if given is None:
-                    self.prefills.drop(request_id)
+                    self.prefills.withdraw(request_id)
         if given is None:
             raise ConfigError(
                 "a request was added to an engine that is not running, or is about to stop. Call start(), or make a "
@@ -183,12 +190,6 @@ class BlendedBatching(ContinuousBatchingManager):
         return {what: limit for what, limit in known.items() if limit is not None}
 
     @property
-    def _scheduler(self) -> BlendedScheduler:
-        """Asked for by the engine's threads alone, while it runs."""
-        scheduler: BlendedScheduler = self.batch_processor.scheduler  # type: ignore[assignment,union-attr]
-        return scheduler
-
-    @property
     def paged(self) -> BlendedPagedCache:
         """The engine's cache, while it runs."""
         if self.batch_processor is None:
@@ -210,13 +211,19 @@ class BlendedBatching(ContinuousBatchingManager):
                     f"it found no number of blocks that does: {type(error).__name__}: {error} Pass num_blocks."
                 ) from error
         if not self._hooks:
-            configs = {id(one): one for one in (self.model.config, text_config(self.model))}
-            self._configs = [(one, vars(one).get("is_causal")) for one in configs.values()]
             self._hooks = walk_requests(self.model)
             if hasattr(self.model.base_model, "get_rope_index"):
                 self._hooks.append(self.model.register_forward_pre_hook(self._behind_images, with_kwargs=True))
-            self._hooks += [one.register_forward_pre_hook(self._overtake) for one in decoder_layers(self.model)]
         super().start()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """As in transformers; requests under way are computed again if the model is another one behind it."""
+        with super().pause():
+            try:
+                yield
+            finally:
+                self._note_author(self.batch_processor.scheduler)  # type: ignore[union-attr]
 
     def stop(self, *args: Any, **settings: Any) -> None:
         """Stop, as in transformers: by default when every request is done."""
@@ -263,120 +270,172 @@ class BlendedBatching(ContinuousBatchingManager):
             raise PromptError(f"the prompt holds the token id {odd[0]}, but there are {size}, from 0 on. Correct it.")
 
     def _create_batch_processor(self) -> Any:
+        """As in transformers, of a cache and a scheduler of ours, which it gives no place to name."""
+        if self.batch_processor is not None:
+            self.batch_processor.reset()
+            return self.batch_processor
+        config, settings = text_config(self.model), self.continuous_batching_config
+        keeps_few = getattr(self.model, "_supports_logits_to_keep", None)
         with _Untouched():
-            processor = super()._create_batch_processor()
-        if list(processor.cache.cache_allocators) != ["full_attention"]:
-            raise UnsupportedModelError(
-                f"the engine keeps {', '.join(processor.cache.cache_allocators)} for {type(self.model).__name__}, but "
-                "blended blocks hold full attention alone. Use a BlendCache for each request."
+            cache = BlendedPagedCache(
+                config=config,
+                continuous_batching_config=settings,
+                device=self.model.device,
+                distributed_helper=self.distributed_helper,
+                dtype=self.model.dtype,
+                model_supports_logits_to_keep=callable(keeps_few) and keeps_few(),
             )
-        BlendedPagedCache.adopt(processor.cache, self.prefills)
-        BlendedScheduler.adopt(processor.scheduler, self.prefills, self._advance)
+        if list(cache.cache_allocators) != ["full_attention"]:
+            raise UnsupportedModelError(
+                f"the engine keeps {', '.join(cache.cache_allocators)} for {type(self.model).__name__}, but blended "
+                "blocks hold full attention alone. Use a BlendCache for each request."
+            )
+        update_cb_config_after_cache_creation(
+            cb_config=settings, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
+        )
+        scheduler = BlendedScheduler(
+            self.prefills,
+            cache=cache,
+            safety_margin=settings.safety_margin,
+            max_requests_per_batch=settings.max_requests_per_batch,
+        )
+        processor = ContinuousBatchProcessor(
+            cache=cache,
+            config=config,
+            generation_config=self.generation_config,
+            continuous_batching_config=settings,
+            logit_processor=self.logit_processor,
+            input_queue=None,  # `_take_up` reads the queues
+            cancel_queue=None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+        self.prefills.fill(cache, processor.inputs_and_outputs.compute_stream)
         return processor
 
-    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+    def _generation_loop_body(self, processor: Any, bootstrapping: bool) -> bool:
         """A step of the engine, and before it a turn of the blended prefill that is under way."""
-        scheduler, self._begun = batch_processor.scheduler, time.monotonic()
-        scheduler.in_step, self._given_s = [], 0.0
+        scheduler, self._begun = processor.scheduler, time.monotonic()
+        scheduler.in_step = []
         is_decoding = bool(scheduler.active_requests)
         try:
-            goes_on = super()._generation_loop_body(batch_processor, bootstrapping)
+            self._take_up(scheduler)
+            turn_s, begun = self._advance(scheduler, is_decoding), time.monotonic()
+            goes_on = super()._generation_loop_body(processor, bootstrapping)
         except Exception as error:
-            self._recover(batch_processor, error)
+            self._recover(processor, error)
             return True
-        finally:
-            took = time.monotonic() - self._begun - self._given_s
-        self._due_s = TURN_STEPS * took + min(0.0, self._due_s) if is_decoding else 0.0
+        self._share.note(turn_s, time.monotonic() - begun, is_decoding)
         scheduler.passed()
         if scheduler.in_step:
             self._failures = 0
             if any(one.state.request_id == PROBE for one in scheduler.in_step):
                 self.output_router.result_handlers.pop(PROBE, None)
-        return bool(goes_on)
+        return bool(goes_on) or not self.input_queue.empty()
 
-    def _advance(self) -> None:
-        """Give a turn to the prefill that is under way, before a step: less what it took too long before."""
-        is_decoding = bool(self._scheduler.active_requests)
-        seconds = self._due_s if self.stall_s is None else self.stall_s
+    def _take_up(self, scheduler: BlendedScheduler) -> None:
+        """Take up new requests, by whom the model is now, and cancellations."""
+        if states := drain_queue(self.input_queue):
+            self._note_author(scheduler)
+        for state in states:
+            scheduler.add_waiting_request(state)
+        for request_id in drain_queue(self.cancel_queue):
+            scheduler.set_request_cancellation(request_id)
+        scheduler.clear_cancelled_requests()  # before a blend of theirs may end
+
+    def _note_author(self, scheduler: Any) -> None:
+        """Have all computed again, and nothing of it shared, when the model is another than the one that did."""
+        try:
+            author = author_of(self.model)
+        except HfBlendError:  # somebody hooked the model
+            author = None
+        self.paged.shares = author is not None
+        if author == self._author:
+            return
+        self._author = author
+        for state in [*scheduler.active_requests.values(), *scheduler.waiting_requests.values()]:
+            scheduler.put_back(state)
+        self.paged.evict_cached_blocks()
+
+    def _advance(self, scheduler: BlendedScheduler, is_decoding: bool) -> float:
+        """Give a turn to the prefill that is under way; the seconds that it took."""
         begun = time.monotonic()
-        self.prefills.advance(seconds if is_decoding else IDLE_TURN_S)
+        for request in self.prefills.advance(self._share.turn_s(is_decoding), scheduler.may_grow()):
+            self._let_in(request)
         took = time.monotonic() - begun
-        self._due_s -= took
-        self._given_s += took
         if is_decoding:
             self.on_stall(took)
+        return took
 
     def _generation_step(self) -> None:
-        self._stepping, self._charged = threading.get_ident(), self._clock()
-        try:
-            super()._generation_step()
-        finally:
-            self._stepping = None
-            self._charge()
-            self._scheduler.fit()
-        self._watch.check(sum(one.has_new_token for one in self._scheduler.in_step))
-
-    def _charge(self) -> None:
-        """Charge the tenants of the step under way what it took since they were charged last."""
-        since, self._charged = self._charged, self._clock()
-        self._scheduler.charge(self._charged - since)
-
-    def _overtake(self, module: nn.Module, args: Any) -> None:
-        """At a layer of a step, let prefills of tenants go first that have had less than the others in it."""
-        if self._stepping != threading.get_ident():
-            return
-        self._charge()
-        self.take_up()
-        if not self.prefills.are_ahead(self._scheduler.tokens):
-            return
-        begun = time.monotonic()
-        with _as_between_steps(self._configs):
-            self.prefills.overtake(self._scheduler.tokens)
-        took = time.monotonic() - begun
-        self._charged = self._clock()  # what was lent is none of the step's
-        self._given_s += took
-        self.on_stall(took)
+        super()._generation_step()
+        self._watch.check(sum(one.has_new_token for one in self.batch_processor.scheduler.in_step))  # type: ignore
 
     def _behind_images(self, module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         """Move the positions of a step's rows whose images take fewer of them than tokens."""
-        if self._stepping != threading.get_ident():
-            return None
-        rows = [one for one in self._scheduler.in_step for _ in range(one.query_length)]
+        if not isinstance(given.get("cache"), PagedAttentionCache):
+            return None  # no step
+        rows = [one for one in self.batch_processor.scheduler.in_step for _ in range(one.query_length)]  # type: ignore
         moved = [getattr(one.state, "fewer_positions", 0) for one in rows]
         positions = given["position_ids"].clone()
         positions[0, : len(moved)] += torch.tensor(moved, dtype=positions.dtype, device=positions.device)
         return args, {**given, "position_ids": positions}
 
-    def take_up(self) -> None:
-        """Take up new requests, as the engine does before each step."""
-        for state in drain_queue(self.input_queue):
-            self._scheduler.add_waiting_request(state)
+    def _let_in(self, request: Waiting) -> None:
+        """Let the engine see a request; if its prefill failed, without what that has done."""
+        state, outcome, error = request.state, request.outcome, request.error
+        if error is None and request.logits is not None:
+            try:
+                self._enter(state, *self._draw(state, request.logits))
+                return
+            except Exception as fault:
+                error = fault
+        if error is not None:
+            self.prefills.failures += 1
+            then = "fails" if request.reuse.pictures else "is computed in full"
+            logger.warning("request %s %s: %s: %s", state.request_id, then, type(error).__name__, error)
+            outcome.tokens, outcome.reason = 0, f"{type(error).__name__}: {error}"
+            self.paged.free_blocks(state.request_id, no_cache=True)
+            if request.reuse.pictures:  # the engine has none
+                self._fail(state, error)
+                return
+        if outcome.tokens:
+            self.paged.ready[state.request_id] = outcome.tokens
+        else:
+            outcome.how = "plain"
 
-    def draw(self, state: RequestState, logits: Tensor) -> Token:
-        """Draw a request's next token as a step does, from `[1, vocabulary]` logits."""
-        processors, runner = self.logit_processor, self.batch_processor.model_runner  # type: ignore[union-attr]
-        last = torch.tensor(state.initial_tokens[-1:], device=logits.device)
-        arguments = torch.zeros(processors.tensors_required, 1, dtype=torch.int32, device=logits.device)
-        processors.prepare_tensor_args([FutureRequestState(state, True, {}, 1)], arguments)
-        scores = processors(last, logits.float(), arguments)
-        self._watch.check(1)
-        found = torch.zeros(2, 1, dtype=torch.int32, device=logits.device)
-        runner._sample(scores[None], found)
-        return int(found[0]), float(found[1].view(torch.float32)) if runner.return_logprobs else None
+    def _draw(self, state: RequestState, logits: Tensor) -> tuple[int, float | None]:
+        """Draw a request's next token as a step does, from `[1, vocabulary]` logits; its log probability if asked."""
+        processor: Any = self.batch_processor
+        processors, runner = self.logit_processor, processor.model_runner
+        with torch.no_grad(), stream_context(processor.inputs_and_outputs.compute_stream):
+            last = torch.tensor(state.initial_tokens[-1:], device=logits.device)
+            arguments = torch.zeros(processors.tensors_required, 1, dtype=torch.int32, device=logits.device)
+            processors.prepare_tensor_args([FutureRequestState(state, True, {}, 1)], arguments)
+            scores = processors(last, logits.float(), arguments)
+            self._watch.check(1)
+            found = torch.zeros(2, 1, dtype=torch.int32, device=logits.device)
+            runner._sample(scores[None], found)
+            return int(found[0]), float(found[1].view(torch.float32)) if runner.return_logprobs else None
 
-    def enter(self, state: RequestState, first: Token) -> None:
+    def _enter(self, state: RequestState, token: int, logprob: float | None) -> None:
         """Let a request decode whose blocks are filled, and whose first token is drawn."""
-        self._scheduler.take_up(state)
+        scheduler: Any = self.batch_processor.scheduler  # type: ignore[union-attr]
+        scheduler.take_up(state)
         state.remaining_prefill_tokens, state.position_offset = [], len(state.initial_tokens)
         state.status = RequestStatus.DECODING
-        is_over = state.update_and_check_completion(*first)
+        is_over = state.update_and_check_completion(token, logprob)
         if is_over:
-            self._scheduler.finish_request(state.request_id)
-            self._scheduler.block_new_requests = False
+            scheduler.finish_request(state.request_id)
+            scheduler.block_new_requests = False
         if is_over or state.streaming:
             self.output_router.deliver(state.to_generation_output())
 
-    def fail(self, state: RequestState, error: Exception) -> None:
+    def _fail(self, state: RequestState, error: BaseException) -> None:
         """End a request with an error."""
         processor: Any = self.batch_processor
         processor._handle_request_error(error, state)
@@ -402,7 +461,7 @@ class BlendedBatching(ContinuousBatchingManager):
             if one.state.request_id == PROBE:
                 scheduler.drop(PROBE)
             else:
-                self.fail(one.state, error)
+                self._fail(one.state, error)
         if not blamed or blamed[0].state.request_id == PROBE:
             self._failures += 1
             if self._failures > MOST_FAILURES:
@@ -416,29 +475,6 @@ class BlendedBatching(ContinuousBatchingManager):
         self.output_router.result_handlers[PROBE] = (lambda output: None, here)
         scheduler.put_back(RequestState(PROBE, [0], max_new_tokens=1), is_suspect=True)
 
-    def _settle(self) -> None:
-        """Wait for the device before those that decode go on: the bound is on what they see."""
-        if self.model.device.type != "cpu" and self.batch_processor is not None:
-            stream = self.batch_processor.inputs_and_outputs.compute_stream
-            if stream is not None:
-                stream.synchronize()
-
-
-@contextmanager
-def _as_between_steps(configs: Sequence[tuple[Any, bool | None]]) -> Iterator[None]:
-    """Put back what a step sets in a model's configs while it lasts; other masks are built with that."""
-    during = [vars(config).pop("is_causal", None) for config, _ in configs]
-    try:
-        for config, value in configs:
-            if value is not None:
-                config.is_causal = value
-        yield
-    finally:
-        for (config, _), value in zip(configs, during, strict=True):
-            vars(config).pop("is_causal", None)
-            if value is not None:
-                config.is_causal = value
-
 
 class _Untouched(TorchFunctionMode):
     """Makes zeros on the CPU of pages that take no memory before something is written to them."""
@@ -449,65 +485,3 @@ class _Untouched(TorchFunctionMode):
         if function is torch.zeros and on_cpu and given.get("dtype") == torch.uint8 and type(args[0]) is int:
             return torch.frombuffer(mmap.mmap(-1, args[0]), dtype=torch.uint8)
         return function(*args, **given)
-
-
-def _check_model(model: nn.Module) -> None:
-    name, config = type(model).__name__, text_config(model)
-    attention = str(getattr(model.config, "_attn_implementation", None))
-    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
-    windows = kinds - {"full_attention"} if kinds else ({f"a window of {window}"} if window else set())
-    rope = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", ""))
-    alone = "Use a BlendCache for each request."
-    refused = (
-        (attention != STOCK and not is_flash(attention),
-         f"{name} attends by {attention!r}, but blended prefills and the engine share sdpa or flash attention. Load "
-         "it with attn_implementation='sdpa'."),
-        (windows,
-         f"layers of {name} have {', '.join(sorted(map(str, windows)))}, of which the engine keeps the last tokens "
-         f"alone, but blended blocks hold every token. {alone}"),
-        ("dynamic" in rope or "longrope" in rope,
-         f"{name} has rope_type={rope!r}: its frequencies depend on the longest prompt in a step, so requests would "
-         f"change each other. {alone}"),
-        (getattr(model, "_device_mesh", None) is not None,
-         f"{name} is spread over devices by tensor parallelism, but a blended prefill runs on one. Load it without "
-         "tp_plan."),
-    )  # fmt: skip
-    for is_so, complaint in refused:
-        if is_so:
-            raise UnsupportedModelError(complaint)
-
-
-def _check_settings(
-    config: BlendConfig, batching: ContinuousBatchingConfig, generation: GenerationConfig, stall_s: float | None
-) -> None:
-    blocks, graphs = batching.num_blocks, batching.use_cuda_graph
-    refused = (
-        (config.kv_bits is not None, f"kv_bits={config.kv_bits}", "the engine's blocks hold the model's dtype"),
-        (config.kv_device_map is not None, f"kv_device_map={config.kv_device_map}",
-         "the engine's blocks are on the model's device"),
-        (batching.scheduler_type != "fifo", f"scheduler_type={batching.scheduler_type!r}", "only 'fifo' holds back"),
-        (not batching.allow_block_sharing, "allow_block_sharing=False", "blended blocks enter by the shared prefix"),
-        (bool(batching.use_async_batching), "use_async_batching=True", "a prefill needs the model between steps"),
-        (any(graphs if isinstance(graphs, tuple) else [graphs]), f"use_cuda_graph={graphs}",
-         "a prefill would break a captured graph"),
-        (batching.cpu_offload_space != 0, f"cpu_offload_space={batching.cpu_offload_space}", "a swap hashes again"),
-        (blocks is not None and (type(blocks) is not int or blocks < 1), f"num_blocks={blocks!r}",
-         "a number from 1 on is expected"),
-        (bool(batching.max_blocks_per_request), f"max_blocks_per_request={batching.max_blocks_per_request}",
-         "the decode fast path writes K and V by itself"),
-        ((generation.num_return_sequences or 1) != 1, f"num_return_sequences={generation.num_return_sequences}",
-         "a fork begins before the last prompt token"),
-        (stall_s is not None and not stall_s >= 0, f"stall_s={stall_s}", "seconds from 0 on are expected"),
-    )  # fmt: skip
-    for is_so, given, reason in refused:
-        if is_so:
-            raise ConfigError(f"{given} cannot be served with blended prompts: {reason}. Leave it at its default.")
-
-
-def _check_end_tokens(given: Any) -> None:
-    """Refuse here what would fail in the engine, or would never end an answer."""
-    ids = list(given) if isinstance(given, list | tuple) else [given]
-    if given is not None and not all(type(one) is int for one in ids):
-        raise ConfigError(
-            f"eos_token_id={given!r} came, expected the id of a token, a list of such, or None. Give whole numbers."
-        )

@@ -25,22 +25,27 @@ def salted(token_ids: Sequence[int], salt: Sequence[int]) -> list[int]:
 
 
 class BlendedPagedCache(PagedAttentionCache):
-    """A stock paged cache of full attention layers, which a guide tells what was blended.
+    """A stock paged cache of full attention layers that knows what in it was blended.
 
-    transformers names the class that its engine makes, and gives no place to name another: an existing cache becomes
-    one of this class by `adopt`.
+    Attributes:
+        requests: of each that is under way, the salt of its tokens and a `Prefilled`, which is told how many of its
+            first tokens were an exact prefix.
+        ready: how many first tokens of a prompt are in its blocks, for the scheduler to find.
+        shares: whether blocks are shared between requests; not while nobody can say who computes them.
+        blended: of each request that was, its first block with blended K and V.
+        tails: what is in a block up to the end of the last chunk, hashed → request, block.
     """
 
-    guide: Any  # `BlendedPrefills`
-    blended: dict[str, int]  # request → its first block with blended K and V
-    tails: dict[int, tuple[str, int]]  # what is in a block up to the end of the last chunk, hashed → request, block
-
-    @classmethod
-    def adopt(cls, cache: Any, guide: Any) -> None:
-        """Turn the cache that the engine made into one of this class."""
-        cache.__class__ = cls
-        cache.guide, cache.blended, cache.tails = guide, {}, {}
-        cache._keep_layers_together()
+    def __init__(self, **given: Any) -> None:
+        """As in transformers."""
+        super().__init__(**given)
+        self.requests: dict[str, tuple[Sequence[int], Any]] = {}
+        self.ready: dict[str, int] = {}
+        self.shares = True
+        self.blended: dict[str, int] = {}
+        self.tails: dict[int, tuple[str, int]] = {}
+        if list(self.cache_allocators) == ["full_attention"]:  # the engine refuses others
+            self._keep_layers_together()
 
     def _keep_layers_together(self) -> None:
         """Order K, and V, by layers, not by blocks: those of a layer in blocks that are in a row are then a slice."""
@@ -83,20 +88,24 @@ class BlendedPagedCache(PagedAttentionCache):
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """How many of a prompt's first tokens are there: blended for this request, or of an exact prefix."""
-        ready = self.guide.take_ready(request_id)
-        if ready:
+        if ready := self.ready.pop(request_id, 0):
             return ready
-        found = super().search_prefix_match(request_id, salted(prompt_ids, self.guide.salt_of(request_id)))
-        self.guide.note_prefix(request_id, found)
-        return int(found)
+        if not self.shares:
+            return 0
+        salt, outcome = self.requests.get(request_id, ((), None))
+        matched = int(super().search_prefix_match(request_id, salted(prompt_ids, salt)))
+        if outcome is not None:
+            outcome.prefix_tokens = matched
+        return matched
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Register the hashes of the blocks that a step has filled."""
         table = self.allocator.block_table.get(state.request_id)
         first = self.blended.get(state.request_id, -1)
-        if not table or (first >= 0 and table[first] not in self.allocator.ledger.block_to_hash):
+        if not self.shares or not table or (first >= 0 and table[first] not in self.allocator.ledger.block_to_hash):
             return  # this block was not full when it was blended: no hash leads from it to others
-        tokens = salted([*state.initial_tokens, *state.generated_tokens], self.guide.salt_of(state.request_id))
+        salt, _ = self.requests.get(state.request_id, ((), None))
+        tokens = salted([*state.initial_tokens, *state.generated_tokens], salt)
         stand_in: Any = SimpleNamespace(
             request_id=state.request_id, status=state.status, initial_tokens=tokens, generated_tokens=[]
         )
@@ -108,10 +117,15 @@ class BlendedPagedCache(PagedAttentionCache):
         self.tails = {tail: found for tail, found in self.tails.items() if found[0] != request_id}
         super().free_blocks(request_id, no_cache)
 
+    def forget(self, request_id: str) -> None:
+        """A request is over: forget what was told of it."""
+        self.requests.pop(request_id, None)
+        self.ready.pop(request_id, None)
+
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Let go of the blocks of all requests."""
-        self.blended.clear()
-        self.tails.clear()
+        for table in (self.requests, self.ready, self.blended, self.tails):
+            table.clear()
         super().free_all_requests(clear_ledgers)
 
     def count_exact(self, token_ids: Sequence[int]) -> int:

@@ -9,7 +9,6 @@ with a number of its own, so that an equal seed gives an equal text. Greedy rows
 
 import random
 import secrets
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -56,16 +55,16 @@ class Watch:
     supports_continuous_batching = True
 
     def __init__(self) -> None:
-        self._own = threading.local()  # blends draw in threads of their own, also within a step
+        self._odd: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """`[tokens, vocabulary]` logits; those rows are 0, so that the step goes through."""
-        self._own.odd = ~scores.amax(dim=1).isfinite()
-        return scores.masked_fill_(self._own.odd[:, None], 0.0)
+        self._odd = ~scores.amax(dim=1).isfinite()
+        return scores.masked_fill_(self._odd[:, None], 0.0)
 
     def check(self, count: int) -> None:
-        """Look at what was drawn last in this thread."""
-        odd: Tensor | None = vars(self._own).pop("odd", None)
+        """Look at what was drawn last."""
+        odd, self._odd = self._odd, None
         rows = [] if odd is None else odd[:count].nonzero()[:, 0].tolist()
         if rows:
             raise NotNumbers(rows)
@@ -170,7 +169,7 @@ class _Draws(ContinuousBatchingLogitsProcessor):
 
     def __init__(self) -> None:
         self.supported_kwargs, self.ignored_kwargs = {"sampling": Sampling}, ()
-        self._own = threading.local()  # as in `Watch`
+        self._rows: list[Any] = []
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
         """Nothing is in the engine's tensor of arguments."""
@@ -178,13 +177,13 @@ class _Draws(ContinuousBatchingLogitsProcessor):
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
         """Note the requests of a step, in the order of its rows."""
-        self._own.rows = [one.state for one in requests_with_new_token]
-        return torch.zeros(len(self._own.rows), dtype=torch.int32)
+        self._rows = [one.state for one in requests_with_new_token]
+        return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         """`[tokens, vocabulary]` logits."""
         chosen = scores.argmax(dim=1)
-        for row, state in enumerate(self._own.rows):
+        for row, state in enumerate(self._rows):
             sampling = state.logit_processor_kwargs.get("sampling")
             if sampling is not None and not sampling.is_plain:
                 ids = [*state.initial_tokens, *state.generated_tokens]

@@ -17,9 +17,26 @@ from torch import nn
 
 from ..threads import new_lock
 
-__all__ = ["TaskCancelled", "Turns"]
+__all__ = ["Share", "TaskCancelled", "Turns"]
 
-NEVER = float("inf")
+STEPS = 4.0  # of those that decode, for as long as which a prefill runs between two: then more decode together
+IDLE_TURN_S = 0.1  # of a prefill while nobody decodes; new requests are looked for behind it
+
+
+class Share:
+    """How long a turn may be beside those that decode: in proportion to their steps, or `stall_s`."""
+
+    def __init__(self, stall_s: float | None = None) -> None:
+        self._stall_s = stall_s
+        self._due_s = 0.0
+
+    def turn_s(self, is_decoding: bool) -> float:
+        """Seconds for the next turn; less than 0 where turns took more than was due."""
+        return IDLE_TURN_S if not is_decoding else self._due_s if self._stall_s is None else self._stall_s
+
+    def note(self, turn_s: float, step_s: float, is_decoding: bool) -> None:
+        """What a turn took, and the step behind it; whether anybody decoded in that."""
+        self._due_s = STEPS * step_s + min(0.0, self._due_s - turn_s) if is_decoding else 0.0
 
 
 class TaskCancelled(BaseException):
@@ -32,24 +49,15 @@ class TaskCancelled(BaseException):
 class Turns:
     """One worker thread and the turns that the engine gives it."""
 
-    def __init__(
-        self,
-        wake: Callable[[], Any],
-        settle: Callable[[], Any] = lambda: None,
-        clock: Callable[[], float] = time.thread_time,
-    ) -> None:
-        self.wake, self._settle, self._clock = wake, settle, clock
+    def __init__(self, wake: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> None:
+        """`wake` is called when the engine should look again, `settle` at the end of each turn."""
+        self.wake, self._settle = wake, settle
         self._moved = threading.Condition(new_lock())
         self._task: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self.is_asking = False  # whether the task waits for a turn
-        self.has_turn = False  # whether it runs in one, which may have been hurried
-        self._is_cancelled = self._is_closed = self._is_stalled = self._is_in_layer = False
-        self._deadline = NEVER
-        self.turns = 0  # given so far
-        self._since = 0.0  # up to when the clock was read in a turn
-        self.on_ask: Callable[[], Any] = lambda: None
-        self.on_turn: Callable[[float], Any] = lambda seconds: None  # told what a turn took by the clock
+        self._has_turn = self._is_cancelled = self._is_closed = False
+        self._deadline = 0.0
         self.error: BaseException | None = None  # what the last task ended with
         self.moved = time.monotonic()  # when a task last began, ended, or came to a place where it may be stopped
 
@@ -57,11 +65,6 @@ class Turns:
     def is_busy(self) -> bool:
         """Whether a task is under way."""
         return self._task is not None
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether the thread that asks is the worker."""
-        return self._thread is threading.current_thread()
 
     def start(self, task: Callable[[], None]) -> None:
         """Begin a task in the worker thread. Called by the engine while no other is under way."""
@@ -74,32 +77,13 @@ class Turns:
             self._task = task
             self._moved.notify_all()
 
-    def give(self, seconds: float) -> bool:
-        """Let the task run, if it waits for a turn; returns when it reached a layer after `seconds`, or has no use.
-
-        If it is hurried, within a layer, this returns at once: the turn ends with the layer. Whether the task had use
-        for the turn is returned.
-        """
+    def give(self, seconds: float) -> None:
+        """Let the task run, if it waits for a turn, until it is at a layer after `seconds`, or has no use for more."""
         with self._moved:
-            if not self.is_asking:
-                return False
-            self.turns += 1
-            self.is_asking, self.has_turn, self._deadline = False, True, time.monotonic() + seconds
-            self._is_stalled = False
-            self._moved.notify_all()
-            self._moved.wait_for(lambda: not self.has_turn or (self._is_in_layer and self._deadline == -NEVER))
-            return not self._is_stalled
-
-    def hurry(self) -> None:
-        """Let a turn under way end at the next layer."""
-        with self._moved:
-            self._deadline = -NEVER
-            self._moved.notify_all()
-
-    def await_end(self, seconds: float) -> None:
-        """Wait until the turn is over, but no longer than so."""
-        with self._moved:
-            self._moved.wait_for(lambda: not self.has_turn, seconds)
+            if self.is_asking:
+                self.is_asking, self._has_turn, self._deadline = False, True, time.monotonic() + seconds
+                self._moved.notify_all()
+                self._moved.wait_for(lambda: not self._has_turn)
 
     def cancel(self) -> None:
         """Let the task end at the next place where it may be stopped. Called by the engine."""
@@ -115,33 +99,31 @@ class Turns:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._is_closed = False
 
     def checkpoint(self, end_turn: bool = False) -> None:
         """Have the turn from here on, in the worker; waits where there is none, or where its time is up."""
         self.moved = time.monotonic()
-        self._charge()
-        if self.has_turn and (end_turn or time.monotonic() >= self._deadline):
-            self._is_stalled = end_turn
-            self._end_turn()
+        if end_turn or self.moved >= self._deadline:
+            self.release()
         with self._moved:
-            asks = self.is_asking = not self.has_turn and not self._is_cancelled
-            self._moved.notify_all()
-        if asks:
-            self.on_ask()
+            self.is_asking = not self._has_turn and not self._is_cancelled
+        if self.is_asking:
             self.wake()
         with self._moved:
-            self._moved.wait_for(lambda: self.has_turn or self._is_cancelled)
+            self._moved.wait_for(lambda: self._has_turn or self._is_cancelled)
             self.is_asking = False
-            if asks:
-                self._since = self._clock()
             if self._is_cancelled:
                 raise TaskCancelled
 
     def release(self) -> None:
         """Give the turn back, in the worker, if it has one: what comes next does not look at the model."""
         self.moved = time.monotonic()
-        if self.has_turn:
-            self._end_turn()
+        if self._has_turn:
+            self._settle()
+            with self._moved:
+                self._has_turn = False
+                self._moved.notify_all()
 
     @contextmanager
     def at_layers(self, layers: Sequence[nn.Module]) -> Iterator[None]:
@@ -151,32 +133,13 @@ class Turns:
         def begin(module: nn.Module, args: Any) -> None:
             if threading.get_ident() == own:
                 self.checkpoint()
-                self._is_in_layer = True
-
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() == own:
-                self._is_in_layer = False
 
         handles = [layer.register_forward_pre_hook(begin) for layer in layers]
-        handles += [layer.register_forward_hook(end) for layer in layers]
         try:
             yield
         finally:
-            self._is_in_layer = False
             for handle in handles:
                 handle.remove()
-
-    def _end_turn(self) -> None:
-        self._settle()
-        with self._moved:
-            self._charge()
-            self.has_turn = False
-            self._moved.notify_all()
-
-    def _charge(self) -> None:
-        if self.has_turn:
-            before, self._since = self._since, self._clock()
-            self.on_turn(self._since - before)
 
     def _run(self) -> None:
         while True:
@@ -191,8 +154,7 @@ class Turns:
             except BaseException as error:  # the thread ends by `close` alone, so that `start` need not ask for it
                 found = error
             with self._moved:
-                self._charge()
-                self._task, self.is_asking, self.has_turn = None, False, False
+                self._task, self.is_asking, self._has_turn = None, False, False
                 self.error, self.moved = found, time.monotonic()
                 self._moved.notify_all()
             self.wake()

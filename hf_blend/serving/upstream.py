@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What serving uses of transformers beside its public interface, and a check that all of it is there.
 
-Continuous batching gives no place to name a cache or a scheduler of one's own, so some of its methods are overridden
-and some of its attributes read. A release that renames one would not fail, but serve wrong.
+Continuous batching gives no place to name a cache or a scheduler of one's own, so the engine makes them itself, some
+methods are overridden and some attributes read. A release that renames one would not fail, but serve wrong.
 """
 
 import dis
@@ -18,7 +18,7 @@ __all__ = ["NAMES", "check_names"]
 PACKAGE = "transformers.generation.continuous_batching"
 NAMES = {  # class or function: its methods, and attributes that it sets
     "cache.PagedAttentionCache": "can_store_request_tokens evict_cached_blocks free_all_requests free_blocks "
-    "mark_complete_blocks search_prefix_match cache_allocators device pool",
+    "mark_complete_blocks search_prefix_match cache_allocators device max_batch_tokens num_blocks pool",
     "cache_allocators.cache_allocator.CacheAllocator": "acquire_prefix_blocks get_write_indices match_prefix_blocks "
     "update block_physical_stride block_table blocks_per_sector cache_tensor index layer_indices ledger "
     "num_blocks tokens_per_page write_trash_index",
@@ -29,13 +29,14 @@ NAMES = {  # class or function: its methods, and attributes that it sets
     "cb_logits_processors.ContinuousBatchingLogitsProcessor": "fill_defaults prepare_tensor_args",
     "cb_logits_processors.ContinuousBatchingLogitsProcessorList": "_retrieve_processors_kwargs check_kwargs "
     "do_processing logits_processor prepare_tensor_args tensors_required",
-    "continuous_api.ContinuousBatchProcessor": "_handle_request_error has_pending_requests cache inputs_and_outputs "
-    "model_runner scheduler",
+    "continuous_api.ContinuousBatchProcessor": "_handle_request_error has_pending_requests reset cache "
+    "inputs_and_outputs model_runner scheduler",
     "continuous_api.ContinuousBatchingManager": "_create_batch_processor _generation_loop_body _generation_step "
-    "add_request cancel_request destroy is_running register_result_handler start stop _request_counter "
-    "_wake_up_loop batch_processor continuous_batching_config current_batch generation_config input_queue "
-    "logit_processor model output_router",
+    "add_request cancel_request destroy is_running pause register_result_handler start stop _request_counter "
+    "_wake_up_loop background_thread_status batch_processor cancel_queue continuous_batching_config current_batch "
+    "distributed_helper generation_config input_queue logit_processor model output_router",
     "continuous_api.OutputRouter": "_lock deliver result_handlers",
+    "initialization.update_cb_config_after_cache_creation": "",
     "input_outputs.ContinuousBatchingIOs": "compute_stream",
     "model_runner.ModelRunner": "_sample return_logprobs",
     "requests.FutureRequestState": "has_new_token state",
@@ -44,9 +45,9 @@ NAMES = {  # class or function: its methods, and attributes that it sets
     "update_and_check_completion",
     "scheduler.FIFOScheduler": "",
     "scheduler.Scheduler": "_cleanup_waiting_queue _get_waiting_candidates _process_candidates "
-    "_try_to_meet_safety_margin add_waiting_request clear_cancelled_requests finish_request schedule_batch "
-    "_cancellation_lock _requests_to_cancel active_requests block_new_requests waiting_requests "
-    "waiting_requests_order",
+    "_try_to_meet_safety_margin add_waiting_request clear_cancelled_requests finish_request reset schedule_batch "
+    "set_request_cancellation _cancellation_lock _requests_to_cancel active_requests block_new_requests "
+    "waiting_requests waiting_requests_order",
     "utils.drain_queue": "",
     "utils.stream_context": "",
 }

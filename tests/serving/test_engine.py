@@ -10,19 +10,16 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_blend import BlendCache, ChunkStore, observer
+from hf_blend import ChunkStore, observer
 from hf_blend.errors import ConfigError, HfBlendError, StoreError, UnsupportedModelError
-from hf_blend.serving import engine as batching
-from hf_blend.serving import prefills, scheduler, upstream
-from hf_blend.serving.shares import Shares
-from hf_blend.serving.turns import Turns
+from hf_blend.serving import prefills, upstream
+from hf_blend.serving.paged import BlendedPagedCache
 from tests.asking import noting, raising
 from tests.conftest import slow_but
 from tests.serving.processes import wait_for
@@ -78,28 +75,19 @@ def test_each_answer_is_that_of_a_lone_request_with_the_same_plan(family, count,
     assert answers == bench.alone(model, store, asks, recompute_ratio=RATIO), "what was new is stored by now"
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
-def test_answers_of_tenants_whose_blends_overtake_each_other_are_those_of_lone_requests(
-    count, tiny_model, bench, monkeypatch
-):
-    model, draw, names, gave = tiny_model("llama", num_hidden_layers=6), random.Random(1), [], []
-    noting(monkeypatch, Turns, "give", lambda *_: gave.append(threading.get_ident() == engine._stepping))
+def test_answers_of_tenants_whose_requests_take_turns_are_those_of_lone_requests(model, bench):
+    draw, names = random.Random(1), []
     with ExitStack() as stack:
         stores = [stack.enter_context(ChunkStore.open("memory://", namespace=name)) for name in "abc"]
         for one in stores:
             one.add(model, None, bench.workload.library)
-        engine = bench.engine(model, stores[0], recompute_ratio=RATIO)
-        stack.enter_context(engine)
-        rows = [(ask, draw.choice(stores)) for ask in bench.workload.asks(count)]
+        engine = stack.enter_context(bench.engine(model, stores[0], recompute_ratio=RATIO))
+        rows = [(ask, draw.choice(stores)) for ask in bench.workload.asks(12)]
         for ask, of in rows:
             names.append(engine.add_request(ask.prompt, store=of))
-            engine.prefills.shares.add(draw.choice("abc"), draw.random() / 10)
-            time.sleep(draw.choice([0, 0, 0.002, 0.02]))
-        found = bench.collected(engine, names, 120)
+        found = bench.collected(engine, names)
         check_all_returned(engine)
-        assert engine.prefills.failures == 0
         assert found == [bench.lone_answer(model, of, ask.ids, recompute_ratio=RATIO) for ask, of in rows]
-    assert any(gave), "a blend ran within a step"
 
 
 def test_the_model_is_left_as_it_was(model, bench, stored, untouched):
@@ -166,7 +154,8 @@ def test_blended_blocks_are_shared_by_requests_with_the_same_chunks_settings_and
     with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
         bench.answer(engine, ids)
         if changed == "ratio":
-            engine.prefills._config = engine.prefills._config.from_dict({"recompute_ratio": 0.5})
+            blender = engine.prefills._blender
+            blender._config = blender._config.from_dict({"recompute_ratio": 0.5})
         outcomes = [bench.answer(engine, later, **given)[1].how for _ in range(2)]
     assert outcomes == ["blended", "shared"]
 
@@ -180,50 +169,38 @@ def test_salted_requests_do_not_share_exact_prefixes_with_others(blend, model, b
     assert matched == [0, 0, 48, 0]
 
 
-def test_a_prefill_is_cut_into_turns_and_those_that_decode_go_on_between_them(tiny_model, bench, store, monkeypatch):
+def test_a_prefill_is_cut_into_turns_and_those_that_decode_go_on_between_them(tiny_model, bench, store):
     model = tiny_model("llama", num_hidden_layers=8)
     store.add(model, None, bench.workload.library)
     long = bench.Ask([1, *(token for chunk in bench.workload.library for token in chunk), *bench.draw(5, 3)])
-    at_turn = []
-    noting(monkeypatch, Turns, "give", lambda self, _: at_turn.append(self.is_asking))
     slow = bench.generation(max_new_tokens=60)
     with bench.engine(model, store, stall_s=0.0, recompute_ratio=RATIO, generation_config=slow) as engine:
         reader = engine.add_request([1, *bench.draw(9, 3)], streaming=True, blend=False)
-        seen = [engine.get_result(timeout=30)]
-        del at_turn[:]
-        name = engine.add_request(long.ids)
-        between = 0
+        assert engine.get_result(timeout=30).request_id == reader
+        name, between = engine.add_request(long.ids), 0
         while engine.outcome(name) is None or engine.outcome(name).how == "waiting":
-            output = engine.get_result(timeout=30)
-            between += output.request_id == reader
+            between += engine.get_result(timeout=30).request_id == reader
         bench.collect(engine, [name])
-    assert seen[0].request_id == reader
-    assert sum(at_turn) >= 8 + 8 + 2, "a layer and a copy of its K and V are each a turn"
-    assert between >= 8, "one token in each"
+    assert between >= 8 + 8, "one token behind each layer, and behind each copy of its K and V"
 
 
-def test_chunks_that_several_waiting_requests_bring_are_computed_once(model, bench, store, monkeypatch):
-    computed, asks = [], []
-    noting(monkeypatch, prefills, "compute_chunk", lambda *args, **_: computed.append(args[1]))
-    chunks = [bench.draw(20, 1), bench.draw(30, 2)]
+def test_chunks_that_several_waiting_requests_bring_are_computed_once(model, bench, store):
+    asks, chunks = [], [bench.draw(20, 1), bench.draw(30, 2)]
     for number in range(6):
         first, second = ordered = chunks[:: 1 - number % 2 * 2]
         asks.append(bench.Ask([1, 7, 8, *first, *second, *bench.draw(6, number)], ordered))
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        answers = bench.answers(engine, asks)
-    assert len(computed) == len(set(computed)) == 3, "two chunks and what stands before them"
+        names = [engine.add_request(ask.prompt) for ask in asks]
+        answers = bench.collected(engine, names)
+        computed = [engine.outcome(name).computed_chunks for name in names]
+    assert computed == [3, 0, 0, 0, 0, 0], "two chunks and what stands before them"
     assert answers == bench.alone(model, store, asks, recompute_ratio=RATIO)
 
 
-def release_first(engine, monkeypatch, happened):
-    """Let each blend wait, without the model, until something has happened."""
-
-    def wait(*_):
-        engine.prefills.turns.release()
-        wait_for(happened, "what the blends wait for")
-        engine.prefills.turns.checkpoint()
-
-    noting(monkeypatch, engine.prefills, "_blend", wait)
+def read_later(store, monkeypatch, happened):
+    """Have no chunk read before something has happened: blends wait for it, without the model."""
+    ready = []
+    noting(monkeypatch, store, "get", lambda *_: ready or ready.append(wait_for(happened, "what blends wait for")))
 
 
 def test_a_request_with_nothing_to_blend_is_answered_before_blends_that_came_earlier(
@@ -231,7 +208,7 @@ def test_a_request_with_nothing_to_blend_is_answered_before_blends_that_came_ear
 ):
     long = [1, *bench.workload.library[0], *bench.workload.library[1]]
     with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
-        release_first(engine, monkeypatch, lambda: engine.outcome("short") and engine.outcome("short").how == "plain")
+        read_later(stored, monkeypatch, lambda: engine.outcome("short") and engine.outcome("short").how == "plain")
         names = [engine.add_request([*long, *bench.draw(5, n)]) for n in range(3)]
         bench.answer(engine, [1, *bench.draw(9, 3)], "short")
         bench.collected(engine, names)
@@ -239,265 +216,47 @@ def test_a_request_with_nothing_to_blend_is_answered_before_blends_that_came_ear
 
 
 def test_tenants_are_blended_in_turn(model, bench, store, other, monkeypatch):
-    begun, names = [], ["a1", "a2", "a3", "b1", "b2"]
+    names = ["a1", "a2", "a3", "b1", "b2"]
     with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        release_first(engine, monkeypatch, lambda: len(engine.prefills.outcomes) == len(names))
-        noting(monkeypatch, engine.prefills, "_run", lambda held: begun.append(held.state.request_id))
+        read_later(store, monkeypatch, lambda: len(engine.prefills.outcomes) == len(names))
         for number, name in enumerate(names):
             chunks = [bench.draw(20, 50 + number)]
             ask = bench.Ask([1, 7, *chunks[0], 9, 9], chunks)
             engine.add_request(ask.prompt, name, store=store if name[0] == "a" else other)
         bench.collect(engine, names)
-    assert {*begun[:2]} == {"a1", "b1"}, "who has had nothing goes first"
-    assert [name for name in begun if name[0] == "a"] == names[:3]
+        begun = sorted(names, key=lambda name: engine.outcome(name).begun)
+    assert begun == ["a1", "b1", "a2", "b2", "a3"]
 
 
-def test_a_tenant_that_had_nothing_is_blended_beside_a_layer_of_a_blend_of_another(tiny_model, bench, store, other):
-    model = tiny_model("llama")
-    chunks = [bench.draw(40, 60 + number) for number in range(3)]
-    store.add(model, None, chunks)
-    asks = [[1, 7, *chunks[0], *chunks[1], 9, 9], [1, 8, *chunks[2], 3, 4, 5]]
-    found, stood = {}, []
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        other.add(model, None, chunks)
-
-        def stand(layer, args):
-            lane = engine.prefills.turns
-            if lane.is_mine and lane is engine.prefills._lanes[0] and not stood:
-                engine.prefills.shares.add("", 1e6)
-                stood.append(engine.add_request(asks[1], "b", 1, store=other))
-                wait_for(lambda: "b" in found, "the answer of the other tenant")
-
-        model.model.layers[1].self_attn.register_forward_pre_hook(observer(stand))
-        engine.add_request(asks[0], "a")
-        for name in ("b", "a"):
-            found[name] = bench.collect(engine, [name])[name].generated_tokens
-        assert engine.prefills.failures == 0
-        assert [engine.outcome(name).how for name in "ab"] == ["blended"] * 2
-    assert stood == ["b"]
-    for name, ids, new in zip("ab", asks, (6, 1), strict=True):
-        assert found[name] == bench.lone_answer(model, store, ids, new=new, recompute_ratio=RATIO)
-
-
-def test_plain_prompts_of_a_tenant_that_had_least_go_before_those_that_came_earlier(
-    model, bench, store, other, monkeypatch
-):
-    are_all_here, first = threading.Event(), []
-    names = [*(f"a{number}" for number in range(4)), "b"]
-    with bench.engine(model, store, {"max_batch_tokens": 32}) as engine:
-        noting(monkeypatch, engine.prefills, "advance", lambda _: are_all_here.wait(30))
+def test_long_prompts_of_tenants_take_turns_in_the_steps_and_those_that_decode_are_in_each(model, bench, store, other):
+    are_all_here, firsts, seen = threading.Event(), [], []
+    names, slow = ["a0", "a1", "a2", "a3", "b"], bench.generation(max_new_tokens=60, eos_token_id=-1)
+    with bench.engine(model, store, {"max_batch_tokens": 32}, generation_config=slow) as engine:
+        engine.add_request([1, *bench.draw(9, 3)], "reader", streaming=True, blend=False)
+        assert engine.get_result(timeout=30).request_id == "reader"
+        wait = observer(lambda *_: are_all_here.wait(30) and None)
+        handle = model.model.layers[0].register_forward_pre_hook(wait)
         for number, name in enumerate(names):
-            of = {"store": other if name == "b" else store, "streaming": True}
-            engine.add_request([1, *bench.draw(60, number)], name, blend=False, **of)
+            of = {"store": other if name == "b" else store, "streaming": True, "max_new_tokens": 1}
+            engine.add_request([1, *bench.draw(49, number)], name, blend=False, **of)
         are_all_here.set()
-        while len(first) < len(names):
-            name = engine.get_result(timeout=30).request_id
-            first += [name] if name not in first else []
-    assert first.index("b") <= 1
-    assert [name for name in first if name != "b"] == names[:4]
-
-
-@pytest.mark.parametrize("had", [1e6, -1e6], ids=["less", "more"])
-def test_a_blend_of_a_tenant_that_had_less_runs_between_two_layers_of_a_step_of_another(
-    had, tiny_model, bench, store, other
-):
-    model = tiny_model("llama", num_hidden_layers=8)
-    asks = [[1, *bench.draw(50, 3)], [1, *bench.workload.library[0], *bench.workload.library[3], 3, 4, 5]]
-    within = []
-    with bench.engine(model, store, recompute_ratio=RATIO) as engine:
-        other.add(model, None, bench.workload.library)
-
-        def at_layer(layer, args):
-            if engine._stepping != threading.get_ident() or len(within) == 8:
-                return
-            if not within:
-                engine.add_request(asks[1], "b", store=other)
-                engine.prefills.shares.add("", had)
-            lanes, held = engine.prefills._running, engine.prefills._held
-            wait_for(lambda: all(one.is_found is None or one.is_found.done() for one in held.values()), "the look-up")
-            wait_for(lambda: all(lane.is_asking or not lane.is_busy for lane in lanes), "what needs no model")
-            outcome = engine.outcome("b")
-            within.append(outcome.how if outcome else "not taken up")
-
-        for layer in model.model.layers:
-            layer.register_forward_pre_hook(observer(at_layer))
-        found = bench.collect(engine, [engine.add_request(asks[0], "a", blend=False), "b"])
-        check_all_returned(engine)
-        alone = bench.lone_answer(model, other, asks[1], recompute_ratio=RATIO)
-    assert within[0] == "not taken up"
-    assert within[-1] == ("blended" if had > 0 else "waiting"), "before the step of the other was over"
-    assert found["a"].generated_tokens == bench.lone_answer(model, ChunkStore.open("memory://"), asks[0])
-    assert found["b"].generated_tokens == alone
-
-
-def test_a_blend_that_waits_for_blocks_lets_that_of_another_tenant_come_to_its_end(tiny_model, bench, store, other):
-    model = tiny_model("llama")
-    chunks = [bench.draw(40, 60 + number) for number in range(2)]
-    ids, stood = [1, 7, *chunks[0], *chunks[1], 9, 9], []
-    with bench.engine(model, store, {"num_blocks": 9}, recompute_ratio=RATIO) as engine:
-        for one in (store, other):
-            one.add(model, None, chunks)
-
-        def stand(layer, args):
-            lanes = engine.prefills._lanes
-            if lanes[0].is_mine and not stood:
-                stood.append(engine.add_request(ids, "b", store=other))
-                engine.prefills.shares.add("", 1e6)
-                lanes[0].release()
-                wait_for(lambda: len(lanes) > 1 and lanes[1].turns > 0, "the other asks for blocks")
-                lanes[0].checkpoint()
-
-        model.model.layers[1].register_forward_pre_hook(observer(stand))
-        bench.collect(engine, [engine.add_request(ids, "a"), "b"])
-        assert [engine.outcome(name).how for name in "ab"] == ["blended"] * 2
-        check_all_returned(engine)
-    assert stood == ["b"]
-
-
-def test_a_step_is_charged_up_to_the_layer_where_a_blend_runs_and_not_for_that(tiny_model, bench, store, monkeypatch):
-    model, clock, seen = tiny_model("llama", num_hidden_layers=4), [0.0], []
-    tick = lambda seconds: clock.insert(0, clock[0] + seconds)  # noqa: E731
-    for layer in model.model.layers:
-        layer.register_forward_hook(observer(lambda *_: tick(1.0)))
-    with bench.engine(model, store) as engine:
-        monkeypatch.setattr(engine, "_clock", lambda: clock[0])
-        shares = engine.prefills.shares
-        monkeypatch.setattr(engine.prefills, "are_ahead", lambda tenants: seen.append(shares.of("")) is None)
-        monkeypatch.setattr(engine.prefills, "overtake", lambda tenants: tick(100.0))
-        bench.answers(engine, [bench.Ask([1, *bench.draw(9, 3)])], max_new_tokens=1)
-        wait_for(lambda: shares.of("") == 3.0, "the end of the step")
-    assert seen == [-1.0, 0.0, 1.0, 2.0], "one who comes begins a second ahead"
-
-
-def steps_of(engine, monkeypatch):
-    """The rows of each step from now on: (request, tokens)."""
-    found, scheduler = [], engine.batch_processor.scheduler
-    rows = lambda: [(one.state.request_id, one.query_length) for one in scheduler.in_step]  # noqa: E731
-    noting(monkeypatch, engine, "_generation_step", lambda: found.append(rows()))
-    return found
-
-
-def test_prompts_of_a_tenant_that_had_more_wait_and_a_first_token_comes_alone(model, bench, store, other, monkeypatch):
-    monkeypatch.setattr(scheduler, "SHARED_STEP_S", -1.0)  # no step is short enough to let the next be longer
-    are_all_here, slow = threading.Event(), bench.generation(max_new_tokens=60)
-    with bench.engine(model, store, generation_config=slow) as engine:
-        engine.add_request([1, *bench.draw(9, 3)], "reads", streaming=True, blend=False)
-        assert engine.get_result(timeout=30).request_id == "reads"
-        noting(monkeypatch, engine.prefills, "advance", lambda _: are_all_here.wait(30))
-        steps = steps_of(engine, monkeypatch)
-        engine.add_request([1, *bench.draw(60, 4)], "waits", blend=False)
-        engine.add_request([1, *bench.draw(49, 5)], "first", 2, store=other, blend=False)
-        engine.prefills.shares.add("", 1e6)
-        del steps[:]
-        are_all_here.set()
-        bench.collect(engine, ["reads", "waits", "first"])
-    steps = steps[next(number for number, rows in enumerate(steps) if "first" in dict(rows)) :]
-    assert steps[0] == [("reads", 1), ("first", 31)], "one that decodes stays"
-    assert steps[1] == [("first", 19)]
-    assert all(sum(tokens for _, tokens in rows) <= 32 for rows in steps)
-    assert "waits" in dict(steps[2]), "its tenant has had less now, or nobody is before it"
-
-
-def test_a_turn_ends_at_the_next_layer_when_a_request_of_one_who_had_less_comes():
-    turns, reached = Turns(lambda: None), threading.Event()
-
-    def task():
-        while True:
-            turns.checkpoint()
-            reached.set()
-
-    turns.start(task)
-    wait_for(lambda: turns.is_asking, "the task")
-    given = threading.Thread(target=turns.give, args=(1e6,))
-    given.start()
-    assert reached.wait(30)
-    turns.hurry()
-    given.join(30)
-    assert not given.is_alive()
-    assert turns.is_asking or turns.is_busy
-    turns.close()
-
-
-def test_who_comes_back_is_a_second_ahead_of_who_had_least_and_nothing_more_is_saved_by_being_away():
-    shares = Shares()
-    shares.come("a", [])
-    shares.add("a", 11.0)
-    shares.come("b", ["a"])
-    assert [shares.of(one) for one in "ab"] == [10.0, 9.0]
-    shares.add("b", 3.0)
-    shares.come("b", ["a"])
-    assert shares.of("b") == 12.0, "who has had more keeps that"
-    shares.come("c", ["a", "b"])
-    shares.come("d", ["a", "b", "c"])
-    assert shares.of("c") == shares.of("d") == 9.0, "one who comes is not ahead of others who came"
-    shares.come("e", [])
-    assert {shares.of(one) for one in "abcd"} == {0.0}, "nobody was there"
-
-
-def test_only_who_asked_of_late_is_remembered(monkeypatch):
-    clock, shares = [0.0], Shares()
-    monkeypatch.setattr("hf_blend.serving.shares.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    for number in range(100):
-        shares.come(f"tenant {number}", [])
-        clock[0] += 20.0
-    assert shares.are_several
-    assert len(shares._came) <= 3
-    assert len(shares._had) == 1
-    clock[0] += 100.0
-    shares.come("one", [])
-    assert not shares.are_several
-    clock[0] += 100.0
-    shares.come("two", ["one"])
-    assert shares.are_several, "what one asked is still under way"
-
-
-def test_what_is_reused_whole_is_charged_for_the_time_that_it_takes(model, bench, other, monkeypatch):
-    charged = []
-    other.add(model, None, bench.workload.library)
-    with bench.engine(model, other, recompute_ratio=0.0) as engine:
-        noting(monkeypatch, engine.prefills.shares, "add", lambda *given: charged.append(given))
-        bench.answer(engine, [1, *bench.workload.library[0], 5, 6], max_new_tokens=2)
-    assert len(charged) >= 2, "turns of the blend, and the step"
-    assert {tenant for tenant, _ in charged} == {"b"}, "also of a request that is over with its step"
-    assert min(seconds for _, seconds in charged) > 0
-
-
-def test_what_a_turn_took_is_counted_by_the_clock_of_its_thread_without_what_is_done_beside_the_engine(
-    bench, model, store
-):
-    clock = [0.0]
-    turns = Turns(lambda: None, clock=lambda: clock[0])
-
-    def task():
-        for seconds in (2.0, 3.0):
-            turns.checkpoint()
-            clock[0] += seconds
-            turns.release()
-            clock[0] += 100.0
-        turns.checkpoint()
-        clock[0] += 5.0
-
-    used = []
-    turns.on_turn = used.append
-    turns.start(task)
-    for _ in range(3):
-        wait_for(lambda: turns.is_asking, "the task")
-        turns.give(1e6)
-    turns.close()
-    assert [one for one in used if one] == [2.0, 3.0, 5.0]
-    assert bench.engine(model, store)._clock is time.thread_time, "of a model on the CPU"
+        while len(firsts) < len(names):
+            seen.append(engine.get_result(timeout=30).request_id)
+            firsts += [seen[-1]] if seen[-1] in names else []
+        handle.remove()
+        engine.cancel_request("reader")
+    assert firsts.index("b") <= 1
+    assert [name for name in firsts if name != "b"] == names[:4]
+    assert seen[: seen.index("a1")].count("reader") >= 4, "a prompt of 50 tokens takes two steps of it"
 
 
 @pytest.mark.parametrize("new", [1, 4])
-def test_the_first_token_of_a_blended_request_comes_from_its_blend_and_takes_no_step(
-    new, model, bench, stored, monkeypatch
-):
+def test_the_first_token_of_a_blended_request_comes_from_its_blend_and_takes_no_step(new, model, bench, stored):
     ids = [1, *bench.workload.library[0], *bench.workload.library[3], *bench.draw(6, 70)]
     with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
-        steps = steps_of(engine, monkeypatch)
         found, outcome = bench.answer(engine, ids, "one", new)
         check_all_returned(engine)
-    assert steps == [[("one", 1)]] * (new - 1)
+        wait_for(lambda: engine.current_batch == new - 1, "the count of steps")
     assert (outcome.how, outcome.tokens) == ("blended", len(ids))
     assert found == bench.lone_answer(model, stored, ids, new=new, recompute_ratio=RATIO)
 
@@ -513,7 +272,7 @@ def test_requests_with_the_same_chunks_are_blended_once_while_the_first_is_there
     settings = {"recompute_ratio": RATIO, "selector": selector}
     with bench.engine(model, stored, generation_config=long, **settings) as engine:
         if is_shared:
-            release_first(engine, monkeypatch, lambda: len(engine.prefills) == len(asks))
+            read_later(stored, monkeypatch, lambda: len(engine.prefills) == len(asks))
         found = bench.answers(engine, asks)
         outcomes = [*engine.prefills.outcomes.values()]
         check_all_returned(engine)
@@ -524,53 +283,22 @@ def test_requests_with_the_same_chunks_are_blended_once_while_the_first_is_there
     assert found == bench.alone(model, stored, asks, new=60, **settings)
 
 
-@pytest.mark.parametrize(
-    ("layer_s", "stall_s", "turns"), [(10.0, None, 40), (0.25, None, 100), (10.0, 0.05, 100)],
-    ids=["a layer is longer than a turn", "layers are shorter", "as long as is said"],
-)  # fmt: skip
-def test_a_blend_takes_no_more_than_its_share_of_the_time_of_those_that_decode(
-    layer_s, stall_s, turns, model, bench, store, monkeypatch
-):
-    clock, given = [0.0], []
-    run = bench.engine(model, store, stall_s=stall_s)
-    step = SimpleNamespace(active_requests={"reader": None}, in_step=[], passed=lambda: None)
-    run.batch_processor = SimpleNamespace(scheduler=step)
-
-    def advance(seconds):
-        if seconds >= 0:
-            given.append(seconds)
-            clock[0] += layer_s * max(1, seconds // layer_s)
-
-    def stepped(*given):
-        run._advance()
-        clock[0] += 1.0
-        return True
-
-    monkeypatch.setattr(batching, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(run.prefills, "advance", advance)
-    monkeypatch.setattr(batching.ContinuousBatchingManager, "_generation_loop_body", stepped)
-    for _ in range(100):
-        run._generation_loop_body(run.batch_processor, False)
-    assert len(given) == turns
-    assert stall_s is not None or clock[0] <= 100 * (1 + batching.TURN_STEPS) + layer_s
-
-
-def test_the_model_is_looked_at_between_two_steps_alone(model, bench, store, monkeypatch):
-    """During a step its config says is_causal=False: fingerprints and masks would be others."""
-    seen, steps = [], []
-    for owner, name in (prefills, "fingerprint"), (prefills, "compute_chunk"), (BlendCache, "forward_begins"):
-        noting(monkeypatch, owner, name, lambda *_, **__: seen.append(len(steps) % 2))
-    chunks = [bench.draw(20, 1), bench.draw(30, 2)]
-    slow = bench.generation(max_new_tokens=60)
-    with bench.engine(model, store, recompute_ratio=RATIO, generation_config=slow) as engine:
-        step = engine._generation_step
-        monkeypatch.setattr(engine, "_generation_step", lambda: (steps.append(1), step(), steps.append(0)))
+def test_a_blend_computes_between_two_steps_alone(model, bench, store):
+    """During a step the model's config says is_causal=False: masks would be others."""
+    seen, chunks = [], [bench.draw(20, 1), bench.draw(30, 2)]
+    slow = bench.generation(max_new_tokens=60, eos_token_id=-1)
+    hook = lambda *_: seen.append((threading.current_thread().name, vars(model.config).get("is_causal")))  # noqa: E731
+    with bench.engine(model, store, recompute_ratio=RATIO, generation_config=slow, stall_s=0.0) as engine:
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(observer(hook))
         reader = engine.add_request([1, *bench.draw(9, 3)], streaming=True, blend=False)
         assert engine.get_result(timeout=30).request_id == reader
         asked = bench.Ask([1, 7, 8, *chunks[0], *chunks[1], 9, 9], chunks)
-        del seen[:]
         bench.collect(engine, [reader, engine.add_request(asked.prompt)])
-    assert seen == [0] * 5, "fingerprint, two chunks and what is before them, the forward"
+    of_blends = [causal for name, causal in seen if name == "hf_blend-prefill"]
+    assert len(of_blends) >= 4 * len(model.model.layers), "two chunks and what is before them, the prompt"
+    assert {*of_blends} == {None}
+    assert {causal for name, causal in seen if name != "hf_blend-prefill"} == {False}
 
 
 def test_a_name_is_refused_while_a_request_has_it_and_free_when_that_is_over(model, bench, store):
@@ -615,8 +343,8 @@ def test_a_cancelled_request_leaves_nothing_behind_and_others_go_on(when, model,
             of_ids = lambda identity, sink, ids: cancel_now(engine, ids[-6:] == asks[0].ids[-6:])  # noqa: E731
             noting(monkeypatch, stored, "find", of_ids)
         if when == "in a layer":
-            of_name = lambda held: cancel_now(engine, held.state.request_id == "victim")  # noqa: E731
-            noting(monkeypatch, engine.prefills, "_blend", of_name)
+            of_name = lambda request, _: cancel_now(engine, request.state.request_id == "victim")  # noqa: E731
+            noting(monkeypatch, engine.prefills._blender, "_blend", of_name)
         names = [engine.add_request(ask.ids, f"other {n}") for n, ask in enumerate(asks[1:])]
         settings = {"max_new_tokens": 200} if when == "decoding" else {}
         engine.add_request(asks[0].ids, "victim", streaming=True, **settings)
@@ -643,7 +371,7 @@ def test_blocks_of_a_prompt_whose_chunk_is_evicted_meanwhile_serve_no_other(mode
     alone = bench.lone_answer(model, store, ids, recompute_ratio=0.0)
     with bench.engine(model, store, {"page_size": 4}, recompute_ratio=0.0) as engine:
         with monkeypatch.context() as patch:
-            noting(patch, engine.prefills, "_blend", lambda _: store.delete(keys[1]))
+            noting(patch, engine.prefills._blender, "_blend", lambda *_: store.delete(keys[1]))
             bench.answers(engine, [bench.Ask(ids)])
         store.add(model, None, chunks)
         found, outcome = bench.answer(engine, ids)
@@ -705,7 +433,7 @@ class Odd(Exception):
     """Of some library."""
 
 
-FAULTS = {"find": SystemExit, "_spans": ImportError, "_find": AssertionError, "_blend": StoreError}
+FAULTS = {"find": SystemExit, "_spans": ImportError, "fingerprint": AssertionError, "_blend": StoreError}
 
 
 @pytest.mark.parametrize(("where", "kind"), [*FAULTS.items(), ("_blend", Odd)])
@@ -722,7 +450,8 @@ def test_a_prefill_may_fail_anywhere_with_whatever_it_likes_and_is_computed_in_f
                 broken.append(True)
                 raise kind("what no list foresees")
 
-        noting(monkeypatch, stored if where == "find" else engine.prefills, where, fail)
+        owner = {"find": stored, "fingerprint": prefills}.get(where, engine.prefills._blender)
+        noting(monkeypatch, owner, where, fail)
         names = [engine.add_request(asks[0])]
         wait_for(lambda: broken, "the failure")
         names.append(engine.add_request(asks[1]))
@@ -836,7 +565,7 @@ def test_what_cannot_be_served_is_refused_by_name(what, tiny_model, bench, store
 
 def test_an_engine_for_which_no_number_of_blocks_fits_says_that_none_was_given(model, bench, store, monkeypatch):
     fail = raising(ValueError("Invalid values: num_sectors = -3"))
-    monkeypatch.setattr(type(bench.engine(model, store)).__mro__[1], "_create_batch_processor", fail)
+    monkeypatch.setattr(BlendedPagedCache, "__init__", fail)
     with pytest.raises(ConfigError, match=r"num_blocks=None came.*num_sectors = -3 Pass num_blocks"):
         bench.engine(model, store, {"num_blocks": None}).start()
     with pytest.raises(ValueError, match="Invalid values"):

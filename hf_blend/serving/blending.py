@@ -1,0 +1,234 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""How the blocks of one request are filled: by those of an earlier one, or by a blended prefill.
+
+Where the blocks are those of an earlier request there are no logits: then `PagedAttentionCache.search_prefix_match`
+answers up to where these blocks go. `docs/serving.md` says why not always.
+"""
+
+import hashlib
+import inspect
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.continuous_batching.utils import stream_context
+
+from .. import plugins
+from ..cache.blend_cache import BlendCache
+from ..config import BlendConfig
+from ..model.anatomy import decoder_layers, default_sink
+from ..model.canary import compute_chunk
+from ..model.modality import KINDS_OF_TOKENS
+from ..prompt.pieces import TextPrompt
+from ..store import ChunkStore
+from ..store.chunk import ChunkKey, Found
+from .paged import BlendedPagedCache, salted
+from .turns import Turns
+
+__all__ = ["Blender", "Prefilled", "Reuse", "Waiting"]
+
+FETCH_S = 2.0  # how long a chunk on another machine is waited for; a later one is computed
+
+Spans = Sequence[Found]
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Where a request's chunks come from."""
+
+    store: ChunkStore
+    prompt: TextPrompt
+    salt: tuple[int, ...] = ()
+    is_blended: bool = True
+
+    @property
+    def pictures(self) -> Mapping[str, Any]:
+        """What a forward is given for the images of the prompt; empty if it has none."""
+        return getattr(self.prompt, "arguments", {})
+
+
+@dataclass
+class Prefilled:
+    """What happened to a request before the engine began with it."""
+
+    how: str = "waiting"
+    tokens: int = 0
+    prefix_tokens: int = 0
+    computed_chunks: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    charged_budget: float | None = None
+    reason: str = ""
+    begun: float | None = None  # by time.perf_counter
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request that the engine does not see yet."""
+
+    state: Any
+    reuse: Reuse
+    outcome: Prefilled
+    since: float = field(default_factory=time.monotonic)
+    identity: str = ""  # the model's fingerprint, looked at between two steps
+    logits: Tensor | None = None  # `[1, vocabulary]` behind a blended prompt
+    error: BaseException | None = None  # with which its prefill ended
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.reuse.store.namespace
+
+
+class Blender:
+    """Fills blocks, in the worker's turns.
+
+    Attributes:
+        paged: whose blocks, and `stream`, on which the engine computes; both are set when the engine starts.
+        may_grow: whether another prompt may take blocks; set before each turn.
+    """
+
+    paged: BlendedPagedCache
+    stream: Any = None
+    may_grow = True
+
+    def __init__(self, model: nn.Module, config: BlendConfig) -> None:
+        """The selector of `config` says whether blends depend on the question."""
+        self._model, self._config = model, config
+        selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
+        self._sees_question = bool(selector.needs_question or selector.needs_full_prefill)
+
+    def settle(self) -> None:
+        """Wait for the device before those that decode go on: the bound is on what they see."""
+        if self._model.device.type != "cpu" and self.stream is not None:
+            self.stream.synchronize()
+
+    def has_stored(self, reuse: Reuse, identity: str) -> bool:
+        """Whether chunks of a prompt are stored under a model's identity in the store."""
+        return bool(self._spans(reuse, identity, reuse.prompt.ids))
+
+    def fill(self, request: Waiting, turns: Turns) -> None:
+        """In the worker: fill the blocks of one request, in turns."""
+        with torch.no_grad(), stream_context(self.stream), turns.at_layers(decoder_layers(self._model)):
+            request.outcome.begun = time.perf_counter()
+            request.outcome.tokens = self._filled(request, turns)
+            turns.checkpoint()  # from here to the end the engine waits
+
+    def _filled(self, request: Waiting, turns: Turns) -> int:
+        """How many of a prompt's first tokens are in its blocks now."""
+        state, reuse, paged = request.state, request.reuse, self.paged
+        spans = self._found(request, turns)
+        if not spans and not reuse.pictures:
+            return 0
+        exact, least = (spans[0].start, spans[-1].start + spans[-1].tokens) if spans else (0, 0)
+        ids = salted(state.initial_tokens, reuse.salt)
+        root = self._root(spans, reuse, state.initial_tokens) if spans else 0
+        fetched = []
+        for span in spans:  # into memory, while the engine runs
+            fetched.append(reuse.store.get(span.key, FETCH_S))
+            turns.release()
+        turns.checkpoint()
+        is_shared = paged.shares and not reuse.pictures  # ids do not tell which images are in blocks
+        if is_shared:
+            if paged.count_exact(ids) >= least:
+                request.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
+                return 0
+            if shared := paged.share_blended(state, ids[:-1], exact, root, least):
+                request.outcome.how = "shared"
+                return shared
+        while not (self.may_grow and paged.reserve(state, len(ids))):
+            turns.checkpoint(end_turn=True)  # blocks come back as others finish
+        self._blend(request, turns)
+        del fetched
+        is_planned = self._spans(reuse, request.identity, state.initial_tokens) == spans
+        paged.register(state.request_id, ids if is_planned and is_shared else (), exact, root, least)
+        return len(ids)
+
+    def _found(self, request: Waiting, turns: Turns) -> Spans:
+        """Where chunks stand in a prompt that are stored; those that must be are computed first."""
+        reuse, token_ids, identity = request.reuse, request.state.initial_tokens, request.identity
+        for key in self._missing(reuse, identity):
+            with reuse.store.timed(key):
+                turns.checkpoint()
+                chunk = compute_chunk(self._model, key)
+                turns.release()
+            reuse.store.put(chunk)
+            request.outcome.computed_chunks += 1
+        return self._spans(reuse, identity, token_ids)
+
+    def _spans(self, reuse: Reuse, identity: str, token_ids: Sequence[int]) -> Spans:
+        """The chunks of a prompt that are stored now; one may be evicted, or come from another server, at any time."""
+        spans = reuse.store.find(identity, self._prefix(reuse, identity), token_ids)
+        return [span for span in spans if span.start + span.tokens < len(token_ids)]
+
+    def _missing(self, reuse: Reuse, identity: str) -> list[ChunkKey]:
+        """Chunks of a request, and what comes before the first of them, that are not stored."""
+        prefix, namespace = self._prefix(reuse, identity), reuse.store.namespace
+        keys = [ChunkKey(identity, prefix, span.token_ids, namespace) for span in reuse.prompt.spans()]
+        opening = reuse.prompt.ids[: reuse.prompt.opening]
+        if len(opening) > len(default_sink(self._model)):
+            keys.append(ChunkKey(identity, (), opening, namespace))
+        return [key for key in dict.fromkeys(keys) if not reuse.store.contains(key)]
+
+    def _prefix(self, reuse: Reuse, identity: str) -> tuple[int, ...]:
+        """What chunks are behind, as a lone cache would take it."""
+        given = self._config.chunk_prefix_ids
+        return reuse.store.longest_prefix(identity) or default_sink(self._model) if given is None else tuple(given)
+
+    def _blend(self, request: Waiting, turns: Turns) -> None:
+        """Run the blended prefill of a whole prompt, and copy its K and V."""
+        state, paged = request.state, self.paged
+        cache = BlendCache(self._model, request.reuse.store, self._config)
+        cache.get_seq_length()  # from here on it sees the model's call
+        inputs: Mapping[str, Any] = {"input_ids": torch.tensor([state.initial_tokens], device=paged.device)}
+        if request.reuse.pictures:
+            given, state.fewer_positions = _model_inputs(self._model, state.initial_tokens, request.reuse.pictures)
+            inputs = cache.inputs_with_images(**given)
+        output = self._model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        layers: list[Any] = cache.layers
+        rows = paged.rows_of(state.request_id, len(state.initial_tokens))
+        for index, layer in enumerate(layers):
+            turns.checkpoint()
+            paged.write(index, rows, layer.keys[0], layer.values[0])
+        request.logits = output.logits[0, -1:]
+        outcome, report = request.outcome, cache.report  # which holds tensors of every layer
+        outcome.how, outcome.charged_budget = "blended", report.charged_budget
+        outcome.reused_tokens, outcome.recomputed_tokens = report.reused_tokens, sum(map(len, report.chosen_columns))
+
+    def _root(self, spans: Spans, reuse: Reuse, token_ids: Sequence[int]) -> int:
+        """What the hashes of blended blocks begin at: all that their K and V depend on beside the tokens in them."""
+        about = {
+            "fingerprint": spans[0].key.fingerprint,
+            "namespace": reuse.store.namespace,
+            "salt": reuse.salt,
+            "config": self._config.to_dict(),
+            "chunks": [(span.start, span.key.digest, span.first, span.tokens) for span in spans],
+            "before": list(token_ids if self._sees_question else token_ids[: spans[0].start]),
+        }
+        digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8)
+        return int.from_bytes(digest.digest(), "little")
+
+
+def _model_inputs(
+    model: nn.Module, token_ids: Sequence[int], pictures: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], int]:
+    """What a forward of some tokens with images is given, and how many positions fewer they take than tokens.
+
+    There may be more tokens than the prompt had: of an answer that is computed again.
+    """
+    ids = torch.tensor([token_ids])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for name, value in pictures.items():
+        is_mark = name.endswith(KINDS_OF_TOKENS)
+        given[name] = nn.functional.pad(value, (0, ids.shape[1] - value.shape[1])) if is_mark else value
+    given = {name: value.to(model.device) for name, value in given.items()}
+    place = getattr(model.base_model, "get_rope_index", None)
+    if place is None:
+        return given, 0
+    taken = {name: value for name, value in given.items() if name in inspect.signature(place).parameters}
+    return given, int(place(**taken)[1])

@@ -1,0 +1,37 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whose request is next: the tenants in turn."""
+
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
+from typing import TypeVar
+
+__all__ = ["Rounds"]
+
+T = TypeVar("T")
+
+
+class Rounds:
+    """Round robin by tenant: whoever waits in line is served before any other tenant is served twice."""
+
+    def __init__(self) -> None:
+        self._line: list[str] = []
+        self._served: list[str] = []  # since they were ordered last
+
+    def order(self, requests: Iterable[T], tenant_of: Callable[[T], str]) -> list[T]:
+        """The first request of each tenant in line, then the second of each, and so on; tenants without one leave.
+
+        Who comes stands behind those in line, and who was served behind who comes.
+        """
+        queues: dict[str, list[T]] = {}
+        for request in requests:
+            queues.setdefault(tenant_of(request), []).append(request)
+        line = dict.fromkeys([*self._line, *(one for one in queues if one not in self._served), *self._served])
+        self._line, self._served = [tenant for tenant in line if tenant in queues], []
+        rows = zip_longest(*(queues[tenant] for tenant in self._line))
+        return [request for row in rows for request in row if request is not None]
+
+    def serve(self, tenant: str) -> None:
+        """A request of this tenant was served: the others come before its next one."""
+        self._line = [one for one in self._line if one != tenant]
+        self._served.append(tenant)
