@@ -13,6 +13,7 @@ import typer
 
 from hf_blend.evaluation.parsing import FileLimits
 
+from .calibrating import Calibrate, calibrate_once
 from .options import (
     MEGABYTES,
     SECONDS,
@@ -57,6 +58,7 @@ def index(
     chunk_tokens: ChunkTokens = 512,
     shard: ShardOption = None,
     ray: Ray = None,
+    calibrate: Calibrate = False,
     correction: Correction = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -124,6 +126,8 @@ def index(
                 done = _run_on_ray(indexer, ray, source, place)
             else:
                 done = indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
+        if is_first:
+            calibrate_once(indexer.model, source.tokenizer, opened, calibrate)
         evicted = sum(opened.stats()["evicted"].values())
     if is_first or shard:
         numbers: dict[str, Any] = {"documents": len({piece.name for piece in pieces}), **asdict(done)}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .calibrating import Calibrate, chosen
 from .options import REAL, Correction, Device, Dtype, Model, Ratio, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, say, show
 
@@ -89,6 +90,7 @@ def serve(
     port: Port = 8000,
     ratio: Ratio = None,
     selector: Selector = None,
+    calibrate: Calibrate = False,
     tenants: TenantsFile = None,
     api_key: ApiKey = None,
     secret_file: SecretFile = None,
@@ -114,11 +116,13 @@ def serve(
         hf-blend serve --check --port 0 --store my-chunks --json  # slow
         hf-blend serve --model HuggingFaceTB/SmolLM2-135M-Instruct --store my-chunks  # network
     """
+    from hf_blend import ChunkStore
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import open_model
 
     rows = _tenants(tenants, secret_file, api_key)
-    blend = blend_config(selector, recompute_ratio=ratio, is_blind=True, allow_unverified=allow_unverified)
+    settings = {"recompute_ratio": ratio, "is_blind": True, "allow_unverified": allow_unverified}
+    blend = blend_config(selector, **settings)
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
     if upstream is not None:
         app = _proxy(upstream, model, blend, rows, limits)
@@ -128,10 +132,16 @@ def serve(
         return
     plan = {
         "name": served_model_name or _name(model), "location": store, "remote": remote, "correction": correction,
-        "secret": read_secret(secret_file), "tenants": rows, "blend": blend, "cache_tokens": cache_tokens,
+        "secret": read_secret(secret_file), "tenants": rows, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
     }  # fmt: skip
-    service = _service(open_model(model, device, dtype, weights), plan, limits)
+    source = open_model(model, device, dtype, weights)
+
+    def blended(loaded: Any) -> Any:
+        with ChunkStore.open(store, secret=plan["secret"]) as opened:
+            return chosen(loaded, source.tokenizer, opened, selector, calibrate=calibrate, **settings)
+
+    service = _service(source, plan, limits, blended)
     say(f"Serving {service.name} in {service.memory}.")
     answers: list[dict[str, Any]] = []
 
@@ -206,7 +216,7 @@ def _tenants(path: Path | None, secret_file: Path | None, api_key: str | None) -
     return read_tenants(path) if path is not None else []
 
 
-def _service(source: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Service":
+def _service(source: Any, plan: dict[str, Any], limits: dict[str, Any], blended: Callable[[Any], Any]) -> "Service":
     from hf_blend.evaluation.pictures import Eyes
     from hf_blend.serving.heaps import share_heaps
     from hf_blend.serving.run import ServerPlan, make_service
@@ -214,10 +224,11 @@ def _service(source: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Serv
 
     share_heaps()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    server = ServerPlan(**plan, limits=Limits(**limits))
+    model = source.load()
+    server = ServerPlan(**plan, blend=blended(model), limits=Limits(**limits))
     processor = source.processor()
     eyes = processor and Eyes(processor, source.config, server.limits)
-    return make_service(source.load(), source.tokenizer, server, eyes)
+    return make_service(model, source.tokenizer, server, eyes)
 
 
 def _ask(url: str, stop: Callable[[], None], model: str, key: str, json: bool, answers: list[dict[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ..cache.blend_cache import BlendCache
-from ..config import BlendConfig, default_config
+from ..config import BlendConfig
 from ..errors import ConfigError, HfBlendError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, text_config
 from ..model.attention import STOCK, is_flash
@@ -80,7 +80,8 @@ class BlendedBatching(ContinuousBatchingManager):
         **settings: Any,
     ) -> None:
         """Prepare an engine; `start`, or a `with` block, begins it."""
-        self.blend_config = BlendConfig.from_dict({**(config or default_config(is_blind=True)).to_dict(), **settings})
+        config = config or store.recipe(model, is_blind=True).config(is_blind=True)
+        self.blend_config = BlendConfig.from_dict({**config.to_dict(), **settings})
         batching = copy.copy(batching) if batching is not None else ContinuousBatchingConfig()
         generation_config = copy.deepcopy(generation_config or model.generation_config)
         _check_end_tokens(generation_config.eos_token_id)
