@@ -77,7 +77,7 @@ def ask(
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.loading.controller import LoadingController
 
-    settings = {"recompute_ratio": ratio, "allow_unverified": allow_unverified}
+    settings: dict[str, Any] = {"recompute_ratio": ratio, "allow_unverified": allow_unverified}
     blend_config(selector, **settings)  # or refuses them, before the weights are read
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")

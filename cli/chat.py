@@ -12,6 +12,7 @@ from hf_blend.errors import PromptError
 from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
+from .calibrating import chosen
 from .output import Json, say, show
 from .reading import read, say_limits, split
 
@@ -60,7 +61,7 @@ def chat(
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.evaluation.retrieving import Retriever
 
-    settings = {"recompute_ratio": ratio, "allow_unverified": allow_unverified}
+    settings: dict[str, Any] = {"recompute_ratio": ratio, "allow_unverified": allow_unverified}
     blend_config(selector, **settings)  # or refuses them, before the weights are read
     if "-" in (names := corpus or []):
         raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")

@@ -121,7 +121,7 @@ def serve(
     from hf_blend.evaluation.bundled import open_model
 
     rows = _tenants(tenants, secret_file, api_key)
-    settings = {"recompute_ratio": ratio, "is_blind": True, "allow_unverified": allow_unverified}
+    settings: dict[str, Any] = {"recompute_ratio": ratio, "is_blind": True, "allow_unverified": allow_unverified}
     blend = blend_config(selector, **settings)
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
     if upstream is not None:
@@ -130,15 +130,16 @@ def serve(
             _log_requests()
         _stand_before(app, upstream, host, port, json)
         return
+    secret = read_secret(secret_file)
     plan = {
         "name": served_model_name or _name(model), "location": store, "remote": remote, "correction": correction,
-        "secret": read_secret(secret_file), "tenants": rows, "cache_tokens": cache_tokens,
+        "secret": secret, "tenants": rows, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
     }  # fmt: skip
     source = open_model(model, device, dtype, weights)
 
     def blended(loaded: Any) -> Any:
-        with ChunkStore.open(store, secret=plan["secret"]) as opened:
+        with ChunkStore.open(store, secret=secret) as opened:
             return chosen(loaded, source.tokenizer, opened, selector, calibrate=calibrate, **settings)
 
     service = _service(source, plan, limits, blended)

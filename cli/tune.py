@@ -68,8 +68,8 @@ def tune(
     code 1: none leaves so little, and the nearest is shown, not kept. With --correction each is measured over
     corrected chunks as well, and the correction is chosen where that is cheaper.
 
-    With --quick nothing else has to be said: three rules and full reuse are compared on ten bundled prompts, once for a
-    model that nobody measured.
+    With --quick nothing else has to be said: three rules and full reuse are compared on ten bundled prompts, once for
+    a model that nobody measured.
 
     Examples:
         hf-blend tune --limit 4 --selector kv-deviation --ratio 0.3
@@ -86,9 +86,7 @@ def tune(
 
     if quick:
         if prompts or selector or ratio:
-            raise typer.BadParameter(
-                "--quick has prompts, selectors and ratios of its own: leave --prompts, --selector and --ratio out"
-            )
+            raise typer.BadParameter("--quick has its own: leave --prompts, --selector and --ratio out")
         source = open_model(model, device, dtype)
         with ChunkStore.open(store) as opened:
             got = calibrated(source.load(), source.tokenizer, opened, quiet=json, allow_unverified=allow_unverified)

@@ -157,7 +157,7 @@ def bundled_prompts(model: nn.Module, tokenizer: Any) -> list[Question]:
 
 
 def _at_charge(asker: Asker, prompt: Question, selector: str, allow_unverified: bool) -> BlendConfig:
-    """Set the ratio of a selector so that a prompt is charged `CHARGE`; the charge grows with it one to one, nearly."""
+    """Set the ratio of a selector so that a prompt is charged `CHARGE`; both grow nearly by as much."""
     config = BlendConfig(RULES[selector], selector, allow_unverified=allow_unverified)
     report = asker.answer(prompt.given, config, 1).report
     charged = report.charged_budget if report else CHARGE

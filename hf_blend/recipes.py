@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a model is blended where a caller says nothing: what was found for it, or for its family, or the default.
 
-What `hf-blend tune` and `hf_blend.calibrate` find for a model is kept beside the chunks and comes first; `MEASURED` has
-the families that `benchmarks/robust.py` measured. A recipe chooses which tokens are recomputed, and how many; at no
-value of it is an answer wrong.
+What `hf-blend tune` and `hf_blend.calibrate` find for a model is kept beside the chunks and comes first; `MEASURED`
+has the families that `benchmarks/robust.py` measured. A recipe chooses which tokens are recomputed, and how many; at
+no value of it is an answer wrong.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def needs_question(selector: str | None, options: Mapping[str, Any] | None = None) -> bool:
-    """Return True if what a selector chooses depends on the question; None is the default's, which is made for both."""
+    """Return True if what a selector chooses depends on the question; None is the default, which there is for both."""
     if selector is None:
         return False
     made = plugins.load("selectors", selector)(options or {})

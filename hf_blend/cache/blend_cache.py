@@ -32,7 +32,7 @@ from ..model.anatomy import EXTENDED, decoder_layers, default_sink, refuse_exten
 from ..model.author import Author, author_of, refuse_other_author
 from ..model.calibrate import ensure_trusted, ignores_states
 from ..model.extras import extras_of
-from ..model.fingerprint import fingerprint, structure_digest
+from ..model.fingerprint import structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import ForwardHooks, asking_generate, is_assisting
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
