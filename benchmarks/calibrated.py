@@ -7,7 +7,8 @@
 
 `run` calibrates a model as `hf_blend.calibrate` does, which knows nothing of measured families. `table` compares: of
 the rules that were tried, and of full reuse, which leaves least on the prompts of `robust.json`, mean over its tasks,
-and how much more the choice leaves there. No prompt there is one that calibrated.
+and how much more the choice leaves there. No prompt there is one that calibrated. Where `robust.json` is new, `table`
+alone compares again.
 """
 
 import argparse
@@ -73,7 +74,9 @@ def compared(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[
 def table(arguments: argparse.Namespace) -> None:
     """Write the table."""
     robust = json.loads((RESULTS / "robust.json").read_text("utf-8"))["rows"]
-    rows = [compared(json.loads(path.read_text("utf-8")), robust) for path in arguments.runs]
+    runs = json.loads(arguments.output.read_text("utf-8"))["rows"] if arguments.output.exists() else []
+    runs += [json.loads(path.read_text("utf-8")) for path in arguments.runs]
+    rows = [compared(run, robust) for run in {run["model"]: run for run in runs}.values()]
     settings = {"promise": PROMISE, "charge": CHARGE, "torch": torch.__version__, "commit": _commit()}
     text = ",\n".join("  " + json.dumps(row) for row in rows)
     arguments.output.write_text(f'{{"settings": {json.dumps(settings)},\n"rows": [\n{text}\n]}}\n', "utf-8")
@@ -90,7 +93,7 @@ def main() -> None:
     measure.add_argument("--dtype", default="auto")
     measure.add_argument("--output", type=Path, required=True)
     measure.set_defaults(do=run)
-    write.add_argument("runs", type=Path, nargs="+", help="files of `run`")
+    write.add_argument("runs", type=Path, nargs="*", help="files of `run`, beside those in the table")
     write.add_argument("--output", type=Path, default=RESULTS / "calibrated.json")
     write.set_defaults(do=table)
     arguments = parser.parse_args()
