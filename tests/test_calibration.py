@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore, calibrate, recipes
 from hf_blend.config import BLIND_RATIO, BLIND_SELECTOR

@@ -280,7 +280,7 @@ def _calibrated(document: dict[str, Any]) -> list[str]:
         point = next((point for point in row["points"] if point["candidate"] == row["choice"]), row["points"][0])
         cells = [MODELS[row["model"]], f"{_of(row['choice'])}, {_kl(point)}"]
         cells += [_of(row["best"]), f"{row['of_best']:.2f}"] if "best" in row else ["not measured", ""]
-        lines.append(f"| {' | '.join([*cells, f'{row["cpu_s"]} s'])} |")
+        lines.append(f"| {' | '.join(cells)} | {row['cpu_s']} s |")
     return lines
 
 
