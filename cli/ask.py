@@ -92,10 +92,7 @@ def ask(
     ):
         asks = prepare(source, given, read, top_k, chunk_tokens, system, max_new_tokens, opened)
         asker = asking.Asker(source.load(), source.tokenizer, opened)
-        config = chosen(
-            asker.model, asker.tokenizer, opened, selector, calibrate=calibrate, is_blind=opened.loads_in_part,
-            **settings,
-        )  # fmt: skip
+        config = chosen(asker, selector, calibrate=calibrate, **settings)
         ways = asking.methods(config, compare)
         opened.controller = LoadingController(asker.model, opened, config) if controller else None
         for asked in asks:

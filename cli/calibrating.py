@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_blend import BlendConfig, ChunkStore
+    from hf_blend.evaluation.asking import Asker
     from hf_blend.evaluation.calibration import Calibration
     from hf_blend.recipes import Recipe
 
@@ -36,38 +37,35 @@ def calibrated(
     return got
 
 
-def calibrate_once(
-    model: "nn.Module", tokenizer: Any, store: "ChunkStore", calibrate: bool, allow_unverified: bool = False
-) -> "Recipe":
-    """Calibrate a model if that is asked for and the store has no recipe of it; give the one that it has then."""
+def calibrate_once(model: "nn.Module", tokenizer: Any, store: "ChunkStore", allow_unverified: bool = False) -> None:
+    """Calibrate a model of which the store has no recipe."""
     from hf_blend.model.fingerprint import fingerprint
+
+    if store.recipes.get(fingerprint(model)) is None:
+        calibrated(model, tokenizer, store, allow_unverified=allow_unverified)
+
+
+def say_recipe(recipe: "Recipe") -> None:
+    """Say where the rule is from that is used, or how to find one."""
     from hf_blend.recipes import DEFAULT
 
-    if calibrate and store.recipes.get(fingerprint(model)) is None:
-        calibrated(model, tokenizer, store, allow_unverified=allow_unverified)
-    recipe = store.recipe(model)
     if recipe is DEFAULT:
         say("No rule was measured for this model or its family, so the default is used: --calibrate finds one, once.")
-    return recipe
+    else:
+        say(f"What is recomputed: {recipe.source}.")
 
 
 def chosen(
-    model: "nn.Module",
-    tokenizer: Any,
-    store: "ChunkStore",
-    selector: str | None,
-    *,
-    calibrate: bool = False,
-    is_blind: bool = False,
-    **settings: Any,
+    asker: "Asker", selector: str | None, *, calibrate: bool = False, recompute_ratio: float | None, **settings: Any
 ) -> "BlendConfig":
     """Give the config of a command: what its arguments say, and what they leave out from the model's recipe."""
     from hf_blend.evaluation.answering import blend_config
-    from hf_blend.recipes import DEFAULT
 
-    if selector is None or calibrate:
-        calibrate_once(model, tokenizer, store, calibrate, settings.get("allow_unverified", False))
-    recipe = DEFAULT if selector is not None else store.recipe(model, is_blind=is_blind)
-    if recipe is not DEFAULT:
-        say(f"What is recomputed: {recipe.source}.")
-    return blend_config(selector, is_blind=is_blind, recipe=recipe, **settings)
+    if calibrate:
+        calibrate_once(asker.model, asker.tokenizer, asker.store, **settings)
+    if selector is not None:
+        return blend_config(selector, recompute_ratio=recompute_ratio, **settings)
+    recipe = asker.store.recipe(asker.model)
+    say_recipe(recipe)
+    ratio = {} if recompute_ratio is None else {"recompute_ratio": recompute_ratio}
+    return recipe.config(is_blind=asker.store.loads_in_part, **ratio, **settings)

@@ -70,7 +70,7 @@ def chat(
     with ChunkStore.open(store, correction=correction) as opened:
         retriever = Retriever(split(documents, source, chunk_tokens, store=opened), top_k)
         asker = Asker(source.load(), source.tokenizer, opened)
-        config = chosen(asker.model, asker.tokenizer, opened, selector, **settings)
+        config = chosen(asker, selector, **settings)
         talk = Chat(asker, source, retriever, config, system, max_new_tokens, fixed)
         rows = list(_talk(talk, json))
     if json:

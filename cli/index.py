@@ -13,7 +13,7 @@ import typer
 
 from hf_blend.evaluation.parsing import FileLimits
 
-from .calibrating import Calibrate, calibrate_once
+from .calibrating import Calibrate, calibrate_once, say_recipe
 from .options import (
     MEGABYTES,
     SECONDS,
@@ -127,7 +127,9 @@ def index(
             else:
                 done = indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
         if is_first:
-            calibrate_once(indexer.model, source.tokenizer, opened, calibrate)
+            if calibrate:
+                calibrate_once(indexer.model, source.tokenizer, opened)
+            say_recipe(opened.recipe(indexer.model))
         evicted = sum(opened.stats()["evicted"].values())
     if is_first or shard:
         numbers: dict[str, Any] = {"documents": len({piece.name for piece in pieces}), **asdict(done)}

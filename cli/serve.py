@@ -5,12 +5,13 @@
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .calibrating import Calibrate, chosen
+from .calibrating import Calibrate, calibrate_once, say_recipe
 from .options import REAL, Correction, Device, Dtype, Model, Ratio, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, say, show
 
@@ -116,13 +117,11 @@ def serve(
         hf-blend serve --check --port 0 --store my-chunks --json  # slow
         hf-blend serve --model HuggingFaceTB/SmolLM2-135M-Instruct --store my-chunks  # network
     """
-    from hf_blend import ChunkStore
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import open_model
 
     rows = _tenants(tenants, secret_file, api_key)
-    settings: dict[str, Any] = {"recompute_ratio": ratio, "is_blind": True, "allow_unverified": allow_unverified}
-    blend = blend_config(selector, **settings)
+    blend = blend_config(selector, recompute_ratio=ratio, is_blind=True, allow_unverified=allow_unverified)
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
     if upstream is not None:
         app = _proxy(upstream, model, blend, rows, limits)
@@ -130,20 +129,17 @@ def serve(
             _log_requests()
         _stand_before(app, upstream, host, port, json)
         return
-    secret = read_secret(secret_file)
     plan = {
         "name": served_model_name or _name(model), "location": store, "remote": remote, "correction": correction,
-        "secret": secret, "tenants": rows, "cache_tokens": cache_tokens,
+        "secret": read_secret(secret_file), "tenants": rows, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
+        "blend": blend if selector else {"allow_unverified": allow_unverified, **_ratio(ratio)},
     }  # fmt: skip
-    source = open_model(model, device, dtype, weights)
-
-    def blended(loaded: Any) -> Any:
-        with ChunkStore.open(store, secret=secret) as opened:
-            return chosen(loaded, source.tokenizer, opened, selector, calibrate=calibrate, **settings)
-
-    service = _service(source, plan, limits, blended)
+    before = partial(calibrate_once, allow_unverified=allow_unverified) if calibrate else None
+    service = _service(open_model(model, device, dtype, weights), plan, limits, before)
     say(f"Serving {service.name} in {service.memory}.")
+    if selector is None:
+        say_recipe(service.engine.store.recipe(service.engine.model, is_blind=True))
     answers: list[dict[str, Any]] = []
 
     def started(url: str, stop: Callable[[], None]) -> None:
@@ -217,7 +213,14 @@ def _tenants(path: Path | None, secret_file: Path | None, api_key: str | None) -
     return read_tenants(path) if path is not None else []
 
 
-def _service(source: Any, plan: dict[str, Any], limits: dict[str, Any], blended: Callable[[Any], Any]) -> "Service":
+def _ratio(ratio: float | None) -> dict[str, float]:
+    return {} if ratio is None else {"recompute_ratio": ratio}
+
+
+def _service(
+    source: Any, plan: dict[str, Any], limits: dict[str, Any], before: Callable[..., None] | None = None
+) -> "Service":
+    from hf_blend import ChunkStore
     from hf_blend.evaluation.pictures import Eyes
     from hf_blend.serving.heaps import share_heaps
     from hf_blend.serving.run import ServerPlan, make_service
@@ -225,10 +228,13 @@ def _service(source: Any, plan: dict[str, Any], limits: dict[str, Any], blended:
 
     share_heaps()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    model = source.load()
-    server = ServerPlan(**plan, blend=blended(model), limits=Limits(**limits))
+    server = ServerPlan(**plan, limits=Limits(**limits))
     processor = source.processor()
     eyes = processor and Eyes(processor, source.config, server.limits)
+    model = source.load()
+    if before is not None:
+        with ChunkStore.open(server.location, secret=server.secret) as opened:
+            before(model, source.tokenizer, opened)
     return make_service(model, source.tokenizer, server, eyes)
 
 

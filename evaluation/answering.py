@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 from hf_blend import BlendCache, ChunkStore, plugins
-from hf_blend.config import BlendConfig
+from hf_blend.config import BlendConfig, default_config
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.placement import input_device
 from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.prompt.messages import build_messages, render
 from hf_blend.prompt.pieces import Span, build
-from hf_blend.recipes import DEFAULT, Recipe
 
 INSTRUCTION = "Answer the question from the documents, in as few words as possible."
 
@@ -109,18 +108,13 @@ FULL_REUSE = Method("full reuse", REUSE)
 
 
 def blend_config(
-    selector: str | None,
-    *,
-    recompute_ratio: float | None = None,
-    is_blind: bool = False,
-    recipe: Recipe = DEFAULT,
-    **settings: Any,
+    selector: str | None, *, recompute_ratio: float | None = None, is_blind: bool = False, **settings: Any
 ) -> BlendConfig:
-    """Settings of a blend, with the selector's options behind its name; those of a recipe where none is named."""
+    """Settings of a blend, with the selector's options behind its name; the defaults where nothing is said."""
     if recompute_ratio is not None:
         settings["recompute_ratio"] = recompute_ratio
     if selector is None:
-        return recipe.config(is_blind=is_blind, **settings)
+        return default_config(is_blind=is_blind, **settings)
     name, given = _named("selectors", selector)
     if "check_layers" in given:
         settings["check_layers"] = tuple(_layer(part) for part in given.pop("check_layers").split("+"))
