@@ -83,6 +83,16 @@ def test_calibrating_keeps_the_choice_in_the_store_and_leaves_model_and_chunks_a
     assert found.recipe.settings["selector"] in (names.get(best, best), "none")
 
 
+def test_calibrating_keeps_another_choice_where_the_question_may_not_be_asked(models, two_questions, monkeypatch):
+    model, tokenizer = models["spaces"]
+    monkeypatch.setattr(calibration, "choose", lambda *given: "full reuse" if given[2] else "query-attention")
+    store = memory()
+    recipe = calibrate(model, tokenizer, store).recipe
+    assert (recipe.settings["selector"], recipe.blind_settings["selector"]) == ("query-attention", "none")
+    assert BlendCache(model, store).config.selector == "query-attention"
+    assert store.recipe(model, is_blind=True).config(is_blind=True).recompute_ratio == 0.0
+
+
 def test_calibrating_refuses_by_name_what_cannot_be_blended_or_reads_too_little(tiny_model, models, two_questions):
     _, tokenizer = models["spaces"]
     store = memory()
@@ -148,6 +158,26 @@ def test_measured_families_are_those_of_the_table_and_differ_from_the_default_wh
             for way in {(row["method"], row["target"]) for row in rules if row["target"] == 0.15}
         )
         assert least[1] == (f"{found.rule}@text", found.target)
+
+
+def test_a_choice_is_compared_with_the_best_rule_on_other_prompts_and_keeps_its_promise():
+    import calibrated
+
+    rows = [
+        {"model": "toy", "method": f"{rule}@text", "target": target, "kl": kl}
+        for rule, target, kl in (
+            ("none", 0.0, 0.5), ("none", 0.0, 0.7), ("ramp", 0.15, 0.2), ("ramp", 0.15, 0.4), ("ramp", 0.1, 0.1),
+            ("expected-error", 0.15, 0.3), ("expected-error", 0.15, 0.36), ("random", 0.15, 0.0),
+        )
+    ]  # fmt: skip
+    row = calibrated.compared({"model": "toy", "choice": "expected-error"}, rows)
+    assert row["left"] == pytest.approx({"none": 0.6, "ramp": 0.3, "expected-error": 0.33})
+    assert (row["best"], row["of_best"]) == ("ramp", pytest.approx(1.1))
+    assert "of_best" not in calibrated.compared({"model": "other", "choice": "ramp"}, rows)
+    table = json.loads((calibrated.RESULTS / "calibrated.json").read_text("utf-8"))
+    kept = {row["model"]: row["of_best"] for row in table["rows"] if "of_best" in row}
+    assert "smollm2" in kept
+    assert all(of_best <= calibrated.PROMISE for of_best in kept.values())
 
 
 def test_recommended_tells_a_rule_from_the_default_only_where_every_task_does():
