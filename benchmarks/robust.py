@@ -5,9 +5,12 @@
     python benchmarks/robust.py run --model qwen2.5-coder-1.5b --dtype bfloat16 --task hotpotqa --data DIR --limit 40
     python benchmarks/robust.py run --model qwen2.5-coder-0.5b --task musique --data DIR --passages 12 --limit 24
     python benchmarks/robust.py table
+    python benchmarks/robust.py recommend
 
 Prompts, methods and charges are fixed in this file. `run` appends a line per prompt and method to a file of its own
 and skips what is there: it may be stopped at any time. `table` writes `benchmarks/results/robust.json`.
+`recommend` says of it which rule leaves least on each model, mean over the tasks, and whether it is told from the
+default; `hf_blend.recipes.MEASURED` has what follows from that.
 
 A prompt has the passages that share most rare words with the question, among them one that holds the answer, in the
 order of the data. The error is the KL divergence of the next-token distribution from full prefill's, in nats: the
@@ -35,7 +38,7 @@ import transformers
 from real_selectors import RESULTS, Bench, Method, Task, _commit
 from torch import Tensor
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import HfBlendError
 from hf_blend.evaluation.scores.word_f1 import WordF1
 from hf_blend.evaluation.summary import share_interval
@@ -57,6 +60,7 @@ METHODS = (
     "kv-deviation=0.15",
 )
 UNIT = METHODS[0]
+DEFAULT = f"{BlendConfig.selector}@text={CHARGES[-1]}"
 FAMILIES = {"smollm2": "Llama", **{name: parted.family for name, parted in parted_models.PARTED.items()}}
 PASSAGES, SEED = 6, 7
 TOKENS = {2: (100, 800), 6: (500, 1500), 12: (1000, 2600), 20: (1600, 3600)}  # of the passages together
@@ -250,6 +254,7 @@ def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for method, lines_by_id in by_method.items():
         own = [lines_by_id[name] for name in ids]
         rule, _, charge = method.rpartition("=")
+        default = by_method.get(DEFAULT, {})
         same_charge = by_method.get(f"random@text={charge}")
         yield {
             "method": rule,
@@ -258,6 +263,7 @@ def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "charged": round(statistics.fmean(line["charged"] for line in own), 4),
             **_shares(own, unit),
             "of_random": same_charge and _of(own, [same_charge[name] for name in ids]),
+            "of_default": (default or None) and _of(own, [default[name] for name in ids]),
             "same_answer": round(statistics.fmean(line["same"] for line in own), 4),
             "score": round(statistics.fmean(line["score"] for line in own), 4),
             "full_score": round(statistics.fmean(line["full_score"] for line in own), 4),
@@ -288,6 +294,60 @@ def _of(own: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list
     return [round(value, 4) for value in (sum(kl) / sum(other), *share_interval(kl, other), better)]
 
 
+@dataclass(frozen=True)
+class Recommendation:
+    """The rule that leaves least on a model, mean over tasks.
+
+    Attributes:
+        rule: its name.
+        target: the charge that was asked for.
+        ratio: at which it is charged so, mean over the tasks.
+        left: what it leaves, mean over the tasks.
+        default_left: what the default leaves.
+        is_told: it leaves less than the default on every task, by the interval of the paired share.
+    """
+
+    rule: str
+    target: float
+    ratio: float
+    left: float
+    default_left: float
+    is_told: bool
+
+
+def recommended(rows: Sequence[Row]) -> dict[str, Recommendation]:
+    """Give the best rule of each model, of those that were measured on all of its tasks."""
+    recommendations = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        ways: dict[tuple[str, float], list[Row]] = {}
+        for row in rows:
+            if row["model"] == model and row["method"].endswith("@text"):
+                ways.setdefault((row["method"], row["target"]), []).append(row)
+        most = max(map(len, ways.values()))
+        shares = {
+            way: statistics.fmean(line["kl"] for line in lines) for way, lines in ways.items() if len(lines) == most
+        }
+        rule, target = best = min(shares, key=lambda way: shares[way])
+        recommendations[model] = Recommendation(
+            rule.removesuffix("@text"),
+            target,
+            round(statistics.fmean(line["ratio"] for line in ways[best]), 2),
+            shares[best],
+            shares[f"{BlendConfig.selector}@text", CHARGES[-1]],
+            all(line["of_default"][2] < 1 for line in ways[best]),
+        )
+    return recommendations
+
+
+def recommend(arguments: argparse.Namespace) -> None:
+    """Say of each model which rule leaves least."""
+    for model, best in recommended(json.loads(arguments.output.read_text("utf-8"))["rows"]).items():
+        print(
+            f"{model}: {best.rule} at a charge of {best.target:g} (ratio {best.ratio}) leaves {best.left:.2f}, the "
+            f"default {best.default_left:.2f}: {'' if best.is_told else 'not '}told to leave less"
+        )
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -301,8 +361,11 @@ def main() -> None:
     measure.add_argument("--limit", type=int, default=60)
     measure.add_argument("--methods", nargs="+", choices=METHODS)
     measure.set_defaults(do=run)
-    write.add_argument("--output", type=Path, default=RESULTS / "robust.json")
     write.set_defaults(do=table)
+    advise = commands.add_parser("recommend")
+    advise.set_defaults(do=recommend)
+    for command in (write, advise):
+        command.add_argument("--output", type=Path, default=RESULTS / "robust.json", help="the table")
     for command in (measure, write):
         command.add_argument("--rows", type=Path, default=RESULTS / "robust")
     arguments = parser.parse_args()

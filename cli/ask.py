@@ -12,6 +12,7 @@ from hf_blend.errors import ConfigError
 from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
+from .calibrating import Calibrate, chosen
 from .output import Json, humanise, interruptible, marked, say, show
 from .reading import prepare, read_questions
 
@@ -39,6 +40,7 @@ def ask(
     top_k: options.TopK = 8,
     ratio: options.Ratio = None,
     selector: options.Selector = None,
+    calibrate: Calibrate = False,
     partial: options.Partial = None,
     controller: options.Controller = False,
     compare: Compare = False,
@@ -74,16 +76,14 @@ def ask(
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.loading.controller import LoadingController
 
-    config = blend_config(
-        selector, recompute_ratio=ratio, is_blind=partial is not None, allow_unverified=allow_unverified
-    )
+    settings: dict[str, Any] = {"recompute_ratio": ratio, "allow_unverified": allow_unverified}
+    blend_config(selector, **settings)  # or refuses them, before the weights are read
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
     limits = FileLimits(file_megabytes, file_seconds)
     given, read = read_questions(question, documents or [], questions, limits, verbose)
     source = open_model(model, device, dtype)
     shown = _Shown(json, compare, is_listed=questions is not None or not given)
-    ways = asking.methods(config, compare)
     asks: list[Question] = []
     with (
         ChunkStore.open(store, partial=partial) as opened,
@@ -91,6 +91,8 @@ def ask(
     ):
         asks = prepare(source, given, read, top_k, chunk_tokens, system, max_new_tokens, opened)
         asker = asking.Asker(source.load(), source.tokenizer, opened)
+        config = chosen(asker, selector, calibrate=calibrate, **settings)
+        ways = asking.methods(config, compare)
         opened.controller = LoadingController(asker.model, opened, config) if controller else None
         for asked in asks:
             if compare and (report := asker.answer(asked.given, config, 1).report):

@@ -12,6 +12,7 @@ from hf_blend.errors import PromptError
 from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
+from .calibrating import chosen
 from .output import Json, say, show
 from .reading import read, say_limits, split
 
@@ -59,7 +60,8 @@ def chat(
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.evaluation.retrieving import Retriever
 
-    config = blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
+    settings: dict[str, Any] = {"recompute_ratio": ratio, "allow_unverified": allow_unverified}
+    blend_config(selector, **settings)  # or refuses them, before the weights are read
     if "-" in (names := corpus or []):
         raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")
     documents = read(names, FileLimits(file_megabytes, file_seconds), verbose)
@@ -67,6 +69,7 @@ def chat(
     with ChunkStore.open(store) as opened:
         retriever = Retriever(split(documents, source, chunk_tokens, store=opened), top_k)
         asker = Asker(source.load(), source.tokenizer, opened)
+        config = chosen(asker, selector, **settings)
         talk = Chat(asker, source, retriever, config, system, max_new_tokens, fixed)
         rows = list(_talk(talk, json))
     if json:

@@ -13,6 +13,7 @@ import typer
 
 from hf_blend.evaluation.parsing import FileLimits
 
+from .calibrating import Calibrate, calibrate_once, say_recipe
 from .options import (
     MEGABYTES,
     SECONDS,
@@ -56,6 +57,7 @@ def index(
     chunk_tokens: ChunkTokens = 512,
     shard: ShardOption = None,
     ray: Ray = None,
+    calibrate: Calibrate = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     file_megabytes: FileMegabytes = MEGABYTES,
@@ -121,6 +123,10 @@ def index(
                 done = _run_on_ray(indexer, ray, source, place)
             else:
                 done = indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
+        if is_first:
+            if calibrate:
+                calibrate_once(indexer.model, source.tokenizer, opened)
+            say_recipe(opened.recipe(indexer.model))
         evicted = sum(opened.stats()["evicted"].values())
     if is_first or shard:
         numbers: dict[str, Any] = {"documents": len({piece.name for piece in pieces}), **asdict(done)}

@@ -5,11 +5,13 @@
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .calibrating import Calibrate, calibrate_once, say_recipe
 from .options import REAL, Device, Dtype, Model, Ratio, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, say, show
 
@@ -88,6 +90,7 @@ def serve(
     port: Port = 8000,
     ratio: Ratio = None,
     selector: Selector = None,
+    calibrate: Calibrate = False,
     tenants: TenantsFile = None,
     api_key: ApiKey = None,
     secret_file: SecretFile = None,
@@ -127,11 +130,15 @@ def serve(
         return
     plan = {
         "name": served_model_name or _name(model), "location": store, "remote": remote,
-        "secret": read_secret(secret_file), "tenants": rows, "blend": blend, "cache_tokens": cache_tokens,
+        "secret": read_secret(secret_file), "tenants": rows, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
+        "blend": blend if selector else {"allow_unverified": allow_unverified, **_ratio(ratio)},
     }  # fmt: skip
-    service = _service(open_model(model, device, dtype, weights), plan, limits)
+    before = partial(calibrate_once, allow_unverified=allow_unverified) if calibrate else None
+    service = _service(open_model(model, device, dtype, weights), plan, limits, before)
     say(f"Serving {service.name} in {service.memory}.")
+    if selector is None:
+        say_recipe(service.engine.store.recipe(service.engine.model, is_blind=True))
     answers: list[dict[str, Any]] = []
 
     def started(url: str, stop: Callable[[], None]) -> None:
@@ -205,7 +212,14 @@ def _tenants(path: Path | None, secret_file: Path | None, api_key: str | None) -
     return read_tenants(path) if path is not None else []
 
 
-def _service(source: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Service":
+def _ratio(ratio: float | None) -> dict[str, float]:
+    return {} if ratio is None else {"recompute_ratio": ratio}
+
+
+def _service(
+    source: Any, plan: dict[str, Any], limits: dict[str, Any], before: Callable[..., None] | None = None
+) -> "Service":
+    from hf_blend import ChunkStore
     from hf_blend.evaluation.pictures import Eyes
     from hf_blend.serving.heaps import share_heaps
     from hf_blend.serving.run import ServerPlan, make_service
@@ -216,7 +230,11 @@ def _service(source: Any, plan: dict[str, Any], limits: dict[str, Any]) -> "Serv
     server = ServerPlan(**plan, limits=Limits(**limits))
     processor = source.processor()
     eyes = processor and Eyes(processor, source.config, server.limits)
-    return make_service(source.load(), source.tokenizer, server, eyes)
+    model = source.load()
+    if before is not None:
+        with ChunkStore.open(server.location, secret=server.secret) as opened:
+            before(model, source.tokenizer, opened)
+    return make_service(model, source.tokenizer, server, eyes)
 
 
 def _ask(url: str, stop: Callable[[], None], model: str, key: str, json: bool, answers: list[dict[str, Any]]) -> None:

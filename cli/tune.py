@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .calibrating import calibrated
 from .options import Device, Dtype, Model, Place, Unverified
 from .output import Json, fail, progress, rounded, say, show
 
@@ -34,12 +35,16 @@ Ratios = Annotated[
 Correctors = Annotated[
     list[str], typer.Option("--corrector", help="What is done to tokens that are not recomputed; may be repeated.")
 ]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Calibrate on ten bundled prompts: three rules and full reuse at equal charge.")
+]
 Limit = Annotated[int, typer.Option(min=0, help="The first prompts; 0 is all of a file, and 24 over the handbook.")]
 Seed = Annotated[int, typer.Option(help="Of the halves, and of which pages of the handbook.")]
 
 
 def tune(
     model: Model = None,
+    quick: Quick = False,
     prompts: Prompts = None,
     leave: Leave = 0.35,
     selector: Selectors = None,
@@ -60,9 +65,13 @@ def tune(
     is chosen, full reuse among them. With --store the choice is kept there: BlendCache(model, store) takes it. Exit
     code 1: none leaves so little, and the nearest is shown, not kept.
 
+    With --quick nothing else has to be said: three rules and full reuse are compared on ten bundled prompts, once for
+    a model that nobody measured.
+
     Examples:
         hf-blend tune --limit 4 --selector kv-deviation --ratio 0.3
         hf-blend tune --limit 4 --selector kv-deviation:on=k@0.15 --leave 0.9 --json
+        hf-blend tune --quick --store my-chunks  # slow
         hf-blend tune --model HuggingFaceTB/SmolLM2-135M-Instruct --prompts mine.jsonl  # network
     """
     from hf_blend import ChunkStore
@@ -72,6 +81,15 @@ def tune(
     from hf_blend.model.fingerprint import fingerprint
     from hf_blend.recipes import Recipe
 
+    if quick:
+        if prompts or selector or ratio:
+            raise typer.BadParameter("--quick has its own: leave --prompts, --selector and --ratio out")
+        source = open_model(model, device, dtype)
+        with ChunkStore.open(store) as opened:
+            got = calibrated(source.load(), source.tokenizer, opened, quiet=json, allow_unverified=allow_unverified)
+        if json:
+            show({**asdict(got), "is_kept": store != "memory://"}, as_json=True)
+        return
     found = tuning.candidates(
         selector or tuning.SELECTORS, ratio or tuning.RATIOS, corrector, allow_unverified=allow_unverified
     )

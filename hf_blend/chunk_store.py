@@ -13,7 +13,7 @@ from torch import nn
 
 from . import plugins
 from .errors import ConfigError, suggest
-from .recipes import Recipes
+from .recipes import Recipe, Recipes
 from .store.chunk import ChunkKey
 from .store.opening import Limits, open_tiers
 from .store.seal import check_secret
@@ -122,6 +122,19 @@ class ChunkStore(BaseStore):
         opened = make(memories, tiers, namespace=namespace, index=index, limits=limits, secret=secret, codec=codec)
         opened.recipes = Recipes(root / "recipes" if root else None)
         return opened
+
+    def recipe(self, model: nn.Module, *, is_blind: bool = False) -> Recipe:
+        """Give the settings that a model is blended with where a caller says nothing, and where they are from.
+
+        Args:
+            model: the model.
+            is_blind: the choice may not depend on the question, as never over a store that loads chunks in part.
+        """
+        from .model.anatomy import text_config
+        from .model.fingerprint import fingerprint
+
+        is_blind = is_blind or self.loads_in_part
+        return self.recipes.choose(text_config(model), lambda: fingerprint(model), is_blind=is_blind)
 
     def default_prefix(self, model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
         """Give the tokens that chunks are computed behind where nothing else is said.

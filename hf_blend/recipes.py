@@ -1,20 +1,23 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is blended where a caller says nothing: what `hf-blend tune` found for it, kept beside the chunks.
+"""How a model is blended where a caller says nothing: what was found for it, or for its family, or the default.
 
-A recipe chooses which tokens are recomputed, and how many; at no value of it is an answer wrong.
+What `hf-blend tune` and `hf_blend.calibrate` find for a model is kept beside the chunks and comes first; `MEASURED`
+has the families that `benchmarks/robust.py` measured. A recipe chooses which tokens are recomputed, and how many; at
+no value of it is an answer wrong.
 """
 
 import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config import BlendConfig
+from . import plugins
+from .config import BlendConfig, default_config
 from .errors import ConfigError, HfBlendError
 
 logger = logging.getLogger(__name__)
@@ -27,20 +30,65 @@ class Recipe:
     """Settings of a blend that were measured for one model.
 
     Attributes:
-        settings: fields of `BlendConfig`, of `SETTINGS`.
+        settings: fields of `BlendConfig`, of `SETTINGS`; none are those of the default.
         source: on what they were chosen, in a sentence.
+        blind_settings: those where the choice may not depend on the question, if they were measured, too.
     """
 
     settings: Mapping[str, Any]
     source: str
+    blind_settings: Mapping[str, Any] | None = None
 
-    def config(self, **settings: Any) -> BlendConfig:
-        """Give the config, with settings that override the recipe's.
+    def config(self, *, is_blind: bool = False, **settings: Any) -> BlendConfig:
+        """Give the config, with settings that override the recipe's; `is_blind` as in `default_config`.
 
         Raises:
             ConfigError: a setting is refused.
         """
-        return BlendConfig.from_dict({**self.settings, **settings})
+        return default_config(is_blind=is_blind, **{**self.settings, **settings})
+
+    def blind(self) -> "Recipe | None":
+        """Give the recipe where the choice may not depend on the question; None where none was measured."""
+        if not needs_question(self.settings.get("selector"), self.settings.get("selector_options")):
+            return self
+        return None if self.blind_settings is None else Recipe(self.blind_settings, self.source)
+
+
+def needs_question(selector: str | None, options: Mapping[str, Any] | None = None) -> bool:
+    """Return True if what a selector chooses depends on the question; None is the default, which there is for both."""
+    if selector is None:
+        return False
+    made = plugins.load("selectors", selector)(options or {})
+    return bool(made.needs_question or made.needs_full_prefill)
+
+
+@dataclass(frozen=True)
+class MeasuredFamily:
+    """A model on which `benchmarks/robust.py` compared the rules; those of its kind and width are taken to be like it.
+
+    Attributes:
+        model: its name there.
+        model_type: the architecture, as its config names it.
+        hidden_sizes: widths of the models that it stands for.
+        settings: fields of `BlendConfig`, of `SETTINGS`; none where no rule was told to leave less than the default.
+    """
+
+    model: str
+    model_type: str
+    hidden_sizes: range
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def recipe(self) -> Recipe:
+        """Give the settings and their source."""
+        what = "chose it" if self.settings else "found no rule that leaves less than the default"
+        return Recipe(self.settings, f"the measurement of {self.model} {what}")
+
+
+MEASURED = (  # `python benchmarks/robust.py recommend` says what its rows support
+    MeasuredFamily("smollm2", "llama", range(512, 769)),
+    MeasuredFamily("qwen2.5-coder-1.5b", "qwen2", range(1280, 1793)),
+)
+DEFAULT = Recipe({}, "the default")
 
 
 class Recipes:
@@ -75,16 +123,35 @@ class Recipes:
         path = self._folder / f"{fingerprint}.json"
         try:
             values = json.loads(path.read_text("utf-8"))
-            recipe = Recipe({name: values["settings"][name] for name in values["settings"]}, str(values["source"]))
-            if unknown := set(recipe.settings) - set(SETTINGS):
-                raise ConfigError(f"it has the settings {sorted(unknown)}, expected some of {SETTINGS}")
-            recipe.config()
+            recipe = Recipe({**values["settings"]}, str(values["source"]), values.get("blind_settings"))
+            for settings in (recipe.settings, recipe.blind_settings or {}):
+                if unknown := set(settings) - set(SETTINGS):
+                    raise ConfigError(f"it has the settings {sorted(unknown)}, expected some of {SETTINGS}")
+                BlendConfig.from_dict(settings)
         except (OSError, ValueError, KeyError, TypeError, HfBlendError) as error:
             logger.warning("the recipe %s is left out: %s. Run hf-blend tune again.", path, error)
             del by_model[fingerprint]
             return None
         by_model[fingerprint] = recipe
         return recipe
+
+    def choose(self, config: Any, fingerprint: Callable[[], str], *, is_blind: bool = False) -> Recipe:
+        """Find the recipe where a caller says nothing: the model's here, or its family's, or the default.
+
+        Args:
+            config: of the text model, as transformers has it.
+            fingerprint: computes the model's, if some model has a recipe here.
+            is_blind: leave out recipes whose choice depends on the question.
+        """
+        families = (
+            family.recipe()
+            for family in MEASURED
+            if config.model_type == family.model_type and config.hidden_size in family.hidden_sizes
+        )
+        for recipe in (self.get(fingerprint()) if self else None, *families):
+            if recipe and (usable := recipe.blind() if is_blind else recipe):
+                return usable
+        return DEFAULT
 
     def put(self, fingerprint: str, recipe: Recipe) -> None:
         """Keep the recipe of a model in the place of an earlier one; the file is whole or absent."""

@@ -46,7 +46,14 @@ def test_arguments_override_a_recipe(shared_model, store):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"settings": {"recompute_ratio": 2}, "source": ""}', '{"settings": {"seed": 1}, "source": ""}'],
+    [
+        "",
+        "{",
+        "[]",
+        '{"settings": {}, "source": "", "blind_settings": {"seed": 1}}',
+        '{"settings": {"recompute_ratio": 2}, "source": ""}',
+        '{"settings": {"seed": 1}, "source": ""}',
+    ],
 )
 def test_recipe_that_cannot_be_read_is_left_out_and_named(shared_model, store, tmp_path, caplog, text):
     model = shared_model()

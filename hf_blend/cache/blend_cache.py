@@ -26,13 +26,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 from transformers.tokenization_utils_base import BatchEncoding
 
 from .. import plugins
-from ..config import BlendConfig, default_config
+from ..config import BlendConfig
 from ..errors import ConfigError, HfBlendError, PromptError
 from ..model.anatomy import EXTENDED, decoder_layers, default_sink, refuse_extended, text_config
 from ..model.author import Author, author_of, refuse_other_author
 from ..model.calibrate import ensure_trusted, ignores_states
 from ..model.extras import extras_of
-from ..model.fingerprint import fingerprint, structure_digest
+from ..model.fingerprint import structure_digest
 from ..model.flops import layer_costs
 from ..model.hooks import ForwardHooks, asking_generate, is_assisting
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
@@ -61,6 +61,7 @@ from ..prompt.pieces import (
     tokenizer_digest,
 )
 from ..prompt.text import build_text
+from ..recipes import Recipe
 from ..selectors.base import Hear
 from ..store import ChunkStore
 from .cache_layers import cache_layers
@@ -141,8 +142,8 @@ class BlendCache(Cache):
         Args:
             model: a causal language model of transformers.
             store: where chunks are kept.
-            config: the settings; where left out what `hf-blend tune` kept in the store for this model, or else the
-                defaults.
+            config: the settings; where left out what `hf-blend tune` or `calibrate` kept in the store for this model,
+                or else what was measured for its family, or the defaults.
             **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
 
         Raises:
@@ -153,9 +154,9 @@ class BlendCache(Cache):
         """
         refuse_wrapper(model)
         is_given = config is not None or "selector" in settings
-        recipe = store.recipes.get(fingerprint(model)) if store.recipes and not is_given else None
-        self._recipe = recipe.source if recipe else "given by the caller" if is_given else "the default"
-        config = config or (recipe.config() if recipe else default_config(is_blind=store.loads_in_part))
+        recipe = Recipe({}, "given by the caller") if is_given else store.recipe(model)
+        self._recipe = recipe.source
+        config = config or recipe.config(is_blind=store.loads_in_part)
         self.config = BlendConfig.from_dict({**config.to_dict(), **settings})
         began_s = time.perf_counter()
         layers, digest = decoder_layers(model), structure_digest(model)

@@ -83,8 +83,8 @@ class BlendReport:
         sparse: where steps look at some blocks, how their selections held and what was loaded for them, by the names
             of `SparseMetrics`; None otherwise.
         advice: what the store's controller decided, by the names of `Advice`; None where it was not asked.
-        recipe: where the selector and the ratio are from: the caller, what `hf-blend tune` kept in the store, or the
-            default.
+        recipe: where the selector and the ratio are from: the caller, what `hf-blend tune` or `calibrate` kept in the
+            store, the measurement of the model's family, or the default.
         notice: what else is worth knowing, such as that the chunks were stored with another tokenizer.
         fallback_reason: why every token was computed although there was a prompt, and what to pass instead; empty
             where stored chunks could be reused.

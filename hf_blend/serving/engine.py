@@ -11,7 +11,6 @@ import copy
 import inspect
 import logging
 import mmap
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ..cache.blend_cache import BlendCache
-from ..config import BlendConfig, default_config
+from ..config import BlendConfig
 from ..errors import ConfigError, HfBlendError, PromptError, UnsupportedModelError
 from ..model.anatomy import text_config
 from ..model.author import Author, author_of
@@ -92,7 +91,8 @@ class BlendedBatching(ContinuousBatchingManager):
         **settings: Any,
     ) -> None:
         """Prepare an engine; `start`, or a `with` block, begins it."""
-        self.blend_config = BlendConfig.from_dict({**(config or default_config(is_blind=True)).to_dict(), **settings})
+        config = config or store.recipe(model, is_blind=True).config(is_blind=True)
+        self.blend_config = BlendConfig.from_dict({**config.to_dict(), **settings})
         batching = copy.copy(batching) if batching is not None else ContinuousBatchingConfig()
         generation_config = copy.deepcopy(generation_config or model.generation_config)
         check_end_tokens(generation_config.eos_token_id)

@@ -4,7 +4,7 @@
 
 import asyncio
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -37,7 +37,7 @@ PROMPTS_AT_ONCE = 32  # of the model's full length, for which there is room unle
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """How a server is set up."""
+    """How a server is set up; `blend` is a config, or the settings that differ from the model's recipe."""
 
     name: str = "smollm2"
     location: str | None = None
@@ -45,7 +45,7 @@ class ServerPlan:
     secret: bytes | None = None
     tenants: Sequence[Tenant] = ()
     metrics_by_tenant: bool = False
-    blend: BlendConfig = field(default_factory=BlendConfig)
+    blend: BlendConfig | Mapping[str, Any] = field(default_factory=BlendConfig)
     limits: Limits = field(default_factory=Limits)
     cache_tokens: int | None = None
     batch_tokens: int = 512
@@ -73,9 +73,12 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any =
     tenants = Tenants(rows, open_store)
     try:
         store = next(iter(tenants.stores.values()))
-        prefix = plan.blend.chunk_prefix_ids
+        blend = plan.blend
+        if not isinstance(blend, BlendConfig):
+            blend = store.recipe(model, is_blind=True).config(is_blind=True, **blend)
+        prefix = blend.chunk_prefix_ids
         engine = BlendedBatching(
-            model, store, plan.blend,
+            model, store, blend,
             chunk_prefix_ids=store.default_prefix(model, tokenizer) if prefix is None else prefix,
             generation_config=greedy(model, plan.limits.new_tokens), batching=_batching(tokens, plan),
             stall_s=plan.stall_s,

@@ -16,6 +16,7 @@ from worlds import REFERENCE, reference_questions
 from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.evaluation import bundled
+from hf_blend.recipes import DEFAULT
 from hf_blend.serving import heaps, run
 from hf_blend.serving.prompts import text_prompt
 from hf_blend.serving.service import Tenant, Tenants
@@ -115,7 +116,9 @@ def access():
 def test_requests_are_logged_by_default(reached, access, monkeypatch):
     from hf_blend.cli import serve as module
 
-    monkeypatch.setattr(module, "_service", lambda *given: type("Service", (), {"name": "x", "memory": "y"}))
+    engine = SimpleNamespace(model=None, store=SimpleNamespace(recipe=lambda *given, **more: DEFAULT))
+    service = SimpleNamespace(name="x", memory="y", engine=engine)
+    monkeypatch.setattr(module, "_service", lambda *given: service)
     monkeypatch.setattr(run, "serve", lambda *given, **more: (_ for _ in ()).throw(Reached))
     reached("--no-access-log")
     assert not access.isEnabledFor(logging.INFO)

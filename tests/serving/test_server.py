@@ -29,8 +29,11 @@ from transformers import PreTrainedTokenizerFast
 from worlds import reference_questions
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend.config import BLIND_RATIO, BLIND_SELECTOR
 from hf_blend.errors import ConfigError, PromptError
+from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prompt.detokenizer import Detokenizer
+from hf_blend.recipes import Recipe
 from hf_blend.serving import app, service
 from hf_blend.serving.guard import Doors, Guard, Refused
 from hf_blend.serving.prompts import chat_prompt, text_prompt
@@ -479,6 +482,21 @@ def test_each_of_several_tenants_has_a_share_of_the_disk_or_its_quota(reference,
     service.close(0.0)
     assert quotas["carl"] == 5000
     assert 0 < quotas["anna"] == quotas["bert"] <= shutil.disk_usage(tmp_path).free // 6 + (1 << 30)
+
+
+@pytest.mark.parametrize("settings", [{"selector": "boundary"}, {"selector": "query-attention"}])
+def test_a_server_takes_the_recipe_of_its_model_where_that_asks_no_question(reference, tmp_path, settings):
+    model, tokenizer = reference
+    with ChunkStore.open(tmp_path) as store:
+        store.recipes.put(fingerprint(model), Recipe({**settings, "recompute_ratio": 0.3}, "tuned"))
+    plan = {"location": str(tmp_path), "tenants": TENANTS, "cache_tokens": 256}
+    found = []
+    for blend in ({}, {"recompute_ratio": 0.4}, BlendConfig(0.2)):
+        service = make_service(model, tokenizer, ServerPlan(**plan, blend=blend))
+        found.append((service.engine.blend_config.selector, service.engine.blend_config.recompute_ratio))
+        service.close(0.0)
+    rule, ratio = ("boundary", 0.3) if settings["selector"] == "boundary" else (BLIND_SELECTOR, BLIND_RATIO)
+    assert found == [(rule, ratio), (rule, 0.4), (BlendConfig.selector, 0.2)]
 
 
 def test_the_limits_are_those_of_the_page():

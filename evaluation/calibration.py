@@ -1,0 +1,177 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which rule a model needs that nobody measured: found once, on bundled prompts, before any request.
+
+Ten questions are asked over pages of the bundled handbook, about 500 tokens each. Full prefill answers, and each rule
+is compared with it as `tuning` compares: by the KL divergence of the next tokens over its answer. The unit is what
+reuse behind the default text leaves, which is what doing nothing costs. All rules are at the same charge.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from torch import nn
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.config import BlendConfig
+from hf_blend.errors import PromptError
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.recipes import SETTINGS, Recipe, needs_question
+
+from . import tuning
+from .answering import FULL_REUSE, REUSE, ids_of, request
+from .asking import FORCED_TOKENS, Asker, Loss, Question
+from .bundled import handbook_pages
+
+RULES = {"expected-error": 0.12, "ramp": 0.15, "query-attention": 0.12}  # at which ratio the first prompt tries each
+CHARGE = 0.15
+WORTH = 0.85  # of reuse's error: a rule that leaves more, and cannot be told from reuse, is not worth its charge
+PAGES = tuning.BUNDLED_PAGES  # in a prompt, or as many as the model reads
+FEWEST_PAGES = 2
+QUESTIONS = (  # by the number of the page that answers
+    (1, "Until which day of the year is Tarn Hut kept open?"),
+    (2, "Which branch of the path is safe for children?"),
+    (3, "What did Ines Calder work as before she came to the hut?"),
+    (4, "What happens to beds that were booked but not taken in time?"),
+    (5, "What does the kitchen make on Fridays?"),
+    (6, "Which tap may guests drink from, and why not from the other?"),
+    (7, "What does it mean when the red lamp over the stairs is lit?"),
+    (8, "When should parties for the summit leave, and why?"),
+    (10, "Until when may a booking be cancelled without charge?"),
+    (12, "Who designed the present house, and when was it opened?"),
+)
+NOTICE = (
+    f"Calibrating: {len(QUESTIONS)} full prefills of bundled prompts of about 500 tokens, and the blended ones of "
+    f"{len(RULES)} rules beside them; once for this model."
+)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was chosen for a model, and of what.
+
+    Attributes:
+        recipe: the choice, as the store keeps it.
+        points: full reuse, and each rule, with what it leaves of full reuse's error.
+        reuse_kl: the error of full reuse, nats.
+    """
+
+    recipe: Recipe
+    points: list[tuning.Point]
+    reuse_kl: float
+
+
+def calibrate(
+    model: nn.Module,
+    tokenizer: Any,
+    store: ChunkStore,
+    *,
+    allow_unverified: bool = False,
+    watch: tuning.Watch = lambda items, _: items,
+) -> Calibration:
+    """Choose what is recomputed for a model on ten bundled prompts, and keep it in the store.
+
+    `BlendCache(model, store)` takes the choice from then on where no selector is named; the chunks of the bundled
+    prompts do not enter the store. The choice is the rule that leaves the least error at a charge of 0.15, or to
+    recompute nothing, where that rule leaves more than 0.85 of what full reuse leaves and cannot be told from it.
+
+    Args:
+        model: a causal language model of transformers; left as it is.
+        tokenizer: its tokenizer.
+        store: keeps the choice in the place of an earlier one, on disk if it is.
+        allow_unverified: calibrate a model whose layers could not all be verified.
+        watch: is passed the prompts and what they are, and gives them back; for a bar.
+
+    Returns:
+        The choice, and what each rule left.
+
+    Raises:
+        UnsupportedModelError: the model cannot be blended.
+        PromptError: the model reads too few tokens for two pages and a question, or gives no exact prefill.
+    """
+    with ChunkStore.open("memory://") as scratch:
+        BlendCache(model, scratch, allow_unverified=allow_unverified)  # or refuses the model
+        asker, prompts = Asker(model, tokenizer, scratch), bundled_prompts(model, tokenizer)
+        reuse = replace(REUSE, allow_unverified=allow_unverified)
+        ways = {FULL_REUSE.name: reuse}
+        losses: dict[str, list[Loss]] = {name: [] for name in (FULL_REUSE.name, *RULES)}
+        for prompt in watch(prompts, "prompts, calibrating"):
+            asker.store_chunks(prompt, reuse)
+            if prompt is prompts[0]:
+                ways |= {name: _at_charge(asker, prompt, name, allow_unverified) for name in RULES}
+            full = asker.full(prompt)
+            for name in Random(prompt.name).sample(list(ways), len(ways)):
+                losses[name].append(asker.loss(prompt, full, ways[name]))
+    points = {name: tuning._point(name, own, losses[FULL_REUSE.name]) for name, own in losses.items()}
+    reuse_kl = statistics.fmean(loss.kl for loss in losses[FULL_REUSE.name])
+    choice, blind = (choose(points, reuse_kl, is_blind) for is_blind in (False, True))
+    recipe = Recipe(_settings(ways[choice]), said(points, choice, reuse_kl), _settings(ways[blind]))
+    store.recipes.put(fingerprint(model), recipe)
+    return Calibration(recipe, list(points.values()), reuse_kl)
+
+
+def choose(points: dict[str, tuning.Point], reuse_kl: float, is_blind: bool = False) -> str:
+    """Name the rule that leaves least, or full reuse; with `is_blind` of those alone that do not ask the question."""
+    rules = [points[name] for name in RULES if not (is_blind and needs_question(name))]
+    best = min(rules, key=lambda point: point.kl)
+    is_worth = best.kl <= WORTH or best.high < 1
+    return best.candidate if is_worth and reuse_kl > tuning.LEAST_KL else FULL_REUSE.name
+
+
+def said(points: dict[str, tuning.Point], choice: str, reuse_kl: float) -> str:
+    """Say what was chosen, and why."""
+    begin = f"calibrated on {len(QUESTIONS)} bundled prompts: {choice} "
+    if choice == FULL_REUSE.name:
+        least = min((points[name] for name in RULES), key=lambda point: point.kl)
+        return f"{begin}({reuse_kl:.3f} nats), of which {least.candidate} leaves {_left(least)}"
+    return f"{begin}leaves {_left(points[choice])} of full reuse's error at a charge of {points[choice].charged:.2f}"
+
+
+def _left(point: tuning.Point) -> str:
+    return f"{point.kl:.2f} [{point.low:.2f}, {point.high:.2f}]"
+
+
+def bundled_prompts(model: nn.Module, tokenizer: Any) -> list[Question]:
+    """Ask each question over the page that answers it and others, in an order that is drawn once for all models."""
+    pages = list(handbook_pages().values())
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    prompts = []
+    for number, text in QUESTIONS:
+        drawn = Random(number).sample([page for page in pages if page is not pages[number - 1]], PAGES - 1)
+        for count in range(PAGES, FEWEST_PAGES - 1, -1):
+            chunks = Random(number).sample([pages[number - 1], *drawn[: count - 1]], count)
+            given = request(tokenizer, chunks, text, None)
+            tokens = len(ids_of(tokenizer, given)) + FORCED_TOKENS
+            if not isinstance(most, int) or tokens <= most:
+                break
+        else:
+            raise PromptError(
+                f"the model reads {most:,} tokens, but {FEWEST_PAGES} bundled pages, a question and its answer have "
+                f"{tokens:,}. Tune it on shorter prompts of yours: hf-blend tune --prompts."
+            )
+        prompts.append(Question(f"bundled prompt {number}", given))
+    return prompts
+
+
+def _at_charge(asker: Asker, prompt: Question, selector: str, allow_unverified: bool) -> BlendConfig:
+    """Set the ratio of a selector so that a prompt is charged `CHARGE`; both grow nearly by as much."""
+    config = BlendConfig(RULES[selector], selector, allow_unverified=allow_unverified)
+    report = asker.answer(prompt.given, config, 1).report
+    charged = report.charged_budget if report else CHARGE
+    return replace(config, recompute_ratio=round(max(0.01, config.recompute_ratio + CHARGE - charged), 3))
+
+
+def _settings(config: BlendConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name in SETTINGS}
+
+
+def lines(points: Sequence[tuning.Point]) -> list[str]:
+    """Give a line for each rule that was tried: its charge, what it left, its interval, its time."""
+    return [
+        f"{point.candidate}: charge {point.charged:.2f}, leaves {_left(point)} of full reuse's error, first token "
+        f"after {point.ttft_ratio:.2f} of full prefill's time"
+        for point in points
+    ]

@@ -1,0 +1,224 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A model that nobody measured gets its rule from bundled prompts; one of a measured family has it from the start."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hf_blend import BlendCache, BlendConfig, ChunkStore, calibrate, recipes
+from hf_blend.config import BLIND_RATIO, BLIND_SELECTOR
+from hf_blend.errors import PromptError, UnsupportedModelError
+from hf_blend.evaluation import calibration
+from hf_blend.evaluation.bundled import handbook_pages
+from hf_blend.evaluation.tuning import Point
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.recipes import DEFAULT, MeasuredFamily, Recipe
+from tests.asking import PIECES, memory, prefilled
+
+
+def points(reuse=1.0, **left):
+    """Figures of full reuse and of rules, by what each leaves and the high end of its interval."""
+    named = {"full reuse": (reuse, reuse), **{name.replace("_", "-"): pair for name, pair in left.items()}}
+    return {name: Point(name, 0.15, kl, kl / 2, high, kl, 0.3, 0.2, 0.4, 10) for name, (kl, high) in named.items()}
+
+
+@pytest.fixture
+def two_questions(monkeypatch):
+    monkeypatch.setattr(calibration, "QUESTIONS", calibration.QUESTIONS[:2])
+    monkeypatch.setattr(calibration, "PAGES", 2)
+
+
+@pytest.mark.parametrize(
+    ("left", "choice", "blind"),
+    [
+        ({"expected_error": (0.3, 0.5), "ramp": (0.4, 0.6), "query_attention": (0.5, 0.7)}, "expected-error", "ramp"),
+        ({"expected_error": (0.6, 1.2), "ramp": (0.9, 1.1), "query_attention": (0.5, 1.3)}, "query-attention", "none"),
+        ({"expected_error": (0.9, 1.1), "ramp": (0.86, 0.99), "query_attention": (1.2, 2.0)}, "ramp", "ramp"),
+        ({"expected_error": (0.9, 1.1), "ramp": (0.86, 1.01), "query_attention": (1.2, 2.0)}, "none", "none"),
+    ],
+)
+def test_the_rule_that_leaves_least_is_chosen_where_it_is_worth_its_charge(left, choice, blind):
+    names = [calibration.choose(points(**left), 0.1, is_blind) for is_blind in (False, True)]
+    assert [name.replace("full reuse", "none") for name in names] == [choice, blind]
+    assert calibration.choose(points(**left), 0.0) == "full reuse"  # where nothing is lost, nothing is repaired
+
+
+def test_each_prompt_has_the_page_that_answers_it_and_about_500_tokens(models):
+    model, tokenizer = models["spaces"]
+    prompts = calibration.bundled_prompts(model, tokenizer)
+    pages = list(handbook_pages().values())
+    assert len(prompts) == len(calibration.QUESTIONS) == 10
+    for (number, text), prompt in zip(calibration.QUESTIONS, prompts, strict=True):
+        said = str(prompt.given)
+        chunks = prompt.given.get("documents") or prompt.given["chunks"]
+        assert text in said
+        assert pages[number - 1] in chunks
+        assert len({*chunks}) == len(chunks) >= 2
+        assert 300 < len(" ".join(chunks).split()) < 500 or len(chunks) < calibration.PAGES
+
+
+def test_calibrating_keeps_the_choice_in_the_store_and_leaves_model_and_chunks_as_they_were(
+    models, untouched, two_questions, tmp_path
+):
+    model, tokenizer = models["spaces"]
+    seen = []
+    with ChunkStore.open(tmp_path / "kv") as store, untouched(model):
+        found = calibrate(model, tokenizer, store, watch=lambda items, what: seen.append(what) or items)
+        assert not list(store.entries())
+    assert [point.candidate for point in found.points] == ["full reuse", *calibration.RULES]
+    assert {point.n for point in found.points} == {2}
+    assert all(point.charged == pytest.approx(0.15, abs=0.03) for point in found.points[1:])
+    assert len(seen) == 1
+    with ChunkStore.open(tmp_path / "kv") as again:
+        cache = BlendCache(model, again)
+        assert again.recipes.get(fingerprint(model)).source == found.recipe.source
+        assert again.recipe(model, is_blind=True).settings["selector"] in ("ramp", "none")
+    kept = {name: getattr(cache.config, name) for name in ("selector", "recompute_ratio")}
+    assert kept.items() <= found.recipe.settings.items()
+    names = {"full reuse": "none"}
+    assert found.recipe.source.startswith("calibrated on 2 bundled prompts: ")
+    best = min(found.points, key=lambda point: point.kl).candidate
+    assert found.recipe.settings["selector"] in (names.get(best, best), "none")
+
+
+def test_calibrating_keeps_another_choice_where_the_question_may_not_be_asked(models, two_questions, monkeypatch):
+    model, tokenizer = models["spaces"]
+    monkeypatch.setattr(calibration, "choose", lambda *given: "full reuse" if given[2] else "query-attention")
+    store = memory()
+    recipe = calibrate(model, tokenizer, store).recipe
+    assert (recipe.settings["selector"], recipe.blind_settings["selector"]) == ("query-attention", "none")
+    assert BlendCache(model, store).config.selector == "query-attention"
+    assert store.recipe(model, is_blind=True).config(is_blind=True).recompute_ratio == 0.0
+
+
+def test_calibrating_refuses_by_name_what_cannot_be_blended_or_reads_too_little(tiny_model, models, two_questions):
+    _, tokenizer = models["spaces"]
+    store = memory()
+    with pytest.raises(UnsupportedModelError, match="GPT2"):
+        calibrate(tiny_model("gpt2", n_embd=32, n_head=2, n_layer=2), tokenizer, store)
+    short = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=64)
+    with pytest.raises(PromptError, match="reads 64 tokens, but 2 bundled pages"):
+        calibrate(short, tokenizer, store)
+    assert not store.recipes
+
+
+def test_a_model_of_a_measured_family_and_width_is_blended_as_measured(shared_model, monkeypatch, tmp_path):
+    model, other = shared_model(), shared_model("qwen3")
+    width = model.config.hidden_size
+    ramp = MeasuredFamily("toy", "llama", range(width, width + 1), {"selector": "ramp", "recompute_ratio": 0.2})
+    monkeypatch.setattr(recipes, "MEASURED", (ramp,))
+    store = memory()
+    cache = prefilled(model, PIECES, store=store)[0]
+    assert cache.config == BlendConfig(0.2, "ramp")
+    assert cache.report.recipe == "the measurement of toy chose it"
+    assert BlendCache(model, store, recompute_ratio=0.4).config == BlendConfig(0.4, "ramp")
+    assert BlendCache(model, store, selector="boundary").config == BlendConfig(selector="boundary")
+    assert BlendCache(other, store).config == BlendConfig()
+    store.recipes.put(fingerprint(model), Recipe({"selector": "boundary"}, "tuned"))
+    assert BlendCache(model, store).config == BlendConfig(selector="boundary")
+    monkeypatch.setattr(recipes, "MEASURED", (replace(ramp, hidden_sizes=range(width + 1, 2 * width)),))
+    assert memory().recipe(model) is DEFAULT
+    monkeypatch.setattr(recipes, "MEASURED", (replace(ramp, settings={}),))
+    assert BlendCache(model, memory()).config == BlendConfig()
+    assert memory().recipe(model).source == "the measurement of toy found no rule that leaves less than the default"
+
+
+def test_where_the_question_may_not_be_asked_no_recipe_that_asks_it_is_taken(shared_model):
+    model = shared_model()
+    asking = Recipe({"selector": "query-attention", "recompute_ratio": 0.3}, "tuned")
+    for store in (ChunkStore.open("memory://", partial=0.5), memory()):
+        store.recipes.put(fingerprint(model), asking)
+        recipe = store.recipe(model, is_blind=True)
+        assert recipe is DEFAULT
+        assert recipe.config(is_blind=True) == BlendConfig(BLIND_RATIO, BLIND_SELECTOR)
+        store.recipes.put(fingerprint(model), replace(asking, blind_settings={"selector": "none"}))
+        assert store.recipe(model, is_blind=True).config().selector == "none"
+    store.recipes.put(fingerprint(model), Recipe({"selector": "boundary", "recompute_ratio": 0.3}, "tuned"))
+    assert store.recipe(model, is_blind=True).settings["selector"] == "boundary"
+    partial = ChunkStore.open("memory://", partial=0.5)
+    partial.recipes.put(fingerprint(model), asking)
+    assert BlendCache(model, partial).config == BlendConfig(BLIND_RATIO, BLIND_SELECTOR)
+
+
+def test_measured_families_are_those_of_the_table_and_differ_from_the_default_where_it_is_beaten():
+    import robust
+
+    table = json.loads((robust.RESULTS / "robust.json").read_text("utf-8"))["rows"]
+    best = robust.recommended(table)
+    assert {family.model for family in recipes.MEASURED} == {*best}
+    for family in recipes.MEASURED:
+        found = best[family.model]
+        expected = {"selector": found.rule, "recompute_ratio": found.ratio} if found.is_told else {}
+        assert family.settings == expected
+        rules = [row for row in table if row["model"] == family.model and row["method"].endswith("@text")]
+        least = min(
+            (sum(row["kl"] for row in rules if (row["method"], row["target"]) == way), way)
+            for way in {(row["method"], row["target"]) for row in rules if row["target"] == 0.15}
+        )
+        assert least[1] == (f"{found.rule}@text", found.target)
+
+
+def test_a_choice_is_compared_with_the_best_rule_on_other_prompts_and_keeps_its_promise():
+    import calibrated
+
+    rows = [
+        {"model": "toy", "method": f"{rule}@text", "target": target, "kl": kl}
+        for rule, target, kl in (
+            ("none", 0.0, 0.5), ("none", 0.0, 0.7), ("ramp", 0.15, 0.2), ("ramp", 0.15, 0.4), ("ramp", 0.1, 0.1),
+            ("expected-error", 0.15, 0.3), ("expected-error", 0.15, 0.36), ("random", 0.15, 0.0),
+        )
+    ]  # fmt: skip
+    row = calibrated.compared({"model": "toy", "choice": "expected-error"}, rows)
+    assert row["left"] == pytest.approx({"none": 0.6, "ramp": 0.3, "expected-error": 0.33})
+    assert (row["best"], row["of_best"]) == ("ramp", pytest.approx(1.1))
+    assert "of_best" not in calibrated.compared({"model": "other", "choice": "ramp"}, rows)
+    table = json.loads((calibrated.RESULTS / "calibrated.json").read_text("utf-8"))
+    kept = {row["model"]: row["of_best"] for row in table["rows"] if "of_best" in row}
+    assert "smollm2" in kept
+    assert all(of_best <= calibrated.PROMISE for of_best in kept.values())
+
+
+def test_recommended_tells_a_rule_from_the_default_only_where_every_task_does():
+    import robust
+
+    def row(task, rule, kl, high, target=0.15):
+        about = {"model": "toy", "task": task, "method": f"{rule}@text", "target": target, "ratio": 0.15}
+        return {**about, "kl": kl, "of_default": [kl / 0.6, 0.1, high, 0.5]}
+
+    rows = [row(task, "expected-error", 0.6, 1.0) for task in "ab"]
+    told = [*rows, row("a", "ramp", 0.3, 0.9), row("b", "ramp", 0.4, 0.95), row("a", "random", 0.1, 0.5)]
+    found = robust.recommended(told)["toy"]
+    assert (found.rule, found.left, found.default_left, found.is_told) == ("ramp", pytest.approx(0.35), 0.6, True)
+    assert not robust.recommended([*told[:-2], row("b", "ramp", 0.4, 1.05)])["toy"].is_told
+    assert robust.recommended(rows)["toy"].rule == "expected-error"
+
+
+def test_quick_tune_needs_no_prompts_says_what_it_takes_and_keeps_its_recipe(
+    run, model_folder, tmp_path, two_questions
+):
+    words = ("tune", "--quick", "--model", model_folder, "--store", tmp_path / "kv")
+    code, out, err = run(*words, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    [path] = (tmp_path / "kv" / "recipes").glob("*.json")
+    assert json.loads(path.read_text("utf-8"))["settings"] == document["recipe"]["settings"]
+    assert err.index("Calibrating: ") < err.index("ramp: charge ") < err.index("Chosen: calibrated on 2 bundled")
+    assert run("tune", "--quick", "--selector", "ramp")[0] == 2
+
+
+def test_commands_calibrate_once_and_else_say_that_they_can(run, model_folder, tmp_path, two_questions, monkeypatch):
+    document = tmp_path / "a.txt"
+    document.write_text("The mill is old. Ann owns it.")
+    words = ("--model", model_folder, "--store", tmp_path / "kv")
+    code, _, err = run("index", document, *words)
+    assert (code, "Calibrating" in err, "--calibrate finds one, once" in err) == (0, False, True), err
+    code, _, err = run("index", document, *words, "--calibrate")
+    assert (code, "Calibrating" in err, "--calibrate finds" in err) == (0, True, False), err
+    ask = ("ask", "Who owns it?", document, *words, "--max-new-tokens", 2)
+    code, _, err = run(*ask, "--calibrate")
+    assert (code, "Calibrating" in err) == (0, False), err
+    assert "What is recomputed: calibrated on 2 bundled prompts" in err
+    code, _, err = run(*ask, "--selector", "ramp")
+    assert (code, "What is recomputed" in err, "--calibrate" in err) == (0, False, False), err
