@@ -17,6 +17,7 @@ verify at any rate, as it was measured. A device hides its loading only where bo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ..errors import ConfigError
 from ..store.store import READ_BYTES
@@ -128,9 +129,9 @@ def place(
 
 
 def choose(placements: Sequence[Placement]) -> Placement:
-    """The cheapest device that hides its loading under recomputing; without one, the one that costs least in all."""
+    """The device with the cheapest storage whose loading is hidden under recomputing; if none, the cheapest in all."""
     if not placements:
         raise ConfigError("no device was named, expected one or more. Give --rate NAME=GB/s and --price NAME=PRICE.")
-    hidden = [one for one in placements if one.is_hidden]
-    cost: Callable[[Placement], float] = (lambda one: one.storage_month) if hidden else (lambda one: one.total_month)
+    hidden = [device for device in placements if device.is_hidden]
+    cost: Callable[[Placement], float] = attrgetter("storage_month" if hidden else "total_month")
     return min(hidden or placements, key=cost)

@@ -124,8 +124,8 @@ class Selector(ABC):
         """Read an option that is one of some values, or refuse it."""
         value = self.options[name]
         if value not in choices:
-            known = " or ".join(f"{name}={one!r}" for one in choices)
-            raise ConfigError(f"{type(self).__name__} has {name}={value!r}; give {known}.")
+            expected = " or ".join(f"{name}={choice!r}" for choice in choices)
+            raise ConfigError(f"{type(self).__name__} has {name}={value!r}; give {expected}.")
         return value
 
     def count(self, ratio: float, tokens: int) -> int:
@@ -150,25 +150,25 @@ def norms(states: Tensor) -> Tensor:
     return states.float().square().sum(dim=(1, 3)).sqrt()
 
 
-def layer_numbers(given: Any, num_layers: int) -> list[int]:
-    """Read which layers an option names: "all", "last", "middle" (third), a number, several, or text such as "0,1"."""
+def layer_numbers(option: Any, num_layers: int) -> list[int]:
+    """The layers that an option names: "all", "last", "middle" (third), a number, several, or text such as "0,1"."""
     third = num_layers / 3
     named = {
         "all": range(num_layers),
         "last": [num_layers - 1],
         "middle": range(math.floor(third), max(math.ceil(2 * third), 1)),
     }
-    if isinstance(given, str) and given in named:
-        return list(named[given])
-    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
+    if isinstance(option, str) and option in named:
+        return list(named[option])
+    parts = option.split(",") if isinstance(option, str) else option if isinstance(option, Sequence) else [option]
     try:
-        layers = sorted({int(part) for part in parts})
+        layers = sorted({int(number) for number in parts})
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"layers is {given!r}, but 'all', 'last', 'middle' or numbers are wanted, such as 0,1."
+            f"layers is {option!r}, but 'all', 'last', 'middle' or numbers are expected, such as 0,1."
         ) from error
     if not layers or layers[0] < 0 or layers[-1] >= num_layers:
-        raise ConfigError(f"layers is {given!r}, but the model has layers 0 … {num_layers - 1}. Give some of these.")
+        raise ConfigError(f"layers is {option!r}, but the model has layers 0 … {num_layers - 1}. Give some of these.")
     return layers
 
 
