@@ -15,9 +15,8 @@ a chunk's first read (its first layer, or READ_BYTES where layers are smaller), 
 verify at any rate, as it was measured. A device hides its loading only where both are short.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from ..errors import ConfigError
 from ..store.store import READ_BYTES
@@ -133,5 +132,4 @@ def choose(placements: Sequence[Placement]) -> Placement:
     if not placements:
         raise ConfigError("no device was named, expected one or more. Give --rate NAME=GB/s and --price NAME=PRICE.")
     hidden = [device for device in placements if device.is_hidden]
-    cost: Callable[[Placement], float] = attrgetter("storage_month" if hidden else "total_month")
-    return min(hidden or placements, key=cost)
+    return min(hidden or placements, key=lambda device: device.storage_month if hidden else device.total_month)
