@@ -38,23 +38,23 @@ class SetAside:
     beginnings: Rows
 
 
-def begin_turn(cache: Any, call: GenerateCall, held: int) -> None:
+def begin_turn(cache: Any, call: GenerateCall, cached: int) -> None:
     """See a further `generate` begin; refuse a prompt that is known not to begin with what is held."""
-    cache.is_new_turn, known = True, cache._prompts
+    cache.is_new_turn, prompts = True, cache._prompts
     if call.ids is None:
         return
-    if known.pending.held and known.pending.is_of(call.ids):
+    if prompts.pending.cached and prompts.pending.is_of(call.ids):
         raise PromptError(
-            f"a prompt that inputs() built to come behind the {held} tokens of this cache was passed to generate, but "
-            f"the whole conversation is expected there: generate would leave out its beginning. {ASK_AGAIN}"
+            f"a prompt that inputs() built to come behind the {cached} tokens of this cache was passed to generate, "
+            f"but the whole conversation is expected there: generate would leave out its beginning. {ASK_AGAIN}"
         )
-    refuse_other_prompt(call.ids, call.mask, held, known.beginnings, ASK_AGAIN)
+    refuse_other_prompt(call.ids, call.mask, cached, prompts.beginnings, ASK_AGAIN)
 
 
 def keep_beginning(cache: Any, prompts: Sequence[TextPrompt]) -> tuple[int, str]:
     """Forget what a cache holds behind what a prompt begins with; gives how many tokens stay, and a notice."""
-    held = Cache.get_seq_length(cache)
-    if not held and cache.aside is None:
+    cached = Cache.get_seq_length(cache)
+    if not cached and cache.aside is None:
         return 0, ""
     is_other, ids, common = _recall(cache, author_of(cache.model)), prompts[0].ids, 0
     first: Any = next(layer for layer in cache._token_layers if isinstance(layer, CacheLayerMixin))
@@ -63,20 +63,20 @@ def keep_beginning(cache: Any, prompts: Sequence[TextPrompt]) -> tuple[int, str]
         marks = (at for at, token in enumerate(ids[:common]) if token in cache._placeholders)
         common = next(marks, common)  # another image may stand behind the same id
     common = _keep(cache, common)
-    return common, other_author(held, held - common) if is_other else ""
+    return common, other_author(cached, cached - common) if is_other else ""
 
 
 def keep_history(cache: Any, history: History) -> str:
     """Forget what a cache holds that is not of a history, or of another author; gives a notice of the latter."""
-    held, author = Cache.get_seq_length(cache), author_of(cache.model)
+    cached, author = Cache.get_seq_length(cache), author_of(cache.model)
     if history.input_ids is None:
-        refuse_other_author(cache.author if held else None, author, held, ASK_AGAIN)
+        refuse_other_author(cache.author if cached else None, author, cached, ASK_AGAIN)
         return ""
     is_other, begun, ids = cache.author not in (None, author), cache._prompts.beginnings, history.input_ids
     if is_other:
         begun = cache.aside.beginnings if cache.aside is not None and cache.aside.author == author else ()
-    common = history.columns_of(begun, len(ids[0]) if is_other else held, is_known=is_other)
-    again = ids[:, common:held].flatten().tolist()
+    common = history.columns_of(begun, len(ids[0]) if is_other else cached, is_known=is_other)
+    again = ids[:, common:cached].flatten().tolist()
     if not cache._placeholders.isdisjoint(again):
         raise PromptError(
             f"{len(again)} tokens that the cache holds would be computed again from a history, but some stand for "
@@ -84,7 +84,7 @@ def keep_history(cache: Any, history: History) -> str:
         )
     _recall(cache, author)
     common = _keep(cache, common)
-    return other_author(held, held - common) if is_other else ""
+    return other_author(cached, cached - common) if is_other else ""
 
 
 def ids_behind(beginnings: Rows, request: Request) -> Rows:
@@ -122,12 +122,12 @@ def _recall(cache: Any, author: Author) -> bool:
 
 def _keep(cache: Any, columns: int) -> int:
     """Forget all but the first columns; all, where a window has forgotten what was before. Gives how many stay."""
-    held = Cache.get_seq_length(cache)
-    if columns < held:
+    cached = Cache.get_seq_length(cache)
+    if columns < cached:
         try:
-            cache.crop(columns - held)
+            cache.crop(columns - cached)
         except ConfigError:
             columns = 0
     if not columns:
         cache.forget()
-    return min(columns, held)
+    return min(columns, cached)
