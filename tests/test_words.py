@@ -20,7 +20,7 @@ MOST = {
     "integrations": 155,
     "model": 431,
     "offload": 58,
-    "prefill": 277,
+    "prefill": 1,
     "prompt": 2,
     "serving": 507,
     "sparse": 331,
