@@ -14,7 +14,7 @@ EMPTY = {"asked", "found", "given", "held", "known", "one", "part", "shown", "wa
 
 MOST = {
     "hf_blend": 55,
-    "cache": 267,
+    "cache": 24,
     "context": 337,
     "hybrids": 2,
     "integrations": 155,

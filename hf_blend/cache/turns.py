@@ -30,7 +30,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass
 class SetAside:
-    """K and V of an author that the model no longer is, for when it is again."""
+    """K and V of another author, kept until the model is that author again."""
 
     author: Author | None
     layers: list[Any]
@@ -39,7 +39,7 @@ class SetAside:
 
 
 def begin_turn(cache: Any, call: GenerateCall, cached: int) -> None:
-    """See a further `generate` begin; refuse a prompt that is known not to begin with what is held."""
+    """Note that a further `generate` begins; refuse a prompt that does not begin with the cached tokens."""
     cache.is_new_turn, prompts = True, cache._prompts
     if call.ids is None:
         return
@@ -52,7 +52,7 @@ def begin_turn(cache: Any, call: GenerateCall, cached: int) -> None:
 
 
 def keep_beginning(cache: Any, prompts: Sequence[TextPrompt]) -> tuple[int, str]:
-    """Forget what a cache holds behind what a prompt begins with; gives how many tokens stay, and a notice."""
+    """Keep the tokens of a cache that a prompt begins with; gives how many stay, and a notice."""
     cached = Cache.get_seq_length(cache)
     if not cached and cache.aside is None:
         return 0, ""
@@ -67,7 +67,7 @@ def keep_beginning(cache: Any, prompts: Sequence[TextPrompt]) -> tuple[int, str]
 
 
 def keep_history(cache: Any, history: History) -> str:
-    """Forget what a cache holds that is not of a history, or of another author; gives a notice of the latter."""
+    """Keep the tokens of a cache that a history has and this author computed; gives a notice of other authors."""
     cached, author = Cache.get_seq_length(cache), author_of(cache.model)
     if history.input_ids is None:
         refuse_other_author(cache.author if cached else None, author, cached, ASK_AGAIN)
@@ -104,7 +104,7 @@ def ids_behind(beginnings: Rows, request: Request) -> Rows:
 
 
 def _recall(cache: Any, author: Author) -> bool:
-    """Hold what this author computed, if what is held is of another, which is set aside; gives whether it is."""
+    """Set K and V of another author aside, and hold what this author computed; gives whether there were any."""
     if cache.author in (None, author):
         return False
     aside, cache.aside = cache.aside, None
@@ -121,7 +121,7 @@ def _recall(cache: Any, author: Author) -> bool:
 
 
 def _keep(cache: Any, columns: int) -> int:
-    """Forget all but the first columns; all, where a window has forgotten what was before. Gives how many stay."""
+    """Keep the first columns, or none if a window has forgotten what was before them. Gives how many stay."""
     cached = Cache.get_seq_length(cache)
     if columns < cached:
         try:
