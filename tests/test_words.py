@@ -23,7 +23,7 @@ MOST = {
     "prefill": 1,
     "prompt": 2,
     "serving": 507,
-    "sparse": 331,
+    "sparse": 1,
     "store": 369,
     "training": 58,
     "verify": 93,

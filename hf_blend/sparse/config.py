@@ -57,9 +57,9 @@ def parsed(sparse: float | str | Mapping[str, Any] | SparseConfig, is_away: bool
         if sparse != "auto":
             raise ConfigError(f'sparse is {sparse!r}, expected "auto", a share such as 0.25, or settings by name.')
         return SparseConfig(min_tokens=AUTO_AWAY_TOKENS if is_away else AUTO_TOKENS)
-    given = sparse if isinstance(sparse, Mapping) else {"share": sparse}
-    known = [entry.name for entry in fields(SparseConfig)]
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"sparse has {name!r}, which SparseConfig does not have. {suggest(str(name), known)}")
-    return SparseConfig(**given)
+    settings = sparse if isinstance(sparse, Mapping) else {"share": sparse}
+    names = [entry.name for entry in fields(SparseConfig)]
+    for name in settings:
+        if name not in names:
+            raise ConfigError(f"sparse has {name!r}, which SparseConfig does not have. {suggest(str(name), names)}")
+    return SparseConfig(**settings)
