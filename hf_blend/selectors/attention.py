@@ -67,7 +67,7 @@ class Attention:
         return scores.softmax(dim=-1) * visible
 
     def outputs(self, weights: Tensor) -> Tensor:
-        """What the rows take from the values by what `weights` gives.
+        """The output of attention: the values weighted by what `weights` gave.
 
         Shapes: `[batch, heads, rows, keys]` → `[batch, heads, rows, value_dim]` float32.
         """
@@ -78,7 +78,7 @@ class Attention:
         return (folded @ self.values.float()).view(batch, heads, rows, width)
 
     def _charge(self, visible: Tensor, width: float) -> None:
-        """Two FLOPs for each number that is multiplied and added, for each head and each key that is seen."""
+        """Two FLOPs for each multiplied and added number, by head and by visible key."""
         batch, heads = self.queries.shape[:2]
         share = batch * heads / (visible.shape[0] * visible.shape[1])
         self.charge(visible.sum() * (2.0 * width * share))

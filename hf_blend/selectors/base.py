@@ -72,7 +72,7 @@ class TokenView:
     images: Tensor | None = None
 
     def is_question(self, columns: Tensor) -> Tensor:
-        """Which of some sorted columns stand behind the last token with stored KV; one that is repeated counts once.
+        """Which of some sorted columns are behind the last token with stored KV; a repeated column counts once.
 
         Shapes: `[batch, rows]` → the same.
         """
@@ -89,7 +89,7 @@ class TokenView:
 
 
 class Selector(ABC):
-    """Gives every reusable token a score; the fusor takes the highest."""
+    """Gives every reusable token a score; those with the highest are recomputed."""
 
     needs_kv = True  # False: the choice needs no computed layer, so it is made before the first
     needs_full_prefill = False  # True: for research; costs as much as what blending saves
@@ -108,7 +108,7 @@ class Selector(ABC):
         self.seed = seed
 
     def _typed(self, name: str, value: Any) -> Any:
-        """A number or truth value that came as text, from a command line, is read by the type of its default."""
+        """Read a number or truth value that came as text, from a command line, by the type of its default."""
         kind = type(self.defaults[name])
         if not isinstance(value, str) or kind not in (bool, int, float):
             return value
@@ -173,7 +173,7 @@ def layer_numbers(option: Any, num_layers: int) -> list[int]:
 
 
 def by_turns(scores: Tensor, chunk: Tensor, shares: Tensor) -> Tensor:
-    """Let chunks take turns: each gives its highest scored tokens first, in proportion to its share.
+    """Rank tokens by chunks in turn: each chunk's highest scored tokens first, in proportion to its share.
 
     Shapes: all `[batch, tokens]`: scores, the chunk's number (-1: none), its share (above 0, one for all its tokens) →
     the order of the turns, higher first: the first `n` hold about n × share of each chunk.
