@@ -184,7 +184,7 @@ class BlendCache(Cache):
         self._is_seen = False  # the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
         self._masked_before = 0  # tokens for which transformers made a mask before it called the model
-        self.author: Author | None = None  # of what is held; None while that is not known
+        self.author: Author | None = None  # of the cached tokens; None while unknown
         self.aside: SetAside | None = None
         self.is_new_turn = False  # `generate` has begun, and its first forward has not come
         self._part: Any = None  # loads chunks in part, where the store does

@@ -40,7 +40,7 @@ class Columns:
 class MadeStates:
     """Makes `keys` and `values` at each access, `[batch, kv_heads, tokens, head_dim]`; None where it holds nothing.
 
-    To set them does nothing: what is held has another form.
+    Setting them does nothing: K and V are kept in another form.
     """
 
     keys = property(lambda self: self._look(0), lambda self, _: None)
@@ -84,10 +84,10 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
-        self.unchanged_tokens = 0  # the first so many are as they were when somebody last set this
+        self.unchanged_tokens = 0  # the first so many are as they were when this was last set
         # of a prompt loaded in part what is there: columns, or a mask `[batch, kv_heads or 1, columns]`; None: all
         self.visible: Tensor | None = None
-        self.is_guarded = False  # whoever attends knows of `visible`
+        self.is_guarded = False  # the attention function honours `visible`
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stays of a blend cache when a further turn begins: the first tokens of its prompt, if this model computed them.
 
-K and V belong to their author. Where the model is another one by now, what is held is set aside, and what this one
+K and V belong to their author. Where the model is another one by now, cached K and V are set aside, and what this one
 held before comes back; the rest of the prompt is computed again.
 """
 

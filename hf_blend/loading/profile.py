@@ -3,7 +3,7 @@
 """What this machine does with a model: seconds of a blended prefill by length and ratio, bytes a second of a tier.
 
 Measured once and kept in the assets folder of the Hugging Face cache; a machine, model, dtype or number of threads
-that differs is measured anew.
+that differs is measured again.
 """
 
 import json

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What was said before in a conversation that goes on in the same cache."""
+"""What was said before in a conversation that continues in the same cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

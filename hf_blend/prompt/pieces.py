@@ -195,7 +195,7 @@ def build(
     chunks = list_chunks(chunks)
     if not (chunks or len(history)):
         raise PromptError(
-            f"chunks is {chunks!r}, but a list of at least one chunk is wanted. Without chunks there is nothing to "
+            f"chunks is {chunks!r}, expected a list of at least one chunk. Without chunks there is nothing to "
             "reuse: call generate without a BlendCache."
         )
     pieces = tokenize_chunks(tokenizer, chunks)

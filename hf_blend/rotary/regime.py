@@ -26,7 +26,7 @@ def frequency_regime(config: Any, tokens: int) -> tuple[int, ...]:
 
 
 def stretches(config: Any) -> bool:
-    """Whether a model goes on beyond the positions of its config, because its frequencies adapt to the length."""
+    """Whether a model works beyond the positions of its config, because its frequencies adapt to the length."""
     return frequency_regime(config, 1 << 40) != frequency_regime(config, 1 << 41)
 
 

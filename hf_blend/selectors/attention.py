@@ -18,12 +18,12 @@ class Attention:
         queries: `[batch, heads, rows, head_dim]`, normed, rotated for the rows' positions.
         keys: `[batch, kv_heads, keys, head_dim]`, of all columns: `past` ones from the cache, then the new tokens.
         values: `[batch, kv_heads, keys, value_dim]`.
-        columns: `[batch, rows]`, where each row stands among the new tokens, sorted.
+        columns: `[batch, rows]`, the column of each row among the new tokens, sorted.
         past: keys before the first new token.
         mask: `[batch or 1, heads or 1, rows, keys]`, boolean or additive; None: each row sees the keys up to its own.
         scaling: of the scores.
         softcap: bound of the scores, if the model has one.
-        charge: is told the FLOPs of what is computed here.
+        charge: receives the FLOPs of what is computed here.
     """
 
     queries: Tensor

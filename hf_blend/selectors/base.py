@@ -20,7 +20,7 @@ from ..errors import ConfigError, suggest
 from .attention import Attention
 
 KV = tuple[Tensor, Tensor]
-Hear = Callable[[int, Attention, Tensor], None]  # is told a layer, what the question's rows see there, their weights
+Hear = Callable[[int, Attention, Tensor], None]  # receives a layer, what the question's rows see there, their weights
 
 
 def _unavailable(*_: Any) -> Any:
@@ -37,7 +37,7 @@ class TokenView:
 
     Attributes:
         layer: the layer at which the choice is made.
-        columns: `[batch, tokens]`, where each token stands in the prompt.
+        columns: `[batch, tokens]`, the column of each token in the prompt.
         reusable: `[batch, tokens]`, True for tokens with stored KV that may be left as it is.
         chunk: `[batch, tokens]`, number of the token's chunk in its row; -1 where not reusable.
         offset: `[batch, tokens]`, place of the token in its chunk.
@@ -116,7 +116,7 @@ class Selector(ABC):
             return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
         except (KeyError, ValueError) as error:
             raise ConfigError(
-                f"{type(self).__name__} has {name}={value!r}, but a {kind.__name__} is wanted, such as "
+                f"{type(self).__name__} has {name}={value!r}, expected a {kind.__name__}, such as "
                 f"{self.defaults[name]!r}."
             ) from error
 
@@ -136,7 +136,7 @@ class Selector(ABC):
     def score(self, view: TokenView) -> Tensor:
         """Say how much each token should be recomputed: `[batch, tokens]` float32, higher first.
 
-        What stands at tokens that are not reusable is ignored. Of equal scores the earlier token goes first.
+        Scores of tokens that are not reusable are ignored. Of equal scores the earlier token goes first.
         """
 
 

@@ -4,7 +4,7 @@
 
 A step of one token selects with its own query, if its lock is due. A round of several tokens (a draft that is
 verified) sees what was selected before it, draft and target alike; the scores of all its rows are kept, and when the
-cache shows how many tokens were accepted, the row of the last one is what selects. All accepted: the lock goes on.
+cache shows how many tokens were accepted, the row of the last one is what selects. All accepted: the lock stays.
 Fewer: it is given up, and the next step selects again. Where the draft selects, a round sees what the queries of its
 own drafted tokens look at in the draft model, which has read ahead (`SelectingDraft`).
 """
