@@ -239,7 +239,7 @@ def test_heads_in_any_order_are_those_heads_behind_a_fault_too():
             for blocks in ([0, 2], [], range(3)):
                 tokens = range(20) if len(blocks) == 3 else layers.reader.tokens_of(blocks).tolist()
                 expected = chunk.layers[layer][part][list(heads)][:, list(tokens)]
-                assert torch.equal(layers.part(layer, part, heads, blocks), expected)
+                assert torch.equal(layers.read(layer, part, heads, blocks), expected)
     assert layers._instead is chunk
 
 

@@ -62,7 +62,7 @@ def test_chunks_of_another_namespace_are_not_seen(planner, shared_model):
 def test_parse_counts_what_came_of_a_prompt_and_not_what_was_held_before_it(shared_model):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1, 1]])  # 4 held, 3 of the prompt, 2 new
     arguments = {"input_ids": torch.tensor([[8, 9], [8, 9]]), "attention_mask": mask, "logits_to_keep": 1}
-    request = Request.parse(arguments, shared_model().config, 7, PendingPrompt(held=4))
+    request = Request.parse(arguments, shared_model().config, 7, PendingPrompt(cached=4))
     assert (request.rows, request.before, request.starts) == ([[8, 9]] * 2, [3, 2], [0, 0])
 
 

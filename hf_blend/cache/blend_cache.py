@@ -95,7 +95,7 @@ class KnownPrompts:
 
 @dataclass
 class BeforeBlending:
-    """What takes a blended prefill back after a failure."""
+    """What is needed to undo a blended prefill after a failure."""
 
     snapshots: list[Any]
     pending: PendingPrompt
@@ -185,7 +185,7 @@ class BlendCache(Cache):
         self._is_seen = False  # the hook on the model was called for this forward
         self._layer = len(self._styles)  # the last one that was updated
         self._masked_before = 0  # tokens for which transformers made a mask before it called the model
-        self.author: Author | None = None  # of what is held; None while that is not known
+        self.author: Author | None = None  # of the cached tokens; None while unknown
         self.aside: SetAside | None = None
         self.is_new_turn = False  # `generate` has begun, and its first forward has not come
         self._part: Any = None  # loads chunks in part, where the store does
@@ -242,16 +242,16 @@ class BlendCache(Cache):
             PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
         """
         pad_id = getattr(tokenizer, "pad_token_id", None)
-        known = self._prompts.history.extended(history, pad_id, self.model.generation_config.eos_token_id)
-        prompts = build_all(tokenizer, prefix, chunks, question, known.rows(), separator)
+        conversation = self._prompts.history.extended(history, pad_id, self.model.generation_config.eos_token_id)
+        prompts = build_all(tokenizer, prefix, chunks, question, conversation.rows(), separator)
         question_text = question if isinstance(question, str) else next(iter(question), None)
-        if isinstance(question_text, str) and not known and getattr(tokenizer, "chat_template", None):
+        if isinstance(question_text, str) and not conversation and getattr(tokenizer, "chat_template", None):
             _warn_once(NOT_A_CHAT, "")
-        held, notice = super().get_seq_length(), ""
-        if held or self.aside is not None:
-            self._check_fit(prompts, 0 if known else held)
-            notice = keep_history(self, known)
-        return self._await_prompts(tokenizer, prompts, 0 if known else held, known, notice)
+        cached, notice = super().get_seq_length(), ""
+        if cached or self.aside is not None:
+            self._check_fit(prompts, 0 if conversation else cached)
+            notice = keep_history(self, conversation)
+        return self._await_prompts(tokenizer, prompts, 0 if conversation else cached, conversation, notice)
 
     def inputs_from_messages(
         self,
@@ -344,42 +344,42 @@ class BlendCache(Cache):
             PromptError: the images do not fit the prompt, came with a video, or behind a prompt that is in the cache
                 without `inputs(history=…)`.
         """
-        given: dict[str, Any] = plugins.room("images.prompts").expect_images(self, inputs)
-        return given
+        arguments: dict[str, Any] = plugins.room("images.prompts").expect_images(self, inputs)
+        return arguments
 
     def _expect_texts(self, tokenizer: Any, prompts: Sequence[TextPrompt]) -> BatchEncoding:
         """Expect prompts that begin at position 0; what the cache holds of the same beginning stays."""
         self._check_fit(prompts, 0)
-        held, notice = keep_beginning(self, prompts)
-        if not held:
+        kept, notice = keep_beginning(self, prompts)
+        if not kept:
             return self._await_prompts(tokenizer, prompts, notice=notice)
-        ids = torch.tensor([prompts[0].ids[:held]])
+        ids = torch.tensor([prompts[0].ids[:kept]])
         history = History(ids, torch.ones_like(ids))
-        return self._await_prompts(tokenizer, [prompts[0].behind(held)], history=history, notice=notice)
+        return self._await_prompts(tokenizer, [prompts[0].behind(kept)], history=history, notice=notice)
 
-    def _check_fit(self, prompts: Sequence[Prompt | TextPrompt], held: int) -> None:
+    def _check_fit(self, prompts: Sequence[Prompt | TextPrompt], cached: int) -> None:
         """Refuse prompts that do not fit the model, or the buffers, behind so many tokens."""
-        check_lengths(prompts, held, self._text_config)
-        self._refuse_tokens(held + max(len(prompt.ids) for prompt in prompts), 0)
+        check_lengths(prompts, cached, self._text_config)
+        self._refuse_tokens(cached + max(len(prompt.ids) for prompt in prompts), 0)
 
     def _await_prompts(
         self,
         tokenizer: Any,
         prompts: Sequence[Prompt | TextPrompt],
-        held: int = 0,
+        cached: int = 0,
         history: History | None = None,
         notice: str = "",
     ) -> BatchEncoding:
         """Put prompts side by side and wait for them."""
-        self._check_fit(prompts, held)
+        self._check_fit(prompts, cached)
         if self.config.chunk_prefix_ids is None:
             self.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         made = batch(prompts, 0 if pad_id is None else pad_id, history)
         self._prompts = KnownPrompts(
-            PendingPrompt(made, held),
+            PendingPrompt(made, cached),
             History(made.input_ids, made.attention_mask),
-            () if held else tuple(tuple(prompt.ids) for prompt in prompts),
+            () if cached else tuple(tuple(prompt.ids) for prompt in prompts),
             tokenizer_digest(tokenizer),
             notice=notice,
         )
@@ -487,7 +487,7 @@ class BlendCache(Cache):
         self.author = self.aside = None
 
     def forget(self) -> None:
-        """Forget the tokens that are held."""
+        """Forget the cached tokens."""
         if self.prefill is not None:
             self.forward_ends(failed=True)  # it was interrupted
         super().reset()
@@ -555,9 +555,9 @@ class BlendCache(Cache):
 
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """Called by the hook on the model, with the arguments of its forward."""
-        began_s, past, known = time.perf_counter(), super().get_seq_length(), self._prompts
+        began_s, past, prompts = time.perf_counter(), super().get_seq_length(), self._prompts
         self._is_seen = True
-        request = Request.parse(arguments, self._text_config, past, known.pending, self._masked_before)
+        request = Request.parse(arguments, self._text_config, past, prompts.pending, self._masked_before)
         self._masked_before = 0
         self._refuse_tokens(request.width, past)
         rooms = plugins.extensions("extra_inputs") if request.others else []
@@ -569,17 +569,17 @@ class BlendCache(Cache):
             self._fall_back(request)
             return
         self._advised = None
-        if request.others and known.images is not None:
-            request = known.images.name(request)
-        before = known.pending, self.report
+        if request.others and prompts.images is not None:
+            request = prompts.images.name(request)
+        before = prompts.pending, self.report
         plan = self._plan(request) if all(room.can_blend(self, request) for room in rooms) else None
-        if known.pending.is_other or plan is None:
-            known.beginnings = ids_behind(known.beginnings, request)
+        if prompts.pending.is_other or plan is None:
+            prompts.beginnings = ids_behind(prompts.beginnings, request)
         if plan is None:
             self._claim(request.past)
         if plan is None or not plan.chunks:
-            known.pending = known.pending if plan is not None else PendingPrompt()
-            self._hooks.leave(watching=known.pending.is_begun)
+            prompts.pending = prompts.pending if plan is not None else PendingPrompt()
+            self._hooks.leave(watching=prompts.pending.is_begun)
             return
         for room in rooms:  # these know what is no text
             room.ensure_tested(self, plan, request)
@@ -588,7 +588,7 @@ class BlendCache(Cache):
 
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hook behind the model; after a failure the cache is as it was before."""
-        before, known = self._before, self._prompts
+        before, prompts = self._before, self._prompts
         if failed:
             self._advised = None
         if self.prefill is not None:
@@ -598,10 +598,10 @@ class BlendCache(Cache):
             if failed:
                 for layer, snapshot in zip(self._token_layers, before.snapshots, strict=True):
                     layer.restore(snapshot)
-                known.pending, self.report = before.pending, before.report
+                prompts.pending, self.report = before.pending, before.report
         self.prefill, self._before, self._is_seen = None, None, False
-        known.images = known.images if known.pending.batch else None
-        self._hooks.leave(watching=known.pending.is_begun and not failed)
+        prompts.images = prompts.images if prompts.pending.batch else None
+        self._hooks.leave(watching=prompts.pending.is_begun and not failed)
 
     def _check_forward(self, keys: Tensor) -> None:
         """At the first layer of a forward that is not blended: is it of this model, and was its beginning seen?"""
@@ -622,7 +622,7 @@ class BlendCache(Cache):
             self._hooks.leave(watching=self._prompts.pending.is_begun)  # the model has asked for the length once more
 
     def _refuse_tokens(self, width: int, past: int) -> None:
-        """Refuse tokens that the model would compute as if none were held."""
+        """Refuse tokens that the model would compute as if the cache were empty."""
         if self._ignores_states and width > 1 and past:
             raise ConfigError(
                 f"{width} tokens came behind the {past} that the cache holds, but the code of "
@@ -633,25 +633,25 @@ class BlendCache(Cache):
 
     def _fall_back(self, request: Request) -> None:
         """Compute every token of this forward, and report why if chunks might have been reused."""
-        known, reason = self._prompts, request.fallback_reason
-        is_begun, is_told = known.pending.is_begun, bool(reason and (known.pending.batch or not request.past))
+        prompts, reason = self._prompts, request.fallback_reason
+        is_begun, is_told = prompts.pending.is_begun, bool(reason and (prompts.pending.batch or not request.past))
         if self.is_new_turn or not request.past or (request.width > 1 and not is_assisting()):
             self._claim(request.past)
         if request.width > 1 or not request.past:
-            known.beginnings = ids_behind(known.beginnings, request)
+            prompts.beginnings = ids_behind(prompts.beginnings, request)
         if is_told and not is_begun:
-            notice = known.notice if known.pending.batch else ""
+            notice = prompts.notice if prompts.pending.batch else ""
             self.report = BlendReport(self.config.recompute_ratio, past_tokens=request.past, notice=notice)
         if is_told:
             self.report.fallback_reason = reason
             _warn_once(reason)
         if is_told or is_begun:
             self.report.prompt_tokens += request.real_tokens()
-        known.pending = PendingPrompt()
+        prompts.pending = PendingPrompt()
         self._hooks.leave()
 
     def _enter(self, plan: Plan, request: Request, pending: PendingPrompt, report: BlendReport) -> None:
-        """Take over the layers for one forward, by a plan that has something stored in it."""
+        """Take over the layers for one forward, by a plan with stored chunks."""
         layers = self._token_layers
         if any(getattr(layer, "visible", None) is not None for layer in layers):
             raise ConfigError(
@@ -682,40 +682,40 @@ class BlendCache(Cache):
         self._hooks.enter_layers(request.width, between=bool(request.others))
 
     def _plan(self, request: Request) -> Plan:
-        """Which columns have stored KV; the report begins again, or continues where a prompt comes in parts."""
-        began_s, known = time.perf_counter(), self._prompts
+        """Plan which columns have stored KV; the report is new, or continues if a prompt comes in parts."""
+        began_s, prompts = time.perf_counter(), self._prompts
         refuse_request_state(self.model, self._decoder_layers)
         if EXTENDED.get():  # some model is inside `self_extend`
             refuse_extended(self.model)
         identity = self._claim(request.past).fingerprint
         self._check_ms += 1e3 * (time.perf_counter() - began_s)
-        expected = known.pending
+        expected = prompts.pending
         if not expected.batch:
-            known.tokenizer = ""
-            if known.images is None and self.config.chunk_prefix_ids is None:
+            prompts.tokenizer = ""
+            if prompts.images is None and self.config.chunk_prefix_ids is None:
                 self.chunk_prefix_ids = self.store.stored_prefix(self.model, identity)
         if expected.is_begun:
             report = copy.copy(self.report)  # the old one comes back after a failure
         else:
             report = BlendReport(past_tokens=request.past, _costs=layer_costs(self.model))
-        images = {} if known.images is None else known.images.alone
-        origin = ChunkOrigin(tuple(self.chunk_prefix_ids), known.tokenizer, self._placeholders, images)
+        images = {} if prompts.images is None else prompts.images.alone
+        origin = ChunkOrigin(tuple(self.chunk_prefix_ids), prompts.tokenizer, self._placeholders, images)
         planner = Planner(self.model, self.store, identity, origin, self.config, report)
         rows, pending = expected.rows(request)
         plan = planner.plan(rows, request.width, request.logits_rows, request.length)
-        self.report, known.pending = report, pending
-        known.beginnings = tuple(ids[: plan.in_order] for ids in known.beginnings)
+        self.report, prompts.pending = report, pending
+        prompts.beginnings = tuple(ids[: plan.in_order] for ids in prompts.beginnings)
         if not expected.is_begun:
             self.report.recipe = self._recipe
             self.report.nominal_ratio = plan.config.nominal_ratio(len(self._own_layers))
-            self.report.encoded_images = 0 if known.images is None else known.images.encoded
+            self.report.encoded_images = 0 if prompts.images is None else prompts.images.encoded
         self.report.check_ms += self._check_ms
         self._check_ms = 0.0
         if plan.advice is not None:
             self.report.advice = asdict(plan.advice)
-        notices = [OTHER_IDS] if expected.batch and known.pending.is_other else []
-        if known.notice and expected.batch and not expected.is_begun:
-            notices.append(known.notice)
+        notices = [OTHER_IDS] if expected.batch and prompts.pending.is_other else []
+        if prompts.notice and expected.batch and not expected.is_begun:
+            notices.append(prompts.notice)
         self._notice(plan, identity, notices)
         return plan
 
@@ -728,7 +728,7 @@ class BlendCache(Cache):
         return author
 
     def _notice(self, plan: Plan, identity: str, notices: list[str]) -> None:
-        """Say, once of each kind, where the prompt and the store, or what was expected, do not fit each other."""
+        """Warn, once of each kind, where the prompt does not fit the store or the expected prompt."""
         tokenizer = self._prompts.tokenizer
         if tokenizer and (others := plan.tokenizers - {tokenizer}):
             notices.append(other_tokenizers(others, tokenizer))
@@ -750,10 +750,10 @@ class BlendCache(Cache):
     def _probe(
         self, hear: Hear, layers: Sequence[int], anchors: Tensor | None = None, rows: int | None = None
     ) -> None:
-        """A pass of the question alone, in the middle of a forward."""
+        """Run the question alone, in the middle of a forward."""
         prefill: Any = self.prefill
         request, own, snapshots = prefill.context.request, self._token_layers, self._before.snapshots
-        suspended = [layer.suspend(known, request.past) for layer, known in zip(own, snapshots, strict=True)]
+        suspended = [layer.suspend(snapshot, request.past) for layer, snapshot in zip(own, snapshots, strict=True)]
         self.prefill = probe = prefill.probe(AttentionObserver(hear, layers, anchors, rows), self._spare_layers)
         try:
             with self._hooks.inside():
@@ -763,14 +763,14 @@ class BlendCache(Cache):
         finally:
             self.prefill = prefill
             prefill.take_over(probe)
-            for layer, known in zip(own, suspended, strict=True):
-                layer.resume(known)
+            for layer, states in zip(own, suspended, strict=True):
+                layer.resume(states)
 
     def _spare_layers(self) -> list[Any]:
-        """Layers that hold what these held before the forward."""
+        """Copies of the layers as they were before the forward."""
         spare: list[Any] = copy.deepcopy(self._own_layers)
-        held: list[Any] = [layer for layer in spare if hasattr(layer, "prefill_kind")]
-        for layer, snapshot in zip(held, self._before.snapshots, strict=True):
+        token_layers: list[Any] = [layer for layer in spare if hasattr(layer, "prefill_kind")]
+        for layer, snapshot in zip(token_layers, self._before.snapshots, strict=True):
             layer.restore(copy.deepcopy(snapshot))
         return spare
 

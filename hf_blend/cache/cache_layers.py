@@ -31,7 +31,7 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
     indexed = IndexedLayer if kv_bits is None else partial(QuantisedIndexedLayer, kv_bits)
     every = [*stock, *[None] * count][:count]
-    layers: list[Any] = [_like(one, indexed if has_indexer(one) else full) for one in every]
+    layers: list[Any] = [_like(layer, indexed if has_indexer(layer) else full) for layer in every]
     if kv_bits is not None and not any(hasattr(layer, "packed_tokens") for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in stock})
         raise ConfigError(

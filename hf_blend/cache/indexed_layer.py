@@ -36,7 +36,7 @@ class IndexedKind(LayerKind):
     def take_rows(self, prefill: Any, call: LayerCall, rows: Rows) -> None:
         """Put the rows' own part of the table behind that of all tokens."""
         if self._table is not None:
-            table = tuple(rows.behind(part, prefill.width) for part in self._table)
+            table = tuple(rows.behind(tensor, prefill.width) for tensor in self._table)
             call.arguments["position_embeddings"] = call.given["position_embeddings"] = table  # of this layer alone
 
     def update_indexer(self, prefill: Any, index: int, keys: Tensor, rows: Rows | None) -> Tensor:
@@ -49,8 +49,8 @@ class IndexedKind(LayerKind):
             self._keys.copy_(keys)
         else:
             rows.write_states([self._keys[:, None]], [keys[:, None]])
-        found: Tensor = layer.indexer_keys
-        return found
+        all_keys: Tensor = layer.indexer_keys
+        return all_keys
 
     def leave(self) -> None:
         """Forget the new tokens."""
@@ -63,19 +63,19 @@ class IndexedLayer(BlendLayer):
     prefill_kind = IndexedKind
     keeps_all = False  # a probe writes to layers of its own: the indexer's keys are written once only
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.indexer_keys: Tensor | None = None
         self.indexer_position_ids: Tensor | None = None
 
     def suspend(self, snapshot: Any, past: int) -> Any:
-        """The model appends the positions of the prompt again."""
-        known = self.indexer_position_ids
-        self.indexer_position_ids = None if known is None else known[..., :past]
-        return known
+        """Drop the positions behind `past`, as the model appends them again; gives those that were held."""
+        position_ids = self.indexer_position_ids
+        self.indexer_position_ids = None if position_ids is None else position_ids[..., :past]
+        return position_ids
 
     def resume(self, suspended: Any) -> None:
-        """Hold the positions that were known."""
+        """Hold the positions that `suspend` gave."""
         self.indexer_position_ids = suspended
 
     def open_indexer(self, tokens: int, keys: Tensor) -> Tensor:
@@ -84,8 +84,8 @@ class IndexedLayer(BlendLayer):
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Append the indexer's keys of new tokens, `[batch, new, width]`; gives those of all tokens."""
-        known = () if self.indexer_keys is None else (self.indexer_keys,)
-        self.indexer_keys = torch.cat((*known, indexer_key_states), dim=1)
+        cached = () if self.indexer_keys is None else (self.indexer_keys,)
+        self.indexer_keys = torch.cat((*cached, indexer_key_states), dim=1)
         return self.indexer_keys
 
     @property

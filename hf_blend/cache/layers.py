@@ -38,9 +38,9 @@ class Columns:
 
 
 class MadeStates:
-    """Makes `keys` and `values` at every look, `[batch, kv_heads, tokens, head_dim]`; None where it holds nothing.
+    """Makes `keys` and `values` at each access, `[batch, kv_heads, tokens, head_dim]`; None where it holds nothing.
 
-    To set them does nothing: what is held has another form.
+    Setting them does nothing: K and V are kept in another form.
     """
 
     keys = property(lambda self: self._look(0), lambda self, _: None)
@@ -84,10 +84,10 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
-        self.unchanged_tokens = 0  # the first so many are as they were when somebody last set this
+        self.unchanged_tokens = 0  # the first so many are as they were when this was last set
         # of a prompt loaded in part what is there: columns, or a mask `[batch, kv_heads or 1, columns]`; None: all
         self.visible: Tensor | None = None
-        self.is_guarded = False  # whoever attends knows of `visible`
+        self.is_guarded = False  # the attention function honours `visible`
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -116,7 +116,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         if not is_alike:
             return None
         capacity = self._capacity(tokens)
-        forms = ((len(layers), *one.shape[:2], capacity, one.shape[3]) for one in (key_states, value_states))
+        forms = ((len(layers), *states.shape[:2], capacity, states.shape[3]) for states in (key_states, value_states))
         keys, values = (key_states.new_empty(form) for form in forms)
         opened = keys[..., :tokens, :], values[..., :tokens, :]
         for number, layer in enumerate(layers):
@@ -167,7 +167,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         return self._buffers[0].shape[0] if self._buffers is not None else 0
 
     def suspend(self, snapshot: Any, past: int) -> Any:
-        """Hold beside K and V what was held at a snapshot, while another forward runs; gives what `resume` needs."""
+        """Return all but K and V to a snapshot while another forward runs; gives what `resume` needs."""
 
     def resume(self, suspended: Any) -> None:
         """The other forward is over."""
@@ -196,7 +196,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         self._shortened()
 
     def _shortened(self) -> None:
-        """Keep of what is noted of the tokens that of the first ones only."""
+        """Keep what is noted of the first tokens only."""
         if self.visible is not None and self.visible.dim() == 1:
             left = self.visible[self.visible < self.length]
             self.visible = left
@@ -233,11 +233,11 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         return keys[:, :, columns], values[:, :, columns]
 
     def _move(self, key_states: Tensor, value_states: Tensor, capacity: int, kept: slice) -> None:
-        """Go on in buffers of another capacity that begin with the kept columns of those used so far."""
+        """Move to buffers of another capacity that begin with the kept columns of the present ones."""
         old = () if self._buffers is None else self._columns(kept)
-        keys, values = (one.new_empty((*one.shape[:2], capacity, one.shape[3])) for one in (key_states, value_states))
-        for buffer, held in zip((keys, values), old, strict=False):
-            buffer[:, :, : held.shape[2]] = held
+        keys, values = (kv.new_empty((*kv.shape[:2], capacity, kv.shape[3])) for kv in (key_states, value_states))
+        for buffer, previous in zip((keys, values), old, strict=False):
+            buffer[:, :, : previous.shape[2]] = previous
         self._hold((keys, values))
 
     def _capacity(self, end: int) -> int:
@@ -245,7 +245,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         return end + max(ROOM_TOKENS, self.length)
 
     def _hold(self, buffers: tuple[Tensor, Tensor]) -> None:
-        """Go on in other buffers."""
+        """Use other buffers from now on."""
         self._buffers = buffers
 
 
@@ -279,8 +279,8 @@ class BlendSlidingLayer(BlendLayer):
         """See `BlendLayer.open`; what is shown begins where the first new token may look."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        held, visible = self._end - self._start, min(self._end - self._start, self.sliding_window - 1)
-        kept = held if self.record_past else visible
+        stored, visible = self._end - self._start, min(self._end - self._start, self.sliding_window - 1)
+        kept = stored if self.record_past else visible
         if self._buffers is None or self._buffers[0].shape[2] < self._end + tokens:
             self._move(key_states, value_states, kept + max(tokens, self._room), slice(self._end - kept, self._end))
             self._end = kept
@@ -303,7 +303,7 @@ class BlendSlidingLayer(BlendLayer):
         return self.sliding_window
 
     def snapshot(self) -> Any:
-        """What `restore` needs; the buffers of now, of at most a window, live as long as it does."""
+        """What `restore` needs; it keeps today's buffers, of at most a window, alive."""
         return self._buffers, self._start, self._end, self.length
 
     def restore(self, snapshot: Any) -> None:
@@ -326,7 +326,7 @@ class BlendSlidingLayer(BlendLayer):
         return removed
 
     def _forget(self, removed: int) -> None:
-        """Forget all that no later token can see, too."""
+        """Forget the last tokens, and all that no later token can see."""
         if self.is_initialized:
             self.length += removed
             self._end = max(self._start, self._end + removed)
@@ -360,10 +360,10 @@ def as_indices(indices: Any) -> Tensor:
     return rows.nonzero().flatten() if rows.dtype is torch.bool else rows
 
 
-def check_negative(tokens_to_remove: int, held: int) -> None:
+def check_negative(tokens_to_remove: int, cached: int) -> None:
     """Refuse the argument of a `crop` that is no number of tokens to remove, as transformers does."""
     if tokens_to_remove > 0:
         raise ConfigError(
-            f"crop({tokens_to_remove}) was asked of a cache of {held} tokens, but the tokens to remove are expected "
-            f"as a negative number. To keep {tokens_to_remove} call crop({min(0, tokens_to_remove - held)})."
+            f"crop({tokens_to_remove}) was asked of a cache of {cached} tokens, but the tokens to remove are expected "
+            f"as a negative number. To keep {tokens_to_remove} call crop({min(0, tokens_to_remove - cached)})."
         )

@@ -33,7 +33,7 @@ Form = tuple[tuple[int, ...], torch.dtype]
 def pack(bits: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
     """Quantise whole groups, `[batch, kv_heads, tokens, width]` each.
 
-    Returns parts by name, whose third axis is the tokens, or the groups for what K is scaled by.
+    Returns tensors by name, whose third axis is the tokens, or the groups for the scales of K.
     """
     if bits == 4 and (keys.shape[3] % 2 or values.shape[3] % 2):
         raise ConfigError(
@@ -49,13 +49,13 @@ def pack(bits: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         k, v = _steps(keys, 3), _steps(values, 3)
     k = k[0].flatten(2, 3), *(scale.squeeze(3) for scale in k[1:])
     pairs = (("k", k), ("v", v))
-    return {f"{kind}.{name}": part for kind, parts in pairs for name, part in zip(PARTS, parts, strict=False)}
+    return {f"{kind}.{name}": tensor for kind, parts in pairs for name, tensor in zip(PARTS, parts, strict=False)}
 
 
 def unpack(parts: Mapping[str, Tensor], keys: Tensor, values: Tensor) -> None:
     """Write packed tokens to `[batch, kv_heads, tokens, width]` each; as many tokens in a row share a scale of K."""
     groups = parts["k.scale"].shape[2]
-    keys, steps = (one.unflatten(2, (groups, -1)) for one in (keys, parts["k.bytes"]))
+    keys, steps = (states.unflatten(2, (groups, -1)) for states in (keys, parts["k.bytes"]))
     if "k.least" in parts:
         nibbles.unpacked(steps, parts["k.scale"].unsqueeze(3), parts["k.least"].unsqueeze(3), out=keys)
         nibbles.unpacked(parts["v.bytes"], parts["v.scale"], parts["v.least"], out=_channel_groups(values))
@@ -91,9 +91,9 @@ class PackedCells:
     def __init__(self, bits: int, keys: Tensor, values: Tensor) -> None:
         """Take batch, heads, widths, dtype and device from K and V; hold nothing."""
         self._bits = bits
-        zeros = (one.new_zeros((*one.shape[:2], GROUP_TOKENS, one.shape[3])) for one in (keys, values))
+        zeros = (states.new_zeros((*states.shape[:2], GROUP_TOKENS, states.shape[3])) for states in (keys, values))
         self.columns = {
-            name: Columns(part, 1 if is_by_group(name) else GROUP_TOKENS) for name, part in pack(bits, *zeros).items()
+            name: Columns(data, 1 if is_by_group(name) else GROUP_TOKENS) for name, data in pack(bits, *zeros).items()
         }
         self.columns[GROUPS] = Columns(torch.empty((1, 1, 0), dtype=torch.int32, device=keys.device))
         self.held = self._next = Held(0, 0, (keys[:, :, :0].clone(), values[:, :, :0].clone()))
@@ -106,33 +106,33 @@ class PackedCells:
     @property
     def nbytes(self) -> int:
         """Bytes of every buffer, spare room included."""
-        return sum(one.nbytes for one in (*(part.buffer for part in self.columns.values()), *self.held.recent))
+        return sum(data.nbytes for data in (*(column.buffer for column in self.columns.values()), *self.held.recent))
 
     def like(self, tokens: int) -> Pair:
         """K and V for so many tokens, contents undefined."""
-        keys, values = (part.new_empty((*part.shape[:2], tokens, part.shape[3])) for part in self.held.recent)
+        keys, values = (states.new_empty((*states.shape[:2], tokens, states.shape[3])) for states in self.held.recent)
         return keys, values
 
     def append(self, start: int, keys: Tensor, values: Tensor, sequences: int = 1) -> None:
         """Put new tokens behind the first `start` ones, and pack all whole groups but one for each sequence."""
-        held = self._first(start)
-        recent = [torch.cat(pair, 2) for pair in zip(held.recent, (keys, values), strict=True)]
+        state = self._first(start)
+        recent = [torch.cat(pair, 2) for pair in zip(state.recent, (keys, values), strict=True)]
         groups = max(0, recent[0].shape[2] // GROUP_TOKENS - sequences)
         tokens = groups * GROUP_TOKENS
         if groups:
             of = torch.arange(groups, dtype=torch.int32, device=keys.device).repeat_interleave(GROUP_TOKENS)
-            packed = pack(self._bits, *(part[:, :, :tokens] for part in recent))
-            self._write(held, {**packed, GROUPS: of[None, None]})
-            recent = [part[:, :, tokens:].clone() for part in recent]
-        self._next = Held(held.packed + tokens, held.groups + groups, (recent[0], recent[1]))
+            packed = pack(self._bits, *(states[:, :, :tokens] for states in recent))
+            self._write(state, {**packed, GROUPS: of[None, None]})
+            recent = [states[:, :, tokens:].clone() for states in recent]
+        self._next = Held(state.packed + tokens, state.groups + groups, (recent[0], recent[1]))
 
     def commit(self) -> None:
         """Hold what was appended last."""
         self.held = self._next
 
-    def restore(self, held: Held) -> None:
-        """Hold what was held before, since when tokens were only appended."""
-        self.held = self._next = held
+    def restore(self, state: Held) -> None:
+        """Return to an earlier state, since which tokens were only appended."""
+        self.held = self._next = state
 
     def crop(self, tokens: int) -> None:
         """Hold the first tokens only."""
@@ -140,84 +140,84 @@ class PackedCells:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change all that is held along its first axis, in place where its shape stays."""
-        for name, part in self.columns.items():
+        for name, column in self.columns.items():
             if name != GROUPS:
-                changed = change(part.buffer)
-                same = changed.shape == part.buffer.shape
-                part.buffer = part.buffer.copy_(changed) if same else changed
+                changed = change(column.buffer)
+                same = changed.shape == column.buffer.shape
+                column.buffer = column.buffer.copy_(changed) if same else changed
         keys, values = map(change, self.held.recent)
         self.restore(Held(self.held.packed, self.held.groups, (keys, values)))
 
     def read(self, start: int, stop: int, out: Sequence[Tensor]) -> None:
-        """Write the tokens `start <= token < stop` to K and V of so many, in the dtype of these."""
-        held = self.held
-        end = min(max(held.packed, start), stop)
+        """Unpack the tokens `start <= token < stop` into `out`: K and V of as many tokens, in their dtype."""
+        state = self.held
+        end = min(max(state.packed, start), stop)
         if end > start:
-            self._unpack(slice(start, end), [part[:, :, : end - start] for part in out])
-        for part, recent in zip(out, held.recent, strict=True):
-            part[:, :, end - start :] = recent[:, :, end - held.packed : stop - held.packed]
+            self._unpack(slice(start, end), [states[:, :, : end - start] for states in out])
+        for states, recent in zip(out, state.recent, strict=True):
+            states[:, :, end - start :] = recent[:, :, end - state.packed : stop - state.packed]
 
     def gather(self, tokens: Tensor, at: Tensor, out: Sequence[Tensor]) -> None:
-        """Write some tokens to K and V of so many; `tokens` ascend, on the CPU, and are `at` on the device."""
-        held = self.held
-        count = int(torch.searchsorted(tokens, held.packed))
+        """Unpack some tokens into `out`, K and V of as many; `tokens` ascend, on the CPU; `at`: on the device."""
+        state = self.held
+        count = int(torch.searchsorted(tokens, state.packed))
         if count:
-            self._unpack(at[:count], [part[:, :, :count] for part in out])
-        for part, recent in zip(out, held.recent, strict=True):
-            part[:, :, count:] = recent.index_select(2, at[count:] - held.packed)
+            self._unpack(at[:count], [states[:, :, :count] for states in out])
+        for states, recent in zip(out, state.recent, strict=True):
+            states[:, :, count:] = recent.index_select(2, at[count:] - state.packed)
 
     def parts(self, tokens: Tensor) -> dict[str, Tensor]:
         """All that is held of some tokens of the first batch entry, by name, `[kv_heads, tokens or groups, width]`."""
-        held, at = self.held, tokens.to(self.held.recent[0].device)
-        count = int(torch.searchsorted(tokens, held.packed))
-        chosen = {name: part.buffer[0] for name, part in self.columns.items()}
+        state, at = self.held, tokens.to(self.held.recent[0].device)
+        count = int(torch.searchsorted(tokens, state.packed))
+        chosen = {name: column.buffer[0] for name, column in self.columns.items()}
         used, groups = chosen.pop(GROUPS)[0].index_select(0, at[:count]).unique(return_inverse=True)
-        found = {
-            name: part.index_select(1, used if is_by_group(name) else at[:count]) for name, part in chosen.items()
+        packed = {
+            name: tensor.index_select(1, used if is_by_group(name) else at[:count]) for name, tensor in chosen.items()
         }
-        recent = (part[0].index_select(1, at[count:] - held.packed) for part in held.recent)
-        return {**found, GROUPS: groups.int(), **dict(zip("kv", recent, strict=True))}
+        recent = (states[0].index_select(1, at[count:] - state.packed) for states in state.recent)
+        return {**packed, GROUPS: groups.int(), **dict(zip("kv", recent, strict=True))}
 
     def extend(self, start: int, parts: Mapping[str, Tensor]) -> None:
-        """Hold what `parts` gave: packed tokens behind those that are, recent ones at the end."""
+        """Append what `parts` gave: packed tokens behind the packed ones, recent tokens at the end."""
         device = self.held.recent[0].device
         keys, values = (parts[name][None].to(device) for name in "kv")
         if GROUPS not in parts:
             self.append(start, keys, values)
             return self.commit()
-        held, packed, groups = self._first(start), len(parts[GROUPS]), parts["k.scale"].shape[1]
+        state, packed, groups = self._first(start), len(parts[GROUPS]), parts["k.scale"].shape[1]
         new = {name: parts[name][None].to(device) for name in self.columns}
-        self._write(held, {**new, GROUPS: new[GROUPS][None]})
-        recent = torch.cat([held.recent[0], keys], 2), torch.cat([held.recent[1], values], 2)
-        self.restore(Held(held.packed + packed, held.groups + groups, recent))
+        self._write(state, {**new, GROUPS: new[GROUPS][None]})
+        recent = torch.cat([state.recent[0], keys], 2), torch.cat([state.recent[1], values], 2)
+        self.restore(Held(state.packed + packed, state.groups + groups, recent))
 
     def _first(self, tokens: int) -> Held:
         """What is held of the first tokens."""
-        held, recent = self.held, max(0, tokens - self.held.packed)
-        keys, values = (part[:, :, :recent] for part in held.recent)
-        if tokens >= held.packed:
-            return Held(held.packed, held.groups, (keys, values))
+        state, recent = self.held, max(0, tokens - self.held.packed)
+        keys, values = (states[:, :, :recent] for states in state.recent)
+        if tokens >= state.packed:
+            return Held(state.packed, state.groups, (keys, values))
         last = self.columns[GROUPS].buffer[0, 0, tokens - 1 : tokens]
         return Held(tokens, int(last) + 1 if tokens else 0, (keys, values))
 
-    def _write(self, held: Held, parts: Mapping[str, Tensor]) -> None:
-        """Put parts behind what is held; their groups are counted from 0."""
-        for name, part in parts.items():
-            start = held.groups if is_by_group(name) else held.packed
-            self.columns[name].write(start, part + held.groups if name == GROUPS else part)
+    def _write(self, state: Held, parts: Mapping[str, Tensor]) -> None:
+        """Write packed tensors behind those of a state; their groups count from 0."""
+        for name, tensor in parts.items():
+            start = state.groups if is_by_group(name) else state.packed
+            self.columns[name].write(start, tensor + state.groups if name == GROUPS else tensor)
 
     def _unpack(self, tokens: slice | Tensor, out: Sequence[Tensor]) -> None:
         """Unpack whole groups that follow each other with their scales, other tokens each with its own."""
-        buffers = {name: part.buffer for name, part in self.columns.items()}
+        buffers = {name: column.buffer for name, column in self.columns.items()}
         groups = _columns(buffers.pop(GROUPS), tokens)[0, 0]
         scales = self._whole_groups(tokens) or groups
-        chosen = {name: _columns(part, scales if is_by_group(name) else tokens) for name, part in buffers.items()}
+        chosen = {name: _columns(buffer, scales if is_by_group(name) else tokens) for name, buffer in buffers.items()}
         unpack(chosen, out[0], out[1])
 
     def _whole_groups(self, tokens: slice | Tensor) -> slice | None:
-        """The groups that some tokens are, where all groups have all of their tokens; None where that is not sure."""
-        held = self.held
-        if not isinstance(tokens, slice) or held.packed != held.groups * GROUP_TOKENS:
+        """The groups that some tokens form, if every group has all of its tokens; None if that is not certain."""
+        state = self.held
+        if not isinstance(tokens, slice) or state.packed != state.groups * GROUP_TOKENS:
             return None
         is_whole = tokens.start % GROUP_TOKENS == tokens.stop % GROUP_TOKENS == 0
         return slice(tokens.start // GROUP_TOKENS, tokens.stop // GROUP_TOKENS) if is_whole else None
@@ -231,22 +231,22 @@ class QuantisedLayer(MadeStates, BlendLayer):
 
     keeps_all = False
 
-    def __init__(self, bits: int = 8, *given: Any) -> None:
+    def __init__(self, bits: int = 8, *args: Any) -> None:
         self._bits = bits
         self._cells: PackedCells | None = None
         self._opened: Pair | None = None
-        super().__init__(*given)
+        super().__init__(*args)
 
     @property
     def packed_tokens(self) -> int:
-        """How many of the tokens are held in few bits."""
+        """How many tokens are packed."""
         return 0 if self._cells is None else self._cells.held.packed
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        held = 0 if self._cells is None else self._cells.nbytes
-        return super().nbytes + held + sum(one.nbytes for one in self._opened or ())
+        packed = 0 if self._cells is None else self._cells.nbytes
+        return super().nbytes + packed + sum(tensor.nbytes for tensor in self._opened or ())
 
     @property
     def batch_size(self) -> int:
@@ -266,8 +266,8 @@ class QuantisedLayer(MadeStates, BlendLayer):
         """Pack whole groups, but for the last tokens."""
         if self._opened is None or self._cells is None:
             return
-        (keys, values), self._opened, held, packed = self._opened, None, self._cells.length, self._cells.held.packed
-        self._cells.append(held, keys[:, :, held:], values[:, :, held:])
+        (keys, values), self._opened, start, packed = self._opened, None, self._cells.length, self._cells.held.packed
+        self._cells.append(start, keys[:, :, start:], values[:, :, start:])
         self._cells.commit()
         if self._cells.held.packed > packed:
             self.unchanged_tokens = min(self.unchanged_tokens, packed)
@@ -284,11 +284,11 @@ class QuantisedLayer(MadeStates, BlendLayer):
 
     def restore(self, snapshot: Any) -> None:
         """Forget the tokens that came since a snapshot."""
-        length, held = snapshot
+        length, state = snapshot
         self._opened = None
-        if held is None or self._cells is None:
+        if state is None or self._cells is None:
             return self.reset()
-        self._cells.restore(held)
+        self._cells.restore(state)
         self.length = length
         self._shortened()
 
@@ -332,22 +332,22 @@ def forms(
 ) -> dict[str, Form]:
     """Shape and dtype of what a layer's `parts` gives, for so many packed tokens, groups and recent tokens."""
     packed, groups, recent = counts
-    found: dict[str, Form] = {
+    by_name: dict[str, Form] = {
         name: ((heads, recent, width), dtype) for name, (heads, width, dtype) in zip("kv", layer, strict=True)
     }
     if bits is None:
-        return found
+        return by_name
     like = (torch.empty((1, heads, GROUP_TOKENS, width), dtype=dtype, device="meta") for heads, width, dtype in layer)
-    for name, part in pack(bits, *like).items():
-        found[name] = (part.shape[1], groups if is_by_group(name) else packed, *part.shape[3:]), part.dtype
-    return {**found, GROUPS: ((packed,), torch.int32)}
+    for name, tensor in pack(bits, *like).items():
+        by_name[name] = (tensor.shape[1], groups if is_by_group(name) else packed, *tensor.shape[3:]), tensor.dtype
+    return {**by_name, GROUPS: ((packed,), torch.int32)}
 
 
 def is_grouping(groups: Tensor, count: int) -> bool:
-    """Return True if tokens can be of so many groups: in their order, and no more in one than share scales."""
+    """Whether tokens can be of so many groups: in order, and no more in a group than share a scale."""
     in_order = bool((groups.diff() >= 0).all() and (groups >= 0).all() and (groups < count).all())
     return in_order and bool((groups.bincount(minlength=count) <= GROUP_TOKENS).all())
 
 
-def _columns(part: Tensor, columns: slice | Tensor) -> Tensor:
-    return part[:, :, columns] if isinstance(columns, slice) else part.index_select(2, columns)
+def _columns(tensor: Tensor, columns: slice | Tensor) -> Tensor:
+    return tensor[:, :, columns] if isinstance(columns, slice) else tensor.index_select(2, columns)

@@ -16,7 +16,7 @@ __all__ = ["static_copy"]
 
 
 def static_copy(model: nn.Module, layers: Sequence[Any], max_cache_len: int) -> StaticCache:
-    """Copy K, V and the states of mixers into a new `StaticCache`, by that one's public methods.
+    """Copy K, V and the states of mixers into a new `StaticCache`, by its public methods.
 
     Args:
         model: the model that filled the layers.
@@ -26,15 +26,15 @@ def static_copy(model: nn.Module, layers: Sequence[Any], max_cache_len: int) -> 
     Raises:
         ConfigError: there is nothing to copy, no room, or a layer that `StaticCache` cannot continue.
     """
-    config, held = text_config(model), max((layer.get_seq_length() for layer in layers if _tokens(layer)), default=0)
-    if not held:
+    config, cached = text_config(model), max((layer.get_seq_length() for layer in layers if _tokens(layer)), default=0)
+    if not cached:
         raise ConfigError(
             "a BlendCache without tokens was to be copied into a StaticCache, expected one behind a prefill. Call "
             "generate(**inputs, past_key_values=cache, max_new_tokens=1) first."
         )
-    if type(max_cache_len) is not int or max_cache_len <= held:
+    if type(max_cache_len) is not int or max_cache_len <= cached:
         raise ConfigError(
-            f"max_cache_len is {max_cache_len!r}, expected a number above the {held} tokens that the cache holds. "
+            f"max_cache_len is {max_cache_len!r}, expected a number above the {cached} tokens that the cache holds. "
             "Give the length of the prompt and of the answer together."
         )
     static = StaticCache(config=config, max_cache_len=max_cache_len)
@@ -48,7 +48,7 @@ def static_copy(model: nn.Module, layers: Sequence[Any], max_cache_len: int) -> 
             )
         _copy_states(own, stock)
         if _tokens(own):
-            stock.update(*(_from_the_first_token(part, own.get_seq_length()) for part in (own.keys, own.values)))
+            stock.update(*(_from_the_first_token(states, own.get_seq_length()) for states in (own.keys, own.values)))
     return static
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stays of a blend cache when a further turn begins: the first tokens of its prompt, if this model computed them.
 
-K and V belong to their author. Where the model is another one by now, what is held is set aside, and what this one
+K and V belong to their author. Where the model is another one by now, cached K and V are set aside, and what this one
 held before comes back; the rest of the prompt is computed again.
 """
 
@@ -30,7 +30,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass
 class SetAside:
-    """K and V of an author that the model no longer is, for when it is again."""
+    """K and V of another author, kept until the model is that author again."""
 
     author: Author | None
     layers: list[Any]
@@ -38,23 +38,23 @@ class SetAside:
     beginnings: Rows
 
 
-def begin_turn(cache: Any, call: GenerateCall, held: int) -> None:
-    """See a further `generate` begin; refuse a prompt that is known not to begin with what is held."""
-    cache.is_new_turn, known = True, cache._prompts
+def begin_turn(cache: Any, call: GenerateCall, cached: int) -> None:
+    """Note that a further `generate` begins; refuse a prompt that does not begin with the cached tokens."""
+    cache.is_new_turn, prompts = True, cache._prompts
     if call.ids is None:
         return
-    if known.pending.held and known.pending.is_of(call.ids):
+    if prompts.pending.cached and prompts.pending.is_of(call.ids):
         raise PromptError(
-            f"a prompt that inputs() built to come behind the {held} tokens of this cache was passed to generate, but "
-            f"the whole conversation is expected there: generate would leave out its beginning. {ASK_AGAIN}"
+            f"a prompt that inputs() built to come behind the {cached} tokens of this cache was passed to generate, "
+            f"but the whole conversation is expected there: generate would leave out its beginning. {ASK_AGAIN}"
         )
-    refuse_other_prompt(call.ids, call.mask, held, known.beginnings, ASK_AGAIN)
+    refuse_other_prompt(call.ids, call.mask, cached, prompts.beginnings, ASK_AGAIN)
 
 
 def keep_beginning(cache: Any, prompts: Sequence[TextPrompt]) -> tuple[int, str]:
-    """Forget what a cache holds behind what a prompt begins with; gives how many tokens stay, and a notice."""
-    held = Cache.get_seq_length(cache)
-    if not held and cache.aside is None:
+    """Keep the tokens of a cache that a prompt begins with; gives how many stay, and a notice."""
+    cached = Cache.get_seq_length(cache)
+    if not cached and cache.aside is None:
         return 0, ""
     is_other, ids, common = _recall(cache, author_of(cache.model)), prompts[0].ids, 0
     first: Any = next(layer for layer in cache._token_layers if isinstance(layer, CacheLayerMixin))
@@ -63,20 +63,20 @@ def keep_beginning(cache: Any, prompts: Sequence[TextPrompt]) -> tuple[int, str]
         marks = (at for at, token in enumerate(ids[:common]) if token in cache._placeholders)
         common = next(marks, common)  # another image may stand behind the same id
     common = _keep(cache, common)
-    return common, other_author(held, held - common) if is_other else ""
+    return common, other_author(cached, cached - common) if is_other else ""
 
 
 def keep_history(cache: Any, history: History) -> str:
-    """Forget what a cache holds that is not of a history, or of another author; gives a notice of the latter."""
-    held, author = Cache.get_seq_length(cache), author_of(cache.model)
+    """Keep the tokens of a cache that a history has and this author computed; gives a notice of other authors."""
+    cached, author = Cache.get_seq_length(cache), author_of(cache.model)
     if history.input_ids is None:
-        refuse_other_author(cache.author if held else None, author, held, ASK_AGAIN)
+        refuse_other_author(cache.author if cached else None, author, cached, ASK_AGAIN)
         return ""
     is_other, begun, ids = cache.author not in (None, author), cache._prompts.beginnings, history.input_ids
     if is_other:
         begun = cache.aside.beginnings if cache.aside is not None and cache.aside.author == author else ()
-    common = history.columns_of(begun, len(ids[0]) if is_other else held, is_known=is_other)
-    again = ids[:, common:held].flatten().tolist()
+    common = history.columns_of(begun, len(ids[0]) if is_other else cached, is_known=is_other)
+    again = ids[:, common:cached].flatten().tolist()
     if not cache._placeholders.isdisjoint(again):
         raise PromptError(
             f"{len(again)} tokens that the cache holds would be computed again from a history, but some stand for "
@@ -84,7 +84,7 @@ def keep_history(cache: Any, history: History) -> str:
         )
     _recall(cache, author)
     common = _keep(cache, common)
-    return other_author(held, held - common) if is_other else ""
+    return other_author(cached, cached - common) if is_other else ""
 
 
 def ids_behind(beginnings: Rows, request: Request) -> Rows:
@@ -104,7 +104,7 @@ def ids_behind(beginnings: Rows, request: Request) -> Rows:
 
 
 def _recall(cache: Any, author: Author) -> bool:
-    """Hold what this author computed, if what is held is of another, which is set aside; gives whether it is."""
+    """Set K and V of another author aside, and hold what this author computed; gives whether there were any."""
     if cache.author in (None, author):
         return False
     aside, cache.aside = cache.aside, None
@@ -121,13 +121,13 @@ def _recall(cache: Any, author: Author) -> bool:
 
 
 def _keep(cache: Any, columns: int) -> int:
-    """Forget all but the first columns; all, where a window has forgotten what was before. Gives how many stay."""
-    held = Cache.get_seq_length(cache)
-    if columns < held:
+    """Keep the first columns, or none if a window has forgotten what was before them. Gives how many stay."""
+    cached = Cache.get_seq_length(cache)
+    if columns < cached:
         try:
-            cache.crop(columns - held)
+            cache.crop(columns - cached)
         except ConfigError:
             columns = 0
     if not columns:
         cache.forget()
-    return min(columns, held)
+    return min(columns, cached)

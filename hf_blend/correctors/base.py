@@ -31,7 +31,7 @@ class LayerView:
         states: (K, V) of all, likewise; to be written in place, but only where not `fresh` and `chunk` is not -1.
         unturned: takes keys like `stored` and gives them as they would be at position 0, or back again with
             `unturned(keys, True)`; new tensors.
-        charge: is told the FLOPs of what is computed.
+        charge: receives the FLOPs of what is computed.
     """
 
     layer: int
@@ -67,7 +67,7 @@ class Corrector(ABC):
             return float(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{type(self).__name__} has {name}={value!r}, but a number is wanted, such as {self.defaults[name]}."
+                f"{type(self).__name__} has {name}={value!r}, expected a number, such as {self.defaults[name]}."
             ) from error
 
     @abstractmethod

@@ -25,19 +25,19 @@ class MeanShift(Corrector):
     def correct(self, view: LayerView) -> None:
         """Add each chunk's mean difference to its stale tokens."""
         weights = [self.options["weight"] * self.options[name] for name in ("on_keys", "on_values")]
-        for part, weight in enumerate(weights):
+        for state, weight in enumerate(weights):
             if weight:
-                self._shift(view, part, weight)
+                self._shift(view, state, weight)
 
-    def _shift(self, view: LayerView, part: int, weight: float) -> None:
-        frames = [view.states[part], view.stored[part]]
-        fresh, stored = [view.unturned(one) for one in frames] if part == 0 else frames
+    def _shift(self, view: LayerView, state: int, weight: float) -> None:
+        frames = [view.states[state], view.stored[state]]
+        fresh, stored = [view.unturned(frame) for frame in frames] if state == 0 else frames
         shift = weight * self._means(view, fresh.float() - stored.float())
         view.charge(4.0 * shift.numel())
-        if part == 0:
+        if state == 0:
             shift = view.unturned(shift, True)
-        moved = (view.states[part].float() + shift).to(view.states[part].dtype)
-        view.states[part].copy_(torch.where(view.stale[:, None, :, None], moved, view.states[part]))
+        moved = (view.states[state].float() + shift).to(view.states[state].dtype)
+        view.states[state].copy_(torch.where(view.stale[:, None, :, None], moved, view.states[state]))
 
     @staticmethod
     def _means(view: LayerView, difference: Tensor) -> Tensor:

@@ -60,9 +60,9 @@ class MixerKind(LayerKind):
         """The mixer runs for these rows."""
         if self._pass is not None:
             self._rows_given.append(dict(call.arguments))  # kept alive: they are told by their ids
-            plan, given = prefill.context.plan, full_arguments(call.arguments, self._given)
+            plan, arguments = prefill.context.plan, full_arguments(call.arguments, self._given)
             padding = ~plan.real.to(rows.columns.device) if plan.has_padding else None
-            self._pass.rows = ActiveRows(rows.columns, prefill.width, given, padding)
+            self._pass.rows = ActiveRows(rows.columns, prefill.width, arguments, padding)
 
     def computed(self) -> KV | None:
         """The projections of all new tokens in the place of K and of V; None if they are not known."""
@@ -74,7 +74,7 @@ class MixerKind(LayerKind):
         return MixerLayer.snapshot(layer)
 
     def restore(self, layer: Any, snapshot: Any) -> None:
-        """The mixer ran as a look only: take its state back."""
+        """The mixer ran only to look into the layer: take its state back."""
         MixerLayer.restore(layer, snapshot)
 
     def pause(self) -> None:
@@ -108,26 +108,26 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
     prefill_kind: type[LayerKind] = MixerKind
 
     def snapshot(self) -> Any:
-        """What `restore` needs to take back every token that comes from now on: a copy of the states."""
-        states = tuple({at: _copied(one) for at, one in getattr(self, name).items()} for name in STATES)
+        """A copy of the states, by which `restore` takes back every later token."""
+        states = tuple({at: _copied(state) for at, state in getattr(self, name).items()} for name in STATES)
         return states, tuple(dict(getattr(self, name)) for name in FLAGS), (self.dtype, self.device)
 
     def restore(self, snapshot: Any) -> None:
-        """Be as at a snapshot, which may be used again."""
+        """Return to a snapshot, which may be used again."""
         states, flags, (self.dtype, self.device) = snapshot
         for name, snapshot_states in zip(STATES, states, strict=True):
-            setattr(self, name, {at: _copied(one) for at, one in snapshot_states.items()})
+            setattr(self, name, {at: _copied(state) for at, state in snapshot_states.items()})
         for name, flag in zip(FLAGS, flags, strict=True):
             setattr(self, name, dict(flag))
 
     def suspend(self, snapshot: Any, past: int) -> Any:
-        """Be as at a snapshot while another forward runs; gives what `resume` needs."""
+        """Return to a snapshot while another forward runs; gives what `resume` needs."""
         states = MixerLayer.snapshot(self)
         MixerLayer.restore(self, snapshot)
         return states
 
     def resume(self, suspended: Any) -> None:
-        """Be as when it was suspended."""
+        """Return to the states at `suspend`."""
         MixerLayer.restore(self, suspended)
 
     def check_crop(self, tokens_to_remove: int) -> int:
@@ -166,29 +166,29 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):
     prefill_kind: type[LayerKind] = MixerAttentionKind
     _attention: type[BlendLayer] = BlendLayer
 
-    def __init__(self, number_of_states: int = 1, *given: Any) -> None:
+    def __init__(self, number_of_states: int = 1, *args: Any) -> None:
         CacheLayerMixin.__init__(self)
-        self._attention.__init__(self, *given)
+        self._attention.__init__(self, *args)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         self.dtype = self.device = None
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of K and V by place, of a state by name, as transformers calls it."""
+        """Initialise K and V by position of the arguments, a state by name, as transformers calls it."""
         if args:
             self._attention.lazy_initialization(self, *args)
         else:
             MixerLayer.lazy_initialization(self, **kwargs)
 
     def suspend(self, snapshot: Any, past: int) -> Any:
-        """Of the mixer."""
+        """As `MixerLayer.suspend`, of the mixer alone."""
         return MixerLayer.suspend(self, snapshot[0], past)
 
     def snapshot(self) -> Any:
-        """Of both."""
+        """The snapshots of both."""
         return MixerLayer.snapshot(self), self._attention.snapshot(self)
 
     def restore(self, snapshot: Any) -> None:
-        """Both."""
+        """Return to a snapshot of both."""
         self._attention.restore(self, snapshot[1])
         MixerLayer.restore(self, snapshot[0])
 

@@ -30,7 +30,7 @@ WriteStored = Callable[[Tensor, Spans], None]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear module inside a mixer whose output at a token depends on that token alone, or is felt by it alone."""
+    """A linear module inside a mixer whose output at a token depends on that token alone, or affects it alone."""
 
     module: nn.Module
     features: int
@@ -40,12 +40,12 @@ class Projection:
 
     @cached_property
     def width(self) -> int:
-        """How many of its columns are stored; 0 where no other token feels any."""
+        """How many of its columns are stored; 0 where none affects another token."""
         return sum(stored.stop - stored.start for _, stored in self.spans)
 
     @cached_property
     def gaps(self) -> list[slice]:
-        """The other columns: no other token feels them."""
+        """The other columns: they affect no other token."""
         felt = {column for columns, _ in self.spans for column in range(self.features)[columns]}
         return regular([column for column in range(self.features) if column not in felt])
 
@@ -156,14 +156,14 @@ class MixerPass:
         if self.rows.columns is None or not self._is_inside:
             return None
         names = parameter_names(type(module))  # type: ignore[arg-type]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        full = {name: self._full(value) for name, value in given.items()}
-        full[names[0]] = self._in_place_of(given[names[0]], full)
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        full = {name: self._full(value) for name, value in arguments.items()}
+        full[names[0]] = self._in_place_of(arguments[names[0]], full)
         return (), full
 
-    def _in_place_of(self, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
+    def _in_place_of(self, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Hidden states of all tokens, with the active rows at their columns, or without where nobody reads them."""
-        direct, names = self._mixer.direct, {name for name in given if given[name] is not None}
+        direct, names = self._mixer.direct, {name for name in arguments if arguments[name] is not None}
         if direct is None or self.rows.padding is not None or not names <= direct:
             return self.rows.spread(hidden)
         blank = hidden.new_zeros(()).expand(hidden.shape[0], self.rows.tokens, hidden.shape[-1])
@@ -211,7 +211,7 @@ class MixerPass:
 
     @contextmanager
     def _kept_apart(self) -> Iterator[None]:
-        """While something stored is asked for: what is damaged is computed then, by a forward through these hooks."""
+        """Keep the state of this pass while stored ones are read: damaged ones are computed through these hooks."""
         before = self._is_inside, self._is_taken, self._missing, self._hidden, self._result
         try:
             yield
@@ -236,7 +236,7 @@ class MixerPass:
                 self.rows.write(self.states[..., stored], output[..., columns])
 
     def _spread(self, projection: Projection, output: Tensor) -> Tensor:
-        """A projection's output for all tokens; columns that no other token feels are 0 at those not computed."""
+        """A projection's output for all tokens; columns that affect no other token are 0 where not computed."""
         full = output.new_empty(output.shape[0], self.rows.tokens, projection.features)
         for gap in projection.gaps:
             full[..., gap] = 0
@@ -268,7 +268,7 @@ class MixerPass:
 
 
 def regular(columns: Sequence[int]) -> list[slice]:
-    """Cut increasing numbers into slices: neighbours, or every so many, as where gates stand between."""
+    """Cut increasing numbers into slices of equal steps: neighbours, or every n-th where gates lie between."""
     parts: list[slice] = []
     for column in columns:
         last = parts[-1] if parts else None
@@ -282,11 +282,11 @@ def regular(columns: Sequence[int]) -> list[slice]:
 
 
 def full_arguments(cut: Mapping[str, Any], full: Mapping[str, Any]) -> dict[int, Any]:
-    """By the `id` of what a layer is given for its active rows, what it would be given for all tokens."""
-    found: dict[int, Any] = {}
+    """The arguments of a layer for all tokens, by the `id` of the same arguments for its active rows."""
+    by_id: dict[int, Any] = {}
     for name, value in cut.items():
         if value is not full.get(name):
-            found[id(value)] = full.get(name)
+            by_id[id(value)] = full.get(name)
             if isinstance(value, tuple | list) and isinstance(full.get(name), Sequence):
-                found.update({id(item): other for item, other in zip(value, full[name], strict=False)})
-    return found
+                by_id.update({id(item): other for item, other in zip(value, full[name], strict=False)})
+    return by_id

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Find the mixers of a model, their projections, and the columns of these that another token can feel.
+"""Find the mixers of a model, their projections, and the columns of these that affect another token.
 
 Nothing here knows the name of a module. A mixer is what hands a state to the cache. A linear module inside it is an
 input projection if its output at a token stays when every other token changes. A column of it is felt if a gradient
@@ -56,16 +56,16 @@ class _Call:
     def run(self, model: nn.Module, hidden: Tensor, **changes: Any) -> Tensor:
         """Its output for other hidden states, with a cache of its own."""
         cache = full_cache(model)
-        given = {**self.arguments, **changes, self.hidden_name: hidden}
-        given = {name: cache if value is _CACHE else value for name, value in given.items()}
-        output = self.module(**given)
+        arguments = {**self.arguments, **changes, self.hidden_name: hidden}
+        arguments = {name: cache if value is _CACHE else value for name, value in arguments.items()}
+        output = self.module(**arguments)
         outputs = output if isinstance(output, tuple) else (output,)
-        found = [one for one in outputs if isinstance(one, Tensor) and one.dim() == 3]
-        return torch.cat([one for one in found if one.shape[:2] == hidden.shape[:2]], dim=-1)
+        states = [state for state in outputs if isinstance(state, Tensor) and state.dim() == 3]
+        return torch.cat([state for state in states if state.shape[:2] == hidden.shape[:2]], dim=-1)
 
 
 @dataclass
-class _Found:
+class _Entrance:
     """How a kind of mixer is entered."""
 
     columns: Mapping[str, Tensor | None]
@@ -87,14 +87,14 @@ def mixers_of(model: nn.Module) -> CheckResult:
         return CheckResult(0.0, 0.0, found=(None,) * len(layers))
     with canonical(model):
         calls = _calls(model, _modules(model, layers))
-        known: dict[Any, _Found] = {}
+        of_kind: dict[Any, _Entrance] = {}
         mixers: dict[int, Mixer] = {}
         for index, call in calls.items():
             kind = (type(call.module), *((name, _features(linear)) for name, linear in _linears(call.module)))
-            if kind not in known:  # layers of one kind differ in nothing but their weights
-                known[kind] = _examined(model, index, call)
-            mixers[index] = _mixer(call.module, known[kind])
-    worst = max((found.error for found in known.values()), default=0.0)
+            if kind not in of_kind:  # layers of one kind differ in nothing but their weights
+                of_kind[kind] = _examined(model, index, call)
+            mixers[index] = _mixer(call.module, of_kind[kind])
+    worst = max((entrance.error for entrance in of_kind.values()), default=0.0)
     of_layers = tuple(mixers.get(index) for index in range(len(layers)))
     return CheckResult(worst, allowed_of(CHANGE, model.dtype), found=of_layers)
 
@@ -102,12 +102,12 @@ def mixers_of(model: nn.Module) -> CheckResult:
 def _run(model: nn.Module, cache: Any, mask: Tensor | None = None) -> None:
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, text_config(model).vocab_size, (1, TOKENS), generator=draw).to(input_device(model))
-    given = {} if mask is None else {"attention_mask": mask.to(ids.device)}
-    decoder_of(model)(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+    masked = {} if mask is None else {"attention_mask": mask.to(ids.device)}
+    decoder_of(model)(input_ids=ids, past_key_values=cache, use_cache=True, **masked)
 
 
 def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Module]:
-    """By layer, the innermost module that holds everything which hands a state to the cache."""
+    """By layer, the innermost module with all the modules that pass a state to the cache."""
     owners: dict[int, list[list[nn.Module]]] = {}
     cache = full_cache(model)
 
@@ -117,13 +117,13 @@ def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Modu
         if index is not None:
             owners.setdefault(index, []).append(running[: running.index(layers[index])][::-1])
 
-    def noted(update: Any, *args: Any, **given: Any) -> Any:
+    def noted(update: Any, *args: Any, **kwargs: Any) -> Any:
         note()
-        return update(*args, **given)
+        return update(*args, **kwargs)
 
     for name in ("update_conv_state", "update_recurrent_state"):
-        held = getattr(cache, name)
-        setattr(cache, name, partial(noted, held))
+        method = getattr(cache, name)
+        setattr(cache, name, partial(noted, method))
     try:
         _run(model, cache)
     except FAILURES as error:
@@ -150,18 +150,18 @@ def _calls(model: nn.Module, modules: Mapping[int, nn.Module]) -> dict[int, _Cal
 
     def note(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = parameter_names(type(module))  # type: ignore[arg-type]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        given = {name: _CACHE if value is cache else value for name, value in given.items()}
-        if index in calls or not names or not isinstance(given.get(names[0]), Tensor):
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {name: _CACHE if value is cache else value for name, value in arguments.items()}
+        if index in calls or not names or not isinstance(arguments.get(names[0]), Tensor):
             raise _refusal(model, index, "its mixer is called twice, or without hidden states")
-        calls[index] = _Call(module, given, names[0])
+        calls[index] = _Call(module, arguments, names[0])
 
     with hooked(modules.items(), note):
         _run(model, cache)
     return calls
 
 
-def _examined(model: nn.Module, index: int, call: _Call) -> _Found:
+def _examined(model: nn.Module, index: int, call: _Call) -> _Entrance:
     """Find out how a mixer is entered, and try it."""
     try:
         hidden = call.arguments[call.hidden_name]
@@ -169,14 +169,14 @@ def _examined(model: nn.Module, index: int, call: _Call) -> _Found:
         outputs, readers, results = _seen(model, call, hidden)
         names, inputs = [*outputs], _input_projections(model, call, hidden, outputs)
         felt = _felt(model, call, hidden, names, inputs)
-        given = frozenset(name for name, value in call.arguments.items() if value is not None)
+        passed = frozenset(name for name, value in call.arguments.items() if value is not None)
         every = {name: None if name in inputs else which for name, which in felt.items()}
         complaint = ""
-        for columns, direct in product((felt, every), (given, None)):
-            found = _Found(columns, inputs, readers, results, direct)
-            complaint, found.error = _tried(model, call, _mixer(call.module, found), hidden, expected)
+        for columns, direct in product((felt, every), (passed, None)):
+            entrance = _Entrance(columns, inputs, readers, results, direct)
+            complaint, entrance.error = _tried(model, call, _mixer(call.module, entrance), hidden, expected)
             if not complaint:
-                return found
+                return entrance
     except FAILURES as error:
         complaint = f"{type(error).__name__}: {error}"
     raise _refusal(model, index, f"its mixer, {type(call.module).__name__}, cannot be entered by rows: {complaint}")
@@ -185,28 +185,28 @@ def _examined(model: nn.Module, index: int, call: _Call) -> _Found:
 def _seen(model: nn.Module, call: _Call, hidden: Tensor) -> tuple[dict[str, Tensor], set[str], set[str]]:
     """The outputs of the linear modules that see every token once, by name, in the order of their calls.
 
-    Of these, too, those that are given the mixer's hidden states as they are, and those whose output it returns.
+    Of these, also the names that read the mixer's hidden states as they are, and those whose output it returns.
     """
-    found: list[tuple[str, bool, Tensor]] = []
+    seen: list[tuple[str, bool, Tensor]] = []
     returned: list[Any] = []
 
     def note(name: str, _: nn.Module, args: tuple[Any, ...], __: object, output: Tensor) -> None:
         if output.dim() == 3 and output.shape[:2] == hidden.shape[:2]:
-            found.append((name, args[0] is hidden, output))
+            seen.append((name, args[0] is hidden, output))
 
-    def ends(*given: Any) -> None:
-        returned.extend(given[-1] if isinstance(given[-1], tuple) else given[-1:])
+    def ends(*args: Any) -> None:
+        returned.extend(args[-1] if isinstance(args[-1], tuple) else args[-1:])
 
     with hooked(_linears(call.module), note, behind=True), hooked([("", call.module)], ends, behind=True):
         call.run(model, hidden)
-    counts = Counter(name for name, _, _ in found)
-    once = [one for one in found if counts[one[0]] == 1]
-    results = {name for name, _, output in once if any(output is one for one in returned)}
+    counts = Counter(name for name, _, _ in seen)
+    once = [call_seen for call_seen in seen if counts[call_seen[0]] == 1]
+    results = {name for name, _, output in once if any(output is item for item in returned)}
     return {name: output for name, _, output in once}, {name for name, reads, _ in once if reads}, results
 
 
 def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, before: Mapping[str, Tensor]) -> set[str]:
-    """Those whose output at a token stays when all other tokens change."""
+    """The linear modules whose output at a token stays when all other tokens change."""
     alone = {*before}
     for token in SEEN_FROM:
         other = _garbage(hidden, seed=token)
@@ -220,12 +220,12 @@ def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, before: Ma
 def _felt(
     model: nn.Module, call: _Call, hidden: Tensor, names: list[str], inputs: set[str]
 ) -> dict[str, Tensor | None]:
-    """For each linear module the columns, `[width]`, that another token feels; none for one that sees all tokens."""
+    """For each linear module the columns, `[width]`, that affect another token; None: all of them."""
     try:
         gradients = _gradients(model, call, hidden, names, inputs)
     except FAILURES:  # no gradient to be had, as with quantised weights
         return dict.fromkeys(inputs)
-    totals = {name: one[:, list(SEEN_FROM)].abs().float().sum(dim=(0, 1)) for name, one in gradients.items()}
+    totals = {name: gradient[:, list(SEEN_FROM)].abs().float().sum(dim=(0, 1)) for name, gradient in gradients.items()}
     felt = {name: total.nonzero().flatten() for name, total in totals.items()}
     return {
         name: None if len(columns) == len(totals[name]) else columns
@@ -236,17 +236,17 @@ def _felt(
 
 def _gradients(model: nn.Module, call: _Call, hidden: Tensor, names: list[str], inputs: set[str]) -> dict[str, Tensor]:
     """How the output at the other tokens depends on each linear module's output, `[points, tokens, features]`."""
-    held: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
 
-    def keep(name: str, *given: Any) -> Tensor:
-        output: Tensor = given[-1]
+    def keep(name: str, *args: Any) -> Tensor:
+        output: Tensor = args[-1]
         if output.shape[1] != TOKENS:
             return output
         if name in inputs:  # what is stored stands between it and whatever made its input
-            held[name] = _points(output.detach()).requires_grad_()
-            return held[name]
+            kept[name] = _points(output.detach()).requires_grad_()
+            return kept[name]
         if output.requires_grad:
-            held[name] = output
+            kept[name] = output
             output.retain_grad()
         return output
 
@@ -254,41 +254,41 @@ def _gradients(model: nn.Module, call: _Call, hidden: Tensor, names: list[str], 
         output = call.run(model, hidden.repeat(len(OFFSETS), 1, 1))
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         weights[:, list(SEEN_FROM)] = 0
-        (output * weights).sum().backward(inputs=list(held.values()))
-    return {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in held.items()}
+        (output * weights).sum().backward(inputs=list(kept.values()))
+    return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in kept.items()}
 
 
 def _points(output: Tensor) -> Tensor:
-    """Where gradients are taken: the outputs as they are, and around some offsets, since what is felt may saturate."""
+    """Where gradients are taken: the outputs as they are, and at some offsets, since an effect may saturate."""
     noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     shares = torch.tensor([1.0, *(0.0 for _ in OFFSETS[1:])]).to(output)[:, None, None]
     return output * shares + (noise + torch.tensor(OFFSETS).to(output)[:, None, None]) * (1 - shares)
 
 
-def _mixer(module: nn.Module, found: _Found) -> Mixer:
+def _mixer(module: nn.Module, entrance: _Entrance) -> Mixer:
     projections: list[Projection] = []
     start = full_width = 0
     for name, linear in _linears(module):
         features = _features(linear)
-        full_width += features if name in found.inputs else 0
-        if name in found.columns:
-            spans = _spans(found.columns[name], features, start)
-            projections.append(Projection(linear, features, spans, name in found.readers, name in found.results))
+        full_width += features if name in entrance.inputs else 0
+        if name in entrance.columns:
+            spans = _spans(entrance.columns[name], features, start)
+            projections.append(Projection(linear, features, spans, name in entrance.readers, name in entrance.results))
             start += projections[-1].width
-    return Mixer(module, tuple(projections), start, full_width, found.direct)
+    return Mixer(module, tuple(projections), start, full_width, entrance.direct)
 
 
 def _spans(columns: Tensor | None, features: int, start: int) -> tuple[tuple[slice, slice], ...]:
-    """The columns that are stored, and where they are stored, from a start on; None: all of them."""
+    """The columns that are stored (None: all of them), and where they are stored, from `start` on."""
     spans: list[tuple[slice, slice]] = []
-    for part in regular(range(features) if columns is None else columns.tolist()):
-        spans.append((part, slice(start, start + len(range(features)[part]))))
+    for run in regular(range(features) if columns is None else columns.tolist()):
+        spans.append((run, slice(start, start + len(range(features)[run]))))
         start = spans[-1][1].stop
     return tuple(spans)
 
 
 def _tried(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expected: Tensor) -> tuple[str, float]:
-    """What speaks against a mixer, "" if nothing: the active rows among rubbish against those of a plain forward."""
+    """Why a mixer fails, "" if it does not: its active rows among garbage must be those of a plain forward."""
     if not mixer.width:
         return "no projection of it is felt by another token", 0.0
     cache, rows = full_cache(model), ActiveRows(None, TOKENS, {})
@@ -297,12 +297,12 @@ def _tried(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expected
     states: Tensor = run.states
     columns = torch.tensor([ACTIVE], device=hidden.device)
     rows = ActiveRows(columns, TOKENS, {})
-    cache, given = full_cache(model), states.clone()
-    given[:, columns[0]] = _garbage(given, seed=1)[:, columns[0]]  # to be computed
+    cache, stored_states = full_cache(model), states.clone()
+    stored_states[:, columns[0]] = _garbage(stored_states, seed=1)[:, columns[0]]  # to be computed
 
     def write(into: Tensor, spans: Spans) -> None:
         for where, stored in spans:
-            into[..., where] = given[..., stored]
+            into[..., where] = stored_states[..., stored]
 
     run = MixerPass(mixer, cache, rows, write)
     got = _passed(model, call, run, hidden[:, columns[0]], cache)

@@ -42,7 +42,7 @@ _forms: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Form]] = WeakKeyDict
 
 
 def digest_of(image: Mapping[str, Any]) -> str:
-    """A digest of what the vision tower is called with for one image: pixels, and whatever else a processor made."""
+    """A digest of the vision tower's inputs for one image: pixels, and whatever else a processor made."""
     state = hashlib.sha256()
     for name, value in sorted(image.items()):
         states = value.detach().cpu().contiguous()
@@ -52,7 +52,7 @@ def digest_of(image: Mapping[str, Any]) -> str:
 
 
 def cannot_encode_ahead(model_class: type[nn.Module], config: Any, has_tower: bool = True) -> str:
-    """What a model lacks for images that are encoded before its forward, in a sentence; empty if nothing."""
+    """Why a model cannot take images that are encoded before its forward, in a sentence; empty if it can."""
     takes = inspect.signature(model_class.forward).parameters
     needs = {
         "get_image_features": has_tower,
@@ -80,35 +80,35 @@ class ImageEncoder:
         if complaint:
             raise UnsupportedModelError(complaint)
         self.token_id: int = model.config.image_token_id
-        self.names = tuple(one for one in inspect.signature(self._encode).parameters if one != "kwargs")  # type: ignore[arg-type]
+        self.names = tuple(name for name in inspect.signature(self._encode).parameters if name != "kwargs")  # type: ignore[arg-type]
 
     def split(self, arguments: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """Take the arguments of several images apart."""
-        given = {name: arguments[name] for name in self.names if arguments.get(name) is not None}
-        odd = [name for name, value in given.items() if not isinstance(value, Tensor)]
+        """Split the arguments of several images into those of each."""
+        inputs = {name: arguments[name] for name in self.names if arguments.get(name) is not None}
+        odd = [name for name, value in inputs.items() if not isinstance(value, Tensor)]
         if odd:
             raise PromptError(
-                f"{odd[0]} is {type(given[odd[0]]).__name__}, expected a tensor as a processor makes it. Pass "
+                f"{odd[0]} is {type(inputs[odd[0]]).__name__}, expected a tensor as a processor makes it. Pass "
                 "return_tensors='pt'."
             )
-        pixels, grid = given[PIXELS], given.get(GRID)
+        pixels, grid = inputs[PIXELS], inputs.get(GRID)
         if grid is not None:
-            return self._by_grid(given, pixels, grid)
+            return self._by_grid(inputs, pixels, grid)
         if pixels.dim() == 5 and "pixel_attention_mask" in self.names:  # [batch, images, …], padded with zeros
             real = pixels.flatten(0, 1).flatten(1).any(dim=1)
-            flat = {name: value.flatten(0, 1)[real.to(value.device)] for name, value in given.items()}
+            flat = {name: value.flatten(0, 1)[real.to(value.device)] for name, value in inputs.items()}
             return [{name: value[None, at : at + 1] for name, value in flat.items()} for at in range(int(real.sum()))]
-        return _rows(given, len(pixels))
+        return _rows(inputs, len(pixels))
 
-    def _by_grid(self, given: dict[str, Tensor], pixels: Tensor, grid: Tensor) -> list[dict[str, Tensor]]:
+    def _by_grid(self, inputs: dict[str, Tensor], pixels: Tensor, grid: Tensor) -> list[dict[str, Tensor]]:
         sizes = grid.prod(-1).tolist()
         if sum(sizes) != len(pixels):
             raise PromptError(
                 f"{PIXELS} has {len(pixels)} patches, expected {sum(sizes)} by {GRID}. Pass both as the processor "
                 "made them."
             )
-        others = _rows({name: value for name, value in given.items() if name != PIXELS}, len(sizes))
-        return [{**other, PIXELS: part} for other, part in zip(others, pixels.split(sizes), strict=True)]
+        others = _rows({name: value for name, value in inputs.items() if name != PIXELS}, len(sizes))
+        return [{**other, PIXELS: patches} for other, patches in zip(others, pixels.split(sizes), strict=True)]
 
     def encode(self, image: Mapping[str, Tensor]) -> Features:
         """Run the tower for one image."""
@@ -117,30 +117,30 @@ class ImageEncoder:
     def output(self, images: Sequence[Features]) -> Any:
         """What the model's forward takes for some encoded images, in the form that `judge` found."""
         form: Any = self._form
-        device, parts = self._model.device, list(zip(*images, strict=True))
-        levels = [[one.to(device) for one in part] for part in parts]
+        device = self._model.device
+        levels = [[tensor.to(device) for tensor in level] for level in zip(*images, strict=True)]
         pooled: Any = torch.stack(levels[0]) if form.is_stacked else levels[0]
         return form.kind(pooler_output=pooled, **({"deepstack_features": levels[1:]} if levels[1:] else {}))
 
     def judge(self, identity: str, arguments: Mapping[str, Any], images: Sequence[Features]) -> None:
-        """See, once for each kind of prompt, that images encoded alone are what the model makes of all of them."""
-        given = {name: arguments[name] for name in self.names if arguments.get(name) is not None}
-        known, kind = _forms.setdefault(self._model, {}), (identity, *sorted(given), len(images) > 1)
-        if kind not in known:
-            output = self._run(given)
+        """Test, once for each kind of prompt, that images encoded alone give what the model makes of all together."""
+        inputs = {name: arguments[name] for name in self.names if arguments.get(name) is not None}
+        forms, kind = _forms.setdefault(self._model, {}), (identity, *sorted(inputs), len(images) > 1)
+        if kind not in forms:
+            output = self._run(inputs)
             if not _is_alike(_features(self._model, output), images):
                 raise UnsupportedModelError(
                     f"images cannot be chunks for {type(self._model).__name__}: what it makes of {len(images)} images "
-                    f"together is not what it makes of each alone, as is expected ({', '.join(given)}). Pass them to "
+                    f"together is not what it makes of each alone, as is expected ({', '.join(inputs)}). Pass them to "
                     "generate as they are: then they are computed in place."
                 )
             widths = tuple(level.shape[-1] for level in images[0])
-            known[kind] = _Form(type(output), isinstance(output.pooler_output, Tensor), widths)
-        self._form = known[kind]
-        for one in images:
-            if tuple(level.shape[-1] for level in one) != self._form.widths:
+            forms[kind] = _Form(type(output), isinstance(output.pooler_output, Tensor), widths)
+        self._form = forms[kind]
+        for image in images:
+            if tuple(level.shape[-1] for level in image) != self._form.widths:
                 raise UnsupportedModelError(
-                    f"features of an image have the widths {[level.shape[-1] for level in one]}, but those of "
+                    f"features of an image have the widths {[level.shape[-1] for level in image]}, but those of "
                     f"{type(self._model).__name__} are expected to have {[*self._form.widths]}. Encode it again."
                 )
 
@@ -152,22 +152,22 @@ class ImageEncoder:
             return self._encode(**moved, return_dict=True)  # type: ignore[misc]
 
 
-def _rows(given: Mapping[str, Tensor], images: int) -> list[dict[str, Tensor]]:
-    for name, value in given.items():
+def _rows(inputs: Mapping[str, Tensor], images: int) -> list[dict[str, Tensor]]:
+    for name, value in inputs.items():
         if not value.dim() or len(value) != images:
             raise PromptError(
                 f"{name} has shape {tuple(value.shape)}, expected a row for each of the {images} images, which are "
                 "encoded one by one. Leave it out, or pass the images to generate as they are."
             )
-    return [{name: value[at : at + 1] for name, value in given.items()} for at in range(images)]
+    return [{name: value[at : at + 1] for name, value in inputs.items()} for at in range(images)]
 
 
 def _is_alike(whole: Features, images: Sequence[Features]) -> bool:
-    """Whether the features of some images, each encoded alone, are those of all of them, up to the dtype's noise."""
-    if any(len(one) != len(whole) for one in images):
+    """Whether the features of images encoded alone are those of all encoded together, up to the dtype's noise."""
+    if any(len(image) != len(whole) for image in images):
         return False
-    for true, *parts in zip(whole, *images, strict=True):
-        got = torch.cat([part.to(true.device) for part in parts])
+    for true, *levels in zip(whole, *images, strict=True):
+        got = torch.cat([level.to(true.device) for level in levels])
         if not norm_error(got, true) <= allowed_of(LOGITS, true.dtype):
             return False
     return True
@@ -176,14 +176,14 @@ def _is_alike(whole: Features, images: Sequence[Features]) -> bool:
 def _features(model: nn.Module, output: Any) -> Features:
     """The rows of an output, all images one behind the other."""
     levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-    found = []
+    features = []
     for level in levels:
-        parts = [level] if isinstance(level, Tensor) else list(level)
-        if not all(isinstance(part, Tensor) and part.dim() in (2, 3) for part in parts):
+        tensors = [level] if isinstance(level, Tensor) else list(level)
+        if not all(isinstance(tensor, Tensor) and tensor.dim() in (2, 3) for tensor in tensors):
             raise UnsupportedModelError(
                 f"images cannot be chunks for {type(model).__name__}: its tower gives {type(level).__name__} of "
-                f"{', '.join(type(part).__name__ for part in parts)}, expected tensors [tokens, width]. Pass the "
+                f"{', '.join(type(item).__name__ for item in tensors)}, expected tensors [tokens, width]. Pass the "
                 "images to generate as they are: then they are computed in place."
             )
-        found.append(torch.cat([part.flatten(0, -2) for part in parts]))
-    return tuple(found)
+        features.append(torch.cat([tensor.flatten(0, -2) for tensor in tensors]))
+    return tuple(features)

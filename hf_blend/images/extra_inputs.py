@@ -52,7 +52,7 @@ OTHER_INPUTS = Use(
 
 
 def can_blend(cache: BlendCache, request: Request) -> bool:
-    """Return True if it is known what each token of a forward stands for; if not, all of it is computed."""
+    """Whether it is known what each token of a forward stands for; if not, all of it is computed."""
     is_named = any(is_content(max(row, default=0)) for row in request.rows)
     marked = is_named or not all(map(cache._placeholders.isdisjoint, request.rows))
     if not marked and has_features(request.arguments):
@@ -83,7 +83,7 @@ class FirstForward(CheckedModel):
         self.name = f"{self.name} with {', '.join(self.kind[0])}"
 
     def run(self) -> tuple[Plan, BlendCache, Tensor, Capture, Tensor]:
-        """The forward blended and plain: plan, cache and last logits of the one, K and V and logits of the other."""
+        """The forward twice: plan, cache and last logits of the blended; K and V and last logits of the plain."""
         arguments: dict[str, Any] = {**self._request.arguments, "return_dict": True}
         if "logits_to_keep" in signature(self.model.forward).parameters:
             arguments["logits_to_keep"] = 1
@@ -111,7 +111,7 @@ class FirstForward(CheckedModel):
 @check(first_use=OTHER_INPUTS.name, needs=FirstForward)
 @torch.no_grad()
 def true_kv(subject: FirstForward) -> CheckResult | None:
-    """With K and V of a plain forward in the place of stored ones, a blended forward with images is that forward."""
+    """With the K and V of a plain forward instead of stored ones, a blended forward with images equals the plain."""
     plan, cache, logits, true, expected = subject.run()
     if not plan.chunks:
         return None
@@ -119,11 +119,11 @@ def true_kv(subject: FirstForward) -> CheckResult | None:
     errors = [norm_error(logits, expected) * (1 if is_fine else bound / COARSE_LOGITS_BOUND)]
     for fresh in subject.fresh(plan):
         for layer, states in zip(kv_of(cache), true.layers, strict=True):
-            for held, full in zip(layer, states, strict=False):  # a mixer's projections are not kept
-                count = held.shape[2]  # a window of the last tokens, or all
-                rows = fresh[:, -count:].to(held.device)
-                got, known = (states[:, :, -count:].transpose(1, 2)[rows] for states in (held, full))
-                errors.append(norm_error(got, known) if is_fine else _median_error(got, known))
+            for cached, full in zip(layer, states, strict=False):  # a mixer's projections are not kept
+                count = cached.shape[2]  # a window of the last tokens, or all
+                rows = fresh[:, -count:].to(cached.device)
+                rows_now, true_rows = (states[:, :, -count:].transpose(1, 2)[rows] for states in (cached, full))
+                errors.append(norm_error(rows_now, true_rows) if is_fine else _median_error(rows_now, true_rows))
     off = f"it is off by {max(errors):.2g}, where at most {bound:.2g} is expected."
     return CheckResult(max(errors), bound, f"with K and V of a plain forward in the place of stored ones {off}")
 
@@ -131,11 +131,11 @@ def true_kv(subject: FirstForward) -> CheckResult | None:
 def _with_true_kv(plan: Plan, true: Capture, config: BlendConfig) -> Plan:
     """The same plan, with K and V of a full prefill in every chunk."""
     distinct, numbers = distinct_tables(true.tables)
-    tables = [[part.unflatten(0, (-1, plan.real.shape[1])) for part in table] for table in distinct]
+    tables = [[tensor.unflatten(0, (-1, plan.real.shape[1])) for tensor in table] for table in distinct]
 
     def filled(placed: PlacedChunk) -> PlacedChunk:
         row, columns = placed.row, placed.columns
-        layers = tuple(tuple(one[row, :, columns] for one in states) for states in true.layers)
+        layers = tuple(tuple(tensor[row, :, columns] for tensor in states) for states in true.layers)
         cut = tuple((cos[row % len(cos), columns], sin[row % len(sin), columns]) for cos, sin in tables)
         return replace(placed, chunk=ChunkKV(placed.chunk.key, layers, cut, numbers), first=0, count=placed.tokens)
 
@@ -143,7 +143,7 @@ def _with_true_kv(plan: Plan, true: Capture, config: BlendConfig) -> Plan:
 
 
 def _median_error(got: Tensor, true: Tensor) -> float:
-    """Size of the difference `[tokens, …]` at the token in the middle, over the size of what is true."""
+    """Median over the tokens of the relative error, `[tokens, …]` each."""
     if got.shape != true.shape:
         return float("inf")
     errors = token_errors(got.flatten(1), true.flatten(1))

@@ -27,7 +27,7 @@ from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
 from .encoder import ENCODED, PIXELS, Features, ImageEncoder, digest_of
 
-MARKS = KINDS_OF_TOKENS  # how the names of arguments end that say what each token is
+MARKS = KINDS_OF_TOKENS  # suffixes of the arguments that give each token's kind
 OTHERS = ("pixel_values_videos", "input_features", "input_values", "inputs_embeds", ENCODED)
 
 
@@ -35,7 +35,7 @@ OTHERS = ("pixel_values_videos", "input_features", "input_values", "inputs_embed
 class PromptImages:
     """The images of the prompts that are expected."""
 
-    given: list[list[int]]
+    ids: list[list[int]]
     named: list[list[int]]
     spans: list[list[Span]]
     mask: Tensor
@@ -46,29 +46,29 @@ class PromptImages:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of the model's forward, in the place of pixels."""
+        """Arguments of the model's forward, in the place of pixels."""
         return {ENCODED: {"image": self.output}}
 
-    def prompts(self, known: PromptBatch | None) -> tuple[TextPrompt, ...]:
+    def prompts(self, batch: PromptBatch | None) -> tuple[TextPrompt, ...]:
         """The prompts with the images as chunks, beside what is known of them."""
-        others: Sequence[Any] = [TextPrompt(()) for _ in self.named] if known is None else known.prompts
-        found = []
+        others: Sequence[Any] = [TextPrompt(()) for _ in self.named] if batch is None else batch.prompts
+        prompts = []
         for ids, images, prompt in zip(self.named, self.spans, others, strict=True):
-            texts = [one for one in prompt.spans() if not any(one.overlaps(image) for image in images)]
-            spans = tuple(sorted((*texts, *images), key=lambda one: one.start))
+            texts = [span for span in prompt.spans() if not any(span.overlaps(image) for image in images)]
+            spans = tuple(sorted((*texts, *images), key=lambda span: span.start))
             opening = len(prompt.prefix) if prompt.opening is None else prompt.opening
-            found.append(TextPrompt(tuple(ids), spans, opening, prompt.history))
-        return tuple(found)
+            prompts.append(TextPrompt(tuple(ids), spans, opening, prompt.history))
+        return tuple(prompts)
 
     def name(self, request: Request) -> Request:
         """Name the tokens of a forward, if it brings these images."""
-        repeats, odd = divmod(len(request.rows), len(self.given))
+        repeats, odd = divmod(len(request.rows), len(self.ids))
         numbers = [row // max(1, repeats) for row in range(len(request.rows))]
         if odd or not self._are_these(request.arguments, numbers):
             return request
         rows = []
         for row, number in zip(request.rows, numbers, strict=True):
-            if self.given[number][-len(row) :] != row:
+            if self.ids[number][-len(row) :] != row:
                 return request
             rows.append(self.named[number][-len(row) :])
         return replace(request, rows=rows)
@@ -79,10 +79,10 @@ class PromptImages:
         output = encoded.get("image") if isinstance(encoded, Mapping) else None
         if output is None or any(value is not None for name, value in encoded.items() if name != "image"):  # type: ignore[union-attr]
             return False
-        if output is self.output and len(numbers) == len(self.given):
+        if output is self.output and len(numbers) == len(self.ids):
             return True
         pooled = output.pooler_output
-        rows = torch.cat([part.flatten(0, -2) for part in ([pooled] if isinstance(pooled, Tensor) else pooled)])
+        rows = torch.cat([tensor.flatten(0, -2) for tensor in ([pooled] if isinstance(pooled, Tensor) else pooled)])
         return torch.equal(rows, torch.cat([self.features[number] for number in numbers]).to(rows.device))
 
 
@@ -90,29 +90,29 @@ def expect_images(cache: BlendCache, inputs: Mapping[str, Any]) -> Mapping[str, 
     """See `BlendCache.inputs_with_images`."""
     if inputs.get(PIXELS) is None:
         return inputs
-    held = super(BlendCache, cache).get_seq_length()
+    past = super(BlendCache, cache).get_seq_length()
     refuse_beside_images(inputs)
-    known = cache._prompts
-    pending = known.pending if known.pending.is_of(inputs["input_ids"]) else PendingPrompt()
-    if held and pending.batch is None:
+    expected = cache._prompts
+    pending = expected.pending if expected.pending.is_of(inputs["input_ids"]) else PendingPrompt()
+    if past and pending.batch is None:
         raise PromptError(
-            f"images came for a cache that holds {held} tokens, but a prompt of inputs(history=…) is expected "
+            f"images came for a cache that holds {past} tokens, but a prompt of inputs(history=…) is expected "
             "there. Call reset() and pass the whole conversation: its images are reused from the store."
         )
-    images = name_images(cache.model, cache.store, cache.chunk_prefix_ids, inputs, held)
+    images = name_images(cache.model, cache.store, cache.chunk_prefix_ids, inputs, past)
     prompts = images.prompts(pending.batch)
     if pending.batch is None:
-        check_lengths([TextPrompt(tuple(ids)) for ids in images.given], held, text_config(cache.model))
-        cache._refuse_tokens(held + max(map(len, images.given)), 0)
-        known.history, known.tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
-    known.pending = PendingPrompt(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), pending.held)
-    known.images, known.beginnings = images, ()
+        check_lengths([TextPrompt(tuple(ids)) for ids in images.ids], past, text_config(cache.model))
+        cache._refuse_tokens(past + max(map(len, images.ids)), 0)
+        expected.history, expected.tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
+    expected.pending = PendingPrompt(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), pending.cached)
+    expected.images, expected.beginnings = images, ()
     cache._hooks.watch_model()
     return {**{name: value for name, value in inputs.items() if not name.startswith("pixel")}, **images.arguments}
 
 
 def name_images(
-    model: nn.Module, store: ChunkStore, chunk_prefix_ids: Sequence[int], inputs: Mapping[str, Any], held: int
+    model: nn.Module, store: ChunkStore, chunk_prefix_ids: Sequence[int], inputs: Mapping[str, Any], past: int
 ) -> PromptImages:
     """Find the images of some prompts, and encode those whose features are not stored.
 
@@ -124,29 +124,29 @@ def name_images(
     mask = inputs.get("attention_mask")
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.cpu().bool()
     positions = ((ids == encoder.token_id) & real).nonzero()
-    positions = positions[positions[:, 1] >= held].tolist()
+    positions = positions[positions[:, 1] >= past].tolist()
     images = encoder.split(inputs)
     source = _Features(model, store, encoder)
     digests, counts = [digest_of(image) for image in images], _expected(images, positions)
-    found = [source.of(*one) for one in zip(images, digests, counts, strict=True)]
-    _check_count(found, len(positions))
+    encoded = [source.of(*image_inputs) for image_inputs in zip(images, digests, counts, strict=True)]
+    _check_count(encoded, len(positions))
     try:
-        encoder.judge(source.identity, inputs, found)
+        encoder.judge(source.identity, inputs, encoded)
     except UnsupportedModelError:
         if not source.loaded:
             raise
-        found = [source.again(*one) for one in zip(images, digests, strict=True)]
-        encoder.judge(source.identity, inputs, found)
+        encoded = [source.again(*image_inputs) for image_inputs in zip(images, digests, strict=True)]
+        encoder.judge(source.identity, inputs, encoded)
     naming = _Naming(encoder, tuple(chunk_prefix_ids), ids, real, inputs)
     at = 0
-    for image, digest, features in zip(images, digests, found, strict=True):
+    for image, digest, features in zip(images, digests, encoded, strict=True):
         naming.add(image, digest, features, positions[at : at + len(features[0])])
         at += len(features[0])
-    return naming.result(found, source.encoded)
+    return naming.result(encoded, source.encoded)
 
 
 def refuse_beside_images(inputs: Mapping[str, Any]) -> None:
-    """Refuse what images cannot be chunks beside."""
+    """Refuse inputs beside which images cannot be chunks."""
     others = [name for name, value in inputs.items() if value is not None and name in OTHERS]
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if others or not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -178,9 +178,9 @@ class _Naming:
     def add(
         self, image: Mapping[str, Tensor], digest: str, features: Features, positions: Sequence[Sequence[int]]
     ) -> None:
-        """The next image, at these rows and columns: a chunk from its first token to its last, breaks of rows too."""
+        """Add the next image, at these rows and columns: a chunk from its first token to its last, row breaks too."""
         tokens, (row, first) = len(positions), positions[0]
-        if any(one != row for one, _ in positions):
+        if any(other != row for other, _ in positions):
             raise PromptError(
                 f"the placeholders of prompt {row} end within an image of {tokens} tokens, expected all of them in "
                 "one prompt. Pass the images in the order of the prompts, as the processor made both."
@@ -198,28 +198,28 @@ class _Naming:
             self._alone[chunk] = self._arguments(image, features, row, columns)
 
     def _arguments(self, image: Mapping[str, Tensor], features: Features, row: int, columns: slice) -> dict[str, Any]:
-        """Of the model's forward, for one image alone behind the sink."""
+        """Arguments of the model's forward for one image alone behind the chunk prefix."""
         sink, device = len(self._sink), self._inputs["input_ids"].device
         ids = torch.tensor([[*self._sink, *self._ids[row, columns].tolist()]], device=device)
-        given: dict[str, Any] = {"input_ids": ids, ENCODED: {"image": (features,)}, "logits_to_keep": 1}
+        arguments: dict[str, Any] = {"input_ids": ids, ENCODED: {"image": (features,)}, "logits_to_keep": 1}
         for name, value in self._inputs.items():
             if name in image and not name.startswith("pixel"):
-                given[name] = image[name]
+                arguments[name] = image[name]
             elif name in self._marks:
-                given[name] = nn.functional.pad(value[row : row + 1, columns], (sink, 0))  # 0: text
-        return given
+                arguments[name] = nn.functional.pad(value[row : row + 1, columns], (sink, 0))  # 0: text
+        return arguments
 
-    def result(self, found: Sequence[Features], encoded: int) -> PromptImages:
+    def result(self, images: Sequence[Features], encoded: int) -> PromptImages:
         """What is known of all of them."""
-        for one in self._alone.values():
-            one[ENCODED] = {"image": self._encoder.output(one[ENCODED]["image"])}
-        given, named = (
-            [ids[real].tolist() for ids, real in zip(one, self._real, strict=True)] for one in (self._ids, self._named)
+        for arguments in self._alone.values():
+            arguments[ENCODED] = {"image": self._encoder.output(arguments[ENCODED]["image"])}
+        plain, named = (
+            [row[real].tolist() for row, real in zip(ids, self._real, strict=True)] for ids in (self._ids, self._named)
         )
-        width = found[0][0].new_zeros(0, found[0][0].shape[-1])
+        width = images[0][0].new_zeros(0, images[0][0].shape[-1])
         features = [torch.cat([width, *parts]) for parts in self._features]
-        output, mask = self._encoder.output(found), self._real.long()
-        return PromptImages(given, named, self._spans, mask, output, features, self._alone, encoded)
+        output, mask = self._encoder.output(images), self._real.long()
+        return PromptImages(plain, named, self._spans, mask, output, features, self._alone, encoded)
 
 
 class _Features:
@@ -233,7 +233,7 @@ class _Features:
         self.encoded, self.loaded = 0, dict[str, ChunkKey]()
 
     def of(self, image: Mapping[str, Tensor], digest: str, tokens: int) -> Features:
-        """Of one image that is expected to take so many tokens; 0 if that is not known."""
+        """The features of one image that is expected to take so many tokens; 0 if that is not known."""
         if digest not in self._known:
             self._known[digest] = self._stored(digest, tokens) or self._encoded(digest, image)
         return self._known[digest]
@@ -252,7 +252,7 @@ class _Features:
         return tuple(level[0][0] for level in stored.layers)
 
     def again(self, image: Mapping[str, Tensor], digest: str) -> Features:
-        """Of one image, not from the store: what was stored is not what the tower makes."""
+        """The features of one image, encoded again: what was stored is not what the tower makes."""
         if digest in self.loaded:
             self._store.reject(self.loaded.pop(digest), "features")
             self._known[digest] = self._encoded(digest, image)
@@ -266,13 +266,13 @@ class _Features:
         key, layers = self._key(digest, tokens), tuple((level[None],) for level in features)
         entry = ChunkKV(key, layers, (), (-1,) * len(layers), canary_of(self._model))
         stored = self._store.put(entry)
-        if not all(torch.equal(one[0].cpu(), two[0].cpu()) for one, two in zip(stored.layers, layers, strict=True)):
+        if not all(torch.equal(own[0].cpu(), put[0].cpu()) for own, put in zip(stored.layers, layers, strict=True)):
             self._store.delete(key)  # a codec rounds them
         return features
 
 
 def _check_known(inputs: Mapping[str, Any], of_images: Sequence[str]) -> None:
-    """Refuse tensors that may change an image's K and V in a way that its name does not tell."""
+    """Refuse tensors that may change an image's K and V but are not part of its name."""
     shape = inputs["input_ids"].shape
     for name, value in inputs.items():
         is_mark = name.endswith(MARKS) and getattr(value, "shape", None) == shape
@@ -300,10 +300,10 @@ def _expected(images: Sequence[Mapping[str, Tensor]], positions: Sequence[Sequen
     return [0 if rest or not is_alike else each] * len(images)
 
 
-def _check_count(found: Sequence[Features], placeholders: int) -> None:
-    tokens = sum(len(features[0]) for features in found)
-    if tokens != placeholders or not found:
+def _check_count(images: Sequence[Features], placeholders: int) -> None:
+    tokens = sum(len(features[0]) for features in images)
+    if tokens != placeholders or not images:
         raise PromptError(
-            f"{len(found)} images make {tokens} tokens, expected {placeholders}, the placeholders in the prompts. "
+            f"{len(images)} images make {tokens} tokens, expected {placeholders}, the placeholders in the prompts. "
             "Pass the ids and the images as one call of the processor made them."
         )

@@ -39,13 +39,13 @@ def advise(
     num_layers: int = 1,
     tiers: Mapping[str, float] | None = None,
 ) -> Advice:
-    """Choose ratio and chunks for a request."""
+    """Choose the recompute ratio and which chunks to load for a request."""
     total = sum(chunk_tokens)
     rates = [float(bytes_s)] * len(chunk_tokens) if isinstance(bytes_s, int | float) else list(bytes_s)
     order = sorted(range(len(rates)), key=lambda place: (-rates[place], -chunk_tokens[place]))
 
     def expected(count: int, ratio: float) -> tuple[float, float, float]:
-        """Time, loading and computing, with the chunks loaded that come fastest, of equals the longest."""
+        """Seconds in all, loading and computing, if the fastest chunks are loaded; of equals the longest first."""
         kept = sum(chunk_tokens[place] for place in order[:count])
         loading = sum(load_s(profile.bytes_per_token, chunk_tokens[place], rates[place]) for place in order[:count])
         computing = profile.prefill_s(total, (kept * ratio + total - kept) / total)
@@ -55,9 +55,9 @@ def advise(
     ratio, (time_s, loading, computing) = least_ratio, expected(count, least_ratio)
     for step in range(1, STEPS + 1):  # more for nothing
         more = step / STEPS
-        found = expected(count, more)
-        if more > ratio and found[2] <= loading:
-            ratio, (time_s, loading, computing) = more, found
+        times = expected(count, more)
+        if more > ratio and times[2] <= loading:
+            ratio, (time_s, loading, computing) = more, times
     most = profile.prefill_s(total, ratio)
     hidden = [name for name, rate in (tiers or {}).items() if load_s(profile.bytes_per_token, total, rate) <= most]
     times_ms = (1e3 * time_s, 1e3 * loading, 1e3 * computing)
@@ -108,8 +108,8 @@ class LoadingController:
             profile, rates = self._profile, self.rates
         bytes_s = [rates.get(place or "", math.inf) for place in places]
         lengths = [len(key.token_ids) for key in keys]
-        given: Any = {"least_ratio": least_ratio, "num_layers": self._num_layers, "tiers": rates}
-        self.last = advise(profile, lengths, bytes_s, **given)
+        options: Any = {"least_ratio": least_ratio, "num_layers": self._num_layers, "tiers": rates}
+        self.last = advise(profile, lengths, bytes_s, **options)
         return self.last
 
     def observe(self, advice: Advice, seconds: float) -> None:
@@ -117,19 +117,19 @@ class LoadingController:
         if advice.load_ms > advice.compute_ms or not advice.compute_ms > 0:
             return
         waiting_ms = advice.predicted_ms - advice.compute_ms
-        found = (1e3 * seconds - waiting_ms) / advice.compute_ms
-        with self._lock:  # a request that was held up by something else moves the belief by little
-            self.slowdown *= 1 + LEARNED_SHARE * (min(max(found, 1 / MOST_STEP), MOST_STEP) - 1)
+        slowdown = (1e3 * seconds - waiting_ms) / advice.compute_ms
+        with self._lock:  # a request that something else delayed changes the estimate only a little
+            self.slowdown *= 1 + LEARNED_SHARE * (min(max(slowdown, 1 / MOST_STEP), MOST_STEP) - 1)
             self._profile = self.profile.slowed(self.slowdown)
 
     def _learn_rates(self) -> None:
-        """From what was read since the last request."""
+        """Update the rates from what was read since the last request."""
         before, self._traffic = self._traffic, self._store.traffic()
         rates = {}
-        for tier, known in self.rates.items():
-            (nbytes, seconds), (old_nbytes, old_seconds) = (one.get(tier, (0, 0.0)) for one in (self._traffic, before))
+        for tier, rate in self.rates.items():
+            (nbytes, seconds), (old_nbytes, old_seconds) = (log.get(tier, (0, 0.0)) for log in (self._traffic, before))
             if nbytes > old_nbytes and seconds > old_seconds:
-                rates[tier] = known + LEARNED_SHARE * ((nbytes - old_nbytes) / (seconds - old_seconds) - known)
+                rates[tier] = rate + LEARNED_SHARE * ((nbytes - old_nbytes) / (seconds - old_seconds) - rate)
             else:
-                rates[tier] = known + FORGOTTEN_SHARE * (self._first_rates[tier] - known)
+                rates[tier] = rate + FORGOTTEN_SHARE * (self._first_rates[tier] - rate)
         self.rates = rates

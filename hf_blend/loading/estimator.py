@@ -15,7 +15,7 @@ a chunk's first read (its first layer, or READ_BYTES where layers are smaller), 
 verify at any rate, as it was measured. A device hides its loading only where both are short.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
@@ -128,9 +128,8 @@ def place(
 
 
 def choose(placements: Sequence[Placement]) -> Placement:
-    """The cheapest device that hides its loading under recomputing; without one, the one that costs least in all."""
+    """The device with the cheapest storage whose loading is hidden under recomputing; if none, the cheapest in all."""
     if not placements:
         raise ConfigError("no device was named, expected one or more. Give --rate NAME=GB/s and --price NAME=PRICE.")
-    hidden = [one for one in placements if one.is_hidden]
-    cost: Callable[[Placement], float] = (lambda one: one.storage_month) if hidden else (lambda one: one.total_month)
-    return min(hidden or placements, key=cost)
+    hidden = [device for device in placements if device.is_hidden]
+    return min(hidden or placements, key=lambda device: device.storage_month if hidden else device.total_month)

@@ -3,7 +3,7 @@
 """What this machine does with a model: seconds of a blended prefill by length and ratio, bytes a second of a tier.
 
 Measured once and kept in the assets folder of the Hugging Face cache; a machine, model, dtype or number of threads
-that differs is measured anew.
+that differs is measured again.
 """
 
 import json
@@ -56,16 +56,16 @@ class Profile:
 
     def slowed(self, factor: float) -> "Profile":
         """The profile of a machine on which every prefill takes that many times as long."""
-        points = tuple(replace(one, seconds=factor * one.seconds) for one in self.points)
+        points = tuple(replace(point, seconds=factor * point.seconds) for point in self.points)
         return replace(self, points=points)
 
     @cached_property
     def _weights(self) -> list[float]:
-        """Of the terms; a request asks for many ratios."""
-        rows = torch.tensor([_terms(one.tokens, one.ratio) for one in self.points], dtype=torch.float64)
-        seconds = torch.tensor([[one.seconds] for one in self.points], dtype=torch.float64)
-        found: list[float] = torch.linalg.lstsq(rows / seconds, torch.ones_like(seconds)).solution[:, 0].tolist()
-        return found  # of equal shares of the time, not of equal seconds
+        """The weights of the terms, kept because a request asks for many ratios."""
+        rows = torch.tensor([_terms(point.tokens, point.ratio) for point in self.points], dtype=torch.float64)
+        seconds = torch.tensor([[point.seconds] for point in self.points], dtype=torch.float64)
+        weights: list[float] = torch.linalg.lstsq(rows / seconds, torch.ones_like(seconds)).solution[:, 0].tolist()
+        return weights  # fitted to relative errors, not to seconds
 
 
 def _terms(tokens: int, ratio: float) -> list[float]:
@@ -86,16 +86,16 @@ def profile_of(
     root = cached_assets_path("hf_blend", namespace="profiles") if folder is None else folder
     path = root / f"{machine['model'][:16]}.json"
     try:
-        known = json.loads(path.read_text("utf-8"))
-        if known["machine"] == machine:
-            return Profile(machine, tuple(Point(**one) for one in known["points"]), known["bytes_per_token"])
+        saved = json.loads(path.read_text("utf-8"))
+        if saved["machine"] == machine:
+            return Profile(machine, tuple(Point(**point) for point in saved["points"]), saved["bytes_per_token"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not there or not readable: measured again
     made = _measured(model, config, lengths, machine)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(asdict(made)), "utf-8")
-    part.replace(path)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(asdict(made)), "utf-8")
+    unfinished.replace(path)
     return made
 
 
@@ -120,14 +120,14 @@ def reading_s(model: nn.Module, chunks: int, tokens: int, ratio: float) -> float
         for store, times in zip(stores, taken, strict=True):
             seconds = _seconds(model, BlendCache(model, store, recompute_ratio=ratio), pieces)
             times += [seconds] if number else []  # chunks are computed in the first
-    held, read = map(statistics.median, taken)
-    return max(0.0, read - held)
+    in_memory, read = map(statistics.median, taken)
+    return max(0.0, read - in_memory)
 
 
 def tier_rates(store: ChunkStore, model: nn.Module, tokens: int = 512) -> dict[str, float]:
     """How fast each tier of a store gives back a chunk: see `bytes_per_second`."""
-    found = {tier.name: bytes_per_second(ChunkStore([], [tier]), model, tokens) for tier in store.tiers()}
-    return {name: rate for name, rate in found.items() if rate > 0}
+    rates = {tier.name: bytes_per_second(ChunkStore([], [tier]), model, tokens) for tier in store.tiers()}
+    return {name: rate for name, rate in rates.items() if rate > 0}
 
 
 def _lengths(model: nn.Module) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], mac
             cache = BlendCache(model, store, **{**config.to_dict(), "recompute_ratio": ratio})
             seconds = _seconds(model, cache, chunks[tokens])
             taken += [seconds] if number else []
-    medians = {asked: statistics.median(taken) for asked, taken in times.items()}
+    medians = {length_and_ratio: statistics.median(taken) for length_and_ratio, taken in times.items()}
     points = [Point(tokens // CHUNKS * CHUNKS, ratio, seconds) for (tokens, ratio), seconds in medians.items()]
     return Profile(machine, tuple(points), nbytes)
 

@@ -42,16 +42,16 @@ class RowArguments:
         self._cut: dict[tuple[object, ...], tuple[Any, ...]] = {}  # with what its key names by id, which stays alive
 
     def cut(self, index: int, call: LayerCall, rows: Rows, mask: Any, attends: bool, taken: Taken) -> None:
-        """Leave a call the rows' part of every argument but the hidden states, and of the model's mask for a layer.
+        """Cut every argument of a call but the hidden states to the rows, and the model's mask for a layer.
 
         A tensor is per token where its second axis, or the third of four, has a number of entries that `taken` knows;
         rotary tables may come as a tuple.
         """
-        for name, given in call.given.items():
-            if name in call.arguments and name != call.mask_name and isinstance(given, (Tensor, tuple, list)):
-                key: tuple[object, ...] = (id(given), id(rows))
+        for name, value in call.given.items():
+            if name in call.arguments and name != call.mask_name and isinstance(value, (Tensor, tuple, list)):
+                key: tuple[object, ...] = (id(value), id(rows))
                 if key not in self._cut:
-                    self._cut[key] = _rows(given, taken), given, rows
+                    self._cut[key] = _rows(value, taken), value, rows
                 call.arguments[name] = self._cut[key][0]
         if attends:
             if self._is_flash and not LayerInfo.of(call.layer).attention:
@@ -84,22 +84,22 @@ class RowArguments:
 
 
 def _rows(value: Any, taken: Taken) -> Any:
-    """Take rows of a tensor, or of those in a tuple or list, that has one for each of so many tokens.
+    """Take rows of a tensor, or of those in a tuple or list, that has a row for each of so many tokens.
 
-    A number of heads may be one of rows: what is first in `taken` is looked for on all axes before the next.
+    Heads may be as many as rows: the first count of `taken` is tried on all axes before the next.
     """
-    found = []
-    for part in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(part, (tuple, list)):
-            part = _rows(part, taken)
-        elif isinstance(part, Tensor) and part.dim() > 1:
-            axes = (1, 2) if part.dim() == 4 else (1,)
-            cuts = ((axis, index) for count, index in taken.items() for axis in axes if part.shape[axis] == count)
-            axis, index = next(cuts, (0, part))
+    cut = []
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(item, (tuple, list)):
+            item = _rows(item, taken)
+        elif isinstance(item, Tensor) and item.dim() > 1:
+            axes = (1, 2) if item.dim() == 4 else (1,)
+            cuts = ((axis, index) for count, index in taken.items() for axis in axes if item.shape[axis] == count)
+            axis, index = next(cuts, (0, item))
             if axis == 1:
                 is_one = index.shape[0] == 1
-                part = part.index_select(1, index[0].to(part.device)) if is_one else gather_rows(part, index)
+                item = item.index_select(1, index[0].to(item.device)) if is_one else gather_rows(item, index)
             elif axis == 2:  # by head: a factor of queries, a bias
-                part = gather_rows(part.transpose(1, 2), index).transpose(1, 2)
-        found.append(part)
-    return type(value)(found) if isinstance(value, (tuple, list)) else found[0]
+                item = gather_rows(item.transpose(1, 2), index).transpose(1, 2)
+        cut.append(item)
+    return type(value)(cut) if isinstance(value, (tuple, list)) else cut[0]

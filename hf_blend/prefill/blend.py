@@ -112,10 +112,10 @@ class Prefill:
         if self._kind.has_hooks or self._capture is not None:
             self.close_doors()
         self._kind, self._model_mask = self._kinds[index], call.arguments.get(call.mask_name)
-        given = call.arguments.get("position_embeddings")
-        if given is None or id(given) not in self._tables:
-            self._tables[id(given)] = given, rotary_table(call.arguments, call.layer)
-        table = self._tables[id(given)][1]
+        embeddings = call.arguments.get("position_embeddings")
+        if embeddings is None or id(embeddings) not in self._tables:
+            self._tables[id(embeddings)] = embeddings, rotary_table(call.arguments, call.layer)
+        table = self._tables[id(embeddings)][1]
         if self._kind.has_hooks:
             table = self._kind.enter(self, index, call, table)
         if context.is_probe:
@@ -155,7 +155,7 @@ class Prefill:
             self._buffers.use(index, keys, values, self.stored_chunks, checks, self._written())
             if keys.device.type != "cpu":
                 checks = () if index in self._ratios else checks
-                self._buffers.prefetch([one for one in self._with_keys if one > index], checks, keys.device)
+                self._buffers.prefetch([later for later in self._with_keys if later > index], checks, keys.device)
             if self._rows is not None and context.corrector.is_active:  # before anything fresh is written over it
                 self._uncorrected[index] = self._buffers.open[index][0].clone(), self._buffers.open[index][1].clone()
         states = self._buffers.open[index]
@@ -174,7 +174,7 @@ class Prefill:
         return layer.keys, layer.values
 
     def _written(self) -> Tensor | None:
-        """`[batch, tokens]`: columns in which K and V will be; None where they will be in all."""
+        """`[batch, tokens]`: the columns that will have K and V; None: all of them."""
         context = self.context
         computed = context.observer.computed if context.is_probe and context.observer is not None else None
         if self._rows is None or (computed is None and not context.plan.has_padding):
@@ -183,12 +183,12 @@ class Prefill:
 
     def update_indexer(self, index: int, keys: Tensor) -> Tensor:
         """Take an indexer's keys of the active rows, `[batch, rows, width]`, and give back those of all tokens."""
-        found: Tensor = self._kind.update_indexer(self, index, keys, self._rows)  # type: ignore[attr-defined]
+        all_keys: Tensor = self._kind.update_indexer(self, index, keys, self._rows)  # type: ignore[attr-defined]
         self.reach("indexer")
-        return found
+        return all_keys
 
     def end(self) -> None:
-        """Leave no hook inside a layer, also after a failure, and no more in the cache than stays."""
+        """Remove every hook inside a layer, also after a failure, and settle the cache's layers."""
         plan = self.context.plan
         self.close_doors()
         self.context.realigner.close()
@@ -221,10 +221,10 @@ class Prefill:
         """Return True if what a layer keeps is compared with what is stored, or computed twice."""
         return index in self._ratios or index in (0, self._last)
 
-    def reach(self, part: str) -> None:
-        """Stop a look into a layer when the last part that it waits for has come."""
+    def reach(self, name: str) -> None:
+        """Stop a look into a layer when the last of the states that it waits for has come."""
         if self._awaited is not None:
-            self._awaited.discard(part)
+            self._awaited.discard(name)
             if not self._awaited:
                 raise StopForward
 
@@ -243,9 +243,9 @@ class Prefill:
                 self._drop(placed)
 
     def _begin(self, call: LayerCall) -> None:
-        """Leave out what needs no computing at all, and select at once if nothing must be seen for it."""
+        """Leave out the rows that need no computing, and select now if the selector needs no K and V."""
         context, plan, device = self.context, self.context.plan, call.hidden.device
-        plan.real, plan.exact, plan.reusable = (one.to(device) for one in (plan.real, plan.exact, plan.reusable))
+        plan.real, plan.exact, plan.reusable = (mask.to(device) for mask in (plan.real, plan.exact, plan.reusable))
         context.realigner.prefetch(range(1), device)
         if context.request.others:
             for placed in list(plan.chunks):  # in which a token sees others behind it than where it was computed
@@ -263,17 +263,17 @@ class Prefill:
         total = [fresh + stored for fresh, stored in zip(plan.fresh_counts, counts, strict=True)]
         if min(total) == self.width:
             return
-        known = plan.fresh(with_reusable=counts == plan.stored_counts and any(counts))
+        fresh_mask = plan.fresh(with_reusable=counts == plan.stored_counts and any(counts))
         observer = context.observer
         if context.is_probe and observer is not None and observer.rows is not None:
-            known = plan.sampled(observer.rows)
-            total = known.sum(axis=1).tolist()
-            observer.computed = torch.from_numpy(known | ~plan.fresh(with_reusable=False)).to(device)
+            fresh_mask = plan.sampled(observer.rows)
+            total = fresh_mask.sum(axis=1).tolist()
+            observer.computed = torch.from_numpy(fresh_mask | ~plan.fresh(with_reusable=False)).to(device)
         is_known = min(total) == max(total) and counts in (plan.stored_counts, nothing)
         if is_known and not self._needs_same_columns:
-            self._rows = Rows.at([np.flatnonzero(row).tolist() for row in known], device)
+            self._rows = Rows.at([np.flatnonzero(row).tolist() for row in fresh_mask], device)
         else:
-            active = torch.from_numpy(known).to(device)
+            active = torch.from_numpy(fresh_mask).to(device)
             active = active if selected is None else active | selected
             self._rows = Rows.of(active, total, self._needs_same_columns)[0]
 
@@ -295,7 +295,7 @@ class Prefill:
         context.corrector.correct(LayerView(index, chunk, fresh.to(chunk.device), stored, states, derotated, charge))
 
     def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor | None) -> None:
-        """Let a layer run for some rows: those at `[batch, kept]` of its hidden states; None: they are these."""
+        """Let a layer run for some rows: those at `[batch, kept]` of its hidden states; None: all of these."""
         if remaining is not None:
             if self._row_axis is None:  # several streams of rows are before the batch in Gemma 3n, behind rows in HYV4
                 batch, count, *more = call.hidden.shape

@@ -39,15 +39,15 @@ class LayerBuffers:
         checks: Sequence[int],
         written: Tensor | None,
     ) -> None:
-        """Open a layer's columns and write what is stored, unless it was done with an earlier layer.
+        """Open a layer's columns and write what is stored, unless an earlier layer's call has done so.
 
-        Layers up to the next one of `checks` may be written with it; what is not in `written`, if given, is blanked.
+        Layers up to the next of `checks` may be written with it; columns that are not in `written` are set to 0.
 
         Shapes: keys `[batch, kv_heads, rows, head_dim]`, written `[batch, tokens]`.
         """
         self.used.add(index)
         if index in self.open:
-            own, first = (self._realigner.tables[one] for one in (index, self._first[index]))
+            own, first = (self._realigner.tables[layer] for layer in (index, self._first[index]))
             is_ready = own is first or (own is not None and first is not None and own[0] is first[0])
             ahead = self.open[index][0]
             if ahead.device != keys.device or ahead.dtype != keys.dtype:
@@ -62,13 +62,13 @@ class LayerBuffers:
             group, several = range(index, index + 1), None
             if self._opens_several and not keys.requires_grad:
                 group = self._realigner.group(index, chunks, (*checks, self._last), keys.device)
-                first, *others = (self._layers[one] for one in group)
+                first, *others = (self._layers[layer] for layer in group)
                 several = first.open_with(others, self._width, keys, values)
             if several is None:
                 group = range(index, index + 1)
                 self.open[index] = self._layers[index].open(self._width, keys, values)
             else:
-                self.open |= {one: (several[0][number], several[1][number]) for number, one in enumerate(group)}
+                self.open |= {layer: (several[0][number], several[1][number]) for number, layer in enumerate(group)}
             self._first |= dict.fromkeys(group, index)
             if written is not None:  # NaN would pass a mask
                 for states in several or self.open[index]:
@@ -80,7 +80,7 @@ class LayerBuffers:
 
     def prefetch(self, following: Sequence[int], checks: Sequence[int], device: torch.device) -> None:
         """Bring what is stored of the next layers to the device, while the ones that are open compute."""
-        first = next((one for one in following if one not in self.open), None)
+        first = next((layer for layer in following if layer not in self.open), None)
         if first is None:
             return
         group = range(first, first + 1)
@@ -89,8 +89,8 @@ class LayerBuffers:
         self._realigner.prefetch(group, device)
 
     def settle(self, index: int) -> None:
-        """The layers before this one are done: what they hold beyond their windows is given back."""
-        for done in [one for one in self.open if one < index and not self._layers[one].keeps_all]:
+        """The layers before this one are done: free what they hold beyond their windows."""
+        for done in [layer for layer in self.open if layer < index and not self._layers[layer].keeps_all]:
             del self.open[done]
             self._layers[done].settle()
 

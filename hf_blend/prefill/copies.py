@@ -38,7 +38,7 @@ class CopyStream:
         return self._thread.submit(work)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory that a copy needs no staging for; freed when the copies from it are done."""
+        """Pinned host memory; freed when the copies from it are done."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def send(self, host: Tensor) -> tuple[Tensor, Any]:
@@ -54,7 +54,7 @@ class CopyStream:
         moved.record_stream(computing)
 
     def close(self) -> None:
-        """End the thread; what it is at ends by itself."""
+        """End the thread; the copy that it is making ends by itself."""
         self._thread.close(wait=False)
 
 
@@ -72,28 +72,28 @@ class Copies:
         self._there: dict[tuple[CopyKey, torch.device], Tensor | None] = {}
 
     def ahead(self, key: CopyKey, device: torch.device, parts: Parts) -> None:
-        """Begin to bring states to a device, unless they come already; those of layers long past are let go of."""
+        """Begin to copy states to a device, unless that has begun; copies for layers before these are dropped."""
         if device not in self._streams:
             self._streams[device] = open_stream(device)
         stream = self._streams[device]
         if stream is None or (key, device) in self._pending or (key, device) in self._there:
             return
-        for held in (self._pending, self._there):
-            for known in [one for one in held if one[0][1] < key[0]]:
-                del held[known]
+        for copies in (self._pending, self._there):
+            for old in [earlier for earlier in copies if earlier[0][1] < key[0]]:
+                del copies[old]
         self._pending[key, device] = stream.submit(key, lambda: _bring(stream, parts))
 
     def take(self, key: CopyKey, device: torch.device) -> Tensor | None:
-        """What was brought: all chunks side by side, `[layers, heads, tokens, width]`; None: nothing."""
-        known = (key, device)
-        if known in self._pending:
-            found, stream = self._pending.pop(known).result(), self._streams[device]
-            self._there[known] = None
-            if found is not None and stream is not None:
-                moved, event, parts = found
+        """The states that were copied: all chunks side by side, `[layers, heads, tokens, width]`, or None."""
+        copy_key = (key, device)
+        if copy_key in self._pending:
+            copy, stream = self._pending.pop(copy_key).result(), self._streams[device]
+            self._there[copy_key] = None
+            if copy is not None and stream is not None:
+                moved, event, parts = copy
                 stream.join(moved, event)
-                self._there[known] = _in_order(moved, parts)
-        return self._there.get(known)
+                self._there[copy_key] = _in_order(moved, parts)
+        return self._there.get(copy_key)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -105,24 +105,24 @@ class Copies:
 
 def _bring(stream: CopyStream, parts: Parts) -> Moved | None:
     try:
-        found = parts()
-        here = [part for part in found if part.device.type == "cpu"]
+        states = parts()
+        here = [state for state in states if state.device.type == "cpu"]
         if not here:
             return None
-        shape = (*here[0].shape[:2], sum(part.shape[2] for part in here), here[0].shape[3])
+        shape = (*here[0].shape[:2], sum(state.shape[2] for state in here), here[0].shape[3])
         host = stream.pinned(shape, here[0].dtype)
         with torch.no_grad():
             torch.cat(here, dim=2, out=host)
-        return (*stream.send(host), found)
+        return (*stream.send(host), states)
     except (RuntimeError, MemoryError, OSError) as error:  # they are copied where they are used, then
         logger.debug("states were not brought ahead: %s", error)
         return None
 
 
-def _in_order(moved: Tensor, found: Sequence[Tensor]) -> Tensor:
-    """All chunks side by side, of which some were on the device before."""
-    if all(part.device.type == "cpu" for part in found):
+def _in_order(moved: Tensor, states: Sequence[Tensor]) -> Tensor:
+    """All chunks side by side: those that were copied, and those that were on the device before."""
+    if all(state.device.type == "cpu" for state in states):
         return moved
-    sizes = [part.shape[2] for part in found if part.device.type == "cpu"]
+    sizes = [state.shape[2] for state in states if state.device.type == "cpu"]
     moved_parts = iter(moved.split(sizes, dim=2))
-    return torch.cat([next(moved_parts) if part.device.type == "cpu" else part for part in found], dim=2)
+    return torch.cat([next(moved_parts) if state.device.type == "cpu" else state for state in states], dim=2)

@@ -33,27 +33,27 @@ class ImportanceListener:
         self._past, self._charge = context.request.past, context.report.charge
         self._sums: dict[int, Tensor] = {}
         self._layers: frozenset[int] = frozenset()
-        # not what a prompt begins with, where attention rests in any case
-        said = [one for one in plan.chunks if context.request.past or not one.exact or one.chunk.key.chunk_prefix_ids]
+        # not the beginning of a prompt, which attention looks at in any case
+        said = [chunk for chunk in plan.chunks if self._past or not chunk.exact or chunk.chunk.key.chunk_prefix_ids]
         by_row = groupby(said, lambda placed: placed.row)
         self._chunks = {row: list(chunks) for row, chunks in by_row}
         stops = [chunks[-1].columns.stop for chunks in self._chunks.values()]
         self._rows = min([ROWS, *(plan.real.shape[1] - stop for stop in stops)])
-        is_full = [getattr(one, "keeps_all", False) and not one.is_sliding for one in context.layers]
+        is_full = [getattr(layer, "keeps_all", False) and not layer.is_sliding for layer in context.layers]
         deep = [index for index, full in enumerate(is_full) if index > after and full]
         deep = deep[:-1] or deep  # past the K and V of the last layer only the last row is computed
         if self._rows > 0 and stops:
             self._layers = frozenset(deep[::-1][:: max(1, len(deep) // LAYERS)][:LAYERS])
 
     def capture(self, index: int, layer: nn.Module, *_: Any) -> AttentionCapture | None:
-        """Take a layer's attention: note what it looks at, then attend as the model would; None where not listened."""
+        """Take a layer's attention: note what it looks at, then attend as the model would; None for other layers."""
         modules = LayerInfo.of(layer).attention if index in self._layers else ()
         if len(modules) != 1 or stock_function(modules[0].config._attn_implementation) is None:
             return None
 
-        def take(stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **given: Any) -> Any:
-            self._note(query, key, given.get("scaling") or query.shape[-1] ** -0.5)
-            return stock(module, query, key, *args, **given)
+        def take(stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._note(query, key, kwargs.get("scaling") or query.shape[-1] ** -0.5)
+            return stock(module, query, key, *args, **kwargs)
 
         return AttentionCapture(layer, take)
 
@@ -61,8 +61,8 @@ class ImportanceListener:
     def _note(self, query: Tensor, key: Tensor, scaling: float) -> None:
         count = min(self._rows, query.shape[2])
         for row, chunks in self._chunks.items():
-            columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in chunks]).to(key.device)
-            keys = key[row].index_select(1, columns + self._past)
+            columns = [torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]
+            keys = key[row].index_select(1, torch.cat(columns).to(key.device) + self._past)
             grouped = query[row, :, -count:].reshape(keys.shape[0], -1, query.shape[3])
             scores = (grouped @ keys.transpose(1, 2)).float().mul_(scaling).softmax(dim=-1).sum(dim=(0, 1))
             self._charge(2.0 * grouped.numel() * keys.shape[1])

@@ -39,8 +39,8 @@ class RunningPrefill(Protocol):
     def check_stored(self, computed: Sequence[Tensor]) -> None:
         """Refuse chunks whose stored states at layer 0 are not what this model computes for these tokens here."""
 
-    def reach(self, part: str) -> None:
-        """Stop a look into a layer when the last part that it waits for has come."""
+    def reach(self, name: str) -> None:
+        """Stop a look into a layer when the last of the states that it waits for has come."""
 
 
 class LayerKind:
@@ -55,7 +55,7 @@ class LayerKind:
 
     def __init_subclass__(cls) -> None:
         """Find out whether a prefill has anything to call."""
-        own = (name for name, one in vars(cls).items() if callable(one))
+        own = (name for name, member in vars(cls).items() if callable(member))
         cls.has_hooks = cls.has_hooks or not vars(LayerKind).keys().isdisjoint(own)
 
     def enter(self, prefill: RunningPrefill, index: int, call: LayerCall, table: Table | None) -> Table | None:

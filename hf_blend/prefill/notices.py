@@ -60,11 +60,11 @@ def too_small(kept_ratio: float) -> str:
     )
 
 
-def other_author(held: int, computed: int) -> str:
+def other_author(cached: int, computed: int) -> str:
     """Say how many of the tokens that were held are computed again; empty where none is."""
     if computed <= 0:
         return ""
     return (
-        f"{computed} of {held} tokens that were held are computed again: the model was another one when it computed "
+        f"{computed} of {cached} tokens that were held are computed again: the model was another one when it computed "
         "them (adapter, weights, dtype, code or attention)."
     )

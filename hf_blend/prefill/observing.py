@@ -75,14 +75,14 @@ def attention_of(
 ) -> Callable[..., Any]:
     """What takes a layer's call of attention, for rows at `[batch, rows]`, and passes on an `Attention` of it."""
 
-    def attend(_: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+    def attend(_: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         is_plain = isinstance(mask, Tensor) and mask.dim() == 4 and not getattr(mask, "is_causal", False)
         plain = mask if is_plain else None
-        if given.get("indices") is not None:
-            plain = _indexed(mask, given["indices"], key.shape[2])
-        scaling = given.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
+        if kwargs.get("indices") is not None:
+            plain = _indexed(mask, kwargs["indices"], key.shape[2])
+        scaling = kwargs.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
         past, own = key.shape[2] - tokens, columns.to(query.device)
-        return take(Attention(query, key, value, own, past, plain, scaling, given.get("softcap"), charge))
+        return take(Attention(query, key, value, own, past, plain, scaling, kwargs.get("softcap"), charge))
 
     return attend
 

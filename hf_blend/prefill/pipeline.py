@@ -3,7 +3,7 @@
 """The pipeline of CacheBlend (section 5): while a layer computes, the KV of the next ones is loaded.
 
     fetch_kv(layer)      on a thread of this request: read and verify the layer of every chunk
-    synchronize(layer)   whoever uses a layer says so, and waits for it (in `StreamedLayers`)
+    synchronize(layer)   the user of a layer announces it and waits for it (in `StreamedLayers`)
     prefill_layer        is the model's own layer, which runs meanwhile
 
 The thread is at most `depth` layers ahead of what is used, and ends with the request.

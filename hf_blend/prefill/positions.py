@@ -42,7 +42,7 @@ def is_readable(position_ids: Any, ids: Tensor) -> bool:
 def read_together(
     ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, past: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Bring what a forward behind `past` tokens says of its own to the host; the device is asked once.
+    """Copy ids, positions and mask of a forward behind `past` tokens to the host, in one copy.
 
     Without `position_ids` each token is at the position of its column.
 
@@ -51,11 +51,11 @@ def read_together(
     """
     rows, width = ids.shape
     axes = None if position_ids is None else position_ids.reshape(-1, *position_ids.shape[-2:]).expand(-1, rows, -1)
-    parts = [ids, None if axes is None else axes.transpose(0, 1).flatten(1), mask]
-    tensors = [part for part in parts if part is not None]
+    arrays = [ids, None if axes is None else axes.transpose(0, 1).flatten(1), mask]
+    tensors = [array for array in arrays if array is not None]
     dtype = torch.float64 if any(tensor.is_floating_point() for tensor in tensors) else torch.int64
     joined = np.asarray(torch.cat([tensor.to(ids.device, dtype) for tensor in tensors], dim=1).cpu())
-    ends = np.cumsum([0 if part is None else part.shape[1] for part in parts])
+    ends = np.cumsum([0 if array is None else array.shape[1] for array in arrays])
     columns = np.broadcast_to(np.arange(past, past + width), (rows, 1, width))
     positions = columns if axes is None else joined[:, width : ends[1]].reshape(rows, -1, width)
     places = np.concatenate((columns, positions), axis=1)

@@ -41,16 +41,16 @@ class Placement:
     row: int
     tokens: int
     layer_bytes: int  # of the K of one layer, where several layers of each chunk are one tensor; otherwise 0
-    part: slice | None = None  # where their tokens are among those of all chunks, if they are neighbours there
+    span: slice | None = None  # where their tokens are among those of all chunks, if they are neighbours there
 
-    def write(self, states: Tensor, parts: Sequence[Tensor]) -> None:
+    def write(self, states: Tensor, pieces: Sequence[Tensor]) -> None:
         """Write `[layers, heads, tokens of one chunk, width]` to `[layers, batch, heads, columns, width]`."""
         # torch.cat writes nothing to a narrower view of a single token
-        fits = isinstance(self.columns, slice) and not states.requires_grad and len(parts) > 1
-        if fits and all(part.dtype == states.dtype for part in parts):
-            torch.cat([*parts], dim=2, out=states[:, self.row, :, self.columns])
+        fits = isinstance(self.columns, slice) and not states.requires_grad and len(pieces) > 1
+        if fits and all(piece.dtype == states.dtype for piece in pieces):
+            torch.cat([*pieces], dim=2, out=states[:, self.row, :, self.columns])
             return
-        stored = parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2)
+        stored = pieces[0] if len(pieces) == 1 else torch.cat([*pieces], dim=2)
         if self.rows is not None:
             states.permute(1, 3, 0, 2, 4).index_put_((self.rows, self.columns), stored.permute(2, 0, 1, 3))
         elif isinstance(self.columns, slice):
@@ -99,8 +99,8 @@ class Realigner:
     ) -> None:
         """Prepare for one forward."""
         self.styles, self._report = styles, report
-        self._all, self._starts = tuple(chunks), [0, *accumulate(one.tokens for one in chunks)]
-        self._first = {id(one): number for number, one in enumerate(self._all)}
+        self._all, self._starts = tuple(chunks), [0, *accumulate(chunk.tokens for chunk in chunks)]
+        self._first = {id(chunk): number for number, chunk in enumerate(self._all)}
         self._joined_states: dict[tuple[int, torch.device], Tensor | None] = {}
         self._placements: dict[tuple[object, ...], Placement] = {}
         self._rotations: dict[tuple[object, ...], Rotation] = {}
@@ -110,19 +110,19 @@ class Realigner:
         self._copies: Copies | None = None  # opened where there is something to bring
 
     def known_table(self, layer: int, table: Table | None) -> Table | None:
-        """The table of a layer that is made again, as it was made first: rotations stay the same."""
-        known = self.tables.get(layer)
+        """The first table of a layer whose table is made again, so that its rotations are found again."""
+        first = self.tables.get(layer)
         if table is None:
             return None
-        if known is not None:
-            self._alike[id(table[0])] = known
+        if first is not None:
+            self._alike[id(table[0])] = first
             self._alive.append(table)
         return self._alike.get(id(table[0]), table)
 
     def group(self, layer: int, chunks: Sequence[PlacedChunk], ends: Sequence[int], device: torch.device) -> range:
         """This layer, and those behind it that can be written with it, up to the next one of `ends`."""
         placed = self._placed(chunks, device) if chunks else None
-        stop, last = layer + 1, min(one for one in ends if one >= layer)
+        stop, last = layer + 1, min(end for end in ends if end >= layer)
         if placed is None or not placed.layer_bytes:
             return range(layer, stop)
         chunk, style = placed.chunks[0].chunk, self.styles[layer]
@@ -133,11 +133,11 @@ class Realigner:
         return range(layer, stop)
 
     def prefetch(self, layers: range, device: torch.device) -> None:
-        """Begin to bring the stored K and V of some layers to a device, of all chunks; on a CPU nothing."""
+        """Begin to copy all chunks' K and V of some layers to a device; nothing for a CPU."""
         if not self._all or device.type == "cpu":
             return
         placed, self._copies = self._placed(self._all, device), self._copies or Copies()
-        if (placed.layer_bytes or len(layers) == 1) and all(isinstance(one.chunk.layers, AHEAD) for one in self._all):
+        if (placed.layer_bytes or len(layers) == 1) and all(isinstance(own.chunk.layers, AHEAD) for own in self._all):
             for which in (0, 1):
                 bring = partial(self._parts, placed, layers, which)
                 self._copies.ahead((layers.start, layers.stop, which), device, bring)
@@ -179,24 +179,24 @@ class Realigner:
             placed.write(states[None], [rotation.move(parts)])
             return
         for columns, stored in spans or ((slice(None), slice(None)),):
-            placed.write(states[None, ..., columns], [part[..., stored] for part in parts])
+            placed.write(states[None, ..., columns], [state[..., stored] for state in parts])
 
-    def moved(self, layer: int, one: PlacedChunk, *states: Tensor) -> tuple[Tensor, ...]:
+    def moved(self, layer: int, chunk: PlacedChunk, *states: Tensor) -> tuple[Tensor, ...]:
         """A chunk's stored K and V, `[kv_heads, tokens, head_dim]`, or projections of a mixer, as they are written."""
-        placed = self._placed([one], states[0].device)
+        placed = self._placed([chunk], states[0].device)
         parts = enumerate(states, 0 if len(states) > 1 else BESIDE)
-        return tuple(self._stored(layer, placed, which, one).to(one.dtype) for which, one in parts)
+        return tuple(self._stored(layer, placed, which, state).to(state.dtype) for which, state in parts)
 
     @torch.no_grad()
     def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *computed: Tensor) -> list[float]:
-        """How far the stored K and V of some chunks are from those computed in this prompt; one tensor: a mixer's.
+        """By chunk, the largest relative error of a token's stored K or V against those computed; or a mixer's.
 
-        One token that stands for an image is seen among hundreds of text. `[batch, kv_heads, tokens, head_dim]` each.
+        By token, as one of an image has to be seen among hundreds of text. `[batch, kv_heads, tokens, head_dim]` each.
         """
         device, count = computed[0].device, len(chunks)
         placed = self._placed(chunks, device)
-        lengths = torch.tensor([one.tokens for one in chunks], device=device)
-        total = sum(one.tokens for one in chunks)
+        lengths = torch.tensor([chunk.tokens for chunk in chunks], device=device)
+        total = sum(chunk.tokens for chunk in chunks)
         number = torch.arange(count, device=device).repeat_interleave(lengths, output_size=total)
         worst = torch.zeros(count, device=device)
         for which, states in enumerate(computed, 0 if len(computed) > 1 else BESIDE):
@@ -206,13 +206,13 @@ class Realigner:
             mean = torch.zeros(count, device=device).index_add_(0, number, size) / lengths
             share = (error / size.maximum(mean[number]).clamp_min(1e-30).sqrt_()).nan_to_num(nan=float("inf"))
             worst = worst.scatter_reduce(0, number, share, "amax")
-        found: list[float] = worst.tolist()
-        return found
+        errors: list[float] = worst.tolist()
+        return errors
 
-    def rotated(self, layer: int, one: PlacedChunk, keys: Tensor, tokens: Tensor) -> Tensor:
+    def rotated(self, layer: int, chunk: PlacedChunk, keys: Tensor, tokens: Tensor) -> Tensor:
         """Some of a chunk's keys, `[heads, tokens, head_dim]`, as they would be written."""
         style = self.styles[layer]
-        rotation = self._rotation(layer, self._placed([one], keys.device), style.slot)
+        rotation = self._rotation(layer, self._placed([chunk], keys.device), style.slot)
         if rotation is None:
             return keys
         tokens = tokens.to(rotation.cos.device)
@@ -228,26 +228,26 @@ class Realigner:
         return Rotation(self.styles[layer], cos[:, None], sin[:, None]).move([keys])
 
     def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
-        """Where some chunks stand, found out once; their numbers are known to the host."""
+        """The placement of some chunks, made once, without asking the device."""
         key = (device, *map(id, chunks))
         if key in self._placements:
             return self._placements[key]
-        row, lengths = chunks[0].row, [one.tokens for one in chunks]
+        row, lengths = chunks[0].row, [chunk.tokens for chunk in chunks]
         columns: Tensor | slice = slice(chunks[0].start, chunks[-1].columns.stop)
-        rows, is_one = None, all(one.row == row for one in chunks)
-        if not is_one or any(one.columns.stop != other.start for one, other in pairwise(chunks)):
-            columns = torch.cat([torch.arange(one.columns.start, one.columns.stop) for one in chunks]).to(device)
+        rows, is_one = None, all(chunk.row == row for chunk in chunks)
+        if not is_one or any(chunk.columns.stop != other.start for chunk, other in pairwise(chunks)):
+            columns = torch.cat([torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]).to(device)
         if not is_one:
-            rows = torch.tensor([one.row for one in chunks]).repeat_interleave(torch.tensor(lengths)).to(device)
-        tokens, layer_bytes, held = sum(lengths), 0, [one.chunk.layers for one in chunks]
-        if all(type(one) is StackedLayers for one in held):
-            keys = held[0].keys  # type: ignore[attr-defined]
+            rows = torch.tensor([chunk.row for chunk in chunks]).repeat_interleave(torch.tensor(lengths)).to(device)
+        tokens, layer_bytes, layers = sum(lengths), 0, [chunk.chunk.layers for chunk in chunks]
+        if all(type(stack) is StackedLayers for stack in layers):
+            keys = layers[0].keys  # type: ignore[attr-defined]
             layer_bytes = max(1, keys[0].nbytes // keys.shape[2] * tokens)
         # keeps the chunks, so their ids are not used again
         placed = Placement(tuple(chunks), columns, rows, row, tokens, layer_bytes)
         start = self._first.get(id(chunks[0]), 0)
         if self._all and self._all[start : start + len(chunks)] == placed.chunks:
-            placed.part = slice(self._starts[start], self._starts[start + len(chunks)])
+            placed.span = slice(self._starts[start], self._starts[start + len(chunks)])
         self._placements[key] = placed
         return placed
 
@@ -261,65 +261,65 @@ class Realigner:
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[0]
 
     def _rotation(self, layer: int, placed: Placement, which: int) -> Rotation | None:
-        """What moves K, what is in the place of V, or beside both, of some chunks; None where that has no position."""
+        """The rotation of some chunks' K, of what is in the place of V, or beside both; None if it has no position."""
         style = self.styles[layer].beside if which == BESIDE else self.styles[layer]
         table, number = self.tables.get(layer), placed.chunks[0].chunk.layer_table[layer]
         if style is None or not style.turns or table is None or number < 0:
             return None
         key = (id(placed), number, id(table[0]), style)
         if key not in self._rotations:
-            if placed.part is None or len(placed.chunks) == len(self._all):
+            if placed.span is None or len(placed.chunks) == len(self._all):
                 new = placed.take(table)
-                known = [(one.chunk.tables[one.chunk.layer_table[layer]], one.inside) for one in placed.chunks]
-                cos, sin = (torch.cat([pair[n][part].to(new[0].device) for pair, part in known]) for n in (0, 1))
+                old = [(chunk.chunk.tables[chunk.chunk.layer_table[layer]], chunk.inside) for chunk in placed.chunks]
+                cos, sin = (torch.cat([pair[n][inside].to(new[0].device) for pair, inside in old]) for n in (0, 1))
                 self._rotations[key] = Rotation(style, *compose(style, (cos, sin), new))
             else:
                 every: Any = self._rotation(layer, self._placed(self._all, table[0].device), which)
-                self._rotations[key] = Rotation(style, every.cos[placed.part], every.sin[placed.part])
+                self._rotations[key] = Rotation(style, every.cos[placed.span], every.sin[placed.span])
         return self._rotations[key]
 
     def _parts(self, placed: Placement, layers: range, which: int, device: torch.device | None = None) -> list[Tensor]:
         """K (0), V (1) or projections (-1) of some layers as stored, `[layers, heads, tokens, width]` by chunk.
 
-        For a device what is there already, as one tensor. Without one nothing is computed: all or none are given.
+        With a device: one tensor if all is there already. Without: nothing is computed, and the list is full or empty.
         """
-        if device is not None and placed.part is not None and (len(self._all) >= MANY or self._copies is not None):
-            ready = self._ready(placed.part, layers, which, device)
+        if device is not None and placed.span is not None and (len(self._all) >= MANY or self._copies is not None):
+            ready = self._ready(placed.span, layers, which, device)
             if ready is not None:
                 return [ready]
-        found = []
-        for one in placed.chunks:
-            held = one.chunk.layers
-            if type(held) is StackedLayers:  # an instance check of a Sequence takes longer
-                states = (held.values if which else held.keys)[layers.start : layers.stop]
+        parts = []
+        for chunk in placed.chunks:
+            stored = chunk.chunk.layers
+            if type(stored) is StackedLayers:  # an instance check of a Sequence takes longer
+                states = (stored.values if which else stored.keys)[layers.start : layers.stop]
             elif device is not None:
-                states = held[layers.start][which][None]
+                states = stored[layers.start][which][None]
             else:
-                pair = held.peek(layers.start) if isinstance(held, StreamedLayers) else held[layers.start]
+                pair = stored.peek(layers.start) if isinstance(stored, StreamedLayers) else stored[layers.start]
                 if pair is None or len(pair) < 2:
                     return []
                 states = pair[which][None]
-            found.append(states if one.is_whole else states[:, :, one.inside])
-        is_there = device is None or all(one.device == device for one in found)
-        return found if is_there else [one.to(device, non_blocking=True) for one in found]
+            parts.append(states if chunk.is_whole else states[:, :, chunk.inside])
+        is_there = device is None or all(state.device == device for state in parts)
+        return parts if is_there else [state.to(device, non_blocking=True) for state in parts]
 
-    def _ready(self, part: slice, layers: range, which: int, device: torch.device) -> Tensor | None:
-        """The tokens at `part` of what was joined, or copied to the device, for all chunks."""
+    def _ready(self, span: slice, layers: range, which: int, device: torch.device) -> Tensor | None:
+        """The tokens in `span` of all chunks, from what was joined, or copied to the device; None if neither was."""
         if which >= 0 and len(self._all) >= MANY and (joined := self._joined(which, device)) is not None:
-            return joined[layers.start : layers.stop, :, part]
+            return joined[layers.start : layers.stop, :, span]
         copied = None if self._copies is None else self._copies.take((layers.start, layers.stop, which), device)
-        return None if copied is None else copied[:, :, part]
+        return None if copied is None else copied[:, :, span]
 
     def _joined(self, which: int, device: torch.device) -> Tensor | None:
         """K (0) or V (1) of all layers of all chunks side by side, `[layers, heads, tokens, width]`, if it is small.
 
-        One more copy takes less than many parts.
+        One more copy takes less time than writing many chunks.
         """
         key = (which, device)
         if key not in self._joined_states:
             placed = self._placed(self._all, device)
             is_small = 0 < placed.layer_bytes * len(self.styles) <= GROUP_BYTES
             parts = self._parts(placed, range(len(self.styles)), which) if is_small else []
-            here = [part.to(parts[0].device) for part in parts]
+            here = [state.to(parts[0].device) for state in parts]
             self._joined_states[key] = torch.cat(here, dim=2).to(device) if parts else None
         return self._joined_states[key]

@@ -134,14 +134,14 @@ class BlendReport:
 
     @property
     def chosen_columns(self) -> list[list[int]]:
-        """For each batch entry the reusable columns that the first choice let go on; asks the device once."""
+        """For each batch entry the reusable columns that the first choice recomputes; asks the device once."""
         parts = []
-        for number, part in enumerate(self._chosen):
-            if isinstance(part, tuple):
-                columns, selected, past = part
-                part = [row[keep].tolist() for row, keep in zip((columns + past).cpu(), selected.cpu(), strict=True)]
-                self._chosen[number] = part
-            parts.append(part)
+        for number, chosen in enumerate(self._chosen):
+            if isinstance(chosen, tuple):
+                columns, selected, past = chosen
+                chosen = [row[keep].tolist() for row, keep in zip((columns + past).cpu(), selected.cpu(), strict=True)]
+                self._chosen[number] = chosen
+            parts.append(chosen)
         return [[column for row in rows for column in row] for rows in zip(*parts, strict=True)]
 
     @property
@@ -194,8 +194,8 @@ class BlendReport:
         """One line for people."""
         if self.fallback_reason:
             return f"{self.prompt_tokens} tokens, all computed: {self.fallback_reason}"
-        part, advice = self.partial, self.advice
-        loaded = f"{part['loaded_bytes']:,} of {part['all_bytes']:,} bytes loaded in part; " if part else ""
+        partial, advice = self.partial, self.advice
+        loaded = f"{partial['loaded_bytes']:,} of {partial['all_bytes']:,} bytes loaded in part; " if partial else ""
         loaded += f"{advice['loaded_chunks']} worth loading by the controller; " if advice else ""
         loaded += f"compute {self.compute_ms:.1f} ms, store {self.store_ms:.1f} ms, " if self.computed_chunks else ""
         return (

@@ -69,13 +69,13 @@ class Request:
         request = cls(arguments, past, width, _why_plain(arguments, config) if width > 1 else "", ids, mask)
         if request.fallback_reason or width < 2 or ids is None:
             return request
-        before, count, positions = max(0, past - pending.held), ids.shape[0], arguments.get("position_ids")
+        before, count, positions = max(0, past - pending.cached), ids.shape[0], arguments.get("position_ids")
         new, everywhere, columns_mask = read_together(ids, positions, mask, past)
         length = None if positions is None else int(everywhere[:, 1:][:, -3:].max()) + 1  # a fourth is masks'
-        asked = replace(request, others=other_inputs(arguments), logits_rows=int(arguments["logits_to_keep"]))
-        asked = replace(asked, starts=[0] * count, before=[before] * count, columns=[()] * count, length=length)
+        filled = replace(request, others=other_inputs(arguments), logits_rows=int(arguments["logits_to_keep"]))
+        filled = replace(filled, starts=[0] * count, before=[before] * count, columns=[()] * count, length=length)
         if columns_mask is None:
-            return replace(asked, rows=new.tolist(), places=[*everywhere])
+            return replace(filled, rows=new.tolist(), places=[*everywhere])
         own, earlier = columns_mask[:, -width:] != 0, columns_mask[:, :-width] != 0
         gaps = (own[:, 1:] < own[:, :-1]).any(axis=1)
         if gaps.any() and not (pending.batch and own[:, -1].all()):
@@ -83,11 +83,11 @@ class Request:
         rows = [row[keep].tolist() for row, keep in zip(new, own, strict=True)]
         places = [row[:, keep] for row, keep in zip(everywhere, own, strict=True)]
         columns = [tuple(np.flatnonzero(keep).tolist()) if gap else () for keep, gap in zip(own, gaps, strict=True)]
-        asked = replace(asked, rows=rows, starts=[width - len(row) for row in rows], columns=columns, places=places)
+        filled = replace(filled, rows=rows, starts=[width - len(row) for row in rows], columns=columns, places=places)
         if earlier.shape[1] >= before:
             counts = [int(tokens) for tokens in earlier[:, earlier.shape[1] - before :].sum(axis=1)]
-            asked = replace(asked, before=counts)
-        return asked
+            filled = replace(filled, before=counts)
+        return filled
 
     def in_order(self) -> int:
         """How many first tokens of each prompt are at the positions 0, 1, 2 …, those in the cache taken for such."""
@@ -114,10 +114,10 @@ class PendingPrompt:
     """The prompts that `BlendCache.inputs` built, until their last tokens have come."""
 
     batch: PromptBatch | None = None
-    held: int = 0  # tokens that were in the cache before them
+    cached: int = 0  # tokens that were in the cache before them
     is_begun: bool = False  # a part of the prompts has come, and more will
     runs: Sequence[Run] = ()  # of each row, what of it has come
-    is_other: bool = False  # none is expected, and the last forward brought another than was
+    is_other: bool = False  # none is expected: the last forward brought another than the expected
 
     def is_of(self, input_ids: Tensor) -> bool:
         """Return True if the prompts that are expected are these, `[batch, tokens]`."""
@@ -132,7 +132,7 @@ class PendingPrompt:
         places = zip(request.places, before, runs, strict=True)
         followed = [follow(own, tokens, request.past, run) for own, tokens, run in places]
         new = zip(request.rows, request.starts, before, request.columns, followed, strict=True)
-        behind = request.past if prompts is None else self.held or any(prompt.history for prompt in prompts)
+        behind = request.past if prompts is None else self.cached or any(prompt.history for prompt in prompts)
         rows = [
             PromptRow(tuple(ids), tokens + len(ids), start, tokens, columns, positions, is_first=not behind)
             for ids, start, tokens, columns, (positions, _) in new
@@ -149,22 +149,22 @@ class PendingPrompt:
 
 
 def _column_mask(mask: Any, width: int, pending: PendingPrompt) -> Any:
-    """The mask of the columns, `[batch, columns]`, where transformers made masks of rows and columns of it.
+    """The mask of the columns, `[batch, columns]`, from the masks of rows and columns that transformers made of it.
 
-    A column is one of a token if a row sees it: the last row alone does not see what is before its window. What is
-    held before all that is seen, as where all layers have windows, is as the expected prompts say; else a token.
+    A column that any row sees is a token's: the last row alone does not see what is before its window. Cached columns
+    before all that is seen, as where all layers have windows, are as the expected prompts say; else tokens.
     """
     if isinstance(mask, Mapping):
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     if isinstance(mask, Tensor) and mask.dim() == 4:
         mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(dim=1)
-        held = mask[:, : mask.shape[1] - width]
-        unseen = held.any(dim=0).cumsum(dim=0) == 0
-        repeats, odd = (0, 1) if pending.batch is None else divmod(len(held), len(pending.batch.prompts))
+        past_mask = mask[:, : mask.shape[1] - width]
+        unseen = past_mask.any(dim=0).cumsum(dim=0) == 0
+        repeats, odd = (0, 1) if pending.batch is None else divmod(len(past_mask), len(pending.batch.prompts))
         if not odd:  # beams repeat the prompts
-            known = pending.batch.attention_mask[:, : held.shape[1]].to(held.device).bool()  # type: ignore[union-attr]
-            unseen = unseen & known.repeat_interleave(repeats, dim=0)
-        held |= unseen
+            real = pending.batch.attention_mask[:, : past_mask.shape[1]].to(past_mask.device).bool()  # type: ignore[union-attr]
+            unseen = unseen & real.repeat_interleave(repeats, dim=0)
+        past_mask |= unseen
     return mask
 
 
@@ -194,7 +194,7 @@ def _why_plain(arguments: Mapping[str, Any], config: Any) -> str:
 
 
 def _refuse(arguments: Mapping[str, Any], past: int) -> None:
-    """Refuse adapters of one forward, which the key of a chunk does not name, and tokens that are in the cache."""
+    """Refuse adapters of one forward, which a chunk's key does not name, and tokens that the cache has already."""
     name = next((name for name in ADAPTERS if arguments.get(name) is not None), None)
     if name:
         raise UnsupportedModelError(

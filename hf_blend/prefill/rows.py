@@ -30,20 +30,20 @@ class Rows:
     def of(
         cls, selected: Tensor, counts: Sequence[int] | None = None, is_alike: bool = False
     ) -> tuple["Rows", Tensor]:
-        """Keep the selected places, `[batch, places]` → `[batch, kept]`; if alike, each entry those of all."""
+        """Keep the selected columns, `[batch, columns]` → `[batch, kept]`; if alike, each entry keeps those of all."""
         if is_alike:
             selected, counts = selected.any(dim=0, keepdim=True).repeat(selected.shape[0], 1), None
-        known = tuple(selected.sum(dim=1).tolist()) if counts is None else tuple(counts)
-        width, device = max(known), selected.device
+        lengths = tuple(selected.sum(dim=1).tolist()) if counts is None else tuple(counts)
+        width, device = max(lengths), selected.device
         index = torch.argsort(selected.view(torch.uint8), dim=1, descending=True, stable=True)[:, :width]
         repeated = None
-        if min(known) < width:
+        if min(lengths) < width:
             repeated = torch.zeros_like(index, dtype=torch.bool)
-            filler = torch.arange(width, device=device) >= torch.tensor(known, device=device)[:, None]
+            filler = torch.arange(width, device=device) >= torch.tensor(lengths, device=device)[:, None]
             index = torch.where(filler, index[:, :1], index).sort(dim=1).values
-            # behind the sort a repetition is any row equal to the one before it
+            # once sorted, a row that equals the row before it is a repetition
             repeated[:, 1:] = index[:, 1:] == index[:, :-1]
-        return cls(index, repeated, known), index
+        return cls(index, repeated, lengths), index
 
     @classmethod
     def at(cls, numbers: list[list[int]], device: torch.device) -> "Rows":
@@ -61,8 +61,8 @@ class Rows:
     @cached_property
     def numbers(self) -> list[list[int]]:
         """The columns of each entry, repetitions included, known to the host; asks the device once."""
-        found: list[list[int]] = self.columns.tolist()
-        return found
+        numbers: list[list[int]] = self.columns.tolist()
+        return numbers
 
     def keep(
         self, selected: Tensor, counts: Sequence[int] | None = None, is_alike: bool = False
@@ -90,7 +90,7 @@ class Rows:
         """The columns of K and V `[batch, heads, tokens, width]` at these rows: `[batch, heads, rows, width]` each."""
         if self.is_all:
             return states
-        keys, values = (gather_rows(one.transpose(1, 2), self.columns).transpose(1, 2) for one in states)
+        keys, values = (gather_rows(state.transpose(1, 2), self.columns).transpose(1, 2) for state in states)
         return keys, values
 
     def write_states(self, states: Sequence[Tensor], rows: Sequence[Tensor]) -> None:

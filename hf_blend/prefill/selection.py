@@ -19,7 +19,7 @@ from .rows import Rows, highest
 
 @dataclass
 class Selection:
-    """Asks a selector on behalf of one forward."""
+    """Runs the selector of one forward."""
 
     context: PrefillContext
     with_keys: Sequence[int]  # the layers that keep K and V; a selector counts these only
@@ -27,13 +27,13 @@ class Selection:
     is_first: bool = True
 
     def schedule(self, stateful: Sequence[int]) -> tuple[float | None, dict[int, float]]:
-        """The share of the reusable tokens that is computed from the first layer on, and from which later ones on.
+        """The share of the reusable tokens to compute from the first layer on, and the shares by later check layer.
 
         A selector that needs no K and V selects before the first layer, with the first check layer's ratio, and again
-        at the later check layers. If nothing is to be selected at all, that is settled before the first layer too. A
-        check layer that keeps nothing to compare is moved to the next one that does: `stateful` are those that do.
+        at the later check layers. A selection of no tokens is settled before the first layer too. A check layer
+        without states to compare is moved to the next of `stateful`, the layers that have them.
         """
-        context, before, found = self.context, None, dict[int, float]()
+        context, before, later = self.context, None, dict[int, float]()
         ratios = context.plan.config.ratios(len(context.layers))
         if context.is_probe or not context.selector.count(max(ratios.values()), context.plan.real.numel()):
             return 0.0, {}
@@ -42,8 +42,8 @@ class Selection:
         for layer, ratio in sorted(ratios.items()):
             index = next((index for index in stateful if index >= layer), None)
             if index is not None:
-                found[index] = ratio
-        return before, found
+                later[index] = ratio
+        return before, later
 
     def select(self, index: int, rows: Rows, fresh: KV | None, ratio: float) -> tuple[Tensor, list[int]]:
         """Mark the tokens that are computed from a layer on, `[batch, rows]`; gives how many in each entry, too."""
@@ -70,15 +70,15 @@ class Selection:
         kinds = table if rows.is_all else table.gather(2, rows.columns.expand(4, *rows.columns.shape))
         chunk, offset, tokens, image = kinds
         chunk = chunk if rows.filler is None else chunk.masked_fill(rows.filler, -1)
-        given: dict[str, Any] = {"probe": self.context.probe} if self.context.selector.needs_question else {}
+        optional: dict[str, Any] = {"probe": self.context.probe} if self.context.selector.needs_question else {}
         if fresh is not None:
 
             def stored_at(layer: int) -> KV:
                 number = self.with_keys[layer]
                 return rows.take_pair((self._stored(number, fresh, 0), self._stored(number, fresh, 1)))
 
-            given |= {
-                "pair": lambda part: rows.take_pair((fresh[part], self._stored(index, fresh, part))),
+            optional |= {
+                "pair": lambda which: rows.take_pair((fresh[which], self._stored(index, fresh, which))),
                 "full_prefill": lambda: [rows.take_pair(states) for states in self._full_prefill()],
                 "stored_at": stored_at,
             }
@@ -92,22 +92,22 @@ class Selection:
             stored_alone=lambda layer: rows.take_pair(self._alone(self.with_keys[layer])),
             num_layers=len(self.with_keys),
             images=image > 0,
-            **given,
+            **optional,
         )
 
-    def _stored(self, index: int, states: KV, part: int) -> Tensor:
-        """A copy of K (0) or V (1) of all new tokens with the stored chunks over it, realigned; or of projections."""
+    def _stored(self, index: int, states: KV, which: int) -> Tensor:
+        """A copy of K (0) or V (1), or projections, of all new tokens, overwritten by the realigned stored chunks."""
         plan, realigner = self.context.plan, self.context.realigner
         chunks = [placed for placed in plan.chunks if not placed.exact]
         layout = plan.chunks[0].chunk.layout.layers[index]
         if len(layout) == 1:
-            projections = states[part].clone()
+            projections = states[which].clone()
             realigner.write_beside(index, chunks, projections)
             return projections
-        (heads, width, dtype), given = layout[part], states[part]
-        form = (given.shape[0], heads, given.shape[2], width)
-        filled = given.clone() if given.shape == form else given.new_zeros(form, dtype=dtype)
-        realigner.write(index, chunks, filled, first=part)
+        (heads, width, dtype), fresh = layout[which], states[which]
+        form = (fresh.shape[0], heads, fresh.shape[2], width)
+        filled = fresh.clone() if fresh.shape == form else fresh.new_zeros(form, dtype=dtype)
+        realigner.write(index, chunks, filled, first=which)
         return filled
 
     def _alone(self, layer: int) -> KV:
@@ -115,7 +115,7 @@ class Selection:
         plan = self.context.plan
         batch, tokens = plan.real.shape
         like = plan.chunks[0].states(layer)
-        keys, values = (part.new_zeros(batch, part.shape[0], tokens, part.shape[2]) for part in like)
+        keys, values = (state.new_zeros(batch, state.shape[0], tokens, state.shape[2]) for state in like)
         for placed in plan.chunks:
             keys[placed.row, :, placed.columns], values[placed.row, :, placed.columns] = placed.states(layer)
         return keys.to(plan.real.device), values.to(plan.real.device)

@@ -32,40 +32,40 @@ class Detokenizer:
 
     def feed(self, tokens: Sequence[int], is_last: bool) -> str:
         """The text that is new."""
-        held = self._held
+        unsent = self._held
         for end in range(len(self.offsets) + 1, len(tokens) + 1):
             self._windows.append(self._start)
-            self.offsets.append(len(self.text) + len(held))
-            held += self._decoded(tokens, end)
+            self.offsets.append(len(self.text) + len(unsent))
+            unsent += self._decoded(tokens, end)
         if is_last:
-            held += self._decoded(tokens, len(tokens), is_last)
-        found = [at for at in map(held.find, self._stops) if at >= 0]
-        begun = [] if is_last else [_begins(held, stop) for stop in self._stops]
-        self.is_stopped = bool(found)
-        end = min(found or begun, default=len(held))
-        new, self._held = held[:end], held[end:]
+            unsent += self._decoded(tokens, len(tokens), is_last)
+        stops = [at for at in map(unsent.find, self._stops) if at >= 0]
+        begun = [] if is_last else [_begins(unsent, stop) for stop in self._stops]
+        self.is_stopped = bool(stops)
+        end = min(stops or begun, default=len(unsent))
+        new, self._held = unsent[:end], unsent[end:]
         self.text += new
         return new
 
     @property
     def tokens_given(self) -> int:
-        """How many tokens the text that was given out is of; the last may reach beyond it."""
+        """How many tokens the text returned so far is made of; the last may reach beyond it."""
         return bisect_left(self.offsets, len(self.text))
 
     def added(self, tokens: Sequence[int], index: int, candidates: Sequence[int]) -> list[bytes]:
-        """The bytes of the text that each of several tokens is, behind the first `index` of the tokens that were fed.
+        """The bytes of text that each candidate token would add behind the first `index` of the tokens that were fed.
 
         Joined, those of an answer are its text. A part of a character has its own bytes, a special token that the text
         leaves out has none.
         """
         front = tokens[self._windows[index] : index]
-        before, found = self._decode(front), list[bytes]()
+        before, texts = self._decode(front), list[bytes]()
         for token in candidates:
             now = self._decode([*front, token])
             new = now.removeprefix(before)
             is_cut = before.endswith(CUT) or CUT in new or not now.startswith(before)
-            found.append(self._own_bytes(token) if is_cut else new.encode())
-        return found
+            texts.append(self._own_bytes(token) if is_cut else new.encode())
+        return texts
 
     def _decoded(self, tokens: Sequence[int], end: int, is_last: bool = False) -> str:
         """The text that token `end - 1` completes, if there is a whole character."""
@@ -102,6 +102,6 @@ def _bytes_of_chars() -> dict[str, int]:
 
 
 def _begins(text: str, stop: str) -> int:
-    """Where the end of a text begins that is the beginning of a stop; its length if none is."""
+    """Where the text ends in a beginning of a stop text; its length if it does not."""
     first = max(0, len(text) - len(stop) + 1)
     return next((at for at in range(first, len(text)) if stop.startswith(text[at:])), len(text))

@@ -125,5 +125,5 @@ def _node_text(node: Any) -> str:
 
 
 def _metadata(document: Any) -> Mapping[str, Any]:
-    found = next((getattr(document, name) for name in ("metadata", "meta") if hasattr(document, name)), None)
-    return found if isinstance(found, Mapping) else {}
+    metadata = next((getattr(document, name) for name in ("metadata", "meta") if hasattr(document, name)), None)
+    return metadata if isinstance(metadata, Mapping) else {}

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What was said before in a conversation that goes on in the same cache."""
+"""What was said before in a conversation that continues in the same cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ class History:
         return [row[keep.bool()].tolist() for row, keep in pairs]
 
     def columns_of(self, beginnings: Sequence[Sequence[int]], tokens: int, is_known: bool = False) -> int:
-        """How many of its first columns a cache holds that has `tokens` columns and begins so, as far as is known.
+        """How many of the first columns of this history a cache of `tokens` columns holds that begins so.
 
-        `is_known`: only what is known counts.
+        `is_known`: count only columns whose ids are known.
         """
         if self.input_ids is None or self.attention_mask is None:
             return 0
@@ -44,54 +44,54 @@ class History:
         columns = min(tokens, self.input_ids.shape[1])
         pairs = [*zip(rows, beginnings, strict=True)] if len(rows) == len(beginnings) else []
         shared = [shared_tokens(*pair) for pair in pairs]
-        if is_known or any(one < min(map(len, pair)) for one, pair in zip(shared, pairs, strict=True)):
+        if is_known or any(length < min(map(len, pair)) for length, pair in zip(shared, pairs, strict=True)):
             return shared[0] if len(shared) == 1 and len(rows[0]) == columns else 0
         return columns
 
     def extended(self, ids: Any, pad_id: int | None, eos_id: int | Sequence[int] | None) -> "History":
-        """The history that ends with what `generate` has made of this one.
+        """The history with the answer that `generate` added to it.
 
         Shapes: ids `[batch, tokens]`.
         """
         if ids is None:
             return History()
-        given = torch.as_tensor(ids).cpu()
-        given = given[None] if given.dim() == 1 else given
-        mask, known = self._known_mask(given, pad_id)
+        sequences = torch.as_tensor(ids).cpu()
+        sequences = sequences[None] if sequences.dim() == 1 else sequences
+        mask, known_columns = self._known_mask(sequences, pad_id)
         ends = {eos_id} if isinstance(eos_id, int) else set(eos_id or ())
-        for row, tokens in enumerate(given.tolist()):
+        for row, tokens in enumerate(sequences.tolist()):
             last = len(tokens)
-            while last > known and tokens[last - 1] == pad_id:
+            while last > known_columns and tokens[last - 1] == pad_id:
                 last -= 1
             mask[row, last + (pad_id in ends and last < len(tokens)) :] = 0
-        return History(given, mask)
+        return History(sequences, mask)
 
-    def _known_mask(self, given: Tensor, pad_id: int | None) -> tuple[Tensor, int]:
-        """The mask and how far it is known; where it is not, padding in front is told by its id."""
-        mask = torch.ones_like(given)
+    def _known_mask(self, sequences: Tensor, pad_id: int | None) -> tuple[Tensor, int]:
+        """The mask, and how many columns of it are known; beyond them padding in front is recognised by its id."""
+        mask = torch.ones_like(sequences)
         if self.input_ids is not None and self.attention_mask is not None:
             width = self.input_ids.shape[1]
-            if torch.equal(self.input_ids, given[:, :width]):
+            if torch.equal(self.input_ids, sequences[:, :width]):
                 mask[:, :width] = self.attention_mask
                 return mask, width
         if pad_id is not None:
-            mask = (given != pad_id).long().cummax(dim=1).values
+            mask = (sequences != pad_id).long().cummax(dim=1).values
         return mask, 0
 
 
-def shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of their first token ids two prompts share; one that is not known is shared with any."""
-    size = min(len(one), len(other))
-    ids, others = np.array(one[:size]), np.array(other[:size])
+def shared_tokens(row: Sequence[int], other: Sequence[int]) -> int:
+    """How many of their first token ids two prompts share; an unknown id equals any other."""
+    size = min(len(row), len(other))
+    ids, others = np.array(row[:size]), np.array(other[:size])
     differs = np.flatnonzero((ids != others) & (ids != UNKNOWN) & (others != UNKNOWN))
     return int(differs[0]) if len(differs) else size
 
 
 def refuse_other_prompt(ids: Tensor, mask: Tensor | None, tokens: int, rows: Sequence[Sequence[int]], do: str) -> None:
-    """Refuse a prompt whose first `tokens` columns `generate` leaves out, if a cache does not hold just these.
+    """Refuse a prompt if its first `tokens` columns, which `generate` skips, are not those that the cache holds.
 
-    Shapes: ids and mask `[prompts, columns]`; `rows` has for each prompt, or for each group of prompts that generate
-    made of one, the ids that the cache begins with as far as they are known.
+    Shapes: ids and mask `[prompts, columns]`; `rows` has the ids that the cache begins with, as far as they are known,
+    for each prompt, or for each group of prompts that generate made by repeating one.
     """
     if ids.shape[1] <= tokens:
         raise PromptError(
@@ -101,8 +101,8 @@ def refuse_other_prompt(ids: Tensor, mask: Tensor | None, tokens: int, rows: Seq
     repeats, odd = divmod(len(ids), max(1, len(rows)))
     if odd or not rows:
         return
-    given, real = ids[:, :tokens].cpu(), None if mask is None else mask[:, :tokens].cpu().bool()
-    for number, row in enumerate(given):
+    cut, real = ids[:, :tokens].cpu(), None if mask is None else mask[:, :tokens].cpu().bool()
+    for number, row in enumerate(cut):
         prompt = (row if real is None else row[real[number]]).tolist()
         begins_with = rows[number // repeats]
         at = shared_tokens(prompt, begins_with)

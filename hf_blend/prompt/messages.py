@@ -20,13 +20,13 @@ def build_messages(
     most: int | None = None,
     renderer: Callable[..., str] | None = None,
 ) -> TextPrompt:
-    """Render a conversation, or have it rendered, and find its documents; those that are no texts go to it, too."""
+    """Render a conversation and find its documents in the text; those that are no texts go to the template, too."""
     _check(tokenizer, messages, template)
     listed = list_documents(documents)
     texts = texts_of(listed)
-    given = [one if isinstance(one, Mapping) else for_template(one) for one in listed if not isinstance(one, str)]
+    dicts = [doc if isinstance(doc, Mapping) else for_template(doc) for doc in listed if not isinstance(doc, str)]
     arguments = {"add_generation_prompt": not template.get("continue_final_message", False), **template}
-    text = (renderer or render)(tokenizer, messages, **arguments, **({"documents": given} if given else {}))
+    text = (renderer or render)(tokenizer, messages, **arguments, **({"documents": dicts} if dicts else {}))
     return build_text(tokenizer, text, texts, special=False, opening=_is_opening(messages, texts), most=most)
 
 
@@ -36,15 +36,15 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _plain(message: Mapping[str, Any]) -> str:
-    parts = message.get("content") or []
-    parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
-    for part in parts if isinstance(parts, list | tuple) else [parts]:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+    items = message.get("content") or []
+    items = [{"type": "text", "text": items}] if isinstance(items, str) else items
+    for item in items if isinstance(items, list | tuple) else [items]:
+        if not isinstance(item, Mapping) or item.get("type") != "text" or not isinstance(item.get("text"), str):
             raise PromptError(
-                f"a message of role {message.get('role')!r} has the part {part!r:.40}, which is no text. Send text "
+                f"a message of role {message.get('role')!r} has the part {item!r:.40}, which is no text. Send text "
                 "alone."
             )
-    return "".join(part["text"] for part in parts)
+    return "".join(item["text"] for item in items)
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **arguments: Any) -> str:
@@ -87,7 +87,7 @@ def _check(tokenizer: Any, messages: Any, template: Mapping[str, Any]) -> None:
 
 
 def _is_opening(messages: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> bool:
-    """Whether no answer is before the first document: what is before it then is the same in other conversations."""
+    """Whether no answer comes before the first document: then other conversations begin with the same text."""
     for message in messages:
         if message.get("role") not in ("system", "developer", "user"):
             return False
@@ -99,5 +99,5 @@ def _is_opening(messages: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> 
 def _content(message: Mapping[str, Any]) -> str:
     """The text of a message, which may be in parts."""
     content = message.get("content")
-    parts = content if isinstance(content, list) else [{"text": content}]
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+    items = content if isinstance(content, list) else [{"text": content}]
+    return "".join(str(item.get("text", "")) for item in items if isinstance(item, Mapping))

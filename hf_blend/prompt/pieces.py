@@ -103,7 +103,7 @@ class TextPrompt:
 
 
 class NamedPrompt(TextPrompt):
-    """A prompt in which no other chunk is looked for than those that are named."""
+    """A prompt in which only the named chunks are chunks: no others are searched for."""
 
     is_searched = False
 
@@ -117,22 +117,22 @@ class PromptBatch:
     attention_mask: Tensor
 
     def find(self, rows: Sequence[Sequence[int]], before: Sequence[int]) -> list[Prompt | TextPrompt] | None:
-        """Which prompt each row of token ids goes on with, behind so many tokens of it; None if one goes on with none.
+        """The prompt that each row of token ids continues, behind `before` tokens of it; None if a row continues none.
 
-        A row is the rest of its prompt, or a part of the rest, as a prefill by parts passes it; assisted decoding puts
-        its candidates behind it. A beam search repeats prompts.
+        A row is the rest of its prompt, or a slice of the rest in a chunked prefill; assisted decoding appends its
+        candidates. A beam search repeats prompts.
         """
         repeats, odd = divmod(len(rows), len(self.prompts))
         longest_first = sorted(self.prompts, key=lambda prompt: -len(prompt.ids))
-        found = list[Prompt | TextPrompt]()
+        prompts = list[Prompt | TextPrompt]()
         for number, (row, start) in enumerate(zip(rows, before, strict=True)):
             own = [] if odd else [self.prompts[number // repeats]]
-            for prompt in (*own, *(one for one in longest_first if start == 0 and len(one.ids) <= len(row))):
+            for prompt in (*own, *(other for other in longest_first if start == 0 and len(other.ids) <= len(row))):
                 rest = prompt.ids[start : start + len(row)]
                 if start <= len(prompt.ids) and (rest or not row) and tuple(row[: len(rest)]) == rest:
-                    found.append(prompt)
+                    prompts.append(prompt)
                     break
-        return found if len(found) == len(rows) else None
+        return prompts if len(prompts) == len(rows) else None
 
 
 def check_text(text: str) -> None:
@@ -195,7 +195,7 @@ def build(
     chunks = list_chunks(chunks)
     if not (chunks or len(history)):
         raise PromptError(
-            f"chunks is {chunks!r}, but a list of at least one chunk is wanted. Without chunks there is nothing to "
+            f"chunks is {chunks!r}, expected a list of at least one chunk. Without chunks there is nothing to "
             "reuse: call generate without a BlendCache."
         )
     pieces = tokenize_chunks(tokenizer, chunks)
@@ -213,15 +213,15 @@ def build(
 
 
 def _separators(tokenizer: Any, separator: str, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
-    """What stands between each piece and the next: nothing beside ids, and where there is white space already."""
+    """The ids between each piece and the next: none beside pieces of ids, nor where there is white space already."""
     if not isinstance(separator, str):
         raise PromptError(f"separator is {separator!r:.40}, expected a text. An empty one puts nothing between texts.")
     check_text(separator)
-    found = list[tuple[int, ...]]()
+    separators = list[tuple[int, ...]]()
     for left, right in pairwise(pieces):
         meet = f"{left[-1:]}{right[:1]}" if isinstance(left, str) and isinstance(right, str) else " "
-        found.append(() if any(map(str.isspace, meet)) else inner_ids(tokenizer, separator))
-    return found
+        separators.append(() if any(map(str.isspace, meet)) else inner_ids(tokenizer, separator))
+    return separators
 
 
 def batch(prompts: Sequence[Prompt | TextPrompt], pad_id: int, history: History | None = None) -> PromptBatch:
@@ -266,21 +266,21 @@ def build_all(
 
 
 def check_ids(ids: Sequence[int], config: Any) -> None:
-    """Refuse ids of another model's tokenizer, as far as they can be told."""
-    known, largest = getattr(config, "vocab_size", None), max(ids, default=0)
-    if known is not None and largest >= known:
+    """Refuse ids beyond the model's vocabulary: they are of another model's tokenizer."""
+    size, largest = getattr(config, "vocab_size", None), max(ids, default=0)
+    if size is not None and largest >= size:
         raise PromptError(
-            f"the tokenizer gave id {largest}, but the model knows {known} ids, 0 to {known - 1}: it is another "
+            f"the tokenizer gave id {largest}, but the model knows {size} ids, 0 to {size - 1}: it is another "
             "model's tokenizer. Load both from the same name or folder."
         )
 
 
-def check_lengths(prompts: Sequence[Prompt | TextPrompt], held: int, config: Any) -> None:
+def check_lengths(prompts: Sequence[Prompt | TextPrompt], cached: int, config: Any) -> None:
     """Refuse a prompt that does not fit the model."""
     longest = getattr(config, "max_position_embeddings", None)
     for prompt in prompts:
         check_ids(prompt.ids, config)
-    tokens = held + max(len(prompt.ids) for prompt in prompts)
+    tokens = cached + max(len(prompt.ids) for prompt in prompts)
     if longest is not None and tokens > longest and not stretches(config):
         raise PromptError(
             f"the prompt has {tokens} tokens, but the model has {longest} positions. Leave chunks out or shorten them."

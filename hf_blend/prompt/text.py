@@ -75,7 +75,7 @@ def _columns(offsets: np.ndarray, start: int, stop: int) -> tuple[int, int]:
 
 
 def _remembering(tokenizer: Any) -> Callable[[str, int], tuple[int, ...]]:
-    """Gives the ids of a document of last time without asking the tokenizer again, which takes as long as the prompt.
+    """Remembers the ids of the last documents, because tokenising them again takes as long as the prompt.
 
     The second argument is the size of the vocabulary: tokens may be added.
     """
@@ -91,11 +91,11 @@ def _size(tokenizer: Any) -> int:
 
 def _located(text: str, chunks: Sequence[str]) -> list[tuple[int, int, str]]:
     """(first character, character behind the last, chunk) wherever a chunk is, longer ones first, without overlap."""
-    found, taken = list[tuple[int, int, str]](), bytearray(len(text))
+    located, taken = list[tuple[int, int, str]](), bytearray(len(text))
     decomposed = cache(lambda: _decomposed(text))
     for number, chunk in sorted(enumerate(chunks), key=lambda pair: -len(pair[1])):
         check_text(chunk)
-        form = next((one for one in _forms(chunk) if one in text), None)
+        form = next((spelling for spelling in _forms(chunk) if spelling in text), None)
         if form is not None:
             places = [(at, at + len(form), chunk) for at in _occurrences(text, form)]
         else:
@@ -107,27 +107,27 @@ def _located(text: str, chunks: Sequence[str]) -> list[tuple[int, int, str]]:
             )
         for start, stop, same in places:
             if taken.find(1, start, stop) < 0:
-                found.append((start, stop, same))
+                located.append((start, stop, same))
                 taken[start:stop] = b"\1" * (stop - start)
-    return sorted(found)
+    return sorted(located)
 
 
-def _occurrences(text: str, part: str) -> Iterator[int]:
-    at = text.find(part)
+def _occurrences(text: str, fragment: str) -> Iterator[int]:
+    at = text.find(fragment)
     while at >= 0:
         yield at
-        at = text.find(part, at + len(part))
+        at = text.find(fragment, at + len(fragment))
 
 
 def _decomposed(text: str) -> tuple[str, dict[int, int]]:
-    """A text in NFD; where its characters with their marks begin there, and end → where they do in the text."""
+    """A text in NFD, and two maps from where its characters begin and end there to where they do in the text."""
     starts = [at for at, char in enumerate(text) if not (at and unicodedata.combining(char))] + [len(text)]
     parts = [unicodedata.normalize("NFD", text[start:stop]) for start, stop in pairwise(starts)]
     return "".join(parts), dict(zip(accumulate(map(len, parts), initial=0), starts, strict=True))
 
 
 def _equivalent(text: str, chunk: str, body: str, starts: dict[int, int]) -> list[tuple[int, int, str]]:
-    """Where a chunk is whose accents are encoded otherwise; it is a chunk as the prompt has it, whose tokens count."""
+    """Where the text has a chunk with accents encoded otherwise; the chunk then is what the prompt has there."""
     for form in _forms(unicodedata.normalize("NFD", chunk)):
         ends = [(at, at + len(form)) for at in _occurrences(body, form) if {at, at + len(form)} <= starts.keys()]
         if ends:

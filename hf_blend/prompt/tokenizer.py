@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a tokenizer: a digest that is stored with chunks, so that another one can be named, and its BOS."""
+"""What a tokenizer is read for: its BOS, and a digest that is stored with chunks, to recognise another tokenizer."""
 
 import hashlib
 import json
@@ -17,12 +17,12 @@ def tokenizer_digest(tokenizer: Any) -> str:
     """Name a tokenizer by its vocabulary and its ids of a line of text, without padding and truncation."""
     if not hasattr(tokenizer, "get_vocab"):
         return ""
-    size, known = len(tokenizer), _known.get(tokenizer)
-    if known is None or known[0] != size:
+    size, cached = len(tokenizer), _known.get(tokenizer)
+    if cached is None or cached[0] != size:
         made = tokenizer.encode(_PROBE, add_special_tokens=False)
         content = json.dumps([sorted(tokenizer.get_vocab().items()), list(made)])
-        known = _known[tokenizer] = size, hashlib.sha256(content.encode()).hexdigest()[:12]
-    return known[1]
+        cached = _known[tokenizer] = size, hashlib.sha256(content.encode()).hexdigest()[:12]
+    return cached[1]
 
 
 def front_ids(tokenizer: Any) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def front_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def inner_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Token ids of a text as they are between two others: white space alone may have other tokens."""
-    alone, edge, made = (list(tokenizer.encode(one, add_special_tokens=False)) for one in (text, "a", f"a{text}a"))
+    """Token ids of a text between two others: at an edge, white space may have other tokens."""
+    alone, edge, made = (list(tokenizer.encode(s, add_special_tokens=False)) for s in (text, "a", f"a{text}a"))
     is_between = made[: len(edge)] == edge == made[len(made) - len(edge) :]
     return tuple(made[len(edge) : len(made) - len(edge)] if is_between else alone)

@@ -8,25 +8,25 @@ SCALES = ("attn_temperature_tuning", "log_scaling_n_floor")
 
 
 def frequency_regime(config: Any, tokens: int) -> tuple[int, ...]:
-    """Which frequencies a model turns by in a forward of some length; most use the same for all.
+    """Which set of frequencies a model rotates by in a forward of some length; most models have one for all lengths.
 
-    With longrope there are two sets, with dynamic scaling one for each length beyond the trained one. K and V behind
-    other tokens are those of a full prefill only if both were computed by the same frequencies.
+    With longrope there are two sets, with dynamic scaling one for each length beyond the trained one. Stored K and V
+    are those of a full prefill only if both were computed with the same set.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
-    longest, found = getattr(config, "max_position_embeddings", 0), list[int]()
+    longest, sets = getattr(config, "max_position_embeddings", 0), list[int]()
     for kind in kinds:
         name = str(kind.get("rope_type", ""))
         if name == "longrope":
-            found.append(int(tokens > (kind.get("original_max_position_embeddings") or longest)))
+            sets.append(int(tokens > (kind.get("original_max_position_embeddings") or longest)))
         else:
-            found.append(tokens if "dynamic" in name and tokens >= longest else 0)
-    return tuple(found)
+            sets.append(tokens if "dynamic" in name and tokens >= longest else 0)
+    return tuple(sets)
 
 
 def stretches(config: Any) -> bool:
-    """Whether a model goes on beyond the positions of its config, because its frequencies adapt to the length."""
+    """Whether a model works beyond the positions of its config, because its frequencies adapt to the length."""
     return frequency_regime(config, 1 << 40) != frequency_regime(config, 1 << 41)
 
 

@@ -28,7 +28,7 @@ def rotary_table(arguments: dict[str, Any], layer: nn.Module | None = None) -> T
         table = own_table(layer, arguments.get("position_ids"))
     if isinstance(table, Tensor) and table.is_complex() and table.dim() == 3:
         return _parts.setdefault(table, (table.real, table.imag))
-    if isinstance(table, tuple | list) and len(table) == 2 and all(isinstance(part, Tensor) for part in table):
+    if isinstance(table, tuple | list) and len(table) == 2 and all(isinstance(tensor, Tensor) for tensor in table):
         cos, sin = table
         return (cos, sin) if cos.shape == sin.shape and cos.dim() == 3 and cos.is_floating_point() else None
     return None

@@ -18,12 +18,12 @@ class Attention:
         queries: `[batch, heads, rows, head_dim]`, normed, rotated for the rows' positions.
         keys: `[batch, kv_heads, keys, head_dim]`, of all columns: `past` ones from the cache, then the new tokens.
         values: `[batch, kv_heads, keys, value_dim]`.
-        columns: `[batch, rows]`, where each row stands among the new tokens, sorted.
+        columns: `[batch, rows]`, the column of each row among the new tokens, sorted.
         past: keys before the first new token.
         mask: `[batch or 1, heads or 1, rows, keys]`, boolean or additive; None: each row sees the keys up to its own.
         scaling: of the scores.
         softcap: bound of the scores, if the model has one.
-        charge: is told the FLOPs of what is computed here.
+        charge: receives the FLOPs of what is computed here.
     """
 
     queries: Tensor
@@ -43,8 +43,8 @@ class Attention:
             return (places <= self.columns[:, rows, None] + self.past)[:, None]
         lines = getattr(self.mask, "lines", None)  # of a mask that is made a block at a time
         whole = slice(0, self.keys.shape[2])
-        part = self.mask[:, :, rows] if lines is None else lines.cut(slice(*rows.indices(lines.shape[2])[:2]), whole)
-        return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+        mask = self.mask[:, :, rows] if lines is None else lines.cut(slice(*rows.indices(lines.shape[2])[:2]), whole)
+        return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
     def weights(self, rows: slice, only: Tensor | None = None) -> Tensor:
         """Share of attention that each key, or each of `only` some, gets from some rows; 0 where a row does not look.
@@ -67,7 +67,7 @@ class Attention:
         return scores.softmax(dim=-1) * visible
 
     def outputs(self, weights: Tensor) -> Tensor:
-        """What the rows take from the values by what `weights` gives.
+        """The output of attention: the values weighted by what `weights` gave.
 
         Shapes: `[batch, heads, rows, keys]` → `[batch, heads, rows, value_dim]` float32.
         """
@@ -78,23 +78,23 @@ class Attention:
         return (folded @ self.values.float()).view(batch, heads, rows, width)
 
     def _charge(self, visible: Tensor, width: float) -> None:
-        """Two FLOPs for each number that is multiplied and added, for each head and each key that is seen."""
+        """Two FLOPs for each multiplied and added number, by head and by visible key."""
         batch, heads = self.queries.shape[:2]
         share = batch * heads / (visible.shape[0] * visible.shape[1])
         self.charge(visible.sum() * (2.0 * width * share))
 
 
 def received(
-    attention: Attention, weights: Tensor, wanted: Tensor, reduce: str = "mean", by_value: bool = False
+    attention: Attention, weights: Tensor, rows: Tensor, reduce: str = "mean", by_value: bool = False
 ) -> Tensor:
-    """How much each new token is looked at by the wanted rows, at least one of each entry.
+    """How much attention each new token receives from some rows, at least one of each prompt.
 
     `reduce` is "mean", "l2" or "max" over these rows, or "last" for the last of them alone; heads are averaged first,
-    but for "max". `by_value` weighs each token by the length of its value.
+    except for "max". `by_value` weighs each token by the norm of its value.
 
-    Shapes: weights `[batch, heads, rows, keys]`, wanted `[batch, rows]` → `[batch, columns]` float32.
+    Shapes: weights `[batch, heads, rows, keys]`, rows `[batch, rows]` bool → `[batch, columns]` float32.
     """
-    shares = weights[..., attention.past :] * wanted[:, None, :, None]
+    shares = weights[..., attention.past :] * rows[:, None, :, None]
     if by_value:
         lengths = attention.values[:, :, attention.past :].float().norm(dim=-1).mean(dim=1)
         shares = shares * lengths[:, None, None]
@@ -104,6 +104,6 @@ def received(
     if reduce == "l2":
         return shares.norm(dim=1)
     if reduce == "last":
-        last = (wanted * torch.arange(1, wanted.shape[1] + 1, device=wanted.device)).argmax(dim=1)
+        last = (rows * torch.arange(1, rows.shape[1] + 1, device=rows.device)).argmax(dim=1)
         return shares[torch.arange(len(last), device=last.device), last]
-    return shares.sum(dim=1) / wanted.sum(dim=1, keepdim=True)
+    return shares.sum(dim=1) / rows.sum(dim=1, keepdim=True)

@@ -20,7 +20,7 @@ from ..errors import ConfigError, suggest
 from .attention import Attention
 
 KV = tuple[Tensor, Tensor]
-Hear = Callable[[int, Attention, Tensor], None]  # is told a layer, what the question's rows see there, their weights
+Hear = Callable[[int, Attention, Tensor], None]  # receives a layer, what the question's rows see there, their weights
 
 
 def _unavailable(*_: Any) -> Any:
@@ -37,7 +37,7 @@ class TokenView:
 
     Attributes:
         layer: the layer at which the choice is made.
-        columns: `[batch, tokens]`, where each token stands in the prompt.
+        columns: `[batch, tokens]`, the column of each token in the prompt.
         reusable: `[batch, tokens]`, True for tokens with stored KV that may be left as it is.
         chunk: `[batch, tokens]`, number of the token's chunk in its row; -1 where not reusable.
         offset: `[batch, tokens]`, place of the token in its chunk.
@@ -72,7 +72,7 @@ class TokenView:
     images: Tensor | None = None
 
     def is_question(self, columns: Tensor) -> Tensor:
-        """Which of some sorted columns stand behind the last token with stored KV; one that is repeated counts once.
+        """Which of some sorted columns are behind the last token with stored KV; a repeated column counts once.
 
         Shapes: `[batch, rows]` → the same.
         """
@@ -89,7 +89,7 @@ class TokenView:
 
 
 class Selector(ABC):
-    """Gives every reusable token a score; the fusor takes the highest."""
+    """Gives every reusable token a score; those with the highest are recomputed."""
 
     needs_kv = True  # False: the choice needs no computed layer, so it is made before the first
     needs_full_prefill = False  # True: for research; costs as much as what blending saves
@@ -108,7 +108,7 @@ class Selector(ABC):
         self.seed = seed
 
     def _typed(self, name: str, value: Any) -> Any:
-        """A number or truth value that came as text, from a command line, is read by the type of its default."""
+        """Read a number or truth value that came as text, from a command line, by the type of its default."""
         kind = type(self.defaults[name])
         if not isinstance(value, str) or kind not in (bool, int, float):
             return value
@@ -116,7 +116,7 @@ class Selector(ABC):
             return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
         except (KeyError, ValueError) as error:
             raise ConfigError(
-                f"{type(self).__name__} has {name}={value!r}, but a {kind.__name__} is wanted, such as "
+                f"{type(self).__name__} has {name}={value!r}, expected a {kind.__name__}, such as "
                 f"{self.defaults[name]!r}."
             ) from error
 
@@ -124,8 +124,8 @@ class Selector(ABC):
         """Read an option that is one of some values, or refuse it."""
         value = self.options[name]
         if value not in choices:
-            known = " or ".join(f"{name}={one!r}" for one in choices)
-            raise ConfigError(f"{type(self).__name__} has {name}={value!r}; give {known}.")
+            expected = " or ".join(f"{name}={choice!r}" for choice in choices)
+            raise ConfigError(f"{type(self).__name__} has {name}={value!r}; give {expected}.")
         return value
 
     def count(self, ratio: float, tokens: int) -> int:
@@ -136,7 +136,7 @@ class Selector(ABC):
     def score(self, view: TokenView) -> Tensor:
         """Say how much each token should be recomputed: `[batch, tokens]` float32, higher first.
 
-        What stands at tokens that are not reusable is ignored. Of equal scores the earlier token goes first.
+        Scores of tokens that are not reusable are ignored. Of equal scores the earlier token goes first.
         """
 
 
@@ -150,30 +150,30 @@ def norms(states: Tensor) -> Tensor:
     return states.float().square().sum(dim=(1, 3)).sqrt()
 
 
-def layer_numbers(given: Any, num_layers: int) -> list[int]:
-    """Read which layers an option names: "all", "last", "middle" (third), a number, several, or text such as "0,1"."""
+def layer_numbers(option: Any, num_layers: int) -> list[int]:
+    """The layers that an option names: "all", "last", "middle" (third), a number, several, or text such as "0,1"."""
     third = num_layers / 3
     named = {
         "all": range(num_layers),
         "last": [num_layers - 1],
         "middle": range(math.floor(third), max(math.ceil(2 * third), 1)),
     }
-    if isinstance(given, str) and given in named:
-        return list(named[given])
-    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
+    if isinstance(option, str) and option in named:
+        return list(named[option])
+    parts = option.split(",") if isinstance(option, str) else option if isinstance(option, Sequence) else [option]
     try:
-        layers = sorted({int(part) for part in parts})
+        layers = sorted({int(number) for number in parts})
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"layers is {given!r}, but 'all', 'last', 'middle' or numbers are wanted, such as 0,1."
+            f"layers is {option!r}, but 'all', 'last', 'middle' or numbers are expected, such as 0,1."
         ) from error
     if not layers or layers[0] < 0 or layers[-1] >= num_layers:
-        raise ConfigError(f"layers is {given!r}, but the model has layers 0 … {num_layers - 1}. Give some of these.")
+        raise ConfigError(f"layers is {option!r}, but the model has layers 0 … {num_layers - 1}. Give some of these.")
     return layers
 
 
 def by_turns(scores: Tensor, chunk: Tensor, shares: Tensor) -> Tensor:
-    """Let chunks take turns: each gives its highest scored tokens first, in proportion to its share.
+    """Rank tokens by chunks in turn: each chunk's highest scored tokens first, in proportion to its share.
 
     Shapes: all `[batch, tokens]`: scores, the chunk's number (-1: none), its share (above 0, one for all its tokens) →
     the order of the turns, higher first: the first `n` hold about n × share of each chunk.

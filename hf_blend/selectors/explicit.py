@@ -12,7 +12,7 @@ from .base import Selector, TokenView
 
 
 class Explicit(Selector):
-    """Option `columns`: places in the prompt, the most wanted first; those that are not named come after all."""
+    """Option `columns`: places in the prompt, the most important first; those that are not named come last."""
 
     needs_kv = False
     defaults: ClassVar[Mapping[str, Any]] = {"columns": ()}

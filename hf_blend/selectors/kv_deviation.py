@@ -22,5 +22,5 @@ class KvDeviation(Selector):
     def score(self, view: TokenView) -> Tensor:
         """Squared distance of fresh and stored states, `[batch, tokens]`."""
         parts = {"k": (0,), "v": (1,), "kv": (0, 1)}[self.choice("on", ("v", "k", "kv"))]
-        distances = [squared_distance(*view.pair(part)) for part in parts]
+        distances = [squared_distance(*view.pair(state)) for state in parts]
         return distances[0] if len(distances) == 1 else distances[0] + distances[1]

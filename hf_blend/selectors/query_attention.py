@@ -42,14 +42,14 @@ class QueryAttention(Selector):
         reduce = self.choice("reduce", ("mean", "l2", "max", "last"))
         layers = layer_numbers(self.options["layers"], view.num_layers)
         anchors = self._anchors(view) if self.choice("probe", ("full", "anchors")) == "anchors" else None
-        found: list[Tensor] = []
+        scores: list[Tensor] = []
 
         def hear(layer: int, seen: Attention, weights: Tensor) -> None:
             asking = view.is_question(seen.columns)
-            found.append(received(seen, weights, asking, reduce, self.options["by_value"]))
+            scores.append(received(seen, weights, asking, reduce, self.options["by_value"]))
 
         view.probe(hear, layers, anchors)
-        return view.take(torch.stack([one.to(view.columns.device) for one in found]).mean(dim=0))
+        return view.take(torch.stack([score.to(view.columns.device) for score in scores]).mean(dim=0))
 
     def _anchors(self, view: TokenView) -> Tensor:
         """`[batch, columns]`: True but for the tokens of chunks that are no anchors."""

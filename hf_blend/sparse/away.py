@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of a layer whose K and V are away from its device: only those that are looked at are brought.
+"""Blocks of a layer whose K and V are away from its device: only the selected ones are copied to it.
 
     host or disk | block 0 | block 1 | … | block n-1 | rest
     device       | selected blocks, in order | tail         and a representation of every block
@@ -42,7 +42,7 @@ class AwayBlocks(BlockedLayer):
 
     @property
     def is_away(self) -> bool:
-        """Whether blocks have to be brought."""
+        """Whether blocks have to be copied to the device."""
         return bool(self._layer.is_away)
 
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class AwayBlocks(BlockedLayer):
         self._count()
 
     def release(self) -> None:
-        """Hold nothing on the device: the next step looks at everything."""
+        """Hold nothing on the device: the next step attends to everything."""
         self._copy = self._layout = None
         self._held = 0
         self._forget_ahead()
@@ -71,38 +71,38 @@ class AwayBlocks(BlockedLayer):
         self._layer.sees_blocks, self._layer.observer = False, None
 
     def whole(self) -> KV:
-        """K and V of all tokens, brought, `[batch, kv_heads, tokens, head_dim]`."""
+        """K and V of all tokens on the device, `[batch, kv_heads, tokens, head_dim]`."""
         return self._read(0, self._layer.length)
 
     def prefetch(self, selections: Sequence[Selection]) -> None:
-        """Read ahead what selections would bring, on another thread."""
+        """Read ahead the blocks that some selections lack, on another thread."""
         self._forget_ahead()
         if self._layout is None or len(self._layout.rows) != len(selections):
             return
         away = min(self._layer.away_tokens, self._layout.tail) // self._size
-        held = {(row, block) for row, blocks in enumerate(self._layout.rows) for block in blocks}
-        chosen = [(row, block) for row, one in enumerate(selections) for block in one.blocks if block < away]
-        coming = [one for one in chosen if one not in held]
+        copied = {(row, block) for row, blocks in enumerate(self._layout.rows) for block in blocks}
+        chosen = [(row, block) for row, own in enumerate(selections) for block in own.blocks if block < away]
+        coming = [block for block in chosen if block not in copied]
         if coming:
             self._ahead = coming, self._layer.memory.reader.submit(self._layer.there.blocks, coming, self._size)
 
     def _gathered(self, layout: Layout, capacity: int) -> KV:
-        """See `BlockedLayer._gathered`; blocks that the copy has are moved, the others are brought."""
+        """See `BlockedLayer._gathered`; blocks that the copy has are moved, the others are read."""
         if not self.is_away:
             return super()._gathered(layout, capacity)
-        slots = {(row, one): slot for row, some in enumerate(layout.rows) for slot, one in enumerate(some) if one >= 0}
+        slots = {(row, block): at for row, own in enumerate(layout.rows) for at, block in enumerate(own) if block >= 0}
         here = self._columns(len(layout.rows))
-        keys, values = (one.new_zeros((*one.shape[:2], capacity, one.shape[3])) for one in self._layer.read(0, 0))
+        keys, values = (kv.new_zeros((*kv.shape[:2], capacity, kv.shape[3])) for kv in self._layer.read(0, 0))
         copy = keys, values  # zeros, as a filler is hidden, but not from NaN
-        moved = [one for one in slots if one in here]
+        moved = [block for block in slots if block in here]
         if moved:
             rows = torch.tensor([row for row, _ in moved])[:, None]
-            columns = torch.tensor([here[one] for one in moved])[:, None] + torch.arange(self._size)
-            for part, old in zip(copy, self._copy or (), strict=True):
-                self._scatter(part, [slots[one] for one in moved], moved, old[rows, :, columns])
-        for blocks, states in self._brought([one for one in slots if one not in here], copy):
-            for part, some in zip(copy, states, strict=True):
-                self._scatter(part, [slots[one] for one in blocks], blocks, some.to(part.device, non_blocking=True))
+            columns = torch.tensor([here[block] for block in moved])[:, None] + torch.arange(self._size)
+            for into, old in zip(copy, self._copy or (), strict=True):
+                self._scatter(into, [slots[block] for block in moved], moved, old[rows, :, columns])
+        for blocks, states in self._brought([block for block in slots if block not in here], copy):
+            for into, new in zip(copy, states, strict=True):
+                self._scatter(into, [slots[block] for block in blocks], blocks, new.to(into.device, non_blocking=True))
         return copy
 
     def _scatter(self, states: Tensor, slots: list[int], blocks: list[Block], some: Tensor) -> None:
@@ -112,41 +112,41 @@ class AwayBlocks(BlockedLayer):
 
     def _columns(self, batch: int) -> dict[Block, int]:
         """The blocks that the copy has, and their first columns."""
-        old, known = self._layout, min(self._held, self._layer.unchanged_tokens)
-        if old is None or self._copy is None or self._copy[0].shape[0] != batch or known < old.tail:
+        old, unchanged = self._layout, min(self._held, self._layer.unchanged_tokens)
+        if old is None or self._copy is None or self._copy[0].shape[0] != batch or unchanged < old.tail:
             return {}
-        behind = range(-(-old.tail // self._size), known // self._size)
-        tail = {one: old.fixed + one * self._size - old.tail for one in behind}
-        rows = (tail | {one: slot * self._size for slot, one in enumerate(some)} for some in old.rows)
-        return {(row, one): column for row, columns in enumerate(rows) for one, column in columns.items()}
+        behind = range(-(-old.tail // self._size), unchanged // self._size)
+        tail = {block: old.fixed + block * self._size - old.tail for block in behind}
+        rows = (tail | {block: slot * self._size for slot, block in enumerate(some)} for some in old.rows)
+        return {(row, block): column for row, columns in enumerate(rows) for block, column in columns.items()}
 
     def _brought(self, missing: list[Block], copy: KV) -> list[tuple[list[Block], KV]]:
         """Blocks and their K and V, `[blocks, size, kv_heads, head_dim]`, read ahead or now."""
-        found, size = list[tuple[list[Block], KV]](), self._size
+        brought, size = list[tuple[list[Block], KV]](), self._size
         ahead, self._ahead = self._ahead, None
         if ahead is not None and is_lost(ahead[1]):
             ahead = None
-        known, away = self._layer.unchanged_tokens // size, self._layer.away_tokens // size
-        expected = {one: place for place, one in enumerate(ahead[0])} if ahead is not None else {}
-        ready = [one for one in missing if one in expected and one[1] < known]
-        rest = [one for one in missing if one not in expected or one[1] >= known]
-        there = [one for one in rest if one[1] < away]
+        unchanged, away = self._layer.unchanged_tokens // size, self._layer.away_tokens // size
+        expected = {block: place for place, block in enumerate(ahead[0])} if ahead is not None else {}
+        ready = [block for block in missing if block in expected and block[1] < unchanged]
+        rest = [block for block in missing if block not in expected or block[1] >= unchanged]
+        there = [block for block in rest if block[1] < away]
         if ahead is not None and ready:
-            places = torch.tensor([expected[one] for one in ready])
+            places = torch.tensor([expected[block] for block in ready])
             keys, values = ahead[1].result()
-            found.append((ready, (keys, values) if ready == ahead[0] else (keys[places], values[places])))
+            brought.append((ready, (keys, values) if ready == ahead[0] else (keys[places], values[places])))
         if there:
-            found.append((there, self._layer.there.blocks(there, size)))
-        for row, one in rest:
-            if one >= away:  # the last ones, of which some tokens are not away
-                keys, values = (part[row].transpose(0, 1) for part in self._layer.read(one * size, (one + 1) * size))
-                found.append(([(row, one)], (keys[None], values[None])))
+            brought.append((there, self._layer.there.blocks(there, size)))
+        for row, number in rest:
+            if number >= away:  # the last ones, of which some tokens are not away
+                keys, values = (kv[row].transpose(0, 1) for kv in self._layer.read(number * size, (number + 1) * size))
+                brought.append(([(row, number)], (keys[None], values[None])))
         in_vain = len(expected) - len(ready)
-        token_bytes = sum(part[0, :, :1].numel() * part.element_size() for part in copy)
+        token_bytes = sum(states[0, :, :1].numel() * states.element_size() for states in copy)
         self._metrics.loaded_blocks += len(missing)
         self._metrics.prefetched_blocks += len(ready)
         self._metrics.loaded_bytes += (len(missing) + in_vain) * size * token_bytes
-        return found
+        return brought
 
     def _forget_ahead(self) -> None:
         if self._ahead is not None:
@@ -172,6 +172,6 @@ class AwayBlocks(BlockedLayer):
         return self._layer.read(start, end)
 
     def _count(self) -> None:
-        """Note what is on the device."""
-        self._layer.memory.count(("blocks", self._layer.index), sum(part.nbytes for part in self._copy or ()))
+        """Count the bytes on the device."""
+        self._layer.memory.count(("blocks", self._layer.index), sum(states.nbytes for states in self._copy or ()))
         self._layer.memory.count(("represented", self._layer.index), 0 if self._made is None else self._made.nbytes)

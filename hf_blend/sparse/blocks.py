@@ -42,11 +42,11 @@ class BlockedLayer:
         return False
 
     def begin(self) -> None:
-        """A step that looks at blocks begins: forget what has changed since the last one."""
-        known = self._layer.unchanged_tokens
-        self._held = min(self._held, known)
+        """A sparse step begins: forget what has changed since the last one."""
+        unchanged = self._layer.unchanged_tokens
+        self._held = min(self._held, unchanged)
         if self._made is not None:
-            self._made = self._made[:, :, : known // self._config.block_tokens]
+            self._made = self._made[:, :, : unchanged // self._config.block_tokens]
 
     def release(self) -> None:
         """The next step looks at everything."""
@@ -59,14 +59,14 @@ class BlockedLayer:
         return self._layer.keys, self._layer.values
 
     def prefetch(self, selections: Sequence[Selection]) -> None:
-        """Say what the next step will probably look at."""
+        """Hint at the blocks that the next step will probably select."""
 
     def complete(self, past: int) -> int:
         """Complete blocks before the new tokens."""
         return past // self._config.block_tokens
 
     def scores(self, queries: Tensor, past: int) -> Tensor:
-        """What the method says of every complete block: `[batch, heads, rows, head_dim]` → `[batch, rows, blocks]`."""
+        """The method's score of every complete block: `[batch, heads, rows, head_dim]` → `[batch, rows, blocks]`."""
         blocks = self._represented(self.complete(past))
         batch, _, rows, width = queries.shape
         grouped = queries.reshape(batch, blocks.shape[1], -1, rows, width)
@@ -86,18 +86,18 @@ class BlockedLayer:
         return Selection(tuple(chosen.tolist()), self.complete(past) * self._config.block_tokens)
 
     def attended(self, selections: Sequence[Selection]) -> tuple[Layout, Tensor, Tensor]:
-        """The K and V that a step looks at, `[batch, kv_heads, columns, head_dim]`."""
-        layout, held = self._layout, 0
+        """The layout of a step, and the K and V that it attends to, `[batch, kv_heads, columns, head_dim]`."""
+        layout, copied = self._layout, 0
         if layout is not None and layout.selections == tuple(selections):
-            held = min(self._held, self._layer.unchanged_tokens)
+            copied = min(self._held, self._layer.unchanged_tokens)
         else:
             layout = Layout(selections, self._config.block_tokens)
         total = self._layer.length
         used = layout.fixed + total - layout.tail
-        if held < layout.tail or self._copy is None or self._copy[0].shape[2] < used:
-            self._copy, held = self._gathered(layout, used + ROOM_TOKENS), layout.tail
-        for copy, states in zip(self._copy, self._read(held, total), strict=True):
-            copy[:, :, layout.fixed + held - layout.tail : used] = states
+        if copied < layout.tail or self._copy is None or self._copy[0].shape[2] < used:
+            self._copy, copied = self._gathered(layout, used + ROOM_TOKENS), layout.tail
+        for copy, states in zip(self._copy, self._read(copied, total), strict=True):
+            copy[:, :, layout.fixed + copied - layout.tail : used] = states
         self._layout, self._held = layout, total
         return layout, self._copy[0][:, :, :used], self._copy[1][:, :, :used]
 
@@ -115,9 +115,9 @@ class BlockedLayer:
         blocks, size, count = layout.blocks.to(states.device), self._config.block_tokens, layout.blocks.shape[1]
         buffer, every = states.new_empty((batch, heads, capacity, width)), tokens // size
         for row in range(batch):  # whole blocks are copied in half the time of their tokens
-            found = states[row, :, : every * size].unflatten(1, (every, size)).flatten(2)
+            whole = states[row, :, : every * size].unflatten(1, (every, size)).flatten(2)
             chosen = buffer[row, :, : count * size].view(heads, count, size * width)  # none in less than a block
-            torch.index_select(found, 1, blocks[row], out=chosen)
+            torch.index_select(whole, 1, blocks[row], out=chosen)
         return buffer
 
     def _read(self, start: int, end: int) -> KV:
@@ -125,13 +125,13 @@ class BlockedLayer:
         return self._layer.keys[:, :, start:end], self._layer.values[:, :, start:end]
 
     def _represented(self, count: int) -> Tensor:
-        """The representations of the first blocks, made for those that are new or changed."""
+        """The representations of the first blocks; those of new or changed blocks are computed."""
         size = self._config.block_tokens
-        known = 0 if self._made is None else min(self._made.shape[2], self._layer.unchanged_tokens // size)
-        if known < count or self._made is None:
-            keys = self._read(known * size, count * size)[0].unflatten(2, (count - known, size))
-            if known == 0:
+        kept = 0 if self._made is None else min(self._made.shape[2], self._layer.unchanged_tokens // size)
+        if kept < count or self._made is None:
+            keys = self._read(kept * size, count * size)[0].unflatten(2, (count - kept, size))
+            if kept == 0:
                 self._prepared = self._method.prepare(keys)
             new = self._method.represent(keys, self._prepared)
-            self._made = new if known == 0 or self._made is None else torch.cat([self._made[:, :, :known], new], dim=2)
+            self._made = new if kept == 0 or self._made is None else torch.cat([self._made[:, :, :kept], new], dim=2)
         return self._made[:, :, :count]

@@ -33,7 +33,7 @@ class SparseConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "method_options", Options(self.method_options))
         if not 0 < self.share <= 1:
-            raise ConfigError(f"share is {self.share}, wanted a number above 0 and up to 1. Try 0.25.")
+            raise ConfigError(f"share is {self.share}, expected a number above 0 and up to 1. Try 0.25.")
         least = {
             "block_tokens": 1,
             "first_blocks": 0,
@@ -46,7 +46,7 @@ class SparseConfig:
         for name, floor in least.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < floor:
-                raise ConfigError(f"{name} is {value!r}, wanted a whole number from {floor} on.")
+                raise ConfigError(f"{name} is {value!r}, expected a whole number from {floor} on.")
 
 
 def parsed(sparse: float | str | Mapping[str, Any] | SparseConfig, is_away: bool = False) -> SparseConfig:
@@ -57,9 +57,9 @@ def parsed(sparse: float | str | Mapping[str, Any] | SparseConfig, is_away: bool
         if sparse != "auto":
             raise ConfigError(f'sparse is {sparse!r}, expected "auto", a share such as 0.25, or settings by name.')
         return SparseConfig(min_tokens=AUTO_AWAY_TOKENS if is_away else AUTO_TOKENS)
-    given = sparse if isinstance(sparse, Mapping) else {"share": sparse}
-    known = [entry.name for entry in fields(SparseConfig)]
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"sparse has {name!r}, which SparseConfig does not have. {suggest(str(name), known)}")
-    return SparseConfig(**given)
+    settings = sparse if isinstance(sparse, Mapping) else {"share": sparse}
+    names = [entry.name for entry in fields(SparseConfig)]
+    for name in settings:
+        if name not in names:
+            raise ConfigError(f"sparse has {name!r}, which SparseConfig does not have. {suggest(str(name), names)}")
+    return SparseConfig(**settings)

@@ -87,8 +87,8 @@ def sparse_decoding(
             hooks.append(SparseHooks(draft, session.draft(len(decoder_layers(draft)), draft_selects)))
         yield session
     finally:
-        for one in hooks:
-            one.remove()
+        for hook in hooks:
+            hook.remove()
         session.close()
 
 
@@ -103,7 +103,7 @@ def _check_draft(model: nn.Module, draft: nn.Module | None, selects: bool) -> No
     """Blocks are shared by their places, so both must read the same tokens."""
     if selects and draft is None:
         raise ConfigError("draft_selects is True, but draft is None. Pass the assistant that generate is given.")
-    sizes = [text_config(one).vocab_size for one in (model, draft) if one is not None]
+    sizes = [text_config(lm).vocab_size for lm in (model, draft) if lm is not None]
     if max(sizes) - min(sizes) > PADDING_TOKENS:
         raise ConfigError(
             f"the draft knows {sizes[1]} tokens, expected the {sizes[0]} of the model: selections are shared by the "
@@ -148,8 +148,8 @@ class SparseHooks:
         if self._session.owns(kwargs.get("past_key_values")):
             if torch.compiler.is_compiling():
                 _refuse_compiled()
-            given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-            tokens = next((one.shape[1] for one in given if isinstance(one, Tensor)), 0)
+            inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+            tokens = next((tensor.shape[1] for tensor in inputs if isinstance(tensor, Tensor)), 0)
             self._thread = threading.get_ident() if self._session.begin_step(tokens) else None
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -157,7 +157,7 @@ class SparseHooks:
             self._thread = None
             self._session.end(failed=output is None)
 
-    def _choose(self, given: tuple[Any, ...]) -> Take | None:
+    def _choose(self, args: tuple[Any, ...]) -> Take | None:
         return self._attend if self._thread == threading.get_ident() else None
 
     def _attend(
@@ -169,7 +169,7 @@ class SparseHooks:
         value: Tensor,
         mask: Any,
         scaling: float | None = None,
-        **given: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the selected blocks.
 
@@ -177,15 +177,15 @@ class SparseHooks:
         kv_heads, keys, value_dim]` → `[batch, rows, heads, value_dim]`.
         """
         index, selected = int(module.layer_idx), None
-        if all(given.get(special) is None for special in ("position_bias", "sliding_window")):
+        if all(kwargs.get(special) is None for special in ("position_bias", "sliding_window")):
             name = module.config._attn_implementation
             selected = self._session.select_kv(index, query, key, value, mask, name, scaling)
         if selected is None and (take := getattr(key, TAKER, None)) is not None:  # a layer that was loaded in part
-            return take(stock, module, query, key, value, mask, scaling=scaling, **given)
+            return take(stock, module, query, key, value, mask, scaling=scaling, **kwargs)
         if selected is None and key.shape[2] > 1 and key.stride(2) == 0:
             raise UnsupportedModelError(
                 f"layer {index} of this model attends with a bias or to the K and V of another layer, expected plain "
                 "attention to its own: these were not brought to the device. Leave kv_device_map out, or decode "
                 "without sparse."
             )
-        return stock(module, query, *(selected or (key, value, mask)), scaling=scaling, **given)
+        return stock(module, query, *(selected or (key, value, mask)), scaling=scaling, **kwargs)

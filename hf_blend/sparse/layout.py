@@ -22,8 +22,8 @@ class Layout:
 
     def __init__(self, selections: Sequence[Selection], block_tokens: int) -> None:
         self.selections, self._size = tuple(selections), block_tokens
-        self.tail = min(one.tail for one in selections)
-        inside = [[block for block in one.blocks if block * block_tokens < self.tail] for one in selections]
+        self.tail = min(selection.tail for selection in selections)
+        inside = [[block for block in own.blocks if block * block_tokens < self.tail] for own in selections]
         most = max(map(len, inside))
         self.rows = [blocks + [-1] * (most - len(blocks)) for blocks in inside]
         self.fixed = most * block_tokens
@@ -43,21 +43,21 @@ class Layout:
         return torch.cat([self.inside, torch.arange(self.tail, total).expand(len(self.rows), -1)], dim=1)
 
     def seen(self, total: int) -> Tensor | None:
-        """Which columns a request looks at, `[batch, columns]`; None for all."""
-        tails = {one.tail for one in self.selections}
+        """Which columns each request attends to, `[batch, columns]` bool; None: all."""
+        tails = {selection.tail for selection in self.selections}
         if len(tails) == 1 and all(block >= 0 for row in self.rows for block in row):
             return None
         seen = torch.ones((len(self.rows), self.fixed + total - self.tail), dtype=torch.bool)
-        for row, (blocks, one) in enumerate(zip(self.rows, self.selections, strict=True)):
+        for row, (blocks, selection) in enumerate(zip(self.rows, self.selections, strict=True)):
             seen[row, : self.fixed] = (torch.tensor(blocks) >= 0).repeat_interleave(self._size)
-            for block in set(range(self.tail // self._size, one.tail // self._size)) - set(one.blocks):
+            for block in set(range(self.tail // self._size, selection.tail // self._size)) - set(selection.blocks):
                 start = self.fixed + block * self._size - self.tail
                 seen[row, start : start + self._size] = False
         return seen
 
 
 def cut_mask(mask: Tensor | None, layout: Layout, query: Tensor, total: int, name: str) -> Any:
-    """The lines of a mask at the columns that are looked at.
+    """The lines of a mask at the columns of a layout.
 
     Shapes: mask `[batch or 1, 1, rows, keys]`, query `[batch, heads, rows, head_dim]` → `[batch, 1, rows, columns]`.
     """
@@ -75,8 +75,8 @@ def cut_mask(mask: Tensor | None, layout: Layout, query: Tensor, total: int, nam
     if mask is None:
         return as_taken(allowed, query, name)
     index = columns[:, None, None].to(mask.device).expand(-1, mask.shape[1], rows, -1)
-    part = mask.expand(len(columns), -1, -1, -1).gather(-1, index)
-    return narrowed(part, allowed)
+    lines = mask.expand(len(columns), -1, -1, -1).gather(-1, index)
+    return narrowed(lines, allowed)
 
 
 def narrowed(mask: Tensor, seen: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ class Selection:
     tail: int
 
     def differences(self, newer: "Selection", block_tokens: int) -> int:
-        """Blocks that are in one of two selections only, among those from which both could choose."""
+        """How many blocks only one of two selections has, among those from which both could choose."""
         common = min(self.tail, newer.tail) // block_tokens
-        return len({one for one in set(self.blocks) ^ set(newer.blocks) if one < common})
+        return len({block for block in set(self.blocks) ^ set(newer.blocks) if block < common})
 
 
 @dataclass
@@ -60,7 +60,7 @@ class SelectionLock:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step needs to know what would be selected now."""
+        """Whether the next step selects, or compares a selection with its own."""
         if not self._config.lock or self.selection is None:
             return True
         is_old = self.age_steps >= self._config.lock_duration

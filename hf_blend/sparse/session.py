@@ -4,7 +4,7 @@
 
 A step of one token selects with its own query, if its lock is due. A round of several tokens (a draft that is
 verified) sees what was selected before it, draft and target alike; the scores of all its rows are kept, and when the
-cache shows how many tokens were accepted, the row of the last one is what selects. All accepted: the lock goes on.
+cache shows how many tokens were accepted, the row of the last one is what selects. All accepted: the lock stays.
 Fewer: it is given up, and the next step selects again. Where the draft selects, a round sees what the queries of its
 own drafted tokens look at in the draft model, which has read ahead (`SelectingDraft`).
 """
@@ -35,7 +35,7 @@ SelectedKV = tuple[Tensor, Tensor, Any]  # K, V and mask of what is looked at
 
 @dataclass
 class _Layer:
-    held: BlendLayer
+    kv: BlendLayer
     blocks: BlockedLayer
     locks: list[SelectionLock] = field(default_factory=list)
     scores: Tensor | None = None  # of a round, `[batch, rows, blocks]`
@@ -116,11 +116,11 @@ class SparseSession:
         self.metrics.rounds += 1
         if self._drafted:
             self.metrics.compared_rounds += 1
-            self.metrics.equal_rounds += all(self._seen.get(n) == one for n, one in self._drafted.items())
+            self.metrics.equal_rounds += all(self._seen.get(n) == drafted for n, drafted in self._drafted.items())
             self._drafted = {}
 
     def _forget_draft(self) -> None:
-        """What the draft said of a round holds for that round."""
+        """Forget the draft's selections of the last round."""
         if self._selecting is not None:
             self._selecting.scores.clear()
 
@@ -131,7 +131,7 @@ class SparseSession:
                 lock.unlock()
 
     def settle_speculation(self) -> None:
-        """The cache shows how many tokens of the last round were accepted: lock, compare or select anew."""
+        """Read from the cache how many tokens of the last round were accepted, and keep or drop the selections."""
         accepted, rows, self._rows = self.length - self._past, self._rows, 0
         if not 1 <= accepted <= rows:
             return
@@ -149,21 +149,21 @@ class SparseSession:
                     lock.get(lambda: layer.blocks.select(scores[row, accepted - 1], self._past), accepted)  # noqa: B023
 
     def held(self, index: int) -> tuple[Selection, ...]:
-        """The selections that a layer's requests hold; empty if one holds none."""
-        found = [lock.selection for lock in self.layers[index].locks] if index in self.layers else []
-        known = [one for one in found if one is not None]
-        return tuple(known) if len(known) == len(found) else ()
+        """The selections that a layer's requests hold; empty if any request holds none."""
+        selections = [lock.selection for lock in self.layers[index].locks] if index in self.layers else []
+        chosen = [selection for selection in selections if selection is not None]
+        return tuple(chosen) if len(chosen) == len(selections) else ()
 
     def select_kv(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
     ) -> SelectedKV | None:
-        """What a layer's attention is given instead of its whole context; None to leave it as it is.
+        """The K, V and mask for a layer's attention instead of its whole context; None to leave it as it is.
 
         Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch,
         kv_heads, keys, value_dim]`.
         """
         layer = self.layers.get(index)
-        if layer is None or key.shape[2] != layer.held.length or layer.held.visible is not None:
+        if layer is None or key.shape[2] != layer.kv.length or layer.kv.visible is not None:
             return None
         cut = self._cut(index, layer, query, key, value, mask, name, scaling) if is_cut(mask, name) else None
         return cut or ((*layer.blocks.whole(), mask) if layer.blocks.is_away else None)
@@ -197,8 +197,8 @@ class SparseSession:
             if drafted is not None and drafted.shape == (query.shape[0], layer.blocks.complete(past)):
                 return [lock.get(lambda: select(drafted[row], past), 0) for row, lock in enumerate(layer.locks)]  # noqa: B023
             layer.scores = None if self._selecting else layer.blocks.scores(query, past)
-            held = [lock.selection for lock in layer.locks]
-            return [one for one in held if one is not None] if all(held) else []
+            selections = [lock.selection for lock in layer.locks]
+            return [selection for selection in selections if selection is not None] if all(selections) else []
         scores = layer.blocks.scores(query, past)[:, 0] if any(lock.is_due for lock in layer.locks) else None
         return [lock.get(lambda: select(scores[row], past)) for row, lock in enumerate(layer.locks)]  # type: ignore[index] # noqa: B023
 
@@ -208,14 +208,14 @@ class SparseSession:
         if not self.config.lock or not any(due):
             return
         scores = layer.blocks.scores(query, past)[:, 0]
-        held = (lock.selection for lock in layer.locks)
-        found = [layer.blocks.select(scores[row], past) if due[row] else one for row, one in enumerate(held)]
-        layer.blocks.prefetch([one for one in found if one is not None])
+        locked = (lock.selection for lock in layer.locks)
+        coming = [layer.blocks.select(scores[row], past) if due[row] else old for row, old in enumerate(locked)]
+        layer.blocks.prefetch([selection for selection in coming if selection is not None])
 
     @property
     def length(self) -> int:
         """Tokens in the cache."""
-        return next((layer.held.length for layer in self.layers.values()), 0)
+        return next((layer.kv.length for layer in self.layers.values()), 0)
 
     @property
     def is_due(self) -> bool:
@@ -251,7 +251,7 @@ class Draft:
         """See `SparseSession.select_kv`; nothing is selected here."""
         target = self._target[index]
         selections = self._session.held(target)
-        is_early = bool(selections) and key.shape[2] - query.shape[2] < max(one.tail for one in selections)
+        is_early = bool(selections) and key.shape[2] - query.shape[2] < max(selection.tail for selection in selections)
         if target in self._session.layers:
             self._session._drafted[target] = () if is_early else selections
         if not selections or is_early or len(selections) != query.shape[0] or not is_cut(mask, name):
@@ -259,7 +259,7 @@ class Draft:
         layout = Layout(selections, self._session.config.block_tokens)
         cut = cut_mask(mask, layout, query, key.shape[2], name)
         columns = layout.columns(key.shape[2]).to(key.device)
-        taken = [torch.stack([one[row][:, columns[row]] for row in range(len(columns))]) for one in (key, value)]
+        taken = [torch.stack([states[row][:, columns[row]] for row in range(len(columns))]) for states in (key, value)]
         return None if cut is NotImplemented else (taken[0], taken[1], cut)
 
 
@@ -291,11 +291,11 @@ class SelectingDraft(Draft):
         past = self._session.length
         if key.shape[2] <= past:  # a window
             return None
-        known = self.scores.get(index)
+        old = self.scores.get(index)
         own = self._keys[index]
-        own.keys, own.values, own.unchanged_tokens = key, value, 0 if known is None else past
+        own.keys, own.values, own.unchanged_tokens = key, value, 0 if old is None else past
         scores = block_shares(self._blocks[index].scores(query, past)).amax(dim=1)
-        self.scores[index] = scores if known is None or known.shape != scores.shape else torch.maximum(known, scores)
+        self.scores[index] = scores if old is None or old.shape != scores.shape else torch.maximum(old, scores)
         return None
 
     def of(self, target: int) -> Tensor | None:

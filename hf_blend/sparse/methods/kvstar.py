@@ -31,7 +31,7 @@ class Kvstar(BlockMethod):
         batch, heads, blocks, tokens, _ = keys.shape
         index = prepared[:, :, None, None].expand(batch, heads, blocks, tokens, prepared.shape[-1])
         kept = keys.gather(-1, index)
-        merged = [part.mean(dim=3, keepdim=True) for part in kept.split(self.options["merged_tokens"], dim=3)]
+        merged = [group.mean(dim=3, keepdim=True) for group in kept.split(self.options["merged_tokens"], dim=3)]
         return torch.cat(merged, dim=3)
 
     def score(self, queries: Tensor, blocks: Tensor, prepared: Any) -> Tensor:

@@ -47,43 +47,43 @@ class BlockReader(EntryReader):
         positions = (starts[:, None] + torch.arange(self.block_tokens)).view(-1)
         return positions[positions < len(self.order)]  # the last block may be shorter
 
-    def empty(self, part: int) -> Tensor:
+    def empty(self, which: int) -> Tensor:
         """`[kv_heads, tokens, width]` for the keys (0) or values (1) of a layer, contents undefined."""
-        return torch.empty(self.heads, len(self.order), self.widths[part], dtype=self.dtype)
+        return torch.empty(self.heads, len(self.order), self.widths[which], dtype=self.dtype)
 
-    def expect(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> None:
+    def expect(self, layer: int, which: int, heads: Sequence[int], blocks: Sequence[int]) -> None:
         """Have a device begin with what will be read soon; only sources that are files do."""
         tell = getattr(self._file.source, "expect", None)
         if tell is None:
             return
-        for start, nbytes in self._runs(part, blocks):
+        for start, nbytes in self._runs(which, blocks):
             for head in heads:
-                tell(self._base(layer, part, head) + start, nbytes)
+                tell(self._base(layer, which, head) + start, nbytes)
 
-    def read_blocks(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
+    def read_blocks(self, layer: int, which: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
         """Read some blocks, increasing, of some heads: `[heads, tokens of the blocks, width]`, keys as stored.
 
         Raises EntryFault: truncated; digest, a block is not what was stored; values, it holds absurd ones.
         """
-        runs, sizes = self._runs(part, blocks), self._sizes(part, blocks)
+        runs, sizes = self._runs(which, blocks), self._sizes(which, blocks)
         buffer = torch.empty(len(heads), sum(sizes), dtype=torch.uint8)
         for head, line in zip(heads, buffer, strict=True):
-            base, view, filled = self._base(layer, part, head), memoryview(line.numpy()), 0
+            base, view, filled = self._base(layer, which, head), memoryview(line.numpy()), 0
             for start, nbytes in runs:
                 self._file.source.read_into(base + start, view[filled : filled + nbytes])
                 filled += nbytes
-            self._check(layer, part, head, blocks, sizes, view)
+            self._check(layer, which, head, blocks, sizes, view)
         self.loaded_bytes += buffer.nbytes
-        states = buffer.view(self.dtype).view(len(heads), -1, self.widths[part])
+        states = buffer.view(self.dtype).view(len(heads), -1, self.widths[which])
         if not has_usable_values(states):
             raise EntryFault("values", f"layer {layer} holds NaN, infinity or absurd values in heads {list(heads)}")
         return states
 
     def _check(
-        self, layer: int, part: int, head: int, blocks: Sequence[int], sizes: Sequence[int], view: memoryview
+        self, layer: int, which: int, head: int, blocks: Sequence[int], sizes: Sequence[int], view: memoryview
     ) -> None:
         """Compare the blocks of one head with their digests."""
-        first, count = ((layer * 2 + part) * self.heads + head) * self.blocks, len(self.layer_table) * 2 * self.heads
+        first, count = ((layer * 2 + which) * self.heads + head) * self.blocks, len(self.layer_table) * 2 * self.heads
         width, start = len(self.block_digests) // (count * self.blocks), 0
         for block, size in zip(blocks, sizes, strict=True):
             at = (first + block) * width
@@ -91,19 +91,19 @@ class BlockReader(EntryReader):
                 raise EntryFault("digest", f"block {block} of layer {layer}, head {head} is not what was stored")
             start += size
 
-    def _base(self, layer: int, part: int, head: int) -> int:
+    def _base(self, layer: int, which: int, head: int) -> int:
         """Where the blocks of a head begin in the file."""
-        plan, offset = self._file.plans[f"layer.{layer}.{_KINDS[part]}"]
+        plan, offset = self._file.plans[f"layer.{layer}.{_KINDS[which]}"]
         return offset + head * math.prod(plan.shape[1:]) * self.dtype.itemsize
 
-    def _sizes(self, part: int, blocks: Sequence[int]) -> list[int]:
+    def _sizes(self, which: int, blocks: Sequence[int]) -> list[int]:
         """Bytes of some blocks of a head."""
-        token_bytes = self.widths[part] * self.dtype.itemsize
-        return [min(self.block_tokens, len(self.order) - one * self.block_tokens) * token_bytes for one in blocks]
+        token_bytes = self.widths[which] * self.dtype.itemsize
+        return [min(self.block_tokens, len(self.order) - block * self.block_tokens) * token_bytes for block in blocks]
 
-    def _runs(self, part: int, blocks: Sequence[int]) -> list[tuple[int, int]]:
+    def _runs(self, which: int, blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Where each run of neighbours begins behind the base of a head, and its bytes."""
         cuts = [cut for cut in range(1, len(blocks)) if blocks[cut] != blocks[cut - 1] + 1]
-        sizes, step = self._sizes(part, blocks), self.block_tokens * self.widths[part] * self.dtype.itemsize
+        sizes, step = self._sizes(which, blocks), self.block_tokens * self.widths[which] * self.dtype.itemsize
         ends = [0, *cuts, len(blocks)] if blocks else []
         return [(blocks[first] * step, sum(sizes[first:last])) for first, last in pairwise(ends)]

@@ -23,7 +23,7 @@ def probe_count(kv_heads: int) -> int:
 
 
 def threshold(count: int, total: int, alpha: float) -> float:
-    """The agreement that is asked for: j^alpha, j the Jaccard index that random sets of this size have on average."""
+    """The agreement that is required: j^alpha, j the mean Jaccard index of random sets of this size."""
     share = count / total
     return float((share / (2 - share)) ** alpha)
 
@@ -40,9 +40,9 @@ def importance(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
 
 
 def agreed(scores: Tensor, count: int, alpha: float) -> list[int] | None:
-    """Choose the blocks on which probe heads agree, increasing; None if they agree no better than the threshold asks.
+    """Choose the blocks on which probe heads agree, increasing; None if their agreement is not above the threshold.
 
-    Those with most votes are chosen, of equal ones those with the higher mean. Shapes: scores `[probes, blocks]`.
+    The blocks with most votes win, among equals those with the higher mean. Shapes: scores `[probes, blocks]`.
     """
     total = scores.shape[1]
     if count >= total:
@@ -51,8 +51,8 @@ def agreed(scores: Tensor, count: int, alpha: float) -> list[int] | None:
     if len(sets) > 1 and similarity(sets) <= threshold(count, total, alpha):
         return None
     votes = torch.zeros(total)
-    for one in sets:
-        votes[list(one)] += 1
+    for blocks in sets:
+        votes[list(blocks)] += 1
     mean = scores.mean(dim=0)
     ranked = votes + 0.5 * mean / mean.max().clamp_min(1e-20)
     return sorted(ranked.topk(count).indices.tolist())
@@ -60,5 +60,5 @@ def agreed(scores: Tensor, count: int, alpha: float) -> list[int] | None:
 
 def similarity(sets: Sequence[set[int]]) -> float:
     """Mean Jaccard index over all pairs."""
-    pairs = [len(one & other) / len(one | other) for one, other in combinations(sets, 2)]
+    pairs = [len(left & right) / len(left | right) for left, right in combinations(sets, 2)]
     return sum(pairs) / len(pairs)

@@ -74,7 +74,7 @@ class PartialLoading:
         """What was loaded so far."""
         (in_part, fallback), layers, readers = self._counts, len(self._layers) * self._prompts, self._readers.values()
         others = layers - in_part - fallback if readers else 0
-        nbytes = sum(one.loaded_bytes for one in readers), sum(one.block_bytes for one in readers)
+        nbytes = sum(reader.loaded_bytes for reader in readers), sum(reader.block_bytes for reader in readers)
         return LoadReport(in_part, fallback, others, *nbytes, self._unseen / layers)
 
     def _probes(self, kv_heads: int) -> int:
@@ -82,8 +82,8 @@ class PartialLoading:
         return probe_count(kv_heads)
 
     def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
-        """A layer begins behind the last check layer: find out what of it can be loaded in part."""
-        # what an entry begins with stays whole; padding may be before it
+        """A layer behind the last check layer begins: find the chunks of it that can be loaded in part."""
+        # a chunk at the beginning of its row stays whole; padding may be before it
         chunks = [chunk for chunk in plan.chunks if chunk.start > plan.real.shape[1] - plan.counts[chunk.row]]
         chunks = [chunk for chunk in chunks if isinstance(chunk.chunk.layers, PartialLayers)]
         self._readers |= {id(chunk.chunk.layers): chunk.chunk.layers.reader for chunk in chunks}  # type: ignore[attr-defined]
@@ -92,31 +92,31 @@ class PartialLoading:
             _layers(chunk).forget(index)
         layer = self._layers[index]
         can = rows is not None and not getattr(layer, "is_sliding", True) and self._attention(index)
-        few = [one for one in chunks if one.is_whole and not _layers(one).is_whole(index)]
+        few = [chunk for chunk in chunks if chunk.is_whole and not _layers(chunk).is_whole(index)]
         self._index, self._chunks = (index, few) if can and few else (-1, [])
         self._fresh = None if rows is None else rows.columns  # the last layer has fewer rows, but these are fresh
 
     def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> list[float]:
-        """As `Realigner.mismatches` of layer 0, by one head's keys where a chunk is in blocks: they tell tokens apart.
+        """As `Realigner.mismatches` of layer 0; of a chunk in blocks one head's keys are enough to compare.
 
         Shapes: *opened `[batch, kv_heads, tokens, head_dim]`.
         """
         realigner = self.realigner
         if len(opened) == 1:  # of a mixer
             return realigner.mismatches(layer, chunks, *opened)
-        found, rotates_keys = list[float](), realigner.styles[layer].slot == 0
+        errors, rotates_keys = list[float](), realigner.styles[layer].slot == 0
         for chunk in chunks:
             in_blocks = isinstance(chunk.chunk.layers, PartialLayers) and chunk.is_whole and rotates_keys
             if not in_blocks or _layers(chunk).is_whole(layer):
-                found += realigner.mismatches(layer, [chunk], *opened)
+                errors += realigner.mismatches(layer, [chunk], *opened)
                 continue
-            keys = _layers(chunk).part(layer, 0, [0], range(_layers(chunk).reader.blocks)).to(opened[0].device)
+            keys = _layers(chunk).read(layer, 0, [0], range(_layers(chunk).reader.blocks)).to(opened[0].device)
             moved = realigner.rotated(layer, chunk, keys, torch.arange(chunk.tokens, device=keys.device))[0].float()
             fresh = opened[0][chunk.row, 0, chunk.columns].float()
             size = fresh.square().sum(dim=1)
             share = (fresh - moved).square().sum(dim=1) / size.maximum(size.mean()).clamp_min(1e-30)
-            found.append(float(share.sqrt().nan_to_num(nan=float("inf")).max()))
-        return found
+            errors.append(float(share.sqrt().nan_to_num(nan=float("inf")).max()))
+        return errors
 
     def write(self, index: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> None:
         """Write a layer of stored chunks; where it is loaded in part, probe heads of those in blocks only.
@@ -128,12 +128,12 @@ class PartialLoading:
             rotates_keys = realigner.styles[index].slot == 0  # not what is in the place of the values
             self._chunks = [chunk for chunk in self._chunks if rotates_keys and chunk in chunks]
             self._index = index if rotates_keys else -1
-            part = _LayerPart(index, realigner, opened[0], opened[1])
+            partial_layer = _LayerPart(index, realigner, opened[0], opened[1])
             for chunk in self._chunks:
                 for states in opened:
                     states[chunk.row, :, chunk.columns] = 0
-                part.write(chunk, 0, range(self._probes(opened[0].shape[1])), _every(chunk))
-            chunks = [one for one in chunks if one not in self._chunks]
+                partial_layer.write(chunk, 0, range(self._probes(opened[0].shape[1])), _every(chunk))
+            chunks = [chunk for chunk in chunks if chunk not in self._chunks]
         realigner.write(index, chunks, *opened)
 
     def capture(self, index: int, module: nn.Module, rows: Rows | None, past: int) -> AttentionCapture | None:
@@ -143,7 +143,7 @@ class PartialLoading:
         layer, chunks = self._layers[index], self._chunks
 
         def take(
-            stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
+            stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
         ) -> Any:
             if key.shape != layer.keys.shape:
                 raise UnsupportedModelError(
@@ -151,19 +151,19 @@ class PartialLoading:
                     f"those of its cache are expected, {tuple(layer.keys.shape)}: it cannot be loaded in part. "
                     "Open the store without partial."
                 )
-            self._index, part = -1, _LayerPart(index, self.realigner, key, value, past)
-            question = _Question(query, rows, given.get("scaling") or query.shape[-1] ** -0.5)
+            self._index, partial_layer = -1, _LayerPart(index, self.realigner, key, value, past)
+            question = _Question(query, rows, kwargs.get("scaling") or query.shape[-1] ** -0.5)
             there = torch.ones(key.shape[0], key.shape[1], key.shape[2], dtype=torch.bool)
             for row in sorted({chunk.row for chunk in chunks}):
                 mine = [chunk for chunk in chunks if chunk.row == row]
-                self._load(part, question, self._choose(part, question, mine), mine, there)
+                self._load(partial_layer, question, self._choose(partial_layer, question, mine), mine, there)
             layer.visible = _compact(there, key.device)
-            return attend_part(stock, module, query, key, value, mask, layer.visible, given)
+            return attend_part(stock, module, query, key, value, mask, layer.visible, kwargs)
 
         return AttentionCapture(module, take)
 
     def begin_layer(self, index: int) -> None:
-        """A layer that was loaded in part is given new K and V: let it, if its attention can be taken."""
+        """Allow new K and V in a layer that was loaded in part, if its attention can be taken."""
         modules = self._attention(index)
         for module in modules:
             open_door(module.config._attn_implementation)
@@ -186,17 +186,17 @@ class PartialLoading:
         self._sums.clear()
 
     def _choose(
-        self, part: "_LayerPart", question: "_Question", chunks: Sequence[PlacedChunk]
+        self, layer: "_LayerPart", question: "_Question", chunks: Sequence[PlacedChunk]
     ) -> list[list[int]] | None:
         """The blocks of each chunk of one prompt; None if the heads do not agree."""
         readers = [_layers(chunk).reader for chunk in chunks]
         count = math.ceil(self._share * sum(reader.blocks for reader in readers))
-        scores = question.scores(part, chunks, self._probes(part.keys.shape[1]))
+        scores = question.scores(layer, chunks, self._probes(layer.keys.shape[1]))
         for chunk, own in zip(chunks, scores.mean(dim=0).split([chunk.tokens for chunk in chunks]), strict=True):
             before = self._sums.get(id(chunk))
             self._sums[id(chunk)] = chunk, own if before is None else before[1] + own
-        found = self._agreed(part.index, _by_block(scores, chunks), count)
-        return None if found is None else _by_chunk(found, chunks)
+        blocks = self._agreed(layer.index, _by_block(scores, chunks), count)
+        return None if blocks is None else _by_chunk(blocks, chunks)
 
     def _agreed(self, index: int, scores: Tensor, count: int) -> list[int] | None:
         """As `agreed`, of the probe heads of a layer."""
@@ -204,33 +204,33 @@ class PartialLoading:
 
     def _load(
         self,
-        part: "_LayerPart",
+        layer: "_LayerPart",
         question: "_Question",
         chosen: list[list[int]] | None,
         chunks: Sequence[PlacedChunk],
         there: Tensor,
     ) -> None:
         """Write the chosen blocks of a prompt, and clear what is not loaded in `there`, `[batch, kv_heads, keys]`."""
-        row, heads, index = chunks[0].row, part.keys.shape[1], part.index
+        row, heads, index = chunks[0].row, layer.keys.shape[1], layer.index
         self._counts[chosen is None] += 1
-        fresh = torch.zeros(part.keys.shape[2], dtype=torch.bool)
-        fresh[(question.rows.columns if self._fresh is None else self._fresh)[row].cpu() + part.past] = True
+        fresh = torch.zeros(layer.keys.shape[2], dtype=torch.bool)
+        fresh[(question.rows.columns if self._fresh is None else self._fresh)[row].cpu() + layer.past] = True
         first = self._probes(heads)
         each: list[list[list[int]]] = [chosen or [list(_every(chunk)) for chunk in chunks]] * heads
         if chosen is None and self._fallback == "values":
             for chunk in chunks:
-                part.write(chunk, 0, range(first, heads), _every(chunk), fresh)
-            blocks = _by_block(question.scores(part, chunks, heads), chunks)
+                layer.write(chunk, 0, range(first, heads), _every(chunk), fresh)
+            blocks = _by_block(question.scores(layer, chunks, heads), chunks)
             count = math.ceil(self._share * blocks.shape[1])
-            each = [_by_chunk(sorted(one.topk(count).indices.tolist()), chunks) for one in blocks]
+            each = [_by_chunk(sorted(shares.topk(count).indices.tolist()), chunks) for shares in blocks]
             first = heads
         for number, chunk in enumerate(chunks):
-            self._expect(index, chunk, [one[number] for one in each], first, self._probes(heads))
-            there[row, :, chunk.start + part.past : chunk.columns.stop + part.past] = False
-            for group, some in _alike([one[number] for one in each]):
-                there[row, group.start : group.stop, part.columns(chunk, some)] = True
-                part.write(chunk, 1, group, some, fresh)
-                part.write(chunk, 0, range(max(first, group.start), group.stop), some, fresh)
+            self._expect(index, chunk, [head[number] for head in each], first, self._probes(heads))
+            there[row, :, chunk.start + layer.past : chunk.columns.stop + layer.past] = False
+            for group, some in _alike([head[number] for head in each]):
+                there[row, group.start : group.stop, layer.columns(chunk, some)] = True
+                layer.write(chunk, 1, group, some, fresh)
+                layer.write(chunk, 0, range(max(first, group.start), group.stop), some, fresh)
         there[row] |= fresh
         self._unseen += float((~there[row]).sum()) / heads / sum(chunk.tokens for chunk in chunks)
 
@@ -256,7 +256,7 @@ class _LayerPart:
     past: int = 0  # columns before those of the prompt
 
     def columns(self, chunk: PlacedChunk, blocks: Sequence[int]) -> Tensor:
-        """Where the tokens of some blocks go, in the order in which `PartialLayers.part` gives them."""
+        """Where the tokens of some blocks go, in the order in which `PartialLayers.read` gives them."""
         reader = _layers(chunk).reader
         is_all = len(blocks) == reader.blocks
         return (torch.arange(chunk.tokens) if is_all else reader.tokens_of(blocks)) + chunk.start + self.past
@@ -269,12 +269,12 @@ class _LayerPart:
             return
         states, columns = (self.values if which else self.keys), self.columns(chunk, blocks)
         stale = slice(None) if fresh is None else (~fresh[columns]).nonzero()[:, 0]
-        found = _layers(chunk).part(self.index, which, heads, blocks).to(states.device)
+        loaded = _layers(chunk).read(self.index, which, heads, blocks).to(states.device)
         if which == 0:
             tokens = (columns - chunk.start - self.past).to(states.device)
-            found = self.realigner.rotated(self.index, chunk, found, tokens)
+            loaded = self.realigner.rotated(self.index, chunk, loaded, tokens)
         into = states[chunk.row, heads.start : heads.stop]
-        into.index_copy_(1, columns[stale].to(states.device), found[:, stale])
+        into.index_copy_(1, columns[stale].to(states.device), loaded[:, stale])
 
 
 @dataclass(frozen=True)
@@ -285,15 +285,15 @@ class _Question:
     rows: Rows
     scaling: float
 
-    def scores(self, part: _LayerPart, chunks: Sequence[PlacedChunk], heads: int) -> Tensor:
+    def scores(self, layer: _LayerPart, chunks: Sequence[PlacedChunk], heads: int) -> Tensor:
         """`[heads, tokens of the chunks]`: what the question of one prompt looks at, on the CPU."""
-        query, key, rows = self.query[chunks[0].row], part.keys[chunks[0].row], self.rows
+        query, key, rows = self.query[chunks[0].row], layer.keys[chunks[0].row], self.rows
         columns = torch.cat([torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]).to(key.device)
         asks = rows.columns[chunks[0].row] >= chunks[-1].columns.stop
         asks = asks if rows.filler is None else asks & ~rows.filler[chunks[0].row]
         index = asks.nonzero()[:, 0].to(query.device)
         group = query.shape[0] // key.shape[0]
-        return importance(query[: heads * group, index], key[:heads, columns + part.past], self.scaling).cpu()
+        return importance(query[: heads * group, index], key[:heads, columns + layer.past], self.scaling).cpu()
 
 
 def _every(chunk: PlacedChunk) -> range:
@@ -313,12 +313,12 @@ def _by_block(scores: Tensor, chunks: Sequence[PlacedChunk]) -> Tensor:
 
 def _by_chunk(blocks: Sequence[int], chunks: Sequence[PlacedChunk]) -> list[list[int]]:
     """Blocks of all chunks together as blocks of each."""
-    found, start = [], 0
+    by_chunk, start = [], 0
     for chunk in chunks:
         stop = start + _layers(chunk).reader.blocks
-        found.append([one - start for one in blocks if start <= one < stop])
+        by_chunk.append([block - start for block in blocks if start <= block < stop])
         start = stop
-    return found
+    return by_chunk
 
 
 def _alike(blocks: list[list[int]]) -> list[tuple[range, list[int]]]:
@@ -342,18 +342,18 @@ def _layers(chunk: PlacedChunk) -> PartialLayers:
     return chunk.chunk.layers  # type: ignore[return-value]
 
 
-def open_partial(settings: Mapping[str, Any], *given: Any, **named: Any) -> PartialStore:
+def open_partial(settings: Mapping[str, Any], *args: Any, **named: Any) -> PartialStore:
     """Open a store whose chunks are loaded in part, with the arguments of a store.
 
     The settings are those of `partial` in `hf_blend.ChunkStore.open`.
     """
-    known = set(inspect.signature(_checked).parameters)
+    names = set(inspect.signature(_checked).parameters)
     for name in settings:
-        if name not in known:
-            raise ConfigError(f"partial has {name!r}, which loading in part does not know. {suggest(name, known)}")
+        if name not in names:
+            raise ConfigError(f"partial has {name!r}, which loading in part does not know. {suggest(name, names)}")
     share, alpha, block_tokens, reorder, fallback = _checked(**settings)
     loader = partial(PartialLoading, share=share, alpha=alpha, fallback=fallback)
-    return PartialStore(*given, **named).load_in_part(block_tokens, loader, reorder)
+    return PartialStore(*args, **named).load_in_part(block_tokens, loader, reorder)
 
 
 def _checked(
@@ -363,8 +363,8 @@ def _checked(
     reorder: bool = True,
     fallback: str = "whole",
 ) -> tuple[float, float, int, bool, str]:
-    """Refuse settings that cannot be."""
-    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (share, alpha))
+    """Refuse settings of a wrong type or out of range."""
+    numbers = all(isinstance(setting, int | float) and not isinstance(setting, bool) for setting in (share, alpha))
     if not numbers or not 0 < share <= 1 or not 0 <= alpha < math.inf:
         raise ConfigError(
             f"partial has share={share!r} and alpha={alpha!r}, expected a share above 0 and up to 1, and an alpha "

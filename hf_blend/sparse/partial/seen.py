@@ -21,17 +21,17 @@ def attend_step(
     key: Tensor,
     value: Tensor,
     mask: Any,
-    **given: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Attention of new tokens over the columns of a prompt that are there, and over all behind it."""
+    """Attention of new tokens over the loaded columns of a prompt, and over all columns behind it."""
     visible, name, rows = layer.visible, module.config._attn_implementation, query.shape[2]
     if visible is None or key.shape[2] != layer.length:
-        return stock(module, query, key, value, mask, **given)
+        return stock(module, query, key, value, mask, **kwargs)
     if not is_cut(mask, name):
         raise ConfigError(f"decoding over a part of the KV needs sdpa or eager attention, not {name!r}.")
     if visible.dim() == 3:
         cut = as_taken(hidden_too(mask, visible, query, key), query, name)
-        return stock(module, query, key, value, cut, **given)
+        return stock(module, query, key, value, cut, **kwargs)
     columns = torch.cat([visible, torch.arange(int(visible[-1]) + 1, key.shape[2], device=key.device)])
     if mask is not None:
         cut = mask.index_select(-1, columns)
@@ -40,7 +40,7 @@ def attend_step(
     else:
         seen = columns <= torch.arange(key.shape[2] - rows, key.shape[2], device=key.device)[:, None]
         cut = as_taken(seen[None, None], query, name)
-    return stock(module, query, key.index_select(2, columns), value.index_select(2, columns), cut, **given)
+    return stock(module, query, key.index_select(2, columns), value.index_select(2, columns), cut, **kwargs)
 
 
 def attend_part(
@@ -51,19 +51,19 @@ def attend_part(
     value: Tensor,
     mask: Any,
     visible: Tensor | None,
-    given: dict[str, Any],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Attention of the rows over what is there; `visible` is None for all, else as `BlendLayer.visible`."""
-    part = mask.as_subclass(Tensor)
+    """Attention of the rows over the loaded columns; `visible` is None for all, else as `BlendLayer.visible`."""
+    lines = mask.as_subclass(Tensor)
     if visible is not None and visible.dim() == 3:
-        return stock(module, query, key, value, hidden_too(part, visible, query, key), **given)
+        return stock(module, query, key, value, hidden_too(lines, visible, query, key), **kwargs)
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
-        part = part.index_select(-1, visible.to(mask.device))
-    if module.config._attn_implementation == STOCK and given.get("softcap") is None and given.get("s_aux") is None:
-        output = attend(query, key, value, MadeLines(part), given.get("dropout", 0.0), given.get("scaling"))
+        lines = lines.index_select(-1, visible.to(mask.device))
+    if module.config._attn_implementation == STOCK and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+        output = attend(query, key, value, MadeLines(lines), kwargs.get("dropout", 0.0), kwargs.get("scaling"))
         return output.transpose(1, 2).contiguous(), None
-    return stock(module, query, key, value, part, **given)
+    return stock(module, query, key, value, lines, **kwargs)
 
 
 def hidden_too(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> Tensor:

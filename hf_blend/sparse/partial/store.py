@@ -50,17 +50,17 @@ class PartialLayers(Sequence[KV]):
     def __getitem__(self, index: int | slice) -> KV | Sequence[KV]:
         """(K, V) of a layer, `[kv_heads, tokens, head_dim]` each."""
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+            return [self[layer] for layer in range(*index.indices(len(self)))]
         index, every, heads = range(len(self))[index], range(self.reader.blocks), range(self.reader.heads)
         if not self.is_whole(index):
-            for part in (0, 1):
-                self.reader.expect(index, part, heads, every)
-        return self.part(index, 0, heads, every), self.part(index, 1, heads, every)
+            for which in (0, 1):
+                self.reader.expect(index, which, heads, every)
+        return self.read(index, 0, heads, every), self.read(index, 1, heads, every)
 
     def is_whole(self, layer: int) -> bool:
         """Return True if all of a layer was read, from the blocks or behind a fault, and is in memory."""
-        known, blocks = [self._known.get((layer, part), [set()]) for part in (0, 1)], self.reader.blocks
-        return all(len(one) == blocks for heads in known for one in heads)
+        read_blocks, blocks = [self._known.get((layer, which), [set()]) for which in (0, 1)], self.reader.blocks
+        return all(len(head_blocks) == blocks for heads in read_blocks for head_blocks in heads)
 
     def forget(self, before: int) -> None:
         """Let go of what was read of the layers before one."""
@@ -68,42 +68,42 @@ class PartialLayers(Sequence[KV]):
             del self._known[index]
             self._held.pop(index, None)
 
-    def part(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
+    def read(self, layer: int, which: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
         """Some heads and blocks of a layer's keys (0) or values (1), `[heads, tokens of the blocks, width]`.
 
-        Tokens are as `reader.tokens_of` says, but in the chunk's order if all blocks are asked for.
+        Tokens are as `reader.tokens_of` says, but in the chunk's order if all blocks are requested.
         """
         is_all = len(blocks) == self.reader.blocks
-        known = self._known.setdefault((layer, part), [set() for _ in range(self.reader.heads)])
+        read_blocks = self._known.setdefault((layer, which), [set() for _ in range(self.reader.heads)])
         if self._instead is None:
             try:
                 positions = self._back if is_all else self.reader.positions_of(blocks)
-                return _heads(self._read(layer, part, heads, blocks), heads).index_select(1, positions)
+                return _heads(self._read(layer, which, heads, blocks), heads).index_select(1, positions)
             except FAULTS as fault:
                 self._instead = self._recompute(fault)
         for head in heads:
-            known[head].update(blocks)
-        states = _heads(self._instead.layers[layer][part], heads)
+            read_blocks[head].update(blocks)
+        states = _heads(self._instead.layers[layer][which], heads)
         return states if is_all else states[:, self.reader.tokens_of(blocks)]
 
-    def _read(self, layer: int, part: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
-        """`[kv_heads, tokens, width]`, in the order of the blocks; what is asked for is there."""
-        if (layer, part) not in self._held:
-            self._held[layer, part] = self.reader.empty(part)
-        held, known = self._held[layer, part], self._known[layer, part]
+    def _read(self, layer: int, which: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
+        """`[kv_heads, tokens, width]` in the order of the blocks; at least the requested heads and blocks are read."""
+        if (layer, which) not in self._held:
+            self._held[layer, which] = self.reader.empty(which)
+        states, read_blocks = self._held[layer, which], self._known[layer, which]
         missing: dict[tuple[int, ...], list[int]] = {}
         for head in heads:
-            if lacking := tuple(block for block in blocks if block not in known[head]):
+            if lacking := tuple(block for block in blocks if block not in read_blocks[head]):
                 missing.setdefault(lacking, []).append(head)
         for lacking, those in missing.items():
-            found, positions = self.reader.read_blocks(layer, part, those, lacking), self.reader.positions_of(lacking)
+            new, positions = self.reader.read_blocks(layer, which, those, lacking), self.reader.positions_of(lacking)
             if those == list(range(those[0], those[-1] + 1)):  # copying to neighbours takes less
-                held[those[0] : those[-1] + 1].index_copy_(1, positions, found)
+                states[those[0] : those[-1] + 1].index_copy_(1, positions, new)
             else:
-                held[torch.tensor(those)[:, None], positions] = found
+                states[torch.tensor(those)[:, None], positions] = new
             for head in those:
-                known[head].update(lacking)
-        return held
+                read_blocks[head].update(lacking)
+        return states
 
 
 def _heads(states: Tensor, heads: Sequence[int]) -> Tensor:
@@ -122,8 +122,8 @@ class PartialStore(ChunkStore):
     _make_loader: Callable[[Any], Any] | None = None
     _reorders = False
 
-    def __init__(self, *given: Any, **settings: Any) -> None:
-        super().__init__(*given, **settings)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self.reordering = WriteQueue[ChunkKey](CAP_CHUNKS, self._reorder)
         self._noted: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
 
@@ -167,10 +167,10 @@ class PartialStore(ChunkStore):
         if chunk is not None:
             self._stats.count("hits", near.name)
             return chunk
-        found = self.get(key, layout=layout)
-        if found is not None and reason == "absent":
-            self._write_blocks(found)
-        return found
+        chunk = self.get(key, layout=layout)
+        if chunk is not None and reason == "absent":
+            self._write_blocks(chunk)
+        return chunk
 
     def _open_blocks(
         self, tier: BoundedTier, key: ChunkKey, source: Source, *, recompute: Recompute, layout: Layout | None
@@ -214,11 +214,11 @@ class PartialStore(ChunkStore):
             near.use(self._catalog.name(digest), share)
 
     def _order(self, chunk: ChunkKV) -> list[int]:
-        """The tokens of a chunk, the most important first, as far as that is known."""
-        known = self.importance.scores(chunk.key.digest)
-        if known is None or len(known) != chunk.tokens:
+        """The tokens of a chunk, the most important first; in order if their importance is unknown."""
+        scores = self.importance.scores(chunk.key.digest)
+        if scores is None or len(scores) != chunk.tokens:
             return list(range(chunk.tokens))
-        order: list[int] = known.argsort(descending=True, stable=True).tolist()
+        order: list[int] = scores.argsort(descending=True, stable=True).tolist()
         return order
 
     def note(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
