@@ -116,7 +116,7 @@ def _structure_of(model: nn.Module) -> _Known:
         "config": config_part(model.config.to_dict()),
         "structure": _sha256(structure.parts),
     }
-    renewed = _Known(parts, _sha256(parts), StructureWatch(model, structure))
+    renewed = _Known(parts, _sha256(parts), StructureWatch(structure))
     if known is not None:
         renewed.state = known.state + 1
         if known.weight_watch is not None and known.weight_watch.is_same(model):

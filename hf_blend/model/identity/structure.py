@@ -1,38 +1,29 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is besides its weights: the class and the plain attributes of every module, and patched code.
+"""What a model is besides its weights: the class and the plain attributes of every module, and functions put into it.
 
-Attributes count unless they are on the list of those that were looked at and found harmless. Code of the libraries
-counts by name; code that is not theirs (a patched `forward`, custom modelling code, an activation of one's own) counts
-by its bytecode, with the constants, defaults, closures and globals that it uses. What cannot be written down is
-refused by name.
+Attributes count unless they are on the list of those that were looked at and found harmless. Functions and classes of
+the libraries count by name, others by the file that they come from; what no file has under its name (a lambda, a
+closure, a class of a notebook) counts as itself, and is known in this process alone.
 """
 
-import contextlib
 import functools
+import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from types import FunctionType, MethodType, ModuleType
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
-from .code import (
-    BUILTINS,
-    CALLABLES,
-    checksum,
-    code_digest,
-    global_names,
-    is_installed,
-    is_library,
-    is_stock,
-    plain_function,
-    qualified_name,
-)
 
 IGNORED_CONFIG_FIELDS = frozenset({
     # where it came from, not what it computes
@@ -76,23 +67,68 @@ IGNORED_ATTRIBUTES = frozenset({
     # what a forward itself writes
     "max_seq_len_cached", "compute_type_is_set", "_output_capturing_hooks_installed", "rope_deltas",
 })  # fmt: skip
-SHARED_CODE = (  # of transformers and torch, called by the modelling code of many
-    "torch.nn.functional", "transformers.activations", "transformers.modeling_rope_utils",
-    "transformers.masking_utils", "transformers.integrations.sdpa_attention", "transformers.cache_utils",
-)  # fmt: skip
-TORCH_FUNCTIONS = tuple(  # of torch itself, that compute with tensors; operators are in torch.Tensor
-    name for name in vars(torch)
-    if not name.startswith("_") and (hasattr(torch._C._VariableFunctions, name) or name in torch.functional.__all__)
-)  # fmt: skip
 TORCH_INTERNALS = frozenset(vars(nn.Module()))
-_COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
 TABLES = ("_parameters", "_buffers", "_modules")  # of a module
-_PLAIN = (bool, int, float, str, tuple, type(None))
+LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "torchao", "hf_blend")
+BUILTINS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, type(object.__init__))
+CALLABLES = (FunctionType, MethodType, functools.partial, *BUILTINS)
 MAX_DEPTH = 6  # of objects inside attributes
 QUANTISER_FIELDS = {"MatmulLtState": ("threshold", "has_fp16_weights"), "QuantState": ("blocksize", "quant_type")}
 QUANTISER_TENSORS = ("absmax", "state2", "CB", "SCB")
+_COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
+_PLAIN = (bool, int, float, str, tuple, type(None))
+_PYTHON, _SITES = (f"{os.path.dirname(os.__file__)}{os.sep}", "<frozen"), ("site-packages", "dist-packages")
 _QUANTISED = {"quant_state", "SCB"}  # of a weight
 _UNWATCHED = IGNORED_CONFIG_FIELDS - {"_attn_implementation", "_attn_implementation_internal"}
+_names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of what no file has, in this process
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a dotted module name belongs to a library whose code is known by name."""
+    return (module or "").partition(".")[0] in LIBRARIES
+
+
+def qualified_name(value: Any) -> str:
+    """Module and name of a function or class."""
+    return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def is_stock(function: Any, *files: str) -> bool:
+    """Whether a function, and all that it wraps, was compiled from the libraries, Python's own or some more files.
+
+    A wrapper may copy every name of what it wraps, but not the file.
+    """
+    folders = _folders(tuple(name for name in LIBRARIES if name in sys.modules))
+    while isinstance(function, FunctionType):
+        file = function.__code__.co_filename
+        is_python = file.startswith(_PYTHON) and not any(name in file for name in _SITES)
+        if not (is_python or file.startswith(folders) or file in files):
+            return False
+        function = getattr(function, "__wrapped__", None)
+        function = getattr(function, "__func__", function)
+    return function is None or isinstance(function, BUILTINS)
+
+
+@functools.lru_cache(maxsize=8)
+def _folders(names: tuple[str, ...]) -> tuple[str, ...]:
+    files = (getattr(sys.modules[name], "__file__", None) for name in names)
+    return tuple(os.path.dirname(file) + os.sep for file in files if file)
+
+
+def _files(module: str) -> tuple[str, ...]:
+    """The file of an imported module; none of a notebook's."""
+    return tuple(filter(None, [getattr(sys.modules.get(module), "__file__", None)]))
+
+
+def _foreign_name(value: Any) -> list[str]:
+    """A function or class that is no library's own: by its file if it is to be had there, else by itself."""
+    reached: Any = sys.modules.get(value.__module__ or "")
+    for name in value.__qualname__.split("."):
+        reached = getattr(reached, name, None)
+    files = _files(value.__module__ or "")
+    if reached is value and files and (isinstance(value, type) or is_stock(value, *files)):
+        return [value.__qualname__, hashlib.sha256(Path(files[0]).read_bytes()).hexdigest()]
+    return [value.__qualname__, _names.setdefault(value, uuid4().hex)]
 
 
 def config_part(value: Any) -> Any:
@@ -135,28 +171,25 @@ class Structure:
         """Walk over a model."""
         modules, configs = dict(model.named_modules()), configs_inside(getattr(model, "config", None))
         self._inside = {id(module): f"@{path}" for path, module in modules.items()}
-        self._inside |= {id(one): "@config" for one in configs}
+        self._inside |= {id(config): "@config" for config in configs}
         self.met: dict[int, tuple[Any, list[str]]] = {}  # by id: objects, and the names of what counts of each
-        self.is_foreign = False  # code was met that is no library's own
-        self.attention = attention_functions(getattr(one, "_attn_implementation", None) for one in configs)
+        self.attention = attention_functions(getattr(config, "_attn_implementation", None) for config in configs)
         self._open: list[int] = []
-        self._codes: dict[int, Any] = {}
+        self._classes: dict[int, Any] = {}
         self._has_moving_tables = has_moving_rotary_tables(model)
         classes = dict.fromkeys(map(type, modules.values()))
-        self.namespaces = list(_namespaces(classes))
-        foreign = {
-            name: one
-            for name, one in self.attention.items()
-            if one and (isinstance(one, BUILTINS) or not is_stock(one))
-        }
+        homes = [sys.modules[name] for name in dict.fromkeys(kind.__module__ for kind in classes) if name in sys.modules]
+        bases = dict.fromkeys(base for kind in classes for base in kind.__mro__[:-1] if is_library(base.__module__))
+        self.namespaces = [*bases, *(home for home in homes if is_library(home.__name__))]  # of the libraries
+        foreign = {name: function for name, function in self.attention.items() if function}
         self.parts = [
-            [[path, type(one).__qualname__, self._attributes(path, one)] for path, one in modules.items()],
-            [self.of_class(one) for one in classes],
-            self._patched_functions(),
-            {name: self.leaf(one, f"the attention {name!r}") for name, one in foreign.items()},
+            [[path, type(module).__qualname__, self._attributes(path, module)] for path, module in modules.items()],
+            [self.of_class(kind) for kind in classes],
+            {name: value for home in homes if home.__name__ != "__main__" for name, value in self._replaced(home).items()},
+            {name: self.leaf(one, f"the attention {name!r}") for name, one in foreign.items() if not is_stock(one)},
         ]
-        for one in configs:
-            self._meet(one)
+        for config in configs:
+            self._meet(config)
 
     def _attributes(self, path: str, module: nn.Module) -> dict[str, Any]:
         names, held = counted_attributes(module), vars(module)
@@ -244,98 +277,61 @@ class Structure:
         return [self.of_class(kind), held]
 
     def of_function(self, function: Any, where: str) -> Any:
-        """A function: its name if it is a library's own, else what it runs and what it uses."""
+        """A function: its name if it is a library's own, else its file or itself."""
         if isinstance(function, functools.partial):
             arguments = [self.leaf([*function.args], where), self.leaf(function.keywords, where)]
             return ["partial", self.leaf(function.func, where), *arguments]
         if isinstance(function, MethodType):
             return ["method", self.leaf(function.__func__, where), self.leaf(function.__self__, where)]
-        return qualified_name(function) if is_stock(function) else self._foreign(function, where)
-
-    def _foreign(self, function: FunctionType, where: str) -> Any:
-        """Code that is no library's own, by what it runs and what it can reach."""
-        if id(function) in self._codes:
-            return self._codes[id(function)]
-        if is_installed(function):
-            return [qualified_name(function), code_digest(function.__code__)]
-        self.is_foreign = True
-        self._codes[id(function)] = function.__qualname__  # if it calls itself
-        code = function.__code__
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        filled = {}
-        for name, cell in cells:
-            with contextlib.suppress(ValueError):  # it is empty
-                filled[name] = cell.cell_contents
-        reached = {name: function.__globals__[name] for name in global_names(code) if name in function.__globals__}
-        found = [
-            code_digest(code),
-            self.leaf([function.__defaults__, function.__kwdefaults__], where),
-            {name: self._reached(value, f"{where} ({name})") for name, value in sorted(filled.items())},
-            {name: self._global(value, f"{where} ({name})") for name, value in sorted(reached.items())},
-            self.leaf(getattr(function, "__wrapped__", None), where),
-        ]
-        self._codes[id(function)] = found
-        return found
-
-    def _reached(self, value: Any, where: str) -> Any:
-        if isinstance(value, nn.Module) and id(value) not in self._inside:
-            raise UnsupportedModelError(
-                f"{where} is a {type(value).__name__} that is no part of the model, so what it computes cannot be "
-                "followed. Make it a submodule, or undo the patch."
-            )
-        return self.leaf(value, where)
-
-    def _global(self, value: Any, where: str) -> Any:
-        """A global of foreign code: objects count by class alone, since loggers and registries are among them."""
-        plain = (*_PLAIN, list, dict, set, Tensor, torch.dtype, Enum)
-        if isinstance(value, (FunctionType, type)) and is_installed(value):
-            return qualified_name(value)
-        if isinstance(value, (*plain, *CALLABLES, type)):
-            return self.leaf(value, where)
-        return type(value).__qualname__
+        return qualified_name(function) if is_stock(function) else _foreign_name(function)
 
     def of_class(self, kind: type) -> Any:
-        """A class: its name if it is a library's own, with what was put into it; else its name and code."""
-        if id(kind) in self._codes:
-            return self._codes[id(kind)]
-        self._codes[id(kind)] = kind.__qualname__
+        """A class: its name if it is a library's own, else its file too; with what was put into it."""
+        if id(kind) in self._classes:
+            return self._classes[id(kind)]
+        self._classes[id(kind)] = kind.__qualname__
         found: list[Any] = [qualified_name(kind) if is_library(kind.__module__) else kind.__qualname__]
         for base in kind.__mro__:
             if is_library(base.__module__):
-                put = self._body(base)
+                put = self._put(base)
                 found += [[qualified_name(base), put]] if put else []
-            elif base.__module__.partition(".")[0] not in (*sys.stdlib_module_names, "builtins"):
-                self.is_foreign = self.is_foreign or not is_installed(base)
-                found.append([base.__qualname__, self._body(base)])
-        self._codes[id(kind)] = found
+            elif base.__module__.partition(".")[0] not in sys.stdlib_module_names:
+                found.append([*_foreign_name(base), self._put(base)])
+                self._meet(base)
+        self._classes[id(kind)] = found
         return found
 
-    def _body(self, base: type) -> dict[str, Any]:
-        """What counts of a class: of a library's the methods that are not its own; of others all, and plain values."""
-        is_own, found = is_library(base.__module__), dict[str, Any]()
+    def _put(self, base: type) -> dict[str, Any]:
+        """Methods of a class that come from elsewhere; of one that is no library's own plain values too."""
+        is_own, files, found = is_library(base.__module__), _files(base.__module__), dict[str, Any]()
         for name, attribute in vars(base).items():
-            function, where = plain_function(attribute), f"{base.__qualname__}.{name}"
+            function, where = _plain_function(attribute), f"{base.__qualname__}.{name}"
             if function is None:
                 if not is_own and isinstance(attribute, _PLAIN) and not name.startswith("__"):
                     found[name] = self.leaf(attribute, where)
                 continue
             is_moved = name == "forward" and base is not nn.Module and not function.__qualname__.endswith(where)
-            if is_moved or not (is_own and is_stock(function)):
+            if is_moved or not is_stock(function, *files):
                 found[name] = self.of_function(function, where)
         return found
 
-    def _patched_functions(self) -> dict[str, Any]:
-        """Functions that were put into the libraries' own modules, where the model's code looks them up."""
-        found = {f"torch.Tensor.{name}": value for name, value in self._body(Tensor).items()}
-        spaces = [(space.__name__, vars(space)) for space in self.namespaces if isinstance(space, ModuleType)]
-        for home, space in [*spaces, ("torch", {name: getattr(torch, name) for name in TORCH_FUNCTIONS})]:
-            for name, value in space.items():
-                if not isinstance(value, FunctionType) or is_stock(value):
-                    continue
-                is_standard = (value.__module__ or "").partition(".")[0] in sys.stdlib_module_names
-                if not (is_standard and is_installed(value)):
-                    found[f"{home}.{name}"] = self.of_function(value, f"{home}.{name}")
-        return found
+    def _replaced(self, home: ModuleType) -> dict[str, Any]:
+        """Functions that come from elsewhere, in a module where the model's code looks them up."""
+        names = {name: value for name, value in vars(home).items() if isinstance(value, FunctionType)}
+        if not is_library(home.__name__):
+            self.met[id(home)] = home, [*names]
+        return {
+            f"{home.__name__}.{name}": self.of_function(value, name)
+            for name, value in names.items()
+            if not is_stock(value, *_files(home.__name__))
+        }
+
+
+def _plain_function(attribute: Any) -> FunctionType | None:
+    """The function behind an attribute of a class: a method, a property's getter, or what a decorator wraps."""
+    attribute = attribute.fget if isinstance(attribute, property) else attribute
+    attribute = getattr(attribute, "__func__", attribute)
+    return attribute if isinstance(attribute, FunctionType) else None
 
 
 def configs_inside(config: Any) -> list[Any]:
@@ -359,11 +355,3 @@ def attention_functions(names: Iterable[Any]) -> dict[str, Any]:
 
     found = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
     return {name: getattr(one, "stock", one) for name, one in found.items()}
-
-
-def _namespaces(classes: Iterable[type]) -> Iterator[type | ModuleType]:
-    """The classes of a model with their bases and of tensors, and the modules that their code looks names up in."""
-    classes = list(classes)
-    yield from dict.fromkeys([*(base for kind in classes for base in kind.__mro__[:-1]), Tensor])
-    homes = dict.fromkeys(kind.__module__ for kind in classes if is_library(kind.__module__))
-    yield from (sys.modules[name] for name in dict.fromkeys([*homes, *SHARED_CODE]) if name in sys.modules)

@@ -12,21 +12,18 @@ Nothing here keeps a model alive.
 
 import weakref
 from collections.abc import Callable, Hashable
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..placement import offload_hooks
-from .code import is_library
-from .structure import TORCH_FUNCTIONS, Structure, attention_functions
+from .structure import Structure, attention_functions
 from .weights import loaded_values, stored_parts, tensors
 
 WHOLE_BYTES = 4 << 20  # models up to this size are compared whole
 RUNS, RUN_ELEMENTS = 16, 8  # of each tensor: so many places, evenly spread, and so many elements at each
 UNVERSIONED_RUNS = 64  # for tensors whose version does not count: those made in inference mode
-_torch_functions = itemgetter(*TORCH_FUNCTIONS)
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _OPENED, _TENSORS = frozenset({list, tuple, set, frozenset}), frozenset({Tensor, nn.Parameter})
 
@@ -42,12 +39,10 @@ def _reference(value: Any, gone: list[Any]) -> Callable[[], Any]:
 class StructureWatch:
     """The structure of a model at one moment."""
 
-    def __init__(self, model: nn.Module, structure: Structure) -> None:
+    def __init__(self, structure: Structure) -> None:
         """Remember what a walk over a model met."""
-        self._model, self._parts = weakref.ref(model), structure.parts if structure.is_foreign else None
-        self._attention, self._torch = structure.attention, _torch_functions(vars(torch))
-        homes = ((one, one.__module__ if isinstance(one, type) else one.__name__) for one in structure.namespaces)
-        self._spaces = [(one, dict(vars(one))) for one, home in homes if is_library(home)]
+        self._attention = structure.attention
+        self._spaces = [(space, dict(vars(space))) for space in structure.namespaces]
         self._gone: list[Any] = []
         self._owners = [(_reference(owner, self._gone), names) for owner, names in structure.met.values()]
         self.hooked: list[nn.Module] = []  # modules with forward hooks, when it was last asked
@@ -56,15 +51,13 @@ class StructureWatch:
         self._alive = [_reference(value, self._gone) for value in others.values()]
 
     def is_same(self) -> bool:
-        """Whether the model has the structure still; cheap where all of its code is the libraries' own."""
+        """Whether the model has the structure still."""
         try:
             same = self._values()[0] == self._noted and not self._gone
-            same = same and all(held == vars(space) for space, held in self._spaces)
-            same = same and self._torch == _torch_functions(vars(torch))
-            same = same and attention_functions(self._attention) == self._attention
+            same = same and all(noted == vars(space) for space, noted in self._spaces)
+            return same and attention_functions(self._attention) == self._attention
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # gone, or no longer comparable
             return False
-        return same and (self._parts is None or Structure(self._model()).parts == self._parts)
 
     def _values(self) -> tuple[list[Any], list[Any]]:
         """All that was met, as it is now, with what is inside of containers: as it can be compared, and itself."""
@@ -144,26 +137,24 @@ class WeightWatch:
 
 @torch.inference_mode()
 def _view(tensor: Tensor, whole: bool) -> tuple[int, Callable[[], Tensor]]:
-    """What makes a sample of a tensor, bytes `[runs, width]`, without a copy where its memory is dense; and the width.
+    """What makes a sample of a tensor's memory, bytes `[runs, width]`, without a copy; and the width.
 
     The runs are evenly spread; the last of them ends with the last element. On the CPU the view is made once: that
     halves the time, and keeps no more alive than memory that a model let go of since, until it is looked at again.
     """
     ref, size = weakref.ref(tensor), tensor.element_size()
-    is_turned = tensor.dim() == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous()
-    is_dense, count = is_turned or tensor.is_contiguous(), tensor.numel()
-    width = count if whole or not is_dense else min(count, RUN_ELEMENTS)
+    count = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    width = count if whole else min(count, RUN_ELEMENTS)
     runs = min(UNVERSIONED_RUNS if tensor.is_inference() else RUNS, -(-count // width))
     step = max(1, (count - width) // max(1, runs - 1))
-    first = count - width - step * (runs - 1)
+    first = tensor.storage_offset() + count - width - step * (runs - 1)
 
     def view() -> Tensor:
-        part: Any = ref()
-        data = (part.t() if is_turned else part).reshape(-1).view(torch.uint8)
-        start = data.storage_offset() + first * size
-        return data.as_strided((runs, width * size), (step * size, 1), start)
+        held: Any = ref()
+        data = torch.empty(0, dtype=torch.uint8, device=held.device).set_(held.untyped_storage())
+        return data.as_strided((runs, width * size), (step * size, 1), first * size)
 
-    made = view() if is_dense and tensor.device.type == "cpu" else None
+    made = view() if tensor.device.type == "cpu" else None
     return width * size, (view if made is None else lambda: made)
 
 
