@@ -9,21 +9,23 @@ closure, a class of a notebook) counts as itself, and is known in this process a
 
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
+from .checksum import checksum
 
 IGNORED_CONFIG_FIELDS = frozenset({
     # where it came from, not what it computes
@@ -71,16 +73,16 @@ TORCH_INTERNALS = frozenset(vars(nn.Module()))
 TABLES = ("_parameters", "_buffers", "_modules")  # of a module
 LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "torchao", "hf_blend")
 BUILTINS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, type(object.__init__))
-CALLABLES = (FunctionType, MethodType, functools.partial, *BUILTINS)
 MAX_DEPTH = 6  # of objects inside attributes
 QUANTISER_FIELDS = {"MatmulLtState": ("threshold", "has_fp16_weights"), "QuantState": ("blocksize", "quant_type")}
 QUANTISER_TENSORS = ("absmax", "state2", "CB", "SCB")
 _COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
-_PLAIN = (bool, int, float, str, tuple, type(None))
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_OPENED, _TENSORS = frozenset({list, tuple, set, frozenset}), frozenset({Tensor, nn.Parameter})
 _PYTHON, _SITES = (f"{os.path.dirname(os.__file__)}{os.sep}", "<frozen"), ("site-packages", "dist-packages")
 _QUANTISED = {"quant_state", "SCB"}  # of a weight
 _UNWATCHED = IGNORED_CONFIG_FIELDS - {"_attn_implementation", "_attn_implementation_internal"}
-_names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of what no file has, in this process
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of what no file has, in this process
 
 
 def is_library(module: str | None) -> bool:
@@ -93,41 +95,37 @@ def qualified_name(value: Any) -> str:
     return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-def is_stock(function: Any, *files: str) -> bool:
-    """Whether a function, and all that it wraps, was compiled from the libraries, Python's own or some more files.
+def is_stock(function: Any, home: str = "") -> bool:
+    """Whether a function, and all that it wraps, was compiled from a library, from Python's own or a module's file.
 
     A wrapper may copy every name of what it wraps, but not the file.
     """
-    folders = _folders(tuple(name for name in LIBRARIES if name in sys.modules))
+    own = getattr(sys.modules.get(home), "__file__", None)
     while isinstance(function, FunctionType):
         file = function.__code__.co_filename
         is_python = file.startswith(_PYTHON) and not any(name in file for name in _SITES)
-        if not (is_python or file.startswith(folders) or file in files):
+        if not (is_python or file == own or file.startswith(_folders())):
             return False
         function = getattr(function, "__wrapped__", None)
         function = getattr(function, "__func__", function)
     return function is None or isinstance(function, BUILTINS)
 
 
-@functools.lru_cache(maxsize=8)
-def _folders(names: tuple[str, ...]) -> tuple[str, ...]:
-    files = (getattr(sys.modules[name], "__file__", None) for name in names)
-    return tuple(os.path.dirname(file) + os.sep for file in files if file)
-
-
-def _files(module: str) -> tuple[str, ...]:
-    """The file of an imported module; none of a notebook's."""
-    return tuple(filter(None, [getattr(sys.modules.get(module), "__file__", None)]))
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    specs = map(importlib.util.find_spec, LIBRARIES)
+    return tuple(os.path.dirname(spec.origin) + os.sep for spec in specs if spec and spec.origin)
 
 
 def _foreign_name(value: Any) -> list[str]:
     """A function or class that is no library's own: by its file if it is to be had there, else by itself."""
-    reached: Any = sys.modules.get(value.__module__ or "")
+    home = value.__module__ or ""
+    reached: Any = sys.modules.get(home)
+    file = getattr(reached, "__file__", None)
     for name in value.__qualname__.split("."):
         reached = getattr(reached, name, None)
-    files = _files(value.__module__ or "")
-    if reached is value and files and (isinstance(value, type) or is_stock(value, *files)):
-        return [value.__qualname__, hashlib.sha256(Path(files[0]).read_bytes()).hexdigest()]
+    if file and reached is value and (isinstance(value, type) or is_stock(value, home)):
+        return [value.__qualname__, hashlib.sha256(Path(file).read_bytes()).hexdigest()]
     return [value.__qualname__, _names.setdefault(value, uuid4().hex)]
 
 
@@ -165,59 +163,78 @@ def has_moving_rotary_tables(model: nn.Module) -> bool:
 
 
 class Structure:
-    """One walk over a model, and what it found."""
+    """What a model is besides its weights at one moment, and whether it is so still; keeps no model alive.
+
+    What the walk over a model met is compared at each look, numbers and texts by value, objects by id. An id stands
+    for the object that had it: it is noticed when one of them goes away.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         """Walk over a model."""
         modules, configs = dict(model.named_modules()), configs_inside(getattr(model, "config", None))
         self._inside = {id(module): f"@{path}" for path, module in modules.items()}
         self._inside |= {id(config): "@config" for config in configs}
-        self.met: dict[int, tuple[Any, list[str]]] = {}  # by id: objects, and the names of what counts of each
-        self.attention = attention_functions(getattr(config, "_attn_implementation", None) for config in configs)
+        self._met: dict[int, tuple[Any, list[str]]] = {}  # by id: objects, and the names of what counts of each
+        self._attention = attention_functions(getattr(config, "_attn_implementation", None) for config in configs)
         self._open: list[int] = []
         self._classes: dict[int, Any] = {}
-        self._has_moving_tables = has_moving_rotary_tables(model)
-        classes = dict.fromkeys(map(type, modules.values()))
-        homes = [sys.modules[name] for name in dict.fromkeys(kind.__module__ for kind in classes) if name in sys.modules]
-        bases = dict.fromkeys(base for kind in classes for base in kind.__mro__[:-1] if is_library(base.__module__))
-        self.namespaces = [*bases, *(home for home in homes if is_library(home.__name__))]  # of the libraries
-        foreign = {name: function for name, function in self.attention.items() if function}
+        is_moving, kinds = has_moving_rotary_tables(model), dict.fromkeys(map(type, modules.values()))
+        names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ != "__main__")  # which grows
+        homes = [sys.modules[name] for name in names if name in sys.modules]
+        functions = {name: function for name, function in self._attention.items() if function}
         self.parts = [
-            [[path, type(module).__qualname__, self._attributes(path, module)] for path, module in modules.items()],
-            [self.of_class(kind) for kind in classes],
-            {name: value for home in homes if home.__name__ != "__main__" for name, value in self._replaced(home).items()},
-            {name: self.leaf(one, f"the attention {name!r}") for name, one in foreign.items() if not is_stock(one)},
+            [[path, type(one).__qualname__, self._attributes(path, one, is_moving)] for path, one in modules.items()],
+            [self._of_class(kind) for kind in kinds],
+            {name: value for home in homes for name, value in self._put(home).items()},
+            {name: self._leaf(function) for name, function in functions.items() if not is_stock(function)},
         ]
-        for config in configs:
-            self._meet(config)
+        for met in (*configs, *(home for home in homes if not is_library(home.__name__))):
+            self._meet(met)
+        bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__[:-1] if is_library(base.__module__))
+        spaces = [*bases, *(home for home in homes if is_library(home.__name__))]
+        self._spaces = [(space, dict(vars(space))) for space in spaces]
+        self._gone: list[Any] = []
+        self._owners = [(reference(owner, self._gone), names) for owner, names in self._met.values()]
+        self.hooked: list[nn.Module] = []  # modules with forward hooks, when it was last asked
+        self._noted, values = self._values()
+        others = {id(value): value for value in values if type(value) not in _ATOMS}
+        self._alive = [reference(value, self._gone) for value in others.values()]
+        del self._met
 
-    def _attributes(self, path: str, module: nn.Module) -> dict[str, Any]:
-        names, held = counted_attributes(module), vars(module)
-        calls = (held.get("_compiled_call_impl"), getattr(held.get("forward"), _COMPILED, None))
-        if any(call is not None for call in calls) or hasattr(module, "_orig_mod"):
-            raise UnsupportedModelError(
-                f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
-                "Give hf_blend the model as it is before torch.compile or model.compile()."
-            )
-        is_moving = self._has_moving_tables and any(name.endswith("inv_freq") for name in module._buffers)
-        self.met[id(module)] = module, [*names, *(name for name in TABLES if not (is_moving and name == "_buffers"))]
-        for weight in module._parameters.values():
-            if _QUANTISED & getattr(weight, "__dict__", {}).keys():
-                state = getattr(weight, "quant_state", None)
-                for one in (weight, state, getattr(state, "state2", None)):
-                    self._meet(one)
-        found = {k: self.leaf(held[k], f"{path}.{k}") for k in names if not isinstance(held[k], Tensor)}
-        if "forward" in found and "_old_forward" in held:  # accelerate's; what it calls counts
-            del found["forward"]
-            inner = held["_old_forward"]
-            if getattr(inner, "__func__", None) is not getattr(type(module), "forward", None):
-                found["forward"] = self.leaf(inner, f"{path}.forward")
-        for name in ("active_adapter", "_active_adapter"):  # of PEFT: a name, or a list of them
-            if isinstance(found.get(name), str):
-                found[name] = [found[name]]
-        if found.get("compute_dtype", ...) is None:  # of bitsandbytes: its first input will set it
-            found["compute_dtype"] = str(next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
-        return found
+    def is_same(self) -> bool:
+        """Whether the model has the structure still."""
+        try:
+            same = self._values()[0] == self._noted and not self._gone
+            same = same and all(noted == vars(space) for space, noted in self._spaces)
+            return same and attention_functions(self._attention) == self._attention
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # gone, or no longer comparable
+            return False
+
+    def _values(self) -> tuple[list[Any], list[Any]]:
+        """All that was met, as it is now, with what is inside of containers: as it can be compared, and itself."""
+        open_, values, self.hooked = list[Any](), list[Any](), []
+        for ref, names in self._owners:
+            owner = ref()
+            held = owner.__dict__
+            values += type(owner), len(held)
+            open_ += [held[name] for name in names]
+            if held.get("_forward_hooks") or held.get("_forward_pre_hooks"):
+                self.hooked.append(owner)
+        for value in open_:  # which grows
+            kind = type(value)
+            if kind in _ATOMS:
+                values.append(value)
+            elif isinstance(value, dict):
+                values += kind, len(value), *value
+                open_ += value.values()
+            elif kind in _OPENED:
+                values += kind, len(value)
+                open_ += value
+            elif kind in _TENSORS and value.is_meta:  # accelerate makes a new one after every forward
+                values.append(value.shape)
+            else:
+                values.append(value)
+        return [value if type(value) in _ATOMS else id(value) for value in values], values
 
     def _meet(self, value: Any) -> None:
         """Note an object, and the names of what counts of it."""
@@ -226,13 +243,42 @@ class Structure:
             names: Iterable[str] = (*fields, *QUANTISER_TENSORS)
         else:
             names = _QUANTISED if isinstance(value, Tensor) else {*held} - _UNWATCHED
+        if isinstance(value, ModuleType):
+            names = [name for name in names if isinstance(held[name], FunctionType)]
         if held:
-            self.met[id(value)] = value, [name for name in names if name in held]
+            self._met[id(value)] = value, [name for name in names if name in held]
 
-    def leaf(self, value: Any, where: str) -> Any:
-        """An attribute as a value of JSON that says what it does, the same in every process."""
+    def _attributes(self, path: str, module: nn.Module, is_moving: bool) -> dict[str, Any]:
+        names, held = counted_attributes(module), vars(module)
+        calls = (held.get("_compiled_call_impl"), getattr(held.get("forward"), _COMPILED, None))
+        if any(call is not None for call in calls) or hasattr(module, "_orig_mod"):
+            raise UnsupportedModelError(
+                f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
+                "Give hf_blend the model as it is before torch.compile or model.compile()."
+            )
+        is_moving = is_moving and any(name.endswith("inv_freq") for name in module._buffers)
+        self._met[id(module)] = module, [*names, *(name for name in TABLES if not (is_moving and name == "_buffers"))]
+        for weight in module._parameters.values():
+            if _QUANTISED & getattr(weight, "__dict__", {}).keys():
+                state = getattr(weight, "quant_state", None)
+                for one in (weight, state, getattr(state, "state2", None)):
+                    self._meet(one)
+        found = {name: self._leaf(held[name]) for name in names if not isinstance(held[name], Tensor)}
+        if "forward" in found and "_old_forward" in held:  # accelerate's; what it calls counts
+            del found["forward"]
+            if getattr(held["_old_forward"], "__func__", None) is not getattr(type(module), "forward", None):
+                found["forward"] = self._leaf(held["_old_forward"])
+        for name in ("active_adapter", "_active_adapter"):  # of PEFT: a name, or a list of them
+            if isinstance(found.get(name), str):
+                found[name] = [found[name]]
+        if found.get("compute_dtype", ...) is None:  # of bitsandbytes: its first input will set it
+            found["compute_dtype"] = str(next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
+        return found
+
+    def _leaf(self, value: Any) -> Any:
+        """An attribute as a value of JSON that says what it does, the same in every process where that can be said."""
         if isinstance(value, Enum):
-            return self.leaf(value.value, where)
+            return self._leaf(value.value)
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, (torch.dtype, torch.layout, bytes, complex, range, slice)):
@@ -243,22 +289,24 @@ class Structure:
             return ["tensor", str(value.dtype), list(value.shape), checksum(value)]
         if id(value) in self._inside:
             return self._inside[id(value)]
-        if isinstance(value, CALLABLES):
-            return self.of_function(value, where)
+        if isinstance(value, functools.partial):
+            return ["partial", *map(self._leaf, (value.func, [*value.args], value.keywords))]
+        if isinstance(value, MethodType):
+            return ["method", self._leaf(value.__func__), self._leaf(value.__self__)]
+        if isinstance(value, (FunctionType, *BUILTINS)):
+            return qualified_name(value) if is_stock(value) else _foreign_name(value)
         if isinstance(value, type):
-            return self.of_class(value)
+            return self._of_class(value)
         self._meet(value)
         if isinstance(value, (list, tuple)):
-            return [self.leaf(item, where) for item in value]
+            return [*map(self._leaf, value)]
         if isinstance(value, (set, frozenset)):
-            return sorted(str(self.leaf(item, where)) for item in value)
+            return sorted(str(self._leaf(item)) for item in value)
         if isinstance(value, Mapping):
-            return {str(name): self.leaf(item, f"{where}.{name}") for name, item in value.items()}
-        if hasattr(value, "to_dict"):
-            return config_part(value.to_dict())
-        return self._fields(value, where)
+            return {str(name): self._leaf(item) for name, item in value.items()}
+        return config_part(value.to_dict()) if hasattr(value, "to_dict") else self._fields(value)
 
-    def _fields(self, value: Any, where: str) -> Any:
+    def _fields(self, value: Any) -> Any:
         """An object by its class and what it holds."""
         kind = type(value)
         if id(value) in self._open or len(self._open) >= MAX_DEPTH:
@@ -266,27 +314,17 @@ class Structure:
         names = QUANTISER_FIELDS.get(kind.__name__, tuple(getattr(value, "__dict__", ())))
         if not names and not is_library(kind.__module__) and callable(value):
             raise UnsupportedModelError(
-                f"{where} is {value!r:.60} ({qualified_name(kind)}), whose code cannot be told from other code in "
-                "another process. Use a function or an nn.Module there."
+                f"the model holds {value!r:.60} ({qualified_name(kind)}), whose code cannot be told from other code. "
+                "Use a function or an nn.Module there."
             )
         self._open.append(id(value))
         try:
-            held = {name: self.leaf(getattr(value, name, None), f"{where}.{name}") for name in names}
+            return [self._of_class(kind), {name: self._leaf(getattr(value, name, None)) for name in names}]
         finally:
             self._open.pop()
-        return [self.of_class(kind), held]
 
-    def of_function(self, function: Any, where: str) -> Any:
-        """A function: its name if it is a library's own, else its file or itself."""
-        if isinstance(function, functools.partial):
-            arguments = [self.leaf([*function.args], where), self.leaf(function.keywords, where)]
-            return ["partial", self.leaf(function.func, where), *arguments]
-        if isinstance(function, MethodType):
-            return ["method", self.leaf(function.__func__, where), self.leaf(function.__self__, where)]
-        return qualified_name(function) if is_stock(function) else _foreign_name(function)
-
-    def of_class(self, kind: type) -> Any:
-        """A class: its name if it is a library's own, else its file too; with what was put into it."""
+    def _of_class(self, kind: type) -> Any:
+        """A class: its name if it is a library's own, else its file too; with the methods that were put into it."""
         if id(kind) in self._classes:
             return self._classes[id(kind)]
         self._classes[id(kind)] = kind.__qualname__
@@ -301,37 +339,27 @@ class Structure:
         self._classes[id(kind)] = found
         return found
 
-    def _put(self, base: type) -> dict[str, Any]:
-        """Methods of a class that come from elsewhere; of one that is no library's own plain values too."""
-        is_own, files, found = is_library(base.__module__), _files(base.__module__), dict[str, Any]()
-        for name, attribute in vars(base).items():
-            function, where = _plain_function(attribute), f"{base.__qualname__}.{name}"
-            if function is None:
-                if not is_own and isinstance(attribute, _PLAIN) and not name.startswith("__"):
-                    found[name] = self.leaf(attribute, where)
-                continue
-            is_moved = name == "forward" and base is not nn.Module and not function.__qualname__.endswith(where)
-            if is_moved or not is_stock(function, *files):
-                found[name] = self.of_function(function, where)
+    def _put(self, space: type | ModuleType) -> dict[str, Any]:
+        """Functions that come from elsewhere, in a class or a module where the model's code looks them up."""
+        home, place = (space.__module__, space.__qualname__) if isinstance(space, type) else (space.__name__,) * 2
+        found = dict[str, Any]()
+        for name, attribute in vars(space).items():
+            function = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
+            if isinstance(function, FunctionType):
+                is_moved = name == "forward" and not function.__qualname__.endswith(
+                    (f"{place}.{name}", "_unimplemented")
+                )
+                if is_moved or not is_stock(function, home):
+                    found[f"{place}.{name}"] = self._leaf(function)
         return found
 
-    def _replaced(self, home: ModuleType) -> dict[str, Any]:
-        """Functions that come from elsewhere, in a module where the model's code looks them up."""
-        names = {name: value for name, value in vars(home).items() if isinstance(value, FunctionType)}
-        if not is_library(home.__name__):
-            self.met[id(home)] = home, [*names]
-        return {
-            f"{home.__name__}.{name}": self.of_function(value, name)
-            for name, value in names.items()
-            if not is_stock(value, *_files(home.__name__))
-        }
 
-
-def _plain_function(attribute: Any) -> FunctionType | None:
-    """The function behind an attribute of a class: a method, a property's getter, or what a decorator wraps."""
-    attribute = attribute.fget if isinstance(attribute, property) else attribute
-    attribute = getattr(attribute, "__func__", attribute)
-    return attribute if isinstance(attribute, FunctionType) else None
+def reference(value: Any, gone: list[Any]) -> Callable[[], Any]:
+    """Reach an object that is not kept alive; a list grows when it goes away."""
+    try:
+        return weakref.ref(value, gone.append)
+    except TypeError:  # it is held: a number, a text, a builtin container
+        return lambda: value
 
 
 def configs_inside(config: Any) -> list[Any]:
