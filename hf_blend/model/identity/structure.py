@@ -124,7 +124,7 @@ def _foreign_name(value: Any) -> list[str]:
     file = getattr(reached, "__file__", None)
     for name in value.__qualname__.split("."):
         reached = getattr(reached, name, None)
-    if file and reached is value and (isinstance(value, type) or is_stock(value, home)):
+    if file and os.path.exists(file) and reached is value and (isinstance(value, type) or is_stock(value, home)):
         return [value.__qualname__, hashlib.sha256(Path(file).read_bytes()).hexdigest()]
     return [value.__qualname__, _names.setdefault(value, uuid4().hex)]
 
@@ -341,16 +341,17 @@ class Structure:
 
     def _put(self, space: type | ModuleType) -> dict[str, Any]:
         """Functions that come from elsewhere, in a class or a module where the model's code looks them up."""
-        home, place = (space.__module__, space.__qualname__) if isinstance(space, type) else (space.__name__,) * 2
+        home, prefix = (
+            (space.__module__, f"{space.__qualname__}.") if isinstance(space, type) else (space.__name__, "")
+        )
         found = dict[str, Any]()
         for name, attribute in vars(space).items():
             function = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
             if isinstance(function, FunctionType):
-                is_moved = name == "forward" and not function.__qualname__.endswith(
-                    (f"{place}.{name}", "_unimplemented")
-                )
+                is_named = function.__qualname__.endswith((prefix + name, "_unimplemented"))
+                is_moved = not is_named and (name == "forward" or not is_library(home))
                 if is_moved or not is_stock(function, home):
-                    found[f"{place}.{name}"] = self._leaf(function)
+                    found[f"{home}.{prefix}{name}" if is_library(home) else prefix + name] = self._leaf(function)
         return found
 
 
