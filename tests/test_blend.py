@@ -14,7 +14,7 @@ from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.model.identity.watch import StructureWatch
+from hf_blend.model.identity.structure import Structure
 from hf_blend.rotary.base import compose
 from hf_blend.store.chunk import ChunkKey, ChunkKV
 from tests.asking import THREE, prepared
@@ -381,7 +381,7 @@ def test_a_layer_that_hands_nothing_to_the_cache_is_named(tiny_model, store, mon
     model = tiny_model()
     blend(model, pieces(), store=store)
     monkeypatch.setattr(decoder_layers(model)[CHECK], "forward", lambda hidden_states, **_: hidden_states)
-    monkeypatch.setattr(StructureWatch, "is_same", lambda *_: True)  # else it would be another model, with no chunks
+    monkeypatch.setattr(Structure, "is_same", lambda *_: True)  # else it would be another model, with no chunks
     with pytest.raises(UnsupportedModelError, match="layer 1 of LlamaForCausalLM ran to its end"):
         blend(model, pieces(), store=store)
 

@@ -13,8 +13,8 @@ from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Conf
 
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.fingerprint import IGNORED_CONFIG_FIELDS, fingerprint
-from hf_blend.model.identity import code
-from hf_blend.model.identity.code import checksum
+from hf_blend.model.identity import checksum as module
+from hf_blend.model.identity.checksum import checksum
 from hf_blend.model.identity.structure import config_part
 
 CONFIGS = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Gemma3TextConfig]
@@ -251,7 +251,7 @@ def test_checksum_does_not_depend_on_strides_offsets_or_blocks(monkeypatch):
     shifted = torch.cat([torch.zeros(1), values.view(-1)])[1:].view(61, 37)
     assert shifted.storage_offset() == 1
     assert checksum(values) == checksum(values.t().contiguous().t()) == checksum(shifted)
-    monkeypatch.setattr(code, "_ROW_LANES", 16)
+    monkeypatch.setattr(module, "_ROW_LANES", 16)
     values = torch.randn(2500, generator=torch.Generator().manual_seed(0))
     expected = checksum(values)
     sums = {expected}
@@ -260,5 +260,5 @@ def test_checksum_does_not_depend_on_strides_offsets_or_blocks(monkeypatch):
         changed[at] += 1
         sums.add(checksum(changed))
     assert len(sums) == 51
-    monkeypatch.setattr(code, "_rows_at_once", lambda device: 7)
+    monkeypatch.setattr(module, "_rows_at_once", lambda device: 7)
     assert checksum(values) == expected

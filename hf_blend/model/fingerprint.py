@@ -29,8 +29,7 @@ from ..threads import new_lock
 from .anatomy import EXTENDED, refuse_extended
 from .identity.canonical import refuse_foreign_hooks, refuse_wrapper
 from .identity.structure import IGNORED_ATTRIBUTES, IGNORED_CONFIG_FIELDS, Structure, config_part
-from .identity.watch import StructureWatch, WeightWatch
-from .identity.weights import weight_digest
+from .identity.weights import WeightWatch, weight_digest
 
 __all__ = ["IGNORED_ATTRIBUTES", "IGNORED_CONFIG_FIELDS", "PerStructure", "fingerprint", "structure_digest"]
 
@@ -42,9 +41,9 @@ T = TypeVar("T")
 class _Known:
     """What was found out about a live model, and how to notice that it changed."""
 
+    watch: Structure
     structure: dict[str, Any]
     digest: str  # of it
-    structure_watch: StructureWatch
     weights: dict[str, Any] = field(default_factory=dict)
     weight_watch: WeightWatch | None = None
     fingerprint: str = ""
@@ -104,8 +103,8 @@ def state_of(model: nn.Module) -> int:
 
 def _structure_of(model: nn.Module) -> _Known:
     known = _known.get(model)
-    if known is not None and known.structure_watch.is_same():
-        refuse_foreign_hooks(known.structure_watch.hooked)
+    if known is not None and known.watch.is_same():
+        refuse_foreign_hooks(known.watch.hooked)
         return known
     refuse_wrapper(model)
     refuse_foreign_hooks(model.modules())
@@ -116,7 +115,7 @@ def _structure_of(model: nn.Module) -> _Known:
         "config": config_part(model.config.to_dict()),
         "structure": _sha256(structure.parts),
     }
-    renewed = _Known(parts, _sha256(parts), StructureWatch(model, structure))
+    renewed = _Known(structure, parts, _sha256(parts))
     if known is not None:
         renewed.state = known.state + 1
         if known.weight_watch is not None and known.weight_watch.is_same(model):

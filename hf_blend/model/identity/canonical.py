@@ -13,11 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ...errors import ConfigError, UnsupportedModelError
-from .code import is_library, qualified_name
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 KNOWN = ("hf_blend", "transformers", "accelerate", "torch")  # their hooks watch, or put weights in place
@@ -25,13 +22,12 @@ HARMLESS = ("make_inputs_require_grad", "make_inputs_require_grads")  # of PEFT,
 _MARK = "_hf_blend_observer"
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed")
 
-Hook = TypeVar("Hook", bound=Callable[..., Any] | TorchFunctionMode | TorchDispatchMode)
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 @contextmanager
 def canonical(model: nn.Module) -> Iterator[None]:
     """Without dropout, autocast and gradients, whatever the caller's state; it is restored afterwards."""
-    refuse_modes()
     training = [module for module in model.modules() if module.training]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -79,7 +75,6 @@ def refuse_wrapper(model: nn.Module) -> None:
 
 def refuse_request_state(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Refuse a forward that runs in another precision than the stored chunks, or that keeps no cache."""
-    refuse_modes()
     own = {weight.device.type for layer in (layers[0], layers[-1]) for weight in layer.parameters()}
     for kind in filter(torch.is_autocast_enabled, own.intersection(DEVICE_TYPES)):
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
@@ -95,19 +90,6 @@ def refuse_request_state(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         )
 
 
-def refuse_modes() -> None:
-    """Refuse to compute while code of others stands between the model and torch."""
-    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
-        return
-    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
-        if not is_library(type(mode).__module__) and getattr(mode, _MARK, False) is not True:
-            raise ConfigError(
-                f"the mode {qualified_name(type(mode))} is active, through which each call of torch goes, so it may "
-                "change keys and values unseen. Leave its block, or mark the mode with hf_blend.observer if it only "
-                "looks."
-            )
-
-
 def _set_mode(modules: list[nn.Module], training: bool) -> None:
     for module in modules:
         module.training = training
@@ -119,11 +101,10 @@ def observer(hook: Hook) -> Hook:
         layer.register_forward_hook(hf_blend.observer(log_norms))
 
     Args:
-        hook: a function or method that returns None and does not write to what it is given; or an object of a
-            `TorchFunctionMode` or `TorchDispatchMode` that gives what torch gives.
+        hook: a function or method that returns None and does not write to what it is given.
 
     Returns:
-        The same function or object.
+        The same function.
     """
     getattr(hook, "__func__", hook).__dict__[_MARK] = True
     return hook

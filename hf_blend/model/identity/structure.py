@@ -1,38 +1,31 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is besides its weights: the class and the plain attributes of every module, and patched code.
+"""What a model is besides its weights: the class and the plain attributes of every module, and functions put into it.
 
-Attributes count unless they are on the list of those that were looked at and found harmless. Code of the libraries
-counts by name; code that is not theirs (a patched `forward`, custom modelling code, an activation of one's own) counts
-by its bytecode, with the constants, defaults, closures and globals that it uses. What cannot be written down is
-refused by name.
+Attributes count unless they are on the list of those that were looked at and found harmless. Functions and classes of
+the libraries count by name, others by the file that they come from; what no file has under its name (a lambda, a
+closure, a class of a notebook) counts as itself, and is known in this process alone.
 """
 
-import contextlib
 import functools
+import hashlib
+import importlib.util
 import json
+import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from types import FunctionType, MethodType, ModuleType
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
-from .code import (
-    BUILTINS,
-    CALLABLES,
-    checksum,
-    code_digest,
-    global_names,
-    is_installed,
-    is_library,
-    is_stock,
-    plain_function,
-    qualified_name,
-)
+from .checksum import checksum
 
 IGNORED_CONFIG_FIELDS = frozenset({
     # where it came from, not what it computes
@@ -76,23 +69,64 @@ IGNORED_ATTRIBUTES = frozenset({
     # what a forward itself writes
     "max_seq_len_cached", "compute_type_is_set", "_output_capturing_hooks_installed", "rope_deltas",
 })  # fmt: skip
-SHARED_CODE = (  # of transformers and torch, called by the modelling code of many
-    "torch.nn.functional", "transformers.activations", "transformers.modeling_rope_utils",
-    "transformers.masking_utils", "transformers.integrations.sdpa_attention", "transformers.cache_utils",
-)  # fmt: skip
-TORCH_FUNCTIONS = tuple(  # of torch itself, that compute with tensors; operators are in torch.Tensor
-    name for name in vars(torch)
-    if not name.startswith("_") and (hasattr(torch._C._VariableFunctions, name) or name in torch.functional.__all__)
-)  # fmt: skip
 TORCH_INTERNALS = frozenset(vars(nn.Module()))
-_COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
 TABLES = ("_parameters", "_buffers", "_modules")  # of a module
-_PLAIN = (bool, int, float, str, tuple, type(None))
+LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "torchao", "hf_blend")
+BUILTINS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, type(object.__init__))
 MAX_DEPTH = 6  # of objects inside attributes
 QUANTISER_FIELDS = {"MatmulLtState": ("threshold", "has_fp16_weights"), "QuantState": ("blocksize", "quant_type")}
 QUANTISER_TENSORS = ("absmax", "state2", "CB", "SCB")
+_COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_OPENED, _TENSORS = frozenset({list, tuple, set, frozenset}), frozenset({Tensor, nn.Parameter})
+_PYTHON, _SITES = (f"{os.path.dirname(os.__file__)}{os.sep}", "<frozen"), ("site-packages", "dist-packages")
 _QUANTISED = {"quant_state", "SCB"}  # of a weight
 _UNWATCHED = IGNORED_CONFIG_FIELDS - {"_attn_implementation", "_attn_implementation_internal"}
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of what no file has, in this process
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a dotted module name belongs to a library whose code is known by name."""
+    return (module or "").partition(".")[0] in LIBRARIES
+
+
+def qualified_name(value: Any) -> str:
+    """Module and name of a function or class."""
+    return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def is_stock(function: Any, home: str = "") -> bool:
+    """Whether a function, and all that it wraps, was compiled from a library, from Python's own or a module's file.
+
+    A wrapper may copy every name of what it wraps, but not the file.
+    """
+    own = getattr(sys.modules.get(home), "__file__", None)
+    while isinstance(function, FunctionType):
+        file = function.__code__.co_filename
+        is_python = file.startswith(_PYTHON) and not any(name in file for name in _SITES)
+        if not (is_python or file == own or file.startswith(_folders())):
+            return False
+        function = getattr(function, "__wrapped__", None)
+        function = getattr(function, "__func__", function)
+    return function is None or isinstance(function, BUILTINS)
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    specs = map(importlib.util.find_spec, LIBRARIES)
+    return tuple(os.path.dirname(spec.origin) + os.sep for spec in specs if spec and spec.origin)
+
+
+def _foreign_name(value: Any) -> list[str]:
+    """A function or class that is no library's own: by its file if it is to be had there, else by itself."""
+    home = value.__module__ or ""
+    reached: Any = sys.modules.get(home)
+    file = getattr(reached, "__file__", None)
+    for name in value.__qualname__.split("."):
+        reached = getattr(reached, name, None)
+    if file and os.path.exists(file) and reached is value and (isinstance(value, type) or is_stock(value, home)):
+        return [value.__qualname__, hashlib.sha256(Path(file).read_bytes()).hexdigest()]
+    return [value.__qualname__, _names.setdefault(value, uuid4().hex)]
 
 
 def config_part(value: Any) -> Any:
@@ -129,62 +163,78 @@ def has_moving_rotary_tables(model: nn.Module) -> bool:
 
 
 class Structure:
-    """One walk over a model, and what it found."""
+    """What a model is besides its weights at one moment, and whether it is so still; keeps no model alive.
+
+    What the walk over a model met is compared at each look, numbers and texts by value, objects by id. An id stands
+    for the object that had it: it is noticed when one of them goes away.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         """Walk over a model."""
         modules, configs = dict(model.named_modules()), configs_inside(getattr(model, "config", None))
         self._inside = {id(module): f"@{path}" for path, module in modules.items()}
-        self._inside |= {id(one): "@config" for one in configs}
-        self.met: dict[int, tuple[Any, list[str]]] = {}  # by id: objects, and the names of what counts of each
-        self.is_foreign = False  # code was met that is no library's own
-        self.attention = attention_functions(getattr(one, "_attn_implementation", None) for one in configs)
+        self._inside |= {id(config): "@config" for config in configs}
+        self._met: dict[int, tuple[Any, list[str]]] = {}  # by id: objects, and the names of what counts of each
+        self._attention = attention_functions(getattr(config, "_attn_implementation", None) for config in configs)
         self._open: list[int] = []
-        self._codes: dict[int, Any] = {}
-        self._has_moving_tables = has_moving_rotary_tables(model)
-        classes = dict.fromkeys(map(type, modules.values()))
-        self.namespaces = list(_namespaces(classes))
-        foreign = {
-            name: one
-            for name, one in self.attention.items()
-            if one and (isinstance(one, BUILTINS) or not is_stock(one))
-        }
+        self._classes: dict[int, Any] = {}
+        is_moving, kinds = has_moving_rotary_tables(model), dict.fromkeys(map(type, modules.values()))
+        names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ != "__main__")  # which grows
+        homes = [sys.modules[name] for name in names if name in sys.modules]
+        functions = {name: function for name, function in self._attention.items() if function}
         self.parts = [
-            [[path, type(one).__qualname__, self._attributes(path, one)] for path, one in modules.items()],
-            [self.of_class(one) for one in classes],
-            self._patched_functions(),
-            {name: self.leaf(one, f"the attention {name!r}") for name, one in foreign.items()},
+            [[path, type(one).__qualname__, self._attributes(path, one, is_moving)] for path, one in modules.items()],
+            [self._of_class(kind) for kind in kinds],
+            {name: value for home in homes for name, value in self._put(home).items()},
+            {name: self._leaf(function) for name, function in functions.items() if not is_stock(function)},
         ]
-        for one in configs:
-            self._meet(one)
+        for met in (*configs, *(home for home in homes if not is_library(home.__name__))):
+            self._meet(met)
+        bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__[:-1] if is_library(base.__module__))
+        spaces = [*bases, *(home for home in homes if is_library(home.__name__))]
+        self._spaces = [(space, dict(vars(space))) for space in spaces]
+        self._gone: list[Any] = []
+        self._owners = [(reference(owner, self._gone), names) for owner, names in self._met.values()]
+        self.hooked: list[nn.Module] = []  # modules with forward hooks, when it was last asked
+        self._noted, values = self._values()
+        others = {id(value): value for value in values if type(value) not in _ATOMS}
+        self._alive = [reference(value, self._gone) for value in others.values()]
+        del self._met
 
-    def _attributes(self, path: str, module: nn.Module) -> dict[str, Any]:
-        names, held = counted_attributes(module), vars(module)
-        calls = (held.get("_compiled_call_impl"), getattr(held.get("forward"), _COMPILED, None))
-        if any(call is not None for call in calls) or hasattr(module, "_orig_mod"):
-            raise UnsupportedModelError(
-                f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
-                "Give hf_blend the model as it is before torch.compile or model.compile()."
-            )
-        is_moving = self._has_moving_tables and any(name.endswith("inv_freq") for name in module._buffers)
-        self.met[id(module)] = module, [*names, *(name for name in TABLES if not (is_moving and name == "_buffers"))]
-        for weight in module._parameters.values():
-            if _QUANTISED & getattr(weight, "__dict__", {}).keys():
-                state = getattr(weight, "quant_state", None)
-                for one in (weight, state, getattr(state, "state2", None)):
-                    self._meet(one)
-        found = {k: self.leaf(held[k], f"{path}.{k}") for k in names if not isinstance(held[k], Tensor)}
-        if "forward" in found and "_old_forward" in held:  # accelerate's; what it calls counts
-            del found["forward"]
-            inner = held["_old_forward"]
-            if getattr(inner, "__func__", None) is not getattr(type(module), "forward", None):
-                found["forward"] = self.leaf(inner, f"{path}.forward")
-        for name in ("active_adapter", "_active_adapter"):  # of PEFT: a name, or a list of them
-            if isinstance(found.get(name), str):
-                found[name] = [found[name]]
-        if found.get("compute_dtype", ...) is None:  # of bitsandbytes: its first input will set it
-            found["compute_dtype"] = str(next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
-        return found
+    def is_same(self) -> bool:
+        """Whether the model has the structure still."""
+        try:
+            same = self._values()[0] == self._noted and not self._gone
+            same = same and all(noted == vars(space) for space, noted in self._spaces)
+            return same and attention_functions(self._attention) == self._attention
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # gone, or no longer comparable
+            return False
+
+    def _values(self) -> tuple[list[Any], list[Any]]:
+        """All that was met, as it is now, with what is inside of containers: as it can be compared, and itself."""
+        open_, values, self.hooked = list[Any](), list[Any](), []
+        for ref, names in self._owners:
+            owner = ref()
+            held = owner.__dict__
+            values += type(owner), len(held)
+            open_ += [held[name] for name in names]
+            if held.get("_forward_hooks") or held.get("_forward_pre_hooks"):
+                self.hooked.append(owner)
+        for value in open_:  # which grows
+            kind = type(value)
+            if kind in _ATOMS:
+                values.append(value)
+            elif isinstance(value, dict):
+                values += kind, len(value), *value
+                open_ += value.values()
+            elif kind in _OPENED:
+                values += kind, len(value)
+                open_ += value
+            elif kind in _TENSORS and value.is_meta:  # accelerate makes a new one after every forward
+                values.append(value.shape)
+            else:
+                values.append(value)
+        return [value if type(value) in _ATOMS else id(value) for value in values], values
 
     def _meet(self, value: Any) -> None:
         """Note an object, and the names of what counts of it."""
@@ -193,13 +243,42 @@ class Structure:
             names: Iterable[str] = (*fields, *QUANTISER_TENSORS)
         else:
             names = _QUANTISED if isinstance(value, Tensor) else {*held} - _UNWATCHED
+        if isinstance(value, ModuleType):
+            names = [name for name in names if isinstance(held[name], FunctionType)]
         if held:
-            self.met[id(value)] = value, [name for name in names if name in held]
+            self._met[id(value)] = value, [name for name in names if name in held]
 
-    def leaf(self, value: Any, where: str) -> Any:
-        """An attribute as a value of JSON that says what it does, the same in every process."""
+    def _attributes(self, path: str, module: nn.Module, is_moving: bool) -> dict[str, Any]:
+        names, held = counted_attributes(module), vars(module)
+        calls = (held.get("_compiled_call_impl"), getattr(held.get("forward"), _COMPILED, None))
+        if any(call is not None for call in calls) or hasattr(module, "_orig_mod"):
+            raise UnsupportedModelError(
+                f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
+                "Give hf_blend the model as it is before torch.compile or model.compile()."
+            )
+        is_moving = is_moving and any(name.endswith("inv_freq") for name in module._buffers)
+        self._met[id(module)] = module, [*names, *(name for name in TABLES if not (is_moving and name == "_buffers"))]
+        for weight in module._parameters.values():
+            if _QUANTISED & getattr(weight, "__dict__", {}).keys():
+                state = getattr(weight, "quant_state", None)
+                for one in (weight, state, getattr(state, "state2", None)):
+                    self._meet(one)
+        found = {name: self._leaf(held[name]) for name in names if not isinstance(held[name], Tensor)}
+        if "forward" in found and "_old_forward" in held:  # accelerate's; what it calls counts
+            del found["forward"]
+            if getattr(held["_old_forward"], "__func__", None) is not getattr(type(module), "forward", None):
+                found["forward"] = self._leaf(held["_old_forward"])
+        for name in ("active_adapter", "_active_adapter"):  # of PEFT: a name, or a list of them
+            if isinstance(found.get(name), str):
+                found[name] = [found[name]]
+        if found.get("compute_dtype", ...) is None:  # of bitsandbytes: its first input will set it
+            found["compute_dtype"] = str(next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
+        return found
+
+    def _leaf(self, value: Any) -> Any:
+        """An attribute as a value of JSON that says what it does, the same in every process where that can be said."""
         if isinstance(value, Enum):
-            return self.leaf(value.value, where)
+            return self._leaf(value.value)
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, (torch.dtype, torch.layout, bytes, complex, range, slice)):
@@ -210,22 +289,24 @@ class Structure:
             return ["tensor", str(value.dtype), list(value.shape), checksum(value)]
         if id(value) in self._inside:
             return self._inside[id(value)]
-        if isinstance(value, CALLABLES):
-            return self.of_function(value, where)
+        if isinstance(value, functools.partial):
+            return ["partial", *map(self._leaf, (value.func, [*value.args], value.keywords))]
+        if isinstance(value, MethodType):
+            return ["method", self._leaf(value.__func__), self._leaf(value.__self__)]
+        if isinstance(value, (FunctionType, *BUILTINS)):
+            return qualified_name(value) if is_stock(value) else _foreign_name(value)
         if isinstance(value, type):
-            return self.of_class(value)
+            return self._of_class(value)
         self._meet(value)
         if isinstance(value, (list, tuple)):
-            return [self.leaf(item, where) for item in value]
+            return [*map(self._leaf, value)]
         if isinstance(value, (set, frozenset)):
-            return sorted(str(self.leaf(item, where)) for item in value)
+            return sorted(str(self._leaf(item)) for item in value)
         if isinstance(value, Mapping):
-            return {str(name): self.leaf(item, f"{where}.{name}") for name, item in value.items()}
-        if hasattr(value, "to_dict"):
-            return config_part(value.to_dict())
-        return self._fields(value, where)
+            return {str(name): self._leaf(item) for name, item in value.items()}
+        return config_part(value.to_dict()) if hasattr(value, "to_dict") else self._fields(value)
 
-    def _fields(self, value: Any, where: str) -> Any:
+    def _fields(self, value: Any) -> Any:
         """An object by its class and what it holds."""
         kind = type(value)
         if id(value) in self._open or len(self._open) >= MAX_DEPTH:
@@ -233,109 +314,53 @@ class Structure:
         names = QUANTISER_FIELDS.get(kind.__name__, tuple(getattr(value, "__dict__", ())))
         if not names and not is_library(kind.__module__) and callable(value):
             raise UnsupportedModelError(
-                f"{where} is {value!r:.60} ({qualified_name(kind)}), whose code cannot be told from other code in "
-                "another process. Use a function or an nn.Module there."
+                f"the model holds {value!r:.60} ({qualified_name(kind)}), whose code cannot be told from other code. "
+                "Use a function or an nn.Module there."
             )
         self._open.append(id(value))
         try:
-            held = {name: self.leaf(getattr(value, name, None), f"{where}.{name}") for name in names}
+            return [self._of_class(kind), {name: self._leaf(getattr(value, name, None)) for name in names}]
         finally:
             self._open.pop()
-        return [self.of_class(kind), held]
 
-    def of_function(self, function: Any, where: str) -> Any:
-        """A function: its name if it is a library's own, else what it runs and what it uses."""
-        if isinstance(function, functools.partial):
-            arguments = [self.leaf([*function.args], where), self.leaf(function.keywords, where)]
-            return ["partial", self.leaf(function.func, where), *arguments]
-        if isinstance(function, MethodType):
-            return ["method", self.leaf(function.__func__, where), self.leaf(function.__self__, where)]
-        return qualified_name(function) if is_stock(function) else self._foreign(function, where)
-
-    def _foreign(self, function: FunctionType, where: str) -> Any:
-        """Code that is no library's own, by what it runs and what it can reach."""
-        if id(function) in self._codes:
-            return self._codes[id(function)]
-        if is_installed(function):
-            return [qualified_name(function), code_digest(function.__code__)]
-        self.is_foreign = True
-        self._codes[id(function)] = function.__qualname__  # if it calls itself
-        code = function.__code__
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        filled = {}
-        for name, cell in cells:
-            with contextlib.suppress(ValueError):  # it is empty
-                filled[name] = cell.cell_contents
-        reached = {name: function.__globals__[name] for name in global_names(code) if name in function.__globals__}
-        found = [
-            code_digest(code),
-            self.leaf([function.__defaults__, function.__kwdefaults__], where),
-            {name: self._reached(value, f"{where} ({name})") for name, value in sorted(filled.items())},
-            {name: self._global(value, f"{where} ({name})") for name, value in sorted(reached.items())},
-            self.leaf(getattr(function, "__wrapped__", None), where),
-        ]
-        self._codes[id(function)] = found
-        return found
-
-    def _reached(self, value: Any, where: str) -> Any:
-        if isinstance(value, nn.Module) and id(value) not in self._inside:
-            raise UnsupportedModelError(
-                f"{where} is a {type(value).__name__} that is no part of the model, so what it computes cannot be "
-                "followed. Make it a submodule, or undo the patch."
-            )
-        return self.leaf(value, where)
-
-    def _global(self, value: Any, where: str) -> Any:
-        """A global of foreign code: objects count by class alone, since loggers and registries are among them."""
-        plain = (*_PLAIN, list, dict, set, Tensor, torch.dtype, Enum)
-        if isinstance(value, (FunctionType, type)) and is_installed(value):
-            return qualified_name(value)
-        if isinstance(value, (*plain, *CALLABLES, type)):
-            return self.leaf(value, where)
-        return type(value).__qualname__
-
-    def of_class(self, kind: type) -> Any:
-        """A class: its name if it is a library's own, with what was put into it; else its name and code."""
-        if id(kind) in self._codes:
-            return self._codes[id(kind)]
-        self._codes[id(kind)] = kind.__qualname__
+    def _of_class(self, kind: type) -> Any:
+        """A class: its name if it is a library's own, else its file too; with the methods that were put into it."""
+        if id(kind) in self._classes:
+            return self._classes[id(kind)]
+        self._classes[id(kind)] = kind.__qualname__
         found: list[Any] = [qualified_name(kind) if is_library(kind.__module__) else kind.__qualname__]
         for base in kind.__mro__:
             if is_library(base.__module__):
-                put = self._body(base)
+                put = self._put(base)
                 found += [[qualified_name(base), put]] if put else []
-            elif base.__module__.partition(".")[0] not in (*sys.stdlib_module_names, "builtins"):
-                self.is_foreign = self.is_foreign or not is_installed(base)
-                found.append([base.__qualname__, self._body(base)])
-        self._codes[id(kind)] = found
+            elif base.__module__.partition(".")[0] not in sys.stdlib_module_names:
+                found.append([*_foreign_name(base), self._put(base)])
+                self._meet(base)
+        self._classes[id(kind)] = found
         return found
 
-    def _body(self, base: type) -> dict[str, Any]:
-        """What counts of a class: of a library's the methods that are not its own; of others all, and plain values."""
-        is_own, found = is_library(base.__module__), dict[str, Any]()
-        for name, attribute in vars(base).items():
-            function, where = plain_function(attribute), f"{base.__qualname__}.{name}"
-            if function is None:
-                if not is_own and isinstance(attribute, _PLAIN) and not name.startswith("__"):
-                    found[name] = self.leaf(attribute, where)
-                continue
-            is_moved = name == "forward" and base is not nn.Module and not function.__qualname__.endswith(where)
-            if is_moved or not (is_own and is_stock(function)):
-                found[name] = self.of_function(function, where)
+    def _put(self, space: type | ModuleType) -> dict[str, Any]:
+        """Functions that come from elsewhere, in a class or a module where the model's code looks them up."""
+        home, prefix = (
+            (space.__module__, f"{space.__qualname__}.") if isinstance(space, type) else (space.__name__, "")
+        )
+        found = dict[str, Any]()
+        for name, attribute in vars(space).items():
+            function = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
+            if isinstance(function, FunctionType):
+                is_named = function.__qualname__.endswith((prefix + name, "_unimplemented"))
+                is_moved = not is_named and (name == "forward" or not is_library(home))
+                if is_moved or not is_stock(function, home):
+                    found[f"{home}.{prefix}{name}" if is_library(home) else prefix + name] = self._leaf(function)
         return found
 
-    def _patched_functions(self) -> dict[str, Any]:
-        """Functions that were put into the libraries' own modules, where the model's code looks them up."""
-        found = {f"torch.Tensor.{name}": value for name, value in self._body(Tensor).items()}
-        spaces = [(space.__name__, vars(space)) for space in self.namespaces if isinstance(space, ModuleType)]
-        for home, space in [*spaces, ("torch", {name: getattr(torch, name) for name in TORCH_FUNCTIONS})]:
-            for name, value in space.items():
-                if not isinstance(value, FunctionType) or is_stock(value):
-                    continue
-                is_standard = (value.__module__ or "").partition(".")[0] in sys.stdlib_module_names
-                if not (is_standard and is_installed(value)):
-                    found[f"{home}.{name}"] = self.of_function(value, f"{home}.{name}")
-        return found
+
+def reference(value: Any, gone: list[Any]) -> Callable[[], Any]:
+    """Reach an object that is not kept alive; a list grows when it goes away."""
+    try:
+        return weakref.ref(value, gone.append)
+    except TypeError:  # it is held: a number, a text, a builtin container
+        return lambda: value
 
 
 def configs_inside(config: Any) -> list[Any]:
@@ -359,11 +384,3 @@ def attention_functions(names: Iterable[Any]) -> dict[str, Any]:
 
     found = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
     return {name: getattr(one, "stock", one) for name, one in found.items()}
-
-
-def _namespaces(classes: Iterable[type]) -> Iterator[type | ModuleType]:
-    """The classes of a model with their bases and of tensors, and the modules that their code looks names up in."""
-    classes = list(classes)
-    yield from dict.fromkeys([*(base for kind in classes for base in kind.__mro__[:-1]), Tensor])
-    homes = dict.fromkeys(kind.__module__ for kind in classes if is_library(kind.__module__))
-    yield from (sys.modules[name] for name in dict.fromkeys([*homes, *SHARED_CODE]) if name in sys.modules)
