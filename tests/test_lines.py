@@ -9,28 +9,28 @@ import lines
 import pytest
 
 MOST = {
-    "top": 1_391,
-    "cache": 1_899,
+    "top": 1_473,
+    "cache": 1_900,
     "context": 3_612,
     "correctors": 171,
     "far tiers": 628,
     "hybrids": 886,
     "images": 651,
-    "integrations": 2_004,
-    "loading": 453,
-    "model": 3_894,
+    "integrations": 2_014,
+    "loading": 452,
+    "model": 3_719,
     "offload": 876,
     "prefill": 2_743,
     "prompt": 966,
     "rotary": 331,
     "selectors": 713,
-    "serving": 4_397,
+    "serving": 4_406,
     "sparse": 2_171,
     "store": 5_105,
     "verify": 1_353,
-    "cli": 2_339,
-    "evaluation": 5_344,
-    "tests": 34_828,
+    "cli": 2_457,
+    "evaluation": 5_521,
+    "tests": 35_138,
 }
 
 
