@@ -9,13 +9,20 @@ import difflib
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, model_validator
-from pydantic_core import PydanticCustomError
 
 Text = Annotated[str, Field(min_length=1)]
 Empty: TypeAlias = Literal[""]  # of what is not served, the value that asks for nothing
 Ignored: TypeAlias = Annotated[Any, BeforeValidator(lambda value: None)]  # changes no answer, and is not kept
 Row = TypeVar("Row")
 Rows: TypeAlias = Annotated[list[Row], Field(fail_fast=True)]  # all errors of a body take its memory tenfold
+
+
+class UnknownField(ValueError):
+    """A name that is no field, and the field that may have been meant."""
+
+    def __init__(self, name: str, near: str) -> None:
+        super().__init__(name, near)
+        self.name, self.near = name, near
 
 
 class Fields(BaseModel):
@@ -33,8 +40,7 @@ class Fields(BaseModel):
         for name, value in values.items():
             if value is not None and name not in names:
                 near = difflib.get_close_matches(name[:100], names, 1)
-                context = {"name": name, "near": near[0] if near else ""}
-                raise PydanticCustomError("unknown_field", "a field of this request", context)
+                raise UnknownField(name, near[0] if near else "")
         return {name: value for name, value in values.items() if value is not None}
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from ..errors import PromptError
-from .messages import Fields, Ignored, Message, Rows
+from .messages import Fields, Ignored, Message, Rows, UnknownField
 
 
 @dataclass(frozen=True)
@@ -389,10 +389,10 @@ def described(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
     """The field of the innermost error, what came there, what was expected, and what to do, in a sentence."""
     first = max(errors, key=lambda error: (_field(error) or "").count("."))
     param = _field(first)
-    if first["type"] == "unknown_field":
-        name, near = first["ctx"]["name"], first["ctx"]["near"]
-        advice = f"Write {near}, or leave it out." if near else "Leave it out."
-        param = ".".join(filter(None, (param, name)))
+    unknown = first.get("ctx", {}).get("error")
+    if isinstance(unknown, UnknownField):
+        advice = f"Write {unknown.near}, or leave it out." if unknown.near else "Leave it out."
+        param = ".".join(filter(None, (param, unknown.name)))
         return param, f"{param} is no field of this request. {advice}"
     if first["type"] == "union_tag_invalid":
         came, tags = first["ctx"]["tag"], first["ctx"]["expected_tags"]
