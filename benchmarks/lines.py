@@ -67,7 +67,7 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
     },
     "context": {
         "states of hybrids and of any stock cache, saved where prefixes end": (
-            "context/checkpoints.py", "context/continuing.py", "context/handed.py", "context/state_cache.py",
+            "context/continuing.py", "context/state_cache.py",
         ),
         "Self-Extend": ("context/self_extend.py",),
         "sessions as files": ("context/session.py",),

@@ -15,9 +15,9 @@ from .version import __version__
 if TYPE_CHECKING:
     from .cache.blend_cache import BlendCache
     from .config import BlendConfig
-    from .context.checkpoints import StateCheckpoints
     from .context.self_extend import self_extend
     from .context.sequence_cache import SequenceCache, ShiftCache
+    from .context.state_cache import StateCache
     from .errors import (
         ConfigError,
         HfBlendError,
@@ -45,7 +45,7 @@ __all__ = [
     "PromptError",
     "SequenceCache",
     "ShiftCache",
-    "StateCheckpoints",
+    "StateCache",
     "StoreError",
     "UnsupportedModelError",
     "__version__",
@@ -62,7 +62,7 @@ _HOMES = {  # the others live in errors
     "ChunkStore": "store",
     "SequenceCache": "context.sequence_cache",
     "ShiftCache": "context.sequence_cache",
-    "StateCheckpoints": "context.checkpoints",
+    "StateCache": "context.state_cache",
     "blended": "generate",
     "calibrate": "evaluation.calibration",
     "observer": "model.identity.canonical",

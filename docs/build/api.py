@@ -20,7 +20,7 @@ INNER = {  # public methods and properties that the page shows, beside the class
     "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "to_static", "crop"),
     "ChunkStore": ("open", "add", "find", "get", "put", "contains", "delete", "close"),
     "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
-    "StateCheckpoints": ("resume", "prefill", "save"),
+    "StateCache": ("prefill", "generate"),
     "BlendConfig": ("to_json", "from_dict"),
 }
 HEAD = """# Reference

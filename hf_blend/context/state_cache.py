@@ -1,6 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a conversation holds whose model keeps states that cannot be moved or cut: linear attention, state spaces.
+"""The tokens that a model holds whose states cannot be moved or cut: linear attention, state spaces.
+
+    cache = StateCache(model)
+    cache.prefill(prefix_ids)                           # documents that many prompts begin with
+    save_session(cache, "prefix.session", tokenizer)    # of hf_blend.context.session; load_session takes it up
+    answer_ids = cache.generate(prompt_ids, max_new_tokens=64)   # computes only what is behind them
+
+The state of a layer holds every token before it, so a prompt is continued only from where states were saved: where
+what is held ends, where a prefix did, or where the last two prompts parted.
 
 The stock cache behind a turn stays as it is while the next turn continues a copy, so that a turn that fails is
 forgotten. Where the window is full, what stays of the text is prefilled again, which is exact. So is what a prompt
@@ -22,11 +30,13 @@ from ..config import BlendConfig
 from ..model.anatomy import refuse_extended, stock_cache, text_config
 from ..model.author import Author, author_of
 from ..model.fingerprint import fingerprint
+from ..model.modality import refuse_placeholders
 from ..model.placement import input_device
 from ..prompt.pieces import shared_tokens
 from ..store.tiers.base import EntryFault
 from .continuing import Parts, continuing
 from .sequence_cache import check_window, dropped_tokens
+from .tables import regime_tokens
 
 logger = logging.getLogger(__name__)
 END = 1 << 31  # of ids
@@ -34,16 +44,37 @@ _NOTHING: tuple[Author | None, list[int], Any] = None, [], None
 
 
 class StateCache:
-    """The tokens of a conversation, and the stock cache that they fill; `shifts` counts how often it was filled again.
+    """Token ids, and the stock cache that they fill; `shifts` counts how often it was filled again.
 
-    It has what `Conversation` asks of a `ShiftCache`, and is saved in the same kind of file. With `kv_bits` K and V of
-    layers that keep nothing else are packed; a file holds them unpacked, and they are packed again as they were.
+    It takes what prompts have in common with what is held, for any model whose cache is stock, and has what
+    `Conversation` asks of a `ShiftCache`. It is saved in the same kind of file.
     """
 
-    def __init__(self, model: nn.Module, window_tokens: int | None, keep_tokens: int, kv_bits: int | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        window_tokens: int | None = None,
+        keep_tokens: int = 1,
+        kv_bits: int | None = None,
+    ) -> None:
+        """Hold nothing.
+
+        Args:
+            model: a causal language model; it is left as it was.
+            window_tokens: most tokens that are held; None is as many as the model takes, and as its rotary
+                frequencies stay the same for.
+            keep_tokens: so many first tokens stay where a prompt is cut to fit.
+            kv_bits: packs K and V of layers that keep nothing else; a file holds them unpacked, and they are packed
+                again as they were.
+
+        Raises:
+            ConfigError: the window has no room behind the tokens that stay.
+            UnsupportedModelError: the model's states cannot be continued.
+        """
         self.model, self._way, self.kv_bits = model, continuing(model, fingerprint(model)), kv_bits
         longest = getattr(text_config(model), "max_position_embeddings", None)
-        self.window_tokens, self.keep_tokens, self.shifts = int(window_tokens or longest or END), keep_tokens, 0
+        most = min(longest or END, regime_tokens(model) or END)  # behind them rotary frequencies are others
+        self.window_tokens, self.keep_tokens, self.shifts = min(int(window_tokens or most), most), keep_tokens, 0
         check_window(self.window_tokens, keep_tokens)
         self._dtype = model.dtype
         self._ids: list[int] = []
@@ -61,10 +92,43 @@ class StateCache:
         """How many tokens are held."""
         return len(self._ids)
 
-    def generate(self, token_ids: Sequence[int], question_tokens: int, **options: Any) -> list[int]:
-        """Answer a prompt that ends with a question of so many tokens; holds it and all of the answer but its end."""
+    def prefill(self, token_ids: Sequence[int]) -> int:
+        """Hold these tokens, with states behind them from which any prompt that begins so is continued.
+
+        Returns:
+            how many tokens were computed; the others were held.
+
+        Raises:
+            PromptError: they do not fit the window, or one stands for an image.
+        """
+        refuse_placeholders(self.model, token_ids, "a prefix")
+        self.recompute()
+        ids = self._fitting([*token_ids], len(token_ids), 0)
+        cache, start = self._begun([*ids, 0], is_whole=True)
+        self._way.advance(self.model, cache, torch.tensor(ids[start:], dtype=torch.long))
+        self._cache, self._ids = cache, ids
+        self._save_states()
+        return len(ids) - start
+
+    def generate(self, token_ids: Sequence[int], question_tokens: int | None = None, **options: Any) -> list[int]:
+        """Answer a prompt as `generate` of transformers does, of which what is held is not computed again.
+
+        Args:
+            token_ids: of the whole prompt. Where it and an answer are too long, what is between its first tokens and
+                the question is cut, the earliest first.
+            question_tokens: how many tokens at the end are the question; None: nothing is cut.
+            **options: of `generate`.
+
+        Returns:
+            the ids of the answer. The prompt and all of the answer but its last token are held then.
+
+        Raises:
+            PromptError: the question and its answer do not fit the window, or a token stands for an image.
+        """
+        refuse_placeholders(self.model, token_ids, "a prompt")
         self.recompute()
         new = options.get("max_new_tokens") or self.model.generation_config.max_new_tokens or 1
+        question_tokens = len(token_ids) if question_tokens is None else question_tokens
         ids = self._fitting([*token_ids], min(question_tokens, len(token_ids)), new)
         cache, held = self._begun(ids, is_whole=len(ids) == len(token_ids))
         if held and not self._way.at_once:
@@ -116,10 +180,17 @@ class StateCache:
 
     def restore(self, state: dict[str, Tensor], author: Author | None = None) -> None:
         """Hold what `state` gave, and nothing else; `author` computed it, None: the model as it is now."""
-        self._author, self._saved = author or author_of(self.model), (0, {})
+        self._author = author or author_of(self.model)
         self._ids = state["ids"].tolist()
         filled = self._way.form.fill([state], len(self._ids)) if self._ids else stock_cache(self.model)
         self._cache = self._packed(filled)
+        self._save_states()
+
+    def _save_states(self) -> None:
+        """Keep a copy of the states behind what is held."""
+        tokens = len(self._ids)
+        taken = self._way.form.take(self._cache, tokens, tokens) if tokens else {}
+        self._saved = tokens, {name: part.clone() for name, part in taken.items()}
 
     def _fitting(self, ids: list[int], question: int, new: int) -> list[int]:
         """The ids that stay so that they and an answer fit: if not all, the first and less than half of the others."""
