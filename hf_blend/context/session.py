@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from ..cache.quantised_layer import forms, is_grouping
@@ -188,7 +189,13 @@ def _check_state(state: dict[str, Tensor], layout: Layout, kv_bits: int | None) 
 
 
 def _compare(path: str | Path, saved: Mapping[str, str], expected: dict[str, str]) -> None:
-    for name in ("rope", "tokenizer", "model", "kv_bits"):  # a rotary setting is part of the model: name it first
+    for name in (
+        "rope",
+        "tokenizer",
+        "model",
+        "kv_bits",
+        "transformers",
+    ):  # a rotary setting is part of the model: name it first
         if saved.get(name) != expected.get(name):
             raise StoreError(
                 f"the session {path} was saved with another {name} ({saved.get(name)!r:.60}) than this cache's "
@@ -203,6 +210,9 @@ def _identity(cache: SequenceCache | StateCache, tokenizer: Any, author: Author)
         "tokenizer": "" if tokenizer is None else _tokenizer_digest(tokenizer),
         "rope": json.dumps(rope, sort_keys=True, default=str),
         **({} if cache.kv_bits is None else {"kv_bits": str(cache.kv_bits)}),
+        **(
+            {"transformers": transformers.__version__} if isinstance(cache, StateCache) else {}
+        ),  # whose states these are
     }
 
 
