@@ -169,6 +169,16 @@ def test_salted_requests_do_not_share_exact_prefixes_with_others(blend, model, b
     assert matched == [0, 0, 48, 0]
 
 
+def test_the_exact_prefix_of_a_salted_blend_is_found_behind_its_own_salt_alone(model, bench, stored):
+    start = [1, *bench.draw(40, 7)]
+    blended, plain = [*start, *bench.workload.library[0], *bench.draw(9, 3)], [*start, *bench.draw(9, 4)]
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
+        assert bench.answer(engine, blended, salt=(5, 6))[1].how == "blended"
+        salts = ((), (5, 7), (5, 6))
+        matched = [bench.answer(engine, plain, salt=salt, blend=False)[1].prefix_tokens for salt in salts]
+    assert matched == [0, 0, 32], "the blocks before the one in which the chunk begins"
+
+
 def test_a_prefill_is_cut_into_turns_and_those_that_decode_go_on_between_them(tiny_model, bench, store):
     model = tiny_model("llama", num_hidden_layers=8)
     store.add(model, None, bench.workload.library)
