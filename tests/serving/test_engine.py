@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import psutil
 import pytest
@@ -17,7 +17,10 @@ import torch
 from transformers import GenerationConfig
 
 from hf_blend import ChunkStore, observer
+from hf_blend.config import BLIND_RATIO, BLIND_SELECTOR, BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, StoreError, UnsupportedModelError
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.recipes import Recipe
 from hf_blend.serving import prefills, upstream
 from hf_blend.serving.paged import BlendedPagedCache
 from tests.asking import noting, raising
@@ -177,6 +180,14 @@ def test_the_exact_prefix_of_a_salted_blend_is_found_behind_its_own_salt_alone(m
         salts = ((), (5, 7), (5, 6))
         matched = [bench.answer(engine, plain, salt=salt, blend=False)[1].prefix_tokens for salt in salts]
     assert matched == [0, 0, 32], "the blocks before the one in which the chunk begins"
+
+
+def test_an_engine_takes_the_recipe_of_its_model_where_that_asks_no_question(model, bench, store):
+    asking = Recipe({"selector": "query-attention", "recompute_ratio": 0.4}, "tuned")
+    store.recipes.put(fingerprint(model), asking)
+    assert bench.engine(model, store).blend_config == BlendConfig(BLIND_RATIO, BLIND_SELECTOR)
+    store.recipes.put(fingerprint(model), replace(asking, blind_settings={"selector": "none"}))
+    assert bench.engine(model, store).blend_config == BlendConfig(BLIND_RATIO, "none")
 
 
 def test_a_prefill_is_cut_into_turns_and_those_that_decode_go_on_between_them(tiny_model, bench, store):
