@@ -224,7 +224,7 @@ def test_inputs_from_text_keep_nothing_behind_another_image():
         assert cache.get_seq_length() == past, "up to the image, whose id is that of any other"
         assert built["input_ids"].equal(prompt(kind, *pieces))
         inputs = {**arguments(kind, *pieces, seeds=(seed,)), **built}
-        got, expected = (model.generate(**inputs, **ways, past_key_values=cache) for cache in (cache, None))
+        got, expected = (model.generate(**inputs, **ways, past_key_values=kept) for kept in (cache, None))
         assert gap(got.logits[0], expected.logits[0]) < FLOOR
         assert got.sequences.equal(expected.sequences)
 
