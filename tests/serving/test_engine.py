@@ -400,6 +400,16 @@ def test_blocks_of_a_prompt_whose_chunk_is_evicted_meanwhile_serve_no_other(mode
         assert outcome.how == "blended", "not shared with what was blended of one chunk"
 
 
+def test_blocks_of_a_blend_whose_first_token_cannot_be_drawn_serve_no_other(model, bench, stored, monkeypatch):
+    ids = [1, *bench.draw(4, 7), *bench.workload.library[0], *bench.workload.library[3], *bench.draw(9, 3)]
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
+        draw, failures = engine._draw, [RuntimeError("no token")]
+        monkeypatch.setattr(engine, "_draw", lambda *given: raising(failures.pop())() if failures else draw(*given))
+        answers = [bench.answer(engine, ids) for _ in range(2)]
+    assert [outcome.how for _, outcome in answers] == ["plain", "blended"]
+    assert answers[1][0] == bench.lone_answer(model, stored, ids, recompute_ratio=RATIO)
+
+
 def test_an_engine_whose_requests_were_all_cancelled_for_want_of_blocks_lets_new_ones_in(model, bench, stored):
     with bench.engine(model, stored) as engine:
         engine.batch_processor.scheduler.block_new_requests = True  # as `offload_requests` leaves it
