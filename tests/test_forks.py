@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -226,6 +227,23 @@ def test_workers_locks_and_properties_are_a_childs_own():
         assert [future.result() for future in futures] == [7, parent]
     assert in_child(lambda: [future.result() for future in futures]) == [7, parent], "what had come is there"
     workers.close()
+
+
+def test_what_a_lock_that_forks_hold_guards_is_whole_in_a_child():
+    lock, there, guarded = new_lock(held_by_forks=True), threading.Event(), []
+
+    def write():
+        with lock:
+            guarded.append("begun")
+            there.set()
+            time.sleep(0.2)
+            guarded.append("ended")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert there.wait(BOUND_S)
+    assert in_child(lambda: [*guarded]) == ["begun", "ended"]
+    thread.join()
 
 
 def test_what_forks_have_to_know_of_is_made_in_one_module():

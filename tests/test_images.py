@@ -211,7 +211,8 @@ def test_inputs_with_images_of_a_later_turn_are_chunks_too():
 
 
 def test_inputs_from_text_keep_nothing_behind_another_image():
-    kind, ways = "llava", {"max_new_tokens": 4, "do_sample": False}
+    kind, ways = "llava", {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
+    ways["return_dict_in_generate"] = True
     model, cache = build(kind), BlendCache(build(kind), filled(kind), recompute_ratio=1.0)
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(128)}, "w3"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -223,7 +224,26 @@ def test_inputs_from_text_keep_nothing_behind_another_image():
         assert cache.get_seq_length() == past, "up to the image, whose id is that of any other"
         assert built["input_ids"].equal(prompt(kind, *pieces))
         inputs = {**arguments(kind, *pieces, seeds=(seed,)), **built}
-        assert model.generate(**inputs, **ways, past_key_values=cache).equal(model.generate(**inputs, **ways))
+        got, expected = (model.generate(**inputs, **ways, past_key_values=kept) for kept in (cache, None))
+        assert gap(got.logits[0], expected.logits[0]) < FLOOR
+        assert got.sequences.equal(expected.sequences)
+
+
+def test_a_history_that_parts_behind_an_image_keeps_it_and_one_that_parts_before_it_is_refused():
+    kind, ways = "llava", {"max_new_tokens": 4, "do_sample": False}
+    model, cache = build(kind), BlendCache(build(kind), filled(kind), recompute_ratio=1.0)
+    built = cache.inputs(None, prefix=PREFIX, chunks=[picture(kind), CHUNKS[0]], question=QUESTION)
+    image = arguments(kind, picture(kind), CHUNKS[0], seeds=(1,))
+    turn = model.generate(**{**image, **built}, **ways, past_key_values=cache)
+    before, behind = turn.clone(), turn.clone()
+    before[0, 1], behind[0, -5] = 8, 12
+    with pytest.raises(PromptError, match="stand for images, which do not come with it"):
+        cache.inputs(None, prefix=None, chunks=[CHUNKS[1]], question=QUESTION, history=before)
+    held = cache.get_seq_length()
+    second = cache.inputs(None, prefix=None, chunks=[CHUNKS[1]], question=QUESTION, history=behind)
+    assert cache.get_seq_length() == turn.shape[1] - 5 < held
+    got = model.generate(**second, **ways, past_key_values=cache)
+    assert got.equal(model.generate(**second, pixel_values=image["pixel_values"], **ways))
 
 
 @needs_encoding

@@ -59,6 +59,15 @@ def test_chunks_of_another_namespace_are_not_seen(planner, shared_model):
     assert one._store.namespace == plan(one, (*BOS, 5, *A, *Q)).chunks[0].chunk.key.namespace == "theirs"
 
 
+def test_what_a_prompt_begins_with_is_stored_in_the_namespace_too(planner):
+    one = planner(namespace="theirs")
+    for known in ([Span.whole(0, A)], [Span.whole(3, B)]):
+        row = (*A, *Q) if known[0].start == 0 else (*BOS, 5, 6, *B, *Q)
+        made = plan(one, row, known=[known])
+        assert made.chunks[0].exact
+        assert {placed.chunk.key.namespace for placed in made.chunks} == {"theirs"}
+
+
 def test_parse_counts_what_came_of_a_prompt_and_not_what_was_held_before_it(shared_model):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1, 1]])  # 4 held, 3 of the prompt, 2 new
     arguments = {"input_ids": torch.tensor([[8, 9], [8, 9]]), "attention_mask": mask, "logits_to_keep": 1}
@@ -113,6 +122,22 @@ def test_drop_makes_the_tokens_of_a_chunk_fresh_whatever_else_is_computed(planne
     made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q))
     made.drop(made.chunks[0])
     assert made.fresh(with_reusable=False).tolist() == [[True] * 9 + [False] * 5 + [True] * 3]
+
+
+def test_drop_counts_only_what_was_to_be_reused_before_the_rows_whose_logits_are_asked_for(planner):
+    row = (*BOS, 5, *A, *B, *Q)
+    made = planner(A, B).plan([PromptRow(row, len(row), 0)], len(row), logits_rows=5)  # two are of B
+    assert (made.stored_counts, made.fresh_counts) == ([7 + 3], [2 + 5])
+    made.drop(made.chunks[1])
+    assert (made.stored_counts, made.fresh_counts) == ([7], [2 + 8])
+    assert made.fresh(with_reusable=False).tolist() == [[True] * 2 + [False] * 7 + [True] * 8]
+
+
+def test_a_probe_computes_none_of_a_draft_behind_the_prompt(planner):
+    row = (*BOS, 5, *A, *Q)
+    prompt = PromptRow(row, len(row) + 2, 0, spans=[Span.whole(2, A)], prefix=0)
+    made = planner(A).plan([prompt], len(row) + 2, logits_rows=3)
+    assert made.sampled(2).nonzero()[1].tolist() == [0, 1, 9, 11], "of the question the first and the last"
 
 
 def test_column_mask_is_that_of_the_layers_that_see_everything():

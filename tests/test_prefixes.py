@@ -102,6 +102,31 @@ def test_a_turn_continues_behind_the_answer_and_an_earlier_parting_behind_the_pr
     assert sum(widths) == 9 + 3
 
 
+def test_windows_behind_a_prefix_are_forgotten_by_a_prompt_that_begins_otherwise():
+    model, state = model_of("gemma2"), StateCache(model_of("gemma2"))
+    state.prefill(ids_of(PREFIX))
+    other = ids_of(PREFIX + 9, 1)
+    for ids in (other, [*other[: PREFIX + 4], *ids_of(5, 2)]):
+        assert state.generate(ids, **FEW) == stock(model, ids)
+
+
+def test_a_prompt_that_is_all_held_is_answered_as_if_nothing_were():
+    model, state, prefix = model_of("llama"), StateCache(model_of("llama")), ids_of(PREFIX)
+    state.prefill(prefix)
+    assert state.generate(prefix, **FEW) == stock(model, prefix)
+
+
+def test_states_of_a_prefix_that_another_model_computed_are_not_resumed():
+    model, prefix = tiny_model("qwen3_next"), ids_of(PREFIX)
+    state = StateCache(model)
+    state.prefill(prefix)
+    state.generate([*prefix, *ids_of(7, 1)], **FEW)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight.flip(0))
+    parted = [*prefix, *ids_of(7, 2)]
+    assert state.generate(parted, **FEW) == stock(model, parted)
+
+
 def test_a_prefix_that_does_not_fit_and_a_session_of_another_model_are_refused_by_name(tmp_path):
     model = model_of("lfm2")
     with pytest.raises(PromptError, match="37 new tokens do not fit a window of 30"):

@@ -165,6 +165,19 @@ def test_a_crop_into_a_forgotten_window_is_refused_and_changes_nothing(pieces):
     assert {layer.get_seq_length() for layer in cache.layers} == {0}
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_a_history_that_parts_before_what_a_window_keeps_is_computed_again(pieces, family):
+    model = model_of(family, "sdpa")
+    cache, inputs = prepared(model, pieces(**FOUR_WINDOWS), recompute_ratio=1.0)
+    history = asking.generated(model, inputs, cache)
+    history[0, 40] = 9 if history[0, 40] == 8 else 8
+    stored = len(cache.store)
+    second = cache.inputs(None, chunks=pieces((20,), seed=4)["chunks"], question=[5, 6, 7], history=history)
+    assert cache.get_seq_length() == 0
+    as_stock(model, second, cache)
+    assert len(cache.store) == stored + 1, "what was said is no entry"
+
+
 def test_a_window_that_is_not_full_can_be_cropped():
     layer = BlendSlidingLayer(10)
     layer.update(*states(9, 0))

@@ -78,6 +78,20 @@ def test_chunks_of_a_request_that_failed_or_ended_may_go(shared_model, prompt, p
     assert (report.loaded_chunks, report.computed_chunks) == (4, 0)
 
 
+def test_a_forward_that_ended_protects_nothing_though_its_plan_is_kept(shared_model, prompt, monkeypatch):
+    with ChunkStore.open("memory://") as store:
+        protect, plans, releases = store.protect, [], []
+
+        def noting(keys, plan):
+            plans.append(plan)
+            releases.append(protect(keys, plan))
+            return releases[-1]
+
+        monkeypatch.setattr(store, "protect", noting)
+        ask(shared_model(MODEL), store, prompt)
+        assert [release.alive for release in releases] == [False] * len(plans) != []
+
+
 def test_protect_ends_with_the_last_of_two_requests(chunk_bytes, shared_model, prompt):
     class Owner:
         pass

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import psutil
 import pytest
@@ -17,7 +17,10 @@ import torch
 from transformers import GenerationConfig
 
 from hf_blend import ChunkStore, observer
+from hf_blend.config import BLIND_RATIO, BLIND_SELECTOR, BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, StoreError, UnsupportedModelError
+from hf_blend.model.fingerprint import fingerprint
+from hf_blend.recipes import Recipe
 from hf_blend.serving import prefills, upstream
 from hf_blend.serving.paged import BlendedPagedCache
 from tests.asking import noting, raising
@@ -167,6 +170,24 @@ def test_salted_requests_do_not_share_exact_prefixes_with_others(blend, model, b
         salts = ((), (5, 6), (5, 6), (5, 7))
         matched = [bench.answer(engine, ids, salt=salt, blend=blend)[1].prefix_tokens for salt in salts]
     assert matched == [0, 0, 48, 0]
+
+
+def test_the_exact_prefix_of_a_salted_blend_is_found_behind_its_own_salt_alone(model, bench, stored):
+    start = [1, *bench.draw(40, 7)]
+    blended, plain = [*start, *bench.workload.library[0], *bench.draw(9, 3)], [*start, *bench.draw(9, 4)]
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
+        assert bench.answer(engine, blended, salt=(5, 6))[1].how == "blended"
+        salts = ((), (5, 7), (5, 6))
+        matched = [bench.answer(engine, plain, salt=salt, blend=False)[1].prefix_tokens for salt in salts]
+    assert matched == [0, 0, 32], "the blocks before the one in which the chunk begins"
+
+
+def test_an_engine_takes_the_recipe_of_its_model_where_that_asks_no_question(model, bench, store):
+    asking = Recipe({"selector": "query-attention", "recompute_ratio": 0.4}, "tuned")
+    store.recipes.put(fingerprint(model), asking)
+    assert bench.engine(model, store).blend_config == BlendConfig(BLIND_RATIO, BLIND_SELECTOR)
+    store.recipes.put(fingerprint(model), replace(asking, blind_settings={"selector": "none"}))
+    assert bench.engine(model, store).blend_config == BlendConfig(BLIND_RATIO, "none")
 
 
 def test_a_prefill_is_cut_into_turns_and_those_that_decode_go_on_between_them(tiny_model, bench, store):
@@ -377,6 +398,16 @@ def test_blocks_of_a_prompt_whose_chunk_is_evicted_meanwhile_serve_no_other(mode
         found, outcome = bench.answer(engine, ids)
         assert found == alone
         assert outcome.how == "blended", "not shared with what was blended of one chunk"
+
+
+def test_blocks_of_a_blend_whose_first_token_cannot_be_drawn_serve_no_other(model, bench, stored, monkeypatch):
+    ids = [1, *bench.draw(4, 7), *bench.workload.library[0], *bench.workload.library[3], *bench.draw(9, 3)]
+    with bench.engine(model, stored, recompute_ratio=RATIO) as engine:
+        draw, failures = engine._draw, [RuntimeError("no token")]
+        monkeypatch.setattr(engine, "_draw", lambda *given: raising(failures.pop())() if failures else draw(*given))
+        answers = [bench.answer(engine, ids) for _ in range(2)]
+    assert [outcome.how for _, outcome in answers] == ["plain", "blended"]
+    assert answers[1][0] == bench.lone_answer(model, stored, ids, recompute_ratio=RATIO)
 
 
 def test_an_engine_whose_requests_were_all_cancelled_for_want_of_blocks_lets_new_ones_in(model, bench, stored):
