@@ -33,11 +33,11 @@ UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config th
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Find the decoder layers of a causal language model, in the order in which they run."""
-    wanted = getattr(text_config(model), "num_hidden_layers", None)
-    lists = _lists_of(decoder_of(model), wanted)
+    count = getattr(text_config(model), "num_hidden_layers", None)
+    lists = _lists_of(decoder_of(model), count)
     if len(lists) != 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {len(lists)} lists of {wanted} layers in its decoder, but exactly one is "
+            f"{type(model).__name__} has {len(lists)} lists of {count} layers in its decoder, but exactly one is "
             "wanted: the decoder layers. Blending cannot enter this model; use a decoder-only model for text."
         )
     return list(lists[0])
@@ -46,10 +46,10 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def decoder_of(model: nn.Module) -> nn.Module:
     """The module that holds the decoder layers: what `get_decoder` gives, or what is inside that (Llama 4)."""
     decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
-    wanted = getattr(text_config(model), "num_hidden_layers", None)
+    count = getattr(text_config(model), "num_hidden_layers", None)
     base = getattr(model, "base_model", model)  # ModernBERT's decoder gives its head, Llama 4 the model itself
     inside = list(model.children()) if decoder is model else []
-    return next((module for module in (decoder, base, *inside) if _lists_of(module, wanted)), decoder)
+    return next((module for module in (decoder, base, *inside) if _lists_of(module, count)), decoder)
 
 
 def wants_all_rows(model: nn.Module) -> bool:
@@ -84,12 +84,12 @@ def refuse_other_states(model: nn.Module, only_keys: bool = False) -> None:
 def other_states(config: Any, only_keys: bool = False) -> str:
     """What a config says against keeping K and V of each token in every layer; empty if nothing."""
     added = () if only_keys else ("Indexed", *(kind for room in rooms() for kind in room.states))
-    known = (*TOKEN_STATES, *added)
+    supported = (*TOKEN_STATES, *added)
     moved = "and only these can be moved. Use a BlendCache, or plain generate."
     blended = "which cannot stand behind other tokens. Use full prefill."
     for index, layer in enumerate(stock_layers(config)):
         name = type(layer).__name__.removeprefix("Dynamic").removesuffix("Layer")
-        if name not in known:
+        if name not in supported:
             kind = f"layer {index} keeps a state of another kind ({name}) than K and V of each token, "
             return kind + (moved if only_keys else blended)
     return ""
@@ -147,8 +147,8 @@ def keeps_nothing(layer: Any) -> bool:
     return type(layer).__name__ == "DummyLayer"
 
 
-def _lists_of(module: nn.Module, wanted: int | None) -> list[nn.ModuleList]:
-    return [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == wanted]
+def _lists_of(module: nn.Module, count: int | None) -> list[nn.ModuleList]:
+    return [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == count]
 
 
 def text_config(model: nn.Module) -> Any:
@@ -169,7 +169,7 @@ def windowed_layer(model: nn.Module) -> int | None:
 
 def is_extended(model: nn.Module) -> bool:
     """Whether a model is inside `self_extend`, where it attends otherwise than it does alone."""
-    return any(one is text_config(model) for one in EXTENDED.get())
+    return any(config is text_config(model) for config in EXTENDED.get())
 
 
 def refuse_extended(model: nn.Module) -> None:
@@ -208,8 +208,8 @@ class LayerInfo:
     def of(cls, layer: nn.Module) -> "LayerInfo":
         """What is known of a layer, as long as it lives."""
         if layer not in _infos:
-            attends = any(hasattr(one, "num_key_value_groups") for one in layer.modules())
-            inside = (one for one in layer.modules() if one is not layer and hasattr(one, "layer_idx"))
+            attends = any(hasattr(module, "num_key_value_groups") for module in layer.modules())
+            inside = (module for module in layer.modules() if module is not layer and hasattr(module, "layer_idx"))
             _infos[layer] = cls(attends, tuple(filter(_looks_up, inside)))
         return _infos[layer]
 
@@ -219,10 +219,10 @@ def _looks_up(module: nn.Module) -> bool:
 
     forward = inspect.unwrap(type(module).forward)
     names = (forward.__globals__.get(name) for name in forward.__code__.co_names)
-    if not any(isinstance(one, AttentionInterface) for one in names):
+    if not any(isinstance(value, AttentionInterface) for value in names):
         return False  # GPT-J and others compute it in their own code
     parameters = inspect.signature(forward).parameters.values()
-    takes_keywords = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+    takes_keywords = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     return takes_keywords and hasattr(getattr(module, "config", None), "_attn_implementation")
 
 
@@ -243,11 +243,11 @@ class LayerCall:
     def bind(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "LayerCall":
         """Give each positional argument its name."""
         names = parameter_names(type(layer))  # type: ignore[arg-type]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
         # where a mixer beside the attention has a mask of its own, that of the attention is the causal one
-        mask_name = "causal_mask" if "causal_mask" in given else "attention_mask"
-        others = {name: value for name, value in given.items() if name != names[0]}
-        return cls(layer, given[names[0]], others, mask_name, given)
+        mask_name = "causal_mask" if "causal_mask" in named else "attention_mask"
+        others = {name: value for name, value in named.items() if name != names[0]}
+        return cls(layer, named[names[0]], others, mask_name, named)
 
     @property
     def cache(self) -> Any:

@@ -60,8 +60,8 @@ def open_door(name: str) -> None:
 
 def stock_function(name: str) -> AttentionFn | None:
     """The function under a name of transformers as it is without a door; None where models bring their own."""
-    found = ALL_ATTENTION_FUNCTIONS.get(name)
-    return getattr(found, "stock", found)
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    return getattr(function, "stock", function)
 
 
 @lru_cache(maxsize=256)
@@ -69,8 +69,8 @@ def eager_function(kind: type[nn.Module]) -> AttentionFn:
     """The eager attention of a class of modules: the function in its file that its forward falls back on."""
     forward = inspect.unwrap(kind.forward)
     names = (*forward.__code__.co_names, "eager_attention_forward")
-    found = (forward.__globals__.get(name) for name in names if name.endswith("eager_attention_forward"))
-    function: AttentionFn | None = next((one for one in found if one is not None), None)
+    functions = (forward.__globals__.get(name) for name in names if name.endswith("eager_attention_forward"))
+    function: AttentionFn | None = next((candidate for candidate in functions if candidate is not None), None)
     if function is None:
         raise UnsupportedModelError(
             f"{kind.__name__} attends with 'eager', whose function was not found. Load the model with "
@@ -104,8 +104,10 @@ def _attend(
     lines = attention_mask.lines
     if isinstance(lines, PackedLines) and kwargs.get("position_bias") is None:
         outputs = [
-            stock(module, query[:, :, one.rows], lines.seen_of(key, one), lines.seen_of(value, one), own, **kwargs)[0]
-            for one, own in zip(lines.blocks, lines.masks, strict=True)
+            stock(
+                module, query[:, :, block.rows], lines.seen_of(key, block), lines.seen_of(value, block), own, **kwargs
+            )[0]
+            for block, own in zip(lines.blocks, lines.masks, strict=True)
         ]
         return torch.cat(outputs, dim=1), None
     special = [name for name in ("position_bias", "softcap", "s_aux", "indices") if kwargs.get(name) is not None]
@@ -154,8 +156,8 @@ class AttentionCapture:
         """Take the next call; False for a layer whose attention is not found, which goes its own way."""
         thread = threading.get_ident()
 
-        def choose(given: tuple[Any, ...]) -> Take | None:
-            is_other = any(isinstance(one, Cache) and one is not cache for one in given)
+        def choose(arguments: tuple[Any, ...]) -> Take | None:
+            is_other = any(isinstance(value, Cache) and value is not cache for value in arguments)
             return None if is_other or threading.get_ident() != thread else self._taken
 
         self.close()

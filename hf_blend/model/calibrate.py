@@ -119,12 +119,12 @@ def rotary_styles(model: nn.Module) -> CheckResult:
     try:
         with canonical(model):
             probe = _Probe.of(model)
-            found = tuple(_style_of(probe, index, styles) for index in range(len(probe.here.layers)))
+            matched = tuple(_style_of(probe, index, styles) for index in range(len(probe.here.layers)))
             if first := probe.here.layers[0]:
-                values = first[1 - found[0].slot if len(first) > 1 else -1]
+                values = first[1 - matched[0].slot if len(first) > 1 else -1]
                 why = "It adds positions to the embeddings that it counts itself."
                 _refuse_moved(probe, 0, values.chunk(2, dim=-2), f"its values at two places of a prompt. {why}")
-            return CheckResult(*probe.worst, found=found)
+            return CheckResult(*probe.worst, found=matched)
     except UnsupportedModelError as error:
         if cause := shared_scale(model):
             raise UnsupportedModelError(f"{type(model).__name__} cannot be moved: {cause}") from error
@@ -156,16 +156,16 @@ def _style_of(probe: _Probe, index: int, styles: list[type[RotaryStyle]]) -> typ
     return with_style_beside(own, _nearest(probe, index, slice(2, 3), [*styles, *map(at_the_end, styles)]))
 
 
-def _nearest(probe: _Probe, index: int, part: slice, candidates: list[type[RotaryStyle]]) -> type[RotaryStyle]:
+def _nearest(probe: _Probe, index: int, columns: slice, candidates: list[type[RotaryStyle]]) -> type[RotaryStyle]:
     """The style that takes a part of what a layer keeps from one place to the other."""
-    states, there = probe.here.layers[index][part], probe.there.layers[index][part]
+    states, there = probe.here.layers[index][columns], probe.there.layers[index][columns]
     tables = probe.here.tables[index], probe.there.tables[index]
     errors = {style: _error(style, states, there, *tables) for style in candidates}
     ones = torch.ones(1, states[0].shape[-1])
     best = min(errors, key=lambda style: (errors[style], style.pairs(ones).shape[-1]))  # of equals what turns least
     tolerance = probe.tolerance(index, errors[best])
     if errors[best] > tolerance:
-        what = BESIDE if part.start else "the K/V"
+        what = BESIDE if columns.start else "the K/V"
         raise UnsupportedModelError(
             f"layer {index} of {type(probe.model).__name__} cannot be moved. {_cause(probe, index)} At two places "
             f"{what} of the same tokens differ by {errors[best]:.2g} of their size after the nearest rotary style "
@@ -204,10 +204,10 @@ def _norm_behind(probe: _Probe, index: int) -> str:
 
 def _error(style: type[RotaryStyle], states: States, there: States, old: Table | None, new: Table | None) -> float:
     """How far a style is from taking the states of one place to those of another; the worse of several tensors."""
-    turning, moved = style.slot, [part.clone() for part in states]
+    turning, moved = style.slot, [tensor.clone() for tensor in states]
     if old is not None and new is not None:
         device = states[turning].device  # of the layer; the model may make its tables on another
-        cos, sin = (part.to(device) for part in compose(style, old, new))
+        cos, sin = (table.to(device) for table in compose(style, old, new))
         if 2 * cos.shape[-1] > states[turning].shape[-1]:
             return float("inf")
         style.move(states[turning], (cos[:, None], sin[:, None]), out=moved[turning])
@@ -293,5 +293,5 @@ def ratio_1(subject: CheckedModel) -> CheckResult:
         if not report.reusable_tokens or report.reusable_tokens != sum(map(len, report.chosen_columns)):
             return nothing_shown(f"the sparse path was not taken: {report.fallback_reason or report}")
         results.append(subject.compare_with_plain([prompt], got.logits))
-    worst = max(results, key=lambda one: (not one.passed, one.error))
+    worst = max(results, key=lambda result: (not result.passed, result.error))
     return CheckResult(worst.error, worst.tolerance, worst.detail and f"with every token recomputed {worst.detail}")

@@ -63,10 +63,10 @@ def signed(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str) -> "list[C
 
 def canary_of(model: nn.Module) -> str:
     """A few numbers of what a model computes now, found by one short forward after each change of the model."""
-    known, state = _known.get(model), state_of(model)
-    if known is None or known[0] != state:
-        known = _known[model] = state, _numbers(model)
-    return known[1]
+    record, state = _known.get(model), state_of(model)
+    if record is None or record[0] != state:
+        record = _known[model] = state, _numbers(model)
+    return record[1]
 
 
 def is_of_model(model: nn.Module, canary: str) -> bool:

@@ -106,7 +106,7 @@ def cut_chunk(captured: Capture, key: ChunkKey, start: int = 0, end: int | None 
     """Cut a chunk out of the columns from `start` to `end`, without the tokens that it was computed behind."""
     own = slice(start + len(key.chunk_prefix_ids), end)
     tables, layer_table = distinct_tables(captured.tables, own)
-    layers = tuple(tuple(one[0, :, own].clone() for one in states) for states in captured.layers)
+    layers = tuple(tuple(tensor[0, :, own].clone() for tensor in states) for states in captured.layers)
     return ChunkKV(key, layers, tables, layer_table)
 
 
@@ -127,10 +127,10 @@ def capture(
     Shapes: input_ids `[batch, tokens]`, position_ids `[batch, tokens]`, attention_mask `[batch, tokens]`.
     """
     device = input_device(model)
-    given = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-    given = {name: value.to(device) for name, value in given.items() if value is not None}
+    inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+    inputs = {name: value.to(device) for name, value in inputs.items() if value is not None}
     with canonical(model):
-        return _captured(model, decoder_of(model), given, starts, shared)[0]
+        return _captured(model, decoder_of(model), inputs, starts, shared)[0]
 
 
 @torch.no_grad()
@@ -146,9 +146,9 @@ def _captured(
     extras = enumerate(extras_of(model, len(layers)))
     passes = {index: extra.record(cache, tokens) for index, extra in extras if extra is not None}
     with ExitStack() as stack:
-        for one in passes.values():
-            stack.callback(one.leave)
-            one.enter()
+        for forward in passes.values():
+            stack.callback(forward.leave)
+            forward.enter()
         tables = stack.enter_context(_watched(layers, cache, tokens, starts, shared))
         output = called(**{**arguments, "past_key_values": cache, "use_cache": True})
     indices, stock = range(len(layers)), dict(enumerate(stock_layers(text_config(model))))
@@ -164,9 +164,9 @@ def _states(model: nn.Module, cache: Any, index: int, tokens: int, extra: Any, s
     states: tuple[Any, ...] = ()
     if extra is None or hasattr(stock, "keys"):
         states = getattr(layer, "keys", None), getattr(layer, "values", None)
-    for one in states:
-        if not isinstance(one, Tensor) or one.dim() != 4 or one.shape[2] != tokens:
-            got = tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__
+    for tensor in states:
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4 or tensor.shape[2] != tokens:
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise UnsupportedModelError(
                 f"layer {index} of {type(model).__name__} left {got} in the cache, but keys and values of the form "
                 f"[batch, heads, {tokens}, width] are expected. Blending needs them in every layer; use full prefill."
@@ -192,12 +192,12 @@ def _watched(
         tables[index] = rotary_table(call.arguments, layer)
         if len(starts) < 2:
             return None
-        given = call.arguments.get(call.mask_name)
-        if id(given) not in masks:  # the model's is kept alive, or its id would be used again
+        mask = call.arguments.get(call.mask_name)
+        if id(mask) not in masks:  # the model's is kept alive, or its id would be used again
             open_door(STOCK)
-            lines = PackedLines(given, starts, tokens, call.hidden.device, shared)
-            masks[id(given)] = RowMask.of(lines), given
-        call.arguments[call.mask_name] = masks[id(given)][0]
+            lines = PackedLines(mask, starts, tokens, call.hidden.device, shared)
+            masks[id(mask)] = RowMask.of(lines), mask
+        call.arguments[call.mask_name] = masks[id(mask)][0]
         return (call.hidden,), call.arguments
 
     with hooked(enumerate(layers), begins):
@@ -213,7 +213,7 @@ def distinct_tables(
     for table in per_layer:
         if table is not None and id(table[0]) not in seen:
             seen[id(table[0])] = len(tables)
-            cos, sin = (part.reshape(-1, part.shape[-1])[own].float().clone() for part in table)
+            cos, sin = (side.reshape(-1, side.shape[-1])[own].float().clone() for side in table)
             tables.append((cos, sin))
     return tuple(tables), tuple(-1 if table is None else seen[id(table[0])] for table in per_layer)
 
@@ -240,7 +240,7 @@ def packs(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
     if len(listed) < 2 or not (_may_pack(model) and packed_chunks(model)):
         return [[key] for key in listed]
     most = min(PACK_TOKENS, getattr(config, "attention_chunk_size", None) or PACK_TOKENS)
-    found: list[list[ChunkKey]] = []
+    packed: list[list[ChunkKey]] = []
     last: dict[object, tuple[int, list[ChunkKey]]] = {}  # by regime and what is shared: the pack to fill, its tokens
     for key in listed:
         tokens, shared = len(_tokens(key)), _shared(model, key)
@@ -248,16 +248,16 @@ def packs(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
         before, pack = last.get(kind, (most, []))
         if before + tokens - len(shared) > most:
             before, pack = len(shared), []
-            found.append(pack)
+            packed.append(pack)
         pack.append(key)
         last[kind] = before + tokens - len(shared), pack
-    return found
+    return packed
 
 
 def capture_alone(model: nn.Module, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkKV]:
     """Compute chunks as a request does that lacks them all, each once."""
     listed = packs(model, dict.fromkeys(keys))
-    return {one.key: one for pack in listed for one in capture_chunks(model, pack)}
+    return {chunk.key: chunk for pack in listed for chunk in capture_chunks(model, pack)}
 
 
 def _may_pack(model: nn.Module) -> bool:

@@ -114,9 +114,9 @@ def finding(find: Callable[[nn.Module], CheckResult]) -> PerStructure[Any]:
     return PerStructure(lambda model: find(model).found)
 
 
-def violations(found: list[str]) -> CheckResult:
+def violations(details: list[str]) -> CheckResult:
     """Count the things that are wrong, of which none is allowed."""
-    return CheckResult(float(len(found)), 0.0, "; ".join(found[:3]))
+    return CheckResult(float(len(details)), 0.0, "; ".join(details[:3]))
 
 
 def nothing_shown(why: str) -> CheckResult:
@@ -222,11 +222,13 @@ class CheckedModel:
         """Compare tensors with those of a plain forward, `plain` says which: all in the dtype of K and V."""
         dtype = self.model.dtype if compared[0].layer is None else compared[0].expected.dtype
         allowed, worst = allowed_of(KV, dtype), 0.0
-        for one in compared:
-            is_shaped = one.got.shape == one.expected.shape
-            error = relative_error(one.got.to(dtype), one.expected.to(dtype)) if is_shaped else float("inf")
+        for comparison in compared:
+            is_shaped = comparison.got.shape == comparison.expected.shape
+            error = (
+                relative_error(comparison.got.to(dtype), comparison.expected.to(dtype)) if is_shaped else float("inf")
+            )
             if not error <= allowed:
-                off = f"{one.name} are off by {error:.2g} of their size from a plain forward {plain}"
+                off = f"{comparison.name} are off by {error:.2g} of their size from a plain forward {plain}"
                 return CheckResult(error, allowed, f"{off}, where {allowed:.2g} is allowed.")
             worst = max(worst, error)
         return CheckResult(worst, allowed)
@@ -240,7 +242,7 @@ class CheckedModel:
         """How far the plain model is from itself when it is run in two pieces."""
         ids, cache = torch.tensor([prompts[0].ids], device=input_device(self.model)), full_cache(self.model)
         halves = ids.tensor_split(2, dim=1)
-        logits = torch.cat([self.model(part, past_key_values=cache, use_cache=True).logits for part in halves], dim=1)
+        logits = torch.cat([self.model(half, past_key_values=cache, use_cache=True).logits for half in halves], dim=1)
         return norm_error(logits[:, -expected.shape[1] :].float(), expected)
 
 
@@ -250,18 +252,18 @@ def ensure_passed(subject: CheckedModel, use: Use, allow_unverified: bool = Fals
     with PROBING:
         if use.name in _testing.get().get(model, ()):
             return
-        known, state = _complaints.setdefault(model, {}), _state(subject, use, digest)
-        if state not in known:
+        complaints, state = _complaints.setdefault(model, {}), _state(subject, use, digest)
+        if state not in complaints:
             _testing.get().setdefault(model, set()).add(use.name)
             try:
                 with canonical(model), notes_kept(model):
-                    found = _complaint(subject, use)
+                    verdict = _complaint(subject, use)
             finally:
                 _testing.get()[model].discard(use.name)
-            if found is None:
+            if verdict is None:
                 return
-            known[state] = found
-        complaint, overridable = known[state]
+            complaints[state] = verdict
+        complaint, overridable = complaints[state]
         if complaint and not (allow_unverified and overridable):
             raise UnsupportedModelError(complaint)
         if complaint and use.name not in _warned.setdefault(model, set()):
@@ -287,17 +289,17 @@ def _complaint(subject: CheckedModel, use: Use) -> tuple[str, bool] | None:
     """
     importlib.import_module(use.module)  # a room registers its checks when it is imported
     what = use.refusal.format(subject.name)
-    for one in [check for check in CHECKS.values() if check.first_use == use.name]:
+    for trial in [check for check in CHECKS.values() if check.first_use == use.name]:
         try:
-            result = one.measure(subject)
+            result = trial.measure(subject)
         except torch.OutOfMemoryError:
             raise
         except FAILURES as broken:
-            return f"{what}: the self-test ended in {type(broken).__name__}: {broken} {use.do}", one.overridable
+            return f"{what}: the self-test ended in {type(broken).__name__}: {broken} {use.do}", trial.overridable
         if result is None:
             return None
         if not result.passed:
-            return f"{what}: {result.detail} {use.do}" if one.overridable else result.detail, one.overridable
+            return f"{what}: {result.detail} {use.do}" if trial.overridable else result.detail, trial.overridable
     return "", True
 
 
@@ -309,7 +311,7 @@ def question_rows(prompts: Sequence[Prompt]) -> int:
 def kv_of(cache: Any) -> list[States]:
     """(K, V) of each layer of a cache, `[batch, kv_heads, tokens, head_dim]`, not copied; () where it has none."""
     keys = [getattr(layer, "keys", None) for layer in cache.layers]
-    return [() if one is None else (one, layer.values) for one, layer in zip(keys, cache.layers, strict=True)]
+    return [() if key is None else (key, layer.values) for key, layer in zip(keys, cache.layers, strict=True)]
 
 
 def allowed_of(bounds: tuple[float, float, float], dtype: torch.dtype) -> float:
@@ -328,7 +330,7 @@ def norm_error(got: Tensor, expected: Tensor) -> float:
 
 def token_errors(got: Tensor, expected: Tensor) -> Tensor:
     """Norm of each token's difference `[tokens, width]` over the usual norm of a token; NaN is infinite."""
-    errors, sizes = (torch.linalg.vector_norm(part.float(), dim=1) for part in (got - expected, expected))
+    errors, sizes = (torch.linalg.vector_norm(tensor.float(), dim=1) for tensor in (got - expected, expected))
     scale = sizes.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
     return (errors / scale).nan_to_num(float("inf"), float("inf"))
 

@@ -68,7 +68,7 @@ def rooms() -> list[LayerRoom]:
 
 def extras_of(model: nn.Module, layers: int, digest: str = "") -> list[LayerExtra | None]:
     """Of each decoder layer of a model what keeps something beside K and V, None for most."""
-    found: list[LayerExtra | None] = [None] * layers
+    extras: list[LayerExtra | None] = [None] * layers
     for room in rooms():
-        found = [mine or other for mine, other in zip(found, room.find(model, digest), strict=True)]
-    return found
+        extras = [mine or other for mine, other in zip(extras, room.find(model, digest), strict=True)]
+    return extras

@@ -64,13 +64,13 @@ def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
 def identity_of(model: nn.Module, reread: bool = False) -> str:
     """The fingerprint of what a model computes alone, also inside `self_extend`."""
     with _lock:
-        known = _structure_of(model)
-        if reread or known.weight_watch is None or not known.weight_watch.is_same():
+        record = _structure_of(model)
+        if reread or record.weight_watch is None or not record.weight_watch.is_same():
             watch = WeightWatch(model)  # first the sample: a change meanwhile shows
-            known.weights = weight_digest(model)
-            known.fingerprint, known.weight_watch, known.state = "", watch, known.state + 1
-        known.fingerprint = known.fingerprint or _sha256({**known.structure, **known.weights})
-        return known.fingerprint
+            record.weights = weight_digest(model)
+            record.fingerprint, record.weight_watch, record.state = "", watch, record.state + 1
+        record.fingerprint = record.fingerprint or _sha256({**record.structure, **record.weights})
+        return record.fingerprint
 
 
 class PerStructure(Generic[T]):
@@ -84,10 +84,10 @@ class PerStructure(Generic[T]):
     def __call__(self, model: nn.Module, digest: str = "") -> T:
         """What was found, or is found now."""
         digest = digest or structure_digest(model)
-        known = self._found.get(model)
-        if known is None or known[0] != digest:
-            known = self._found[model] = digest, self._find(model)
-        return known[1]
+        record = self._found.get(model)
+        if record is None or record[0] != digest:
+            record = self._found[model] = digest, self._find(model)
+        return record[1]
 
 
 def structure_digest(model: nn.Module) -> str:
@@ -102,10 +102,10 @@ def state_of(model: nn.Module) -> int:
 
 
 def _structure_of(model: nn.Module) -> _Known:
-    known = _known.get(model)
-    if known is not None and known.watch.is_same():
-        refuse_foreign_hooks(known.watch.hooked)
-        return known
+    record = _known.get(model)
+    if record is not None and record.watch.is_same():
+        refuse_foreign_hooks(record.watch.hooked)
+        return record
     refuse_wrapper(model)
     refuse_foreign_hooks(model.modules())
     structure = Structure(model)
@@ -116,10 +116,10 @@ def _structure_of(model: nn.Module) -> _Known:
         "structure": _sha256(structure.parts),
     }
     renewed = _Known(structure, parts, _sha256(parts))
-    if known is not None:
-        renewed.state = known.state + 1
-        if known.weight_watch is not None and known.weight_watch.is_same(model):
-            renewed.weights, renewed.weight_watch = known.weights, known.weight_watch
+    if record is not None:
+        renewed.state = record.state + 1
+        if record.weight_watch is not None and record.weight_watch.is_same(model):
+            renewed.weights, renewed.weight_watch = record.weights, record.weight_watch
     _known[model] = renewed
     return renewed
 

@@ -67,14 +67,16 @@ def _measure(model: nn.Module) -> list[LayerCost]:
         extra = extras[index]
         side = after if index in reached else before
         if extra is not None and any(module is inner for inner in extra.module.modules()):
-            widths = [one.width for one in extra.projections if one.module is module]
+            widths = [projection.width for projection in extra.projections if projection.module is module]
             side = always if not widths else before if widths[0] else after
         elif extra is not None and index not in keyed:
             side = after
         side[index] += 2.0 * module.in_features * module.out_features
 
     keyed = {index for index, layer in enumerate(cache.layers) if hasattr(layer, "keys")} if cache.layers else set()
-    linears = ((index, one) for index, layer in enumerate(layers) for one in layer.modules() if is_linear(one))
+    linears = (
+        (index, linear) for index, layer in enumerate(layers) for linear in layer.modules() if is_linear(linear)
+    )
     with hooked(linears, count):
         device = input_device(model)
         decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), past_key_values=cache)

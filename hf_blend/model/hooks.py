@@ -36,7 +36,7 @@ class ForwardHooks:
         self._cache: Callable[[], Any] = weakref.ref(cache)
         self._model, self._layers = model, layers
         self._fills_rows = bool(layers) and wants_all_rows(model)
-        self._parts = {part for layer in layers for part in (layer, *layer.children())}
+        self._parts = {module for layer in layers for module in (layer, *layer.children())}
         self._before, self._after = list[RemovableHandle](), list[RemovableHandle]()  # on the model
         self._inner: list[RemovableHandle] = []  # on its layers
         self._is_raising = self._is_inside = self._stays = False
@@ -71,8 +71,8 @@ class ForwardHooks:
         """Remove every hook, but on the model where it is watched still."""
         self._stays = self._stays and not stop
         # because of an exception torch walks along the hooks behind the model: one that others follow stays for now
-        staying = [one for one in self._after if self._is_raising and _is_followed(one)]
-        self._after[:] = [one for one in self._after if one not in staying]
+        staying = [handle for handle in self._after if self._is_raising and _is_followed(handle)]
+        self._after[:] = [handle for handle in self._after if handle not in staying]
         _remove(self._inner, self._after, *(() if watching or self._stays else (self._before,)))
         self._after += staying
 
@@ -131,7 +131,7 @@ class ForwardHooks:
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
         cache = self._cache()
-        if kwargs is None or cache is None or all(one is not cache for one in (*args, *kwargs.values())):
+        if kwargs is None or cache is None or all(value is not cache for value in (*args, *kwargs.values())):
             return None
         if cache.prefill is None:  # it is over, and another call of the layer is under way
             return None
@@ -150,8 +150,8 @@ class ForwardHooks:
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """The cache, if this call carries it."""
         cache = self._cache()
-        given = (*args, *(kwargs or {}).values())
-        return cache if cache is not None and any(value is cache for value in given) else None
+        arguments = (*args, *(kwargs or {}).values())
+        return cache if cache is not None and any(value is cache for value in arguments) else None
 
 
 @torch.compiler.disable

@@ -62,7 +62,7 @@ def _is_empty(value: Any) -> bool:
 
 def placeholder_ids(config: Any) -> frozenset[int]:
     """The tokens that stand for something else than text, or mark where it begins and ends."""
-    found, configs = set[int](), [config]
+    token_ids, configs = set[int](), [config]
     for one in configs:
         for name, value in vars(one).items():
             field = _ID_FIELD.fullmatch(name)
@@ -72,8 +72,8 @@ def placeholder_ids(config: Any) -> frozenset[int]:
                 stem, token = field["stem"], field["token"]
                 if stem not in TEXT_TOKENS if token else not MODAL_WORDS.isdisjoint(stem.split("_")):
                     ids = value if isinstance(value, list | tuple) else (value,)
-                    found.update(one for one in ids if type(one) is int and one >= 0)
-    return frozenset(found)
+                    token_ids.update(one for one in ids if type(one) is int and one >= 0)
+    return frozenset(token_ids)
 
 
 @PerStructure
@@ -93,10 +93,10 @@ def refuse_placeholders(
     model: nn.Module, token_ids: Iterable[int], what: str, placeholders: frozenset[int] | None = None
 ) -> None:
     """Refuse tokens whose K and V do not follow from their ids; the placeholders are looked for where not given."""
-    found = (placeholder_ids(model.config) if placeholders is None else placeholders).intersection(token_ids)
-    if found:
+    refused = (placeholder_ids(model.config) if placeholders is None else placeholders).intersection(token_ids)
+    if refused:
         raise PromptError(
-            f"{what} holds the placeholder token {min(found)}, where {type(model).__name__} puts an image, video or "
+            f"{what} holds the placeholder token {min(refused)}, where {type(model).__name__} puts an image, video or "
             "sound: equal tokens would share the KV of different ones, but only text is expected here. Cut the text "
             "there; as a part of a prompt the placeholder is computed in place."
         )

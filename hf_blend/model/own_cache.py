@@ -28,9 +28,9 @@ def _own_cache(model_class: type) -> type | None:
     from transformers import Cache
 
     files = (sys.modules.get(base.__module__) for base in model_class.__mro__)
-    named = (one for file in files if file is not None for one in list(vars(file).values()))
-    caches = (one for one in named if isinstance(one, type) and issubclass(one, Cache))
-    return next((one for one in caches if hasattr(one, TAKES) and hasattr(one, GIVES)), None)
+    named = (value for file in files if file is not None for value in list(vars(file).values()))
+    caches = (value for value in named if isinstance(value, type) and issubclass(value, Cache))
+    return next((value for value in caches if hasattr(value, TAKES) and hasattr(value, GIVES)), None)
 
 
 @cache
@@ -40,7 +40,7 @@ def _derived(kind: type, own: type) -> type:
     if issubclass(kind, own):
         return kind
     stock = {name: getattr(Cache, name) for name in vars(own) if hasattr(Cache, name)}
-    stock = {name: one for name, one in stock.items() if callable(one) or not name.startswith("__")}
+    stock = {name: member for name, member in stock.items() if callable(member) or not name.startswith("__")}
     bridge = type(own.__name__, (own,), {**stock, TAKES: _take, GIVES: _give})
     return bridge if kind is Cache else type(kind.__name__, (kind, bridge), {"__doc__": kind.__doc__})
 

@@ -63,11 +63,11 @@ class RowLines(ABC):
 
     def to(self, device: torch.device) -> "RowLines":
         """The same lines on another device."""
-        moved, found = copy(self), ("blocks", "masks", "spans")
-        held = {name: value for name, value in vars(self).items() if name not in found}
-        held |= {name: value.to(device) for name, value in held.items() if isinstance(value, Tensor | RowLines)}
+        moved, derived = copy(self), ("blocks", "masks", "spans")
+        fields = {name: value for name, value in vars(self).items() if name not in derived}
+        fields |= {name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor | RowLines)}
         vars(moved).clear()
-        vars(moved).update(held, device=device, _biases={})
+        vars(moved).update(fields, device=device, _biases={})
         return moved
 
     def plain(self) -> Tensor:
@@ -111,13 +111,13 @@ class RowLines(ABC):
         """The first and the end of the keys that one of the rows of each block sees; asks the device once."""
         lines = []
         for rows in cut:
-            part = self.cut(rows, slice(0, self.shape[3]))
-            visible = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+            mask = self.cut(rows, slice(0, self.shape[3]))
+            visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
             lines.append(visible.flatten(0, 2).any(0))
         seen = torch.stack(lines).to(torch.uint8)
         first, last = seen.argmax(1), seen.shape[1] - seen.flip(1).argmax(1)
-        found = torch.stack((first, last, seen.amax(1)), dim=1).tolist()
-        return [(start, end) if some else (0, seen.shape[1]) for start, end, some in found]
+        ends = torch.stack((first, last, seen.amax(1)), dim=1).tolist()
+        return [(start, end) if some else (0, seen.shape[1]) for start, end, some in ends]
 
 
 class MadeLines(RowLines):
@@ -178,16 +178,16 @@ class LocalLines(RowLines):
             cut += _steps(start, run.start, step)
             cut.append(run)
             start = run.stop
-        ends = [(one, numbers[one.start], numbers[one.stop - 1]) for one in (*cut, *_steps(start, rows, step))]
+        ends = [(span, numbers[span.start], numbers[span.stop - 1]) for span in (*cut, *_steps(start, rows, step))]
         return [
-            RowBlock(one, slice(0, last + 1), first, last - first == one.stop - one.start - 1)
-            for one, first, last in ends
+            RowBlock(span, slice(0, last + 1), first, last - first == span.stop - span.start - 1)
+            for span, first, last in ends
         ]
 
     @cached_property
     def _numbers(self) -> list[int]:
-        found: list[int] = self._ask()
-        return found
+        numbers: list[int] = self._ask()
+        return numbers
 
     def _ends(self, cut: list[slice]) -> list[tuple[int, int]]:
         return [(0, self._numbers[rows.stop - 1] + 1) for rows in cut] if self.is_causal else super()._ends(cut)
@@ -255,7 +255,7 @@ def _runs(numbers: list[int], least: int) -> list[slice]:
 
 
 def _steps(start: int, stop: int, step: int) -> list[slice]:
-    return [slice(one, min(one + step, stop)) for one in range(start, stop, step)]
+    return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
 _fused: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -278,8 +278,8 @@ def attend(
     gives_sums = _fused is not None and is_plain and query.shape[-1] == value.shape[-1]
     spans = lines.spans if gives_sums and isinstance(lines, LocalLines) else []
     for block in spans or lines.blocks:
-        given = query[:, :, block.rows], key, value, lines, block
-        done = _in_two(*given, scale) if spans else _at_once(*given, dropout, scale)
+        operands = query[:, :, block.rows], key, value, lines, block
+        done = _in_two(*operands, scale) if spans else _at_once(*operands, dropout, scale)
         out[:, block.rows] = done.permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out.transpose(1, 2)
 
@@ -334,8 +334,8 @@ def _in_two(
     """As `_at_once`, for one batch entry: the keys that all rows see, and the rest, from the first row's column on."""
     shared, own = slice(0, block.shared), slice(block.shared, block.keys.stop)
     bias = None if block.is_run else lines.bias(block, query.dtype)
-    given = _by_key_head(query, key[:, :, own], value[:, :, own])
-    done, sums = _fused(*given, 0.0, block.is_run, attn_mask=bias, scale=scale)
+    operands = _by_key_head(query, key[:, :, own], value[:, :, own])
+    done, sums = _fused(*operands, 0.0, block.is_run, attn_mask=bias, scale=scale)
     if block.shared:
         group, rows = done.shape[1:3]
         folded = query.reshape(1, key.shape[1], group * rows, query.shape[3])
@@ -375,9 +375,9 @@ def row_mask(
     elif model_mask is not None or window is not None or rows.shape[0] > 1:
         lines = LocalLines(rows + past, keys, window, model_mask)
     else:
-        known = numbers or rows[0].tolist
+        ask = numbers or rows[0].tolist
         columns = rows + past if past else rows
-        lines = LocalLines(columns, keys, ask=lambda: [number + past for number in known()])
+        lines = LocalLines(columns, keys, ask=lambda: [number + past for number in ask()])
     if implementation == "sdpa":
         return RowMask.of(lines)
     mask = lines.plain()

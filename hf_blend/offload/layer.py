@@ -104,7 +104,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
             self._hidden = key_states.new_full((1, 1, 1, 1), float("nan"))
         batch, heads = key_states.shape[:2]
         keys, values = (
-            self._hidden.expand(batch, heads, self.length, one.shape[3]) for one in (key_states, value_states)
+            self._hidden.expand(batch, heads, self.length, states.shape[3]) for states in (key_states, value_states)
         )
         return keys, values
 
@@ -118,14 +118,14 @@ class OffloadedLayer(MadeStates, BlendLayer):
                 rows = tuple(torch.cat([old[:first], new]) for old, new in zip(self._recent, rows, strict=True))
             is_packed = self.memory.bits is not None
             stay = GROUP_TOKENS + end % GROUP_TOKENS if is_packed else 0
-            self.memory.put(self.index, *(part[: end - stay] for part in rows))
+            self.memory.put(self.index, *(row[: end - stay] for row in rows))
             self._recent = None
             self.unchanged_tokens = min(self.unchanged_tokens, self.away_tokens if is_packed else self._held)
             self.away_tokens = self._held = self._held - stay
-            self._append(*(part[end - stay :] for part in rows))
+            self._append(*(row[end - stay :] for row in rows))
         elif len(keys):
             if self._recent is None:
-                room = [one.new_empty((GROW_TOKENS, *one.shape[1:])) for one in (keys, values)]
+                room = [states.new_empty((GROW_TOKENS, *states.shape[1:])) for states in (keys, values)]
                 self._recent = room[0], room[1]
             for recent, new in zip(self._recent, (keys, values), strict=True):
                 recent[first:end] = new

@@ -82,8 +82,8 @@ class KVMemory:
             return
         seen = brought if self.bits is None else _packed_bytes(self.bits, keys, values), brought
         self._room = room = max(room, self._room)
-        self._row_bytes = {one: self._row_bytes.get(one, seen) for one in self._layers} | {index: seen}
-        nbytes = {one: room * kept for one, (kept, _) in self._row_bytes.items()}
+        self._row_bytes = {layer: self._row_bytes.get(layer, seen) for layer in self._layers} | {index: seen}
+        nbytes = {layer: room * kept for layer, (kept, _) in self._row_bytes.items()}
         self.device_map = place_layers(nbytes, self._budget)
         main = keys.device.index if keys.device.type == "cuda" else keys.device.type
         away = sum(place != main for place in self.device_map.values()) if self.bits is None else len(nbytes)
@@ -205,8 +205,8 @@ def place_layers(layers: Mapping[int, int], budget: Mapping[Place, int]) -> dict
     tree, memory = nn.Module(), dict[Any, Any](budget)
     for index, nbytes in layers.items():
         tree.register_buffer(str(index), torch.empty(nbytes, dtype=torch.uint8, device="meta"))
-    found = infer_auto_device_map(tree, memory, clean_result=False)
-    places: dict[int, Place] = {int(name): place for name, place in found.items()}
+    device_map = infer_auto_device_map(tree, memory, clean_result=False)
+    places: dict[int, Place] = {int(name): place for name, place in device_map.items()}
     on_disk = sum(layers[index] for index, place in places.items() if place == DISK)
     if on_disk > budget.get(DISK, on_disk):
         raise ConfigError(
@@ -248,8 +248,11 @@ def _device(place: Place) -> torch.device:
 
 def _packed_bytes(bits: int, keys: Tensor, values: Tensor) -> int:
     """Of a packed token, rounded up."""
-    group = (one.new_empty((*one.shape[:2], GROUP_TOKENS, one.shape[3]), device="meta") for one in (keys, values))
-    return -(-sum(part.nbytes for part in pack(bits, *group).values()) // GROUP_TOKENS)
+    group = (
+        states.new_empty((*states.shape[:2], GROUP_TOKENS, states.shape[3]), device="meta")
+        for states in (keys, values)
+    )
+    return -(-sum(tensor.nbytes for tensor in pack(bits, *group).values()) // GROUP_TOKENS)
 
 
 def _row_bytes(states: Tensor) -> int:

@@ -105,21 +105,21 @@ class States:
         self._rows[name], self._digests[name] = (like.shape[1:], like.dtype), []
         self._write(name, b"", 0)
 
-    def append(self, name: str, held: int, states: Tensor) -> None:
+    def append(self, name: str, tokens: int, states: Tensor) -> None:
         """Put tokens, `[new, …]`, behind those that a tensor holds."""
-        end = held + len(states)
+        end = tokens + len(states)
         if name in self._pools:
             pool = self._pools[name]
             if len(pool) < end:
                 self._pools[name] = pool.new_empty((end + end // SPARE, *pool.shape[1:]))
-                self._pools[name][:held] = pool[:held]
-            self._pools[name][held:end] = states
+                self._pools[name][:tokens] = pool[:tokens]
+            self._pools[name][tokens:end] = states
             return
         data, width = _bytes(states), self._row_bytes(name)
-        self._write(name, data, held * width)
-        cuts = [held, *range(held - held % PIECE_TOKENS + PIECE_TOKENS, end, PIECE_TOKENS), end]
+        self._write(name, data, tokens * width)
+        cuts = [tokens, *range(tokens - tokens % PIECE_TOKENS + PIECE_TOKENS, end, PIECE_TOKENS), end]
         for first, last in pairwise(cuts):
-            piece = data[(first - held) * width : (last - held) * width]
+            piece = data[(first - tokens) * width : (last - tokens) * width]
             self._digests[name].append((last, xxhash.xxh3_64_intdigest(piece)))
 
     def crop(self, name: str, tokens: int) -> None:
@@ -281,10 +281,10 @@ class AwayLayer:
         )
         numbers = sorted({number for _, number in some})
         with self._lock:
-            found = self._read([(number * size, number * size + size) for number in numbers])
-            known = dict(zip(numbers, found, strict=True))
+            fetched = self._read([(number * size, number * size + size) for number in numbers])
+            by_number = dict(zip(numbers, fetched, strict=True))
             for place, (row, number) in enumerate(some):
-                keys[place], values[place] = known[number][0][:, row], known[number][1][:, row]
+                keys[place], values[place] = by_number[number][0][:, row], by_number[number][1][:, row]
         return keys, values
 
     def changed(self, states: States, change: Callable[[Tensor], Tensor]) -> "AwayLayer":
@@ -294,9 +294,9 @@ class AwayLayer:
         with self._lock:
             for name in self._names:
                 [kept] = self._states.read(self._prefix + name, [(0, column(name, self.tokens))])
-                part = along_batch(change, kept)
-                states.create(self._prefix + name, part, self._place)
-                states.append(self._prefix + name, 0, part)
+                kept_change = along_batch(change, kept)
+                states.create(self._prefix + name, kept_change, self._place)
+                states.append(self._prefix + name, 0, kept_change)
         return twin
 
     def crop(self, tokens: int) -> None:
@@ -318,7 +318,7 @@ class AwayLayer:
         if self._bits is None:
             return {"keys": keys, "values": values}
         packed = pack(self._bits, as_states(keys), as_states(values))
-        return {name: part.movedim(2, 0) for name, part in packed.items()}
+        return {name: tensor.movedim(2, 0) for name, tensor in packed.items()}
 
     def _kept(self, ranges: Sequence[tuple[int, int]], device: torch.device | None) -> list[tuple[Tensor, ...]]:
         """The parts of some tokens, on a device or where they are."""
@@ -326,7 +326,7 @@ class AwayLayer:
             self._states.read(self._prefix + name, [(column(name, start), column(name, end)) for start, end in ranges])
             for name in self._names
         )
-        return [tuple(part.to(device or part.device) for part in some) for some in zip(*parts, strict=True)]
+        return [tuple(tensor.to(device or tensor.device) for tensor in some) for some in zip(*parts, strict=True)]
 
     def _read(self, ranges: Sequence[tuple[int, int]], device: torch.device | None = None) -> list[Pair]:
         """K and V of some tokens, `[tokens, batch, kv_heads, head_dim]`, on a device or where they are kept."""
@@ -339,9 +339,11 @@ class AwayLayer:
 
     def _unpacked(self, parts: Sequence[Tensor], rows: int) -> Pair:
         """K and V, with room for so many rows."""
-        packed = {name: part.movedim(0, 2) for name, part in zip(self._names, parts, strict=True)}
+        packed = {name: tensor.movedim(0, 2) for name, tensor in zip(self._names, parts, strict=True)}
         tokens, device = packed["v.bytes"].shape[2], parts[0].device
-        keys, values = (one.new_empty((max(rows, tokens), *one.shape[1:]), device=device) for one in self.like)
+        keys, values = (
+            template.new_empty((max(rows, tokens), *template.shape[1:]), device=device) for template in self.like
+        )
         unpack(packed, as_states(keys[:tokens]), as_states(values[:tokens]))
         return keys, values
 

@@ -71,11 +71,11 @@ class Budget:
     def add(self, name: str, nbytes: int, created: float | None = None) -> None:
         """Enter an object, or correct its size, and count a use of it."""
         with self._lock:
-            now_s, known = self._now_s(), self.index.row(name)
+            now_s, row = self._now_s(), self.index.row(name)
             self.apply()  # what was used before
             self.index.enter([(name, nbytes, now_s if created is None else created, self.owner)])
-            self._grow(nbytes - (known[0] if known else 0), known[1] if known else self.owner)
-            if known:
+            self._grow(nbytes - (row[0] if row else 0), row[1] if row else self.owner)
+            if row:
                 self._note(name, None)
 
     def use(self, name: str, important_ratio: float | None = None) -> None:
@@ -159,8 +159,8 @@ class Budget:
         return 0 if self._cap_bytes is None else self._totals[None] + self._in_flight_bytes + nbytes - self._cap_bytes
 
     def _grow(self, nbytes: int, owner: str | None) -> None:
-        for one in {None, owner} & {*self._totals}:
-            self._totals[one] += nbytes
+        for group in {None, owner} & {*self._totals}:
+            self._totals[group] += nbytes
 
     def _note(self, name: str, important_ratio: float | None) -> None:
         self._noted.append((name, self._now_s(), important_ratio))
@@ -245,11 +245,11 @@ class BoundedTier(Budget):
         """Enter an object that is there, and which chunk it is; what cannot be written now is listed later."""
         self._has_put = True
         with self._lock, contextlib.suppress(OSError):
-            known = self.index.row(name) if key is not None else None
-            if stat is not None and (known is None or known[0] != stat.nbytes):
+            row = self.index.row(name) if key is not None else None
+            if stat is not None and (row is None or row[0] != stat.nbytes):
                 self.add(name, stat.nbytes, stat.created)
             if key is not None:
-                self.describe([(name, key)], is_ours=known is None or known[1] == self.owner)
+                self.describe([(name, key)], is_ours=row is None or row[1] == self.owner)
 
     def describe(self, said: Sequence[tuple[str, ChunkKey]], is_ours: bool = False) -> None:
         """Enter which chunks objects are that were entered, and whether they counted as the owner's before."""
@@ -299,8 +299,10 @@ class BoundedTier(Budget):
 
     def _make_room(self, nbytes: int) -> None:
         self._look()
-        held = 0 if self._cap_bytes is None else self._held_bytes({*self._pins, *self._used}) + self._in_flight_bytes
-        excess = 0 if self._cap_bytes is None else held + nbytes - self._cap_bytes
+        pinned_bytes = (
+            0 if self._cap_bytes is None else self._held_bytes({*self._pins, *self._used}) + self._in_flight_bytes
+        )
+        excess = 0 if self._cap_bytes is None else pinned_bytes + nbytes - self._cap_bytes
         for _ in range(2) if excess <= 0 else ():  # what can never fit evicts nothing
             for quota in (self.quota, None):
                 if quota is not None or self._cap_bytes is not None:
@@ -356,7 +358,7 @@ class BoundedTier(Budget):
         return True
 
     def _count(self) -> None:
-        self._totals = {one: self.index.nbytes(one) for one in self._totals}
+        self._totals = {group: self.index.nbytes(group) for group in self._totals}
 
     def _look(self) -> None:
         """Count what is there, unless that was done a moment ago, or takes the time of another machine for nothing."""

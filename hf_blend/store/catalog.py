@@ -60,7 +60,7 @@ class Catalog:
         self.space = self.name("")[:2]
         self.owner = owner_of(secret, namespace)
         # every index, the nearest first, and what this namespace is called there
-        self._shelves = [*((one, "") for one in at_hand), *((tier.index, self.owner) for tier in tiers)]
+        self._shelves = [*((index, "") for index in at_hand), *((tier.index, self.owner) for tier in tiers)]
         self._skipped: set[tuple[str, str]] = set()
 
     def name(self, digest: str) -> str:
@@ -69,8 +69,8 @@ class Catalog:
 
     def digest(self, name: str) -> str:
         """The digest of an entry; of one that is not known what its name says, which may be another's HMAC."""
-        found = next(filter(None, (self.key(tier, name) for tier in self._tiers)), None) if self._secret else None
-        return found.digest if found else name[-64:]
+        key = next(filter(None, (self.key(tier, name) for tier in self._tiers)), None) if self._secret else None
+        return key.digest if key else name[-64:]
 
     def add(self, tier: BoundedTier, key: ChunkKey) -> None:
         """Take up a chunk that was written to a tier, if it is there."""
@@ -113,8 +113,8 @@ class Catalog:
 
     def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> bytes:
         """The packed ids of any chunk of a model and sink; empty if there is none."""
-        found = (index.sample((owner, fingerprint, chunk_prefix_ids)) for index, owner in self._shelves)
-        return next(filter(None, found), b"")
+        samples = (index.sample((owner, fingerprint, chunk_prefix_ids)) for index, owner in self._shelves)
+        return next(filter(None, samples), b"")
 
     def prefixes(self, fingerprint: str) -> list[bytes]:
         """The packed ids of the tokens before chunks of a fingerprint; one may come from several tiers."""
@@ -139,24 +139,24 @@ class Catalog:
         for _ in range(3):
             doubts = sum(tier.index.doubts for tier in self._tiers)
             self.refresh(thorough)
-            found = count()
+            result = count()
             if doubts == sum(tier.index.doubts for tier in self._tiers):
                 break
-        return found
+        return result
 
     def _items(self) -> dict[str, Listed]:
-        found = dict[str, Listed]()
+        items = dict[str, Listed]()
         for tier in self._tiers:
             for name, key, nbytes, created in tier.index.records(self.owner, self.namespace):
                 if key is None or self.name(key.digest) != name:
                     tier.index.remake()
                     break
-                found.setdefault(key.digest, Listed(key, nbytes, created, [])).tiers.append(tier.name)
+                items.setdefault(key.digest, Listed(key, nbytes, created, [])).tiers.append(tier.name)
         for index in self._at_hand:
             for digest, key, nbytes, created in index.records("", self.namespace):
                 if key is not None:
-                    found.setdefault(digest, Listed(key, nbytes, created, []))
-        return dict(sorted(found.items()))
+                    items.setdefault(digest, Listed(key, nbytes, created, []))
+        return dict(sorted(items.items()))
 
     def _count(self) -> int:
         names = [sorted(map(self.name, index.owned(""))) for index in self._at_hand]
@@ -179,7 +179,7 @@ class Catalog:
             stop_s = time.monotonic() + (1e9 if tier.is_local or thorough else _LEARN_S)
             try:
                 tier.sync(self.space, thorough)
-                names = [one for one in tier.index.unread(self.space) if (tier.name, one) not in self._skipped]
+                names = [name for name in tier.index.unread(self.space) if (tier.name, name) not in self._skipped]
                 for start in range(0, len(names), _PAGE):
                     self._learn(tier, names[start : start + _PAGE], stop_s)
             except OSError as error:
@@ -195,7 +195,7 @@ class Catalog:
 
     def _learn(self, tier: BoundedTier, names: Sequence[str], stop_s: float) -> None:
         """Read which chunks entries hold; what is not a readable chunk of ours is passed over."""
-        found = []
+        records = []
         for name in names:
             if time.monotonic() >= stop_s:
                 break
@@ -209,15 +209,15 @@ class Catalog:
                     raise EntryFault("key", f"it is {key.digest}")
                 if row is None or row[0] != source.stat.nbytes:
                     tier.know(name, source.stat)
-                found.append((name, key))
+                records.append((name, key))
             except EntryFault as fault:
                 logger.info("%s is not listed (%s)", name, fault)
                 self._skipped.add((tier.name, name))
                 self._stats.count("skipped", f"{tier.name}:{fault.reason}")
             except OSError as error:
                 logger.info("%s cannot be read now (%s)", name, error)
-        if found:
-            tier.describe(found)
+        if records:
+            tier.describe(records)
 
 
 def entry_name(secret: bytes | None, namespace: str, digest: str) -> str:

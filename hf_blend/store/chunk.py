@@ -96,10 +96,10 @@ class StackedLayers(Sequence[KV]):
         if (
             not pairs
             or any(len(pair) != 2 for pair in pairs)
-            or any(len({(part.shape, part.dtype) for part in parts}) > 1 for parts in zip(*pairs, strict=True))
+            or any(len({(tensor.shape, tensor.dtype) for tensor in parts}) > 1 for parts in zip(*pairs, strict=True))
         ):
             return None
-        keys, values = (torch.stack([part.detach().cpu() for part in parts]) for parts in zip(*pairs, strict=True))
+        keys, values = (torch.stack([tensor.detach().cpu() for tensor in parts]) for parts in zip(*pairs, strict=True))
         return cls(keys, values)
 
     def to(self, device: str) -> "StackedLayers":
@@ -148,7 +148,8 @@ class ChunkKV:
         """What its tensors look like, for comparing with what a model's look like."""
         if isinstance(self.layers, StackedLayers):  # all alike
             states = (self.layers.keys, self.layers.values)
-            layers = (tuple((one.shape[1], one.shape[3], one.dtype) for one in states),) * states[0].shape[0]
+            forms = tuple((tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in states)
+            layers = (forms,) * states[0].shape[0]
         else:
             layers = tuple(tuple(map(_form, states)) for states in self.layers)
         tables = tuple((cos.shape[1], sin.shape[1], cos.dtype) for cos, sin in self.tables)
@@ -188,7 +189,7 @@ class ChunkKV:
 
     def own_copy(self) -> "ChunkKV":
         """A dense copy on the CPU: what happens to these tensors later cannot reach it. Alike layers are stacked."""
-        layers = StackedLayers.of(self.layers) or tuple(tuple(map(_dense_copy, one)) for one in self.layers)
+        layers = StackedLayers.of(self.layers) or tuple(tuple(map(_dense_copy, states)) for states in self.layers)
         return replace(self, layers=layers, tables=tuple(tuple(map(_dense_copy, pair)) for pair in self.tables))
 
     def stacked(self) -> "ChunkKV":
@@ -261,9 +262,9 @@ def _hashed(fingerprint: str, namespace: str, chunk_prefix_ids: tuple[int, ...])
     return state
 
 
-def _feed(state: Any, part: bytes) -> None:
-    state.update(len(part).to_bytes(8, "little"))
-    state.update(part)
+def _feed(state: Any, content: bytes) -> None:
+    state.update(len(content).to_bytes(8, "little"))
+    state.update(content)
 
 
 def _packed(ids: tuple[int, ...]) -> bytes:

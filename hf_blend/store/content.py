@@ -53,8 +53,8 @@ class Run(NamedTuple):
 def without_overlap(complete: Iterable[Run], runs: Iterable[Run]) -> list[Run]:
     """Settle which chunk each token of a prompt comes from: the longest first, others have what is left of them."""
     taken: list[Run] = []
-    for run in sorted([*complete, *runs], key=lambda one: (-one.tokens, one.start, one.first)):
-        offset = bisect_left(taken, run.start, key=lambda one: one.start)
+    for run in sorted([*complete, *runs], key=lambda span: (-span.tokens, span.start, span.first)):
+        offset = bisect_left(taken, run.start, key=lambda span: span.start)
         left = taken[offset - 1].stop if offset else 0
         right = taken[offset].start if offset < len(taken) else run.stop
         rest = run.between(left, right)
@@ -69,10 +69,10 @@ def hashes(ids: np.ndarray, width: int) -> np.ndarray:
     Shapes: ids `[tokens]`.
     """
     values, count = ids.astype(np.uint64), max(0, len(ids) - width + 1)
-    found = np.zeros(count, np.uint64)
+    sums = np.zeros(count, np.uint64)
     for number, factor in enumerate(_FACTORS[:width]):
-        found += values[number : number + count] * factor
-    return found
+        sums += values[number : number + count] * factor
+    return sums
 
 
 def window_of(ids: np.ndarray) -> tuple[int, np.ndarray] | None:
@@ -88,7 +88,7 @@ def window_of(ids: np.ndarray) -> tuple[int, np.ndarray] | None:
 def longest_run(chunks: Iterable[bytes], prompt: bytes, at: int, offset: int) -> Run:
     """The longest run of equal tokens around a window, `at` a place of a prompt, and at an offset in the chunks."""
     runs = (_run(packed, prompt, _WIDTH * at, _WIDTH * offset) for packed in chunks)
-    return max(runs, key=lambda one: one.tokens, default=Run(at, b"", 0, 0))
+    return max(runs, key=lambda run: run.tokens, default=Run(at, b"", 0, 0))
 
 
 def _run(packed: bytes, raw: bytes, at: int, offset: int) -> Run:
@@ -98,13 +98,13 @@ def _run(packed: bytes, raw: bytes, at: int, offset: int) -> Run:
     return Run(at // _WIDTH - before, packed, offset // _WIDTH - before, before + behind)
 
 
-def _agreement(one: bytes, other: bytes, from_end: bool = False) -> int:
+def _agreement(left_ids: bytes, other: bytes, from_end: bool = False) -> int:
     """How many of their first tokens, or of their last ones, are the same."""
-    size = min(len(one), len(other))
+    size = min(len(left_ids), len(other))
     if not size:
         return 0
-    pair = (one[-size:], other[-size:]) if from_end else (one[:size], other[:size])
-    left, right = (np.frombuffer(part, np.int32) for part in pair)
+    pair = (left_ids[-size:], other[-size:]) if from_end else (left_ids[:size], other[:size])
+    left, right = (np.frombuffer(ids, np.int32) for ids in pair)
     differs = left[::-1] != right[::-1] if from_end else left != right
     first = int(differs.argmax())
     return first if differs[first] else size // _WIDTH

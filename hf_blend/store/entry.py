@@ -56,7 +56,7 @@ def stored_as(chunk: ChunkKV, codec: str) -> ChunkKV:
     if packing.codec.is_exact:
         return chunk
     layers = tuple(
-        tuple(packing.again(kind, one) for kind, one in zip(kinds_of(states), states, strict=True))
+        tuple(packing.again(kind, tensor) for kind, tensor in zip(kinds_of(states), states, strict=True))
         for states in chunk.layers
     )
     return replace(chunk, layers=layers)
@@ -104,15 +104,15 @@ class Packing:
             if not name.startswith("layer."):
                 yield name, tensor
                 continue
-            for part, packed in zip(self.codec.parts(kind), self.codec.pack(kind, tensor), strict=True):
-                yield name + part.suffix, packed
+            for field, packed in zip(self.codec.parts(kind), self.codec.pack(kind, tensor), strict=True):
+                yield name + field.suffix, packed
 
     def states(self, take: Callable[[str], Tensor], index: int, kind: str) -> Tensor:
         """Unpack keys, values or projections of one layer.
 
         Shape: `[kv_heads, tokens, head_dim]`.
         """
-        packed = {part.suffix: take(f"layer.{index}.{kind}{part.suffix}") for part in self.codec.parts(kind)}
+        packed = {field.suffix: take(f"layer.{index}.{kind}{field.suffix}") for field in self.codec.parts(kind)}
         with as_fault(f"layer {index}"):
             states = self.codec.unpack(kind, packed, self.dtype)
         if not has_usable_values(states):
@@ -122,7 +122,7 @@ class Packing:
     def again(self, kind: str, states: Tensor) -> Tensor:
         """Pack and unpack states."""
         packed = zip(self.codec.parts(kind), self.codec.pack(kind, states), strict=True)
-        return self.codec.unpack(kind, {part.suffix: tensor for part, tensor in packed}, states.dtype)
+        return self.codec.unpack(kind, {field.suffix: tensor for field, tensor in packed}, states.dtype)
 
 
 def encode_entry(
@@ -154,7 +154,7 @@ def encode_entry(
     index = torch.tensor(list(order))
     layers = [tuple(states.index_select(1, index) for states in pair) for pair in chunk.layers]
     heads = [head for pair in layers for states in pair for head in states]
-    digests = [digest_of(bytes_of(part), secret) for head in heads for part in head.split(block_tokens)]
+    digests = [digest_of(bytes_of(block), secret) for head in heads for block in head.split(block_tokens)]
     packed = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(digests), -1)
     first += [("order", index), ("block_digests", packed)]
     about["block_tokens"] = str(block_tokens)
@@ -286,11 +286,11 @@ class EntryReader:
         if self.in_blocks:
             yield from (("order", 1, 0, tokens), ("block_digests", 2, None, 0))
         for index in range(self._tables):
-            yield from ((f"table.{index}.{part}", 2, 0, tokens) for part in ("cos", "sin"))
+            yield from ((f"table.{index}.{side}", 2, 0, tokens) for side in ("cos", "sin"))
         for index, kinds in enumerate(self._kinds):
             for kind in kinds:
-                for part in self._packing.codec.parts(kind):
-                    yield (f"layer.{index}.{kind}{part.suffix}", part.axes, part.tokens_axis, tokens)
+                for field in self._packing.codec.parts(kind):
+                    yield (f"layer.{index}.{kind}{field.suffix}", field.axes, field.tokens_axis, tokens)
 
     def _layout(self) -> Layout:
         packing, plans = self._packing, {plan.name: plan for plan in self.header.tensors}
@@ -301,7 +301,7 @@ class EntryReader:
             return plan.shape[0], width, packing.dtype or DTYPES[plan.dtype]
 
         def table(index: int) -> tuple[int, int, torch.dtype]:
-            cos, sin = (plans[f"table.{index}.{part}"] for part in ("cos", "sin"))
+            cos, sin = (plans[f"table.{index}.{side}"] for side in ("cos", "sin"))
             return cos.shape[1], sin.shape[1], DTYPES[cos.dtype]
 
         layers = tuple(tuple(form(index, kind) for kind in kinds) for index, kinds in enumerate(self._kinds))
@@ -310,7 +310,7 @@ class EntryReader:
     def _checked_tables(self, take: Callable[[str], Tensor]) -> tuple[tuple[Tensor, Tensor], ...]:
         """The rotary tables, none with absurd values or such as stretch what they rotate where the model's do not."""
         tables = tuple((take(f"table.{index}.cos"), take(f"table.{index}.sin")) for index in range(self._tables))
-        are_usable = all(has_usable_values(part) for pair in tables for part in pair)
+        are_usable = all(has_usable_values(tensor) for pair in tables for tensor in pair)
         if not are_usable or (self._expected is not None and not self._expected.fits_norms(tables)):
             raise EntryFault("values", f"a table of {len(tables)} holds NaN or infinity, or stretches what it turns")
         return tables
@@ -352,7 +352,7 @@ class EntryReader:
 
     def _states(self, take: Callable[[str], Tensor], index: int) -> tuple[Tensor, ...]:
         states = tuple(self._packing.states(take, index, kind) for kind in self._kinds[index])
-        return states if self._back is None else tuple(one.index_select(1, self._back) for one in states)
+        return states if self._back is None else tuple(tensor.index_select(1, self._back) for tensor in states)
 
 
 def _fits(plan: TensorPlan, expected: tuple[str, int, int | None, int]) -> bool:

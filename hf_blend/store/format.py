@@ -182,16 +182,16 @@ class EntryFile:
         def take(name: str) -> Tensor:
             nonlocal fetched
             plan, offset = self.plans[name]
-            first = known = offset - start
+            first = checked = offset - start
             end = first + plan.nbytes
             digest = content_hasher(self.secret)
-            while known < end:  # by blocks that are checked before they leave the processor's cache
-                while fetched <= known:
+            while checked < end:  # by blocks that are checked before they leave the processor's cache
+                while fetched <= checked:
                     block = every[fetched : fetched + _BLOCK_BYTES]
                     self.source.read_into(start + fetched, block)
                     fetched += len(block)
-                digest.update(every[known : min(fetched, end)])
-                known = min(fetched, end)
+                digest.update(every[checked : min(fetched, end)])
+                checked = min(fetched, end)
             if digest.hexdigest() != plan.digest:
                 raise EntryFault("digest", f"{plan.name} is not what was stored")
             dtype = DTYPES[plan.dtype]
@@ -228,8 +228,8 @@ def digest_of(data: memoryview, secret: bytes | None) -> bytes:
     """Digest some bytes as an entry does."""
     state = content_hasher(secret)
     state.update(data)
-    found: bytes = state.digest()
-    return found
+    digest: bytes = state.digest()
+    return digest
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -60,32 +60,32 @@ class TokenImportance:
             self._load()
             old = self._known.pop(digest, None)
             if old is None or len(old.scores) != len(new):
-                known = _Known(new.astype(np.float16), 1, share)
+                record = _Known(new.astype(np.float16), 1, share)
             else:
                 average = old.scores.astype(np.float32)
                 average += NEW_SHARE * (new - average)
                 share = old.share + NEW_SHARE * (share - old.share)
-                known = _Known(average.astype(np.float16), old.requests + 1, share)
+                record = _Known(average.astype(np.float16), old.requests + 1, share)
             self._tokens -= len(old.scores) if old else 0
-            self._keep(digest, known)
+            self._keep(digest, record)
             self._unsaved += 1
             if self._unsaved >= SAVE_EVERY:
                 self.save()
 
     def scores(self, digest: str) -> Tensor | None:
         """`[tokens]` float32, the average attention of a chunk's tokens; None if no request has reported it."""
-        known = self._report_of(digest)
-        return torch.from_numpy(known.scores.astype(np.float32)) if known else None
+        record = self._report_of(digest)
+        return torch.from_numpy(record.scores.astype(np.float32)) if record else None
 
     def share(self, digest: str) -> float | None:
         """The average share of a chunk's tokens that were important; None if no request has reported it."""
-        known = self._report_of(digest)
-        return known.share if known else None
+        record = self._report_of(digest)
+        return record.share if record else None
 
     def requests(self, digest: str) -> int:
         """How many requests have reported a chunk."""
-        known = self._report_of(digest)
-        return known.requests if known else 0
+        record = self._report_of(digest)
+        return record.requests if record else 0
 
     def digests(self) -> list[str]:
         """The chunks that requests have reported, the one that was reported last last."""
@@ -98,14 +98,16 @@ class TokenImportance:
         with self._lock:
             if self._path is None or not self._unsaved:
                 return
-            known = self._known.values()
+            records = self._known.values()
             digests = np.frombuffer(bytearray.fromhex("".join(self._known)), np.uint8).reshape(-1, 32)
             tensors = {
                 "digests": torch.from_numpy(digests),
-                "tokens": torch.tensor([len(one.scores) for one in known]),
-                "requests": torch.tensor([one.requests for one in known]),
-                "shares": torch.tensor([one.share for one in known], dtype=torch.float64),
-                "scores": torch.from_numpy(np.concatenate([np.zeros(0, np.float16), *(one.scores for one in known)])),
+                "tokens": torch.tensor([len(record.scores) for record in records]),
+                "requests": torch.tensor([record.requests for record in records]),
+                "shares": torch.tensor([record.share for record in records], dtype=torch.float64),
+                "scores": torch.from_numpy(
+                    np.concatenate([np.zeros(0, np.float16), *(record.scores for record in records)])
+                ),
             }
             content = pack_entry(KIND, {}, tensors.items(), self._secret)
             self._unsaved = 0
@@ -120,9 +122,9 @@ class TokenImportance:
             self._load()
             return self._known.get(digest)
 
-    def _keep(self, digest: str, known: _Known) -> None:
-        self._known[digest] = known
-        self._tokens += len(known.scores)
+    def _keep(self, digest: str, record: _Known) -> None:
+        self._known[digest] = record
+        self._tokens += len(record.scores)
         while self._tokens > self._cap_tokens and len(self._known) > 1:
             _, gone = self._known.popitem(last=False)
             self._tokens -= len(gone.scores)
@@ -133,8 +135,8 @@ class TokenImportance:
             return
         self._is_loaded = True
         try:
-            for digest, known in self._read():
-                self._keep(digest, known)
+            for digest, record in self._read():
+                self._keep(digest, record)
         except (OSError, EntryFault, MemoryError) as error:
             logger.info("no usable importance at %s (%s)", self._path, error)
 
@@ -143,18 +145,18 @@ class TokenImportance:
         with contextlib.closing(source):
             tensors = EntryFile(source, KIND, self._secret, 4 * self._cap_tokens + (1 << 26)).tensors()
         with as_fault("the importance of tokens"):
-            digests, tokens, requests, shares, scores = (one.numpy() for one in tensors.values())
+            digests, tokens, requests, shares, scores = (tensor.numpy() for tensor in tensors.values())
             scores = scores.astype(np.float16)
             are_counts = (requests >= 1).all() and (tokens >= 0).all()
             if not (are_counts and np.isfinite(scores).all() and (shares >= 0).all() and (shares <= 1).all()):
                 raise EntryFault("format", "scores, shares or counts cannot be those of tokens")
             parts = np.split(scores, tokens.cumsum()[:-1])
             rows = zip(digests, tokens, requests, shares, parts, strict=True)
-            found = [
-                (digest.tobytes().hex(), _Known(part, int(times), float(share)))
-                for digest, count, times, share, part in rows
-                if len(part) == count
+            records = [
+                (digest.tobytes().hex(), _Known(token_scores, int(times), float(share)))
+                for digest, count, times, share, token_scores in rows
+                if len(token_scores) == count
             ]
-        if len(found) != len(tokens):
-            raise EntryFault("format", f"{len(found)} chunks have their scores, {len(tokens)} are expected")
-        return found
+        if len(records) != len(tokens):
+            raise EntryFault("format", f"{len(records)} chunks have their scores, {len(tokens)} are expected")
+        return records

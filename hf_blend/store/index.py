@@ -115,8 +115,8 @@ class Index:
 
     def enter(self, objects: Iterable[tuple[str, int, float, str | None]]) -> None:
         """Enter objects, each with name, size, time and owner, as used then; or correct their size and time."""
-        given = [self._first_use(*one) for one in objects]
-        self._write_rows((_ENTER, given), (_CHANGED, [row[:1] for row in given]))
+        uses = [self._first_use(*entry) for entry in objects]
+        self._write_rows((_ENTER, uses), (_CHANGED, [row[:1] for row in uses]))
 
     def describe(self, said: Iterable[tuple[str, ChunkKey]], owner: str) -> None:
         """Say which chunks objects are that were entered."""
@@ -142,8 +142,8 @@ class Index:
 
     def row(self, name: str) -> tuple[int, str | None] | None:
         """Size and owner of an object."""
-        found = self._read(f"SELECT {_SIZE}, owner FROM objects WHERE name = ?", name)
-        return found[0] if found else None
+        rows = self._read(f"SELECT {_SIZE}, owner FROM objects WHERE name = ?", name)
+        return rows[0] if rows else None
 
     def __contains__(self, name: object) -> bool:
         return bool(self._read("SELECT 1 FROM objects WHERE name = ?", name))
@@ -193,8 +193,8 @@ class Index:
     def _known_use(self, name: str) -> tuple[float, float, float | None] | None:
         """Time of the last use, frequency and important share; in a file that anybody may have written any numbers."""
         sql = "ifnull(CAST(used AS REAL), 0), ifnull(CAST(frequency AS REAL), 0), min(1, max(0, CAST(share AS REAL)))"
-        found = self._read(f"SELECT {sql} FROM objects WHERE name = ?", name)
-        return (found and (found[0] if math.isfinite(sum(found[0][:2])) else (0.0, 0.0, None))) or None
+        rows = self._read(f"SELECT {sql} FROM objects WHERE name = ?", name)
+        return (rows and (rows[0] if math.isfinite(sum(rows[0][:2])) else (0.0, 0.0, None))) or None
 
     def _score(self, used_s: float, frequency: float, share: float | None) -> float:
         return 0.0 if self._policy is None else self._policy.score(used_s, frequency, 1.0 if share is None else share)
@@ -222,11 +222,11 @@ class Index:
         doubts = -1
         while doubts != self.doubts:  # a file that is made again meanwhile knows nothing of the first parts
             doubts, parts = self.doubts, self._within("SELECT prefix FROM parts", space, "prefix")
-            found = dict(tier.shards(space))  # after the parts: another store may list one that is made meanwhile
+            shards = dict(tier.shards(space))  # after the parts: another store may list one that is made meanwhile
             for (prefix,) in parts:
-                if prefix not in found and "" not in found:
+                if prefix not in shards and "" not in shards:
                     self._list(tier, prefix, None)
-            for prefix, stamp in found.items():
+            for prefix, stamp in shards.items():
                 if thorough:
                     self._verify(prefix)
                 if not stamp or self._parts.get(prefix) != stamp:
@@ -260,15 +260,15 @@ class Index:
     def starts(self, group: "Group", ids: np.ndarray) -> list[tuple[int, int]]:
         """Where chunks may begin whose first tokens stand in a prompt, and their tokens."""
         number = self._run(lambda db: self._group(db, *group))
-        found: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         for (width,) in self._read(_WIDTHS, number):
             positions = _positions_by_hash(
                 ids, width, self._positions(ids) if width == WINDOW else np.arange(len(ids))
             )
             sql = f"SELECT DISTINCT head, {_TOKENS} FROM chunks WHERE grp = ? AND width = ? AND head IN"
             rows = self._read(f"{sql} (SELECT value FROM json_each(?))", number, width, json.dumps([*positions]))
-            found += [(start, tokens) for head, tokens in rows for start in positions.get(head, ())]
-        return found
+            spans += [(start, tokens) for head, tokens in rows for start in positions.get(head, ())]
+        return spans
 
     def inside(self, group: "Group", ids: np.ndarray) -> Iterator[Run]:
         """The longest run around every window of a chunk that is in a prompt, of those that are long enough."""
@@ -287,8 +287,8 @@ class Index:
 
     def key(self, name: str, namespace: str) -> ChunkKey | None:
         """The chunk that an object is said to be."""
-        found = self._read(f"SELECT fingerprint, prefix, ids FROM {_JOINED} WHERE name = ?", name)
-        return _key(found[0], namespace) if found else None
+        rows = self._read(f"SELECT fingerprint, prefix, ids FROM {_JOINED} WHERE name = ?", name)
+        return _key(rows[0], namespace) if rows else None
 
     def records(self, owner: str, namespace: str) -> Iterator[tuple[str, ChunkKey | None, int, float]]:
         """Name, key, size and time of the chunks of an owner, by name; no key where what is kept cannot be one."""
@@ -317,8 +317,8 @@ class Index:
     def sample(self, group: "Group") -> bytes:
         """The packed ids of any chunk of a model and sink; empty if there is none."""
         number = self._run(lambda db: self._group(db, *group))
-        found = self._read("SELECT CAST(ids AS BLOB) FROM chunks JOIN texts USING(id) WHERE grp = ? LIMIT 1", number)
-        return bytes(found[0][0]) if found else b""
+        rows = self._read("SELECT CAST(ids AS BLOB) FROM chunks JOIN texts USING(id) WHERE grp = ? LIMIT 1", number)
+        return bytes(rows[0][0]) if rows else b""
 
     def prefixes(self, owner: str, fingerprint: str) -> list[bytes]:
         """Packed ids of the tokens before chunks of a fingerprint."""
@@ -344,14 +344,14 @@ class Index:
         self._verify(prefix)
         doubts = self.doubts
         rows = self._within("SELECT name, nbytes, created FROM objects", prefix)
-        known = {name: (nbytes, created) for name, nbytes, created in rows}
-        there = {} if stamp is None else dict(tier.listing(prefix, () if self._doubted else known))
-        gone = [(name, *row) for name, row in known.items() if name not in there]
-        new = [(one.created, name, one.nbytes) for name, one in there.items() if one is not None]
+        listed = {name: (nbytes, created) for name, nbytes, created in rows}
+        there = {} if stamp is None else dict(tier.listing(prefix, () if self._doubted else listed))
+        gone = [(name, *row) for name, row in listed.items() if name not in there]
+        new = [(stat.created, name, stat.nbytes) for name, stat in there.items() if stat is not None]
         changed = [
             self._first_use(name, nbytes, created)
             for created, name, nbytes in sorted(new)
-            if known.get(name) != (nbytes, created)
+            if listed.get(name) != (nbytes, created)
         ]
 
         def act(db: Any) -> None:
@@ -373,8 +373,8 @@ class Index:
             sql = "SELECT 1 FROM parts WHERE prefix = ? AND digest NOT IN (?, '')"
             with db:  # what others write is not between the two
                 db.execute("BEGIN")
-                found = db.execute(sql, (prefix, _digest(db, prefix))).fetchone()
-            if found:
+                row = db.execute(sql, (prefix, _digest(db, prefix))).fetchone()
+            if row:
                 raise sqlite3.DatabaseError(f"its rows of {prefix} are others")
 
         if prefix not in self._checked:
@@ -395,8 +395,8 @@ class Index:
         if make:
             db.execute("INSERT OR IGNORE INTO groups(owner, fingerprint, prefix) VALUES (?, ?, ?)", named)
         sql = "SELECT id FROM groups WHERE owner = ? AND fingerprint = ? AND prefix = ?"
-        found = db.execute(sql, named).fetchone()
-        return found and int(found[0])
+        row = db.execute(sql, named).fetchone()
+        return row and int(row[0])
 
     def _positions(self, ids: np.ndarray) -> np.ndarray:
         """Where in a prompt a head or a window stands, of any chunk there was; anywhere until all of them are read."""
@@ -406,10 +406,10 @@ class Index:
         while time.monotonic() < stop_s:
             with self._lock:
                 windows, newest = self._windows, self._newest
-            ((newest, found),) = self._read(page, newest)
+            ((newest, positions),) = self._read(page, newest)
             merged = windows
             with contextlib.suppress(ValueError, TypeError):  # no page, or no digits in a file that was damaged
-                new = np.sort(np.frombuffer(bytes.fromhex(found), ">u8").astype(np.uint64))
+                new = np.sort(np.frombuffer(bytes.fromhex(positions), ">u8").astype(np.uint64))
                 merged = np.insert(windows, np.searchsorted(windows, new), new)
             with self._lock:
                 if self._windows is not windows:  # another thread was faster, or the file was made again
@@ -428,9 +428,9 @@ class Index:
             if isinstance(packed, bytes) and len(packed) % 4 == 0:
                 yield packed
 
-    def _read(self, sql: str, *given: object) -> list[Any]:
-        found: list[Any] = self._run(lambda db: db.execute(sql, given).fetchall())
-        return found
+    def _read(self, sql: str, *values: object) -> list[Any]:
+        rows: list[Any] = self._run(lambda db: db.execute(sql, values).fetchall())
+        return rows
 
     def _write_rows(self, *changes: tuple[str, Sequence[Sequence[Any]]]) -> None:
         """Make changes, each for some rows, all or none."""
@@ -498,9 +498,9 @@ class Index:
         return self._db
 
     def _opened(self) -> Any:
-        given: dict[str, Any] = {"timeout": BUSY_S, "isolation_level": None, "check_same_thread": False}
+        options: dict[str, Any] = {"timeout": BUSY_S, "isolation_level": None, "check_same_thread": False}
         if self._path is None:
-            return _prepared(sqlite3.connect(":memory:", **given))
+            return _prepared(sqlite3.connect(":memory:", **options))
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._path.parent.is_symlink():
             raise NotADirectoryError(f"{self._path.parent} is a link")
@@ -508,12 +508,12 @@ class Index:
             os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         if not stat.S_ISREG(os.lstat(self._path).st_mode):  # opening it would end locks of this process on it
             raise sqlite3.DatabaseError(f"{self._path} is no file")
-        if all(os.access(one, os.W_OK) for one in (self._path, self._path.parent)):
-            return _prepared(sqlite3.connect(self._path, **given))
+        if all(os.access(path, os.W_OK) for path in (self._path, self._path.parent)):
+            return _prepared(sqlite3.connect(self._path, **options))
         with tempfile.NamedTemporaryFile() as mine, open(self._path, "rb") as theirs:  # what we may only read
             shutil.copyfileobj(theirs, mine)
             mine.flush()
-            copied = sqlite3.connect(mine.name, **given)
+            copied = sqlite3.connect(mine.name, **options)
             copied.execute("PRAGMA journal_mode = MEMORY")
             return _prepared(copied)
 
@@ -533,8 +533,8 @@ def _prepared(db: Any) -> Any:
         with db:
             db.execute("BEGIN IMMEDIATE")  # another process may do the same
             if not db.execute("SELECT 1 FROM sqlite_schema").fetchone():
-                for one in _SCHEMA:
-                    db.execute(one)
+                for statement in _SCHEMA:
+                    db.execute(statement)
                 db.execute("INSERT INTO policy VALUES ('', 0)")
                 db.execute(f"PRAGMA user_version = {_FORMAT}")
     elif made != {*_SCHEMA} or version != _FORMAT:
@@ -546,11 +546,11 @@ def _prepared(db: Any) -> Any:
 def _clear(path: Path) -> None:
     """Remove a file, or what is in its place, and what SQLite left beside it."""
     beside = path.with_name(f"{path.name}-journal")
-    for one in () if path.parent.is_symlink() else (path, beside):
+    for file in () if path.parent.is_symlink() else (path, beside):
         with contextlib.suppress(OSError):
-            os.unlink(one)
+            os.unlink(file)
         with contextlib.suppress(OSError):
-            os.rmdir(one)
+            os.rmdir(file)
 
 
 def one_more(frequency: float, uses: float) -> float:
@@ -566,16 +566,16 @@ def _digest(db: Any, prefix: str) -> str:
     """Of the rows of a part, but for their order of eviction."""
     said = "name || nbytes || '@' || created || ifnull(owner, '') || ifnull(chunk, '')"
     sql = f"SELECT group_concat({said}, ',') FROM objects WHERE name >= ? AND name < ?"
-    found: str = db.execute(sql, (prefix, f"{prefix}g")).fetchone()[0] or ""
-    return xxhash.xxh3_128_hexdigest(found.encode())
+    digest: str = db.execute(sql, (prefix, f"{prefix}g")).fetchone()[0] or ""
+    return xxhash.xxh3_128_hexdigest(digest.encode())
 
 
 def _positions_by_hash(ids: np.ndarray, width: int, at: np.ndarray) -> dict[str, list[int]]:
     """Where in a prompt each hash of some tokens is, of those that begin at some positions."""
     positions: dict[str, list[int]] = {}
-    found = hashes(ids, width)
-    for start in at[at < len(found)].tolist():
-        positions.setdefault(_hex(found[start]), []).append(start)
+    window_hashes = hashes(ids, width)
+    for start in at[at < len(window_hashes)].tolist():
+        positions.setdefault(_hex(window_hashes[start]), []).append(start)
     return positions
 
 

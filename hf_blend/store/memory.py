@@ -36,7 +36,7 @@ class MemoryCache(Budget):
 
     def get(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
         """Find chunks of a layout, and count the uses; what is too old, written to, or of another layout leaves."""
-        found: dict[ChunkKey, ChunkKV] = {}
+        chunks: dict[ChunkKey, ChunkKV] = {}
         with self._lock:
             for key in keys:
                 name = key.digest
@@ -58,9 +58,9 @@ class MemoryCache(Budget):
                     self.delete(name)
                     self.stats.count("load_failures", f"{self.name}:layout")
                     continue
-                found[key] = chunk
-            self.stats.count("hits", self.name, len(found))
-        return found
+                chunks[key] = chunk
+            self.stats.count("hits", self.name, len(chunks))
+        return chunks
 
     def peek(self, digest: str) -> ChunkKV | None:
         """Give a chunk without using it; None if it is not there, or was written to."""
@@ -71,8 +71,8 @@ class MemoryCache(Budget):
     def contains(self, digest: str) -> bool:
         """Return True if a chunk is there, without using it."""
         with self._lock:
-            held = self._chunks.get(digest)
-            return held is not None and (self.ttl_s is None or time.monotonic() - held[2] <= self.ttl_s)
+            chunk = self._chunks.get(digest)
+            return chunk is not None and (self.ttl_s is None or time.monotonic() - chunk[2] <= self.ttl_s)
 
     def put(self, chunk: ChunkKV) -> None:
         """Take a chunk, unless what is pinned or protected leaves no room for it."""
@@ -128,7 +128,7 @@ def _limits(groups: Path, own: Path) -> Iterator[int]:
         return  # no Linux
     for line in lines:
         controllers, _, path = line.partition(":")[2].partition(":")
-        for folder, file in [FILES[one] for one in controllers.split(",") if one in FILES]:
+        for folder, file in [FILES[controller] for controller in controllers.split(",") if controller in FILES]:
             at = groups / folder / path.strip("/")
             for group in (at, *at.parents):
                 text = _text(group / file) if group.is_relative_to(groups) else ""

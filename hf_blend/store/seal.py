@@ -39,8 +39,8 @@ def seal(secret: bytes | None, *content: bytes) -> bytes:
     method = _method(secret)
     state: Any = hashlib.sha256() if secret is None else hmac.new(secret, digestmod=hashlib.sha256)
     state.update(b"hf_blend.seal\0")
-    for part in content:
-        state.update(part)
+    for piece in content:
+        state.update(piece)
     return method + state.hexdigest().encode()
 
 
@@ -49,18 +49,18 @@ def seal_size(secret: bytes | None) -> int:
     return len(_method(secret)) + 2 * hashlib.sha256().digest_size
 
 
-def check_seal(found: bytes, secret: bytes | None, *content: bytes) -> None:
+def check_seal(tag: bytes, secret: bytes | None, *content: bytes) -> None:
     """Compare the seal of a file with its content."""
-    if hmac.compare_digest(found, seal(secret, *content)):
+    if hmac.compare_digest(tag, seal(secret, *content)):
         return
-    if found.startswith(_method(secret)):
+    if tag.startswith(_method(secret)):
         raise EntryFault(
             "auth" if secret else "format", f"the seal does not fit the {sum(map(len, content))} bytes behind it"
         )
-    if found.startswith((_PLAIN, _SIGNED)):
+    if tag.startswith((_PLAIN, _SIGNED)):
         expected = "signed with the store's secret" if secret else "unsigned"
         raise EntryFault("secret", f"expected {expected}, got one sealed in another way", corrupt=False)
-    raise EntryFault("format", f"there is no seal: {found[:20]!r}")
+    raise EntryFault("format", f"there is no seal: {tag[:20]!r}")
 
 
 def keyed(secret: bytes | None, purpose: str, text: str) -> str:

@@ -48,7 +48,7 @@ class StoreStats:
     def warn_once(self, text: str) -> None:
         """Log a warning unless the same was logged before."""
         with self._lock:
-            known = text in self._warned or len(self._warned) >= _MAX_WARNED
+            is_repeated = text in self._warned or len(self._warned) >= _MAX_WARNED
             self._warned.add(text)
-        if not known:
+        if not is_repeated:
             logger.warning(text)

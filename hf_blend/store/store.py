@@ -160,10 +160,10 @@ class BaseStore:
 
     def at_hand(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
         """Fetch those of some chunks that are ready to use in memory; the others are for `stream`."""
-        found: dict[ChunkKey, ChunkKV] = {}
+        chunks: dict[ChunkKey, ChunkKV] = {}
         for memory in self._memories:
-            found |= memory.get([key for key in keys if key not in found] if found else keys, layout)
-        return found
+            chunks |= memory.get([key for key in keys if key not in chunks] if chunks else keys, layout)
+        return chunks
 
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
@@ -375,18 +375,18 @@ class BaseStore:
 
         Then evict until no more than `target_bytes` are left in each tier, all namespaces together.
         """
-        found = {"orphans": 0, "expired": 0, "freed_bytes": 0}
+        counts = {"orphans": 0, "expired": 0, "freed_bytes": 0}
         self.flush()
         for tier in self._tiers:
-            found["orphans"] += tier.remove_orphans()
+            counts["orphans"] += tier.remove_orphans()
             self._catalog.refresh(thorough=True)
             for name in list(tier.index.owned(self._catalog.owner)):
                 with contextlib.suppress(OSError):
                     is_old = self._is_old(tier.stat(name))
-                    found["expired"] += is_old and self._remove(tier, name, None, "expired")
+                    counts["expired"] += is_old and self._remove(tier, name, None, "expired")
             limits = [value for value in (target_bytes, tier.cap_bytes) if value is not None]
-            found["freed_bytes"] += tier.shrink(min(limits)) if limits else 0
-        return found
+            counts["freed_bytes"] += tier.shrink(min(limits)) if limits else 0
+        return counts
 
     def tiers(self) -> list[Tier]:
         """The tiers that keep bytes, the nearest first."""
@@ -394,9 +394,9 @@ class BaseStore:
 
     def tier_of(self, key: ChunkKey) -> str | None:
         """Name the nearest tier that has a chunk; None if none has it, or says so now."""
-        for held in self._at_hand:
-            if held.contains(key.digest):
-                return held.name
+        for memory in self._at_hand:
+            if memory.contains(key.digest):
+                return memory.name
         for tier in self._tiers:
             with contextlib.suppress(OSError):
                 if tier.contains(self._catalog.name(key.digest)):
@@ -411,13 +411,13 @@ class BaseStore:
         """Walk over what is stored in this namespace, in the order of digests."""
         pins = {name for tier in self._tiers for name in tier.pins()}
         for digest, record in self._catalog.items().items():
-            held = [one.name for one in self._at_hand if one.contains(digest)]
+            names = [memory.name for memory in self._at_hand if memory.contains(digest)]
             yield EntryInfo(
                 digest,
                 record.key.fingerprint,
                 len(record.key.token_ids),
                 record.nbytes,
-                "+".join([*held, *record.tiers]),
+                "+".join([*names, *record.tiers]),
                 record.created,
                 self._catalog.name(digest) in pins,
             )
@@ -436,7 +436,7 @@ class BaseStore:
         tiers: list[Any] = [*self._memories, *self._tiers]
         return {
             **{group: self._stats.group(group) for group in _COUNTED},
-            "seconds": {stage: found for stage in _TIMED if (found := self._stats.group(stage))},
+            "seconds": {stage: seconds for stage in _TIMED if (seconds := self._stats.group(stage))},
             "entries": len(self._catalog),
             "bytes": {tier.name: tier.nbytes for tier in tiers},
             "pinned_bytes": {tier.name: tier.pinned_bytes for tier in tiers},
@@ -484,12 +484,12 @@ class BaseStore:
         """Take a chunk that was read into memory, and write the verified bytes to the nearer tiers of this machine."""
         if deleted != self._deleted:
             return chunk
-        held = self._hold(chunk)
+        cached = self._hold(chunk)
         content = source.release() if isinstance(source, RecordedSource) else None
         if content is not None:
             for other in self._nearer(tier):
                 self._send(other, chunk, lambda: [content])
-        return held
+        return cached
 
     def _refuse(self, tier: BoundedTier, key: ChunkKey, source: Source | None, fault: BaseException) -> str:
         """Count what was wrong with an entry, warn of it once, and remove what can never become good.
@@ -507,8 +507,8 @@ class BaseStore:
 
     def _ready(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
         """Find a chunk in memory, or on its way to a tier."""
-        if found := BaseStore.at_hand(self, (key,), layout).get(key):
-            return found
+        if cached := BaseStore.at_hand(self, (key,), layout).get(key):
+            return cached
         for queue in self._queues.values():
             waits = queue.get(key.digest)
             if waits and waits.chunk.key == key and waits.chunk.fits(layout) and waits.guard.is_intact():
@@ -548,7 +548,7 @@ class BaseStore:
             except (RuntimeError, MemoryError) as error:  # of a device that is full
                 self._stats.count("store_failures", type(error).__name__)
                 self._stats.warn_once(f"chunks cannot be held in the {memory.name} tier ({error})")
-        return next((one for one in (memory.peek(digest) for memory in self._memories) if one), chunk)
+        return next((cached for cached in (memory.peek(digest) for memory in self._memories) if cached), chunk)
 
     def _new_queue(self, tier: BoundedTier, queue_bytes: int) -> WriteQueue[PendingWrite]:
         def write(pending: PendingWrite) -> None:
@@ -652,7 +652,7 @@ class BaseStore:
         return removed
 
     def _is_held(self, digest: str) -> bool:
-        return any(one.contains(digest) for one in self._at_hand)
+        return any(memory.contains(digest) for memory in self._at_hand)
 
     def _encode(self, chunk: ChunkKV) -> Sequence[memoryview]:
         return encode_entry(chunk, self.secret, self._codec)
@@ -690,7 +690,7 @@ class StreamingRead:
         self._store, self._tier, self._source, self._recompute = store, tier, source, recompute
         self._deleted, self._reader = store._deleted, EntryReader(source, key, store.secret, layout)
         self._tables = self._reader.tables()
-        self._guards = [Guard(part for pair in self._tables for part in pair)]  # used before all of it is stored
+        self._guards = [Guard(tensor for pair in self._tables for tensor in pair)]  # used before all of it is stored
         self._least_bytes = 0 if tier.is_local else READ_BYTES  # what is far away costs a round trip for each read
 
     def start(self, stop_s: float) -> ChunkKV:
@@ -707,14 +707,14 @@ class StreamingRead:
         """Read a layer, and as many behind it as make a read worth its while."""
         began_s, stats = time.perf_counter(), self._store._stats
         with stats.timed("load_seconds", self._tier.name):
-            found = self._reader.layers(index, self._least_bytes)
-        nbytes = sum(one.nbytes for states in found for one in states)
+            layers = self._reader.layers(index, self._least_bytes)
+        nbytes = sum(tensor.nbytes for states in layers for tensor in states)
         stats.count("loaded_bytes", self._tier.name, nbytes)
         if self._tier.is_local:
             rate = nbytes / max(time.perf_counter() - began_s, 1e-6)
             self._least_bytes = min(READ_BYTES, 2 * nbytes, int(rate * READ_S))
-        self._guards.append(Guard(one for states in found for one in states))
-        return found
+        self._guards.append(Guard(tensor for states in layers for tensor in states))
+        return layers
 
     def _complete(self, layers: tuple[tuple[Tensor, ...], ...]) -> None:
         """Store the chunk as one that was read at once, unless something was written to it since."""

@@ -85,17 +85,17 @@ class StreamedLayers(Sequence[KV]):
             self._reading.release()
 
     def _take(self, index: int) -> None:
-        found: Sequence[KV] = ()
+        layers: Sequence[KV] = ()
         try:
-            found, fault = self._read(index), None
+            layers, fault = self._read(index), None
         except FAULTS as error:
             fault = error
         with self._changed:
-            self._layers[index : index + len(found)], self._fault = found, fault
+            self._layers[index : index + len(layers)], self._fault = layers, fault
             self._changed.notify_all()
-        known = [layer for layer in self._layers if layer is not None]
-        if len(known) == len(self._layers):
-            self._complete(tuple(known))
+        arrived = [layer for layer in self._layers if layer is not None]
+        if len(arrived) == len(self._layers):
+            self._complete(tuple(arrived))
 
     def _awaited(self, index: int) -> KV:
         patience_s, reason = min((self._patience_s, "late"), (max(0.0, self._budget_s), "slow"))
@@ -109,9 +109,9 @@ class StreamedLayers(Sequence[KV]):
                     detail = f"layer {index} did not come in {patience_s:.3g} s"
                     self._fault = EntryFault(reason, detail, corrupt=False)
             self._budget_s -= time.monotonic() - began_s
-            found = self._layers[index]
-            if found is not None:
-                return found
+            layer = self._layers[index]
+            if layer is not None:
+                return layer
             if self._instead is None and self._fault is not None:
                 self._instead = self._recompute(self._fault)
             if self._instead is None:

@@ -173,8 +173,8 @@ def _stale_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: floa
         return torch.where(slots[..., None], alone[index], flat).view_as(hidden) if layer >= first else hidden
 
     with _inputs(subject, swap):
-        given = subject.inputs(subject.cache(0.0), prompts)
-        expected = subject.model(**given, past_key_values=full_cache(subject.model), use_cache=True).logits
+        inputs = subject.inputs(subject.cache(0.0), prompts)
+        expected = subject.model(**inputs, past_key_values=full_cache(subject.model), use_cache=True).logits
     return distance(got.logits, expected[:, -got.logits.shape[1] :].float())
 
 
@@ -200,11 +200,11 @@ def _inputs_alone(subject: ModelUnderTest, got: Blended) -> list[Tensor]:
     alone = [Tensor()] * (2 * subject.num_layers)
 
     def record(index: int, hidden: Tensor, row: int, start: int, count: int) -> Tensor:
-        held, flat = alone[index], _by_token(hidden, len(subject.chunk_prefix_ids) + count)
-        if not held.numel():
+        states, flat = alone[index], _by_token(hidden, len(subject.chunk_prefix_ids) + count)
+        if not states.numel():
             shape = (*flat.shape[:-3], len(got.prompts), width, flat.shape[-1])
-            held = alone[index] = flat.new_zeros(shape)
-        held[..., row, start : start + count, :] = flat[..., 0, -count:, :]
+            states = alone[index] = flat.new_zeros(shape)
+        states[..., row, start : start + count, :] = flat[..., 0, -count:, :]
         return hidden
 
     for row, prompt in enumerate(got.prompts):
@@ -212,8 +212,8 @@ def _inputs_alone(subject: ModelUnderTest, got: Blended) -> list[Tensor]:
             position = {"row": row, "start": width - len(prompt.ids) + start, "count": len(ids)}
             with _inputs(subject, partial(record, **position)):
                 tokens = torch.tensor([[*subject.chunk_prefix_ids, *ids]])
-                given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-                subject.model(**placed(subject.model, given))
+                inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+                subject.model(**placed(subject.model, inputs))
     return alone
 
 
@@ -231,4 +231,4 @@ def _inputs(subject: ModelUnderTest, change: Callable[[int, Tensor], Tensor]) ->
 
     mixers = [None if mixer is None else mixer.module for mixer in subject.mixers]
     entered = enumerate([*decoder_layers(subject.model), *mixers])
-    return hooked([(index, one) for index, one in entered if one is not None], enter)
+    return hooked([(index, module) for index, module in entered if module is not None], enter)

@@ -132,11 +132,11 @@ class ModelUnderTest(CheckedModel):
 
         A key is rounded three times where it is computed, there and here, and once more where it is moved.
         """
-        judged = [one for one in compared if one.layer is None] or compared
-        error = max(distance(one.got, one.expected) for one in judged)
+        judged = [comparison for comparison in compared if comparison.layer is None] or compared
+        error = max(distance(comparison.got, comparison.expected) for comparison in judged)
         if judged[0].layer is None:
             return CheckResult(error, FLOORS * self.logit_tolerance)  # plain ones differ so, too, at other positions
-        largest = max(float(one.expected.abs().amax()) for one in judged)
+        largest = max(float(comparison.expected.abs().amax()) for comparison in judged)
         return CheckResult(error, self.floor.layer_0 + largest * rounding(self.dtype, 6, moves=1))
 
     def contribution_tolerance(self, dtype: torch.dtype) -> float:
@@ -163,8 +163,8 @@ class ModelUnderTest(CheckedModel):
     def prompt_tables(self, prompts: Sequence[Prompt]) -> tuple[Table | None, ...]:
         """The rotary tables that the model hands to its layers for a batch of prompts."""
         built = batch(prompts, 0)
-        given = placed(self.model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
-        return capture(self.model, given["input_ids"], given["position_ids"], given["attention_mask"]).tables
+        inputs = placed(self.model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
+        return capture(self.model, inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]).tables
 
 
 def measure_floor(model: nn.Module, prompts: Sequence[Prompt]) -> Floor:
@@ -177,11 +177,11 @@ def measure_floor(model: nn.Module, prompts: Sequence[Prompt]) -> Floor:
     if other in attentions(model):
         with attending(model, other):
             ways += [[prefill(model, [prompt])[0] for prompt in prompts], prefill(model, prompts)]
-    pairs = [(one, other) for way in ways for one, other in zip(expected, way, strict=True)]
+    pairs = [(run, other) for way in ways for run, other in zip(expected, way, strict=True)]
     return Floor(
-        max(distance(one.logits, other.logits) for one, other in pairs),
-        max(states_apart(one.layers[:1], other.layers[:1]) for one, other in pairs),
-        max(states_apart(one.layers, other.layers) for one, other in pairs),
+        max(distance(run.logits, other.logits) for run, other in pairs),
+        max(states_apart(run.layers[:1], other.layers[:1]) for run, other in pairs),
+        max(states_apart(run.layers, other.layers) for run, other in pairs),
     )
 
 
@@ -190,8 +190,8 @@ def prefill(model: nn.Module, prompts: Sequence[Prompt]) -> list[PrefillLogits]:
     """Run prompts side by side through the plain model."""
     built = batch(prompts, 0)
     cache = full_cache(model)
-    given = placed(model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
-    logits = model(**given, past_key_values=cache, use_cache=True).logits.float()
+    inputs = placed(model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
+    logits = model(**inputs, past_key_values=cache, use_cache=True).logits.float()
     return [_cut(logits, cache, row, len(prompt.ids)) for row, prompt in enumerate(prompts)]
 
 
@@ -237,17 +237,17 @@ def attending(model: nn.Module, implementation: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def distance(one: Tensor, other: Tensor) -> float:
+def distance(got: Tensor, expected: Tensor) -> float:
     """Largest absolute difference of two tensors of one shape; NaN counts as infinite."""
-    if one.shape != other.shape or not one.numel():
-        return 0.0 if one.shape == other.shape else float("inf")
-    largest = float((one.float() - other.float()).abs().amax())
+    if got.shape != expected.shape or not got.numel():
+        return 0.0 if got.shape == expected.shape else float("inf")
+    largest = float((got.float() - expected.float()).abs().amax())
     return largest if largest == largest else float("inf")
 
 
-def states_apart(one: Sequence[States], other: Sequence[States], columns: slice = slice(None)) -> float:
+def states_apart(got: Sequence[States], expected: Sequence[States], columns: slice = slice(None)) -> float:
     """Largest difference of what layers keep of some tokens, `[…, tokens, width]` each."""
-    kept = zip(filter(None, one), filter(None, other), strict=True)  # of layers that keep any
+    kept = zip(filter(None, got), filter(None, expected), strict=True)  # of layers that keep any
     pairs = (pair for layers in kept for pair in zip(*layers, strict=True))
     return max((distance(a[..., columns, :], b[..., columns, :]) for a, b in pairs), default=0.0)
 

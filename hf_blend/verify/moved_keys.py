@@ -140,7 +140,7 @@ def _moved(subject: ModelUnderTest, chunk: ChunkKV, start: int) -> ChunkKV:
             realigner.write_beside(index, [placed], into[-1])
         layers.append(tuple(states[0] for states in into))
         if table is not None and chunk.layer_table[index] >= 0:
-            tables[chunk.layer_table[index]] = tuple(part[0].float() for part in table)
+            tables[chunk.layer_table[index]] = tuple(tensor[0].float() for tensor in table)
     return replace(chunk, layers=tuple(layers), tables=tuple(tables))
 
 
@@ -156,9 +156,9 @@ def _unrotated(subject: ModelUnderTest, chunk: ChunkKV) -> list[Tensor]:
     return [layer[1 - style.slot] for layer, style in pairs if len(layer) > 1]
 
 
-def _keys_apart(subject: ModelUnderTest, one: ChunkKV, other: ChunkKV) -> float:
+def _keys_apart(subject: ModelUnderTest, moved: ChunkKV, other: ChunkKV) -> float:
     """Largest difference of two chunks' keys, as a share of each layer's largest key; NaN counts as infinite."""
-    pairs = zip(_rotated(subject, one), _rotated(subject, other), strict=True)
+    pairs = zip(_rotated(subject, moved), _rotated(subject, other), strict=True)
     return max(distance(a, b) / float(b.float().abs().amax()) for a, b in pairs)
 
 
@@ -166,8 +166,8 @@ def _lengths(keys: Tensor) -> Tensor:
     return torch.linalg.vector_norm(keys.double(), dim=-1)
 
 
-def _unevenness(one: ChunkKV, other: ChunkKV) -> float:
+def _unevenness(moved: ChunkKV, other: ChunkKV) -> float:
     """How far the tables stretch at one position against another."""
-    pairs = zip(one.tables, other.tables, strict=True)
+    pairs = zip(moved.tables, other.tables, strict=True)
     radii = [[(cos.double() ** 2 + sin.double() ** 2).sqrt() for cos, sin in pair] for pair in pairs]
     return max((float((b / a - 1).abs().amax()) for a, b in radii), default=0.0)

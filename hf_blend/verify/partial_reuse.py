@@ -57,7 +57,7 @@ def question_is_fresh(subject: ModelUnderTest) -> CheckResult:
         before = len(prompt.ids) - len(prompt.question)
         for index, states in enumerate(got.layers):
             if states:  # others look at those of an earlier layer
-                stock.update(*(part[:, :, :before].clone() for part in states), index)
+                stock.update(*(tensor[:, :, :before].clone() for tensor in states), index)
             indexer_keys = getattr(got.cache.layers[index], "indexer_keys", None)
             if indexer_keys is not None:
                 stock.update_indexer(indexer_keys[:, :before].clone(), index)
@@ -146,11 +146,11 @@ def _after_chunk(subject: ModelUnderTest, prompt: Prompt, stock: Cache) -> Tenso
     if prompt.prefix:
         alone, tokens = full_cache(subject.model), len(prompt.prefix + prompt.chunks[0])
         _continued(subject, prompt.prefix, alone)
-        for held, part in zip(filter(None, kv_of(stock)), filter(None, kv_of(alone)), strict=True):
+        for held, own in zip(filter(None, kv_of(stock)), filter(None, kv_of(alone)), strict=True):
             forgotten = tokens - held[0].shape[2]  # outside of the window
             count = max(0, len(prompt.prefix) - forgotten)
             if count:
-                for states, of_prefix in zip(held, part, strict=True):
+                for states, of_prefix in zip(held, own, strict=True):
                     states[:, :, :count] = of_prefix[:, :, -count:]
     return _continued(subject, prompt.question, stock)
 
@@ -163,7 +163,7 @@ def _continued(subject: ModelUnderTest, ids: tuple[int, ...], cache: Cache) -> T
 def _cache_error(got: Blended, logits: Tensor, stock: Cache) -> float:
     pairs = [(got.logits, logits)]
     for mine, stocked in zip(filter(None, got.layers), filter(None, kv_of(stock)), strict=True):
-        pairs += [(one[:, :, -other.shape[2] :], other) for one, other in zip(mine, stocked, strict=True)]
+        pairs += [(keys[:, :, -other.shape[2] :], other) for keys, other in zip(mine, stocked, strict=True)]
     return max(distance(*pair) for pair in pairs)
 
 

@@ -52,12 +52,12 @@ class Verdict:
     @property
     def failed(self) -> list[MeasuredCheck]:
         """The checks that do not hold."""
-        return [one for one in self.checks if one.passed is False]
+        return [check for check in self.checks if check.passed is False]
 
     @property
     def refused(self) -> list[MeasuredCheck]:
         """The checks of something that is refused for this model, by name."""
-        return [one for one in self.checks if one.passed is None]
+        return [check for check in self.checks if check.passed is None]
 
     @property
     def supported(self) -> bool:
@@ -80,7 +80,7 @@ class Verdict:
         """Everything as JSON values."""
         return {
             "model": self.model, "supported": self.supported, "reason": self.reason,
-            "rungs": [asdict(one) for one in self.checks], "floors": self.floors,
+            "rungs": [asdict(check) for check in self.checks], "floors": self.floors,
         }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def check_names() -> dict[str, str]:
     rooms()
     for point in entry_points(group=GROUP):
         point.load()
-    return {name: one.claim for name, one in sorted(CHECKS.items()) if issubclass(ModelUnderTest, one.needs)}
+    return {name: check.claim for name, check in sorted(CHECKS.items()) if issubclass(ModelUnderTest, check.needs)}
 
 
 def verify(
@@ -105,10 +105,10 @@ def verify(
     load: Callable[..., nn.Module] = load_model,
 ) -> Verdict:
     """Run checks on one model, loaded in each dtype."""
-    for value, known in [*((one, DTYPES) for one in dtypes), *((one, ATTENTIONS) for one in attention),
-                         *((one, check_names()) for one in checks or ())]:  # fmt: skip
-        if value not in known:
-            raise ConfigError(f"{value!r} cannot be verified. {suggest(str(value), known)}")
+    for value, names in [*((option, DTYPES) for option in dtypes), *((option, ATTENTIONS) for option in attention),
+                         *((option, check_names()) for option in checks or ())]:  # fmt: skip
+        if value not in names:
+            raise ConfigError(f"{value!r} cannot be verified. {suggest(str(value), names)}")
     verdict = Verdict(name)
     try:
         for dtype in dtypes:

@@ -140,7 +140,7 @@ def _steps(subject: ModelUnderTest, prompts: list[Prompt]) -> list[list[Tensor]]
     caches: list[BlendCache] = [subject.cache(RATIO) for _ in prompts]
     inputs = [subject.inputs(cache, [prompt]) for cache, prompt in zip(caches, prompts, strict=True)]  # all watch now
     plain = subject.model(torch.tensor([subject.ids(11, seed=3)], device=device)).logits.float()
-    seen = [[plain, subject.forward(cache, given, 1)] for cache, given in zip(caches, inputs, strict=True)]
+    seen = [[plain, subject.forward(cache, arguments, 1)] for cache, arguments in zip(caches, inputs, strict=True)]
     for step in range(STEPS):
         for cache, logits in zip(caches, seen, strict=True):
             ids = torch.tensor([subject.ids(1, seed=step)], device=device)
@@ -152,16 +152,16 @@ def _steps(subject: ModelUnderTest, prompts: list[Prompt]) -> list[list[Tensor]]
 def traces(subject: ModelUnderTest) -> dict[str, Any]:
     """Record a model: per module its class, attributes, hooks, forward and mode; config, weights, logits."""
     model = subject.model
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
     for name, module in model.named_modules():
         hooks = [list(getattr(module, kind)) for kind in HOOKS]
-        found[f"module {name or '(model)'}"] = (type(module), sorted(vars(module)), hooks, module.training)
-    found["config"] = copy.deepcopy(model.config.to_dict())
-    found["attention"] = model.config._attn_implementation
-    found["weights"] = {name: _identity(weight) for name, weight in model.named_parameters()}
+        records[f"module {name or '(model)'}"] = (type(module), sorted(vars(module)), hooks, module.training)
+    records["config"] = copy.deepcopy(model.config.to_dict())
+    records["attention"] = model.config._attn_implementation
+    records["weights"] = {name: _identity(weight) for name, weight in model.named_parameters()}
     ids = torch.tensor([subject.ids(12, seed=5)], device=input_device(model))
-    found["logits"] = model(ids, use_cache=False).logits
-    return found
+    records["logits"] = model(ids, use_cache=False).logits
+    return records
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -179,7 +179,7 @@ def _identity(weight: nn.Parameter) -> tuple[Any, ...]:
     return (weight.shape, weight.dtype) if weight.is_meta else (id(weight), weight._version)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
+    return bool(left == right)

@@ -215,10 +215,10 @@ class Structure:
         open_, values, self.hooked = list[Any](), list[Any](), []
         for ref, names in self._owners:
             owner = ref()
-            held = owner.__dict__
-            values += type(owner), len(held)
-            open_ += [held[name] for name in names]
-            if held.get("_forward_hooks") or held.get("_forward_pre_hooks"):
+            attributes = owner.__dict__
+            values += type(owner), len(attributes)
+            open_ += [attributes[name] for name in names]
+            if attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks"):
                 self.hooked.append(owner)
         for value in open_:  # which grows
             kind = type(value)
@@ -238,19 +238,19 @@ class Structure:
 
     def _meet(self, value: Any) -> None:
         """Note an object, and the names of what counts of it."""
-        held, fields = getattr(value, "__dict__", {}), QUANTISER_FIELDS.get(type(value).__name__)
+        attributes, fields = getattr(value, "__dict__", {}), QUANTISER_FIELDS.get(type(value).__name__)
         if fields is not None:
             names: Iterable[str] = (*fields, *QUANTISER_TENSORS)
         else:
-            names = _QUANTISED if isinstance(value, Tensor) else {*held} - _UNWATCHED
+            names = _QUANTISED if isinstance(value, Tensor) else {*attributes} - _UNWATCHED
         if isinstance(value, ModuleType):
-            names = [name for name in names if isinstance(held[name], FunctionType)]
-        if held:
-            self._met[id(value)] = value, [name for name in names if name in held]
+            names = [name for name in names if isinstance(attributes[name], FunctionType)]
+        if attributes:
+            self._met[id(value)] = value, [name for name in names if name in attributes]
 
     def _attributes(self, path: str, module: nn.Module, is_moving: bool) -> dict[str, Any]:
-        names, held = counted_attributes(module), vars(module)
-        calls = (held.get("_compiled_call_impl"), getattr(held.get("forward"), _COMPILED, None))
+        names, attributes = counted_attributes(module), vars(module)
+        calls = (attributes.get("_compiled_call_impl"), getattr(attributes.get("forward"), _COMPILED, None))
         if any(call is not None for call in calls) or hasattr(module, "_orig_mod"):
             raise UnsupportedModelError(
                 f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
@@ -261,19 +261,19 @@ class Structure:
         for weight in module._parameters.values():
             if _QUANTISED & getattr(weight, "__dict__", {}).keys():
                 state = getattr(weight, "quant_state", None)
-                for one in (weight, state, getattr(state, "state2", None)):
-                    self._meet(one)
-        found = {name: self._leaf(held[name]) for name in names if not isinstance(held[name], Tensor)}
-        if "forward" in found and "_old_forward" in held:  # accelerate's; what it calls counts
-            del found["forward"]
-            if getattr(held["_old_forward"], "__func__", None) is not getattr(type(module), "forward", None):
-                found["forward"] = self._leaf(held["_old_forward"])
+                for holder in (weight, state, getattr(state, "state2", None)):
+                    self._meet(holder)
+        leaves = {name: self._leaf(attributes[name]) for name in names if not isinstance(attributes[name], Tensor)}
+        if "forward" in leaves and "_old_forward" in attributes:  # accelerate's; what it calls counts
+            del leaves["forward"]
+            if getattr(attributes["_old_forward"], "__func__", None) is not getattr(type(module), "forward", None):
+                leaves["forward"] = self._leaf(attributes["_old_forward"])
         for name in ("active_adapter", "_active_adapter"):  # of PEFT: a name, or a list of them
-            if isinstance(found.get(name), str):
-                found[name] = [found[name]]
-        if found.get("compute_dtype", ...) is None:  # of bitsandbytes: its first input will set it
-            found["compute_dtype"] = str(next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
-        return found
+            if isinstance(leaves.get(name), str):
+                leaves[name] = [leaves[name]]
+        if leaves.get("compute_dtype", ...) is None:  # of bitsandbytes: its first input will set it
+            leaves["compute_dtype"] = str(next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
+        return leaves
 
     def _leaf(self, value: Any) -> Any:
         """An attribute as a value of JSON that says what it does, the same in every process where that can be said."""
@@ -328,31 +328,31 @@ class Structure:
         if id(kind) in self._classes:
             return self._classes[id(kind)]
         self._classes[id(kind)] = kind.__qualname__
-        found: list[Any] = [qualified_name(kind) if is_library(kind.__module__) else kind.__qualname__]
+        described: list[Any] = [qualified_name(kind) if is_library(kind.__module__) else kind.__qualname__]
         for base in kind.__mro__:
             if is_library(base.__module__):
                 put = self._put(base)
-                found += [[qualified_name(base), put]] if put else []
+                described += [[qualified_name(base), put]] if put else []
             elif base.__module__.partition(".")[0] not in sys.stdlib_module_names:
-                found.append([*_foreign_name(base), self._put(base)])
+                described.append([*_foreign_name(base), self._put(base)])
                 self._meet(base)
-        self._classes[id(kind)] = found
-        return found
+        self._classes[id(kind)] = described
+        return described
 
     def _put(self, space: type | ModuleType) -> dict[str, Any]:
         """Functions that come from elsewhere, in a class or a module where the model's code looks them up."""
         home, prefix = (
             (space.__module__, f"{space.__qualname__}.") if isinstance(space, type) else (space.__name__, "")
         )
-        found = dict[str, Any]()
+        members = dict[str, Any]()
         for name, attribute in vars(space).items():
             function = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
             if isinstance(function, FunctionType):
                 is_named = function.__qualname__.endswith((prefix + name, "_unimplemented"))
                 is_moved = not is_named and (name == "forward" or not is_library(home))
                 if is_moved or not is_stock(function, home):
-                    found[f"{home}.{prefix}{name}" if is_library(home) else prefix + name] = self._leaf(function)
-        return found
+                    members[f"{home}.{prefix}{name}" if is_library(home) else prefix + name] = self._leaf(function)
+        return members
 
 
 def reference(value: Any, gone: list[Any]) -> Callable[[], Any]:
@@ -365,22 +365,22 @@ def reference(value: Any, gone: list[Any]) -> Callable[[], Any]:
 
 def configs_inside(config: Any) -> list[Any]:
     """A config and those inside it, each once."""
-    open_, found = [config], dict[int, Any]()
+    open_, configs = [config], dict[int, Any]()
     while open_:
-        one = open_.pop()
-        if isinstance(one, (list, tuple)):
-            open_ += one
-        elif isinstance(one, dict):
-            open_ += one.values()
-        elif hasattr(one, "to_dict") and id(one) not in found:
-            found[id(one)] = one
-            open_ += getattr(one, "__dict__", {}).values()
-    return list(found.values())
+        inner = open_.pop()
+        if isinstance(inner, (list, tuple)):
+            open_ += inner
+        elif isinstance(inner, dict):
+            open_ += inner.values()
+        elif hasattr(inner, "to_dict") and id(inner) not in configs:
+            configs[id(inner)] = inner
+            open_ += getattr(inner, "__dict__", {}).values()
+    return list(configs.values())
 
 
 def attention_functions(names: Iterable[Any]) -> dict[str, Any]:
     """The functions of attention that transformers has under names, without the door of `open_door`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    found = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
-    return {name: getattr(one, "stock", one) for name, one in found.items()}
+    functions = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
+    return {name: getattr(function, "stock", function) for name, function in functions.items()}

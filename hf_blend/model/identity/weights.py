@@ -64,10 +64,10 @@ def stored_parts(module: nn.Module, tensor: Tensor) -> Iterator[tuple[str, Tenso
     yield from _plain_tensors("", tensor)
     if tensor is module._parameters.get("weight"):  # of bitsandbytes: neither parameters nor buffers
         scales, state = getattr(tensor, "SCB", None), getattr(tensor, "quant_state", None)
-        found = [("SCB", getattr(getattr(module, "state", None), "SCB", None) if scales is None else scales)]
+        tensors = [("SCB", getattr(getattr(module, "state", None), "SCB", None) if scales is None else scales)]
         for prefix, level in (("", state), ("state2.", getattr(state, "state2", None))):
-            found += [(prefix + name, getattr(level, name, None)) for name in QUANTISED_BY_ITS_STATE]
-        yield from ((f".{name}", scale) for name, scale in found if isinstance(scale, Tensor))
+            tensors += [(prefix + name, getattr(level, name, None)) for name in QUANTISED_BY_ITS_STATE]
+        yield from ((f".{name}", scale) for name, scale in tensors if isinstance(scale, Tensor))
 
 
 def loaded_values(path: str, module: nn.Module, tensor: Tensor) -> Tensor:
@@ -124,14 +124,14 @@ class WeightWatch:
         self._gone: list[Any] = []
         hooks = [hook for module in model.modules() for hook in offload_hooks(module)]
         sources = ((hook, getattr(hook, "weights_map", None)) for hook in hooks)  # where accelerate fetches weights
-        self._sources = [[reference(one, self._gone) for one in pair] for pair in sources if pair[1] is not None]
-        self._parts = [reference(part, self._gone) for part in parts]
-        is_small = sum(part.nbytes for part in parts) <= WHOLE_BYTES
+        self._sources = [[reference(source, self._gone) for source in pair] for pair in sources if pair[1] is not None]
+        self._parts = [reference(tensor, self._gone) for tensor in parts]
+        is_small = sum(tensor.nbytes for tensor in parts) <= WHOLE_BYTES
         self._views: dict[tuple[torch.device, int], list[Callable[[], Tensor]]] = {}
-        for part in parts:
-            if part.numel():
-                width, view = _view(part, is_small)
-                self._views.setdefault((part.device, width), []).append(view)
+        for tensor in parts:
+            if tensor.numel():
+                width, view = _view(tensor, is_small)
+                self._views.setdefault((tensor.device, width), []).append(view)
         self._trace, self._sample = self._traced(), self._sampled()
 
     def is_same(self, model: nn.Module | None = None) -> bool:
@@ -143,7 +143,7 @@ class WeightWatch:
             places, parts = _placed(model)
             if places != self._places or [*map(id, parts)] != [id(ref()) for ref in self._parts]:
                 return False
-        if any(getattr(hook(), "weights_map", None) is not found() for hook, found in self._sources):
+        if any(getattr(hook(), "weights_map", None) is not source() for hook, source in self._sources):
             return False
         if self._gone or self._traced() != self._trace:
             return False
@@ -152,7 +152,7 @@ class WeightWatch:
 
     def _traced(self) -> list[tuple[int, int]]:
         parts = [ref() for ref in self._parts]
-        return [(part.data_ptr(), -1 if part.is_inference() else part._version) for part in parts]
+        return [(tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version) for tensor in parts]
 
     @torch.inference_mode()
     def _sampled(self) -> list[Tensor]:
@@ -160,8 +160,9 @@ class WeightWatch:
         pieces: dict[torch.device, list[Tensor]] = {}
         for (device, _), views in self._views.items():
             pieces.setdefault(device, []).append(torch.cat([view() for view in views]).view(-1))
-        whole = [found[0] if len(found) == 1 else torch.cat(found) for found in pieces.values()]
-        return [one if one.numel() % 8 else one.view(torch.int64) for one in whole]  # words compare faster than bytes
+        whole = [samples[0] if len(samples) == 1 else torch.cat(samples) for samples in pieces.values()]
+        # words compare faster than bytes
+        return [sample if sample.numel() % 8 else sample.view(torch.int64) for sample in whole]
 
 
 @torch.inference_mode()
@@ -179,8 +180,8 @@ def _view(tensor: Tensor, whole: bool) -> tuple[int, Callable[[], Tensor]]:
     first = tensor.storage_offset() + count - width - step * (runs - 1)
 
     def view() -> Tensor:
-        held: Any = ref()
-        data = torch.empty(0, dtype=torch.uint8, device=held.device).set_(held.untyped_storage())
+        owner: Any = ref()
+        data = torch.empty(0, dtype=torch.uint8, device=owner.device).set_(owner.untyped_storage())
         return data.as_strided((runs, width * size), (step * size, 1), first * size)
 
     made = view() if tensor.device.type == "cpu" else None
@@ -198,7 +199,7 @@ def _placed(model: nn.Module) -> tuple[list[Hashable], list[Tensor]]:
             if first is not second:  # read again at each use
                 names.append(name)
                 continue
-        stored = [part for _, part in stored_parts(module, tensor)]
+        stored = [stored_tensor for _, stored_tensor in stored_parts(module, tensor)]
         names += [(name, number) for number in range(len(stored))]
         parts += stored
     return names, parts

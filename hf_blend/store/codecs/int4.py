@@ -51,14 +51,16 @@ class Int4(Codec):
         heads, tokens, half = pairs.shape
         groups = 2 * half // group_width(2 * half) if kind == "v" else -(-tokens // GROUP)
         shape = (heads, tokens, groups) if kind == "v" else (heads, groups, 2 * half)
-        found = (pairs.dtype, step.dtype, low.dtype), tuple(step.shape), tuple(low.shape)
-        if found != ((torch.uint8, torch.bfloat16, torch.bfloat16), shape, shape):
-            raise StoreError(f"steps and least values {found} came with bytes {tuple(pairs.shape)}, expected {shape}.")
+        layout = (pairs.dtype, step.dtype, low.dtype), tuple(step.shape), tuple(low.shape)
+        if layout != ((torch.uint8, torch.bfloat16, torch.bfloat16), shape, shape):
+            raise StoreError(
+                f"steps and least values {layout} came with bytes {tuple(pairs.shape)}, expected {shape}."
+            )
         out = torch.empty((heads, tokens, 2 * half), dtype=torch.float32, device=pairs.device)
         if kind == "v":
-            pairs, step, low, whole = (one.unflatten(2, (groups, -1)) for one in (pairs, step, low, out))
+            pairs, step, low, whole = (tensor.unflatten(2, (groups, -1)) for tensor in (pairs, step, low, out))
             unpacked(pairs, step, low, whole)
         else:
-            step, low = (part.repeat_interleave(GROUP, 1)[:, :tokens] for part in (step, low))
+            step, low = (tensor.repeat_interleave(GROUP, 1)[:, :tokens] for tensor in (step, low))
             unpacked(pairs, step, low, out)
         return out.to(dtype)

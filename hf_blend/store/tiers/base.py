@@ -93,10 +93,10 @@ class BytesSource:
 
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""
-        part = memoryview(self.content)[start : start + len(target)]
-        if len(part) < len(target):
-            raise EntryFault("truncated", f"the bytes end {len(target) - len(part)} too early")
-        target[:] = part
+        content = memoryview(self.content)[start : start + len(target)]
+        if len(content) < len(target):
+            raise EntryFault("truncated", f"the bytes end {len(target) - len(content)} too early")
+        target[:] = content
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -85,13 +85,13 @@ class DiskTier(Tier):
     def shards(self, space: str = "") -> Mapping[str, str]:
         """The directories, with the time of their last change; none that is so young that it may change again."""
         objects, now_ns = self.root / "objects", time.time_ns()
-        found = {}
+        shards = {}
         for directory in [objects / space] if space else _parts(objects):
-            for part in _parts(directory):
-                info = os.lstat(part)
+            for folder in _parts(directory):
+                info = os.lstat(folder)
                 is_old = now_ns - info.st_mtime_ns > _RACY_NS
-                found[f"{directory.name}/{part.name}/"] = f"{info.st_ino}.{info.st_mtime_ns}" if is_old else ""
-        return found
+                shards[f"{directory.name}/{folder.name}/"] = f"{info.st_ino}.{info.st_mtime_ns}" if is_old else ""
+        return shards
 
     def remove_orphans(self) -> int:
         """Remove temporary files whose writers are gone."""
@@ -166,8 +166,8 @@ class DiskTier(Tier):
 
 def _parts(directory: Path) -> list[Path]:
     """The directories in one that are named by two hex digits, as names of objects are divided."""
-    found = (entry for entry in _entries(directory) if _PART.fullmatch(entry.name))
-    return [directory / entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
+    folders = (entry for entry in _entries(directory) if _PART.fullmatch(entry.name))
+    return [directory / entry.name for entry in folders if entry.is_dir(follow_symlinks=False)]
 
 
 def _is_in_place(name: str) -> bool:

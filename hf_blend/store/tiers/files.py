@@ -85,8 +85,8 @@ def write_atomically(
     handle = -1
     try:
         handle = _create_locked(temporary)
-        for part in parts:
-            _write_all(handle, memoryview(part))
+        for content in parts:
+            _write_all(handle, memoryview(content))
         if durable:
             os.fdatasync(handle)
         os.rename(temporary, path)

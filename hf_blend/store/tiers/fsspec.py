@@ -116,8 +116,8 @@ class FsspecTier(RemoteTier, Tier):
 
     def ask_delete(self, name: str, identity: object) -> bool:
         """Remove a file."""
-        found = self.ask_stat(name) if self._has_file(self._path(name)) else None
-        if found is None or (identity is not None and identity != found.identity):
+        entry = self.ask_stat(name) if self._has_file(self._path(name)) else None
+        if entry is None or (identity is not None and identity != entry.identity):
             return False
         self._files.rm_file(self._path(name))
         return True

@@ -44,8 +44,8 @@ class MemoryTier(Tier):
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one."""
         with self._lock:
-            found = self.objects.get(name)
-            if found is None or (source is not None and source.identity != found.identity):
+            entry = self.objects.get(name)
+            if entry is None or (source is not None and source.identity != entry.identity):
                 return False
             del self.objects[name]
             self._changes += 1
@@ -57,14 +57,14 @@ class MemoryTier(Tier):
 
     def stat(self, name: str) -> ObjectStat | None:
         """Size and age of an object, or None if there is none."""
-        found = self.objects.get(check_name(name))
-        return found.stat if found else None
+        entry = self.objects.get(check_name(name))
+        return entry.stat if entry else None
 
     def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
         """Walk over the objects whose names begin so, with size and age."""
         with self._lock:
             objects = sorted(self.objects.items())
-        yield from ((name, found.stat) for name, found in objects if name.startswith(prefix))
+        yield from ((name, entry.stat) for name, entry in objects if name.startswith(prefix))
 
     def set_pin(self, name: str, pinned: bool) -> None:
         """Remember, as long as the process lives, that an object must not be evicted, or that it may."""

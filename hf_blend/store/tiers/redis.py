@@ -112,7 +112,7 @@ class RedisTier(RemoteTier, Tier):
 
     def ask_all(self, space: str) -> Mapping[str, ObjectStat]:
         """Walk over the keys of a space, or over all."""
-        found = {}
+        stats = {}
         with self._translated():
             keys = self._client.scan_iter(match=f"{_PREFIX}{space}*", count=_PAGE)
             names = [name for key in keys if is_name(name := key.decode("ascii", "replace").removeprefix(_PREFIX))]
@@ -125,8 +125,8 @@ class RedisTier(RemoteTier, Tier):
                         with contextlib.suppress(EntryFault), self._translated():
                             if isinstance(value, Exception):
                                 raise value
-                            found[name] = _parse(value or b"").stat
-        return found
+                            stats[name] = _parse(value or b"").stat
+        return stats
 
     def close(self) -> None:
         """Let go of the connections."""

@@ -210,21 +210,21 @@ class RemoteTier(base.Tier):
         """Size and age of an object, or None if there is none that could be read."""
         check_name(name)
         try:
-            found = self.circuit.call(lambda: self.ask_stat(name))
+            entry = self.circuit.call(lambda: self.ask_stat(name))
         except EntryFault:
             return None
-        return found.stat if found else None
+        return entry.stat if entry else None
 
     def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
         """Walk over every object whose name begins so, with its size and age, once a short question was answered."""
         began_s = time.monotonic()
         self.circuit.call(self.ask_ping)
         limit_s = _LISTING_DEADLINES * self.circuit.deadline_s
-        found = self.circuit.call(lambda: self.ask_all(prefix[:2]), limit_s=limit_s)
+        objects = self.circuit.call(lambda: self.ask_all(prefix[:2]), limit_s=limit_s)
         with self._lock:
             took_s, stamp = time.monotonic() - began_s, self._listed.get(prefix, (0.0, ""))[1]
             self._listed[prefix] = (time.monotonic() + max(_LIST_EVERY_S, 20 * took_s), stamp)
-        yield from sorted(found.items())
+        yield from sorted(objects.items())
 
     @abstractmethod
     def ask_ping(self) -> object:
@@ -251,12 +251,12 @@ class RemoteTier(base.Tier):
         """Size and age of every object of a space, or of all, by its name."""
 
     def _opened(self, name: str) -> RemoteSource | None:
-        found = self.ask_stat(name)
-        if found is None:
+        entry = self.ask_stat(name)
+        if entry is None:
             return None
-        head = self.ask_bytes(name, found, 0, min(HEAD_BYTES, found.stat.nbytes)) if found.stat.nbytes else b""
+        head = self.ask_bytes(name, entry, 0, min(HEAD_BYTES, entry.stat.nbytes)) if entry.stat.nbytes else b""
 
         def fetch(start: int, stop: int) -> bytes:
-            return self.circuit.call(lambda: self.ask_bytes(name, found, start, stop), stop - start)
+            return self.circuit.call(lambda: self.ask_bytes(name, entry, start, stop), stop - start)
 
-        return RemoteSource(found, head, fetch)
+        return RemoteSource(entry, head, fetch)
