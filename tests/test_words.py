@@ -22,7 +22,7 @@ MOST = {
     "offload": 58,
     "prefill": 1,
     "prompt": 2,
-    "serving": 401,
+    "serving": 2,
     "sparse": 1,
     "store": 356,
     "verify": 93,
