@@ -15,7 +15,7 @@ EMPTY = {"asked", "found", "given", "held", "known", "one", "part", "shown", "wa
 MOST = {
     "hf_blend": 66,
     "cache": 24,
-    "context": 265,
+    "context": 7,
     "hybrids": 2,
     "integrations": 156,
     "model": 344,
