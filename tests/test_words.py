@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 EMPTY = {"asked", "found", "given", "held", "known", "one", "part", "shown", "wanted"}
 
 MOST = {
-    "hf_blend": 66,
     "cache": 24,
     "context": 7,
     "hybrids": 2,
