@@ -16,7 +16,6 @@ MOST = {
     "cache": 24,
     "context": 7,
     "hybrids": 2,
-    "integrations": 156,
     "model": 344,
     "offload": 58,
     "prefill": 1,
