@@ -25,7 +25,7 @@ MOST = {
     "store": 356,
     "verify": 93,
     "cli": 4,
-    "evaluation": 573,
+    "evaluation": 441,
 }
 
 
