@@ -81,29 +81,29 @@ def ask(
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
     limits = FileLimits(file_megabytes, file_seconds)
-    given, read = read_questions(question, documents or [], questions, limits, verbose)
+    typed, read = read_questions(question, documents or [], questions, limits, verbose)
     source = open_model(model, device, dtype)
-    shown = _Shown(json, compare, is_listed=questions is not None or not given)
+    printed = _Shown(json, compare, is_listed=questions is not None or not typed)
     asks: list[Question] = []
     with (
         ChunkStore.open(store, partial=partial) as opened,
-        interruptible(lambda: shown.kept(len(asks))),
+        interruptible(lambda: printed.kept(len(asks))),
     ):
-        asks = prepare(source, given, read, top_k, chunk_tokens, system, max_new_tokens, opened)
+        asks = prepare(source, typed, read, top_k, chunk_tokens, system, max_new_tokens, opened)
         asker = asking.Asker(source.load(), source.tokenizer, opened)
         config = chosen(asker, selector, calibrate=calibrate, **settings)
         ways = asking.methods(config, compare)
         opened.controller = LoadingController(asker.model, opened, config) if controller else None
-        for asked in asks:
-            if compare and (report := asker.answer(asked.given, config, 1).report):
-                shown.reports.append(report)
-            shown.begin(asked)
-            replies = [asker.ask(asked, way, max_new_tokens, shown.stream) for way in ways]
-            shown.end(asked, replies)
+        for prepared in asks:
+            if compare and (report := asker.answer(prepared.given, config, 1).report):
+                printed.reports.append(report)
+            printed.begin(prepared)
+            replies = [asker.ask(prepared, way, max_new_tokens, printed.stream) for way in ways]
+            printed.end(prepared, replies)
             if compare:
-                asker.time_again(asked, replies, rounds)
-                asker.diverge(asked, replies)
-        shown.result(opened, read.left_out)
+                asker.time_again(prepared, replies, rounds)
+                asker.diverge(prepared, replies)
+        printed.result(opened, read.left_out)
 
 
 class _Shown:
@@ -119,12 +119,12 @@ class _Shown:
         if not (self._json or self._compare):
             typer.echo(text, nl=False)
 
-    def begin(self, asked: "Question") -> None:
+    def begin(self, question: "Question") -> None:
         """Before a question is answered."""
         if (self._is_listed or self._compare) and not self._json:
-            typer.echo(typer.style(asked.name, bold=True))
+            typer.echo(typer.style(question.name, bold=True))
 
-    def end(self, asked: "Question", replies: "list[Reply]") -> None:
+    def end(self, question: "Question", replies: "list[Reply]") -> None:
         """When a question was answered."""
         from hf_blend.prefill.report import Advice
 
@@ -141,7 +141,7 @@ class _Shown:
         for decided in (reply.answer.report.advice for reply in replies if reply.answer.report):
             if decided:
                 say(f"Controller: {Advice(**decided)}")
-        sources = f"Sources: {', '.join(asked.source_names)}\n" if asked.sources else ""
+        sources = f"Sources: {', '.join(question.source_names)}\n" if question.sources else ""
         if sources or self._is_listed:
             typer.echo(sources, nl=self._is_listed)
 
@@ -157,7 +157,7 @@ class _Shown:
     def result(self, store: "ChunkStore", left_out: list[dict[str, str]]) -> None:
         """When all is answered."""
         sizes = [entry.nbytes for entry in store.entries()]
-        held = f"the store holds {len(sizes)} chunks, {humanise('nbytes', sum(sizes))}"
+        stored = f"the store holds {len(sizes)} chunks, {humanise('nbytes', sum(sizes))}"
         names = ("computed", "loaded")
         chunks = {name: sum(getattr(report, f"{name}_chunks") for report in self.reports) for name in names}
         rows = [reply.row for reply in self._replies]
@@ -168,7 +168,7 @@ class _Shown:
             show(_methods(rows), header=True)
             say(_how(rows))
         said = "the text before the documents counts as a chunk"
-        say(f"{chunks['loaded']} chunks loaded from the store, {chunks['computed']} computed ({said}); {held}.")
+        say(f"{chunks['loaded']} chunks loaded from the store, {chunks['computed']} computed ({said}); {stored}.")
 
 
 def _show_answers(replies: "list[Reply]") -> None:
@@ -194,7 +194,9 @@ def _methods(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "first token": f"{times[name] / 1e3:.2f} s",
                 "speed-up": f"{full_ms / times[name]:.1f} x",
                 "work": f"{fmean(row['charged_budget'] for row in own):.0%}",
-                "KL": f"{fmean(known):.2g}" if (known := [row["kl"] for row in own if row["kl"] is not None]) else "-",
+                "KL": f"{fmean(divergences):.2g}"
+                if (divergences := [row["kl"] for row in own if row["kl"] is not None])
+                else "-",
             }
         )
     return table

@@ -49,8 +49,8 @@ def break_even(
 
     shape, device = _timed(shape, model, device)
     plan = TtftPlan(shape, rounds=rounds, dtype=dtype, device=device)
-    found = measure_break_even(plan, sorted(tokens), method, progress=say)
-    show(found if json else found["rows"], as_json=json, title=f"{shape}, short prompts", header=True)
+    measured = measure_break_even(plan, sorted(tokens), method, progress=say)
+    show(measured if json else measured["rows"], as_json=json, title=f"{shape}, short prompts", header=True)
 
 
 def ttft(
@@ -85,9 +85,9 @@ def ttft(
         shape, chunks, chunk_tokens, question_tokens, (*ratios, *(more or ())), selector, rounds, dtype, device,
         data=str(data) if data else None, limit=limit or None,
     )  # fmt: skip
-    found = measure_ttft(plan, progress=say)
-    title = f"{plan.shape}, full prefill {found['full']['ttft_ms']:.0f} ms"
-    show(found if json else [rounded(row) for row in found["rows"]], as_json=json, title=title, header=True)
+    measured = measure_ttft(plan, progress=say)
+    title = f"{plan.shape}, full prefill {measured['full']['ttft_ms']:.0f} ms"
+    show(measured if json else [rounded(row) for row in measured["rows"]], as_json=json, title=title, header=True)
 
 
 def _timed(shape: str, model: str | None, device: str) -> tuple[str, str]:

@@ -90,7 +90,10 @@ def _talk(talk: "Chat", json: bool) -> Iterator[dict[str, Any]]:
             say(f"There is no {question.split()[0]}. {WORDS}")
         elif question:
             row = _answer(talk, question, json)
-            said = [f"{one['name']}, characters {one['start']} to {one['stop']}" for one in row.get("sources", [])]
+            said = [
+                f"{source['name']}, characters {source['start']} to {source['stop']}"
+                for source in row.get("sources", [])
+            ]
             yield from [row] if row else []
 
 
@@ -109,9 +112,9 @@ def _next() -> str | None:
 def _answer(talk: "Chat", question: str, json: bool) -> dict[str, Any]:
     """Answer one question; an empty row if it was stopped or cannot be asked."""
     try:
-        asked = talk.prepare(question)
-        say_limits(talk.retriever, [asked], talk.source)
-        got = talk.answer(asked, None if json else lambda text: typer.echo(text, nl=False))
+        prepared = talk.prepare(question)
+        say_limits(talk.retriever, [prepared], talk.source)
+        got = talk.answer(prepared, None if json else lambda text: typer.echo(text, nl=False))
     except KeyboardInterrupt:
         say("\n(stopped)")
         return {}
@@ -119,7 +122,7 @@ def _answer(talk: "Chat", question: str, json: bool) -> dict[str, Any]:
         say(f"hf-blend: {error}")
         return {}
     if not json:
-        typer.echo(f"\nSources: {', '.join(asked.source_names)}\n")
-    sources = [{"name": one.name, "start": one.start, "stop": one.stop} for one in asked.sources]
+        typer.echo(f"\nSources: {', '.join(prepared.source_names)}\n")
+    sources = [{"name": source.name, "start": source.start, "stop": source.stop} for source in prepared.sources]
     chunks = {name: getattr(got.report, f"{name}_chunks", 0) for name in ("loaded", "computed")}
     return {"question": question, "answer": got.text, "ttft_ms": got.ttft_ms, "sources": sources, "chunks": chunks}

@@ -41,9 +41,9 @@ def versions() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    found = {"hf_blend": __version__, "python": platform.python_version(), "system": platform.platform(terse=True)}
-    found |= {name: version(name) or "not installed" for name in PACKAGES}
-    return {**found, "extras": ", ".join(f"{name} {version(name)}" for name in EXTRAS if version(name)) or "none"}
+    versions = {"hf_blend": __version__, "python": platform.python_version(), "system": platform.platform(terse=True)}
+    versions |= {name: version(name) or "not installed" for name in PACKAGES}
+    return {**versions, "extras": ", ".join(f"{name} {version(name)}" for name in EXTRAS if version(name)) or "none"}
 
 
 def _machine() -> dict[str, Any]:

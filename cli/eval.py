@@ -79,10 +79,10 @@ def eval(
     if report:
         import_extra("matplotlib", extra="plot", wanted_by="--report")  # before anything is answered
     names = tuple(tasks or ["needle"])
-    wanted = tuple(name for one in method for name in (method_names() if one == "all" else [one]))
+    methods = tuple(name for listed in method for name in (method_names() if listed == "all" else [listed]))
     files = _files(data or [], names)
     trial = EvalConfig(
-        names, tuple(model), wanted, tuple(ratio), limit or None, seed, chunk_tokens, chunk_order, files, batch,
+        names, tuple(model), methods, tuple(ratio), limit or None, seed, chunk_tokens, chunk_order, files, batch,
         None if dtype == "auto" else dtype, str(choose_device(device)), partial=partial,
     )  # fmt: skip
 
@@ -121,7 +121,9 @@ def _write_report(folder: Any, made: dict[str, Any]) -> None:
 
 def _files(data: list[str], tasks: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     """(task, file) pairs; a file without a task is for the only one."""
-    pairs = [one.partition("=")[::2] if "=" in one and one.partition("=")[0] in tasks else ("", one) for one in data]
+    pairs = [
+        pair.partition("=")[::2] if "=" in pair and pair.partition("=")[0] in tasks else ("", pair) for pair in data
+    ]
     if any(not task for task, _ in pairs) and len(tasks) != 1:
         raise typer.BadParameter(f"several tasks are asked for: write --data TASK=FILE, one of {', '.join(tasks)}")
     return tuple((task or tasks[0], path) for task, path in pairs)

@@ -68,36 +68,38 @@ def inspect(
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.evaluation.inspecting import Inspector, draw
 
-    for one in selector or ():
-        blend_config(one)  # refuses what is no selector
+    for name in selector or ():
+        blend_config(name)  # refuses what is no selector
     limits = FileLimits(file_megabytes, file_seconds)
-    given, read = read_questions(question, documents or [], limits=limits, verbose=verbose)
+    questions, read = read_questions(question, documents or [], limits=limits, verbose=verbose)
     source = open_model(model, device, dtype)
-    pieces = prepare(source, given, read, top_k, chunk_tokens)[0].given
+    pieces = prepare(source, questions, read, top_k, chunk_tokens)[0].given
     with ChunkStore.open(store) as opened:
-        found = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)
+        inspection = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)
     if png is not None:
-        draw(found, png)
+        draw(inspection, png)
         say(f"drawn into {png}")
     if json:
-        show(asdict(found) | {"left_out": read.left_out}, as_json=True)
+        show(asdict(inspection) | {"left_out": read.left_out}, as_json=True)
     else:
-        _tables(found)
+        _tables(inspection)
 
 
-def _tables(found: "Inspection") -> None:
+def _tables(inspection: "Inspection") -> None:
     layers = [
         {
             "layer": layer,
             "mean_deviation": sum(row) / len(row),
-            "rank_correlation": found.rank_correlation[layer],
-            "attended_ratio": found.sparsity[layer],
+            "rank_correlation": inspection.rank_correlation[layer],
+            "attended_ratio": inspection.sparsity[layer],
         }
-        for layer, row in enumerate(found.deviation)
+        for layer, row in enumerate(inspection.deviation)
     ]
     show(layers, header=True, title="by layer")
-    ratios = [{"ratio": one, "attention_deviation": value} for one, value in found.attention_deviation.items()]
-    show(ratios, header=True, title=f"the question's attention, tokens chosen by {found.selector}")
-    for name, taken in found.chosen.items():
-        typer.echo(typer.style(f"\n{name} at {found.ratio:g}", bold=True))
-        typer.echo(marked(zip(found.tokens, taken, strict=True)))
+    ratios = [
+        {"ratio": ratio, "attention_deviation": value} for ratio, value in inspection.attention_deviation.items()
+    ]
+    show(ratios, header=True, title=f"the question's attention, tokens chosen by {inspection.selector}")
+    for name, taken in inspection.chosen.items():
+        typer.echo(typer.style(f"\n{name} at {inspection.ratio:g}", bold=True))
+        typer.echo(marked(zip(inspection.tokens, taken, strict=True)))

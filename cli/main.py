@@ -80,14 +80,14 @@ def main(words: Sequence[str] | None = None) -> None:
     if words is None and not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers draws bars into pipes too
     typed = list(sys.argv[1:] if words is None else words)
-    asked = [word for word in typed if word not in DEBUG]
+    arguments = [word for word in typed if word not in DEBUG]
     try:
-        app = build([*asked, *(word for name in COMPLETION for word in os.environ.get(name, "").split())])
+        app = build([*arguments, *(word for name in COMPLETION for word in os.environ.get(name, "").split())])
         command = typer.main.get_command(app)
         _hide_variables(command)
-        command(asked, prog_name="hf-blend", auto_envvar_prefix="HF_BLEND")
+        command(arguments, prog_name="hf-blend", auto_envvar_prefix="HF_BLEND")
     except Exception as error:
-        if len(asked) < len(typed):
+        if len(arguments) < len(typed):
             raise
         typer.echo(f"hf-blend: {_sentence(error)}", err=True)
         sys.exit(EXIT_USAGE if isinstance(error, HfBlendError | OSError) else EXIT_FAILED)
@@ -127,11 +127,11 @@ def _group(text: str) -> typer.Typer:
 
 
 def _add(app: typer.Typer, name: str, line: str) -> None:
-    found = functions(importlib.import_module(f".{name.replace('-', '_')}", __package__))
+    commands = functions(importlib.import_module(f".{name.replace('-', '_')}", __package__))
     target = app
-    if list(found) != [name]:
+    if list(commands) != [name]:
         app.add_typer(target := _group(line), name=name)
-    for command, function in found.items():
+    for command, function in commands.items():
         text, examples = split_examples(function.__doc__ or "")
         examples = [example.partition("  # ")[0] for example in examples]  # the mark is for the tests
         epilog = "\n  ".join(["\b\nExamples:", *examples]) if examples else None

@@ -60,8 +60,10 @@ def marked(tokens: Iterable[tuple[str, bool]]) -> str:
     """Tokens, of which some stand out on a terminal and in a pipe."""
 
     def mark(text: str) -> str:
-        shown = text.replace("\n", "\u23ce")
-        return (typer.style(shown, reverse=True) if sys.stdout.isatty() else f"[{shown}]") + "\n" * text.count("\n")
+        visible = text.replace("\n", "\u23ce")
+        return (typer.style(visible, reverse=True) if sys.stdout.isatty() else f"[{visible}]") + "\n" * text.count(
+            "\n"
+        )
 
     return " ".join(mark(text) if stands_out else text for text, stands_out in tokens)
 

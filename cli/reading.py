@@ -115,16 +115,20 @@ def read_questions(
         return [], read([])
     first = [question] if question is not None else []
     if listed is None:
-        given, names = [one.strip() for one in first], list(files)
+        questions, names = [text.strip() for text in first], list(files)
     else:
-        lines = [line.strip() for one in read_file(listed, str(listed)) for line in one.text.split("\n")]
-        given, names = [line for line in lines if line], [*first, *files]
-    if not all(given):
+        lines = [line.strip() for file in read_file(listed, str(listed)) for line in file.text.split("\n")]
+        questions, names = [line for line in lines if line], [*first, *files]
+    if not all(questions):
         raise PromptError(f"the question is {question!r}, but a text is expected. Write it before the documents.")
     if not names:
-        told = f"{given[0]!r} is a path: write the question before it" if Path(given[0]).exists() else "Name some"
-        raise PromptError(f"the question {given[0]!r} came without documents. {told}, or give - for standard input.")
-    return given, read(names, limits, verbose)
+        told = (
+            f"{questions[0]!r} is a path: write the question before it" if Path(questions[0]).exists() else "Name some"
+        )
+        raise PromptError(
+            f"the question {questions[0]!r} came without documents. {told}, or give - for standard input."
+        )
+    return questions, read(names, limits, verbose)
 
 
 def prepare(
@@ -144,8 +148,8 @@ def prepare(
 
     if not questions:
         pages = bundled.handbook_questions()
-        given = [request(source.tokenizer, one["chunks"], one["question"], system) for one in pages]
-        return [asking.Question(one["question"], made) for one, made in zip(pages, given, strict=True)]
+        requests = [request(source.tokenizer, page["chunks"], page["question"], system) for page in pages]
+        return [asking.Question(page["question"], made) for page, made in zip(pages, requests, strict=True)]
     retriever = Retriever(split(documents, source, chunk_tokens, questions, store), top_k)
     asks = [asking.prepare(source, retriever, question, system, max_new_tokens) for question in questions]
     say_limits(retriever, asks, source)
@@ -154,9 +158,9 @@ def prepare(
 
 def say_limits(retriever: "Retriever", asks: "Sequence[Question]", source: "ModelSource") -> None:
     """Say where retrieval found nothing, or found more than the model can read."""
-    for asked in asks:
-        if not retriever.knows(asked.name):
-            say(f"No word of {asked.name!r} is in the documents: their beginnings are read.")
-        if asked.squeezed_out:
-            found = len(asked.sources) + asked.squeezed_out
-            say(f"The model reads {source.positions:,} tokens: {len(asked.sources)} of {found} pieces found fit.")
+    for question in asks:
+        if not retriever.knows(question.name):
+            say(f"No word of {question.name!r} is in the documents: their beginnings are read.")
+        if question.squeezed_out:
+            pieces = len(question.sources) + question.squeezed_out
+            say(f"The model reads {source.positions:,} tokens: {len(question.sources)} of {pieces} pieces found fit.")

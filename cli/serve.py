@@ -31,15 +31,17 @@ def _configured(context: typer.Context, path: Path | None) -> Path | None:
         return None
     try:
         text = path.read_text("utf-8")
-        given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{str(path)!r} cannot be read ({error}); TOML or JSON is expected") from error
-    found = {name.replace("-", "_"): value for name, value in given.items()} if isinstance(given, dict) else {}
-    known = {one.name for one in context.command.params} - {"config", "help"}
-    odd = sorted(found.keys() - known)
-    if odd or not isinstance(given, dict):
-        raise typer.BadParameter(f"{str(path)!r} has {odd or type(given).__name__}, expected options of this command")
-    context.default_map = found
+    options = {name.replace("-", "_"): value for name, value in content.items()} if isinstance(content, dict) else {}
+    names = {option.name for option in context.command.params} - {"config", "help"}
+    odd = sorted(options.keys() - names)
+    if odd or not isinstance(content, dict):
+        raise typer.BadParameter(
+            f"{str(path)!r} has {odd or type(content).__name__}, expected options of this command"
+        )
+    context.default_map = options
     return path
 
 
@@ -244,10 +246,10 @@ def _ask(url: str, stop: Callable[[], None], model: str, key: str, json: bool, a
 
     from hf_blend.evaluation.bundled import handbook_questions
 
-    asked = handbook_questions()[0]
+    question = handbook_questions()[0]
     body = {
-        "model": model, "temperature": 0, "max_tokens": 8, "documents": asked["chunks"],
-        "messages": [{"role": "user", "content": asked["question"]}],
+        "model": model, "temperature": 0, "max_tokens": 8, "documents": question["chunks"],
+        "messages": [{"role": "user", "content": question["question"]}],
     }  # fmt: skip
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", codec.dumps(body).encode(), headers)

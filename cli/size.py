@@ -31,20 +31,20 @@ def size(model: Model, context: Context = 32768, batch: Batch = 1, dtype: Dtype 
     from hf_blend.model_names import load_config
 
     kind: Any = None if dtype is None else choose_dtype(dtype, KV_DTYPES)
-    found = cache_size(load_config(model), context_tokens=context, batch=batch, dtype=kind)
+    size = cache_size(load_config(model), context_tokens=context, batch=batch, dtype=kind)
     free_bytes = psutil.virtual_memory().available
     document: dict[str, Any] = {
         "model": model,
         "context_tokens": context,
         "batch": batch,
-        "dtype": str(found.dtype).removeprefix("torch."),
-        "layers": found.num_layers,
-        "bytes_per_token": found.bytes_per_token,
-        "cache_bytes": found.nbytes,
-        "without_groups_bytes": found.without_groups_nbytes,
-        "without_windows_bytes": found.without_windows_nbytes,
-        "int8_bytes": found.int8_nbytes,
+        "dtype": str(size.dtype).removeprefix("torch."),
+        "layers": size.num_layers,
+        "bytes_per_token": size.bytes_per_token,
+        "cache_bytes": size.nbytes,
+        "without_groups_bytes": size.without_groups_nbytes,
+        "without_windows_bytes": size.without_windows_nbytes,
+        "int8_bytes": size.int8_nbytes,
         "free_memory_bytes": free_bytes,
-        "requests_that_fit": free_bytes * batch // found.nbytes,
+        "requests_that_fit": free_bytes * batch // size.nbytes,
     }
     show(document, as_json=json, title=f"cache of {model}")

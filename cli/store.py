@@ -48,23 +48,23 @@ def check(
         hf-blend store check --repair --json
     """
     with _opened(store, namespace, secret_file) as opened:
-        found = list(opened.check(repair=repair))
-    foreign = [one for one in found if one.reason in ("namespace", "secret")]
-    bad = [one for one in found if one.reason and one not in foreign]
-    whole = [one for one in found if not one.reason]
+        results = list(opened.check(repair=repair))
+    foreign = [result for result in results if result.reason in ("namespace", "secret")]
+    bad = [result for result in results if result.reason and result not in foreign]
+    whole = [result for result in results if not result.reason]
     document = {
         "whole": len(whole),
-        "nbytes": sum(one.nbytes for one in whole),
+        "nbytes": sum(result.nbytes for result in whole),
         "damaged": len(bad),
-        "removed": sum(one.removed for one in bad),
+        "removed": sum(result.removed for result in bad),
         "foreign": len(foreign),
-        "reasons": dict(Counter(one.reason for one in bad)),
+        "reasons": dict(Counter(result.reason for result in bad)),
     }
     show(document, as_json=json)
-    left = [one for one in bad if not one.removed]
+    left = [result for result in bad if not result.removed]
     if left:
-        names = ", ".join(f"{one.digest} ({one.reason})" for one in left[:5])
-        fail(f"{len(left)} of {len(found)} entries cannot be used: {names}. Run hf-blend store check --repair.")
+        names = ", ".join(f"{result.digest} ({result.reason})" for result in left[:5])
+        fail(f"{len(left)} of {len(results)} entries cannot be used: {names}. Run hf-blend store check --repair.")
 
 
 def gc(
@@ -83,8 +83,8 @@ def gc(
     """
     with _opened(store, namespace, secret_file, ttl_s=ttl_s) as opened:
         orphans = opened.stats()["removed"].get("orphans", 0)  # opening removes them
-        found = opened.collect(to_bytes)
-    show({**found, "orphans": found["orphans"] + orphans}, as_json=json)
+        collected = opened.collect(to_bytes)
+    show({**collected, "orphans": collected["orphans"] + orphans}, as_json=json)
 
 
 def rm(
@@ -106,11 +106,13 @@ def rm(
 
     with _opened(store, namespace, secret_file) as opened:
         sources = Sources(opened)
-        documents = [one for name in names or [] for one in sources.named(name)]
+        documents = [source for name in names or [] for source in sources.named(name)]
         digests = [name for name in names or [] if not sources.named(name)]
         if digests or everything or model or not documents:
             chosen = _chosen(opened, digests, everything, model)
-            documents += [one for one in sources if everything or (model and one.fingerprint.startswith(model))]
+            documents += [
+                source for source in sources if everything or (model and source.fingerprint.startswith(model))
+            ]
         else:
             chosen = []
         chosen += sources.remove(documents)
@@ -175,15 +177,22 @@ def _chunk_rows(entries: "list[EntryInfo]", sources: "list[Source]") -> list[dic
 
 def _document_rows(entries: "list[EntryInfo]", sources: "list[Source]") -> list[dict[str, Any]]:
     """A row for each document, the newest first, and one for the chunks of none."""
-    held = {entry.digest: entry for entry in entries}
-    known = {digest for source in sources for digest in source.digests}
+    by_digest = {entry.digest: entry for entry in entries}
+    in_sources = {digest for source in sources for digest in source.digests}
     rows = [
-        {"name": source.name, "model": source.model, **_sums([held[one] for one in source.digests if one in held])}
-        | {"missing_chunks": sum(one not in held for one in source.digests), "fingerprint": source.fingerprint}
+        {
+            "name": source.name,
+            "model": source.model,
+            **_sums([by_digest[digest] for digest in source.digests if digest in by_digest]),
+        }
+        | {
+            "missing_chunks": sum(digest not in by_digest for digest in source.digests),
+            "fingerprint": source.fingerprint,
+        }
         for source in sorted(sources, key=lambda source: -source.created)
     ]
-    for fingerprint in dict.fromkeys(entry.fingerprint for entry in entries if entry.digest not in known):
-        rest = [one for one in entries if one.digest not in known and one.fingerprint == fingerprint]
+    for fingerprint in dict.fromkeys(entry.fingerprint for entry in entries if entry.digest not in in_sources):
+        rest = [entry for entry in entries if entry.digest not in in_sources and entry.fingerprint == fingerprint]
         model = next((source.model for source in sources if source.fingerprint == fingerprint), None)
         rows.append({"name": None, "model": model, **_sums(rest), "missing_chunks": 0, "fingerprint": fingerprint})
     return rows
@@ -251,10 +260,10 @@ def plan(
 
     names = {"rate": rate, "price": price, "at": at}
     work = (chunks, chunk_tokens, per_request, requests_per_day)
-    found = planned(model, work, names, prefill_s=prefill_s, ratio=ratio, gpu_hour=gpu_hour, dtype=dtype)
-    show(found if json else found["rows"], as_json=json, title="where stored KV belongs", header=True)
+    placed = planned(model, work, names, prefill_s=prefill_s, ratio=ratio, gpu_hour=gpu_hour, dtype=dtype)
+    show(placed if json else placed["rows"], as_json=json, title="where stored KV belongs", header=True)
     if not json:
-        say(f"chosen: {found['chosen']}; ChunkStore.open(**{found['store']})")
+        say(f"chosen: {placed['chosen']}; ChunkStore.open(**{placed['store']})")
 
 
 def _opened(
@@ -263,8 +272,8 @@ def _opened(
     from hf_blend.store import ChunkStore
 
     _check_folder(location)
-    given: dict[str, Any] = {"namespace": namespace, "ttl_s": ttl_s, "secret": read_secret(secret_file)}
-    return ChunkStore.open(location, memory_bytes=0, **given)
+    settings: dict[str, Any] = {"namespace": namespace, "ttl_s": ttl_s, "secret": read_secret(secret_file)}
+    return ChunkStore.open(location, memory_bytes=0, **settings)
 
 
 def _check_folder(location: str | None) -> None:
@@ -290,10 +299,10 @@ def _chosen(store: "ChunkStore", digests: list[str] | None, everything: bool, mo
 
 
 def _completed(beginning: str, digests: list[str]) -> str:
-    found = [digest for digest in digests if digest.startswith(beginning)]
-    if len(found) != 1:
+    names = [digest for digest in digests if digest.startswith(beginning)]
+    if len(names) != 1:
         raise StoreError(
-            f"{len(found)} stored documents or chunks are called {beginning!r}, expected one. hf-blend store ls shows "
+            f"{len(names)} stored documents or chunks are called {beginning!r}, expected one. hf-blend store ls shows "
             "the documents, with --chunks also the digests."
         )
-    return found[0]
+    return names[0]

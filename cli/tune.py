@@ -90,7 +90,7 @@ def tune(
         if json:
             show({**asdict(got), "is_kept": store != "memory://"}, as_json=True)
         return
-    found = tuning.candidates(
+    candidates = tuning.candidates(
         selector or tuning.SELECTORS, ratio or tuning.RATIOS, corrector, allow_unverified=allow_unverified
     )
     source = open_model(model, device, dtype)
@@ -103,7 +103,7 @@ def tune(
         got = tuning.tune(
             Asker(network, source.tokenizer, opened),
             sample,
-            found,
+            candidates,
             leave,
             unit=tuning.reuse_behind_bos(network, allow_unverified),
             seed=seed,
@@ -131,11 +131,11 @@ def tune(
 
 
 def _said(got: "Tuning") -> list[str]:
-    one = got.choice
+    top = got.choice
     lines = [
-        f"{one.candidate} leaves {one.kl:.2f} [{one.low:.2f}, {one.high:.2f}] of the KL divergence of reuse behind "
-        f"BOS ({got.reuse_kl:.3f} nats) at a charge of {one.charged:.3f}; first token after {one.ttft_ratio:.2f} "
-        f"[{one.ttft_low:.2f}, {one.ttft_high:.2f}] of full prefill's time; n = {one.n}, none of which chose it."
+        f"{top.candidate} leaves {top.kl:.2f} [{top.low:.2f}, {top.high:.2f}] of the KL divergence of reuse behind "
+        f"BOS ({got.reuse_kl:.3f} nats) at a charge of {top.charged:.3f}; first token after {top.ttft_ratio:.2f} "
+        f"[{top.ttft_low:.2f}, {top.ttft_high:.2f}] of full prefill's time; n = {top.n}, none of which chose it."
     ]
     for name, scores in (got.answers or {}).items():
         lines.append(
@@ -143,5 +143,5 @@ def _said(got: "Tuning") -> list[str]:
             f"word F1 {scores['f1']:.2f}."
         )
     if got.answers and not got.answers["full prefill"]["right"]:
-        lines[1:] = [f"full prefill answers 0 of {one.n}: nothing to keep by answers. KL divergence chose."]
+        lines[1:] = [f"full prefill answers 0 of {top.n}: nothing to keep by answers. KL divergence chose."]
     return lines

@@ -70,10 +70,10 @@ def _verify_all(json: bool) -> None:
     images = list(progress(families.verify_image_types(), "types that read images", total=len(image_types)))
     if json:
         show({"models": rows, "images": images}, as_json=True)
-    for found, what in () if json else ((rows, "model types"), (images, "types that read images")):
-        exact, unknown = sum(row["supported"] for row in found), sum(not families.judged(row) for row in found)
-        title = f"{exact} {what} exact, {len(found) - exact - unknown} refused, {unknown} not judged"
-        show(found, as_json=False, title=title, header=True)
+    for judged, what in () if json else ((rows, "model types"), (images, "types that read images")):
+        exact, unknown = sum(row["supported"] for row in judged), sum(not families.judged(row) for row in judged)
+        title = f"{exact} {what} exact, {len(judged) - exact - unknown} refused, {unknown} not judged"
+        show(judged, as_json=False, title=title, header=True)
     failed = [row["model"] for row in (*rows, *images) if families.broken(row)]
     if failed:
         fail(f"{len(failed)} model types crashed or are wrong without a refusal: {', '.join(failed)}.")

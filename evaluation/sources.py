@@ -52,14 +52,14 @@ class Source:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build it from what `json` read."""
-        found = cls(**{**values, "digests": tuple(values["digests"])})
-        texts = (found.name, found.path, found.model, found.fingerprint, *found.digests)
-        are_typed = all(isinstance(text, str) for text in texts) and type(found.chunk_tokens) is int
-        if not (are_typed and found.chunk_tokens > 0 and math.isfinite(found.created)):
+        source = cls(**{**values, "digests": tuple(values["digests"])})
+        texts = (source.name, source.path, source.model, source.fingerprint, *source.digests)
+        are_typed = all(isinstance(text, str) for text in texts) and type(source.chunk_tokens) is int
+        if not (are_typed and source.chunk_tokens > 0 and math.isfinite(source.created)):
             raise StoreError(f"no document can have {values}. Index it again.")
-        if not all(map(DIGEST.fullmatch, found.digests)):
-            raise StoreError(f"the digests of {found.name!r} are none. Index it again.")
-        return replace(found, name=printable(found.name), model=printable(found.model))
+        if not all(map(DIGEST.fullmatch, source.digests)):
+            raise StoreError(f"the digests of {source.name!r} are none. Index it again.")
+        return replace(source, name=printable(source.name), model=printable(source.model))
 
 
 class Sources:
@@ -84,32 +84,35 @@ class Sources:
         yield from sorted(self._read().values(), key=lambda source: (source.name, source.model))
 
     def _read(self) -> dict[Path, Source]:
-        found = {}
+        sources = {}
         for path in self._folder.glob("*.json") if self._folder else ():
             with contextlib.suppress(*FAULTS):
                 if path.is_file() and path.stat().st_size <= MAX_BYTES:
                     values = json.loads(path.read_text("utf-8"))
                     if values.pop("format", None) == FORMAT:
-                        found[path] = Source.from_dict(values)
-        return found
+                        sources[path] = Source.from_dict(values)
+        return sources
 
     def named(self, name: str) -> list[Source]:
         """The documents of a name, of a path, or in a folder of that name, however its accents are encoded."""
         plain = _composed(name.rstrip("/"))
         return [
-            one
-            for one in self
-            if plain in (_composed(one.name), _composed(one.path)) or _composed(one.name).startswith(f"{plain}/")
+            source
+            for source in self
+            if plain in (_composed(source.name), _composed(source.path))
+            or _composed(source.name).startswith(f"{plain}/")
         ]
 
     def chunk_tokens(self, documents: Iterable[Document], model: str) -> dict[str, int]:
         """The sizes that documents were split at when they were indexed."""
-        known: dict[str, int] = {}
-        for one in sorted(self, key=lambda source: (source.model == model, source.created)):
-            known |= {one.name: one.chunk_tokens} | ({one.path: one.chunk_tokens} if one.path else {})
-        paths = ((one.name, str(one.path.resolve()) if one.path else one.name) for one in documents)
-        found = {name: known.get(path, known.get(name)) for name, path in paths}
-        return {name: size for name, size in found.items() if size is not None}
+        sizes: dict[str, int] = {}
+        for source in sorted(self, key=lambda source: (source.model == model, source.created)):
+            sizes |= {source.name: source.chunk_tokens} | ({source.path: source.chunk_tokens} if source.path else {})
+        paths = (
+            (document.name, str(document.path.resolve()) if document.path else document.name) for document in documents
+        )
+        by_name = {name: sizes.get(path, sizes.get(name)) for name, path in paths}
+        return {name: size for name, size in by_name.items() if size is not None}
 
     def remove(self, sources: Iterable[Source]) -> list[str]:
         """Strike documents out."""

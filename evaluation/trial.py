@@ -84,12 +84,12 @@ class EvalConfig:
     def settings(self) -> dict[str, Any]:
         """What must be the same for two runs to be one."""
         versions = {"hf_blend": hf_blend.__version__, "torch": torch.__version__}
-        asked = {name: value for name, value in asdict(self).items() if name not in ADDED or value}
-        known = {**asked, "threads": torch.get_num_threads(), "versions": versions}
+        settings = {name: value for name, value in asdict(self).items() if name not in ADDED or value}
+        record = {**settings, "threads": torch.get_num_threads(), "versions": versions}
         named = (*self.tasks, *(name.partition(":")[0] for name, _ in self.ways()))
         paths = [name for name in named if name.endswith(plugins.FILE)]
         digests = {path: hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16] for path in paths}
-        return {**known, "files": digests} if digests else known
+        return {**record, "files": digests} if digests else record
 
     def ways(self) -> list[tuple[str, float | None]]:
         """Every method with every ratio that it takes, full prefill first."""
@@ -112,8 +112,8 @@ def run(
             samples = task.samples(config.limit, config.shape())
             bench = _Bench(config, (task_name, name), task, model, tokenizer, folder)
             parts = [samples[first : first + config.batch] for first in range(0, len(samples), config.batch)]
-            for part in progress(iter(parts), len(parts)) if progress else parts:
-                bench.answer(part)
+            for batch in progress(iter(parts), len(parts)) if progress else parts:
+                bench.answer(batch)
 
 
 def _is_complete(config: EvalConfig, model: str, folder: RunFolder) -> bool:
@@ -144,9 +144,9 @@ class _Bench:
     ) -> None:
         self._config, self._names, self._folder = config, names, folder
         store = config.open_store()
-        given = (model, tokenizer, store, task.max_new_tokens)
+        setting = (model, tokenizer, store, task.max_new_tokens)
         self._ways: list[tuple[str, float | None, EvalMethod]] = [
-            (name, ratio, make_method(name, ratio, *given)) for name, ratio in config.ways()
+            (name, ratio, make_method(name, ratio, *setting)) for name, ratio in config.ways()
         ]
         self._warm = make_method(WARM, None, model, tokenizer, store, 1)
         rules = dict.fromkeys((task.score, *task.also))
@@ -155,27 +155,31 @@ class _Bench:
 
     def answer(self, samples: Sequence[Sample]) -> None:
         """Answer some samples by every way that has not answered them yet."""
-        known = self._folder.lines
-        asked = [one for one in samples if any((*self._names, *way[:2], one.id) not in known for way in self._ways)]
-        is_timed_alone = len(asked) > 1 and not self._config.times_batches
+        stored = self._folder.lines
+        missing = [
+            sample
+            for sample in samples
+            if any((*self._names, *way[:2], sample.id) not in stored for way in self._ways)
+        ]
+        is_timed_alone = len(missing) > 1 and not self._config.times_batches
         alone = {sample.id for sample in samples[: max(0, TIMED - self._done)] if is_timed_alone}
         self._done += len(samples)
-        if not asked:
+        if not missing:
             return
-        counted = self._warm.answer(asked)
+        counted = self._warm.answer(missing)
         for *_, way in self._ways:
-            way.warm(asked)
-        full = self._ways[0][2].answer(asked)
-        wanted = [one.ids for one in full]
+            way.warm(missing)
+        full = self._ways[0][2].answer(missing)
+        full_ids = [outcome.ids for outcome in full]
         lines = []
         for name, ratio, way in self._ways:
-            found = self._answered(way, asked, wanted)
+            outcomes = self._answered(way, missing, full_ids)
             again = way.answers_together  # the others answered alone just now, and a beginning that they keep is known
-            times = [way.answer([one])[0].ttft_ms if again and one.id in alone else None for one in asked]
+            times = [way.answer([sample])[0].ttft_ms if again and sample.id in alone else None for sample in missing]
             if name == FULL:
-                full = found
-            for sample, one, right, time_ms, warm in zip(asked, found, full, times, counted, strict=True):
-                lines.append(self._line(name, ratio, sample, one, right, time_ms, warm))
+                full = outcomes
+            for sample, outcome, right, time_ms, warm in zip(missing, outcomes, full, times, counted, strict=True):
+                lines.append(self._line(name, ratio, sample, outcome, right, time_ms, warm))
         self._folder.add([line for line in lines if place_of(line) not in self._folder.lines])
 
     def _answered(self, way: EvalMethod, samples: Sequence[Sample], wanted: list[tuple[int, ...]]) -> list[Outcome]:
@@ -184,30 +188,37 @@ class _Bench:
         return [way.answer([sample], [ids])[0] for sample, ids in zip(samples, wanted, strict=True)]
 
     def _line(
-        self, name: str, ratio: float | None, sample: Sample, one: Outcome, full: Outcome, time_ms: Any, warm: Outcome
+        self,
+        name: str,
+        ratio: float | None,
+        sample: Sample,
+        outcome: Outcome,
+        full: Outcome,
+        time_ms: Any,
+        warm: Outcome,
     ) -> dict[str, Any]:
-        scores = {rule: score.best(one.text, sample.answers) for rule, score in self._rules.items()}
-        kl, top1 = agreement(one.logits, full.logits)
-        own_ms = one.batch_ttft_ms if self._config.times_batches else one.ttft_ms
+        scores = {rule: score.best(outcome.text, sample.answers) for rule, score in self._rules.items()}
+        kl, top1 = agreement(outcome.logits, full.logits)
+        own_ms = outcome.batch_ttft_ms if self._config.times_batches else outcome.ttft_ms
         return {
             "task": self._names[0],
             "model": self._names[1],
             "method": name,
             "ratio": ratio,
             "id": sample.id,
-            "prediction": one.text,
+            "prediction": outcome.text,
             "answers": list(sample.answers),
             "score": scores[self._score],
             "scores": scores,
             "ttft_ms": own_ms if time_ms is None else time_ms,
-            "charged_budget": one.charged_budget,
-            "prompt_tokens": one.prompt_tokens,
-            "reused_tokens": one.reused_tokens,
-            "read_bytes": one.read_bytes,
+            "charged_budget": outcome.charged_budget,
+            "prompt_tokens": outcome.prompt_tokens,
+            "reused_tokens": outcome.reused_tokens,
+            "read_bytes": outcome.read_bytes,
             "computed_chunks": warm.computed_chunks,
             "kl": kl,
             "top1": top1,
-            "exact_output": one.ids == full.ids,
+            "exact_output": outcome.ids == full.ids,
         }
 
 

@@ -78,11 +78,11 @@ class Tuning:
 
 def bundled_prompts(count: int, seed: int, tokenizer: Any) -> list[Question]:
     """Ask the questions of the bundled handbook in turn, each over some of its pages in an order that is drawn."""
-    asked, prompts = handbook_questions(), []
+    questions, prompts = handbook_questions(), []
     for number in range(count):
-        one = asked[number % len(asked)]
-        pages = Random(f"{seed} {number}").sample(one["chunks"], BUNDLED_PAGES)
-        prompts.append(Question(f"question {number + 1}", request(tokenizer, pages, one["question"], None)))
+        row = questions[number % len(questions)]
+        pages = Random(f"{seed} {number}").sample(row["chunks"], BUNDLED_PAGES)
+        prompts.append(Question(f"question {number + 1}", request(tokenizer, pages, row["question"], None)))
     return prompts
 
 
@@ -91,13 +91,13 @@ def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions
     prompts = []
     for row in read_rows(path, (CHUNKS, QUESTION))[:limit]:
         chunks = [chunk if chunk[-1].isspace() else f"{chunk}\n\n" for chunk in row[CHUNKS]]
-        given = request(tokenizer, chunks, row[QUESTION], row.get("prefix"))
-        if positions is not None and (tokens := len(ids_of(tokenizer, given)) + ANSWER_TOKENS) > positions:
+        made = request(tokenizer, chunks, row[QUESTION], row.get("prefix"))
+        if positions is not None and (tokens := len(ids_of(tokenizer, made)) + ANSWER_TOKENS) > positions:
             raise PromptError(
                 f"row {row['id']!r} of {str(path)!r} has {tokens:,} tokens with its answer, expected at most the "
                 f"model's {positions:,}. Shorten it or leave it out."
             )
-        prompts.append(Question(f"row {row['id']!r}", given, tuple(row.get(ANSWERS, ()))))
+        prompts.append(Question(f"row {row['id']!r}", made, tuple(row.get(ANSWERS, ()))))
     return prompts
 
 
@@ -105,12 +105,12 @@ def candidates(
     selectors: Sequence[str], ratios: Sequence[float], correctors: Sequence[str] = ("none",), **settings: Any
 ) -> list[Candidate]:
     """Every selector at every ratio, with every corrector."""
-    found = []
+    rows = []
     for name, ratio in (way for text in selectors for way in ways(text, ratios)):
         for corrector in correctors:
             config = blend_config(name, recompute_ratio=ratio, corrector=corrector, **settings)
-            found.append(Candidate(f"{name}@{ratio:g}{f'+{corrector}' * (corrector != 'none')}", config))
-    return found
+            rows.append(Candidate(f"{name}@{ratio:g}{f'+{corrector}' * (corrector != 'none')}", config))
+    return rows
 
 
 def tune(
@@ -137,19 +137,19 @@ def tune(
     ways = [reuse, *found]
     unit, units = unit or reuse, [unit] if unit else []
     losses = _losses(asker, watch(shuffled[:middle], "prompts, choosing"), [*units, *ways], seed)
-    points = [_point(one.name, losses[one.name], losses[unit.name]) for one in ways]
+    points = [_point(way.name, losses[way.name], losses[unit.name]) for way in ways]
     points.sort(key=lambda point: point.charged)
     best, leaves_enough = choose(points, leave)
-    chosen = next(one for one in ways if one.name == best.candidate)
+    chosen = next(way for way in ways if way.name == best.candidate)
     others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
-    said: dict[str, list[str]] | None = {} if all(one.answers for one in prompts) else None
+    said: dict[str, list[str]] | None = {} if all(prompt.answers for prompt in prompts) else None
     again = _losses(asker, watch(others, "prompts, reporting"), [*units, *compared], seed, said)
     return Tuning(
         _point(chosen.name, again[chosen.name], again[unit.name]),
         {name: value for name, value in chosen.config.to_dict().items() if name in SETTINGS},
         leaves_enough,
         leave,
-        statistics.fmean(one.kl for one in again[unit.name]),
+        statistics.fmean(loss.kl for loss in again[unit.name]),
         points,
         None if said is None else {name: scored(texts, others) for name, texts in said.items()},
     )
@@ -197,33 +197,33 @@ def _losses(
     said: dict[str, list[str]] | None = None,
 ) -> dict[str, list[Loss]]:
     """What candidates lose on prompts, by name; their answers go to `said`, if it is given."""
-    losses: dict[str, list[Loss]] = {one.name: [] for one in found}
+    losses: dict[str, list[Loss]] = {candidate.name: [] for candidate in found}
     for prompt in prompts:
-        for one in {one.config.chunk_prefix_ids: one for one in found}.values():
-            asker.store_chunks(prompt, one.config)
+        for candidate in {candidate.config.chunk_prefix_ids: candidate for candidate in found}.values():
+            asker.store_chunks(prompt, candidate.config)
         full = asker.full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
-        for one in Random(f"{seed} {prompt.name}").sample(found, len(found)):
-            losses[one.name].append(asker.loss(prompt, full, one.config))
+        for candidate in Random(f"{seed} {prompt.name}").sample(found, len(found)):
+            losses[candidate.name].append(asker.loss(prompt, full, candidate.config))
         if said is not None:
             said.setdefault(FULL_PREFILL.name, []).append(full.text)
-            for one in found:
-                own = asker.answer(prompt.given, one.config, ANSWER_TOKENS)
-                said.setdefault(one.name, []).append(own.text)
+            for candidate in found:
+                own = asker.answer(prompt.given, candidate.config, ANSWER_TOKENS)
+                said.setdefault(candidate.name, []).append(own.text)
     return losses
 
 
 def _point(name: str, own: Sequence[Loss], reuse: Sequence[Loss]) -> Point:
     """One candidate's figures as shares of full reuse's."""
-    kl, reuse_kl = [one.kl for one in own], [one.kl for one in reuse]
+    kl, reuse_kl = [loss.kl for loss in own], [loss.kl for loss in reuse]
     low, high = share_interval(kl, reuse_kl) if (share := _share(kl, reuse_kl)) else (0.0, 0.0)
-    ratios = [one.ttft_ratio for one in own]
+    ratios = [loss.ttft_ratio for loss in own]
     return Point(
         name,
-        statistics.fmean(one.charged for one in own),
+        statistics.fmean(loss.charged for loss in own),
         share,
         low,
         high,
-        _share([one.kl_first for one in own], [one.kl_first for one in reuse]),
+        _share([loss.kl_first for loss in own], [loss.kl_first for loss in reuse]),
         statistics.median(ratios),
         *interval(ratios, of_median=True),
         len(own),

@@ -196,8 +196,8 @@ class ChunkStore(BaseStore):
         for pack in packs(model, missing):
             pack = [key for key in pack if not self.contains(key)]  # another process may have been faster
             for chunk in compute_chunks(model, pack) if pack else ():
-                known = tokenizer_digest(tokenizer) if chunk.key in texts else ""
-                self._put(replace(chunk, tokenizer=known), wait_s=ADD_S)
+                digest = tokenizer_digest(tokenizer) if chunk.key in texts else ""
+                self._put(replace(chunk, tokenizer=digest), wait_s=ADD_S)
         self.flush(ADD_S)
         return keys
 

@@ -147,7 +147,7 @@ class BlendConfig:
         for name in ("kv_device_map", "max_memory"):
             value = getattr(self, name)
             if isinstance(value, Mapping):
-                object.__setattr__(self, name, Options({str(key): one for key, one in value.items()}))
+                object.__setattr__(self, name, Options({str(key): item for key, item in value.items()}))
         if self.offload_folder is not None:
             object.__setattr__(self, "offload_folder", os.fspath(self.offload_folder))
         placed, limits = self.kv_device_map, self.max_memory
@@ -171,29 +171,29 @@ class BlendConfig:
         placed = self.kv_device_map
         if not isinstance(placed, Mapping):
             return placed or {}
-        found: dict[int, int | str] = {}
+        devices: dict[int, int | str] = {}
         for layer, device in placed.items():
             if not str(layer).isdecimal() or isinstance(device, bool) or not isinstance(device, int | str):
                 raise ConfigError(
                     f"kv_device_map has {layer!r}: {device!r}, expected the number of a layer and a device, such as "
                     '4: "cpu".'
                 )
-            found[int(layer)] = _device_name(device)
-        return found
+            devices[int(layer)] = _device_name(device)
+        return devices
 
     @property
     def memory_limits(self) -> dict[int | str, int | str] | None:
         """`max_memory` with GPUs as numbers."""
         if self.max_memory is None:
             return None
-        found: dict[int | str, int | str] = {}
+        limits: dict[int | str, int | str] = {}
         for device, limit in self.max_memory.items():
             if isinstance(limit, bool) or not isinstance(limit, int | str) or (isinstance(limit, int) and limit < 0):
                 raise ConfigError(
                     f"max_memory has {device!r}: {limit!r}, expected bytes, as a whole number or such as '10GB'."
                 )
-            found[_device_name(device)] = limit
-        return found
+            limits[_device_name(device)] = limit
+        return limits
 
     def ratios(self, num_layers: int) -> dict[int, float]:
         """Say which share of the reusable tokens, 0–1, is kept from each check layer on.
@@ -301,13 +301,13 @@ def _sequence(name: str, value: Any) -> Sequence[Any]:
 
 
 def _ratios(name: str, value: Any) -> tuple[float, ...]:
-    return tuple(_ratio(name, one) for one in _sequence(name, value))
+    return tuple(_ratio(name, item) for item in _sequence(name, value))
 
 
 def _integers(name: str, value: Any) -> tuple[int, ...]:
-    for one in _sequence(name, value):
-        if isinstance(one, bool) or not isinstance(one, Integral) or one < 0:
-            raise ConfigError(f"{name} holds {one!r}, but whole numbers from 0 on are wanted. Correct it: {value!r}.")
+    for item in _sequence(name, value):
+        if isinstance(item, bool) or not isinstance(item, Integral) or item < 0:
+            raise ConfigError(f"{name} holds {item!r}, but whole numbers from 0 on are wanted. Correct it: {value!r}.")
     return tuple(map(int, value))
 
 
@@ -329,5 +329,5 @@ def _frozen(value: Any) -> Any:
 
 def _thawed(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _thawed(one) for name, one in value.items()}
-    return [_thawed(one) for one in value] if isinstance(value, tuple) else value
+        return {name: _thawed(item) for name, item in value.items()}
+    return [_thawed(item) for item in value] if isinstance(value, tuple) else value

@@ -45,11 +45,11 @@ class MissingExtraError(HfBlendError, ImportError):
 
 def suggest(wrong: str, names: Iterable[str]) -> str:
     """Say which name was probably meant."""
-    known = sorted(names)
-    plain = {name.replace("_", "-").lower(): name for name in known}
+    available = sorted(names)
+    plain = {name.replace("_", "-").lower(): name for name in available}
     near = difflib.get_close_matches(wrong.replace("_", "-").lower(), plain, n=1)
     question = f"Did you mean {plain[near[0]]!r}? " if near else ""
-    return f"{question}Available: {', '.join(known) or 'none'}."
+    return f"{question}Available: {', '.join(available) or 'none'}."
 
 
 def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:

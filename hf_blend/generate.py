@@ -44,10 +44,10 @@ class Blended:
 
         Shapes: input_ids `[batch, tokens]`.
         """
-        given = kwargs.get("past_key_values")
-        if given is not None and given.get_seq_length() > 0:
+        past = kwargs.get("past_key_values")
+        if past is not None and past.get_seq_length() > 0:
             raise ConfigError(
-                f"past_key_values has {given.get_seq_length()} tokens, but custom_generate=blended(...) begins with "
+                f"past_key_values has {past.get_seq_length()} tokens, but custom_generate=blended(...) begins with "
                 "none. Pass a BlendCache as past_key_values, and no custom_generate."
             )
         mode = generation_config.get_generation_mode(kwargs.get("assistant_model"))

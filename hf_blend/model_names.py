@@ -40,8 +40,8 @@ class Packaged:
     def _from_hub(self) -> str | None:
         from huggingface_hub import try_to_load_from_cache
 
-        found = [try_to_load_from_cache(self.hub_id, name) for name in _NEEDED]
-        return str(Path(found[0]).parent) if all(isinstance(path, str) for path in found) else None  # type: ignore[arg-type]
+        paths = [try_to_load_from_cache(self.hub_id, name) for name in _NEEDED]
+        return str(Path(paths[0]).parent) if all(isinstance(path, str) for path in paths) else None  # type: ignore[arg-type]
 
     def _from_package(self) -> str:
         try:

@@ -32,9 +32,9 @@ FROM_FILES = ("selectors", "correctors", "evaluation.tasks", "evaluation.methods
 def kinds() -> list[str]:
     """List the kinds of plugin that exist: the sub-packages with a `base.py`."""
     package, *checkout = map(Path, sys.modules["hf_blend"].__path__)
-    found = {base.parent.relative_to(package) for base in package.glob("**/base.py")}
-    found |= {base.parent.relative_to(root) for root in checkout for base in root.glob("evaluation/**/base.py")}
-    return sorted(".".join(folder.parts) for folder in found)
+    folders = {base.parent.relative_to(package) for base in package.glob("**/base.py")}
+    folders |= {base.parent.relative_to(root) for root in checkout for base in root.glob("evaluation/**/base.py")}
+    return sorted(".".join(folder.parts) for folder in folders)
 
 
 def describe(kind: str) -> dict[str, str]:
@@ -48,15 +48,15 @@ def load(kind: str, name: str) -> type:
     """Import one plugin, and none of its siblings."""
     if kind in FROM_FILES and name.endswith(FILE):
         return _only_plugin(_imported(Path(name).expanduser()), importlib.import_module(f"hf_blend.{kind}.base"))
-    wanted = name.replace("_", "-")
+    dashed = name.replace("_", "-")
     files = _files(kind)
     base = importlib.import_module(f"hf_blend.{kind}.base")
-    if wanted in files:
-        return _only_plugin(importlib.import_module(f"hf_blend.{kind}.{files[wanted][0]}"), base)
+    if dashed in files:
+        return _only_plugin(importlib.import_module(f"hf_blend.{kind}.{files[dashed][0]}"), base)
     installed = _installed(kind)
-    if wanted in installed:
-        return _checked(installed[wanted], base)
-    raise PluginNotFoundError(f"hf_blend.{kind} has no plugin named {name!r}. {suggest(wanted, describe(kind))}")
+    if dashed in installed:
+        return _checked(installed[dashed], base)
+    raise PluginNotFoundError(f"hf_blend.{kind} has no plugin named {name!r}. {suggest(dashed, describe(kind))}")
 
 
 def room(name: str) -> ModuleType:
@@ -120,27 +120,27 @@ def _files(kind: str) -> dict[str, tuple[str, str]]:
 
 def _derives_from_base(text: str) -> bool:
     """Whether a file has a public class whose parent is imported from `base`."""
-    names = {name for one in _IMPORTS.findall(text) for name in re.findall(r"\w+", one)}
+    names = {name for imported in _IMPORTS.findall(text) for name in re.findall(r"\w+", imported)}
     return any(names.intersection(re.findall(r"\w+", parents)) for parents in _CLASSES.findall(text))
 
 
 def _installed(kind: str) -> dict[str, EntryPoint]:
     """Name → entry point of the plugins that other distributions offer for a kind."""
-    ours, found = _files(kind), {}
+    ours, points = _files(kind), {}
     for point in entry_points(group=f"hf_blend.{kind}"):
         name = point.name.replace("_", "-")
-        if name in ours or name in found:
+        if name in ours or name in points:
             logger.warning("ignoring the plugin %s: hf_blend.%s already has a %r", point.value, kind, name)
         else:
-            found[name] = point
-    return found
+            points[name] = point
+    return points
 
 
 def _only_plugin(module: ModuleType, base: ModuleType) -> type:
     """The one public class of a module that derives from a class of `base`."""
     own = [member for member in vars(module).values() if isinstance(member, type)]
-    found = [cls for cls in own if cls.__module__ == module.__name__ and not cls.__name__.startswith("_")]
-    plugins = [cls for cls in found if _derives(cls, base)]
+    classes = [cls for cls in own if cls.__module__ == module.__name__ and not cls.__name__.startswith("_")]
+    plugins = [cls for cls in classes if _derives(cls, base)]
     if len(plugins) != 1:
         raise ConfigError(
             f"{module.__name__} defines {len(plugins)} public plugins ({[cls.__name__ for cls in plugins]}), but a "
@@ -151,13 +151,13 @@ def _only_plugin(module: ModuleType, base: ModuleType) -> type:
 
 def _checked(point: EntryPoint, base: ModuleType) -> type:
     """What an entry point loads, if it is a plugin of this kind."""
-    found = point.load()
-    if not (isinstance(found, type) and _derives(found, base)):
+    plugin = point.load()
+    if not (isinstance(plugin, type) and _derives(plugin, base)):
         raise ConfigError(
-            f"the entry point {point.name!r} ({point.value}) gives {found!r}, but a class deriving from one of "
+            f"the entry point {point.name!r} ({point.value}) gives {plugin!r}, but a class deriving from one of "
             f"{base.__name__} is wanted. Correct the entry point in the distribution that installed it."
         )
-    return found
+    return plugin
 
 
 def _derives(cls: type, base: ModuleType) -> bool:

@@ -104,10 +104,10 @@ def start(act: Callable[[], Answer], name: str) -> "Future[Answer]":
         try:
             future.set_result(act())
         except BaseException as error:  # for the thread that waits
-            held: BaseException | None = error
-            while held is not None:  # a client's frame may hold it, and so all bytes of the call until a collection
-                traceback.clear_frames(held.__traceback__)
-                held = held.__cause__ or held.__context__
+            failure: BaseException | None = error
+            while failure is not None:  # a client's frame may hold it, and so all bytes of the call until a collection
+                traceback.clear_frames(failure.__traceback__)
+                failure = failure.__cause__ or failure.__context__
             future.set_exception(error)
             del future  # this frame is held by the exception
 
@@ -120,11 +120,11 @@ def start(act: Callable[[], Answer], name: str) -> "Future[Answer]":
 @functools.cache
 def _watch_forks() -> None:
     if hasattr(os, "register_at_fork"):
-        held: list[Any] = []
+        locks: list[Any] = []
         os.register_at_fork(
-            before=lambda: held.extend(lock for lock in _all(_HELD) if lock.acquire()),
-            after_in_parent=lambda: _release(held),
-            after_in_child=lambda: _release(held, is_child=True),
+            before=lambda: locks.extend(lock for lock in _all(_HELD) if lock.acquire()),
+            after_in_parent=lambda: _release(locks),
+            after_in_child=lambda: _release(locks, is_child=True),
         )
 
 
@@ -133,9 +133,9 @@ def _all(some: "weakref.WeakSet[Answer]") -> list[Answer]:
     return [member for member in (reference() for reference in list(some.data)) if member is not None]  # type: ignore[attr-defined]
 
 
-def _release(held: list[Any], is_child: bool = False) -> None:
-    while held:
-        held.pop().release()
+def _release(locks: list[Any], is_child: bool = False) -> None:
+    while locks:
+        locks.pop().release()
     if is_child:
         for lock in _all(_LOCKS):
             lock._at_fork_reinit()  # as logging and threading do with theirs

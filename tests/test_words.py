@@ -13,21 +13,19 @@ ROOT = Path(__file__).parents[1]
 EMPTY = {"asked", "found", "given", "held", "known", "one", "part", "shown", "wanted"}
 
 MOST = {
-    "hf_blend": 66,
     "cache": 24,
-    "context": 265,
+    "context": 7,
     "hybrids": 2,
-    "integrations": 156,
     "model": 31,
     "offload": 7,
     "prefill": 1,
     "prompt": 2,
-    "serving": 401,
+    "serving": 2,
     "sparse": 1,
     "store": 43,
     "verify": 8,
-    "cli": 223,
-    "evaluation": 573,
+    "cli": 4,
+    "evaluation": 441,
 }
 
 

@@ -56,13 +56,13 @@ def _unless_refused(measure: Measure) -> Measure:
 def whole_shift(subject: CheckedModel) -> CheckResult:
     """A sequence that is shifted as a whole continues as a plain forward at its new positions does."""
     model, ids = subject.model, _ids(subject)
-    held, cache = 3 * ids.shape[1] // 4, SequenceCache(model)
+    prefix, cache = 3 * ids.shape[1] // 4, SequenceCache(model)
     with cache:
-        model(ids[:, :held], past_key_values=cache, use_cache=True)
+        model(ids[:, :prefix], past_key_values=cache, use_cache=True)
         cache.shift(cache.active, 0, None, SHIFT)
-        logits = model(ids[:, held:], past_key_values=cache, use_cache=True).logits
+        logits = model(ids[:, prefix:], past_key_values=cache, use_cache=True).logits
     expected, plain = _plain(model, ids, SHIFT)
-    compared = [*_by_layer(cache.materialize(), plain.layers), Comparison("the logits", logits, expected[:, held:])]
+    compared = [*_by_layer(cache.materialize(), plain.layers), Comparison("the logits", logits, expected[:, prefix:])]
     return subject.compare(compared, "at the new positions")
 
 
@@ -85,14 +85,14 @@ def closed_hole(subject: CheckedModel) -> CheckResult:
 def shared_cells(subject: CheckedModel) -> CheckResult:
     """A sequence that is forked and whose copies are shortened continues, all at once, as plain forwards of each."""
     model, ids = subject.model, _ids(subject)
-    held, cache = ids.shape[1] // 2, SequenceCache(model)
-    lengths = (held, held - 3, held)  # that the copies keep
-    new = torch.stack([ids[0, held + number :][:4] for number in range(len(lengths))])
+    prefix, cache = ids.shape[1] // 2, SequenceCache(model)
+    lengths = (prefix, prefix - 3, prefix)  # that the copies keep
+    new = torch.stack([ids[0, prefix + number :][:4] for number in range(len(lengths))])
     with cache:
-        model(ids[:, :held], past_key_values=cache, use_cache=True)
+        model(ids[:, :prefix], past_key_values=cache, use_cache=True)
         for number, length in zip(cache.fork(len(lengths)), lengths, strict=True):
             cache.remove(number, length)
-        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in (new[:, :-1], new[:, -1:])]
+        parts = [model(tokens, past_key_values=cache, use_cache=True).logits for tokens in (new[:, :-1], new[:, -1:])]
     logits, compared = torch.cat(parts, 1), []
     for row, length in enumerate(lengths):
         expected, _ = _plain(model, torch.cat([ids[:, :length], new[[row]]], 1), 0)
@@ -104,17 +104,19 @@ def shared_cells(subject: CheckedModel) -> CheckResult:
 @_unless_refused
 def asks_for_attention(subject: CheckedModel) -> CheckResult:
     """Every layer asks transformers for its attention, so that Self-Extend can change it."""
-    model, asked = subject.model, set[int]()
+    model, extended_layers = subject.model, set[int]()
     name = type(model).__name__
     try:
         with extended(model, **NEAREST) as extension:
-            asked = extension.asked
+            extended_layers = extension.asked
             model(_ids(subject), use_cache=False)
     except UnsupportedModelError:
         raise
     except FAILURES as broken:
-        return violations([f"layer {len(asked)} of {name} cannot be extended: {type(broken).__name__}: {broken}"])
-    deaf = [index for index in range(len(decoder_layers(model))) if index not in asked]
+        return violations(
+            [f"layer {len(extended_layers)} of {name} cannot be extended: {type(broken).__name__}: {broken}"]
+        )
+    deaf = [index for index in range(len(decoder_layers(model))) if index not in extended_layers]
     if not deaf:
         return violations([])
     return violations([
@@ -141,7 +143,7 @@ def self_extend(subject: CheckedModel) -> CheckResult:
     runs = [_contributions(model, ids, inputs, positions) for positions in (near, plain, plain + SHIFT)]
     runs.append(_contributions(model, ids, inputs, plain, alone=True))  # 8-bit products may depend on the rows beside
     expected, at_once, *again = ([added for _, added in run] for run in runs)
-    noise = max(error for one in again for error in map(relative_error, one, at_once))
+    noise = max(error for added in again for error in map(relative_error, added, at_once))
     allowed = max(FLOORS * noise, subject.contribution_tolerance(expected[0].dtype))
     if subject.must_show and max(map(relative_error, at_once, expected)) <= allowed:
         return nothing_shown("the distances change nothing in any layer, so nothing was shown.")
@@ -176,11 +178,11 @@ def _contributions(
 
     layers, end = list(enumerate(decoder_layers(model))), ids.shape[1]
     with hooked(layers, before), hooked(layers, after, behind=True):
-        for part in (slice(0, end - 1), slice(end - 1, end)) if alone else (slice(0, end),):
-            given: dict[str, Tensor] = {}
+        for span in (slice(0, end - 1), slice(end - 1, end)) if alone else (slice(0, end),):
+            placing: dict[str, Tensor] = {}
             if positions is not None:
-                given = {"position_ids": positions[:, part], "attention_mask": torch.ones_like(ids[:, : part.stop])}
-            model(ids[:, part], past_key_values=cache, use_cache=True, **given)
+                placing = {"position_ids": positions[:, span], "attention_mask": torch.ones_like(ids[:, : span.stop])}
+            model(ids[:, span], past_key_values=cache, use_cache=True, **placing)
     return [contributed[index] for index, _ in layers]
 
 
@@ -198,7 +200,7 @@ def _plain(model: nn.Module, ids: Tensor, start: int) -> tuple[Tensor, Any]:
 
 def _by_layer(got: Sequence[Any], expected: Sequence[Any]) -> list[Comparison]:
     return [
-        Comparison(f"the {part} of layer {index}", getattr(one, part), getattr(other, part), index)
-        for index, (one, other) in enumerate(zip(got, expected, strict=True))
-        for part in ("keys", "values")
+        Comparison(f"the {name} of layer {index}", getattr(layer, name), getattr(other, name), index)
+        for index, (layer, other) in enumerate(zip(got, expected, strict=True))
+        for name in ("keys", "values")
     ]

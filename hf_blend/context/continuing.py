@@ -48,8 +48,8 @@ class StockForm:
     def __init__(self, cache: Any) -> None:
         """Read the form off a cache."""
         self._filled = cache
-        for what, one in (("the cache", cache), *((f"layer {n}", layer) for n, layer in enumerate(cache.layers))):
-            strange = [name for name, value in vars(one).items() if _has_tensor(value) and name not in _NAMES]
+        for what, owner in (("the cache", cache), *((f"layer {n}", layer) for n, layer in enumerate(cache.layers))):
+            strange = [name for name, value in vars(owner).items() if _has_tensor(value) and name not in _NAMES]
             if strange:
                 raise UnsupportedModelError(
                     f"{what} of a {type(cache).__name__} keeps {strange[0]}, expected K, V and states alone, so it "
@@ -68,8 +68,8 @@ class StockForm:
 
     def nbytes(self, tokens: int) -> int:
         """Most bytes that `take` gives of so many tokens."""
-        held = ((tensor.nbytes, axis and tensor.shape[axis]) for _, _, axis, tensor in _held(self._filled))
-        return sum(nbytes if length is None else nbytes // length * tokens for nbytes, length in held)
+        tensors = ((tensor.nbytes, axis and tensor.shape[axis]) for _, _, axis, tensor in _held(self._filled))
+        return sum(nbytes if length is None else nbytes // length * tokens for nbytes, length in tensors)
 
     def take(self, cache: Any, start: int, stop: int) -> Parts:
         """What a cache holds of some tokens, and its states."""
@@ -78,8 +78,10 @@ class StockForm:
             if axis is None:  # a state that records its past, for assisted decoding, holds more than is needed
                 taken[name] = tensor[..., -own[name].shape[-1] :] if name in own else tensor
             else:
-                held = tensor.shape[axis]
-                first, last = (max(0, held - _window(layer)), held) if _window(layer) else (start, min(stop, held))
+                length = tensor.shape[axis]
+                first, last = (
+                    (max(0, length - _window(layer)), length) if _window(layer) else (start, min(stop, length))
+                )
                 taken[name] = tensor.narrow(axis, first, last - first)
         return taken
 
@@ -98,7 +100,7 @@ class StockForm:
         for name, layer, axis, tensor in list(_held(cache)):
             whole = segments[-1][name]
             if axis is not None and not _window(layer) and len(segments) > 1:
-                whole = torch.cat([part[name] for part in segments], dim=axis)
+                whole = torch.cat([segment[name] for segment in segments], dim=axis)
             _, _, kind, *at = name.split(".")
             if at:
                 getattr(layer, kind)[int(at[0])] = whole.to(tensor.device)
@@ -117,9 +119,9 @@ class StockForm:
             if axis is not None:
                 shape[axis] = min(stop, _window(layer)) if _window(layer) else stop - start
             expected[name] = tuple(shape), tensor.dtype
-        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in parts.items()}
-        wrong = next((name for name in {**expected, **found} if found.get(name) != expected.get(name)), None)
-        return "" if wrong is None else f"{wrong} is {found.get(wrong)}, expected {expected.get(wrong)}"
+        stored = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in parts.items()}
+        wrong = next((name for name in {**expected, **stored} if stored.get(name) != expected.get(name)), None)
+        return "" if wrong is None else f"{wrong} is {stored.get(wrong)}, expected {expected.get(wrong)}"
 
 
 @dataclass(frozen=True)
@@ -185,14 +187,14 @@ def _error(model: nn.Module, form: StockForm, pieces: tuple[int, ...]) -> float:
     other = form.fill([_saved(model, form, ids)], HELD_TOKENS)
     with torch.no_grad():
         rest = [
-            advance(model, other, part, part.shape[1]).logits for part in ids[:, HELD_TOKENS:].split(pieces, dim=1)
+            advance(model, other, piece, piece.shape[1]).logits for piece in ids[:, HELD_TOKENS:].split(pieces, dim=1)
         ]
     logits = torch.cat((whole[:, :HELD_TOKENS], *rest), dim=1)
     starts = torch.tensor((HELD_TOKENS, *pieces)).cumsum(0).tolist()[:-1]
     rows = {row for start in starts for row in range(start, min(start + COMPARED_TOKENS, ids.shape[1]))}
-    expected, found = (form.take(one, 0, ids.shape[1]) for one in (cache, other))
+    expected, filled = (form.take(source, 0, ids.shape[1]) for source in (cache, other))
     errors = [norm_error(logits[0, row], whole[0, row]) for row in sorted(rows)]
-    states = [norm_error(found[name], expected[name]) for name in expected if name.split(".")[2] in STATE_KINDS]
+    states = [norm_error(filled[name], expected[name]) for name in expected if name.split(".")[2] in STATE_KINDS]
     bound = allowed_of(LOGITS, model.dtype)
     allowed = ((errors, bound), (states, min(MOST_ALLOWED, STATE_FACTOR * bound)))
     if model.dtype in FINE:
@@ -216,11 +218,11 @@ def _saved(model: nn.Module, form: StockForm, ids: Tensor) -> Parts:
 
 def advance(model: nn.Module, cache: Any, ids: Tensor, logits: int = 1) -> Any:
     """Let a cache hold more tokens, `[1, tokens]`, by a forward with the positions that `generate` gives."""
-    held, taken = cache.get_seq_length(), signature(model.forward).parameters
+    length, taken = cache.get_seq_length(), signature(model.forward).parameters
     ids = ids.to(input_device(model))
-    positions = torch.arange(held, held + ids.shape[1], device=ids.device)[None]
-    given = {"position_ids": positions, "logits_to_keep": logits}
-    few = {name: value for name, value in given.items() if name in taken}
+    positions = torch.arange(length, length + ids.shape[1], device=ids.device)[None]
+    inputs = {"position_ids": positions, "logits_to_keep": logits}
+    few = {name: value for name, value in inputs.items() if name in taken}
     return model(input_ids=ids, past_key_values=cache, use_cache=True, **few)
 
 

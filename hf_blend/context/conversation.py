@@ -124,12 +124,12 @@ class Conversation:
         if self._said and same < self._opening:  # the beginning is written otherwise than before
             self._keep_opening(self._opening_tokens(messages))
         start = max(len(prompt.history), same, self._opening)
-        ids, held = self._in_window(prompt.ids, same)
-        self.rewritten_tokens = self.cache.get_seq_length() - held
+        ids, cached = self._in_window(prompt.ids, same)
+        self.rewritten_tokens = self.cache.get_seq_length() - cached
         if isinstance(self.cache, StateCache):
             answer_ids = self.cache.generate(ids, self._question_tokens(prompt, messages), **options)
         else:
-            answer_ids = self._answer(prompt, ids, held, config if documents else None, options)
+            answer_ids = self._answer(prompt, ids, cached, config if documents else None, options)
         answer = str(self.tokenizer.decode(answer_ids, skip_special_tokens=True)).strip()
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         self._said = [*prompt.ids, *answer_ids[:-1]]
@@ -145,16 +145,16 @@ class Conversation:
             raise ConfigError(
                 f"turn {turn} of {len(self.turns)} cannot be recalled: an archive and a turn from 0 on are expected."
             )
-        held, keep = self.cache.tokens(), self.cache.keep_tokens
+        cached, keep = self.cache.tokens(), self.cache.keep_tokens
         recalled = self.turns[turn].token_ids[0 if turn or self._opening else keep : -1]
         room = self.cache.window_tokens - keep - len(recalled) - 1
-        rest = held[max(keep, len(held) - max(0, room)) :]
+        rest = cached[max(keep, len(cached) - max(0, room)) :]
         if room < 0:
             raise ConfigError(f"turn {turn} has {len(recalled)} tokens, which do not fit the window. Enlarge it.")
         self._keep_chunk(0, keep)
         if len(rest) > 1:
-            self._keep_chunk(len(held) - len(rest), len(held))
-        ids = [*held[:keep], *recalled, *rest]
+            self._keep_chunk(len(cached) - len(rest), len(cached))
+        ids = [*cached[:keep], *recalled, *rest]
         blend = BlendCache(self.model, self.archive, **{**settings, "chunk_prefix_ids": ()})
         blend.activate_past_recording()
         with torch.no_grad():
@@ -188,24 +188,24 @@ class Conversation:
         return torch.tensor([list(ids)], device=input_device(self.model))
 
     def _answer(
-        self, prompt: TextPrompt, ids: list[int], held: int, config: BlendConfig | None, options: dict[str, Any]
+        self, prompt: TextPrompt, ids: list[int], cached: int, config: BlendConfig | None, options: dict[str, Any]
     ) -> list[int]:
         """The ids of the answer; the cache, of which the first tokens stay, holds all but the last of them then."""
         shifts = self.cache.shifts
-        self._crop(held)
+        self._crop(cached)
         try:
             if config is not None:
-                ids = self._blended(prompt, ids[held:], config)
+                ids = self._blended(prompt, ids[cached:], config)
             new, most = len(ids) - self.cache.get_seq_length(), self._room // 2 or 1
-            given = {"prefill_chunk_size": most} if new > most else {}
+            chunked = {"prefill_chunk_size": most} if new > most else {}
             inputs = {"input_ids": self._on_device(ids)}
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            output = self.model.generate(**{**inputs, **given, **options}, past_key_values=self.cache)
+            output = self.model.generate(**{**inputs, **chunked, **options}, past_key_values=self.cache)
         except BaseException:
             if self.cache.shifts != shifts:  # what is still as the template writes it
-                ids, held = [*prompt.ids], shared_tokens(prompt.ids, self.cache.tokens())
-            self._crop(held)
-            self._said = [*prompt.ids[: len(prompt.ids) - len(ids) + held]]
+                ids, cached = [*prompt.ids], shared_tokens(prompt.ids, self.cache.tokens())
+            self._crop(cached)
+            self._said = [*prompt.ids[: len(prompt.ids) - len(ids) + cached]]
             raise
         answer_ids: list[int] = output[0, len(ids) :].tolist()
         return answer_ids
@@ -220,12 +220,12 @@ class Conversation:
         `same` of them are as before. The last tokens that are held are the last of what was said: if all that has left
         the window is written as before, what is new comes behind what is held; else all is read again.
         """
-        held, said = self.cache.tokens(), self._said
-        if held != said:
-            behind, gone = shared_tokens(held[::-1], said[::-1]), len(said) - len(held)
-            begins = shared_tokens(ids, held)
+        cached, said = self.cache.tokens(), self._said
+        if cached != said:
+            behind, gone = shared_tokens(cached[::-1], said[::-1]), len(said) - len(cached)
+            begins = shared_tokens(ids, cached)
             is_same = same >= len(said) - behind and begins >= self.cache.keep_tokens
-            ids, same = ([*held[: same - gone], *ids[same:]], same - gone) if is_same else (ids, begins)
+            ids, same = ([*cached[: same - gone], *ids[same:]], same - gone) if is_same else (ids, begins)
         return [*ids], min(same, len(ids) - 1)
 
     def _crop(self, tokens: int) -> None:
@@ -250,11 +250,11 @@ class Conversation:
 
     def _remember(self, turn: Turn) -> None:
         self.turns.append(turn)
-        held, keep = self.cache.get_seq_length(), self.cache.keep_tokens
-        start = held - len(turn.token_ids) + 1  # its last token is not in the cache yet
+        cached, keep = self.cache.get_seq_length(), self.cache.keep_tokens
+        start = cached - len(turn.token_ids) + 1  # its last token is not in the cache yet
         is_first = len(self.turns) == 1
         if self.archive is not None and (start >= keep or (is_first and start == 0)):
-            self._keep_chunk(max(start, keep), held)
+            self._keep_chunk(max(start, keep), cached)
 
     def _keep_chunk(self, start: int, stop: int) -> None:
         self.cache.compact()
@@ -265,20 +265,20 @@ class Conversation:
     def _blended(self, prompt: TextPrompt, new: Sequence[int], config: BlendConfig) -> list[int]:
         """Compute what is new with its documents blended, but for the last token; gives what is held, and that."""
         self.cache.make_room(len(new))
-        held = self.cache.tokens()
-        ids = [*held, *new]
+        cached = self.cache.tokens()
+        ids = [*cached, *new]
         moved = len(ids) - len(prompt.ids)
         spans = [span._replace(start=span.start + moved) for span in prompt.known]
-        spans = [span for span in spans if span.start >= len(held)]
+        spans = [span for span in spans if span.start >= len(cached)]
         if not spans:
             return ids
         store = ChunkStore.open("memory://") if self.archive is None else self.archive
         cache = continued(self.cache, store, config=config)
-        opening = 0 if held else prompt.opening
-        inputs = expect(cache, self.tokenizer, NamedPrompt(tuple(ids), tuple(spans), opening, tuple(held)))
+        opening = 0 if cached else prompt.opening
+        inputs = expect(cache, self.tokenizer, NamedPrompt(tuple(ids), tuple(spans), opening, tuple(cached)))
         with torch.no_grad():
             self.model(
-                inputs["input_ids"][:, len(held) :], attention_mask=inputs["attention_mask"], past_key_values=cache,
+                inputs["input_ids"][:, len(cached) :], attention_mask=inputs["attention_mask"], past_key_values=cache,
                 logits_to_keep=1,
             )  # fmt: skip
         take_back(self.cache, cache, new[:-1], more=1)

@@ -34,10 +34,10 @@ def blended(cache: SequenceCache, token_ids: Sequence[int], **settings: Any) -> 
     It brings the matching runs along: the common prefix exactly, the others blended. Shorter ones are computed.
     """
     cache.compact()
-    held, expected = cache.tokens(), list(token_ids)
-    _refuse_unknown(cache, held)
+    cached, expected = cache.tokens(), list(token_ids)
+    _refuse_unknown(cache, cached)
     store = ChunkStore.open("memory://", memory_bytes=1 << 62)  # of this request alone: what is in it saw a context
-    for start, at, tokens in SequenceMatcher(None, held, expected, autojunk=False).get_matching_blocks():
+    for start, at, tokens in SequenceMatcher(None, cached, expected, autojunk=False).get_matching_blocks():
         is_prefix = start == at == 0
         if tokens and (is_prefix or tokens >= MIN_RUN_TOKENS):
             store.put(chunk_of(cache, start, start + tokens))
@@ -60,9 +60,9 @@ def continued(cache: SequenceCache, store: ChunkStore, **settings: Any) -> Blend
     blend.author = cache.computed_by(cache.active)
     blend.activate_past_recording()  # layers with windows keep all of the prompt, as the sequence does
     layers: list[Any] = blend.layers
-    for layer, held in zip(layers, cache.materialize(), strict=True):
-        if held.length and held.keys is not None and held.values is not None:
-            layer.update(held.keys, held.values)
+    for layer, stored in zip(layers, cache.materialize(), strict=True):
+        if stored.length and stored.keys is not None and stored.values is not None:
+            layer.update(stored.keys, stored.values)
     return blend
 
 
@@ -78,7 +78,7 @@ def take_back(cache: SequenceCache, blend: BlendCache, token_ids: Sequence[int],
     """Let the active sequence hold the tokens that a blend cache holds behind it, but for the last `more`."""
     stop, start = -more or None, -more - len(token_ids)
     layers: list[Any] = blend.layers
-    states = [(one.keys[:, :, start:stop], one.values[:, :, start:stop]) for one in layers]
+    states = [(layer.keys[:, :, start:stop], layer.values[:, :, start:stop]) for layer in layers]
     cache.append(token_ids, states, blend.author)
 
 
@@ -96,9 +96,9 @@ def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:
     return ChunkKV(ChunkKey(author.stored_name(), (), ids), layers, tables, layer_table)
 
 
-def _refuse_unknown(cache: SequenceCache, held: list[int]) -> None:
-    refuse_placeholders(cache.model, held, "the cache")
-    unknown = sum(token < 0 for token in held)
+def _refuse_unknown(cache: SequenceCache, cached: list[int]) -> None:
+    refuse_placeholders(cache.model, cached, "the cache")
+    unknown = sum(token < 0 for token in cached)
     if unknown:
         raise ConfigError(
             f"the cache holds {unknown} tokens whose ids are not known. Fill it through generate() or inside "

@@ -116,7 +116,7 @@ class SequenceCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of K and V that the cache holds, spare room included; with `kv_bits` scales and tables too."""
-        shared = {id(one): one.nbytes for layer in self.layers for one in layer.view_tensors}
+        shared = {id(tensor): tensor.nbytes for layer in self.layers for tensor in layer.view_tensors}
         return sum(layer.nbytes for layer in self.layers) + sum(shared.values())
 
     @property
@@ -210,10 +210,10 @@ class SequenceCache(Cache):
                 f"{len(ids)} tokens of sequence {number}, of {len(self.batch)} active, were to be computed again, but "
                 "one active sequence, known ids, and positions 0, 1, 2 … are expected. Prefill again."
             )
-        if any(self._authors[one].form != now.form for one in authors.unique().tolist()):
+        if any(self._authors[author].form != now.form for author in authors.unique().tolist()):
             return self._recompute_all(ids)
         best, aside = self._closest(ids, author, self._table), -1 - number  # which no caller names
-        cells, positions = (part[: best[1]].clone() for part in self._table.row(best[0]))
+        cells, positions = (column[: best[1]].clone() for column in self._table.row(best[0]))
         self._table.hold(aside, *self._table.row(number))
         self._table.hold(number, cells, positions)
         try:
@@ -354,13 +354,13 @@ class SequenceCache(Cache):
         cells = torch.cat([table.ids[:0], *(row for row, _ in own.values())]).unique()
         rows = {number: torch.stack([torch.searchsorted(cells, row), at]) for number, (row, at) in own.items()}
         active = self.active if sequence is None else sequence
-        found = {"ids": table.ids[cells], "origins": table.origins[cells], "active": torch.tensor(active)}
-        found |= {f"sequence.{number}": row for number, row in rows.items()}
-        found |= {} if self.kv_bits is None else {"kv_bits": torch.tensor(self.kv_bits)}
+        state = {"ids": table.ids[cells], "origins": table.origins[cells], "active": torch.tensor(active)}
+        state |= {f"sequence.{number}": row for number, row in rows.items()}
+        state |= {} if self.kv_bits is None else {"kv_bits": torch.tensor(self.kv_bits)}
         for index, layer in enumerate(self.layers):
             if layer.is_initialized and len(cells):
-                found |= {f"layer.{index}.{name}": part for name, part in layer.parts(cells).items()}
-        return found
+                state |= {f"layer.{index}.{name}": tensor for name, tensor in layer.parts(cells).items()}
+        return state
 
     def adopt(self, state: dict[str, Tensor], sequence: int, author: Author | None = None) -> None:
         """Let a sequence hold what `state` gave of one, and leave the others as they are.
@@ -373,12 +373,12 @@ class SequenceCache(Cache):
         if len(rows) != 1:
             raise ConfigError(f"{len(rows)} sequences were given as sequence {sequence}, but one is expected.")
         number, (cells, positions) = self._number(sequence), rows[0]
-        given, about = self._layers_of(state), self._described(state, author)
-        layers = [layer.stored(cells) for layer in given]
+        saved, about = self._layers_of(state), self._described(state, author)
+        layers = [layer.stored(cells) for layer in saved]
         shared = self._shared(about[:, cells], positions, layers)
         self._table.hold(number, shared, positions[: len(shared)])
         new, order = cells[len(shared) :].sort()
-        taken = self._take_up(about, given, new)[order.argsort()]
+        taken = self._take_up(about, saved, new)[order.argsort()]
         self._table.hold(number, torch.cat([self._table.row(number)[0], taken]), positions.clone())
         self._is_new_turn = True
         self._changed()
@@ -388,39 +388,39 @@ class SequenceCache(Cache):
         number = self._number_of(author_of(self.model) if author is None else author)
         return described(state["ids"], state["origins"], number)
 
-    def _take_up(self, about: Tensor, given: list[SequenceLayer], cells: Tensor) -> Tensor:
+    def _take_up(self, about: Tensor, others: list[SequenceLayer], cells: Tensor) -> Tensor:
         """Store cells of another cache, `about` `[3, cells]`, which ascend, and give their numbers here."""
         if not len(cells):
             return cells
         table, end = self._table, self._table.count
         start = self.layers[0].fixed_cells(end)
-        fixed = int(torch.searchsorted(cells, given[0].fixed_cells(about.shape[1])))
-        for layer, other in zip(self.layers, given, strict=True):
+        fixed = int(torch.searchsorted(cells, others[0].fixed_cells(about.shape[1])))
+        for layer, other in zip(self.layers, others, strict=True):
             layer.add(end, other.parts(cells))
-        for index, part in ((start, cells[:fixed]), (end + fixed, cells[fixed:])):
-            table.insert(index, about[:, part])
+        for index, span in ((start, cells[:fixed]), (end + fixed, cells[fixed:])):
+            table.insert(index, about[:, span])
         return torch.cat([torch.arange(start, start + fixed), torch.arange(end + fixed, end + len(cells))])
 
     def _shared(self, about: Tensor, positions: Tensor, layers: list[tuple[Tensor, ...]]) -> Tensor:
         """The cells, of some sequence, that hold the first of some tokens with the same bits; as many as there are."""
-        table, found = self._table, torch.empty(0, dtype=torch.long)
+        table, longest = self._table, torch.empty(0, dtype=torch.long)
         for number in table:
-            cells, at = (part[: len(positions)] for part in table.row(number))
+            cells, at = (column[: len(positions)] for column in table.row(number))
             same = (table.about(cells) == about[:, : len(cells)]).all(0) & (at == positions[: len(cells)])
             for layer, parts in zip(self.layers, layers, strict=False):
-                for held, part in zip(layer.stored(cells), parts, strict=True):
-                    same &= (held == part[:, : len(cells)]).flatten(2).all(2).all(0).cpu()
+                for stored, column in zip(layer.stored(cells), parts, strict=True):
+                    same &= (stored == column[:, : len(cells)]).flatten(2).all(2).all(0).cpu()
             length = int(same.long().cumprod(0).sum())
-            found = cells[:length] if length > len(found) else found
-        return found
+            longest = cells[:length] if length > len(longest) else longest
+        return longest
 
     def restore(self, state: dict[str, Tensor], author: Author | None = None) -> None:
         """Hold what `state` gave, and nothing else; with `kv_bits`, K and V as computed are quantised here.
 
         `author` computed it; None: the model as it is now.
         """
-        given = {int(name.partition(".")[2]): row for name, row in state.items() if name.startswith("sequence.")}
-        rows = {number: (cells.clone(), positions.clone()) for number, (cells, positions) in given.items()}
+        sequences = {int(name.partition(".")[2]): row for name, row in state.items() if name.startswith("sequence.")}
+        rows = {number: (cells.clone(), positions.clone()) for number, (cells, positions) in sequences.items()}
         table = TokenTable(rows, self._described(state, author))
         layers, active = self._layers_of(state), int(state["active"])
         self.batch, self._table, self.layers, self._is_new_turn = (active,), table, layers, True
@@ -441,8 +441,8 @@ class SequenceCache(Cache):
         layers = self._empty_layers()
         for index, layer in enumerate(layers if len(state["ids"]) else ()):
             start = f"layer.{index}."
-            parts = {name.removeprefix(start): part for name, part in state.items() if name.startswith(start)}
-            layer.add(0, {name: part.to(self._device) for name, part in parts.items()})
+            parts = {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
+            layer.add(0, {name: tensor.to(self._device) for name, tensor in parts.items()})
         return layers
 
     def update(
@@ -509,22 +509,22 @@ class SequenceCache(Cache):
 
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Called by the hook on the model: gives it positions and mask of the active sequences."""
-        given, real = self._given(arguments)
+        new, real = self._given(arguments)
         if has_features(arguments):
             raise PromptError(
                 f"{', '.join(other_inputs(arguments))} came with a SequenceCache, but text alone is expected: it "
                 "gives a token the position behind the last, and images have positions of their own. Use DynamicCache."
             )
         self._ensure_author(real.shape[1])
-        self._refuse_from_start(given, arguments.get("position_ids"))
+        self._refuse_from_start(new, arguments.get("position_ids"))
         self.make_room(real.shape[1])
         self._ready()
         starts = torch.tensor([[self._table.next_position(number)] for number in self.batch])
         positions = (starts + real.long().cumsum(1) - 1).clamp_min(0)
         self._refuse_crossing(positions)
-        self._pending = positions, given.cpu() if given.dim() == 2 else torch.full(real.shape, UNKNOWN), real
+        self._pending = positions, new.cpu() if new.dim() == 2 else torch.full(real.shape, UNKNOWN), real
         mask = None if self._visible is None else self._made_mask(self._visible, real)
-        return {**arguments, "position_ids": positions.to(given.device), "attention_mask": mask}
+        return {**arguments, "position_ids": positions.to(new.device), "attention_mask": mask}
 
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hook behind the model."""
@@ -533,35 +533,35 @@ class SequenceCache(Cache):
 
     def _given(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The new tokens, and which of them are no padding, `[sequences, tokens]`."""
-        given, mask, rows = arguments.get("input_ids"), arguments.get("attention_mask"), len(self.batch)
-        given = arguments.get("inputs_embeds") if given is None else given
-        if given is None or given.shape[0] != rows or (mask is not None and mask.dim() != 2):
-            count = 0 if given is None else given.shape[0]
+        new, mask, rows = arguments.get("input_ids"), arguments.get("attention_mask"), len(self.batch)
+        new = arguments.get("inputs_embeds") if new is None else new
+        if new is None or new.shape[0] != rows or (mask is not None and mask.dim() != 2):
+            count = 0 if new is None else new.shape[0]
             raise PromptError(
                 f"{count or 'nothing'} came for {rows} active sequences, but one request without padding is expected "
                 "for one, and a row for each of several. With num_beams or num_return_sequences generate makes so "
                 f"many rows of each prompt: call fork({max(2, count)}) first, or use() with sequences of their own."
             )
         if mask is None:
-            return given, torch.ones(given.shape[:2], dtype=torch.bool)
+            return new, torch.ones(new.shape[:2], dtype=torch.bool)
         mask = mask.cpu().bool()
-        real = mask[:, -given.shape[1] :]
-        held = torch.tensor([len(self._table.row(number)[0]) for number in self.batch])
-        dropped = mask.sum(1) - real.sum(1) - held  # all ones may also count what a window has dropped, of all alike
+        real = mask[:, -new.shape[1] :]
+        cached = torch.tensor([len(self._table.row(number)[0]) for number in self.batch])
+        dropped = mask.sum(1) - real.sum(1) - cached  # all ones may also count what a window has dropped, of all alike
         hides_nothing = bool(mask.all()) and (rows == 1 or bool((dropped == dropped[0].clamp_min(0)).all()))
         if not (hides_nothing or (rows > 1 and not dropped.any())):
             raise PromptError(
                 f"the attention mask counts {mask.sum(1).tolist()} tokens, but one request without padding is "
-                f"expected, or a batch whose rows count the {held.tolist()} tokens that are held and the new ones."
+                f"expected, or a batch whose rows count the {cached.tolist()} tokens that are held and the new ones."
             )
-        return given, real
+        return new, real
 
-    def _refuse_from_start(self, given: Tensor, positions: Any) -> None:
+    def _refuse_from_start(self, new: Tensor, positions: Any) -> None:
         """Refuse a prompt whose first tokens are held: assisted decoding of transformers passes all of it."""
-        held, tokens = self.get_seq_length(), given.shape[1]
-        if held and tokens > held and isinstance(positions, Tensor) and int(positions.max()) + 1 == tokens:
+        cached, tokens = self.get_seq_length(), new.shape[1]
+        if cached and tokens > cached and isinstance(positions, Tensor) and int(positions.max()) + 1 == tokens:
             raise PromptError(
-                f"{tokens} tokens from position 0 on came behind {held} that are held, but new tokens alone are "
+                f"{tokens} tokens from position 0 on came behind {cached} that are held, but new tokens alone are "
                 "expected: assisted decoding of transformers passes the whole prompt. Continue without an assistant, "
                 "or reset() the cache."
             )
@@ -614,13 +614,13 @@ class SequenceCache(Cache):
     def _closest(self, token_ids: Sequence[int], author: int, sequences: Iterable[int]) -> tuple[int, int]:
         """Which of some sequences holds most of the first tokens of a prompt, computed by an author; and how many."""
         ids = torch.tensor(list(token_ids), dtype=torch.long)
-        found = {number: self._in_common(number, ids, author) for number in sequences}
-        best = max(found, key=lambda number: found[number], default=self.active)
-        return (best, found[best]) if found.get(best) else (self.active, 0)
+        lengths = {number: self._in_common(number, ids, author) for number in sequences}
+        best = max(lengths, key=lambda number: lengths[number], default=self.active)
+        return (best, lengths[best]) if lengths.get(best) else (self.active, 0)
 
     def _in_common(self, sequence: int, ids: Tensor, author: int) -> int:
         """How many tokens of a prompt a sequence holds as they were computed, from position 0 on, by an author."""
-        cells, positions = (part[: len(ids)] for part in self._table.row(sequence))
+        cells, positions = (column[: len(ids)] for column in self._table.row(sequence))
         order, table = torch.arange(len(cells)), self._table
         same = (table.ids[cells] == ids[: len(cells)]) & (positions == order) & (table.origins[cells] == order)
         same &= table.authors[cells] == author
@@ -818,9 +818,9 @@ def check_window(window_tokens: int, keep_tokens: int) -> None:
         )
 
 
-def dropped_tokens(held: int, new: int, window_tokens: int, keep_tokens: int, way_out: str) -> int:
+def dropped_tokens(cached: int, new: int, window_tokens: int, keep_tokens: int, way_out: str) -> int:
     """How many of the tokens behind those kept leave, so that new ones fit: if any, at least half of them."""
-    over, rest = held + new - window_tokens, max(0, held - keep_tokens)
+    over, rest = cached + new - window_tokens, max(0, cached - keep_tokens)
     if over > rest:
         raise PromptError(
             f"{new} new tokens do not fit a window of {window_tokens}, of which {keep_tokens} are kept. {way_out}"

@@ -35,7 +35,7 @@ class SequenceLayer(DynamicLayer):
     def nbytes(self) -> int:
         """Bytes of every buffer that the layer holds, spare room included; see `view_tensors` for what it shares."""
         columns = (*(self._stored or ()), *self._copies)
-        return sum(part.buffer.nbytes for part in columns if part is not None)
+        return sum(column.buffer.nbytes for column in columns if column is not None)
 
     @property
     def view_tensors(self) -> tuple[Tensor, ...]:
@@ -66,7 +66,7 @@ class SequenceLayer(DynamicLayer):
 
     def stored(self, cells: Tensor) -> Pair:
         """K and V of some cells, `[kv_heads, tokens, width]`, K rotated for the positions where it was computed."""
-        parts = [part.buffer[0].index_select(1, cells.to(part.buffer.device)) for part in self._stored or ()]
+        parts = [column.buffer[0].index_select(1, cells.to(column.buffer.device)) for column in self._stored or ()]
         return parts[0], parts[1]
 
     def parts(self, cells: Tensor) -> dict[str, Tensor]:
@@ -82,14 +82,14 @@ class SequenceLayer(DynamicLayer):
         keys, values = parts["k"][None], parts["v"][None]
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        for part, states in zip(self._stored or (), (keys, values), strict=True):
-            part.write(cell, states)
+        for column, states in zip(self._stored or (), (keys, values), strict=True):
+            column.write(cell, states)
 
     def keep(self, cells: Tensor) -> None:
         """Let the storage hold only some of its cells, as cells 0, 1, 2 …; `cells` ascend, each once."""
-        held = self.parts(cells)
+        stored = self.parts(cells)
         self.is_initialized = False
-        self.add(0, held)
+        self.add(0, stored)
 
     def arrange(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], by: Pair | None) -> None:
         """Say which cells the columns are, `[columns]`, and by what their keys are rotated, `[columns, pairs]`."""
@@ -97,8 +97,8 @@ class SequenceLayer(DynamicLayer):
         if self._stored is not None:
             moves = [by if index == style.slot else None for index in range(2)]
             keys, values = (
-                None if in_order and move is None else _copied(part, cells, style, move)
-                for part, move in zip(self._stored, moves, strict=True)
+                None if in_order and move is None else _copied(column, cells, style, move)
+                for column, move in zip(self._stored, moves, strict=True)
             )
             self._copies = keys, values
 
@@ -131,15 +131,15 @@ class _Index:
         ascending, order = cells.sort()
         return cls(ascending, ascending.to(device), order.argsort().to(device))
 
-    def read(self, held: PackedCells, out: Pair) -> None:
+    def read(self, packed: PackedCells, out: Pair) -> None:
         """Unpack the first ones to `[1, kv_heads, cells, width]` each, as many as fit."""
         count = out[0].shape[2]
         if self.order is None:
-            return held.gather(self.cells[:count], self.on_device[:count], out)
-        every = held.like(len(self.cells))
-        held.gather(self.cells, self.on_device, every)
-        for part, states in zip(out, every, strict=True):
-            part.copy_(states.index_select(2, self.order[:count]))
+            return packed.gather(self.cells[:count], self.on_device[:count], out)
+        every = packed.like(len(self.cells))
+        packed.gather(self.cells, self.on_device, every)
+        for target, states in zip(out, every, strict=True):
+            target.copy_(states.index_select(2, self.order[:count]))
 
 
 class QuantisedSequenceLayer(MadeStates, SequenceLayer):
@@ -164,7 +164,7 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
     def view_tensors(self) -> tuple[Tensor, ...]:
         """Cells of the columns, and the tables that rotate their keys."""
         index = self._index and (self._index.cells, self._index.on_device, self._index.order)
-        return tuple(part for part in (*(index or ()), *(self._by or ())) if part is not None)
+        return tuple(tensor for tensor in (*(index or ()), *(self._by or ())) if tensor is not None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `SequenceLayer.lazy_initialization`."""
@@ -180,8 +180,8 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
             self._first = cell
         new = _in_a_row(keys), _in_a_row(values)
         columns = self._unpacked(new[0].shape[2])
-        for states, part in zip(new, columns, strict=True):
-            part[:, :, self.length :] = states
+        for states, column in zip(new, columns, strict=True):
+            column[:, :, self.length :] = states
         self._packed.append(cell, *new, sequences=len(keys))
         return columns[0].expand(len(keys), -1, -1, -1), columns[1].expand(len(keys), -1, -1, -1)
 
@@ -234,7 +234,7 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
         out, length, count = self._packed.like(self.length + room), self.length, self._indexed
         if self._index is not None:
             self._index.read(self._packed, (out[0][:, :, :count], out[1][:, :, :count]))
-        self._packed.read(self._first, self._first + length - count, [part[:, :, count:length] for part in out])
+        self._packed.read(self._first, self._first + length - count, [states[:, :, count:length] for states in out])
         if self._by is not None and self._style is not None:
             cos, sin = (table[:length] for table in self._by)
             states = out[self._style.slot][0, :, : len(cos)]
@@ -247,9 +247,9 @@ def _in_a_row(states: Tensor) -> Tensor:
     return states if len(states) == 1 else states.transpose(0, 1).flatten(1, 2)[None]
 
 
-def _copied(part: Columns, cells: Tensor, style: type[RotaryStyle], by: Pair | None) -> Columns:
+def _copied(column: Columns, cells: Tensor, style: type[RotaryStyle], by: Pair | None) -> Columns:
     """Some cells in a buffer of their own, rotated if they are to be."""
-    states = part.buffer[0].index_select(1, cells.to(part.buffer.device))
+    states = column.buffer[0].index_select(1, cells.to(column.buffer.device))
     if by is not None:
         moved = torch.empty_like(states)
         style.move(states, (by[0].to(states.device), by[1].to(states.device)), out=moved)

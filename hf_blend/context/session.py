@@ -169,14 +169,14 @@ def _check_state(state: dict[str, Tensor], layout: Layout, kv_bits: int | None) 
         expected |= {f"layer.{index}.{name}": form for name, form in parts.items()}
     rows = [tensor for name, tensor in state.items() if _SEQUENCE.fullmatch(name)]
     sequences = {name: ((2, state[name].shape[-1]), torch.int64) for name in state if _SEQUENCE.fullmatch(name)}
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
-    if found != expected | sequences:
+    stored = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    if stored != expected | sequences:
         raise EntryFault(
             "layout", f"names, shapes or dtypes of {len(state)} tensors are not those of this model's layers"
         )
     bounds = [(state["ids"], UNKNOWN, _END), (state["origins"], 0, _END), (state["active"], 0, _END)]
     bounds += [(row[0], 0, cells) for row in rows] + [(row[1], 0, _END) for row in rows]
-    if not all(low <= int(one.min()) and int(one.max()) < end for one, low, end in bounds if one.numel()):
+    if not all(low <= int(values.min()) and int(values.max()) < end for values, low, end in bounds if values.numel()):
         raise EntryFault("values", f"of {cells} cells one holds a token or a position that cannot be")
     if any(len(row[0].unique()) < row.shape[1] for row in rows):
         raise EntryFault("values", f"of {len(rows)} sequences one holds a cell twice")

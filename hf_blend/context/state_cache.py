@@ -130,12 +130,12 @@ class StateCache:
         new = options.get("max_new_tokens") or self.model.generation_config.max_new_tokens or 1
         question_tokens = len(token_ids) if question_tokens is None else question_tokens
         ids = self._fitting([*token_ids], min(question_tokens, len(token_ids)), new)
-        cache, held = self._begun(ids, is_whole=len(ids) == len(token_ids))
-        if held and not self._way.at_once:
-            self._way.advance(self.model, cache, torch.tensor(ids[held:-1]))
+        cache, cached = self._begun(ids, is_whole=len(ids) == len(token_ids))
+        if cached and not self._way.at_once:
+            self._way.advance(self.model, cache, torch.tensor(ids[cached:-1]))
         prompt = torch.tensor([ids], device=input_device(self.model))
-        given = {"attention_mask": torch.ones_like(prompt), **options}
-        output: list[int] = self.model.generate(prompt, past_key_values=cache, **given)[0].tolist()
+        inputs = {"attention_mask": torch.ones_like(prompt), **options}
+        output: list[int] = self.model.generate(prompt, past_key_values=cache, **inputs)[0].tolist()
         self.shifts += len(ids) < len(token_ids)
         self._cache, self._ids = cache, output[: cache.get_seq_length()]
         return output[len(ids) :]
@@ -146,15 +146,15 @@ class StateCache:
         if self._author in (None, author):
             self._author = author
             return 0
-        (of_author, held, cache), self._aside = self._aside, _NOTHING
+        (of_author, cached, cache), self._aside = self._aside, _NOTHING
         if self.model.dtype != self._dtype:  # which the form of what is saved has
             self._way, self._dtype = continuing(self.model, author.fingerprint), self.model.dtype
-        if of_author != author or self._ids[: len(held)] != held:
-            held, cache = [], self._packed(stock_cache(self.model))
-        self._way.advance(self.model, cache, torch.tensor(self._ids[len(held) :]))
+        if of_author != author or self._ids[: len(cached)] != cached:
+            cached, cache = [], self._packed(stock_cache(self.model))
+        self._way.advance(self.model, cache, torch.tensor(self._ids[len(cached) :]))
         self._aside = self._author, self._ids, self._cache
         self._author, self._cache, self._saved = author, cache, (0, {})
-        return len(self._ids) - len(held)
+        return len(self._ids) - len(cached)
 
     def computed_by(self, sequence: int | None = None) -> Author | None:
         """Who computed what is held; None where that is nothing."""
@@ -171,7 +171,7 @@ class StateCache:
 
     def check_state(self, state: dict[str, Tensor]) -> None:
         """Raise EntryFault for tensors that `state` never gives."""
-        ids, parts = state["ids"], {name: part for name, part in state.items() if name != "ids"}
+        ids, parts = state["ids"], {name: tensor for name, tensor in state.items() if name != "ids"}
         is_row = ids.dim() == 1 and ids.dtype == torch.int64
         if not (is_row and all(0 <= value < END for value in ids.tolist())):
             raise EntryFault("values", f"its ids are {tuple(ids.shape)} of {ids.dtype}, or no ids")
@@ -190,7 +190,7 @@ class StateCache:
         """Keep a copy of the states behind what is held."""
         tokens = len(self._ids)
         taken = self._way.form.take(self._cache, tokens, tokens) if tokens else {}
-        self._saved = tokens, {name: part.clone() for name, part in taken.items()}
+        self._saved = tokens, {name: tensor.clone() for name, tensor in taken.items()}
 
     def _fitting(self, ids: list[int], question: int, new: int) -> list[int]:
         """The ids that stay so that they and an answer fit: if not all, the first and less than half of the others."""
@@ -212,7 +212,7 @@ class StateCache:
         if same > start:
             self._way.advance(self.model, cache, torch.tensor(ids[start:same]))
             taken = self._way.form.take(cache, same, same)
-            self._saved = same, {name: part.clone() for name, part in taken.items()}
+            self._saved = same, {name: tensor.clone() for name, tensor in taken.items()}
         if is_whole and self._ids and not self._has_said:
             self._has_said = True
             logger.warning(
@@ -227,9 +227,9 @@ class StateCache:
         tokens, states = self._saved
         if not 0 < tokens <= most:
             return self._packed(stock_cache(self.model)), 0
-        held = self._way.form.take(self._cache, 0, tokens)
-        states = {name: part.clone() for name, part in states.items()}
-        return self._packed(self._way.form.fill([held, states], tokens)), tokens
+        prefix = self._way.form.take(self._cache, 0, tokens)
+        states = {name: tensor.clone() for name, tensor in states.items()}
+        return self._packed(self._way.form.fill([prefix, states], tokens)), tokens
 
     def _packed(self, cache: Any) -> Any:
         """The same cache, whose layers hold K and V in few bits where that is asked for."""

@@ -79,8 +79,8 @@ class TableSource:
             return [None] * len(self.styles)
         kinds = [*zip(self.styles, self.makers, strict=True)]
         last = {kind: layer for layer, kind in enumerate(kinds)}
-        found = {kind: self.rotation(layer, old, new) for kind, layer in last.items()}
-        return [found[kind] for kind in kinds]
+        rotations = {kind: self.rotation(layer, old, new) for kind, layer in last.items()}
+        return [rotations[kind] for kind in kinds]
 
     def rotation(self, layer: int, old: Tensor, new: Tensor) -> Table | None:
         """What rotates the keys of one layer, as `rotations` gives it; also where none moves."""
@@ -125,16 +125,16 @@ def regime_tokens(model: nn.Module) -> int | None:
     """How long a prompt may be for rotary frequencies that depend on its length to be those of short ones."""
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
-    moving = [one for one in kinds if one.get("rope_type") in MOVING]
-    ends = [one.get("original_max_position_embeddings") or config.max_position_embeddings for one in moving]
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+    moving = [kind for kind in kinds if kind.get("rope_type") in MOVING]
+    ends = [kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in moving]
     return min((min(end, config.max_position_embeddings) - 1 for end in ends), default=None)
 
 
 def _refuse_moving(model: nn.Module) -> None:
-    found = str(getattr(text_config(model), "rope_parameters", None) or "")
+    parameters = str(getattr(text_config(model), "rope_parameters", None) or "")
     for kind in MOVING:
-        if kind in found:
+        if kind in parameters:
             raise UnsupportedModelError(
                 f"the rotary frequencies of {type(model).__name__} depend on the prompt's length ({kind} scaling), "
                 "but tables at fixed positions are expected to move keys in a cache. Use a fresh prefill instead."
@@ -167,12 +167,16 @@ def _find_makers(model: nn.Module) -> tuple[Maker | None, ...]:
             results.append(result)
             makers[id(result)] = _maker(module, args, kwargs)
 
-    def given(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def received_by(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() == thread:
             received[index] = LayerCall.bind(layer, args, kwargs).arguments
 
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device=input_device(model))
-    with hooked(((None, one) for one in outer), made, behind=True), hooked(enumerate(layers), given), torch.no_grad():
+    with (
+        hooked(((None, module) for module in outer), made, behind=True),
+        hooked(enumerate(layers), received_by),
+        torch.no_grad(),
+    ):
         decoder_of(model)(input_ids=ids, use_cache=False)
     return tuple(_known_maker(model, index, received.get(index, {}), makers) for index in range(len(layers)))
 

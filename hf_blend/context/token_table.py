@@ -86,7 +86,7 @@ class TokenTable:
 
     def insert(self, cell: int, new: Tensor) -> None:
         """Put cells of no sequence, `[3, cells]`, in front of `cell`, and number it and those behind it again."""
-        self._rows = {number: (held + new.shape[1] * (held >= cell), at) for number, (held, at) in self._rows.items()}
+        self._rows = {number: (own + new.shape[1] * (own >= cell), at) for number, (own, at) in self._rows.items()}
         self._cells = torch.cat([self._cells[:, :cell], new, self._cells[:, cell:]], 1)
 
     def forget(self, sequences: Iterable[int]) -> None:
@@ -125,8 +125,8 @@ class TokenTable:
         left = max(0, len(cells) - tokens)
         gone, self._rows[sequence] = cells[left:], (cells[:left], positions[:left])
         if gone.numel() and int(gone.max()) + 1 == self.count:
-            held = max((int(row.max()) + 1 for row, _ in self._rows.values() if row.numel()), default=0)
-            end = max(held, self.count - len(gone))  # the end of the storage is free again
+            end_cell = max((int(row.max()) + 1 for row, _ in self._rows.values() if row.numel()), default=0)
+            end = max(end_cell, self.count - len(gone))  # the end of the storage is free again
             self._cells = self._cells[:, :end]
 
     def held(self) -> Tensor:
@@ -135,10 +135,10 @@ class TokenTable:
 
     def compact(self) -> Tensor:
         """Close the holes that tokens of no sequence leave in the storage; gives the cells that stay, `[cells]`."""
-        held = self.held()
-        self._rows = {number: (torch.searchsorted(held, cells), at) for number, (cells, at) in self._rows.items()}
-        self._cells = self._cells[:, held]
-        return held
+        kept = self.held()
+        self._rows = {number: (torch.searchsorted(kept, cells), at) for number, (cells, at) in self._rows.items()}
+        self._cells = self._cells[:, kept]
+        return kept
 
     def view(self, sequences: Sequence[int], may_hide: bool) -> "View":
         """What attention is given for some sequences."""

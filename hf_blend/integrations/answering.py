@@ -102,60 +102,60 @@ class Answerer:
         return answer
 
     def _answer(self, inputs: Inputs, stops: Sequence[str], settings: Mapping[str, Any]) -> "Answer":
-        given = self._checked(settings)
+        options = self._checked(settings)
         ends = [stops] if isinstance(stops, str) else list(stops or ())
         if not all(isinstance(end, str) and end for end in ends):
             raise ConfigError(f"stop is {stops!r:.60}, expected a text, or texts, none empty. Correct it.")
-        return Answer(self, BlendCache(self.model, self.store, self.config), inputs, ends, given)
+        return Answer(self, BlendCache(self.model, self.store, self.config), inputs, ends, options)
 
     def _checked(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments for `generate`; a temperature of 0 is greedy search there, as frameworks have it."""
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for name, value in (*self.settings.items(), *settings.items()):
             if name in OURS:
                 raise ConfigError(f"{name} was passed for generate, but it is set here. Leave it out.")
             if name in CALLS:
                 raise ConfigError(f"{name}={value!r:.40} came, but {NO_CALLS}")
-            if name not in ("n", *SAME) and name not in (known := _arguments(self.model)):
-                near = difflib.get_close_matches(name, known, n=1)
+            if name not in ("n", *SAME) and name not in (accepted := _arguments(self.model)):
+                near = difflib.get_close_matches(name, accepted, n=1)
                 meant = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"{name}={value!r:.40} is no argument of generate.{meant} Leave it out.")
-            given[SAME.get(name, name)] = value
-        own = given.get("generation_config") or self.model.generation_config
+            options[SAME.get(name, name)] = value
+        own = options.get("generation_config") or self.model.generation_config
         for name in SINGLE:
-            count = given.get(name) or getattr(own, name, None) or 1
+            count = options.get(name) or getattr(own, name, None) or 1
             if count != 1:
                 raise ConfigError(f"{name} is {count}, expected 1: one answer is given, while it is written. Pass 1.")
-        given.pop("n", None)
-        tokens = given.get("max_new_tokens")
+        options.pop("n", None)
+        tokens = options.get("max_new_tokens")
         if tokens is not None and (not isinstance(tokens, Integral) or tokens < 1):
             raise ConfigError(f"max_new_tokens is {tokens!r:.40}, expected a whole number from 1 on. Correct it.")
-        temperature = given.pop("temperature", None)
+        temperature = options.pop("temperature", None)
         if temperature is None:
-            return given
+            return options
         if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
             raise ConfigError(f"temperature is {temperature!r:.40}, expected a number from 0 on. Correct it.")
-        return {**given, "do_sample": temperature > 0, **({"temperature": temperature} if temperature > 0 else {})}
+        return {**options, "do_sample": temperature > 0, **({"temperature": temperature} if temperature > 0 else {})}
 
     def _placed(
         self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Any], template: Mapping[str, Any]
     ) -> tuple[list[Mapping[str, Any]], Sequence[str | Mapping[str, Any]]]:
         """The messages with all documents in them, or the documents for a template that writes them itself."""
-        texts, given = texts_of(documents), list(messages)
-        contents = [message["content"] for message in given]
+        texts, chat = texts_of(documents), list(messages)
+        contents = [message["content"] for message in chat]
         added = absent(texts, contents)
         if not added:
-            return given, texts
-        if len(added) == len(texts) and self._takes_documents(given, template):
-            return given, [for_template(document) for document in documents]
-        last = max((at for at, message in enumerate(given) if message.get("role") == "user"), default=None)
+            return chat, texts
+        if len(added) == len(texts) and self._takes_documents(chat, template):
+            return chat, [for_template(document) for document in documents]
+        last = max((at for at, message in enumerate(chat) if message.get("role") == "user"), default=None)
         if last is None:
             raise PromptError(
-                f"{len(documents)} documents came with {len(given)} messages, but none of the messages has the role "
+                f"{len(documents)} documents came with {len(chat)} messages, but none of the messages has the role "
                 "user, before which documents are put. Add one with the question."
             )
-        given[last] = {**given[last], "content": BETWEEN.join([*added, contents[last]])}
-        return given, texts
+        chat[last] = {**chat[last], "content": BETWEEN.join([*added, contents[last]])}
+        return chat, texts
 
     def _takes_documents(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> bool:
         arguments = {**template, "documents": [{"title": PROBE, "text": PROBE}]}
@@ -224,9 +224,9 @@ class Answer:
     @property
     def report(self) -> dict[str, Any]:
         """What the prefill cost, as JSON values."""
-        shown = self._cache.report.as_dict()
-        notice = " ".join(filter(None, (self.notice, shown["notice"])))
-        return {name: value for name, value in shown.items() if name != "chosen_columns"} | {"notice": notice}
+        figures = self._cache.report.as_dict()
+        notice = " ".join(filter(None, (self.notice, figures["notice"])))
+        return {name: value for name, value in figures.items() if name != "chosen_columns"} | {"notice": notice}
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -239,9 +239,9 @@ class Answer:
         inputs = self._inputs(self._cache)
         self.prompt_tokens = inputs["input_ids"].shape[1]
         is_gone = StoppingCriteriaList([lambda ids, scores, **_: ids.new_full(ids.shape[:1], gone.is_set()).bool()])
-        given = {**inputs, "past_key_values": self._cache, "stopping_criteria": is_gone, **self._settings}
+        arguments = {**inputs, "past_key_values": self._cache, "stopping_criteria": is_gone, **self._settings}
         try:
-            self._by.model.generate(**given, streamer=_NewTokens(tell))
+            self._by.model.generate(**arguments, streamer=_NewTokens(tell))
         except HfBlendError:
             raise
         except (ValueError, TypeError) as error:  # which is how it refuses arguments
@@ -269,13 +269,13 @@ def _arguments(model: Any) -> Collection[str]:
     """The names of all that `generate` takes for a model, which an adapter may wrap."""
     inner = getattr(model, "get_base_model", lambda: model)()
     signatures = (inspect.signature(method) for method in (inner.generate, inner.forward))
-    return {*vars(GenerationConfig()), *(name for one in signatures for name in one.parameters), *ALSO}
+    return {*vars(GenerationConfig()), *(name for signature in signatures for name in signature.parameters), *ALSO}
 
 
-def with_settings(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
+def with_settings(kind: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a framework's class, in which what is none of its fields is a setting of `generate`."""
-    more = {name: value for name, value in given.items() if name not in kind.model_fields}
-    fields = {name: value for name, value in given.items() if name not in more}
+    more = {name: value for name, value in arguments.items() if name not in kind.model_fields}
+    fields = {name: value for name, value in arguments.items() if name not in more}
     settings = fields.get("settings", {})
     if not isinstance(settings, Mapping):
         raise ConfigError(f"settings is {settings!r:.60}, expected a dict of arguments of generate. Pass one.")

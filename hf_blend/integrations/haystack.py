@@ -66,7 +66,7 @@ class BlendChatGenerator:
         tell = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=False)
         settings = {**self.generation_kwargs, **(generation_kwargs or {})}
         template, stops = settings.pop("template", None), settings.pop("stop", ())
-        said = [one.to_openai_dict_format(require_tool_call_ids=False) for one in messages]
+        said = [message.to_openai_dict_format(require_tool_call_ids=False) for message in messages]
         answer = self._answerer.chat(said, documents, template, stops, **settings)
         for number, text in enumerate(answer):
             if tell:

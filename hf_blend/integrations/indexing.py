@@ -74,11 +74,11 @@ class IndexChunks:
                 store.add(model, tokenizer, [missing[key] for key in absent])
             states |= {key: "computed" if store.contains(key) else "refused" for key in absent}
             missing = {key: row for key, row in missing.items() if key not in mine}
-        found = []
+        entries = []
         for key in keys:
-            found.append((key.digest, states[key]))
+            entries.append((key.digest, states[key]))
             states[key] = states[key].replace("computed", "present")  # for a row of the same chunk
-        return found
+        return entries
 
     def close(self) -> None:
         """Close the store, if this process opened it."""
@@ -121,14 +121,14 @@ def _claimed(locks: Path | None, keys: Iterable[ChunkKey]) -> Iterator[set[Chunk
     for key in keys:
         shared.setdefault(key.digest[:STRIPES], set()).add(key)
     mine = set[ChunkKey]()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         for stripe, chunks in shared.items():
             with contextlib.suppress(Timeout):
-                held.enter_context(FileLock(locks / f"{stripe}.lock").acquire(blocking=False))
+                stack.enter_context(FileLock(locks / f"{stripe}.lock").acquire(blocking=False))
                 mine |= chunks
         if not mine:
             stripe, mine = next(iter(shared.items()))
-            held.enter_context(FileLock(locks / f"{stripe}.lock"))
+            stack.enter_context(FileLock(locks / f"{stripe}.lock"))
         yield mine
 
 

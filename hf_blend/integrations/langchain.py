@@ -50,10 +50,10 @@ class ChatBlend(BaseChatModel):
     settings: dict[str, Any] = Field(default_factory=dict)
     streaming: bool = False
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **arguments: Any) -> None:
         """Take the fields, and settings of `generate`; what is neither is refused by a ConfigError."""
         try:
-            super().__init__(**with_settings(type(self), given))
+            super().__init__(**with_settings(type(self), arguments))
         except ValidationError as error:
             raise refused(type(self), error) from error
         self._answerer()
@@ -109,11 +109,11 @@ class ChatBlend(BaseChatModel):
         last = AIMessageChunk(content="", usage_metadata=_usage(answer), response_metadata=_metadata(answer))
         yield ChatGenerationChunk(message=last)
 
-    def _answer(self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]) -> Answer:
-        documents, template, _ = (given.pop(name, None) for name in ("documents", "template", "stream"))
+    def _answer(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> Answer:
+        documents, template, _ = (options.pop(name, None) for name in ("documents", "template", "stream"))
         converted = convert_to_openai_messages(messages, text_format="string")
         stops = self.settings.get("stop", ()) if stop is None else stop
-        return self._answerer().chat(converted, documents, template, stops, **given)
+        return self._answerer().chat(converted, documents, template, stops, **options)
 
     def _answerer(self) -> Answerer:
         own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}

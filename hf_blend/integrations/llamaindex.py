@@ -61,10 +61,10 @@ class BlendLLM(CustomLLM):
     temperature: float | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **arguments: Any) -> None:
         """Take the fields, and settings of `generate`; what is neither is refused by a ConfigError."""
         try:
-            super().__init__(**with_settings(type(self), given))
+            super().__init__(**with_settings(type(self), arguments))
         except ValidationError as error:
             raise refused(type(self), error) from error
         self._answerer()
@@ -116,16 +116,16 @@ class BlendLLM(CustomLLM):
         answer = self._chat(messages, kwargs)
         return (ChatResponse(message=_message(answer), delta=text) for text in answer)
 
-    def _complete(self, prompt: str, given: dict[str, Any]) -> Answer:
-        return self._answerer().complete(prompt, given.pop("documents", None), self._stops(given), **given)
+    def _complete(self, prompt: str, options: dict[str, Any]) -> Answer:
+        return self._answerer().complete(prompt, options.pop("documents", None), self._stops(options), **options)
 
-    def _chat(self, messages: Sequence[ChatMessage], given: dict[str, Any]) -> Answer:
+    def _chat(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> Answer:
         said = list(map(_said, messages))
-        named, template, stops = given.pop("documents", None), given.pop("template", None), self._stops(given)
-        return self._answerer().chat(said, named, template, stops, **given)
+        named, template, stops = options.pop("documents", None), options.pop("template", None), self._stops(options)
+        return self._answerer().chat(said, named, template, stops, **options)
 
-    def _stops(self, given: dict[str, Any]) -> Any:
-        return given.pop("stop", self.settings.get("stop", ()))
+    def _stops(self, options: dict[str, Any]) -> Any:
+        return options.pop("stop", self.settings.get("stop", ()))
 
     def _answerer(self) -> Answerer:
         own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
@@ -146,7 +146,7 @@ class StoreNodes(BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        self.llm.add_nodes([one.node for one in nodes])
+        self.llm.add_nodes([row.node for row in nodes])
         return nodes
 
 

@@ -40,13 +40,13 @@ def index_ray_dataset(
             f"dataset is of the class {type(dataset).__name__}, expected a ray.data.Dataset. Make one by "
             "ray.data.from_items or ray.data.read_parquet."
         )
-    found = dataset.map_batches(
+    indexed = dataset.map_batches(
         IndexChunks,
         fn_constructor_args=(model, store, column, threads),
         batch_size=batch_rows,
         compute=data.ActorPoolStrategy(size=actors),
         **{"num_cpus": 1, **resources},
     )
-    rows: list[dict[str, str]] = found.take_all()
+    rows: list[dict[str, str]] = indexed.take_all()
     refuse_loss([row["state"] for row in rows])
     return rows

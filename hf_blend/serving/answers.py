@@ -78,25 +78,25 @@ def by_key(row: Sequence[Candidate]) -> dict[str, float]:
     """The likeliest tokens, and the answer's, which is first of the row; the number of one whose text another has."""
     own, *top = row
     keys = {own.key: own.token}
-    for one in top:
-        keys.setdefault(one.key, one.token)
-    rest = [] if own.token in [one.token for one in top] else [own]
-    given = [*top, *rest]
-    return {one.key if keys[one.key] == one.token else f"token_id:{one.token}": one.logprob for one in given}
+    for candidate in top:
+        keys.setdefault(candidate.key, candidate.token)
+    rest = [] if own.token in [candidate.token for candidate in top] else [own]
+    items = [*top, *rest]
+    return {item.key if keys[item.key] == item.token else f"token_id:{item.token}": item.logprob for item in items}
 
 
 class Answer:
     """One answer, as it grows."""
 
-    def __init__(self, number: int, service: Service, asked: Asked) -> None:
-        fields = asked.fields
+    def __init__(self, number: int, service: Service, question: Asked) -> None:
+        fields = question.fields
         self.number, self._service, self._fields = number, service, fields
-        self.prompt, self._sampling = asked.prompts[number // fields.n], asked.samplings[number]
-        self._text = Detokenizer(service.tokenizer, fields.stops, skips_special=not asked.tools)
+        self.prompt, self._sampling = question.prompts[number // fields.n], question.samplings[number]
+        self._text = Detokenizer(service.tokenizer, fields.stops, skips_special=not question.tools)
         self._ends = frozenset[int]() if fields.ignore_eos else service.engine.end_tokens
-        is_forced = bool(asked.tools) and fields.json_form is not None
-        before = service.tokenizer.decode(self.prompt.ids) if asked.tools and not is_forced else ""
-        self._parts = Parts(service.tokenizer, before, asked.tools, is_forced)
+        is_forced = bool(question.tools) and fields.json_form is not None
+        before = service.tokenizer.decode(self.prompt.ids) if question.tools and not is_forced else ""
+        self._parts = Parts(service.tokenizer, before, question.tools, is_forced)
         self.run: Running | None = None
         self.reason: str | None = None
         self._tokens: list[int] = []  # those of the text
@@ -142,14 +142,14 @@ class Answer:
             return None
         rows = range(self._told, end)
         self._told = max(end, self._told)
-        given = [self._candidates(index) for index in rows]
+        candidates = [self._candidates(index) for index in rows]
         if isinstance(self._fields, ChatRequest):
-            content = [{**own.entry(), "top_logprobs": [one.entry() for one in top]} for own, *top in given]
+            content = [{**own.entry(), "top_logprobs": [token.entry() for token in top]} for own, *top in candidates]
             return {"content": content, "refusal": None}
         return {
-            "tokens": [own.key for own, *_ in given],
-            "token_logprobs": [own.logprob for own, *_ in given],
-            "top_logprobs": [by_key(row) for row in given],
+            "tokens": [own.key for own, *_ in candidates],
+            "token_logprobs": [own.logprob for own, *_ in candidates],
+            "top_logprobs": [by_key(row) for row in candidates],
             "text_offset": [self._text.offsets[index] for index in rows],
         }
 
@@ -176,12 +176,12 @@ class Answering:
         """What comes of all answers; closing this cancels the request."""
         tenant = self._request.state.tenant
         async with self._service.admitted(tenant, self._fields.choices):
-            asked: Asked = await self._build()
-            self._answers = [Answer(number, self._service, asked) for number in range(self._fields.choices)]
+            question: Asked = await self._build()
+            self._answers = [Answer(number, self._service, question) for number in range(self._fields.choices)]
             come: asyncio.Queue[Step | Exception] = asyncio.Queue()
-            tasks = [asyncio.ensure_future(one.write(tenant, come.put_nowait)) for one in self._answers]
+            tasks = [asyncio.ensure_future(answer.write(tenant, come.put_nowait)) for answer in self._answers]
             try:
-                while not all(one.reason for one in self._answers) or not come.empty():
+                while not all(answer.reason for answer in self._answers) or not come.empty():
                     step = await come.get()
                     if isinstance(step, Exception):
                         raise step
@@ -189,10 +189,10 @@ class Answering:
             finally:
                 for task in tasks:
                     task.cancel()
-                for one in self._answers:  # before the next await, which a client that is gone may end
-                    if one.run is not None:
-                        one.run.begun = one.prefilled.begun or one.run.begun  # of a blend; else the engine has said it
-                        self._meters.answered(one.run, costs([one]), is_whole=one.reason is not None)
+                for answer in self._answers:  # before the next await, which a client that is gone may end
+                    if answer.run is not None:
+                        answer.run.begun = answer.prefilled.begun or answer.run.begun  # of a blend; else of the engine
+                        self._meters.answered(answer.run, costs([answer]), is_whole=answer.reason is not None)
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def whole(self) -> Response:
@@ -205,8 +205,8 @@ class Answering:
                 return Response(status_code=CLIENT_GONE)
             rows = task.result()
         finally:
-            for one in (task, gone):
-                one.cancel()
+            for waiting in (task, gone):
+                waiting.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
         return JSONResponse({**self._head(""), "choices": rows, "usage": self._usage()})
 
@@ -221,11 +221,13 @@ class Answering:
         messages = [{"role": "assistant", "content": ""} for _ in range(self._fields.choices)]
         logprobs = [dict[str, Any]() for _ in messages]
         async for step in self.steps():
-            for part in step.parts:
-                _join(messages[step.answer.number], part)
+            for delta in step.parts:
+                _join(messages[step.answer.number], delta)
             _join(logprobs[step.answer.number], step.answer.logprobs(step.tokens) or {})
         rows = zip(self._answers, messages, logprobs, strict=True)
-        return [self._row(answer, _message(one), answer.reason, given or None) for answer, one, given in rows]
+        return [
+            self._row(answer, _message(message), answer.reason, scores or None) for answer, message, scores in rows
+        ]
 
     async def _events(
         self, first: Step, steps: AsyncGenerator[Step, None], failed: Callable[[Exception], Any]
@@ -254,20 +256,20 @@ class Answering:
     def _events_of(self, step: Step) -> list[bytes]:
         """A last event says why the answer ends, and has the log probabilities that are left."""
         answer, end = step.answer, step.tokens
-        found = [self._event(answer, part, logprobs=answer.logprobs(end)) for part in step.parts]
+        events = [self._event(answer, delta, logprobs=answer.logprobs(end)) for delta in step.parts]
         if step.reason:
             rest = {} if step.reason == "tool_calls" or not self._is_chat else {"content": ""}  # as in the whole
-            found.append(self._event(answer, rest, step.reason, answer.logprobs(end)))
-        return found
+            events.append(self._event(answer, rest, step.reason, answer.logprobs(end)))
+        return events
 
     def _event(
-        self, answer: Answer, part: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+        self, answer: Answer, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
     ) -> bytes:
-        return sse({**self._head(), "choices": [self._row(answer, part, reason, logprobs, "delta")]})
+        return sse({**self._head(), "choices": [self._row(answer, delta, reason, logprobs, "delta")]})
 
-    def _row(self, answer: Answer, part: dict[str, Any], reason: Any, logprobs: Any, name: str = "message") -> Any:
+    def _row(self, answer: Answer, message: dict[str, Any], reason: Any, logprobs: Any, name: str = "message") -> Any:
         """An answer, or what is new of it, as an element of `choices`."""
-        form = {name: part} if self._is_chat else {"text": part.get("content", "")}
+        form = {name: message} if self._is_chat else {"text": message.get("content", "")}
         return {"index": answer.number, "logprobs": logprobs, "finish_reason": reason, **form}
 
     def _usage(self) -> dict[str, Any]:
@@ -307,19 +309,19 @@ def sse(body: dict[str, Any]) -> bytes:
 def costs(answers: Sequence[Answer], each: int = 1) -> dict[str, Any]:
     """What answers cost so far; each prompt, of so many answers, counts once."""
     prompts = answers[::each]
-    found = [one.prefilled for one in prompts]
-    own = {name: sum(getattr(one, name) for one in found) for name in FIGURES}
-    own["prefix_tokens"] += sum(one.tokens for one in found if one.how == "shared")
+    prefills = [answer.prefilled for answer in prompts]
+    own = {name: sum(getattr(prefill, name) for prefill in prefills) for name in FIGURES}
+    own["prefix_tokens"] += sum(prefill.tokens for prefill in prefills if prefill.how == "shared")
     tokens = {
-        "prompt_tokens": sum(len(one.prompt.ids) for one in prompts),
-        "completion_tokens": sum(len(one.run.tokens) for one in answers if one.run),
+        "prompt_tokens": sum(len(answer.prompt.ids) for answer in prompts),
+        "completion_tokens": sum(len(answer.run.tokens) for answer in answers if answer.run),
     }
-    charged = found[0].charged_budget
+    charged = prefills[0].charged_budget
     return {
         **tokens,
         "total_tokens": sum(tokens.values()),
         "prompt_tokens_details": {"cached_tokens": own["reused_tokens"] + own["prefix_tokens"]},
         "hf_blend": {
-            "prefill": found[0].how, **own, "charged_budget": None if charged is None else round(charged, 4)
+            "prefill": prefills[0].how, **own, "charged_budget": None if charged is None else round(charged, 4)
         },
     }  # fmt: skip

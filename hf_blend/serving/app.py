@@ -101,8 +101,8 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
             check_arguments(renderers, fields.chat_template_kwargs)
             messages = [message.for_template() for message in fields.messages]
             template = {**fields.chat_template_kwargs, **({"tools": _tools(fields)} if fields.callable else {})}
-            given = (fields.documents, limits.documents, template, tokens, service.eyes, limits.render_s)
-            return [chat_prompt(service.tokenizer, messages, *given)]
+            settings = (fields.documents, limits.documents, template, tokens, service.eyes, limits.render_s)
+            return [chat_prompt(service.tokenizer, messages, *settings)]
 
         return await server.answer(request, fields, build)
 
@@ -111,11 +111,11 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
         fields = read_request(CompletionRequest, await body_of(request), limits)[0]
 
         def build_one(prompt: str | list[int]) -> TextPrompt:
-            given = list(fields.documents)
+            chunks = list(fields.documents)
             if fields.chunk_separator and isinstance(prompt, str):
                 parts = prompt.split(fields.chunk_separator)
-                prompt, given = "".join(parts), [*given, *filter(str.strip, parts[1:-1])]
-            return text_prompt(service.tokenizer, prompt, given, limits.documents, tokens)
+                prompt, chunks = "".join(parts), [*chunks, *filter(str.strip, parts[1:-1])]
+            return text_prompt(service.tokenizer, prompt, chunks, limits.documents, tokens)
 
         return await server.answer(request, fields, lambda: [build_one(prompt) for prompt in fields.prompts])
 

@@ -81,13 +81,13 @@ def _attend_in_place(
 
     Shapes: query `[1, heads, 1, head_dim]`, blocks `[rows, kv_heads, head_dim]` each → `[1, 1, heads, head_dim]`.
     """
-    keys, values = ([one[part].transpose(0, 1) for part in slices] for one in blocks)
+    keys, values = ([block[span].transpose(0, 1) for span in slices] for block in blocks)
     rows = query.view(len(keys[0]), -1, query.shape[3]) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     padded = functional.pad(rows, (0, 0, 0, -rows.shape[1] % ROWS))
-    shares = torch.cat([padded @ one.mT for one in keys], dim=2).softmax(dim=2)
-    parts = zip(shares.split([one.shape[1] for one in values], dim=2), values, strict=True)
-    found: Tensor = sum(share @ one for share, one in parts)
-    return found[:, : rows.shape[1]].reshape(1, 1, -1, query.shape[3])
+    shares = torch.cat([padded @ key.mT for key in keys], dim=2).softmax(dim=2)
+    parts = zip(shares.split([value.shape[1] for value in values], dim=2), values, strict=True)
+    output: Tensor = sum(share @ value for share, value in parts)
+    return output[:, : rows.shape[1]].reshape(1, 1, -1, query.shape[3])
 
 
 def _spans(mask: Tensor, rows: Tensor, keys: Tensor, reads: Tensor | None) -> list[_Span]:
@@ -95,16 +95,16 @@ def _spans(mask: Tensor, rows: Tensor, keys: Tensor, reads: Tensor | None) -> li
 
     Shapes: mask `[1, 1, rows, keys]`, rows `[requests + 1]`, keys `[requests + 1]`, reads `[keys]`.
     """
-    known = vars(mask)  # each step makes a mask of its own for each kind of layer
-    if "spans" not in known:
-        known["spans"], ends, key_ends = [], rows.tolist(), keys.tolist()
+    fields = vars(mask)  # each step makes a mask of its own for each kind of layer
+    if "spans" not in fields:
+        fields["spans"], ends, key_ends = [], rows.tolist(), keys.tolist()
         is_seen = (mask[0, 0, rows[1:] - 1, keys[:-1]] == 0).tolist()
         for start, end, first, last, sees in zip(ends, ends[1:], key_ends, key_ends[1:], is_seen, strict=False):
             is_causal = sees and end - start in (1, last - first)
             slices = _slices(reads[first:last]) if reads is not None and is_causal and end - start == 1 else []
-            known["spans"].append((slice(start, end), slice(first, last), is_causal, slices))
-    found: list[_Span] = known["spans"]
-    return found
+            fields["spans"].append((slice(start, end), slice(first, last), is_causal, slices))
+    spans: list[_Span] = fields["spans"]
+    return spans
 
 
 def _slices(reads: Tensor) -> list[slice]:
@@ -118,8 +118,10 @@ def _slices(reads: Tensor) -> list[slice]:
 def walk_requests(model: nn.Module) -> list[RemovableHandle]:
     """Let continuous batching of a model attend by requests, until the handles are removed."""
 
-    def choose(given: tuple[Any, ...]) -> AttentionFn | None:
-        is_step = any(isinstance(one, PagedAttentionCache) for one in given)
+    def choose(arguments: tuple[Any, ...]) -> AttentionFn | None:
+        is_step = any(isinstance(argument, PagedAttentionCache) for argument in arguments)
         return attend_by_request if is_step and model.config._attn_implementation == STOCK else None
 
-    return hook_attention((one for layer in decoder_layers(model) for one in LayerInfo.of(layer).attention), choose)
+    return hook_attention(
+        (module for layer in decoder_layers(model) for module in LayerInfo.of(layer).attention), choose
+    )

@@ -177,8 +177,8 @@ class Blender:
 
     def _prefix(self, reuse: Reuse, identity: str) -> tuple[int, ...]:
         """What chunks are behind, as a lone cache would take it."""
-        given = self._config.chunk_prefix_ids
-        return reuse.store.longest_prefix(identity) or default_sink(self._model) if given is None else tuple(given)
+        prefix = self._config.chunk_prefix_ids
+        return reuse.store.longest_prefix(identity) or default_sink(self._model) if prefix is None else tuple(prefix)
 
     def _blend(self, request: Waiting, turns: Turns) -> None:
         """Run the blended prefill of a whole prompt, and copy its K and V."""
@@ -187,8 +187,8 @@ class Blender:
         cache.get_seq_length()  # from here on it sees the model's call
         inputs: Mapping[str, Any] = {"input_ids": torch.tensor([state.initial_tokens], device=paged.device)}
         if request.reuse.pictures:
-            given, state.fewer_positions = _model_inputs(self._model, state.initial_tokens, request.reuse.pictures)
-            inputs = cache.inputs_with_images(**given)
+            images, state.fewer_positions = _model_inputs(self._model, state.initial_tokens, request.reuse.pictures)
+            inputs = cache.inputs_with_images(**images)
         output = self._model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         layers: list[Any] = cache.layers
         rows = paged.rows_of(state.request_id, len(state.initial_tokens))
@@ -222,13 +222,13 @@ def _model_inputs(
     There may be more tokens than the prompt had: of an answer that is computed again.
     """
     ids = torch.tensor([token_ids])
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for name, value in pictures.items():
         is_mark = name.endswith(KINDS_OF_TOKENS)
-        given[name] = nn.functional.pad(value, (0, ids.shape[1] - value.shape[1])) if is_mark else value
-    given = {name: value.to(model.device) for name, value in given.items()}
+        inputs[name] = nn.functional.pad(value, (0, ids.shape[1] - value.shape[1])) if is_mark else value
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
     place = getattr(model.base_model, "get_rope_index", None)
     if place is None:
-        return given, 0
-    taken = {name: value for name, value in given.items() if name in inspect.signature(place).parameters}
-    return given, int(place(**taken)[1])
+        return inputs, 0
+    taken = {name: value for name, value in inputs.items() if name in inspect.signature(place).parameters}
+    return inputs, int(place(**taken)[1])

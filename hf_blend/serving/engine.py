@@ -145,18 +145,18 @@ class BlendedBatching(ContinuousBatchingManager):
                 raise ConfigError(f"there is a request {request_id!r} already. Give each its own name, or none.")
             reuse = Reuse(store or self.store, prompt, tuple(salt), is_blended=blend and len(tokens) > 1)
             self.prefills.expect(request_id, reuse)
-            given = None
+            accepted = None
             try:
-                given = super().add_request(tokens, request_id, new, **settings)
+                accepted = super().add_request(tokens, request_id, new, **settings)
             finally:
-                if given is None:
+                if accepted is None:
                     self.prefills.withdraw(request_id)
-        if given is None:
+        if accepted is None:
             raise ConfigError(
                 "a request was added to an engine that is not running, or is about to stop. Call start(), or make a "
                 "new one."
             )
-        return given
+        return accepted
 
     def outcome(self, request_id: str) -> Prefilled | None:
         """What a request's prefill cost; None for one that the engine has not taken up, or has forgotten."""
@@ -170,8 +170,8 @@ class BlendedBatching(ContinuousBatchingManager):
     @property
     def end_tokens(self) -> frozenset[int]:
         """Which tokens end an answer."""
-        given = self.generation_config.eos_token_id
-        return frozenset(given if isinstance(given, list | tuple) else [given])
+        end_tokens = self.generation_config.eos_token_id
+        return frozenset(end_tokens if isinstance(end_tokens, list | tuple) else [end_tokens])
 
     @property
     def stuck_s(self) -> float:
@@ -184,10 +184,10 @@ class BlendedBatching(ContinuousBatchingManager):
     def lengths(self) -> dict[str, int]:
         """How many tokens a prompt and its answer may have together: the model's positions, and the engine's cache."""
         longest = getattr(text_config(self.model), "max_position_embeddings", None)
-        given = self.continuous_batching_config
-        capacity = given.num_blocks * given.page_size if given.num_blocks else None
-        known = {"positions": longest, "tokens of cache": capacity}
-        return {what: limit for what, limit in known.items() if limit is not None}
+        config = self.continuous_batching_config
+        capacity = config.num_blocks * config.page_size if config.num_blocks else None
+        limits = {"positions": longest, "tokens of cache": capacity}
+        return {what: limit for what, limit in limits.items() if limit is not None}
 
     @property
     def paged(self) -> BlendedPagedCache:
@@ -258,7 +258,7 @@ class BlendedBatching(ContinuousBatchingManager):
         """Refuse here what the engine would refuse once it has taken up the request."""
         own = inspect.signature(ContinuousBatchingManager.add_request).parameters
         try:
-            self.logit_processor.check_kwargs({name: one for name, one in settings.items() if name not in own})
+            self.logit_processor.check_kwargs({name: value for name, value in settings.items() if name not in own})
         except (TypeError, ValueError) as error:
             raise ConfigError(f"a request came with {sorted(settings)}: {error}. Leave unknown ones out.") from error
 
@@ -333,7 +333,7 @@ class BlendedBatching(ContinuousBatchingManager):
         scheduler.passed()
         if scheduler.in_step:
             self._failures = 0
-            if any(one.state.request_id == PROBE for one in scheduler.in_step):
+            if any(request.state.request_id == PROBE for request in scheduler.in_step):
                 self.output_router.result_handlers.pop(PROBE, None)
         return bool(goes_on) or not self.input_queue.empty()
 
@@ -373,17 +373,17 @@ class BlendedBatching(ContinuousBatchingManager):
 
     def _generation_step(self) -> None:
         super()._generation_step()
-        self._watch.check(sum(one.has_new_token for one in self.batch_processor.scheduler.in_step))  # type: ignore
+        self._watch.check(sum(request.has_new_token for request in self.batch_processor.scheduler.in_step))  # type: ignore
 
-    def _behind_images(self, module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+    def _behind_images(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Move the positions of a step's rows whose images take fewer of them than tokens."""
-        if not isinstance(given.get("cache"), PagedAttentionCache):
+        if not isinstance(kwargs.get("cache"), PagedAttentionCache):
             return None  # no step
-        rows = [one for one in self.batch_processor.scheduler.in_step for _ in range(one.query_length)]  # type: ignore
-        moved = [getattr(one.state, "fewer_positions", 0) for one in rows]
-        positions = given["position_ids"].clone()
+        rows = [request for request in self.batch_processor.scheduler.in_step for _ in range(request.query_length)]  # type: ignore
+        moved = [getattr(request.state, "fewer_positions", 0) for request in rows]
+        positions = kwargs["position_ids"].clone()
         positions[0, : len(moved)] += torch.tensor(moved, dtype=positions.dtype, device=positions.device)
-        return args, {**given, "position_ids": positions}
+        return args, {**kwargs, "position_ids": positions}
 
     def _let_in(self, request: Waiting) -> None:
         """Let the engine see a request; if its prefill failed, without what that has done."""
@@ -418,9 +418,9 @@ class BlendedBatching(ContinuousBatchingManager):
             processors.prepare_tensor_args([FutureRequestState(state, True, {}, 1)], arguments)
             scores = processors(last, logits.float(), arguments)
             self._watch.check(1)
-            found = torch.zeros(2, 1, dtype=torch.int32, device=logits.device)
-            runner._sample(scores[None], found)
-            return int(found[0]), float(found[1].view(torch.float32)) if runner.return_logprobs else None
+            drawn = torch.zeros(2, 1, dtype=torch.int32, device=logits.device)
+            runner._sample(scores[None], drawn)
+            return int(drawn[0]), float(drawn[1].view(torch.float32)) if runner.return_logprobs else None
 
     def _enter(self, state: RequestState, token: int, logprob: float | None) -> None:
         """Let a request decode whose blocks are filled, and whose first token is drawn."""
@@ -450,18 +450,18 @@ class BlendedBatching(ContinuousBatchingManager):
         scheduler = processor.scheduler
         run = blamed = scheduler.unfinished()
         if isinstance(error, NotNumbers):  # in one attention, those of one request reach the rows of others
-            drawn = [one for one in scheduler.in_step if one.has_new_token]
-            odd = [*(drawn[row] for row in error.rows), *(one for one in run if not one.has_new_token)]
-            blamed = [one for one in run if one in odd]
+            drawn = [request for request in scheduler.in_step if request.has_new_token]
+            odd = [*(drawn[row] for row in error.rows), *(request for request in run if not request.has_new_token)]
+            blamed = [request for request in run if request in odd]
         is_clear = len(blamed) == 1
-        for one in run:
-            if one not in blamed or not is_clear:
-                scheduler.put_back(one.state, is_suspect=one in blamed)
+        for request in run:
+            if request not in blamed or not is_clear:
+                scheduler.put_back(request.state, is_suspect=request in blamed)
                 continue
-            if one.state.request_id == PROBE:
+            if request.state.request_id == PROBE:
                 scheduler.drop(PROBE)
             else:
-                self._fail(one.state, error)
+                self._fail(request.state, error)
         if not blamed or blamed[0].state.request_id == PROBE:
             self._failures += 1
             if self._failures > MOST_FAILURES:
@@ -471,7 +471,7 @@ class BlendedBatching(ContinuousBatchingManager):
 
     def _probe(self, scheduler: BlendedScheduler) -> None:
         """Let a request of one token follow, alone; nobody is told of it."""
-        here: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *given: call(*given))  # in place of a loop
+        here: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *output: call(*output))  # in place of a loop
         self.output_router.result_handlers[PROBE] = (lambda output: None, here)
         scheduler.put_back(RequestState(PROBE, [0], max_new_tokens=1), is_suspect=True)
 
@@ -480,8 +480,8 @@ class _Untouched(TorchFunctionMode):
     """Makes zeros on the CPU of pages that take no memory before something is written to them."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        on_cpu = str(given.get("device", "cpu")) == "cpu"
-        if function is torch.zeros and on_cpu and given.get("dtype") == torch.uint8 and type(args[0]) is int:
+        arguments = kwargs or {}
+        on_cpu = str(arguments.get("device", "cpu")) == "cpu"
+        if function is torch.zeros and on_cpu and arguments.get("dtype") == torch.uint8 and type(args[0]) is int:
             return torch.frombuffer(mmap.mmap(-1, args[0]), dtype=torch.uint8)
-        return function(*args, **given)
+        return function(*args, **arguments)

@@ -130,8 +130,8 @@ class Guard:
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, request = scope.setdefault("state", {}), Request(scope, receive)
-        given, started = request.headers.get("x-request-id", ""), time.monotonic()
-        state["id"] = given if PLAIN.fullmatch(given) else secrets.token_hex(12)
+        name, started = request.headers.get("x-request-id", ""), time.monotonic()
+        state["id"] = name if PLAIN.fullmatch(name) else secrets.token_hex(12)
 
         async def noted(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -196,8 +196,8 @@ class Guard:
             async with asyncio.timeout(self._limits.body_s) as clock:
                 arriving[clock] = 0
                 self._make_room(arriving)
-                async for part in request.stream():
-                    body += part
+                async for piece in request.stream():
+                    body += piece
                     if len(body) > most:
                         raise too_large
                     arriving[clock] = len(body)
@@ -225,16 +225,16 @@ class Guard:
 
 def _check_kind(request: Request) -> None:
     """Refuse a body that says it is something else than JSON, or that a page of a browser sends without saying."""
-    given = request.headers.get("content-type", "")
-    is_left_out = not given and "origin" not in request.headers
-    if request.method == "POST" and not is_left_out and not JSON_TYPE.fullmatch(given.partition(";")[0].strip()):
-        text = f"the header content-type is {given!r:.80}, expected application/json. Send it with the body."
+    media_type = request.headers.get("content-type", "")
+    is_left_out = not media_type and "origin" not in request.headers
+    if request.method == "POST" and not is_left_out and not JSON_TYPE.fullmatch(media_type.partition(";")[0].strip()):
+        text = f"the header content-type is {media_type!r:.80}, expected application/json. Send it with the body."
         raise Refused(415, text, "unsupported_media_type")
 
 
 async def body_of(request: Request) -> bytes:
     """The body of a request behind a `Guard`, which the request keeps no longer."""
-    return b"".join([part async for part in request.stream()])
+    return b"".join([piece async for piece in request.stream()])
 
 
 async def gone(request: Request) -> None:

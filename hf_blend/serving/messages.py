@@ -119,7 +119,7 @@ class Message(Fields):
         ]
         content: Any = self.content or self.refusal or self.content
         if isinstance(content, list):
-            content = [_for_template(part) for part in content]
+            content = [_for_template(item) for item in content]
         fields = {
             "name": self.name,
             "tool_calls": calls,
@@ -129,8 +129,8 @@ class Message(Fields):
         return {"role": self.role, "content": content, **{name: value for name, value in fields.items() if value}}
 
 
-def _for_template(part: Any) -> dict[str, Any]:
-    if isinstance(part, RefusalPart):
-        return {"type": "text", "text": part.refusal}
-    written: dict[str, Any] = part.model_dump(exclude_unset=True)
+def _for_template(item: Any) -> dict[str, Any]:
+    if isinstance(item, RefusalPart):
+        return {"type": "text", "text": item.refusal}
+    written: dict[str, Any] = item.model_dump(exclude_unset=True)
     return written

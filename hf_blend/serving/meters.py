@@ -25,14 +25,14 @@ class Meters:
     def __init__(self, service: Service) -> None:
         self._service = service
         self.registry = CollectorRegistry()
-        given: dict[str, Any] = {"registry": self.registry, "namespace": "hf_blend"}
-        self.requests = Counter("requests", "Requests, by HTTP status.", ["status"], **given)
-        self.prefills = Counter("prefills", "Prefills, by how they were done.", ["how"], **given)
-        self.tokens = Counter("tokens", "Tokens: of prompts, reused, recomputed, and of answers.", ["kind"], **given)
-        self.given_up = Counter("given_up", "Answers without an end, by how far they came.", ["during"], **given)
+        common: dict[str, Any] = {"registry": self.registry, "namespace": "hf_blend"}
+        self.requests = Counter("requests", "Requests, by HTTP status.", ["status"], **common)
+        self.prefills = Counter("prefills", "Prefills, by how they were done.", ["how"], **common)
+        self.tokens = Counter("tokens", "Tokens: of prompts, reused, recomputed, and of answers.", ["kind"], **common)
+        self.given_up = Counter("given_up", "Answers without an end, by how far they came.", ["during"], **common)
 
         def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"{name}_seconds", text, buckets=SECONDS, **given)
+            return Histogram(f"{name}_seconds", text, buckets=SECONDS, **common)
 
         self.waiting = histogram("waiting", f"Time until the prefill of a request began, {UNTIL}")
         self.prefill = histogram("prefill", f"Time from there to the first token, {UNTIL}")

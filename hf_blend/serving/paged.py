@@ -36,9 +36,9 @@ class BlendedPagedCache(PagedAttentionCache):
         tails: what is in a block up to the end of the last chunk, hashed → request, block.
     """
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         """As in transformers."""
-        super().__init__(**given)
+        super().__init__(**settings)
         self.requests: dict[str, tuple[Sequence[int], Any]] = {}
         self.ready: dict[str, int] = {}
         self.shares = True
@@ -114,7 +114,7 @@ class BlendedPagedCache(PagedAttentionCache):
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Let go of a request's blocks."""
         self.blended.pop(request_id, None)
-        self.tails = {tail: found for tail, found in self.tails.items() if found[0] != request_id}
+        self.tails = {tail: tail_row for tail, tail_row in self.tails.items() if tail_row[0] != request_id}
         super().free_blocks(request_id, no_cache)
 
     def forget(self, request_id: str) -> None:

@@ -20,12 +20,12 @@ URL = re.compile(r"data:image/[a-z+.-]{1,20};base64,")
 
 def opened_images(messages: Sequence[Mapping[str, Any]], limits: Limits) -> Iterator[tuple[str, Any]]:
     """What each image of some messages is, and the image, of which nothing but its head is decoded yet."""
-    rows = [(at, part) for at, message in enumerate(messages) for part in parts_of(message) if is_picture(part)]
+    rows = [(at, item) for at, message in enumerate(messages) for item in parts_of(message) if is_picture(item)]
     check_count("images", len(rows), limits.images)
     left = limits.pixels
-    for at, part in rows:
+    for at, item in rows:
         what = f"the image in messages.{at}"
-        image = _opened(part, what)
+        image = _opened(item, what)
         _check_size(image, what, left, limits)
         left -= image.width * image.height
         yield what, image
@@ -36,9 +36,9 @@ def unreadable(what: str, error: Exception) -> PromptError:
     return PromptError(f"{what} cannot be read ({type(error).__name__}), expected {', '.join(FORMATS)}. Send another.")
 
 
-def _opened(part: Mapping[str, Any], what: str) -> Any:
-    given = part.get("image_url")
-    url = given.get("url") if isinstance(given, Mapping) else given
+def _opened(item: Mapping[str, Any], what: str) -> Any:
+    image_url = item.get("image_url")
+    url = image_url.get("url") if isinstance(image_url, Mapping) else image_url
     start = URL.match(url) if isinstance(url, str) else None
     if not isinstance(url, str) or start is None:
         raise PromptError(

@@ -171,10 +171,10 @@ class BlendedPrefills:
 
     def _begin(self) -> None:
         """Begin with the next request, if none is under way."""
-        ready = [one for name, one in self._waiting.items() if self._lookups[name].done()]
+        ready = [request for name, request in self._waiting.items() if self._lookups[name].done()]
         if self._running is not None or not ready:
             return
-        request = self._running = self._rounds.order(ready, lambda one: one.tenant)[0]
+        request = self._running = self._rounds.order(ready, lambda candidate: candidate.tenant)[0]
         self._rounds.serve(request.tenant)
         try:
             request.identity = fingerprint(self._model)

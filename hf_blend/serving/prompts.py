@@ -49,9 +49,9 @@ def parts_of(message: Mapping[str, Any]) -> list[Any]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
-def is_picture(part: Any) -> bool:
+def is_picture(item: Any) -> bool:
     """Whether a part of a message is an image."""
-    return isinstance(part, Mapping) and part.get("type") == "image_url"
+    return isinstance(item, Mapping) and item.get("type") == "image_url"
 
 
 def chat_prompt(
@@ -70,46 +70,46 @@ def chat_prompt(
     template that takes longer than `render_s` CPU seconds. With images, which `eyes` read, it is the processor's.
     """
     listed = _filled(documents)
-    given = check_chat(tokenizer, messages, listed, template or {}, tokens)
-    if any(is_picture(part) for message in messages for part in parts_of(message)):
+    chat = check_chat(tokenizer, messages, listed, template or {}, tokens)
+    if any(is_picture(item) for message in messages for item in parts_of(message)):
         if eyes is None:
             raise PromptError("image_url came, but the model that is served reads text alone. Leave images out.")
         rendered, images = eyes.take(messages)
         renderer = eyes.processor
     else:
-        rendered, images, renderer = given, [], tokenizer
+        rendered, images, renderer = chat, [], tokenizer
     last = next((row for row in reversed(rendered) if row.get("role") == "user"), None)
     if last is None:
-        raise PromptError(f"{len(given)} messages came, but none with role 'user' is among them. Send a question.")
+        raise PromptError(f"{len(chat)} messages came, but none with role 'user' is among them. Send a question.")
     has_template = getattr(renderer, "chat_template", None) is not None
-    contents = [message["content"] for message in given]
+    contents = [message["content"] for message in chat]
     chunks, added = _added(listed, contents, BETWEEN if has_template else "\n")
     front = [{"type": "text", "text": added}] if images and added else []
     last["content"] = [*front, *last["content"]] if images else f"{added}{last['content']}"
     arguments = dict(template or {})
-    if given[-1]["role"] == "assistant":
+    if chat[-1]["role"] == "assistant":
         arguments["continue_final_message"] = True
     timed = Renderer(render_s)
 
-    def render(*given: Any, **arguments: Any) -> str:
-        text = timed(*given, **arguments)
+    def render(*positional: Any, **arguments: Any) -> str:
+        text = timed(*positional, **arguments)
         _check_fits(tokenizer, tokens, text)
         return text
 
     check_rendered(renderer, rendered, arguments, render)
     if images:
         arguments.setdefault("add_generation_prompt", "continue_final_message" not in arguments)
-        found: TextPrompt = eyes.prompt(render(renderer, rendered, **arguments), images, chunks, most)
-        return found
+        prompt: TextPrompt = eyes.prompt(render(renderer, rendered, **arguments), images, chunks, most)
+        return prompt
     if has_template:
-        return build_messages(tokenizer, given, chunks, arguments, most, render)
-    return build_text(tokenizer, "".join(message["content"] for message in given), chunks, special=True, most=most)
+        return build_messages(tokenizer, chat, chunks, arguments, most, render)
+    return build_text(tokenizer, "".join(message["content"] for message in chat), chunks, special=True, most=most)
 
 
 def check_arguments(renderers: Sequence[Any], arguments: Mapping[str, Any]) -> None:
     """Refuse arguments for the chat template that are those of `apply_chat_template`, or the name of a token."""
-    for one in renderers if arguments else ():
-        own = {*inspect.signature(one.apply_chat_template).parameters, *getattr(one, "special_tokens_map", ())}
+    for source in renderers if arguments else ():
+        own = {*inspect.signature(source.apply_chat_template).parameters, *getattr(source, "special_tokens_map", ())}
         reserved = sorted(arguments.keys() & (own | OURS))
         if reserved:
             raise PromptError(f"chat_template_kwargs has {reserved[0]!r}, which the server sets. Leave it out.")
@@ -123,14 +123,14 @@ def check_chat(
     tokens: int | None,
 ) -> list[dict[str, Any]]:
     """The messages with a text as the content of each; more `tokens` than that in all of it are refused."""
-    texts = [{**row, "content": [part for part in parts_of(row) if not is_picture(part)]} for row in messages]
-    given = plain_messages(texts)
-    rest = [{name: value for name, value in row.items() if name not in ("role", "content")} for row in given]
+    texts = [{**row, "content": [item for item in parts_of(row) if not is_picture(item)]} for row in messages]
+    chat = plain_messages(texts)
+    rest = [{name: value for name, value in row.items() if name not in ("role", "content")} for row in chat]
     others = [row for row in (*rest, dict(template)) if row]
     written = json.dumps(others, ensure_ascii=False, default=str) if others else ""  # as templates write it
-    contents = [row["content"] for row in given]
+    contents = [row["content"] for row in chat]
     _check_fits(tokenizer, tokens, *absent(documents, contents), *contents, written)
-    return given
+    return chat
 
 
 def check_text_prompt(

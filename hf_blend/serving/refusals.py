@@ -65,15 +65,15 @@ def check_settings(
          "a fork begins before the last prompt token"),
         (stall_s is not None and not stall_s >= 0, f"stall_s={stall_s}", "seconds from 0 on are expected"),
     )  # fmt: skip
-    for is_so, given, reason in refused:
+    for is_so, setting, reason in refused:
         if is_so:
-            raise ConfigError(f"{given} cannot be served with blended prompts: {reason}. Leave it at its default.")
+            raise ConfigError(f"{setting} cannot be served with blended prompts: {reason}. Leave it at its default.")
 
 
-def check_end_tokens(given: Any) -> None:
+def check_end_tokens(ends: Any) -> None:
     """Refuse here what would fail in the engine, or would never end an answer."""
-    ids = list(given) if isinstance(given, list | tuple) else [given]
-    if given is not None and not all(type(one) is int for one in ids):
+    ids = list(ends) if isinstance(ends, list | tuple) else [ends]
+    if ends is not None and not all(type(token) is int for token in ids):
         raise ConfigError(
-            f"eos_token_id={given!r} came, expected the id of a token, a list of such, or None. Give whole numbers."
+            f"eos_token_id={ends!r} came, expected the id of a token, a list of such, or None. Give whole numbers."
         )

@@ -55,7 +55,7 @@ def _clock(until: float) -> Iterator[None]:
     """Raise `TooSlow` in Python code of this thread when it is time."""
     turn = time.thread_time() + SHORT_S
 
-    def look(frame: FrameType, event: str, given: Any) -> Any:
+    def look(frame: FrameType, event: str, value: Any) -> Any:
         nonlocal turn
         now = time.thread_time()
         if now > until:

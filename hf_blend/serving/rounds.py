@@ -26,12 +26,12 @@ class Rounds:
         queues: dict[str, list[T]] = {}
         for request in requests:
             queues.setdefault(tenant_of(request), []).append(request)
-        line = dict.fromkeys([*self._line, *(one for one in queues if one not in self._served), *self._served])
+        line = dict.fromkeys([*self._line, *(name for name in queues if name not in self._served), *self._served])
         self._line, self._served = [tenant for tenant in line if tenant in queues], []
         rows = zip_longest(*(queues[tenant] for tenant in self._line))
         return [request for row in rows for request in row if request is not None]
 
     def serve(self, tenant: str) -> None:
         """A request of this tenant was served: the others come before its next one."""
-        self._line = [one for one in self._line if one != tenant]
+        self._line = [other for other in self._line if other != tenant]
         self._served.append(tenant)

@@ -65,10 +65,10 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any =
     disk_share = _disk_share(plan.location, len(rows))
 
     def open_store(tenant: Tenant) -> ChunkStore:
-        given: dict[str, Any] = {"namespace": tenant.name, "secret": tenant.secret if tenant.name else plan.secret}
-        given["quota_bytes"] = disk_share if tenant.quota_bytes is None else tenant.quota_bytes
-        given |= {"memory_bytes": share, "remote": plan.remote}
-        return ChunkStore.open(plan.location, **given)
+        settings: dict[str, Any] = {"namespace": tenant.name, "secret": tenant.secret if tenant.name else plan.secret}
+        settings["quota_bytes"] = disk_share if tenant.quota_bytes is None else tenant.quota_bytes
+        settings |= {"memory_bytes": share, "remote": plan.remote}
+        return ChunkStore.open(plan.location, **settings)
 
     tenants = Tenants(rows, open_store)
     try:
@@ -88,8 +88,11 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any =
     except BaseException:
         tenants.close()
         raise
-    plan_gb, share_gb, all_gb = (f"{one / 1e9:.1f} GB" for one in (tokens * per_token, share, available))
-    kinds = [str(model.dtype)[6:], *(one for one in ("8bit", "4bit") if getattr(model, f"is_loaded_in_{one}", False))]
+    plan_gb, share_gb, all_gb = (f"{size / 1e9:.1f} GB" for size in (tokens * per_token, share, available))
+    kinds = [
+        str(model.dtype)[6:],
+        *(kind for kind in ("8bit", "4bit") if getattr(model, f"is_loaded_in_{kind}", False)),
+    ]
     memory = (
         f"{' with weights in '.join(kinds)} on {model.device}; up to {plan_gb} for {tokens} tokens of "
         f"requests and {share_gb} for the chunks of each of {len(rows)} tenants, of {all_gb} of memory available"

@@ -122,33 +122,33 @@ class Sampling:
 
 
 def make_sampling(
-    asked: Generation, defaults: Mapping[str, Any], prompt_tokens: int, number: int, grammar: Follows | None
+    generation: Generation, defaults: Mapping[str, Any], prompt_tokens: int, number: int, grammar: Follows | None
 ) -> Sampling:
     """How an answer of a request is drawn; `defaults` are for what the request leaves out."""
 
-    def given(name: str, neutral: float) -> Any:
-        own = getattr(asked, name)
+    def setting(name: str, neutral: float) -> Any:
+        own = getattr(generation, name)
         return defaults.get(name, neutral) if own is None else own
 
-    found: list[LogitsProcessor] = []
-    if (penalty := given("repetition_penalty", 1.0)) != 1.0:
-        found.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
-    if asked.presence_penalty or asked.frequency_penalty:
-        found.append(Repeats(prompt_tokens, asked.presence_penalty, asked.frequency_penalty))
-    if asked.logit_bias:
-        found.append(SequenceBiasLogitsProcessor([[[token], float(bias)] for token, bias in asked.logit_bias.items()]))
-    found += [grammar] if grammar else []
-    temperature = float(given("temperature", 1.0))
+    processors: list[LogitsProcessor] = []
+    if (penalty := setting("repetition_penalty", 1.0)) != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+    if generation.presence_penalty or generation.frequency_penalty:
+        processors.append(Repeats(prompt_tokens, generation.presence_penalty, generation.frequency_penalty))
+    if biases := generation.logit_bias:
+        processors.append(SequenceBiasLogitsProcessor([[[token], float(bias)] for token, bias in biases.items()]))
+    processors += [grammar] if grammar else []
+    temperature = float(setting("temperature", 1.0))
     is_greedy = temperature < LEAST_TEMPERATURE
     if not is_greedy:
-        top_k, top_p, min_p = given("top_k", 0), float(given("top_p", 1.0)), float(given("min_p", 0.0))
-        found += [TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []
-        found += [TopKLogitsWarper(top_k)] if top_k > 0 else []
-        found += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
-        found += [MinPLogitsWarper(min_p)] if min_p > 0 else []
-    seed = secrets.randbits(64) if asked.seed is None else asked.seed
+        top_k, top_p, min_p = setting("top_k", 0), float(setting("top_p", 1.0)), float(setting("min_p", 0.0))
+        processors += [TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []
+        processors += [TopKLogitsWarper(top_k)] if top_k > 0 else []
+        processors += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
+        processors += [MinPLogitsWarper(min_p)] if min_p > 0 else []
+    seed = secrets.randbits(64) if generation.seed is None else generation.seed
     return Sampling(
-        prompt_tokens, LogitsProcessorList(found), is_greedy, f"{seed}/{number}", asked.alternatives, grammar
+        prompt_tokens, LogitsProcessorList(processors), is_greedy, f"{seed}/{number}", generation.alternatives, grammar
     )
 
 
@@ -177,7 +177,7 @@ class _Draws(ContinuousBatchingLogitsProcessor):
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
         """Note the requests of a step, in the order of its rows."""
-        self._rows = [one.state for one in requests_with_new_token]
+        self._rows = [request.state for request in requests_with_new_token]
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:

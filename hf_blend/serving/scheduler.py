@@ -19,10 +19,10 @@ class BlendedScheduler(FIFOScheduler):
     in_step: list[FutureRequestState]  # what the last step ran, or was about to
     suspects: set[str]  # requests of a step that failed: each is computed alone until it has a token
 
-    def __init__(self, prefills: BlendedPrefills, **given: Any) -> None:
+    def __init__(self, prefills: BlendedPrefills, **settings: Any) -> None:
         """As in transformers, but for the requests that are held back."""
         self.prefills, self._rounds = prefills, Rounds()
-        super().__init__(**given)
+        super().__init__(**settings)
 
     def reset(self) -> None:
         """Begin without requests."""
@@ -42,12 +42,12 @@ class BlendedScheduler(FIFOScheduler):
 
     def passed(self) -> None:
         """A step did not fail: who got a token in it is no suspect."""
-        self.suspects -= {one.state.request_id for one in self.in_step if one.has_new_token}
+        self.suspects -= {request.state.request_id for request in self.in_step if request.has_new_token}
 
     def unfinished(self) -> list[FutureRequestState]:
         """What was in the last step and is not over."""
         alive = {**self.active_requests, **self.waiting_requests}
-        return [one for one in self.in_step if one.state.request_id in alive]
+        return [request for request in self.in_step if request.state.request_id in alive]
 
     def drop(self, request_id: str) -> None:
         """Let go of a request, wherever it is."""
@@ -86,11 +86,13 @@ class BlendedScheduler(FIFOScheduler):
         """
         if not self.active_requests:
             self.block_new_requests = False
-        found = super().schedule_batch(token_budget, cache_budget)
-        self.in_step = found[0] or []
-        for tenant in {self._tenant_of(one.state) for one in self.in_step if not one.state.generated_tokens}:
+        batch = super().schedule_batch(token_budget, cache_budget)
+        self.in_step = batch[0] or []
+        for tenant in {
+            self._tenant_of(request.state) for request in self.in_step if not request.state.generated_tokens
+        }:
             self._rounds.serve(tenant)
-        return found
+        return batch
 
     def may_grow(self) -> bool:
         """Whether another prompt may take blocks: enough are left for those that decode, or nobody does."""
@@ -103,12 +105,12 @@ class BlendedScheduler(FIFOScheduler):
         decoding = [state for state in others if state.status == RequestStatus.DECODING]
         prompts = [state for state in others if state.status != RequestStatus.DECODING]
         choices = [suspect, [*decoding, *self._rounds.order(prompts, self._tenant_of)]]
-        for chosen in [one for one in choices if one] or [[]]:
+        for chosen in [candidates for candidates in choices if candidates] or [[]]:
             self.in_step = [FutureRequestState(state, False, {}, 0) for state in chosen]
-            found = super()._process_candidates(chosen, *budgets)
-            if found[0]:
+            batch = super()._process_candidates(chosen, *budgets)
+            if batch[0]:
                 break
-        return found
+        return batch
 
     def _tenant_of(self, state: Any) -> str:
         return self.prefills.tenant_of(state.request_id)

@@ -85,12 +85,12 @@ def read_tenants(path: Path) -> list[Tenant]:
     rows = content.get("tenants") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f'{str(path)!r} names no tenant, but {{"tenants": [{{…}}]}} with at least one is expected.')
-    found = [_tenant(row, f"tenant {number} of {str(path)!r}") for number, row in enumerate(rows)]
+    tenants = [_tenant(row, f"tenant {number} of {str(path)!r}") for number, row in enumerate(rows)]
     for name in ("name", "api_key"):
-        values = [getattr(tenant, name) for tenant in found]
+        values = [getattr(tenant, name) for tenant in tenants]
         if len(set(values)) < len(values):
             raise ConfigError(f"two tenants in {str(path)!r} have the same {name}. Give each its own.")
-    return found
+    return tenants
 
 
 def check_key(key: Any, what: str) -> str:
@@ -102,8 +102,8 @@ def check_key(key: Any, what: str) -> str:
 
 def _tenant(row: Any, what: str) -> Tenant:
     if not isinstance(row, dict) or not set(row) <= set(FIELDS):
-        given = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ConfigError(f"{what} has {given}, expected fields among {', '.join(FIELDS)}.")
+        fields = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ConfigError(f"{what} has {fields}, expected fields among {', '.join(FIELDS)}.")
     name, key, secret, *numbers = (row.get(field) for field in FIELDS)
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{what} has no name. Give it one: it is the namespace of its chunks.")
@@ -190,8 +190,8 @@ class Service:
         self.is_draining = False  # if so, no more requests are taken
         self._come = set[asyncio.Queue[Any]]()  # what the engine sends to each request under way
         own, config = engine.model.generation_config, text_config(engine.model)
-        given = {one: getattr(own, one, None) for one in DEFAULTS}
-        self.sampling_defaults = {one: value for one, value in given.items() if value is not None}
+        defaults = {name: getattr(own, name, None) for name in DEFAULTS}
+        self.sampling_defaults = {name: value for name, value in defaults.items() if value is not None}
         self.vocabulary = int(config.vocab_size)
         self.grammars = Grammars(tokenizer, self.vocabulary, sorted(engine.end_tokens))
         self._numbers = itertools.count()
@@ -209,7 +209,7 @@ class Service:
         return admitted(self.running, self.limits, tenant, answers)
 
     async def generate(
-        self, tenant: Tenant, asked: Generation, prompt: TextPrompt, sampling: Sampling
+        self, tenant: Tenant, generation: Generation, prompt: TextPrompt, sampling: Sampling
     ) -> AsyncGenerator[Running, None]:
         """Have the engine answer; gives the request after each token. Whoever stops listening cancels it."""
         run = Running(f"{self._prefix}-{next(self._numbers)}")
@@ -223,12 +223,12 @@ class Service:
                 self.engine.add_request(
                     prompt,
                     run.name,
-                    asked.new_tokens or self.limits.new_tokens,
+                    generation.new_tokens or self.limits.new_tokens,
                     store=self.tenants.stores[tenant.name],
                     salt=tenant.salt,
                     streaming=True,
                     sampling=sampling,
-                    eos_token_id=-1 if asked.ignore_eos else None,
+                    eos_token_id=-1 if generation.ignore_eos else None,
                 )
                 while not is_over:
                     output = await outputs.get()

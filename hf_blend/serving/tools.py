@@ -38,7 +38,7 @@ def check_rendered(
     rows = list[tuple[str, Any, Any]]()
     for name in ("name", "tool_calls"):
         first = next((number for number, message in enumerate(messages) if name in message), None)
-        less = [{key: one for key, one in row.items() if key != name} for row in messages]
+        less = [{key: value for key, value in row.items() if key != name} for row in messages]
         rows += [] if first is None else [(f"messages.{first}.{name}", less, template)]
     if template.get("tools"):
         rows.append(("tools", messages, {**template, "tools": None}))
@@ -46,8 +46,8 @@ def check_rendered(
         return
     has_template = getattr(tokenizer, "chat_template", None) is not None
     rendered = render(tokenizer, messages, **template) if has_template else ""
-    for what, given, arguments in rows:
-        if not has_template or render(tokenizer, given, **arguments) == rendered:
+    for what, chat, arguments in rows:
+        if not has_template or render(tokenizer, chat, **arguments) == rendered:
             raise PromptError(
                 f"{what} came, but the model's chat template leaves that out: the model would not see it. Leave it "
                 "out, or serve a model whose template has it."
@@ -88,9 +88,9 @@ class Parts:
     def _delta(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
         field, kind = event.get("field"), event["type"]
         if kind == "region_close" and field == "tool_calls":
-            found = self._call(event["value"]["function"])
+            call = self._call(event["value"]["function"])
             self._unsent = ""
-            return [found]
+            return [call]
         if kind == "region_chunk" and not event.get("dirty") and event.get("text"):
             self._unsent = self._unsent[len(event["text"]) :]
             name = "content" if field == "content" else "reasoning_content"

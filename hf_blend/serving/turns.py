@@ -148,13 +148,13 @@ class Turns:
                 task = self._task
             if task is None:
                 return
-            found: BaseException | None = None
+            failure: BaseException | None = None
             try:
                 task()
             except BaseException as error:  # the thread ends by `close` alone, so that `start` need not ask for it
-                found = error
+                failure = error
             with self._moved:
                 self._task, self.is_asking, self._has_turn = None, False, False
-                self.error, self.moved = found, time.monotonic()
+                self.error, self.moved = failure, time.monotonic()
                 self._moved.notify_all()
             self.wake()

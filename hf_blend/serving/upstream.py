@@ -68,19 +68,19 @@ def check_names() -> None:
 def _missing(owner: str, parts: list[str]) -> list[str]:
     module, _, name = owner.rpartition(".")
     try:
-        found = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name, None)
+        member = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name, None)
     except ImportError as error:
         return [f"{owner} ({error})"]
-    if found is None:
+    if member is None:
         return [owner]
-    known = _names_in(found)
-    return [f"{name}.{part}" for part in parts if part not in known]
+    names = _names_in(member)
+    return [f"{name}.{needed}" for needed in parts if needed not in names]
 
 
 def _names_in(owner: Any) -> set[str]:
     """What a class has, and what its methods set."""
-    rows = [vars(one) for one in getattr(owner, "__mro__", ())]
-    methods = [inspect.unwrap(one) for row in rows for one in row.values() if inspect.isfunction(one)]
+    rows = [vars(base) for base in getattr(owner, "__mro__", ())]
+    methods = [inspect.unwrap(method) for row in rows for method in row.values() if inspect.isfunction(method)]
     names = {name for row in rows for name in (*row, *row.get("__annotations__", ()))}
     steps = (step for method in methods for step in dis.get_instructions(method))
     return names | {step.argval for step in steps if step.opname == "STORE_ATTR"}

@@ -140,12 +140,12 @@ class Generation(Fields):
     store: Ignored = None
 
     @classmethod
-    def count(cls, given: Mapping[str, Any], limits: Limits) -> None:
+    def count(cls, body: Mapping[str, Any], limits: Limits) -> None:
         """Refuse a body with more rows than are taken before any of them is looked at, here or by a proxy."""
-        check_count("documents", _rows(given, "documents"), limits.documents)
-        if (stops := _rows(given, "stop")) > limits.stops:
+        check_count("documents", _rows(body, "documents"), limits.documents)
+        if (stops := _rows(body, "stop")) > limits.stops:
             raise FieldError("stop", f"stop has {stops} texts, expected at most {limits.stops}, none empty.")
-        biases = given.get("logit_bias")
+        biases = body.get("logit_bias")
         if isinstance(biases, dict) and len(biases) > MOST_BIASES:
             raise FieldError("logit_bias", f"logit_bias is of {len(biases)} tokens, expected at most {MOST_BIASES}.")
 
@@ -221,13 +221,13 @@ class ChatRequest(Generation):
     web_search_options: Literal[False] = False
 
     @classmethod
-    def count(cls, given: Mapping[str, Any], limits: Limits) -> None:
+    def count(cls, body: Mapping[str, Any], limits: Limits) -> None:
         """As above, and messages, their parts, and tools."""
-        super().count(given, limits)
-        check_count("messages", _rows(given, "messages"), limits.messages)
-        check_count("tools", _rows(given, "tools"), limits.tools)
-        messages = given.get("messages")
-        rows = [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+        super().count(body, limits)
+        check_count("messages", _rows(body, "messages"), limits.messages)
+        check_count("tools", _rows(body, "tools"), limits.tools)
+        messages = body.get("messages")
+        rows = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
         parts = sum(_rows(row, name) for row in rows for name in ("content", "tool_calls"))
         check_count("parts of messages and tool calls", parts, limits.parts)
 
@@ -272,11 +272,11 @@ class ChatRequest(Generation):
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": one.name}, "arguments": one.parameters or {"type": "object"}},
+                "properties": {"name": {"const": tool.name}, "arguments": tool.parameters or {"type": "object"}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for one in rows
+            for tool in rows
         ]
         return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
@@ -306,10 +306,10 @@ class CompletionRequest(Generation):
     suffix: Literal[""] = ""
 
     @classmethod
-    def count(cls, given: Mapping[str, Any], limits: Limits) -> None:
+    def count(cls, body: Mapping[str, Any], limits: Limits) -> None:
         """As above, and prompts, of which each has an answer at least."""
-        super().count(given, limits)
-        prompts = given.get("prompt")
+        super().count(body, limits)
+        prompts = body.get("prompt")
         if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
             check_count("answers", len(prompts), limits.choices)
 
@@ -318,16 +318,16 @@ class CompletionRequest(Generation):
         if not self.prompts:
             raise PromptError("prompt has no text, expected at least one. Send some.")
         super().bound(limits)
-        texts = [one for one in self.prompts if isinstance(one, str) and self.chunk_separator]
-        cuts = max((one.count(self.chunk_separator) for one in texts), default=0)
+        texts = [prompt for prompt in self.prompts if isinstance(prompt, str) and self.chunk_separator]
+        cuts = max((prompt.count(self.chunk_separator) for prompt in texts), default=0)
         check_count("documents", len(self.documents) + max(0, cuts - 1), limits.documents)
 
     @property
     def prompts(self) -> list[str | Ids]:
         """Each prompt."""
-        given = self.prompt
-        is_one = isinstance(given, str) or (given and isinstance(given[0], int))
-        return [given] if is_one else [*given]  # type: ignore[list-item]
+        prompt = self.prompt
+        is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if is_one else [*prompt]  # type: ignore[list-item]
 
     @property
     def choices(self) -> int:
@@ -354,25 +354,25 @@ Request = TypeVar("Request", bound=Generation)
 def read_request(kind: type[Request], body: bytes, limits: Limits) -> tuple[Request, dict[str, Any]]:
     """The fields of a request, and its body as it came; a `FieldError` where it is none."""
     try:
-        given = json.loads(body, parse_constant=_refuse_constant)
+        fields = json.loads(body, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise FieldError(None, "the body is nested too deeply. Send lists and objects of fewer levels.") from error
     except ValueError as error:  # bytes that are no text, too, and numbers of thousands of digits
         raise FieldError(None, f"the body is no JSON: {error}. Correct it.") from error
-    if not isinstance(given, dict):
-        raise FieldError(None, f"the body is {reprlib.repr(given)}, expected an object of JSON. Send one.")
-    kind.count(given, limits)
-    _check_levels(given)
+    if not isinstance(fields, dict):
+        raise FieldError(None, f"the body is {reprlib.repr(fields)}, expected an object of JSON. Send one.")
+    kind.count(fields, limits)
+    _check_levels(fields)
     try:
-        return kind.model_validate(given), given
+        return kind.model_validate(fields), fields
     except ValidationError as error:
         rows = error.errors(include_url=False)
         raise FieldError(*described([{**row, "loc": ("body", *row["loc"])} for row in rows])) from error
 
 
-def _check_levels(given: Any) -> None:
+def _check_levels(fields: Any) -> None:
     """Refuse what is nested deeper than those who read it after us can follow."""
-    level = [given]
+    level = [fields]
     for _ in range(MOST_LEVELS):
         values = (value for row in level for value in (row.values() if isinstance(row, dict) else row))
         level = [value for value in values if isinstance(value, dict | list)]
@@ -413,9 +413,9 @@ def _field(error: Mapping[str, Any]) -> str | None:
     return PART.sub(r"\1", ".".join(names)) or None
 
 
-def _rows(given: Mapping[str, Any], name: str) -> int:
+def _rows(body: Mapping[str, Any], name: str) -> int:
     """How many rows a field has, if it is a list."""
-    value = given.get(name)
+    value = body.get(name)
     return len(value) if isinstance(value, list) else 0
 
 
@@ -425,17 +425,17 @@ def check_count(what: str, count: int, most: int) -> None:
         raise PromptError(f"{count} {what} came, at most {most} are taken. Send fewer.")
 
 
-def check_chars(what: str, given: Any, limits: Limits) -> None:
+def check_chars(what: str, value: Any, limits: Limits) -> None:
     """Refuse more JSON than is compiled."""
-    chars = len(json.dumps(given))
+    chars = len(json.dumps(value))
     if chars > limits.schema_chars:
         raise PromptError(f"{what} has {chars} characters of JSON, expected at most {limits.schema_chars}. Send less.")
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
-    given = {"message": _printable(message), "type": kind, "code": code, "param": param and _printable(param)}
-    return {"error": given}
+    error = {"message": _printable(message), "type": kind, "code": code, "param": param and _printable(param)}
+    return {"error": error}
 
 
 def _printable(text: str) -> str:

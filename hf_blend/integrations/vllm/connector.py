@@ -165,15 +165,15 @@ class BlendConnector(KVConnectorBase_V1):
         return BlendStats(data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *given: Any) -> BlendMetrics:
+    def build_prom_metrics(cls, *args: Any) -> BlendMetrics:
         """Make the counters of vLLM's registry."""
-        return BlendMetrics(*given)
+        return BlendMetrics(*args)
 
     def shutdown(self) -> None:
         """Close the stores."""
         self._stores.close()
 
-    def _does_nothing(self, *given: Any, **more: Any) -> Any:
+    def _does_nothing(self, *args: Any, **more: Any) -> Any:
         """What vLLM asks of both, and the other does, or none: no request runs before all of its blocks are filled."""
 
     get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = _does_nothing
@@ -241,8 +241,8 @@ class Scheduler(BlendConnector):
 
     def _search(self, ids: Sequence[int], tenant: str) -> tuple[Span, ...]:
         """The stored chunks in a prompt that names none."""
-        found = self._stores.of(tenant).find(self._identity.fingerprint, self._identity.sink, ids)
-        return tuple(Span(one.start, one.key.token_ids, one.first, one.tokens) for one in found)
+        matches = self._stores.of(tenant).find(self._identity.fingerprint, self._identity.sink, ids)
+        return tuple(Span(match.start, match.key.token_ids, match.first, match.tokens) for match in matches)
 
     def _load_tokenizer(self) -> Any:
         if self._tokenizer is None:
@@ -362,7 +362,7 @@ class Worker(BlendConnector):
         if cache.report.fallback_reason:
             raise HfBlendError(cache.report.fallback_reason)
         layers: list[Any] = cache.layers
-        return [(one.keys[0].transpose(0, 1), one.values[0].transpose(0, 1)) for one in layers], cache.report
+        return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in layers], cache.report
 
     def wait_for_save(self) -> None:
         """Compare, after the forward, K and V that vLLM has computed with those of transformers."""
@@ -372,8 +372,8 @@ class Worker(BlendConnector):
         ids, blocks = check
         try:
             with torch.inference_mode(False), torch.no_grad():
-                given = torch.tensor([ids], device=self.model.device)
-                cache: Any = self.model(input_ids=given, use_cache=True, logits_to_keep=1).past_key_values
+                row = torch.tensor([ids], device=self.model.device)
+                cache: Any = self.model(input_ids=row, use_cache=True, logits_to_keep=1).past_key_values
             worst = max(map(self._distance, self._layers, cache.layers, [blocks] * len(self._layers)))
             most = TOLERANCE.get(self.model.dtype, COARSE_TOLERANCE)
             if worst > most:
@@ -414,11 +414,11 @@ class Worker(BlendConnector):
         count = -(-len(keys) // self._block_size)
         size = own.kv_cache.shape[-2]
         rows = self._indices(blocks, 0, count * self._block_size)[::size] // size
-        held = own.kv_cache[rows]
-        copy = held.clone()
+        block = own.kv_cache[rows]
+        copy = block.clone()
         _write(own, copy, keys, values, self._indices(list(range(count)), 0, len(keys)))
         norm = torch.cat((keys, values)).float().norm()
-        return float((copy.float() - held.float()).norm() / norm)
+        return float((copy.float() - block.float()).norm() / norm)
 
     def _indices(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
         """Where in the cache tokens are, `[tokens]`."""
@@ -435,7 +435,7 @@ class Stores:
         if own["tenants"]:
             from ...serving.service import read_tenants
 
-            self.secrets = {one.name: one.secret for one in read_tenants(Path(own["tenants"]))}
+            self.secrets = {tenant.name: tenant.secret for tenant in read_tenants(Path(own["tenants"]))}
         self._open: dict[str, ChunkStore] = {}
         self._settings = {"remote": own["remote"], "memory_bytes": memory_bytes // len(self.secrets)}
         self._location = own["store"]
@@ -483,7 +483,7 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse what cannot be blended, before a request comes."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    odd = [type(one).__name__ for one in specs if type(one) is not FullAttentionSpec or one.sliding_window]
+    odd = [type(spec).__name__ for spec in specs if type(spec) is not FullAttentionSpec or spec.sliding_window]
     rope = str(getattr(model.hf_text_config, "rope_parameters", None) or {})
     allows_copy = vllm_config.kv_transfer_config.kv_connector_extra_config.get("allow_copy", False)
     refused = (
@@ -498,6 +498,6 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
         ("dynamic" in rope or "longrope" in rope, "a rotary embedding that depends on the prompt's length",
          "requests would change each other"),
     )  # fmt: skip
-    for is_so, given, reason in refused:
+    for is_so, setting, reason in refused:
         if is_so:
-            raise ConfigError(f"BlendConnector cannot serve {given}: {reason}.")
+            raise ConfigError(f"BlendConnector cannot serve {setting}: {reason}.")

@@ -65,9 +65,9 @@ class UpstreamFields(Generation):
         check_chars("bad_words", self.bad_words, limits)
         for name in ("stop_token_ids", "logprob_token_ids"):
             check_count(name, len(getattr(self, name)), limits.documents)
-        given = [name for name in NOT_BESIDE_DOCUMENTS if getattr(self, name, None) is not None]
-        if self.documents and given:
-            raise PromptError(f"{given[0]} came with documents, whose prompt is made here. Leave one of both out.")
+        fields = [name for name in NOT_BESIDE_DOCUMENTS if getattr(self, name, None) is not None]
+        if self.documents and fields:
+            raise PromptError(f"{fields[0]} came with documents, whose prompt is made here. Leave one of both out.")
 
 
 class UpstreamChat(UpstreamFields, ChatRequest):

@@ -48,7 +48,7 @@ def plan_salt(
     about = {
         "tenant": tenant,
         "config": config.to_dict(),
-        "documents": [[one.start, one.first, one.tokens, list(one.token_ids)] for one in spans],
+        "documents": [[span.start, span.first, span.tokens, list(span.token_ids)] for span in spans],
         "token_ids": list(map(int, token_ids)),  # a selector may look at the question
     }
     text = json.dumps(about, sort_keys=True, separators=(",", ":"))
@@ -59,8 +59,8 @@ def read_params(
     params: Mapping[str, Any] | None, token_ids: Sequence[int], tokenizer: Callable[[], Any] | None
 ) -> Reuse:
     """What a request says in its `kv_transfer_params`; without spans if it names no documents."""
-    given = params or {}
-    documents, tenant = given.get("documents") or (), given.get("tenant") or ""
+    fields = params or {}
+    documents, tenant = fields.get("documents") or (), fields.get("tenant") or ""
     if not isinstance(tenant, str):
         raise PromptError(f"tenant is {tenant!r:.60}, expected a name. Leave it out where there are no tenants.")
     if isinstance(documents, str) or not isinstance(documents, Sequence):
@@ -69,7 +69,7 @@ def read_params(
 
 
 def _spans(documents: Sequence[Any], token_ids: Sequence[int], tokenizer: Callable[[], Any] | None) -> list[Span]:
-    spans = sorted((_span(one, token_ids, tokenizer) for one in documents), key=lambda one: one.start)
+    spans = sorted((_span(row, token_ids, tokenizer) for row in documents), key=lambda row: row.start)
     for left, right in pairwise(spans):
         if left.overlaps(right):
             raise PromptError(
@@ -78,13 +78,13 @@ def _spans(documents: Sequence[Any], token_ids: Sequence[int], tokenizer: Callab
     return spans
 
 
-def _span(given: Any, token_ids: Sequence[int], tokenizer: Callable[[], Any] | None) -> Span:
+def _span(text: Any, token_ids: Sequence[int], tokenizer: Callable[[], Any] | None) -> Span:
     """A document: its text; [start, stop]; or the fields of a `Span`, for one of which the prompt has a part."""
     size = len(token_ids)
-    given = text_of(given) if isinstance(given, Mapping) else given
-    match given:
+    text = text_of(text) if isinstance(text, Mapping) else text
+    match text:
         case str() if tokenizer is not None:
-            ids = tokenize(tokenizer(), given)
+            ids = tokenize(tokenizer(), text)
             span = aligned(array("i", token_ids).tobytes(), 0, size, 0, ids) if ids else None
         case [int(start), int(stop)] if 0 <= start < stop <= size:
             span = Span.whole(start, tuple(map(int, token_ids[start:stop])))
@@ -96,7 +96,7 @@ def _span(given: Any, token_ids: Sequence[int], tokenizer: Callable[[], Any] | N
             span = None
     if span is None or not span.tokens:
         raise PromptError(
-            f"the document {given!r:.60} is not in the prompt of {size} tokens. Give [start, stop], or its text as it "
+            f"the document {text!r:.60} is not in the prompt of {size} tokens. Give [start, stop], or its text as it "
             "is in the prompt."
         )
     return span

@@ -68,20 +68,20 @@ class Proxy:
 
     def rewrite(self, fields: Generation, body: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
         """The body for vLLM: a prompt with documents as ids, its documents, and the salt of its plan."""
-        given = {name: value for name, value in body.items() if name not in (*OURS, "documents")}
+        rewritten = {name: value for name, value in body.items() if name not in (*OURS, "documents")}
         if isinstance(fields, ChatRequest):
-            given["messages"] = [_for_vllm(*row) for row in zip(fields.messages, body["messages"], strict=True)]
+            rewritten["messages"] = [_for_vllm(*row) for row in zip(fields.messages, body["messages"], strict=True)]
         salt = partial(plan_salt, config=self._config, tenant=tenant.name, secret=tenant.secret)
         prompt = self._chat(fields) if isinstance(fields, ChatRequest) else self._text(fields)
         if prompt is None:  # no blended block has the salt of an empty plan
-            return given | ({"cache_salt": salt((), ())} if tenant.name else {})
+            return rewritten | ({"cache_salt": salt((), ())} if tenant.name else {})
         ids, spans = list(prompt.ids), [list(span) for span in prompt.spans()]
         told: dict[str, Any] = {"documents": spans, "tenant": tenant.name}
         if isinstance(fields, ChatRequest):
             told["prompt_token_ids"] = ids
         else:
-            given["prompt"] = ids
-        return given | {"kv_transfer_params": told, "cache_salt": salt(ids, spans)}
+            rewritten["prompt"] = ids
+        return rewritten | {"kv_transfer_params": told, "cache_salt": salt(ids, spans)}
 
     def _chat(self, fields: ChatRequest) -> TextPrompt | None:
         """The prompt of a chat with documents; what vLLM makes of others is within the same limits."""
@@ -90,8 +90,8 @@ class Proxy:
         tools = [tool.model_dump(exclude_unset=True) for tool in fields.tools]
         template = {**fields.chat_template_kwargs, **({"tools": tools} if tools else {})}
         if fields.documents:
-            given = (fields.documents, self.limits.documents, template, self._tokens, None, self.limits.render_s)
-            return chat_prompt(self._tokenizer, messages, *given)
+            chat = (fields.documents, self.limits.documents, template, self._tokens, None, self.limits.render_s)
+            return chat_prompt(self._tokenizer, messages, *chat)
         check_chat(self._tokenizer, messages, (), template, self._tokens)
         list(opened_images(messages, self.limits))
         return None
@@ -120,9 +120,9 @@ class Relay:
 
     def __init__(self, upstream: str, proxy: Proxy, transport: Any = None) -> None:
         self._proxy, self._workers = proxy, PromptWorkers(len(proxy.tenants.stores))
-        given: dict[str, Any] = {"base_url": upstream, "transport": transport}
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_S), limits=UNBOUNDED, **given)
-        self._probes = httpx.AsyncClient(timeout=PROBE_S, limits=PROBES, **given)
+        common: dict[str, Any] = {"base_url": upstream, "transport": transport}
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_S), limits=UNBOUNDED, **common)
+        self._probes = httpx.AsyncClient(timeout=PROBE_S, limits=PROBES, **common)
 
     async def probe(self, request: Request) -> Response:
         """Ask vLLM for something small."""
@@ -132,13 +132,13 @@ class Relay:
     async def forward(self, request: Request) -> Response:
         """Ask vLLM for an answer; a client that goes away is noticed."""
         proxy, limits, tenant = self._proxy, self._proxy.limits, request.state.tenant
-        fields, given = read_request(KINDS[request.url.path], await body_of(request), limits)
+        fields, body = read_request(KINDS[request.url.path], await body_of(request), limits)
         fields.bound(limits)
         until = asyncio.get_running_loop().time() + limits.request_s
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(admitted(proxy.running, limits, tenant, fields.choices))
-            make = partial(self._content, fields, given, tenant)
-            del given
+            make = partial(self._content, fields, body, tenant)
+            del body
             async with asyncio.timeout_at(until):
                 answer = await _while_there(request, self._asked(request, make, stack))
             if answer is None:
@@ -153,9 +153,9 @@ class Relay:
         await self._client.aclose()
         await self._probes.aclose()
 
-    def _content(self, fields: Generation, given: dict[str, Any], tenant: Tenant) -> bytes:
+    def _content(self, fields: Generation, body: dict[str, Any], tenant: Tenant) -> bytes:
         try:
-            return json.dumps(self._proxy.rewrite(fields, given, tenant), ensure_ascii=False).encode()
+            return json.dumps(self._proxy.rewrite(fields, body, tenant), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise PromptError(
                 f"the body has the character {error.object[error.start]!r}, which is half of a surrogate pair. Leave "
@@ -191,10 +191,10 @@ async def _events(request: Request, answer: httpx.Response, until: float) -> Asy
     try:
         while True:
             async with asyncio.timeout_at(until):
-                part = await anext(parts, None)
-            if part is None:
+                piece = await anext(parts, None)
+            if piece is None:
                 return
-            yield part
+            yield piece
     except (TimeoutError, httpx.HTTPError) as error:
         status, body = failed(error, request.state.id) if isinstance(error, TimeoutError) else _unanswered(error)
         request.state.status = status
@@ -208,8 +208,8 @@ async def _while_there(request: Request, asking: Coroutine[Any, Any, Made]) -> M
         await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        for one in (task, left):
-            one.cancel()
+        for waiting in (task, left):
+            waiting.cancel()
         await asyncio.gather(task, left, return_exceptions=True)
 
 

@@ -52,17 +52,17 @@ def model_over(vllm_model: nn.Module, model_config: Any) -> nn.Module:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=model_config.dtype, attn_implementation="sdpa")
     model.tie_weights()
-    held = dict(vllm_model.named_parameters())
+    tensors = dict(vllm_model.named_parameters())
     packed = getattr(vllm_model, "packed_modules_mapping", None) or {}
-    tables = [name for name, one in vllm_model.named_modules() if isinstance(one, VocabParallelEmbedding)]
+    tables = [name for name, module in vllm_model.named_modules() if isinstance(module, VocabParallelEmbedding)]
     padded = {f"{name}.weight" for name in tables}  # with rows that no token has
     shapes = {name: own.shape for name, own in model.named_parameters()}
     for name, shape in shapes.items():
-        found = _found(name, shapes, held, packed, padded)
-        if found is None or found.shape != shape or found.dtype != model.dtype:
-            _refuse(model, name, shape, found)
+        weight = _found(name, shapes, tensors, packed, padded)
+        if weight is None or weight.shape != shape or weight.dtype != model.dtype:
+            _refuse(model, name, shape, weight)
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(found))
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(weight))
     model.tie_weights()
     device = next(model.parameters()).device
     return model.to(device).eval()  # moves the rotary tables, which are no parameters
@@ -79,28 +79,28 @@ def load_copy(model_config: Any, device: torch.device) -> nn.Module:
 def _found(
     name: str,
     shapes: Mapping[str, torch.Size],
-    held: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     packed: Mapping[str, list[str]],
     padded: Set[str],
 ) -> Tensor | None:
     """The part of vLLM's tensors that is a parameter of transformers, if it is there."""
     shape = shapes[name]
-    if name in held:
-        found = held[name].detach()
-        return found[: shape[0]] if name in padded else found
+    if name in tensors:
+        weight = tensors[name].detach()
+        return weight[: shape[0]] if name in padded else weight
     module, _, kind = name.rpartition(".")
     owner, _, leaf = module.rpartition(".")
     for fused, parts in packed.items():
-        tensor = held.get(f"{owner}.{fused}.{kind}")
+        tensor = tensors.get(f"{owner}.{fused}.{kind}")
         if leaf in parts and tensor is not None:
-            rows = [shapes.get(f"{owner}.{part}.{kind}", (0,))[0] for part in parts]
+            rows = [shapes.get(f"{owner}.{piece}.{kind}", (0,))[0] for piece in parts]
             start = sum(rows[: parts.index(leaf)])
             return tensor.detach()[start : start + shape[0]] if tensor.shape[0] == sum(rows) else tensor
     return None
 
 
-def _refuse(model: nn.Module, name: str, shape: torch.Size, found: Tensor | None) -> None:
-    got = "none" if found is None else f"{found.dtype} of {tuple(found.shape)}"
+def _refuse(model: nn.Module, name: str, shape: torch.Size, weight: Tensor | None) -> None:
+    got = "none" if weight is None else f"{weight.dtype} of {tuple(weight.shape)}"
     raise UnsupportedModelError(
         f"vLLM holds {got} for {name} of {type(model).__name__}, expected {model.dtype} of {tuple(shape)}: it is "
         "quantised, packed or of another form. Set allow_copy in kv_connector_extra_config to load the model "
