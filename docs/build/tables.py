@@ -80,7 +80,8 @@ ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full reuse": "none@text=0",
     "`boundary`": "boundary@text=0.1",
     "`ramp`": "ramp@text=0.1",
-    "`ramp`, the default": "ramp@text=0.15",
+    "`ramp`, 15 %": "ramp@text=0.15",
+    "`expected-error`, the default's rule": "expected-error@text=0.1",
 }
 RULES = {"greedy": "the search", "ramp": "`ramp`", "random": "tokens at random"}
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
@@ -202,13 +203,16 @@ def _scored(document: dict[str, Any]) -> list[str]:
 
 
 def _answers(document: dict[str, Any]) -> list[str]:
-    """Right answers of a real model to a question that it can answer."""
-    found = {row["method"]: row for row in document["rows"]}
-    lines = ["| chunks, selector | charged | right | of full prefill's |", "|---|---|---|---|"]
+    """Right answers of real models to a question that they can answer."""
+    models = {row["model"]: row["n"] for row in document["rows"]}
+    by_method = {(row["model"], row["method"]): row for row in document["rows"]}
+    titles = [f"{MODELS.get(model, model)}, n = {n}" for model, n in models.items()]
+    lines = [f"| chunks, selector | charged | {' | '.join(titles)} |", "|---" * (2 + len(models)) + "|"]
     for name, method in ANSWERED.items():
-        row = found[method]
-        cells = [f"{row[key]:.2f} [{row[f'{key}_low']:.2f}, {row[f'{key}_high']:.2f}]" for key in ("right", "of_full")]
-        lines.append(f"| {name} | {100 * row['charged']:.0f} % | {' | '.join(cells)} |")
+        rows = [by_method.get((model, method)) for model in models]
+        charged = next(row["charged"] for row in rows if row)
+        cells = [f"{row['right']:.2f} [{row['right_low']:.2f}, {row['right_high']:.2f}]" if row else "" for row in rows]
+        lines.append(f"| {name} | {100 * charged:.0f} % | {' | '.join(cells)} |")
     return lines
 
 
