@@ -211,7 +211,8 @@ def _answers(document: dict[str, Any]) -> list[str]:
     for name, method in ANSWERED.items():
         rows = [by_method.get((model, method)) for model in models]
         charged = next(row["charged"] for row in rows if row)
-        cells = [f"{row['right']:.2f} [{row['right_low']:.2f}, {row['right_high']:.2f}]" if row else "" for row in rows]
+        shares = [(row["right"], row["right_low"], row["right_high"]) if row else None for row in rows]
+        cells = ["{:.2f} [{:.2f}, {:.2f}]".format(*share) if share else "" for share in shares]
         lines.append(f"| {name} | {100 * charged:.0f} % | {' | '.join(cells)} |")
     return lines
 
