@@ -62,6 +62,15 @@ def needs_question(selector: str | None, options: Mapping[str, Any] | None = Non
     return bool(made.needs_question or made.needs_full_prefill)
 
 
+def names_file(settings: Any) -> bool:
+    """Return True if a plugin is named by a file, also in the options of another."""
+    if isinstance(settings, Mapping):
+        return any(map(names_file, settings.values()))
+    if isinstance(settings, list | tuple):
+        return any(map(names_file, settings))
+    return isinstance(settings, str) and settings.endswith(plugins.FILE)
+
+
 @dataclass(frozen=True)
 class MeasuredFamily:
     """A model on which `benchmarks/robust.py` compared the rules; those of its kind and width are taken to be like it.
@@ -128,6 +137,8 @@ class Recipes:
             for settings in (recipe.settings, recipe.blind_settings or {}):
                 if unknown := set(settings) - set(SETTINGS):
                     raise ConfigError(f"it has the settings {sorted(unknown)}, expected some of {SETTINGS}")
+                if names_file(settings):
+                    raise ConfigError("it names a file of Python, but others may write to a store's folder")
                 BlendConfig.from_dict(settings)
         except (OSError, ValueError, KeyError, TypeError, HfBlendError) as error:
             logger.warning("the recipe %s is left out: %s. Run hf-blend tune again.", path, error)
@@ -155,8 +166,16 @@ class Recipes:
         return DEFAULT
 
     def put(self, fingerprint: str, recipe: Recipe) -> None:
-        """Keep the recipe of a model in the place of an earlier one; the file is whole or absent."""
+        """Keep the recipe of a model in the place of an earlier one; the file is whole or absent.
+
+        One that names a file of the caller's own is kept in this process alone: nobody runs what a folder names.
+        """
         self._known()[fingerprint] = recipe
+        if names_file(recipe.settings) or names_file(recipe.blind_settings):
+            logger.warning(
+                "the recipe names a file of Python, and is kept in this process alone. Name it in each call."
+            )
+            return
         if self._folder is None:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -74,3 +74,24 @@ def test_store_in_memory_keeps_a_recipe_and_one_in_part_asks_no_question(shared_
     assert BlendCache(model, store).config.selector == "boundary"
     assert not ChunkStore.open("memory://").recipes
     assert BlendCache(model, ChunkStore.open("memory://", partial=0.5)).config.selector == BLIND_SELECTOR
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_file_that_a_folder_names_is_never_run(shared_model, tmp_path, caplog, is_inner):
+    model, ran, plugin = shared_model(), tmp_path / "ran", tmp_path / "mine.py"
+    plugin.write_text(f"open({str(ran)!r}, 'w').close()\nfrom hf_blend.selectors.random import Random as Mine\n")
+    settings = {"selector": str(plugin)}
+    if is_inner:
+        settings = {"selector": "compose", "selector_options": {"inner": str(plugin)}}
+    recipes = tmp_path / "kv" / "recipes"
+    recipes.mkdir(parents=True)
+    path = recipes / f"{fingerprint(model)}.json"
+    path.write_text(json.dumps({"settings": settings, "source": "a stranger"}), "utf-8")
+    with ChunkStore.open(tmp_path / "kv") as store, caplog.at_level(logging.WARNING):
+        assert BlendCache(model, store).config == BlendConfig()
+        assert "names a file of Python" in caplog.text
+        assert not ran.exists()
+        path.unlink()
+        store.recipes.put(fingerprint(model), Recipe(settings, "mine"))
+        assert "kept in this process alone" in caplog.text
+    assert not path.exists()
