@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from hf_blend import PromptError, StateCache, StoreError
+from hf_blend import ConfigError, PromptError, StateCache, StoreError
 from hf_blend.context.session import load_session, save_session
 from hf_blend.model.anatomy import stock_cache
 from tests import asking
@@ -139,3 +139,41 @@ def test_a_prefix_that_does_not_fit_and_a_session_of_another_model_are_refused_b
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(StoreError, match="is not what was saved"):
         load_session(StateCache(model), path)
+
+
+def test_a_prefix_that_parts_says_all_that_it_computed():
+    state, ids = StateCache(model_of("qwen3_next")), ids_of(PREFIX)
+    assert state.prefill(ids) == PREFIX
+    assert state.prefill([*ids[:20], *ids_of(9, 3)]) == 20 + 9, "no states were saved at the parting"
+    assert state.prefill([*ids[:20], *ids_of(9, 3), 5]) == 1
+
+
+REFUSED = {
+    "a mask": (ConfigError, "attention_mask came", {"attention_mask": torch.zeros(1, PREFIX)}),
+    "a cache": (ConfigError, "past_key_values came", {"past_key_values": ()}),
+    "beams": (ConfigError, "num_beams came", {"num_beams": 2}),
+    "answers": (ConfigError, "num_return_sequences came", {"num_return_sequences": 2, "do_sample": True}),
+    "a record": (ConfigError, "return_dict_in_generate came", {"return_dict_in_generate": True}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_hold_other_states_than_the_ids_make_is_refused_and_nothing_is_lost(what):
+    error, words, options = REFUSED[what]
+    state, ids = StateCache(model_of("lfm2")), ids_of(PREFIX)
+    state.prefill(ids[:-3])
+    with pytest.raises(error, match=words):
+        state.generate(ids, **options)
+    assert state.tokens() == ids[:-3]
+
+
+def test_ids_of_a_batch_or_none_and_a_model_in_training_are_refused():
+    model, ids = tiny_model("lfm2"), ids_of(PREFIX)
+    state = StateCache(model)
+    for odd in (torch.tensor([ids]), [], ["a"], [1.5]):
+        with pytest.raises(PromptError, match=r"expected the token ids of one text|has no token"):
+            state.prefill(odd)
+    assert state.prefill(torch.tensor(ids)) == PREFIX
+    model.train()
+    with pytest.raises(ConfigError, match="in training mode"):
+        state.generate(ids, **FEW)

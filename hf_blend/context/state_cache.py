@@ -18,7 +18,8 @@ of a conversation whose template always writes the last turn otherwise two turns
 
 import copy
 import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from ..cache.cache_layers import cache_layers
 from ..cache.quantised_layer import QuantisedLayer
 from ..config import BlendConfig
+from ..errors import ConfigError, PromptError
 from ..model.anatomy import refuse_extended, stock_cache, text_config
 from ..model.author import Author, author_of
 from ..model.fingerprint import fingerprint
@@ -40,6 +42,9 @@ from .tables import regime_tokens
 
 logger = logging.getLogger(__name__)
 END = 1 << 31  # of ids
+_OWN = ("attention_mask", "cache", "input_ids", "inputs", "inputs_embeds", "past_key_values", "position_ids",
+        "return_dict_in_generate")  # fmt: skip
+_SEVERAL = ("num_beams", "num_return_sequences")
 _NOTHING: tuple[Author | None, list[int], Any] = None, [], None
 
 
@@ -99,16 +104,17 @@ class StateCache:
             how many tokens were computed; the others were held.
 
         Raises:
-            PromptError: they do not fit the window, or one stands for an image.
+            PromptError: they do not fit the window, are not the ids of one text, or one is of an image.
+            ConfigError: the model is in training mode.
         """
-        refuse_placeholders(self.model, token_ids, "a prefix")
+        token_ids = self._checked(token_ids)
         self.recompute()
-        ids = self._fitting([*token_ids], len(token_ids), 0)
-        cache, start = self._begun([*ids, 0], is_whole=True)
+        ids = self._fitting(token_ids, len(token_ids), 0)
+        cache, start, again = self._begun([*ids, 0], is_whole=True)
         self._way.advance(self.model, cache, torch.tensor(ids[start:], dtype=torch.long))
         self._cache, self._ids = cache, ids
         self._save_states()
-        return len(ids) - start
+        return again + len(ids) - start
 
     def generate(self, token_ids: Sequence[int], question_tokens: int | None = None, **options: Any) -> list[int]:
         """Answer a prompt as `generate` of transformers does, of which what is held is not computed again.
@@ -117,20 +123,22 @@ class StateCache:
             token_ids: of the whole prompt. Where it and an answer are too long, what is between its first tokens and
                 the question is cut, the earliest first.
             question_tokens: how many tokens at the end are the question; None: nothing is cut.
-            **options: of `generate`.
+            **options: of `generate`, for one answer as ids.
 
         Returns:
             the ids of the answer. The prompt and all of the answer but its last token are held then.
 
         Raises:
-            PromptError: the question and its answer do not fit the window, or a token stands for an image.
+            PromptError: as in `prefill`, of the question and its answer.
+            ConfigError: as in `prefill`; or an option brings tokens, masks or a cache, or asks for several answers.
         """
-        refuse_placeholders(self.model, token_ids, "a prompt")
+        token_ids = self._checked(token_ids)
+        self._refuse(options)
         self.recompute()
         new = options.get("max_new_tokens") or self.model.generation_config.max_new_tokens or 1
         question_tokens = len(token_ids) if question_tokens is None else question_tokens
-        ids = self._fitting([*token_ids], min(question_tokens, len(token_ids)), new)
-        cache, cached = self._begun(ids, is_whole=len(ids) == len(token_ids))
+        ids = self._fitting(token_ids, min(question_tokens, len(token_ids)), new)
+        cache, cached, _ = self._begun(ids, is_whole=len(ids) == len(token_ids))
         if cached and not self._way.at_once:
             self._way.advance(self.model, cache, torch.tensor(ids[cached:-1]))
         prompt = torch.tensor([ids], device=input_device(self.model))
@@ -139,6 +147,34 @@ class StateCache:
         self.shifts += len(ids) < len(token_ids)
         self._cache, self._ids = cache, output[: cache.get_seq_length()]
         return output[len(ids) :]
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        """The ids of one text, of which a model in evaluation mode makes the states."""
+        try:
+            ids = list(map(operator.index, token_ids))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise PromptError(f"{token_ids!r:.60} came, expected the token ids of one text. Pass a list.") from error
+        if not ids:
+            raise PromptError("the prompt has no token, but at least one is expected. Send some text.")
+        refuse_placeholders(self.model, ids, "a prompt")
+        if self.model.training:
+            raise ConfigError(
+                f"{type(self.model).__name__} is in training mode, in which dropout makes other states each time, but "
+                "evaluation mode is expected. Call model.eval()."
+            )
+        return ids
+
+    def _refuse(self, options: Mapping[str, Any]) -> None:
+        """Refuse options with which the cache would hold something else than what the ids make."""
+        name = next((name for name in _OWN if options.get(name) is not None), None)
+        config = options.get("generation_config") or self.model.generation_config
+        several = ((name, options.get(name, getattr(config, name, None))) for name in _SEVERAL)
+        name = next((name for name, count in several if (count or 1) > 1), name)
+        if name:
+            raise ConfigError(
+                f"{name} came for a prompt of which the states are held, but one answer to its ids alone is expected. "
+                "Leave it out."
+            )
 
     def recompute(self) -> int:
         """See `SequenceCache.recompute`."""
@@ -199,28 +235,28 @@ class StateCache:
         dropped = dropped_tokens(earlier, question + new, self.window_tokens, self.keep_tokens, way_out)
         return [*ids[: self.keep_tokens], *ids[self.keep_tokens + dropped :]]
 
-    def _begun(self, ids: list[int], is_whole: bool) -> tuple[Any, int]:
+    def _begun(self, ids: list[int], is_whole: bool) -> tuple[Any, int, int]:
         """A cache of its own that holds the beginning that some ids have in common with what is held, and its tokens.
 
-        If that is not all that is held, the states are computed again and saved there.
+        If that is not all that is held, the states are computed again and saved there; last is for how many tokens.
         """
         same = shared_tokens(ids[:-1], self._ids)
         if same == len(self._ids) and same:
-            return copy.deepcopy(self._cache), same
+            return copy.deepcopy(self._cache), same, 0
         cache, start = self._resumed(same)
         self._saved = self._saved if start else (0, {})
         if same > start:
             self._way.advance(self.model, cache, torch.tensor(ids[start:same]))
             taken = self._way.form.take(cache, same, same)
             self._saved = same, {name: tensor.clone() for name, tensor in taken.items()}
-        if is_whole and self._ids and not self._has_said:
+        if is_whole and same > start and not self._has_said:
             self._has_said = True
             logger.warning(
                 "earlier turns are written otherwise than they were computed, from token %s of %s on, and states "
                 "cannot be cut: %s tokens are computed again. So it is with later turns, from where the last parted.",
                 same, len(self._ids), same - start,
             )  # fmt: skip
-        return cache, same
+        return cache, same, same - start
 
     def _resumed(self, most: int) -> tuple[Any, int]:
         """A cache of the tokens behind which states are saved, and how many, if not more; or an empty one."""
