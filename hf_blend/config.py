@@ -307,7 +307,9 @@ def _ratios(name: str, value: Any) -> tuple[float, ...]:
 def _integers(name: str, value: Any) -> tuple[int, ...]:
     for item in _sequence(name, value):
         if isinstance(item, bool) or not isinstance(item, Integral) or item < 0:
-            raise ConfigError(f"{name} holds {item!r}, but whole numbers from 0 on are wanted. Correct it: {value!r}.")
+            raise ConfigError(
+                f"{name} holds {item!r}, but whole numbers from 0 on are expected. Correct it: {value!r}."
+            )
     return tuple(map(int, value))
 
 

@@ -54,7 +54,7 @@ class PerProcess(Generic[Answer]):
             return self._made[1]
 
     def take(self) -> Answer | None:
-        """Give this process's value for the last time, if it was made: the next one is made anew."""
+        """Give this process's value for the last time, if it was made: the next one is another."""
         with self._lock:
             made, self._made = self._made, None
             return made[1] if made is not None and made[0] == os.getpid() else None

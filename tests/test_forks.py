@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A forked child goes on with what its parent opened, while threads of the parent are in the middle of something."""
+"""A forked child continues with what its parent opened, while threads of the parent are in the middle of something."""
 
 import ast
 import os

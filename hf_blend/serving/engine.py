@@ -351,7 +351,7 @@ class BlendedBatching(ContinuousBatchingManager):
         """Have all computed again, and nothing of it shared, when the model is another than the one that did."""
         try:
             author = author_of(self.model)
-        except HfBlendError:  # somebody hooked the model
+        except HfBlendError:  # the model has a hook
             author = None
         self.paged.shares = author is not None
         if author == self._author:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Rounds:
-    """Round robin by tenant: whoever waits in line is served before any other tenant is served twice."""
+    """Round robin by tenant: a tenant that waits is served before another is served twice."""
 
     def __init__(self) -> None:
         self._line: list[str] = []
@@ -21,7 +21,7 @@ class Rounds:
     def order(self, requests: Iterable[T], tenant_of: Callable[[T], str]) -> list[T]:
         """The first request of each tenant in line, then the second of each, and so on; tenants without one leave.
 
-        Who comes stands behind those in line, and who was served behind who comes.
+        A new tenant comes behind those in line, and one that was served behind all of them.
         """
         queues: dict[str, list[T]] = {}
         for request in requests:

@@ -214,7 +214,7 @@ def test_chunks_that_several_waiting_requests_bring_are_computed_once(model, ben
         names = [engine.add_request(ask.prompt) for ask in asks]
         answers = bench.collected(engine, names)
         computed = [engine.outcome(name).computed_chunks for name in names]
-    assert computed == [3, 0, 0, 0, 0, 0], "two chunks and what stands before them"
+    assert computed == [3, 0, 0, 0, 0, 0], "two chunks and what is before them"
     assert answers == bench.alone(model, store, asks, recompute_ratio=RATIO)
 
 
