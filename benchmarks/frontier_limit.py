@@ -50,7 +50,7 @@ class Search:
         self._answer, self._full, _ = bench.full(bench.inputs(cache, row)["input_ids"])
         self._context = "" if way == ALONE else TEXT
         self._store = ChunkStore.open("memory://")
-        [prompt] = cache._prompts.pending.batch.prompts
+        [prompt] = cache.prompts.pending.batch.prompts
         places = [(span.start, span.start + span.tokens) for span in prompt.spans()]
         self.tokens = sum(stop - start for start, stop in places)
         self._groups = [

@@ -15,8 +15,8 @@ from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.cache.blend_cache import _warn_once
 from hf_blend.errors import ConfigError
+from hf_blend.prefill.notices import warn_once
 from tests.asking import GREEDY, hooks, memory, prepared
 from tests.conftest import random_pieces
 
@@ -185,7 +185,7 @@ def test_fallback_reason_is_reported_and_logged_once_where_a_prompt_cannot_be_se
         "labels were passed": {"input_ids": ids, "labels": ids},
     }
     for text, given in ways.items():
-        _warn_once.cache_clear()
+        warn_once.cache_clear()
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="hf_blend"):
             for _ in range(2):

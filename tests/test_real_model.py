@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.cache import blend_cache
+from hf_blend.prefill import notices
 
 NOTES = ["The keeper of the light at Skerry is Una Moss.", "A lantern costs four pounds."]
 QUESTION = "Who keeps the light?"
@@ -21,7 +21,7 @@ def cache(smollm2) -> BlendCache:
 @pytest.fixture
 def warned(caplog):
     """What was said, with nothing said before."""
-    blend_cache._warn_once.cache_clear()
+    notices.warn_once.cache_clear()
     caplog.set_level(logging.WARNING, "hf_blend")
     return lambda: [one.message for one in caplog.records if "chat template" in one.message]
 

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_blend import BlendCache, ChunkStore, PromptError, blended
-from hf_blend.cache import blend_cache
 from hf_blend.model.fingerprint import fingerprint
+from hf_blend.prefill import notices
 from hf_blend.prefill.plan import ChunkOrigin, Planner, PromptRow
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.prompt.text import build_text
@@ -35,7 +35,7 @@ JOINS = {
 
 @pytest.fixture(autouse=True)
 def each_warning_is_new():
-    blend_cache._warn_once.cache_clear()
+    notices.warn_once.cache_clear()
 
 
 def longest_run(prompt, chunk):

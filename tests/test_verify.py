@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
 from hf_blend.cache import layers
+from hf_blend.cache.blend_cache import BlendCache
 from hf_blend.context import self_extend, sequence_cache, tables
 from hf_blend.hybrids import mixer
 from hf_blend.model import calibrate, capture, hooks
@@ -193,7 +194,7 @@ def all_before_seen(mask: Any, starts: Any, tokens: int, *_: Any) -> LocalLines:
 
 
 def anyone(self: Any, args: Any, kwargs: Any) -> Any:
-    return self._cache() if any(hasattr(value, "forward_begins") for value in (*args, *kwargs.values())) else None
+    return self._listener() if any(isinstance(value, BlendCache) for value in (*args, *kwargs.values())) else None
 
 
 def left_only_on_success(self: Any, module: Any, args: Any, kwargs: Any, output: Any) -> None:

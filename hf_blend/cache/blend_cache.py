@@ -13,11 +13,10 @@ model, enters the model's layers for the one forward that is the prefill, and be
 """
 
 import copy
-import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,79 +26,38 @@ from transformers.tokenization_utils_base import BatchEncoding
 
 from .. import plugins
 from ..config import BlendConfig
-from ..errors import ConfigError, HfBlendError, PromptError
-from ..model.anatomy import EXTENDED, decoder_layers, default_sink, refuse_extended, text_config
-from ..model.author import Author, author_of, refuse_other_author
-from ..model.calibrate import ensure_trusted, ignores_states
-from ..model.extras import extras_of
+from ..errors import ConfigError, PromptError
+from ..model.anatomy import decoder_layers, default_sink
+from ..model.author import author_of, refuse_other_author
 from ..model.fingerprint import structure_digest
-from ..model.flops import layer_costs
-from ..model.hooks import ForwardHooks, asking_generate, is_assisting
-from ..model.identity.canonical import refuse_request_state, refuse_wrapper
-from ..model.modality import placeholders_of, refuse_placeholders
+from ..model.hooks import asking_generate
+from ..model.identity.canonical import refuse_wrapper
 from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
-from ..prefill.blend import Prefill
-from ..prefill.context import PrefillContext
-from ..prefill.notices import OTHER_IDS, UNEVEN, other_tokenizers, too_small, why_nothing_found
-from ..prefill.observing import AttentionObserver, run_probe
-from ..prefill.plan import ChunkOrigin, Plan, Planner
-from ..prefill.realign import Realigner
-from ..prefill.report import Advice, BlendReport
-from ..prefill.request import PendingPrompt, Request
+from ..prefill.notices import warn_once
+from ..prefill.observing import AttentionObserver
+from ..prefill.report import BlendReport
+from ..prefill.request import PendingPrompt
 from ..prompt.documents import is_document
 from ..prompt.messages import build_messages
-from ..prompt.pieces import (
-    SEPARATOR,
-    History,
-    Prompt,
-    TextPrompt,
-    batch,
-    build_all,
-    check_lengths,
-    tokenizer_digest,
-)
+from ..prompt.pieces import SEPARATOR, History, Prompt, TextPrompt, batch, build_all, tokenizer_digest
 from ..prompt.text import build_text
 from ..recipes import Recipe
-from ..selectors.base import Hear
 from ..store import ChunkStore
-from .cache_layers import cache_layers
+from .cache_layers import KVLayers
+from .forward_watch import ForwardWatch
 from .layers import as_indices
+from .planning import ForwardPlanning
+from .prompts import KnownPrompts
 from .static_copy import static_copy
-from .turns import ASK_AGAIN, SetAside, begin_turn, ids_behind, keep_beginning, keep_history
+from .traits import ModelTraits
+from .turns import ASK_AGAIN, Turns
 
-logger = logging.getLogger(__name__)
 NOT_A_CHAT = (
     "the tokenizer has a chat template, but inputs() joins plain texts, to which a chat model may answer nothing. "
     "BlendCache.inputs_from_messages(tokenizer, messages, documents) writes the prompt that the model was trained on."
 )
-
-
-@cache
-def _warn_once(reason: str, what: str = "no stored chunk is reused: ") -> None:
-    logger.warning("%s%s", what, reason)
-
-
-@dataclass
-class KnownPrompts:
-    """What a cache knows of the prompts that it holds or expects."""
-
-    pending: PendingPrompt = field(default_factory=PendingPrompt)
-    history: History = field(default_factory=History)
-    beginnings: tuple[tuple[int, ...], ...] = ()  # ids that each row begins with, held or expected, where known
-    tokenizer: str = ""  # digest of the one that made the prompt
-    images: Any = None  # of the prompt that is expected, by their names; see `hf_blend.images`
-    notice: str = ""  # for the report of the prompt that is expected
-
-
-@dataclass
-class BeforeBlending:
-    """What is needed to undo a blended prefill after a failure."""
-
-    snapshots: list[Any]
-    pending: PendingPrompt
-    report: BlendReport
 
 
 def trial_cache(model: nn.Module, **settings: Any) -> "BlendCache":
@@ -155,55 +113,34 @@ class BlendCache(Cache):
         refuse_wrapper(model)
         is_given = config is not None or "selector" in settings
         recipe = Recipe({}, "given by the caller") if is_given else store.recipe(model)
-        self._recipe = recipe.source
         config = config or recipe.config(is_blind=store.loads_in_part)
         self.config = BlendConfig.from_dict({**config.to_dict(), **settings})
-        began_s = time.perf_counter()
-        layers, digest = decoder_layers(model), structure_digest(model)
-        self.config.ratios(len(layers))
-        self._selector = plugins.load("selectors", self.config.selector)(
-            self.config.selector_options, seed=self.config.seed
-        )
-        self._corrector = plugins.load("correctors", self.config.corrector)(self.config.corrector_options)
-        self.model, self.store, self._decoder_layers, self._text_config = model, store, layers, text_config(model)
-        self.chunk_prefix_ids = (
-            default_sink(model) if self.config.chunk_prefix_ids is None else self.config.chunk_prefix_ids
-        )
-        self._placeholders = placeholders_of(model, digest)
-        refuse_placeholders(model, self.chunk_prefix_ids, "chunk_prefix_ids", self._placeholders)
+        began_s, digest = time.perf_counter(), structure_digest(model)
+        self.config.ratios(len(decoder_layers(model)))
+        self.planning = ForwardPlanning(self.config, recipe.source)
+        self.model, self.store = model, store
+        prefix_ids = self.config.chunk_prefix_ids
+        self.chunk_prefix_ids = default_sink(model) if prefix_ids is None else prefix_ids
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self, digest)
-        self._styles = ensure_trusted(model, trial_cache, self.config.allow_unverified, digest)
-        self._extras, self._ignores_states = extras_of(model, len(layers), digest), ignores_states(model, digest)
-        self._check_ms = 1e3 * (time.perf_counter() - began_s)  # until a report says it
-        self._hooks = ForwardHooks(self, model, layers)
+        self.traits = ModelTraits.of(model, self.chunk_prefix_ids, trial_cache, self.config.allow_unverified, digest)
+        self.planning.checked_since(began_s)
         self.observer: AttentionObserver | None = None  # is given every layer's attention in a blended forward
-        self._prompts = KnownPrompts()
-        self.prefill: Prefill | None = None  # of the forward that runs, if it is blended
-        self._before: Any = None  # a `BeforeBlending` where one is
-        self._advised: tuple[Advice, float] | None = None  # by the store's controller, and when the forward began
-        self._is_seen = False  # the hook on the model was called for this forward
-        self._layer = len(self._styles)  # the last one that was updated
-        self._masked_before = 0  # tokens for which transformers made a mask before it called the model
-        self.author: Author | None = None  # of the cached tokens; None while unknown
-        self.aside: SetAside | None = None
-        self.is_new_turn = False  # `generate` has begun, and its first forward has not come
-        self._part: Any = None  # loads chunks in part, where the store does
+        self.loader: Any = None  # loads chunks in part, where the store does
+        self.prompts, self.turns = KnownPrompts(), Turns()
+        self.watch = ForwardWatch(self, self.traits)
         super().__init__(layers=[])
-        self.hold(*self.empty_layers(digest))
+        self.hold(KVLayers.empty(model, len(self.traits.layers), self.config, digest))
 
-    def empty_layers(self, digest: str = "") -> tuple[list[Any], Any]:
-        """Layers that hold nothing; and where their K and V are, if not all on their devices (`kv_device_map`)."""
-        layers = cache_layers(self.model, len(self._styles), self.config, digest)
-        if self.config.kv_device_map is None:
-            return layers, None
-        return layers, plugins.room("offload.layer").offload(layers, self.config)
-
-    def hold(self, layers: list[Any], kv_memory: Any) -> None:
+    def hold(self, kv: KVLayers) -> None:
         """Hold K and V in these layers."""
-        self._own_layers, self.kv_memory = layers, kv_memory
-        self._token_layers = [layer for layer in layers if hasattr(layer, "prefill_kind")]  # keep tokens
-        self.layers = [*layers]
+        self.kv = kv
+        self.layers = [*kv.all]
+
+    @property
+    def kv_memory(self) -> Any:
+        """Where K and V are with `kv_device_map`; None: all of them are on their devices."""
+        return self.kv.memory
 
     def inputs(
         self,
@@ -242,16 +179,17 @@ class BlendCache(Cache):
             PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
         """
         pad_id = getattr(tokenizer, "pad_token_id", None)
-        conversation = self._prompts.history.extended(history, pad_id, self.model.generation_config.eos_token_id)
+        conversation = self.prompts.history.extended(history, pad_id, self.model.generation_config.eos_token_id)
         prompts = build_all(tokenizer, prefix, chunks, question, conversation.rows(), separator)
         question_text = question if isinstance(question, str) else next(iter(question), None)
         if isinstance(question_text, str) and not conversation and getattr(tokenizer, "chat_template", None):
-            _warn_once(NOT_A_CHAT, "")
+            warn_once(NOT_A_CHAT)
         cached, notice = super().get_seq_length(), ""
-        if cached or self.aside is not None:
-            self._check_fit(prompts, 0 if conversation else cached)
-            notice = keep_history(self, conversation)
-        return self._await_prompts(tokenizer, prompts, 0 if conversation else cached, conversation, notice)
+        before = 0 if conversation else cached
+        if cached or self.turns.aside is not None:
+            self.traits.check_fit(prompts, before)
+            notice = self.turns.keep_history(self, conversation)
+        return self.expect(tokenizer, prompts, conversation, notice, before)
 
     def inputs_from_messages(
         self,
@@ -287,10 +225,11 @@ class BlendCache(Cache):
                 a document is empty or not in the prompt, or the prompt does not fit the model.
         """
         if len(messages) and isinstance(messages[0], list | tuple):
-            named = _for_each(documents, len(messages))
-            pairs = zip(messages, named, strict=True)
-            return self._expect_texts(tokenizer, [build_messages(tokenizer, *pair, template) for pair in pairs])
-        return self._expect_texts(tokenizer, [build_messages(tokenizer, messages, documents, template)])
+            pairs = zip(messages, _for_each(documents, len(messages)), strict=True)
+            prompts = [build_messages(tokenizer, *pair, template) for pair in pairs]
+        else:
+            prompts = [build_messages(tokenizer, messages, documents, template)]
+        return self.expect(tokenizer, *self.turns.keep_beginning(self, prompts))
 
     def inputs_from_text(
         self,
@@ -322,7 +261,8 @@ class BlendCache(Cache):
         texts = [text] if isinstance(text, str) else list(text)
         named = [chunks] if isinstance(text, str) else _for_each(chunks, len(texts))
         build = partial(build_text, tokenizer, special=add_special_tokens)
-        return self._expect_texts(tokenizer, [build(*pair) for pair in zip(texts, named, strict=True)])
+        prompts = [build(*pair) for pair in zip(texts, named, strict=True)]
+        return self.expect(tokenizer, *self.turns.keep_beginning(self, prompts))
 
     def inputs_with_images(self, **inputs: Any) -> dict[str, Any]:
         """Make chunks of a prompt's images: each is stored once, by what is in it, and reused at any place.
@@ -347,43 +287,42 @@ class BlendCache(Cache):
         arguments: dict[str, Any] = plugins.room("images.prompts").expect_images(self, inputs)
         return arguments
 
-    def _expect_texts(self, tokenizer: Any, prompts: Sequence[TextPrompt]) -> BatchEncoding:
-        """Expect prompts that begin at position 0; what the cache holds of the same beginning stays."""
-        self._check_fit(prompts, 0)
-        kept, notice = keep_beginning(self, prompts)
-        if not kept:
-            return self._await_prompts(tokenizer, prompts, notice=notice)
-        ids = torch.tensor([prompts[0].ids[:kept]])
-        history = History(ids, torch.ones_like(ids))
-        return self._await_prompts(tokenizer, [prompts[0].behind(kept)], history=history, notice=notice)
-
-    def _check_fit(self, prompts: Sequence[Prompt | TextPrompt], cached: int) -> None:
-        """Refuse prompts that do not fit the model, or the buffers, behind so many tokens."""
-        check_lengths(prompts, cached, self._text_config)
-        self._refuse_tokens(cached + max(len(prompt.ids) for prompt in prompts), 0)
-
-    def _await_prompts(
+    def expect(
         self,
         tokenizer: Any,
         prompts: Sequence[Prompt | TextPrompt],
-        cached: int = 0,
         history: History | None = None,
         notice: str = "",
+        cached: int = 0,
     ) -> BatchEncoding:
-        """Put prompts side by side and wait for them."""
-        self._check_fit(prompts, cached)
+        """Expect prompts in the next forwards, and give them side by side; what `inputs` and its like end with.
+
+        Args:
+            tokenizer: of the prompts; None where none is known.
+            prompts: one for each request.
+            history: what was said before them.
+            notice: for the report.
+            cached: tokens in the cache that are not part of the prompts.
+
+        Returns:
+            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device.
+
+        Raises:
+            PromptError: a prompt does not fit the model.
+        """
+        self.traits.check_fit(prompts, cached)
         if self.config.chunk_prefix_ids is None:
             self.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         made = batch(prompts, 0 if pad_id is None else pad_id, history)
-        self._prompts = KnownPrompts(
+        self.prompts = KnownPrompts(
             PendingPrompt(made, cached),
             History(made.input_ids, made.attention_mask),
             () if cached else tuple(tuple(prompt.ids) for prompt in prompts),
             tokenizer_digest(tokenizer),
             notice=notice,
         )
-        self._hooks.watch_model()
+        self.watch.watch_model()
         device = input_device(self.model)
         return BatchEncoding(
             {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
@@ -397,18 +336,16 @@ class BlendCache(Cache):
         Shapes: both `[batch, kv_heads, rows, head_dim]`, K rotated for the rows' positions → `[batch, kv_heads,
         tokens, head_dim]`.
         """
-        if self.prefill is not None:
-            return self.prefill.update(layer_idx, key_states, value_states)
+        if (blended := self.watch.blended) is not None:
+            return blended.prefill.update(layer_idx, key_states, value_states)  # type: ignore[no-any-return]
         if not torch.compiler.is_compiling():
-            is_first, self._layer = layer_idx <= self._layer, layer_idx
-            if is_first:
-                self._check_forward(key_states)
-        if getattr(self._own_layers[layer_idx], "visible", None) is not None:
-            self._part = self._part or self.store.loader(self)
-            if self._part is not None:
-                self._part.begin_layer(layer_idx)
+            self.watch.layer_comes(layer_idx, key_states)
+        if getattr(self.kv.all[layer_idx], "visible", None) is not None:
+            self.loader = self.loader or self.store.loader(self)
+            if self.loader is not None:
+                self.loader.begin_layer(layer_idx)
                 keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-                return self._part.taken(layer_idx, keys), values
+                return self.loader.taken(layer_idx, keys), values
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
@@ -416,35 +353,35 @@ class BlendCache(Cache):
 
         Shapes: `[batch, rows, width]` → `[batch, tokens, width]`.
         """
-        if self.prefill is not None:
-            return self.prefill.update_indexer(layer_idx, indexer_key_states)
+        if (blended := self.watch.blended) is not None:
+            return blended.prefill.update_indexer(layer_idx, indexer_key_states)  # type: ignore[no-any-return]
         return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens a layer holds. `generate` asks just before the prefill: the model is watched from here."""
         if torch.compiler.is_compiling():
             return super().get_seq_length(layer_idx)
-        if self.prefill is not None:
-            return self.prefill.past
+        if (blended := self.watch.blended) is not None:
+            return blended.prefill.past  # type: ignore[no-any-return]
         length = super().get_seq_length(layer_idx)
         if length == 0 or self.is_expecting:
-            self._hooks.watch_model()
+            self.watch.watch_model()
         if length and (call := asking_generate()) is not None:
-            begin_turn(self, call, length)
+            self.turns.begin(call, length, self.prompts)
         return length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that new tokens will see. Models ask this before their first layer."""
-        if self.prefill is not None and isinstance(self._own_layers[layer_idx], CacheLayerMixin):
-            return self._own_layers[layer_idx].sizes_behind(self.prefill.context.request.past, query_length)
+        if (blended := self.watch.blended) is not None and isinstance(self.kv.all[layer_idx], CacheLayerMixin):
+            return self.kv.all[layer_idx].sizes_behind(blended.prefill.context.request.past, query_length)
         if not torch.compiler.is_compiling():
-            self._masked_before = 0 if self._is_seen else query_length
+            self.watch.mask_is_made(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def activate_past_recording(self) -> None:
         """Called first by assisted decoding: from now on windows wait for `crop` before they forget."""
         super().activate_past_recording()
-        self._hooks.watch_model()
+        self.watch.watch_model()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, in every layer or in none: a negative number; more than the cache holds empties it.
@@ -452,7 +389,7 @@ class BlendCache(Cache):
         Refuses, by a ConfigError, what a window or a state that has forgotten what stood before cannot do.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
-        for layer in self._token_layers:
+        for layer in self.kv.of_tokens:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
@@ -474,8 +411,8 @@ class BlendCache(Cache):
                 holds, `max_cache_len` is not above that, or a layer keeps what `StaticCache` cannot continue: an
                 indexer, attention in chunks.
         """
-        refuse_other_author(self.author, author_of(self.model), super().get_seq_length(), ASK_AGAIN)
-        return static_copy(self.model, self._own_layers, max_cache_len)
+        refuse_other_author(self.turns.author, author_of(self.model), super().get_seq_length(), ASK_AGAIN)
+        return static_copy(self.model, self.kv.all, max_cache_len)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep only some requests; `indices` is `[kept]`, or a boolean for each."""
@@ -483,15 +420,9 @@ class BlendCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""
-        self.forget()
-        self.author = self.aside = None
-
-    def forget(self) -> None:
-        """Forget the cached tokens."""
-        if self.prefill is not None:
-            self.forward_ends(failed=True)  # it was interrupted
+        self.watch.stop()
+        self.turns = Turns()
         super().reset()
-        self._hooks.leave()
 
     @property
     def is_compileable(self) -> bool:
@@ -503,7 +434,7 @@ class BlendCache(Cache):
         """
         if self.model.device.type != "cpu" or self.is_expecting or not super().get_seq_length():
             return False
-        config = self._text_config
+        config = self.traits.config
         if getattr(config, "attention_chunk_size", None) is not None:
             return False  # transformers 5.17 fails to make masks of chunks
         heads = getattr(config, "num_attention_heads", None)
@@ -522,7 +453,7 @@ class BlendCache(Cache):
     @property
     def is_expecting(self) -> bool:
         """Whether the next forward is known to bring stored chunks."""
-        return self._prompts.pending.batch is not None
+        return self.prompts.pending.batch is not None
 
     def __bool__(self) -> bool:
         """Whether there is anything in the cache; some models drop a cache that is true too early."""
@@ -531,248 +462,20 @@ class BlendCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
         """A cache with its own K and V, for the same model and store, that continues and expects the same prompts."""
         twin = BlendCache(self.model, self.store, self.config)
-        twin.hold(copy.deepcopy(self._own_layers, memo), copy.deepcopy(self.kv_memory, memo))
-        twin.author = self.author
+        twin.hold(copy.deepcopy(self.kv, memo))
+        twin.turns = Turns(self.turns.author)
         twin.report = copy.deepcopy(self.report, memo)
-        twin._prompts = replace(self._prompts, images=None)
+        twin.prompts = replace(self.prompts, images=None)
         return twin
 
-    def __copy__(self) -> "BlendCache":
-        """Refused: what one of the two adds would show in the other."""
-        raise ConfigError(
-            f"copy.copy was asked of a BlendCache of {super().get_seq_length()} tokens, but the copy would share its "
-            "K and V, and grow with it. Use copy.deepcopy(cache)."
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a cache belongs to a model object and an open store."""
+        """Refused: a cache belongs to a model object and an open store, and `copy.copy` would share its K and V."""
         raise ConfigError(
-            f"a BlendCache of {super().get_seq_length()} tokens was to be pickled, but it belongs to a model object "
-            "and an open store. Make one where it is needed, BlendCache(model, ChunkStore.open(path)): the chunks are "
-            "in the store. To keep a conversation use SequenceCache and save_session of hf_blend.context; in this "
-            "process use copy.deepcopy(cache)."
+            f"a BlendCache of {super().get_seq_length()} tokens was to be pickled, or copied by copy.copy, but it "
+            "belongs to a model object and an open store, and a copy would share its K and V. In this process use "
+            "copy.deepcopy(cache). Elsewhere make one, BlendCache(model, ChunkStore.open(path)): the chunks are in "
+            "the store. To keep a conversation use SequenceCache and save_session of hf_blend.context."
         )
-
-    def forward_begins(self, arguments: dict[str, Any]) -> None:
-        """Called by the hook on the model, with the arguments of its forward."""
-        began_s, past, prompts = time.perf_counter(), super().get_seq_length(), self._prompts
-        self._is_seen = True
-        request = Request.parse(arguments, self._text_config, past, prompts.pending, self._masked_before)
-        self._masked_before = 0
-        self._refuse_tokens(request.width, past)
-        rooms = plugins.extensions("extra_inputs") if request.others else []
-        if request.others and not rooms:
-            names = ", ".join(request.others)
-            reason = f"{names} came with the prompt, but only text is known without hf_blend.images."
-            request = replace(request, rows=[], fallback_reason=reason)
-        if not request.rows:
-            self._fall_back(request)
-            return
-        self._advised = None
-        if request.others and prompts.images is not None:
-            request = prompts.images.name(request)
-        before = prompts.pending, self.report
-        plan = self._plan(request) if all(room.can_blend(self, request) for room in rooms) else None
-        if prompts.pending.is_other or plan is None:
-            prompts.beginnings = ids_behind(prompts.beginnings, request)
-        if plan is None:
-            self._claim(request.past)
-        if plan is None or not plan.chunks:
-            prompts.pending = prompts.pending if plan is not None else PendingPrompt()
-            self._hooks.leave(watching=prompts.pending.is_begun)
-            return
-        for room in rooms:  # these know what is no text
-            room.ensure_tested(self, plan, request)
-        self._enter(plan, request, *before)
-        self._advised = None if plan.advice is None or plan.computed else (plan.advice, began_s)
-
-    def forward_ends(self, failed: bool = False) -> None:
-        """Called by the hook behind the model; after a failure the cache is as it was before."""
-        before, prompts = self._before, self._prompts
-        if failed:
-            self._advised = None
-        if self.prefill is not None:
-            self.prefill.end()
-            if self._part is not None:
-                self.report.partial = vars(self._part.report)
-            if failed:
-                for layer, snapshot in zip(self._token_layers, before.snapshots, strict=True):
-                    layer.restore(snapshot)
-                prompts.pending, self.report = before.pending, before.report
-        self.prefill, self._before, self._is_seen = None, None, False
-        prompts.images = prompts.images if prompts.pending.batch else None
-        self._hooks.leave(watching=prompts.pending.is_begun and not failed)
-
-    def _check_forward(self, keys: Tensor) -> None:
-        """At the first layer of a forward that is not blended: is it of this model, and was its beginning seen?"""
-        try:
-            is_own = self._is_seen or self._hooks.check_caller()
-            if is_own and not self._is_seen:
-                past = super().get_seq_length()
-                self._refuse_tokens(keys.shape[2], past)
-                self._fall_back(Request.unseen(keys, past))
-        except HfBlendError:
-            self._hooks.leave(watching=self.is_expecting)
-            raise
-        if self._advised is not None:  # the next step: a device has answered by now
-            self.store.controller.observe(self._advised[0], time.perf_counter() - self._advised[1])
-            self._advised = None
-        if is_own:
-            self._is_seen = False
-            self._hooks.leave(watching=self._prompts.pending.is_begun)  # the model has asked for the length once more
-
-    def _refuse_tokens(self, width: int, past: int) -> None:
-        """Refuse tokens that the model would compute as if the cache were empty."""
-        if self._ignores_states and width > 1 and past:
-            raise ConfigError(
-                f"{width} tokens came behind the {past} that the cache holds, but the code of "
-                f"{self._text_config.model_type} models takes the states of tokens before into account only "
-                "where one token comes at a time. reset() the cache and pass the whole conversation in one prompt, "
-                "without prefill_chunk_size."
-            )
-
-    def _fall_back(self, request: Request) -> None:
-        """Compute every token of this forward, and report why if chunks might have been reused."""
-        prompts, reason = self._prompts, request.fallback_reason
-        is_begun, is_told = prompts.pending.is_begun, bool(reason and (prompts.pending.batch or not request.past))
-        if self.is_new_turn or not request.past or (request.width > 1 and not is_assisting()):
-            self._claim(request.past)
-        if request.width > 1 or not request.past:
-            prompts.beginnings = ids_behind(prompts.beginnings, request)
-        if is_told and not is_begun:
-            notice = prompts.notice if prompts.pending.batch else ""
-            self.report = BlendReport(self.config.recompute_ratio, past_tokens=request.past, notice=notice)
-        if is_told:
-            self.report.fallback_reason = reason
-            _warn_once(reason)
-        if is_told or is_begun:
-            self.report.prompt_tokens += request.real_tokens()
-        prompts.pending = PendingPrompt()
-        self._hooks.leave()
-
-    def _enter(self, plan: Plan, request: Request, pending: PendingPrompt, report: BlendReport) -> None:
-        """Take over the layers for one forward, by a plan with stored chunks."""
-        layers = self._token_layers
-        if any(getattr(layer, "visible", None) is not None for layer in layers):
-            raise ConfigError(
-                f"a prompt came behind {request.past} tokens of which some layers loaded a part only, but it would "
-                "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
-                "partial."
-            )
-        realigner = Realigner(self._styles, self.report, plan.chunks)
-        self._part = self.store.loader(self)
-        if self._part is not None:
-            self._part.realigner = realigner
-        context = PrefillContext(
-            self.model,
-            self._own_layers,
-            request,
-            plan,
-            self.report,
-            realigner,
-            self._selector,
-            self._corrector,
-            self._probe,
-            self._extras,
-            self.observer,
-            self._part,
-        )
-        self._before = BeforeBlending([layer.snapshot() for layer in layers], pending, report)
-        self.prefill = Prefill(context)
-        self._hooks.enter_layers(request.width, between=bool(request.others))
-
-    def _plan(self, request: Request) -> Plan:
-        """Plan which columns have stored KV; the report is new, or continues if a prompt comes in parts."""
-        began_s, prompts = time.perf_counter(), self._prompts
-        refuse_request_state(self.model, self._decoder_layers)
-        if EXTENDED.get():  # some model is inside `self_extend`
-            refuse_extended(self.model)
-        identity = self._claim(request.past).fingerprint
-        self._check_ms += 1e3 * (time.perf_counter() - began_s)
-        expected = prompts.pending
-        if not expected.batch:
-            prompts.tokenizer = ""
-            if prompts.images is None and self.config.chunk_prefix_ids is None:
-                self.chunk_prefix_ids = self.store.stored_prefix(self.model, identity)
-        if expected.is_begun:
-            report = copy.copy(self.report)  # the old one comes back after a failure
-        else:
-            report = BlendReport(past_tokens=request.past, _costs=layer_costs(self.model))
-        images = {} if prompts.images is None else prompts.images.alone
-        origin = ChunkOrigin(tuple(self.chunk_prefix_ids), prompts.tokenizer, self._placeholders, images)
-        planner = Planner(self.model, self.store, identity, origin, self.config, report)
-        rows, pending = expected.rows(request)
-        plan = planner.plan(rows, request.width, request.logits_rows, request.length)
-        self.report, prompts.pending = report, pending
-        prompts.beginnings = tuple(ids[: plan.in_order] for ids in prompts.beginnings)
-        if not expected.is_begun:
-            self.report.recipe = self._recipe
-            self.report.nominal_ratio = plan.config.nominal_ratio(len(self._own_layers))
-            self.report.encoded_images = 0 if prompts.images is None else prompts.images.encoded
-        self.report.check_ms += self._check_ms
-        self._check_ms = 0.0
-        if plan.advice is not None:
-            self.report.advice = asdict(plan.advice)
-        notices = [OTHER_IDS] if expected.batch and prompts.pending.is_other else []
-        if prompts.notice and expected.batch and not expected.is_begun:
-            notices.append(prompts.notice)
-        self._notice(plan, identity, notices)
-        return plan
-
-    def _claim(self, past: int) -> Author:
-        """Note who computes K and V, and refuse to compute behind those of another author."""
-        author, self.is_new_turn = author_of(self.model), False
-        if past:
-            refuse_other_author(self.author, author, past, ASK_AGAIN)
-        self.author = author
-        return author
-
-    def _notice(self, plan: Plan, identity: str, notices: list[str]) -> None:
-        """Warn, once of each kind, where the prompt does not fit the store or the expected prompt."""
-        tokenizer = self._prompts.tokenizer
-        if tokenizer and (others := plan.tokenizers - {tokenizer}):
-            notices.append(other_tokenizers(others, tokenizer))
-        if plan.kept_ratio < 1:
-            notices.append(too_small(plan.kept_ratio))
-        if plan.uneven_chunks:
-            notices.append(UNEVEN)
-        for notice in notices:
-            self.report.notice = " ".join(filter(None, (self.report.notice, notice)))
-            _warn_once(notice, "")
-        is_complete, used = not self._prompts.pending.is_begun, self.report.reusable_tokens + self.report.exact_tokens
-        if is_complete and not used and not self.report.past_tokens:
-            reason = UNEVEN if plan.uneven_chunks else ""
-            reason = reason or why_nothing_found(self.store, identity, tuple(self.chunk_prefix_ids), tokenizer)
-            self.report.fallback_reason = reason
-            if reason:
-                _warn_once(reason)
-
-    def _probe(
-        self, hear: Hear, layers: Sequence[int], anchors: Tensor | None = None, rows: int | None = None
-    ) -> None:
-        """Run the question alone, in the middle of a forward."""
-        prefill: Any = self.prefill
-        request, own, snapshots = prefill.context.request, self._token_layers, self._before.snapshots
-        suspended = [layer.suspend(snapshot, request.past) for layer, snapshot in zip(own, snapshots, strict=True)]
-        self.prefill = probe = prefill.probe(AttentionObserver(hear, layers, anchors, rows), self._spare_layers)
-        try:
-            with self._hooks.inside():
-                plan = probe.context.plan
-                is_plain = len(plan.counts) == 1 and not plan.has_padding and not request.past
-                run_probe(self.model, self, request, is_plain)
-        finally:
-            self.prefill = prefill
-            prefill.take_over(probe)
-            for layer, states in zip(own, suspended, strict=True):
-                layer.resume(states)
-
-    def _spare_layers(self) -> list[Any]:
-        """Copies of the layers as they were before the forward."""
-        spare: list[Any] = copy.deepcopy(self._own_layers)
-        token_layers: list[Any] = [layer for layer in spare if hasattr(layer, "prefill_kind")]
-        for layer, snapshot in zip(token_layers, self._before.snapshots, strict=True):
-            layer.restore(copy.deepcopy(snapshot))
-        return spare
 
 
 def _for_each(documents: Sequence[Any] | None, count: int) -> Sequence[Any]:

@@ -1,14 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which kind of cache layer each decoder layer gets: asked of transformers, not of the model's name."""
+"""The layers of a blend cache. Their kinds are those of transformers' own cache for the model, not of its name."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import cache_utils
 
+from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError
 from ..model.anatomy import has_indexer, stock_layers, text_config
@@ -48,3 +50,50 @@ def _like(stock: Any, full: Callable[[], BlendLayer]) -> Any:
     if getattr(stock, "is_sliding", False):
         return BlendSlidingLayer(stock.sliding_window)
     return stock if isinstance(stock, getattr(cache_utils, "DummyLayer", ())) else full()
+
+
+class KVLayers:
+    """The layers that hold the K and V of one cache.
+
+    Attributes:
+        all: one of each decoder layer.
+        of_tokens: those that keep tokens; a layer of transformers that keeps nothing is not among them.
+        memory: where K and V are with `kv_device_map`; None: all of them are on their devices.
+    """
+
+    def __init__(self, layers: Sequence[Any], memory: Any = None) -> None:
+        self.all, self.memory = list(layers), memory
+        self.of_tokens: list[Any] = [layer for layer in layers if hasattr(layer, "prefill_kind")]
+
+    @classmethod
+    def empty(cls, model: nn.Module, count: int, config: BlendConfig, digest: str = "") -> "KVLayers":
+        """Layers without tokens."""
+        layers = cache_layers(model, count, config, digest)
+        if config.kv_device_map is None:
+            return cls(layers)
+        memory = plugins.room("offload.layer").offload(layers, config)  # replaces some of the layers
+        return cls(layers, memory)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVLayers":
+        """Layers with their own K and V."""
+        return KVLayers(copy.deepcopy(self.all, memo), copy.deepcopy(self.memory, memo))
+
+    @property
+    def are_partial(self) -> bool:
+        """Whether some layer loaded a part of its stored chunks only."""
+        return any(getattr(layer, "visible", None) is not None for layer in self.all)
+
+    def snapshots(self) -> list[Any]:
+        """What `restore` needs."""
+        return [layer.snapshot() for layer in self.of_tokens]
+
+    def restore(self, snapshots: Sequence[Any]) -> None:
+        """Forget the tokens that came since `snapshots` were made."""
+        for layer, snapshot in zip(self.of_tokens, snapshots, strict=True):
+            layer.restore(snapshot)
+
+    def spare(self, snapshots: Sequence[Any]) -> list[Any]:
+        """Copies of the layers as they were when `snapshots` were made."""
+        copies = KVLayers(copy.deepcopy(self.all))
+        copies.restore(copy.deepcopy([*snapshots]))
+        return copies.all

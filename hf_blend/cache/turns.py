@@ -10,22 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..errors import ConfigError, PromptError
 from ..model.author import Author, author_of, refuse_other_author
 from ..model.hooks import GenerateCall
 from ..prefill.notices import other_author
-from ..prefill.request import Request
 from ..prompt.history import History, refuse_other_prompt, shared_tokens
 from ..prompt.pieces import TextPrompt
+from .cache_layers import KVLayers
+from .prompts import KnownPrompts, Rows
 
 ASK_AGAIN = (
     "Pass the whole conversation by inputs(history=…), inputs_from_messages or inputs_from_text: what the cache "
     "cannot keep of it is computed again. Or reset() the cache."
 )
-
-Rows = tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -33,91 +34,102 @@ class SetAside:
     """K and V of another author, kept until the model is that author again."""
 
     author: Author | None
-    layers: list[Any]
-    kv_memory: Any
+    kv: KVLayers
     beginnings: Rows
 
 
-def begin_turn(cache: Any, call: GenerateCall, cached: int) -> None:
-    """Note that a further `generate` begins; refuse a prompt that does not begin with the cached tokens."""
-    cache.is_new_turn, prompts = True, cache._prompts
-    if call.ids is None:
-        return
-    if prompts.pending.cached and prompts.pending.is_of(call.ids):
-        raise PromptError(
-            f"a prompt that inputs() built to come behind the {cached} tokens of this cache was passed to generate, "
-            f"but the whole conversation is expected there: generate would leave out its beginning. {ASK_AGAIN}"
-        )
-    refuse_other_prompt(call.ids, call.mask, cached, prompts.beginnings, ASK_AGAIN)
+class Turns:
+    """Whose K and V a cache holds, and which of them stay when a turn begins.
 
-
-def keep_beginning(cache: Any, prompts: Sequence[TextPrompt]) -> tuple[int, str]:
-    """Keep the tokens of a cache that a prompt begins with; gives how many stay, and a notice."""
-    cached = Cache.get_seq_length(cache)
-    if not cached and cache.aside is None:
-        return 0, ""
-    is_other, ids, common = _recall(cache, author_of(cache.model)), prompts[0].ids, 0
-    first: Any = next(layer for layer in cache._token_layers if isinstance(layer, CacheLayerMixin))
-    if len(prompts) == 1 and first.batch_size == 1:
-        common = shared_tokens(ids[:-1], cache._prompts.beginnings[0] if cache._prompts.beginnings else ())
-        marks = (at for at, token in enumerate(ids[:common]) if token in cache._placeholders)
-        common = next(marks, common)  # another image may stand behind the same id
-    common = _keep(cache, common)
-    return common, other_author(cached, cached - common) if is_other else ""
-
-
-def keep_history(cache: Any, history: History) -> str:
-    """Keep the tokens of a cache that a history has and this author computed; gives a notice of other authors."""
-    cached, author = Cache.get_seq_length(cache), author_of(cache.model)
-    if history.input_ids is None:
-        refuse_other_author(cache.author if cached else None, author, cached, ASK_AGAIN)
-        return ""
-    is_other, begun, ids = cache.author not in (None, author), cache._prompts.beginnings, history.input_ids
-    if is_other:
-        begun = cache.aside.beginnings if cache.aside is not None and cache.aside.author == author else ()
-    common = history.columns_of(begun, len(ids[0]) if is_other else cached, is_known=is_other)
-    again = ids[:, common:cached].flatten().tolist()
-    if not cache._placeholders.isdisjoint(again):
-        raise PromptError(
-            f"{len(again)} tokens that the cache holds would be computed again from a history, but some stand for "
-            "images, which do not come with it. reset() the cache and pass the whole conversation with its images."
-        )
-    _recall(cache, author)
-    common = _keep(cache, common)
-    return other_author(cached, cached - common) if is_other else ""
-
-
-def ids_behind(beginnings: Rows, request: Request) -> Rows:
-    """What each row of a cache begins with behind a forward that the expected prompt did not come in, where known.
-
-    No more than what is at the positions 0, 1, 2 …
+    Attributes:
+        author: of the cached tokens; None while unknown.
+        aside: what another author computed; None where nothing is set aside.
+        is_new: `generate` has begun, and its first forward has not come.
     """
-    if request.others:
-        return ()
-    most = request.in_order()
-    if not request.past:
-        return tuple(tuple(row[:most]) for row in request.rows)
-    if len(request.rows) != len(beginnings):
-        return tuple(ids[: min(request.past, most)] for ids in beginnings) if len(beginnings) == 1 else ()
-    pairs = zip(beginnings, request.rows, request.before, strict=True)
-    return tuple((*ids[:before], *(row if len(ids) >= before else ()))[:most] for ids, row, before in pairs)
 
+    def __init__(self, author: Author | None = None) -> None:
+        self.author = author
+        self.aside: SetAside | None = None
+        self.is_new = False
 
-def _recall(cache: Any, author: Author) -> bool:
-    """Set K and V of another author aside, and hold what this author computed; gives whether there were any."""
-    if cache.author in (None, author):
-        return False
-    aside, cache.aside = cache.aside, None
-    if not any(getattr(layer, "visible", None) is not None for layer in cache._own_layers):  # they hold all
-        cache.aside = SetAside(cache.author, cache._own_layers, cache.kv_memory, cache._prompts.beginnings)
-    if aside is not None and aside.author == author:
-        cache.hold(aside.layers, aside.kv_memory)
-        cache._prompts.beginnings = aside.beginnings
-    else:
-        cache.hold(*cache.empty_layers())
-        cache._prompts.beginnings = ()
-    cache.author = author
-    return True
+    def begin(self, call: GenerateCall, cached: int, prompts: KnownPrompts) -> None:
+        """Note that a further `generate` begins; refuse a prompt that does not begin with the cached tokens."""
+        self.is_new = True
+        if call.ids is None:
+            return
+        if prompts.pending.cached and prompts.pending.is_of(call.ids):
+            raise PromptError(
+                f"a prompt that inputs() built to come behind the {cached} tokens of this cache was passed to "
+                "generate, but the whole conversation is expected there: generate would leave out its beginning. "
+                f"{ASK_AGAIN}"
+            )
+        refuse_other_prompt(call.ids, call.mask, cached, prompts.beginnings, ASK_AGAIN)
+
+    def claim(self, model: nn.Module, past: int) -> Author:
+        """Note who computes new K and V; refuse to compute behind `past` tokens of another author."""
+        author, self.is_new = author_of(model), False
+        if past:
+            refuse_other_author(self.author, author, past, ASK_AGAIN)
+        self.author = author
+        return author
+
+    def keep_beginning(self, cache: Any, prompts: Sequence[TextPrompt]) -> tuple[Sequence[TextPrompt], History, str]:
+        """Keep the tokens of a cache that some prompts begin with.
+
+        Gives the prompts behind these tokens, the tokens as a history, and a notice.
+        """
+        cache.traits.check_fit(prompts, 0)
+        cached = Cache.get_seq_length(cache)
+        if not cached and self.aside is None:
+            return prompts, History(), ""
+        is_other, ids, common = self._recall(cache, author_of(cache.model)), prompts[0].ids, 0
+        first: Any = next(layer for layer in cache.kv.of_tokens if isinstance(layer, CacheLayerMixin))
+        if len(prompts) == 1 and first.batch_size == 1:
+            common = shared_tokens(ids[:-1], cache.prompts.beginnings[0] if cache.prompts.beginnings else ())
+            marks = (at for at, token in enumerate(ids[:common]) if token in cache.traits.placeholders)
+            common = next(marks, common)  # another image may stand behind the same id
+        common = _keep(cache, common)
+        notice = other_author(cached, cached - common) if is_other else ""
+        if not common:
+            return prompts, History(), notice
+        kept_ids = torch.tensor([ids[:common]])
+        return [prompts[0].behind(common)], History(kept_ids, torch.ones_like(kept_ids)), notice
+
+    def keep_history(self, cache: Any, history: History) -> str:
+        """Keep the tokens of a cache that a history has and this author computed; gives a notice of other authors."""
+        cached, author = Cache.get_seq_length(cache), author_of(cache.model)
+        if history.input_ids is None:
+            refuse_other_author(self.author if cached else None, author, cached, ASK_AGAIN)
+            return ""
+        is_other, begun, ids = self.author not in (None, author), cache.prompts.beginnings, history.input_ids
+        if is_other:
+            begun = self.aside.beginnings if self.aside is not None and self.aside.author == author else ()
+        common = history.columns_of(begun, len(ids[0]) if is_other else cached, is_known=is_other)
+        again = ids[:, common:cached].flatten().tolist()
+        if not cache.traits.placeholders.isdisjoint(again):
+            raise PromptError(
+                f"{len(again)} tokens that the cache holds would be computed again from a history, but some stand for "
+                "images, which do not come with it. reset() the cache and pass the whole conversation with its images."
+            )
+        self._recall(cache, author)
+        common = _keep(cache, common)
+        return other_author(cached, cached - common) if is_other else ""
+
+    def _recall(self, cache: Any, author: Author) -> bool:
+        """Set K and V of another author aside, and hold what this author computed; gives whether there were any."""
+        if self.author in (None, author):
+            return False
+        aside, self.aside = self.aside, None
+        if not cache.kv.are_partial:
+            self.aside = SetAside(self.author, cache.kv, cache.prompts.beginnings)
+        if aside is not None and aside.author == author:
+            cache.hold(aside.kv)
+            cache.prompts.beginnings = aside.beginnings
+        else:
+            cache.hold(KVLayers.empty(cache.model, len(cache.kv.all), cache.config))
+            cache.prompts.beginnings = ()
+        self.author = author
+        return True
 
 
 def _keep(cache: Any, columns: int) -> int:
@@ -129,5 +141,6 @@ def _keep(cache: Any, columns: int) -> int:
         except ConfigError:
             columns = 0
     if not columns:
-        cache.forget()
+        cache.watch.stop()
+        Cache.reset(cache)
     return min(columns, cached)

@@ -57,7 +57,7 @@ def continued(cache: SequenceCache, store: ChunkStore, **settings: Any) -> Blend
             "but positions 0, 1, 2 … are expected before a chunk. Close the holes with shift()."
         )
     blend = BlendCache(cache.model, store, **settings)
-    blend.author = cache.computed_by(cache.active)
+    blend.turns.author = cache.computed_by(cache.active)
     blend.activate_past_recording()  # layers with windows keep all of the prompt, as the sequence does
     layers: list[Any] = blend.layers
     for layer, stored in zip(layers, cache.materialize(), strict=True):
@@ -69,9 +69,7 @@ def continued(cache: SequenceCache, store: ChunkStore, **settings: Any) -> Blend
 def expect(blend: BlendCache, tokenizer: Any, prompt: TextPrompt) -> BatchEncoding:
     """Let a blend cache expect a prompt, of which it holds the `history`; gives `input_ids` and `attention_mask`."""
     ids = torch.tensor([prompt.history])
-    return blend._await_prompts(
-        tokenizer, [prompt], history=History(ids, torch.ones_like(ids)) if prompt.history else None
-    )
+    return blend.expect(tokenizer, [prompt], History(ids, torch.ones_like(ids)) if prompt.history else None)
 
 
 def take_back(cache: SequenceCache, blend: BlendCache, token_ids: Sequence[int], more: int = 0) -> None:
@@ -79,7 +77,7 @@ def take_back(cache: SequenceCache, blend: BlendCache, token_ids: Sequence[int],
     stop, start = -more or None, -more - len(token_ids)
     layers: list[Any] = blend.layers
     states = [(layer.keys[:, :, start:stop], layer.values[:, :, start:stop]) for layer in layers]
-    cache.append(token_ids, states, blend.author)
+    cache.append(token_ids, states, blend.turns.author)
 
 
 def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:

@@ -54,7 +54,7 @@ OTHER_INPUTS = Use(
 def can_blend(cache: BlendCache, request: Request) -> bool:
     """Whether it is known what each token of a forward stands for; if not, all of it is computed."""
     is_named = any(is_content(max(row, default=0)) for row in request.rows)
-    marked = is_named or not all(map(cache._placeholders.isdisjoint, request.rows))
+    marked = is_named or not all(map(cache.traits.placeholders.isdisjoint, request.rows))
     if not marked and has_features(request.arguments):
         logger.warning(
             "nothing is reused: %s came with a prompt in which no token is known to stand for it",
@@ -94,17 +94,17 @@ class FirstForward(CheckedModel):
         )
         plan = _with_true_kv(self._plan, true, cache.config)
         tested = replace(self._request, arguments={**arguments, "logits_to_keep": 1})
-        cache._enter(plan, tested, cache._prompts.pending, cache.report)
+        cache.watch.blend(plan, tested, cache.prompts.pending, cache.report)
         try:
             blended = self.model(**{**arguments, "past_key_values": cache, "use_cache": True})
         finally:
-            cache.forward_ends()
+            cache.watch.forward_ends()
         return plan, cache, blended.logits[:, -1], true, output.logits[:, -1]
 
     def fresh(self, plan: Plan) -> list[Tensor]:
         """`[batch, tokens]` each: the placeholders, and all others that have nothing stored."""
         fresh, ids = torch.from_numpy(plan.fresh(with_reusable=False)), self._request.arguments["input_ids"]
-        marks = torch.isin(ids.cpu(), torch.tensor(sorted(self._for._placeholders), dtype=torch.long))
+        marks = torch.isin(ids.cpu(), torch.tensor(sorted(self._for.traits.placeholders), dtype=torch.long))
         return [fresh & marks, fresh & ~marks]
 
 

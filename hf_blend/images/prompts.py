@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from ..cache.blend_cache import BlendCache
 from ..errors import PromptError, UnsupportedModelError
-from ..model.anatomy import text_config
 from ..model.canary import canary_of, is_of_model
 from ..model.fingerprint import fingerprint
 from ..model.modality import KINDS_OF_TOKENS, TEXT_ARGUMENTS
 from ..prefill.request import PendingPrompt, Request
 from ..prompt.content import LEAST_TOKENS, content_ids
-from ..prompt.pieces import History, PromptBatch, Span, TextPrompt, check_lengths
+from ..prompt.pieces import History, PromptBatch, Span, TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
 from .encoder import ENCODED, PIXELS, Features, ImageEncoder, digest_of
@@ -92,7 +91,7 @@ def expect_images(cache: BlendCache, inputs: Mapping[str, Any]) -> Mapping[str, 
         return inputs
     past = super(BlendCache, cache).get_seq_length()
     refuse_beside_images(inputs)
-    expected = cache._prompts
+    expected = cache.prompts
     pending = expected.pending if expected.pending.is_of(inputs["input_ids"]) else PendingPrompt()
     if past and pending.batch is None:
         raise PromptError(
@@ -102,12 +101,11 @@ def expect_images(cache: BlendCache, inputs: Mapping[str, Any]) -> Mapping[str, 
     images = name_images(cache.model, cache.store, cache.chunk_prefix_ids, inputs, past)
     prompts = images.prompts(pending.batch)
     if pending.batch is None:
-        check_lengths([TextPrompt(tuple(ids)) for ids in images.ids], past, text_config(cache.model))
-        cache._refuse_tokens(past + max(map(len, images.ids)), 0)
+        cache.traits.check_fit([TextPrompt(tuple(ids)) for ids in images.ids], past)
         expected.history, expected.tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
     expected.pending = PendingPrompt(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), pending.cached)
     expected.images, expected.beginnings = images, ()
-    cache._hooks.watch_model()
+    cache.watch.watch_model()
     return {**{name: value for name, value in inputs.items() if not name.startswith("pixel")}, **images.arguments}
 
 

@@ -26,14 +26,18 @@ from .anatomy import LayerCall, parameter_names, wants_all_rows
 class ForwardHooks:
     """The hooks of one cache in one model. They hold no reference to the cache and go with it.
 
-    The cache's `forward_begins(arguments)` is called with the model's arguments by name, and gives those that the
-    model shall see, None for the same; `forward_ends(failed)` behind the model, also after an exception. Of its
-    `prefill` the `enter(index, call)` is called before a layer, and may change the arguments of the call; the
-    `leave(output)` behind each but the last, and gives the output that the model shall see, None for the layer's own.
+    A listener, the cache itself if there is no other, is called in the forwards that carry the cache. Its
+    `forward_begins(arguments)` receives the model's arguments by name, and returns those that the model receives, None
+    for the same. Its `forward_ends(failed)` is called behind the model, also after an exception. Of its `prefill` the
+    `enter(index, call)` is called before a layer, and may change the arguments of the call. `leave(output)` is called
+    behind each layer but the last, and returns the output that the model receives, None for the layer's own.
     """
 
-    def __init__(self, cache: Any, model: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, cache: Any, model: nn.Module, layers: Sequence[nn.Module] = (), listener: Any | None = None
+    ) -> None:
         self._cache: Callable[[], Any] = weakref.ref(cache)
+        self._listener: Callable[[], Any] = weakref.ref(cache if listener is None else listener)
         self._model, self._layers = model, layers
         self._fills_rows = bool(layers) and wants_all_rows(model)
         self._parts = {module for layer in layers for module in (layer, *layer.children())}
@@ -104,54 +108,52 @@ class ForwardHooks:
         return False
 
     def _model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        cache = None if self._is_inside else self._own(args, kwargs)
-        if cache is None or kwargs is None:
+        listener = None if self._is_inside else self._own(args, kwargs)
+        if listener is None or kwargs is None:
             return None
         if self._layers and torch.compiler.is_compiling():
             _refuse_compiled()
         if self._after:
-            cache.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
+            listener.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
             self.watch_model()
         # registered only now, it is the last one: after an exception torch walks along these hooks, and none but
         # the last may be removed on the way
         self._after.append(module.register_forward_hook(self._ended, with_kwargs=True, always_call=True))
         names = parameter_names(type(module)) or ("input_ids", "attention_mask")  # type: ignore[arg-type]
-        changed = cache.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
+        changed = listener.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
         return None if changed is None else ((), changed)
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         kwargs, output = rest if len(rest) == 2 else (None, *rest)
-        cache = None if self._is_inside else self._own(args, kwargs)
-        if cache is not None:
+        listener = None if self._is_inside else self._own(args, kwargs)
+        if listener is not None:
             self._is_raising = output is None
-            cache.forward_ends(failed=self._is_raising)
+            listener.forward_ends(failed=self._is_raising)
             self._is_raising = False
 
     def _layer_begins(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        cache = self._cache()
-        if kwargs is None or cache is None or all(value is not cache for value in (*args, *kwargs.values())):
+        listener = None if kwargs is None else self._own(args, kwargs)
+        if listener is None or listener.prefill is None:  # it is over, and another call of the layer is under way
             return None
-        if cache.prefill is None:  # it is over, and another call of the layer is under way
-            return None
-        call = LayerCall.bind(layer, args, kwargs)
-        cache.prefill.enter(index, call)
+        call = LayerCall.bind(layer, args, kwargs)  # type: ignore[arg-type]
+        listener.prefill.enter(index, call)
         return (call.hidden,), call.arguments
 
     def _layer_ends(self, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        cache = self._own(args, rest[0] if len(rest) == 2 else None)
-        return None if cache is None or cache.prefill is None else cache.prefill.leave(rest[-1])
+        listener = self._own(args, rest[0] if len(rest) == 2 else None)
+        return None if listener is None or listener.prefill is None else listener.prefill.leave(rest[-1])
 
     def _fill_rows(self, width: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         is_own = self._own(args, rest[0] if len(rest) == 2 else None) is not None
         return _behind_zeros(rest[-1], width) if is_own else None
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """The cache, if this call carries it."""
-        cache = self._cache()
-        arguments = (*args, *(kwargs or {}).values())
-        return cache if cache is not None and any(value is cache for value in arguments) else None
+        """The listener, if this call carries the cache."""
+        cache, arguments = self._cache(), (*args, *(kwargs or {}).values())
+        carries = cache is not None and any(value is cache for value in arguments)
+        return self._listener() if carries else None
 
 
 @torch.compiler.disable

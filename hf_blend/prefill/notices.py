@@ -2,10 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user should hear of a prompt and a store that do not fit each other."""
 
+import logging
 import reprlib
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 from ..store import ChunkStore
+
+logger = logging.getLogger(__name__)
+
+NOTHING_REUSED = "no stored chunk is reused: "  # before a reason
 
 OTHER_IDS = (
     "the model was called with other ids than those of the prompt that inputs() built, so only stored chunks are "
@@ -16,6 +22,12 @@ UNEVEN = (
     "some stored chunks are computed: their position_ids do not count up by 1, so their tokens are at other distances "
     "from each other than they were stored at. Leave position_ids out, or let them count up by 1 inside each chunk."
 )
+
+
+@cache
+def warn_once(notice: str) -> None:
+    """Log a notice as a warning, once for each text in this process."""
+    logger.warning("%s", notice)
 
 
 def why_nothing_found(store: ChunkStore, fingerprint: str, chunk_prefix_ids: Sequence[int], tokenizer: str) -> str:

@@ -356,7 +356,7 @@ class Worker(BlendConnector):
     def _blend(self, ids: tuple[int, ...], spans: tuple[Span, ...], store: ChunkStore) -> tuple[list[Any], Any]:
         """K and V of each layer, `[tokens, kv_heads, head_dim]` each, and the report."""
         cache = BlendCache(self.model, store, self._config)
-        inputs = cache._await_prompts(None, [NamedPrompt(ids, spans)])
+        inputs = cache.expect(None, [NamedPrompt(ids, spans)])
         with FastLinear():
             self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         if cache.report.fallback_reason:

@@ -1,0 +1,184 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""How a cache notices the forwards of its model, and what becomes of each.
+
+transformers tells a cache nothing about a forward but what it asks and hands over. In this order:
+
+1. `generate` asks for the length. Where chunks may be reused, a hook is put on the model: WATCHED.
+2. `generate` asks for mask sizes, only if it makes the masks before it calls the model.
+3. The hook announces the forward with all of its arguments: BLENDED if stored chunks are reused, else PLAIN.
+4. The model asks for length and mask sizes.
+5. Each layer hands over its K and V. The first one ends PLAIN: IDLE.
+6. The hook behind the model ends BLENDED, also after an exception: IDLE.
+
+A step of decoding has no hook and shows itself by 5 alone. A prompt in parts leads to WATCHED in the place of IDLE.
+"""
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .. import plugins
+from ..errors import HfBlendError
+from ..model.hooks import ForwardHooks, is_assisting
+from ..prefill.notices import NOTHING_REUSED, warn_once
+from ..prefill.plan import Plan
+from ..prefill.report import Advice, BlendReport
+from ..prefill.request import PendingPrompt, Request
+from .blended_forward import BlendedForward
+from .traits import ModelTraits
+
+
+class State(Enum):
+    """What is known of the model's next forward, or of the one that runs."""
+
+    IDLE = auto()  # the next forward shows itself by its first layer
+    WATCHED = auto()  # a hook will announce the next forward
+    PLAIN = auto()  # a forward is announced that computes all of its tokens; none of its layers has come
+    BLENDED = auto()  # a forward runs that reuses stored chunks
+
+
+class ForwardWatch:
+    """Notices the forwards that carry one cache. It goes with the cache, and does not keep it alive.
+
+    Attributes:
+        state: where the cache is between, or in, its forwards.
+        blended: the forward that runs, in the state BLENDED; else None.
+        hooks: those in the model.
+    """
+
+    def __init__(self, cache: Any, traits: ModelTraits) -> None:
+        self._cache: Callable[[], Any] = weakref.ref(cache)
+        self.hooks = ForwardHooks(cache, traits.model, traits.layers, listener=self)
+        self.state = State.IDLE
+        self.blended: BlendedForward | None = None
+        self._last_layer = len(traits.layers)  # that handed over K and V
+        self._masked_tokens = 0  # for which `generate` made masks before it called the model
+        self._advice: tuple[Advice, float] | None = None  # of the store's controller, and when its forward began
+
+    @property
+    def prefill(self) -> Any:
+        """What the hooks in the layers call; None if no blended forward runs."""
+        return None if self.blended is None else self.blended.prefill
+
+    def watch_model(self) -> None:
+        """A forward is expected in which chunks may be reused: see it before its first layer."""
+        self.hooks.watch_model()
+        if self.state is State.IDLE:
+            self.state = State.WATCHED
+
+    def mask_is_made(self, tokens: int) -> None:
+        """Somebody asks for the mask sizes of new tokens: `generate` before it calls the model, or the model."""
+        self._masked_tokens = tokens if self.state in (State.IDLE, State.WATCHED) else 0
+
+    def forward_begins(self, arguments: dict[str, Any]) -> None:
+        """The hook on the model announces a forward, with its arguments by name."""
+        began_s, cache = time.perf_counter(), self._cache()
+        prompts, past = cache.prompts, Cache.get_seq_length(cache)
+        masked_tokens, self._masked_tokens, self.state = self._masked_tokens, 0, State.PLAIN
+        request = Request.parse(arguments, cache.traits.config, past, prompts.pending, masked_tokens)
+        cache.traits.refuse_tokens(request.width, past)
+        rooms = plugins.extensions("extra_inputs") if request.others else []  # these know what is no text
+        if request.others and not rooms:
+            names = ", ".join(request.others)
+            reason = f"{names} came with the prompt, but only text is known without hf_blend.images."
+            request = replace(request, rows=[], fallback_reason=reason)
+        if not request.rows:
+            self._compute_all(request)
+            self.hooks.leave()
+            return
+        self._advice = None
+        if request.others and prompts.images is not None:
+            request = prompts.images.name(request)
+        before = prompts.pending, cache.report
+        if not all(room.can_blend(cache, request) for room in rooms):
+            prompts.note_unexpected(request)
+            cache.turns.claim(cache.model, past)
+            prompts.pending = PendingPrompt()
+            self.hooks.leave()
+            return
+        plan = cache.planning.plan(cache, request)
+        if prompts.pending.is_other:
+            prompts.note_unexpected(request)
+        if not plan.chunks:
+            self.hooks.leave(watching=prompts.pending.is_begun)
+            return
+        for room in rooms:
+            room.ensure_tested(cache, plan, request)
+        self.blend(plan, request, *before)
+        self._advice = None if plan.advice is None or plan.computed else (plan.advice, began_s)
+
+    def blend(self, plan: Plan, request: Request, pending: PendingPrompt, report: BlendReport) -> None:
+        """Enter the layers for a forward by a plan; after a failure `pending` and `report` are the cache's again."""
+        self.blended, self.state = BlendedForward(self._cache(), plan, request, pending, report), State.BLENDED
+        self.hooks.enter_layers(request.width, between=bool(request.others))
+
+    def layer_comes(self, index: int, keys: Tensor) -> None:
+        """A layer hands over its keys, `[batch, kv_heads, new, head_dim]`, in a forward that is not blended."""
+        is_first, self._last_layer = index <= self._last_layer, index
+        if not is_first:
+            return
+        cache, is_announced = self._cache(), self.state is State.PLAIN
+        try:
+            is_own = is_announced or self.hooks.check_caller()
+            if is_own and not is_announced:
+                past = Cache.get_seq_length(cache)
+                cache.traits.refuse_tokens(keys.shape[2], past)
+                self._compute_all(Request.unseen(keys, past))
+        except HfBlendError:
+            self._rest(watching=cache.is_expecting)
+            raise
+        if self._advice is not None:  # the next step: a device has answered by now
+            advice, began_s = self._advice
+            cache.store.controller.observe(advice, time.perf_counter() - began_s)
+            self._advice = None
+        if is_own:
+            self._rest(watching=cache.prompts.pending.is_begun)
+
+    def forward_ends(self, failed: bool = False) -> None:
+        """A blended forward has ended, or one that was announced has failed; then the cache is as it was before."""
+        prompts = self._cache().prompts
+        if failed:
+            self._advice = None
+        if self.blended is not None:
+            self.blended.end(failed)
+            self.blended = None
+        prompts.images = prompts.images if prompts.pending.batch else None
+        self._rest(watching=prompts.pending.is_begun and not failed)
+
+    def stop(self) -> None:
+        """The cache is emptied: undo a forward that was interrupted, and expect none."""
+        if self.blended is not None:
+            self.forward_ends(failed=True)
+        self._rest(watching=False)
+
+    def _rest(self, watching: bool) -> None:
+        """No forward runs; the next one is watched, or not."""
+        self.hooks.leave(watching=watching)
+        self.state = State.WATCHED if watching else State.IDLE
+
+    def _compute_all(self, request: Request) -> None:
+        """Note that every token of a forward is computed, and report why if chunks might have been reused."""
+        cache, reason = self._cache(), request.fallback_reason
+        prompts, turns = cache.prompts, cache.turns
+        is_begun = prompts.pending.is_begun
+        is_reported = bool(reason and (prompts.pending.batch or not request.past))
+        if turns.is_new or not request.past or (request.width > 1 and not is_assisting()):
+            turns.claim(cache.model, request.past)
+        if request.width > 1 or not request.past:
+            prompts.note_unexpected(request)
+        if is_reported and not is_begun:
+            notice = prompts.notice if prompts.pending.batch else ""
+            cache.report = BlendReport(cache.config.recompute_ratio, past_tokens=request.past, notice=notice)
+        if is_reported:
+            cache.report.fallback_reason = reason
+            warn_once(NOTHING_REUSED + reason)
+        if is_reported or is_begun:
+            cache.report.prompt_tokens += request.real_tokens()
+        prompts.pending = PendingPrompt()
