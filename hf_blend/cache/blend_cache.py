@@ -45,14 +45,13 @@ from ..prompt.pieces import SEPARATOR, History, Prompt, TextPrompt, batch, build
 from ..prompt.text import build_text
 from ..recipes import Recipe
 from ..store import ChunkStore
+from .blending import ForwardPlanning
 from .cache_layers import KVLayers
 from .forward_watch import ForwardWatch
 from .layers import as_indices
-from .planning import ForwardPlanning
-from .prompts import KnownPrompts
 from .static_copy import static_copy
 from .traits import ModelTraits
-from .turns import ASK_AGAIN, Turns
+from .turns import ASK_AGAIN, KnownPrompts, Turns
 
 NOT_A_CHAT = (
     "the tokenizer has a chat template, but inputs() joins plain texts, to which a chat model may answer nothing. "
@@ -123,12 +122,12 @@ class BlendCache(Cache):
         self.chunk_prefix_ids = default_sink(model) if prefix_ids is None else prefix_ids
         self.report = BlendReport(self.config.recompute_ratio)
         silence_casts(model, self, digest)
-        self.traits = ModelTraits.of(model, self.chunk_prefix_ids, trial_cache, self.config.allow_unverified, digest)
+        self.traits = ModelTraits(model, self.chunk_prefix_ids, trial_cache, self.config.allow_unverified, digest)
         self.planning.checked_since(began_s)
         self.observer: AttentionObserver | None = None  # is given every layer's attention in a blended forward
         self.loader: Any = None  # loads chunks in part, where the store does
         self.prompts, self.turns = KnownPrompts(), Turns()
-        self.watch = ForwardWatch(self, self.traits)
+        self.watch = ForwardWatch(self, model, self.traits.layers)
         super().__init__(layers=[])
         self.hold(KVLayers.empty(model, len(self.traits.layers), self.config, digest))
 
@@ -295,20 +294,10 @@ class BlendCache(Cache):
         notice: str = "",
         cached: int = 0,
     ) -> BatchEncoding:
-        """Expect prompts in the next forwards, and give them side by side; what `inputs` and its like end with.
+        """Expect prompts behind a history in the next forwards, beside `cached` tokens that are no part of them.
 
-        Args:
-            tokenizer: of the prompts; None where none is known.
-            prompts: one for each request.
-            history: what was said before them.
-            notice: for the report.
-            cached: tokens in the cache that are not part of the prompts.
-
-        Returns:
-            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device.
-
-        Raises:
-            PromptError: a prompt does not fit the model.
+        Gives `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device. The
+        report of the prompts will have the notice. Raises PromptError where one does not fit the model.
         """
         self.traits.check_fit(prompts, cached)
         if self.config.chunk_prefix_ids is None:
@@ -472,9 +461,9 @@ class BlendCache(Cache):
         """Refused: a cache belongs to a model object and an open store, and `copy.copy` would share its K and V."""
         raise ConfigError(
             f"a BlendCache of {super().get_seq_length()} tokens was to be pickled, or copied by copy.copy, but it "
-            "belongs to a model object and an open store, and a copy would share its K and V. In this process use "
-            "copy.deepcopy(cache). Elsewhere make one, BlendCache(model, ChunkStore.open(path)): the chunks are in "
-            "the store. To keep a conversation use SequenceCache and save_session of hf_blend.context."
+            "belongs to a model object and an open store, and a copy would share its K and V. Use copy.deepcopy(cache) "
+            "in this process. In another make one, BlendCache(model, ChunkStore.open(path)): the chunks are in the "
+            "store. To keep a conversation use SequenceCache and save_session of hf_blend.context."
         )
 
 

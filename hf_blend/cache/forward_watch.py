@@ -16,12 +16,12 @@ A step of decoding has no hook and shows itself by 5 alone. A prompt in parts le
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .. import plugins
@@ -31,8 +31,7 @@ from ..prefill.notices import NOTHING_REUSED, warn_once
 from ..prefill.plan import Plan
 from ..prefill.report import Advice, BlendReport
 from ..prefill.request import PendingPrompt, Request
-from .blended_forward import BlendedForward
-from .traits import ModelTraits
+from .blending import BlendedForward
 
 
 class State(Enum):
@@ -53,12 +52,12 @@ class ForwardWatch:
         hooks: those in the model.
     """
 
-    def __init__(self, cache: Any, traits: ModelTraits) -> None:
+    def __init__(self, cache: Any, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._cache: Callable[[], Any] = weakref.ref(cache)
-        self.hooks = ForwardHooks(cache, traits.model, traits.layers, listener=self)
+        self.hooks = ForwardHooks(cache, model, layers, listener=self)
         self.state = State.IDLE
         self.blended: BlendedForward | None = None
-        self._last_layer = len(traits.layers)  # that handed over K and V
+        self._last_layer = len(layers)  # that handed over K and V
         self._masked_tokens = 0  # for which `generate` made masks before it called the model
         self._advice: tuple[Advice, float] | None = None  # of the store's controller, and when its forward began
 

@@ -7,7 +7,7 @@ held before comes back; the rest of the prompt is computed again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,15 +18,49 @@ from ..errors import ConfigError, PromptError
 from ..model.author import Author, author_of, refuse_other_author
 from ..model.hooks import GenerateCall
 from ..prefill.notices import other_author
+from ..prefill.request import PendingPrompt, Request
 from ..prompt.history import History, refuse_other_prompt, shared_tokens
 from ..prompt.pieces import TextPrompt
 from .cache_layers import KVLayers
-from .prompts import KnownPrompts, Rows
 
 ASK_AGAIN = (
     "Pass the whole conversation by inputs(history=…), inputs_from_messages or inputs_from_text: what the cache "
     "cannot keep of it is computed again. Or reset() the cache."
 )
+Rows = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class KnownPrompts:
+    """The prompts that a cache expects, and what is known of those that it holds."""
+
+    pending: PendingPrompt = field(default_factory=PendingPrompt)
+    history: History = field(default_factory=History)  # to which `generate` adds an answer
+    beginnings: Rows = ()  # ids that each row begins with, held or expected, where they are known
+    tokenizer: str = ""  # digest of the one that made the prompts
+    images: Any = None  # of the prompts that are expected, by their names; see `hf_blend.images`
+    notice: str = ""  # for the report of the prompts that are expected
+
+    def note_unexpected(self, request: Request) -> None:
+        """Note what each row begins with behind a forward that the expected prompts did not come in, where known.
+
+        No more than what is at the positions 0, 1, 2 …
+        """
+        if request.others:
+            self.beginnings = ()
+            return
+        most, beginnings = request.in_order(), self.beginnings
+        if not request.past:
+            self.beginnings = tuple(tuple(row[:most]) for row in request.rows)
+        elif len(request.rows) == len(beginnings):
+            rows = zip(beginnings, request.rows, request.before, strict=True)
+            self.beginnings = tuple(
+                (*ids[:before], *(row if len(ids) >= before else ()))[:most] for ids, row, before in rows
+            )
+        elif len(beginnings) == 1:
+            self.beginnings = (beginnings[0][: min(request.past, most)],)
+        else:
+            self.beginnings = ()
 
 
 @dataclass
@@ -38,19 +72,13 @@ class SetAside:
     beginnings: Rows
 
 
+@dataclass
 class Turns:
-    """Whose K and V a cache holds, and which of them stay when a turn begins.
+    """Whose K and V a cache holds, and which of them stay when a turn begins."""
 
-    Attributes:
-        author: of the cached tokens; None while unknown.
-        aside: what another author computed; None where nothing is set aside.
-        is_new: `generate` has begun, and its first forward has not come.
-    """
-
-    def __init__(self, author: Author | None = None) -> None:
-        self.author = author
-        self.aside: SetAside | None = None
-        self.is_new = False
+    author: Author | None = None  # of the cached tokens; None while unknown
+    aside: SetAside | None = None  # what another author computed
+    is_new: bool = False  # `generate` has begun, and its first forward has not come
 
     def begin(self, call: GenerateCall, cached: int, prompts: KnownPrompts) -> None:
         """Note that a further `generate` begins; refuse a prompt that does not begin with the cached tokens."""
