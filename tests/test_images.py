@@ -499,7 +499,7 @@ def test_chunks_of_others_behind_placeholders_are_not_looked_up_or_show_at_layer
         patch.setattr("hf_blend.model.modality.placeholder_ids", lambda config: frozenset())
         store.add(model, None, [picture(kind)])
     assert blend(kind, inputs, store, **stale)[1].report.loaded_chunks == len(CHUNKS)
-    for name in ("model.modality.placeholder_ids", "cache.traits.placeholders_of"):  # a config that names none
+    for name in ("model.modality.placeholder_ids", "cache.blending.placeholders_of"):  # a config that names none
         monkeypatch.setattr(f"hf_blend.{name}", lambda *_: frozenset({START}))
     unnamed = [*range(80, 100), *[IMAGE] * 16, *range(80, 100)]
     store.add(model, None, [unnamed])
@@ -510,7 +510,7 @@ def test_chunks_of_others_behind_placeholders_are_not_looked_up_or_show_at_layer
 
 
 def test_inputs_without_a_placeholder_in_the_prompt_reuse_nothing(monkeypatch):
-    monkeypatch.setattr("hf_blend.cache.traits.placeholders_of", lambda *_: frozenset())
+    monkeypatch.setattr("hf_blend.cache.blending.placeholders_of", lambda *_: frozenset())
     inputs = arguments("llava", CHUNKS[0], picture("llava"), *CHUNKS[1:], seeds=(1,))
     report = exact("llava", inputs, filled("llava"), chunks=False, recompute_ratio=0.0, selector="none")
     assert report.loaded_chunks == 0

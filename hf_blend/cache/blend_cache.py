@@ -41,16 +41,15 @@ from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt
 from ..prompt.documents import is_document
 from ..prompt.messages import build_messages
-from ..prompt.pieces import SEPARATOR, History, Prompt, TextPrompt, batch, build_all, tokenizer_digest
+from ..prompt.pieces import SEPARATOR, History, Prompt, TextPrompt, batch, build_all, check_lengths, tokenizer_digest
 from ..prompt.text import build_text
 from ..recipes import Recipe
 from ..store import ChunkStore
-from .blending import ForwardPlanning
+from .blending import ForwardPlanning, ModelTraits
 from .cache_layers import KVLayers
 from .forward_watch import ForwardWatch
 from .layers import as_indices
 from .static_copy import static_copy
-from .traits import ModelTraits
 from .turns import ASK_AGAIN, KnownPrompts, Turns
 
 NOT_A_CHAT = (
@@ -186,7 +185,7 @@ class BlendCache(Cache):
         cached, notice = super().get_seq_length(), ""
         before = 0 if conversation else cached
         if cached or self.turns.aside is not None:
-            self.traits.check_fit(prompts, before)
+            check_lengths(prompts, before, self.traits.config)
             notice = self.turns.keep_history(self, conversation)
         return self.expect(tokenizer, prompts, conversation, notice, before)
 
@@ -299,7 +298,7 @@ class BlendCache(Cache):
         Gives `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device. The
         report of the prompts will have the notice. Raises PromptError where one does not fit the model.
         """
-        self.traits.check_fit(prompts, cached)
+        check_lengths(prompts, cached, self.traits.config)
         if self.config.chunk_prefix_ids is None:
             self.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
@@ -461,9 +460,9 @@ class BlendCache(Cache):
         """Refused: a cache belongs to a model object and an open store, and `copy.copy` would share its K and V."""
         raise ConfigError(
             f"a BlendCache of {super().get_seq_length()} tokens was to be pickled, or copied by copy.copy, but it "
-            "belongs to a model object and an open store, and a copy would share its K and V. Use copy.deepcopy(cache) "
-            "in this process. In another make one, BlendCache(model, ChunkStore.open(path)): the chunks are in the "
-            "store. To keep a conversation use SequenceCache and save_session of hf_blend.context."
+            "belongs to a model object and an open store, and a copy would share its K and V. Use "
+            "copy.deepcopy(cache). In another process make one, BlendCache(model, ChunkStore.open(path)): the chunks "
+            "are in the store. To keep a conversation use SequenceCache and save_session of hf_blend.context."
         )
 
 

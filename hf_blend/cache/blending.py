@@ -1,21 +1,24 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""One forward in which stored K and V take the place of most tokens: what of them, the report, and what undoes it."""
+"""Blended forwards of one cache: what they need to know of the model, how each is planned, run and undone."""
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError
-from ..model.anatomy import EXTENDED, refuse_extended
+from ..model.anatomy import EXTENDED, decoder_layers, refuse_extended, text_config
+from ..model.calibrate import ensure_trusted, ignores_states
+from ..model.extras import extras_of
 from ..model.flops import layer_costs
 from ..model.identity.canonical import refuse_request_state
+from ..model.modality import placeholders_of, refuse_placeholders
 from ..prefill.blend import Prefill
 from ..prefill.context import PrefillContext
 from ..prefill.notices import (
@@ -33,6 +36,41 @@ from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
 from ..selectors.base import Hear
+
+
+class ModelTraits:
+    """What blending and its refusals need to know of a model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chunk_prefix_ids: Sequence[int],
+        make_cache: Callable[..., Any],
+        allow_unverified: bool,
+        digest: str,
+    ) -> None:
+        """Read a model whose structure has this digest; at its first use test that it can be blended.
+
+        Raises:
+            UnsupportedModelError: it cannot be blended exactly, and `allow_unverified` is False.
+            PromptError: `chunk_prefix_ids` holds a token that stands for something else than text.
+        """
+        self.layers, self.config = decoder_layers(model), text_config(model)  # the config is the text decoder's
+        self.placeholders = placeholders_of(model, digest)  # ids of tokens that stand for something else than text
+        refuse_placeholders(model, chunk_prefix_ids, "chunk_prefix_ids", self.placeholders)
+        self.styles = ensure_trusted(model, make_cache, allow_unverified, digest)  # how each layer rotates its keys
+        self.extras = extras_of(model, len(self.layers), digest)
+        self.ignores_states = ignores_states(model, digest)  # wherever several tokens come at a time
+
+    def refuse_tokens(self, width: int, past: int) -> None:
+        """Refuse `width` new tokens that the model would compute as if the cache of `past` tokens were empty."""
+        if self.ignores_states and width > 1 and past:
+            raise ConfigError(
+                f"{width} tokens came behind the {past} that the cache holds, but the code of "
+                f"{self.config.model_type} models takes the states of tokens before into account only "
+                "where one token comes at a time. reset() the cache and pass the whole conversation in one prompt, "
+                "without prefill_chunk_size."
+            )
 
 
 class ForwardPlanning:
@@ -116,20 +154,11 @@ class BlendedForward:
         cache.loader = cache.store.loader(cache)
         if cache.loader is not None:
             cache.loader.realigner = realigner
+        planning, traits = cache.planning, cache.traits
         context = PrefillContext(
-            cache.model,
-            cache.kv.all,
-            request,
-            plan,
-            cache.report,
-            realigner,
-            cache.planning.selector,
-            cache.planning.corrector,
-            self._probe,
-            cache.traits.extras,
-            cache.observer,
-            cache.loader,
-        )
+            cache.model, self._kv.all, request, plan, cache.report, realigner, planning.selector, planning.corrector,
+            self._probe, traits.extras, cache.observer, cache.loader,
+        )  # fmt: skip
         self._snapshots = self._kv.snapshots()
         self.prefill: Any = Prefill(context)
 

@@ -11,7 +11,8 @@ transformers tells a cache nothing about a forward but what it asks and hands ov
 5. Each layer hands over its K and V. The first one ends PLAIN: IDLE.
 6. The hook behind the model ends BLENDED, also after an exception: IDLE.
 
-A step of decoding has no hook and shows itself by 5 alone. A prompt in parts leads to WATCHED in the place of IDLE.
+A step of decoding, as any forward without a hook, shows itself by 5 alone. Between the parts of a prompt the state is
+WATCHED in the place of IDLE.
 """
 
 import time

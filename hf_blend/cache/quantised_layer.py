@@ -77,7 +77,7 @@ def _steps(states: Tensor, axis: int) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Held:
+class PackedState:
     """How many tokens are packed, how many groups they have, and the tokens behind them as they were computed."""
 
     packed: int
@@ -96,21 +96,21 @@ class PackedCells:
             name: Columns(data, 1 if is_by_group(name) else GROUP_TOKENS) for name, data in pack(bits, *zeros).items()
         }
         self.columns[GROUPS] = Columns(torch.empty((1, 1, 0), dtype=torch.int32, device=keys.device))
-        self.held = self._next = Held(0, 0, (keys[:, :, :0].clone(), values[:, :, :0].clone()))
+        self.state = self._next = PackedState(0, 0, (keys[:, :, :0].clone(), values[:, :, :0].clone()))
 
     @property
     def length(self) -> int:
         """How many tokens are held."""
-        return self.held.packed + self.held.recent[0].shape[2]
+        return self.state.packed + self.state.recent[0].shape[2]
 
     @property
     def nbytes(self) -> int:
         """Bytes of every buffer, spare room included."""
-        return sum(data.nbytes for data in (*(column.buffer for column in self.columns.values()), *self.held.recent))
+        return sum(data.nbytes for data in (*(column.buffer for column in self.columns.values()), *self.state.recent))
 
     def like(self, tokens: int) -> Pair:
         """K and V for so many tokens, contents undefined."""
-        keys, values = (states.new_empty((*states.shape[:2], tokens, states.shape[3])) for states in self.held.recent)
+        keys, values = (states.new_empty((*states.shape[:2], tokens, states.shape[3])) for states in self.state.recent)
         return keys, values
 
     def append(self, start: int, keys: Tensor, values: Tensor, sequences: int = 1) -> None:
@@ -124,15 +124,15 @@ class PackedCells:
             packed = pack(self._bits, *(states[:, :, :tokens] for states in recent))
             self._write(state, {**packed, GROUPS: of[None, None]})
             recent = [states[:, :, tokens:].clone() for states in recent]
-        self._next = Held(state.packed + tokens, state.groups + groups, (recent[0], recent[1]))
+        self._next = PackedState(state.packed + tokens, state.groups + groups, (recent[0], recent[1]))
 
     def commit(self) -> None:
         """Hold what was appended last."""
-        self.held = self._next
+        self.state = self._next
 
-    def restore(self, state: Held) -> None:
+    def restore(self, state: PackedState) -> None:
         """Return to an earlier state, since which tokens were only appended."""
-        self.held = self._next = state
+        self.state = self._next = state
 
     def crop(self, tokens: int) -> None:
         """Hold the first tokens only."""
@@ -145,12 +145,12 @@ class PackedCells:
                 changed = change(column.buffer)
                 same = changed.shape == column.buffer.shape
                 column.buffer = column.buffer.copy_(changed) if same else changed
-        keys, values = map(change, self.held.recent)
-        self.restore(Held(self.held.packed, self.held.groups, (keys, values)))
+        keys, values = map(change, self.state.recent)
+        self.restore(PackedState(self.state.packed, self.state.groups, (keys, values)))
 
     def read(self, start: int, stop: int, out: Sequence[Tensor]) -> None:
         """Unpack the tokens `start <= token < stop` into `out`: K and V of as many tokens, in their dtype."""
-        state = self.held
+        state = self.state
         end = min(max(state.packed, start), stop)
         if end > start:
             self._unpack(slice(start, end), [states[:, :, : end - start] for states in out])
@@ -159,7 +159,7 @@ class PackedCells:
 
     def gather(self, tokens: Tensor, at: Tensor, out: Sequence[Tensor]) -> None:
         """Unpack some tokens into `out`, K and V of as many; `tokens` ascend, on the CPU; `at`: on the device."""
-        state = self.held
+        state = self.state
         count = int(torch.searchsorted(tokens, state.packed))
         if count:
             self._unpack(at[:count], [states[:, :, :count] for states in out])
@@ -168,7 +168,7 @@ class PackedCells:
 
     def parts(self, tokens: Tensor) -> dict[str, Tensor]:
         """All that is held of some tokens of the first batch entry, by name, `[kv_heads, tokens or groups, width]`."""
-        state, at = self.held, tokens.to(self.held.recent[0].device)
+        state, at = self.state, tokens.to(self.state.recent[0].device)
         count = int(torch.searchsorted(tokens, state.packed))
         chosen = {name: column.buffer[0] for name, column in self.columns.items()}
         used, groups = chosen.pop(GROUPS)[0].index_select(0, at[:count]).unique(return_inverse=True)
@@ -180,7 +180,7 @@ class PackedCells:
 
     def extend(self, start: int, parts: Mapping[str, Tensor]) -> None:
         """Append what `parts` gave: packed tokens behind the packed ones, recent tokens at the end."""
-        device = self.held.recent[0].device
+        device = self.state.recent[0].device
         keys, values = (parts[name][None].to(device) for name in "kv")
         if GROUPS not in parts:
             self.append(start, keys, values)
@@ -189,18 +189,18 @@ class PackedCells:
         new = {name: parts[name][None].to(device) for name in self.columns}
         self._write(state, {**new, GROUPS: new[GROUPS][None]})
         recent = torch.cat([state.recent[0], keys], 2), torch.cat([state.recent[1], values], 2)
-        self.restore(Held(state.packed + packed, state.groups + groups, recent))
+        self.restore(PackedState(state.packed + packed, state.groups + groups, recent))
 
-    def _first(self, tokens: int) -> Held:
+    def _first(self, tokens: int) -> PackedState:
         """What is held of the first tokens."""
-        state, recent = self.held, max(0, tokens - self.held.packed)
+        state, recent = self.state, max(0, tokens - self.state.packed)
         keys, values = (states[:, :, :recent] for states in state.recent)
         if tokens >= state.packed:
-            return Held(state.packed, state.groups, (keys, values))
+            return PackedState(state.packed, state.groups, (keys, values))
         last = self.columns[GROUPS].buffer[0, 0, tokens - 1 : tokens]
-        return Held(tokens, int(last) + 1 if tokens else 0, (keys, values))
+        return PackedState(tokens, int(last) + 1 if tokens else 0, (keys, values))
 
-    def _write(self, state: Held, parts: Mapping[str, Tensor]) -> None:
+    def _write(self, state: PackedState, parts: Mapping[str, Tensor]) -> None:
         """Write packed tensors behind those of a state; their groups count from 0."""
         for name, tensor in parts.items():
             start = state.groups if is_by_group(name) else state.packed
@@ -216,7 +216,7 @@ class PackedCells:
 
     def _whole_groups(self, tokens: slice | Tensor) -> slice | None:
         """The groups that some tokens form, if every group has all of its tokens; None if that is not certain."""
-        state = self.held
+        state = self.state
         if not isinstance(tokens, slice) or state.packed != state.groups * GROUP_TOKENS:
             return None
         is_whole = tokens.start % GROUP_TOKENS == tokens.stop % GROUP_TOKENS == 0
@@ -240,7 +240,7 @@ class QuantisedLayer(MadeStates, BlendLayer):
     @property
     def packed_tokens(self) -> int:
         """How many tokens are packed."""
-        return 0 if self._cells is None else self._cells.held.packed
+        return 0 if self._cells is None else self._cells.state.packed
 
     @property
     def nbytes(self) -> int:
@@ -251,7 +251,7 @@ class QuantisedLayer(MadeStates, BlendLayer):
     @property
     def batch_size(self) -> int:
         """How many batch entries there are; 0 in an empty layer."""
-        return 0 if self._cells is None else self._cells.held.recent[0].shape[0]
+        return 0 if self._cells is None else self._cells.state.recent[0].shape[0]
 
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> Pair:
         """See `BlendLayer.open`; everything is unpacked until `settle`."""
@@ -266,10 +266,10 @@ class QuantisedLayer(MadeStates, BlendLayer):
         """Pack whole groups, but for the last tokens."""
         if self._opened is None or self._cells is None:
             return
-        (keys, values), self._opened, start, packed = self._opened, None, self._cells.length, self._cells.held.packed
+        (keys, values), self._opened, start, packed = self._opened, None, self._cells.length, self._cells.state.packed
         self._cells.append(start, keys[:, :, start:], values[:, :, start:])
         self._cells.commit()
-        if self._cells.held.packed > packed:
+        if self._cells.state.packed > packed:
             self.unchanged_tokens = min(self.unchanged_tokens, packed)
 
     def _forget(self, removed: int) -> None:
@@ -280,7 +280,7 @@ class QuantisedLayer(MadeStates, BlendLayer):
 
     def snapshot(self) -> Any:
         """What `restore` needs to take back every token that comes from now on."""
-        return self.length, None if self._cells is None else self._cells.held
+        return self.length, None if self._cells is None else self._cells.state
 
     def restore(self, snapshot: Any) -> None:
         """Forget the tokens that came since a snapshot."""

@@ -18,13 +18,7 @@ __all__ = ["static_copy"]
 def static_copy(model: nn.Module, layers: Sequence[Any], max_cache_len: int) -> StaticCache:
     """Copy K, V and the states of mixers into a new `StaticCache`, by its public methods.
 
-    Args:
-        model: the model that filled the layers.
-        layers: those of a blend cache.
-        max_cache_len: tokens that there is to be room for.
-
-    Raises:
-        ConfigError: there is nothing to copy, no room, or a layer that `StaticCache` cannot continue.
+    `layers` are those of a blend cache that the model filled; for the rest see `BlendCache.to_static`.
     """
     config, cached = text_config(model), max((layer.get_seq_length() for layer in layers if _tokens(layer)), default=0)
     if not cached:

@@ -20,7 +20,7 @@ from ..model.hooks import GenerateCall
 from ..prefill.notices import other_author
 from ..prefill.request import PendingPrompt, Request
 from ..prompt.history import History, refuse_other_prompt, shared_tokens
-from ..prompt.pieces import TextPrompt
+from ..prompt.pieces import TextPrompt, check_lengths
 from .cache_layers import KVLayers
 
 ASK_AGAIN = (
@@ -106,7 +106,7 @@ class Turns:
 
         Gives the prompts behind these tokens, the tokens as a history, and a notice.
         """
-        cache.traits.check_fit(prompts, 0)
+        check_lengths(prompts, 0, cache.traits.config)
         cached = Cache.get_seq_length(cache)
         if not cached and self.aside is None:
             return prompts, History(), ""

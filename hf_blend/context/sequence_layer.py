@@ -201,7 +201,7 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
 
     def fixed_cells(self, count: int) -> int:
         """How many of the first `count` cells are in few bits."""
-        return min(count, self._packed.held.packed) if self.is_initialized else 0
+        return min(count, self._packed.state.packed) if self.is_initialized else 0
 
     def add(self, cell: int, parts: Mapping[str, Tensor]) -> None:
         """See `SequenceLayer.add` and `PackedCells.extend`."""

@@ -21,7 +21,7 @@ from ..model.fingerprint import fingerprint
 from ..model.modality import KINDS_OF_TOKENS, TEXT_ARGUMENTS
 from ..prefill.request import PendingPrompt, Request
 from ..prompt.content import LEAST_TOKENS, content_ids
-from ..prompt.pieces import History, PromptBatch, Span, TextPrompt
+from ..prompt.pieces import History, PromptBatch, Span, TextPrompt, check_lengths
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
 from .encoder import ENCODED, PIXELS, Features, ImageEncoder, digest_of
@@ -101,7 +101,7 @@ def expect_images(cache: BlendCache, inputs: Mapping[str, Any]) -> Mapping[str, 
     images = name_images(cache.model, cache.store, cache.chunk_prefix_ids, inputs, past)
     prompts = images.prompts(pending.batch)
     if pending.batch is None:
-        cache.traits.check_fit([TextPrompt(tuple(ids)) for ids in images.ids], past)
+        check_lengths([TextPrompt(tuple(ids)) for ids in images.ids], past, cache.traits.config)
         expected.history, expected.tokenizer = History(inputs["input_ids"].cpu(), images.mask), ""
     expected.pending = PendingPrompt(PromptBatch(prompts, inputs["input_ids"].cpu(), images.mask), pending.cached)
     expected.images, expected.beginnings = images, ()

@@ -150,17 +150,9 @@ class Plan:
             return self._table
         table = np.full((4, *self.real.shape), -1, dtype=np.int64)
         runs = [
-            (
-                placed.tokens,
-                placed.row,
-                placed.start,
-                placed.number,
-                placed.first,
-                placed.chunk.tokens,
-                placed.is_image,
-            )
-            for placed in self.chunks
-            if not placed.exact
+            (chunk.tokens, chunk.row, chunk.start, chunk.number, chunk.first, chunk.chunk.tokens, chunk.is_image)
+            for chunk in self.chunks
+            if not chunk.exact
         ]
         if runs:
             counts, *fields = np.array(runs, dtype=np.int64).T
