@@ -19,17 +19,9 @@ from ..model.extras import extras_of
 from ..model.flops import layer_costs
 from ..model.identity.canonical import refuse_request_state
 from ..model.modality import placeholders_of, refuse_placeholders
+from ..prefill import notices
 from ..prefill.blend import Prefill
 from ..prefill.context import PrefillContext
-from ..prefill.notices import (
-    NOTHING_REUSED,
-    OTHER_IDS,
-    UNEVEN,
-    other_tokenizers,
-    too_small,
-    warn_once,
-    why_nothing_found,
-)
 from ..prefill.observing import AttentionObserver, run_probe
 from ..prefill.plan import ChunkOrigin, Plan, Planner
 from ..prefill.realign import Realigner
@@ -123,10 +115,10 @@ class ForwardPlanning:
         self._check_ms = 0.0
         if plan.advice is not None:
             report.advice = asdict(plan.advice)
-        notices = [OTHER_IDS] if expected.batch and pending.is_other else []
+        texts = [notices.OTHER_IDS] if expected.batch and pending.is_other else []
         if prompts.notice and expected.batch and not expected.is_begun:
-            notices.append(prompts.notice)
-        _warn(cache, plan, identity, notices)
+            texts.append(prompts.notice)
+        _warn(cache, plan, identity, texts)
         return plan
 
 
@@ -196,22 +188,22 @@ class BlendedForward:
                 layer.resume(states)
 
 
-def _warn(cache: Any, plan: Plan, identity: str, notices: list[str]) -> None:
+def _warn(cache: Any, plan: Plan, identity: str, texts: list[str]) -> None:
     """Warn, once of each kind, where the prompt does not fit the store or the expected prompt."""
     report, tokenizer = cache.report, cache.prompts.tokenizer
     if tokenizer and (others := plan.tokenizers - {tokenizer}):
-        notices.append(other_tokenizers(others, tokenizer))
+        texts.append(notices.other_tokenizers(others, tokenizer))
     if plan.kept_ratio < 1:
-        notices.append(too_small(plan.kept_ratio))
+        texts.append(notices.too_small(plan.kept_ratio))
     if plan.uneven_chunks:
-        notices.append(UNEVEN)
-    for notice in notices:
-        warn_once(notice)
-    report.notice = " ".join(filter(None, (report.notice, *notices)))
+        texts.append(notices.UNEVEN)
+    for text in texts:
+        notices.warn_once(text)
+    report.notice = " ".join(filter(None, (report.notice, *texts)))
     is_complete, used = not cache.prompts.pending.is_begun, report.reusable_tokens + report.exact_tokens
     if is_complete and not used and not report.past_tokens:
-        reason = UNEVEN if plan.uneven_chunks else ""
-        reason = reason or why_nothing_found(cache.store, identity, tuple(cache.chunk_prefix_ids), tokenizer)
+        reason = notices.UNEVEN if plan.uneven_chunks else ""
+        reason = reason or notices.why_nothing_found(cache.store, identity, tuple(cache.chunk_prefix_ids), tokenizer)
         report.fallback_reason = reason
         if reason:
-            warn_once(NOTHING_REUSED + reason)
+            notices.warn_once(notices.NOTHING_REUSED + reason)

@@ -74,10 +74,6 @@ class KVLayers:
         memory = plugins.room("offload.layer").offload(layers, config)  # replaces some of the layers
         return cls(layers, memory)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KVLayers":
-        """Layers with their own K and V."""
-        return KVLayers(copy.deepcopy(self.all, memo), copy.deepcopy(self.memory, memo))
-
     @property
     def are_partial(self) -> bool:
         """Whether some layer loaded a part of its stored chunks only."""
@@ -94,6 +90,6 @@ class KVLayers:
 
     def spare(self, snapshots: Sequence[Any]) -> list[Any]:
         """Copies of the layers as they were when `snapshots` were made."""
-        copies = KVLayers(copy.deepcopy(self.all))
+        copies = copy.deepcopy(self)
         copies.restore(copy.deepcopy([*snapshots]))
         return copies.all

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -235,10 +236,7 @@ def asking_generate() -> GenerateCall | None:
 
 def is_assisting() -> bool:
     """Whether assisted decoding runs in this thread, whose steps bring several tokens."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_assisted_decoding":
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    return any(frame.f_code.co_name == "_assisted_decoding" for frame, _ in walk_stack(sys._getframe()))
 
 
 def _shown(model: nn.Module) -> str:

@@ -9,8 +9,6 @@ from functools import cache
 
 from ..store import ChunkStore
 
-logger = logging.getLogger(__name__)
-
 NOTHING_REUSED = "no stored chunk is reused: "  # before a reason
 
 OTHER_IDS = (
@@ -27,7 +25,7 @@ UNEVEN = (
 @cache
 def warn_once(notice: str) -> None:
     """Log a notice as a warning, once for each text in this process."""
-    logger.warning("%s", notice)
+    logging.getLogger(__name__).warning("%s", notice)
 
 
 def why_nothing_found(store: ChunkStore, fingerprint: str, chunk_prefix_ids: Sequence[int], tokenizer: str) -> str:

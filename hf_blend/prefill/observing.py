@@ -44,7 +44,8 @@ class AttentionObserver:
 
     def take(self, index: int, attended: Attention) -> tuple[Tensor, None]:
         """Tell of a layer, then give what its attention gives, `[batch, rows, heads, value_dim]`."""
-        weights, own = None, replace(attended, charge=_nothing)  # what the layer does in any case is not charged again
+        # what the layer does in any case is not charged again
+        weights, own = None, replace(attended, charge=lambda _: None)
         if self._layers is None or index in self._layers:
             charged = own if self._anchors is None and index != self.last else attended
             weights = charged.weights(slice(None), self._seen(attended, self.computed))
@@ -64,10 +65,6 @@ class AttentionObserver:
         seen = attended.keys.new_ones(len(columns), 1, attended.keys.shape[2], dtype=torch.bool)
         seen[:, 0, attended.past : attended.past + columns.shape[1]] = columns.to(seen.device)
         return seen
-
-
-def _nothing(flops: Any) -> None:
-    """Charge nothing."""
 
 
 def attention_of(
