@@ -92,6 +92,10 @@ def test_forward_of_another_model_is_refused_and_the_own_one_is_watched_still(mo
     assert cache.watch.state is WATCHED
     as_stock(model, inputs, cache)
     assert cache.report.reusable_tokens
+    cache = BlendCache(model, memory())
+    with pytest.raises(ConfigError, match="another model object"):
+        tiny_model(num_hidden_layers=3, seed=1)(**inputs, past_key_values=cache, logits_to_keep=1)
+    assert (hooks(model), cache.watch.state) == (0, IDLE)
 
 
 def test_cache_is_freed_with_its_last_reference(model):

@@ -325,7 +325,7 @@ class BlendCache(Cache):
         tokens, head_dim]`.
         """
         if (blended := self.watch.blended) is not None:
-            return blended.prefill.update(layer_idx, key_states, value_states)  # type: ignore[no-any-return]
+            return blended.prefill.update(layer_idx, key_states, value_states)
         if not torch.compiler.is_compiling():
             self.watch.layer_comes(layer_idx, key_states)
         if getattr(self.kv.all[layer_idx], "visible", None) is not None:
@@ -342,7 +342,7 @@ class BlendCache(Cache):
         Shapes: `[batch, rows, width]` → `[batch, tokens, width]`.
         """
         if (blended := self.watch.blended) is not None:
-            return blended.prefill.update_indexer(layer_idx, indexer_key_states)  # type: ignore[no-any-return]
+            return blended.prefill.update_indexer(layer_idx, indexer_key_states)
         return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -350,7 +350,7 @@ class BlendCache(Cache):
         if torch.compiler.is_compiling():
             return super().get_seq_length(layer_idx)
         if (blended := self.watch.blended) is not None:
-            return blended.prefill.past  # type: ignore[no-any-return]
+            return blended.prefill.past
         length = super().get_seq_length(layer_idx)
         if length == 0 or self.is_expecting:
             self.watch.watch_model()

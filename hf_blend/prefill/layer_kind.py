@@ -6,15 +6,41 @@ A cache layer names its kind as the class attribute `prefill_kind`. A room whose
 and V subclasses `LayerKind`; the prefill itself knows these hooks only.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from ..model.anatomy import LayerCall
 from ..rotary.tables import Table
 from ..selectors.base import KV
+from .context import PrefillContext
+from .plan import PlacedChunk
 from .rows import Rows
 
-if TYPE_CHECKING:
-    from .blend import Prefill
+
+class RunningPrefill(Protocol):
+    """What a layer may ask of the prefill that runs."""
+
+    @property
+    def context(self) -> PrefillContext:
+        """All that the prefill works on."""
+
+    @property
+    def width(self) -> int:
+        """How many new columns there are."""
+
+    def stored_chunks(self) -> list[PlacedChunk]:
+        """The chunks of which something stored is used, now."""
+
+    def is_compared(self, index: int) -> bool:
+        """Whether what a layer keeps is compared with what is stored, or computed twice."""
+
+    def check_stored(self, computed: Sequence[Tensor]) -> None:
+        """Refuse chunks whose stored states at layer 0 are not what this model computes for these tokens here."""
+
+    def reach(self, name: str) -> None:
+        """Stop a look into a layer when the last of the states that it waits for has come."""
 
 
 class LayerKind:
@@ -25,21 +51,21 @@ class LayerKind:
     has_states = True  # False: it keeps nothing at all
     attends = True  # False: it has no attention
     compares_keys = True  # False: at layer 0 it checks what is stored by something else
-    parts: frozenset[str] = frozenset({"keys"})  # known when a look into the layer ends: see `Prefill.reach`
+    parts: frozenset[str] = frozenset({"keys"})  # known when a look into the layer ends: see `RunningPrefill.reach`
 
     def __init_subclass__(cls) -> None:
         """Find out whether a prefill has anything to call."""
         own = (name for name, member in vars(cls).items() if callable(member))
         cls.has_hooks = cls.has_hooks or not vars(LayerKind).keys().isdisjoint(own)
 
-    def enter(self, prefill: "Prefill", index: int, call: LayerCall, table: Table | None) -> Table | None:
+    def enter(self, prefill: RunningPrefill, index: int, call: LayerCall, table: Table | None) -> Table | None:
         """Begin a layer with the arguments that the model gave it, and the rotary table among them.
 
         Returns that of the new tokens, `[batch or 1, tokens, width]` each; None where there is none.
         """
         return table
 
-    def take_rows(self, prefill: "Prefill", call: LayerCall, rows: Rows) -> None:
+    def take_rows(self, prefill: RunningPrefill, call: LayerCall, rows: Rows) -> None:
         """The layer runs for these rows; `call` has their arguments."""
 
     def computed(self) -> KV | None:
