@@ -26,6 +26,7 @@ from ..config import BlendConfig
 from ..errors import ConfigError, PromptError, StoreError
 from ..model.anatomy import other_states, refuse_extended, text_config
 from ..model.author import author_of
+from ..model.cache_keyword import cache_argument
 from ..model.modality import placeholder_ids
 from ..model.placement import input_device
 from ..prefill.notices import other_author
@@ -158,7 +159,7 @@ class Conversation:
         blend = BlendCache(self.model, self.archive, **{**settings, "chunk_prefix_ids": ()})
         blend.activate_past_recording()
         with torch.no_grad():
-            self.model(self._on_device(ids), past_key_values=blend, logits_to_keep=1)
+            self.model(self._on_device(ids), **cache_argument(self.model, blend), logits_to_keep=1)
         self.cache.remove(self.cache.active)
         take_back(self.cache, blend, ids)
         return blend
@@ -200,7 +201,7 @@ class Conversation:
             chunked = {"prefill_chunk_size": most} if new > most else {}
             inputs = {"input_ids": self._on_device(ids)}
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            output = self.model.generate(**{**inputs, **chunked, **options}, past_key_values=self.cache)
+            output = self.model.generate(**{**inputs, **chunked, **options}, **cache_argument(self.model, self.cache))
         except BaseException:
             if self.cache.shifts != shifts:  # what is still as the template writes it
                 ids, cached = [*prompt.ids], shared_tokens(prompt.ids, self.cache.tokens())
@@ -278,7 +279,7 @@ class Conversation:
         inputs = expect(cache, self.tokenizer, NamedPrompt(tuple(ids), tuple(spans), opening, tuple(cached)))
         with torch.no_grad():
             self.model(
-                inputs["input_ids"][:, len(cached) :], attention_mask=inputs["attention_mask"], past_key_values=cache,
+                inputs["input_ids"][:, len(cached) :], attention_mask=inputs["attention_mask"], **cache_argument(self.model, cache),
                 logits_to_keep=1,
             )  # fmt: skip
         take_back(self.cache, cache, new[:-1], more=1)
