@@ -65,9 +65,10 @@ from ..recipes import Recipe
 from ..selectors.base import Hear
 from ..store import ChunkStore
 from .cache_layers import cache_layers
+from .healing import Frontier, heal
 from .layers import as_indices
 from .static_copy import static_copy
-from .turns import ASK_AGAIN, SetAside, begin_turn, ids_behind, keep_beginning, keep_history
+from .turns import ASK_AGAIN, SetAside, begin_turn, ids_behind, ids_to_heal, keep_beginning, keep_history
 
 logger = logging.getLogger(__name__)
 NOT_A_CHAT = (
@@ -199,9 +200,9 @@ class BlendCache(Cache):
             return layers, None
         return layers, plugins.room("offload.layer").offload(layers, self.config)
 
-    def hold(self, layers: list[Any], kv_memory: Any) -> None:
-        """Hold K and V in these layers."""
-        self._own_layers, self.kv_memory = layers, kv_memory
+    def hold(self, layers: list[Any], kv_memory: Any, frontier: Frontier | None = None) -> None:
+        """Hold K and V in these layers, which are exact up to a frontier; None: all of them are."""
+        self._own_layers, self.kv_memory, self.frontier = layers, kv_memory, frontier or Frontier()
         self._token_layers = [layer for layer in layers if hasattr(layer, "prefill_kind")]  # keep tokens
         self.layers = [*layers]
 
@@ -455,6 +456,38 @@ class BlendCache(Cache):
         for layer in self._token_layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+        self.frontier.crop(super().get_seq_length())
+
+    def heal(self, tokens: int | None = None, history: Tensor | Sequence[int] | None = None) -> int:
+        """Compute blended K and V again behind the exact ones, from left to right, as a full prefill computes them.
+
+        Call it while nobody waits: between two turns, or when a server is idle. Each token costs what it costs in a
+        prefill in blocks of 256. Between two calls the cache is whole: it decodes, is cropped and takes turns, exact
+        on the left and blended on the right. A call that fails leaves its block as it was. When nothing is left,
+        later tokens and turns are those of a full prefill. `report.healed_tokens` counts.
+
+        Args:
+            tokens: how many more are to be exact; None for all. In 8 and 4 bits whole groups of 32 are.
+            history: what the last `generate` returned, `[batch, tokens]`. Without it the prompt alone can be healed:
+                nobody has told the cache which tokens the answer has.
+
+        Returns:
+            How many of the cached tokens are not exact. 0: all are.
+
+        Raises:
+            ConfigError: padding is between the tokens, a layer is on another device or loaded in part, or another
+                model or adapter computed what the cache holds.
+            PromptError: `history` is not what the cache holds, or has a token that stands for an image.
+        """
+        length = super().get_seq_length()
+        if not self.frontier.left(length):
+            return 0
+        refuse_other_author(self.author, author_of(self.model), length, ASK_AGAIN)
+        refuse_request_state(self.model, self._decoder_layers)
+        self._refuse_tokens(2, length)  # a block continues the states of tokens before it
+        ids = ids_to_heal(self, history, length)
+        self.report.healed_tokens += heal(self, ids, tokens)
+        return self.frontier.left(length)
 
     def to_static(self, max_cache_len: int) -> StaticCache:
         """Copy what the cache holds into transformers' `StaticCache`, with which a decoding step is compiled once.
@@ -491,6 +524,7 @@ class BlendCache(Cache):
         if self.prefill is not None:
             self.forward_ends(failed=True)  # it was interrupted
         super().reset()
+        self.frontier = Frontier()
         self._hooks.leave()
 
     @property
@@ -531,7 +565,8 @@ class BlendCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
         """A cache with its own K and V, for the same model and store, that continues and expects the same prompts."""
         twin = BlendCache(self.model, self.store, self.config)
-        twin.hold(copy.deepcopy(self._own_layers, memo), copy.deepcopy(self.kv_memory, memo))
+        frontier = Frontier(self.frontier.column, self.frontier.is_padded)
+        twin.hold(copy.deepcopy(self._own_layers, memo), copy.deepcopy(self.kv_memory, memo), frontier)
         twin.author = self.author
         twin.report = copy.deepcopy(self.report, memo)
         twin._prompts = replace(self._prompts, images=None)
@@ -599,6 +634,7 @@ class BlendCache(Cache):
                 for layer, snapshot in zip(self._token_layers, before.snapshots, strict=True):
                     layer.restore(snapshot)
                 prompts.pending, self.report = before.pending, before.report
+                self.frontier.crop(super().get_seq_length())
         self.prefill, self._before, self._is_seen = None, None, False
         prompts.images = prompts.images if prompts.pending.batch else None
         self._hooks.leave(watching=prompts.pending.is_begun and not failed)
@@ -678,6 +714,10 @@ class BlendCache(Cache):
             self._part,
         )
         self._before = BeforeBlending([layer.snapshot() for layer in layers], pending, report)
+        blended = [placed.start for placed in plan.chunks if not placed.exact]
+        if blended:
+            is_padded = plan.has_padding or any(before != request.past for before in request.before)
+            self.frontier.blend(request.past + min(blended), is_padded)
         self.prefill = Prefill(context)
         self._hooks.enter_layers(request.width, between=bool(request.others))
 

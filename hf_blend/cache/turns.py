@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..errors import ConfigError, PromptError
@@ -19,6 +21,7 @@ from ..prefill.notices import other_author
 from ..prefill.request import Request
 from ..prompt.history import History, refuse_other_prompt, shared_tokens
 from ..prompt.pieces import TextPrompt
+from .healing import Frontier
 
 ASK_AGAIN = (
     "Pass the whole conversation by inputs(history=…), inputs_from_messages or inputs_from_text: what the cache "
@@ -36,6 +39,7 @@ class SetAside:
     layers: list[Any]
     kv_memory: Any
     beginnings: Rows
+    frontier: Frontier
 
 
 def begin_turn(cache: Any, call: GenerateCall, cached: int) -> None:
@@ -87,6 +91,33 @@ def keep_history(cache: Any, history: History) -> str:
     return other_author(cached, cached - common) if is_other else ""
 
 
+def ids_to_heal(cache: Any, history: Any, tokens: int) -> Tensor:
+    """The ids of a cache's first columns, `[batch, columns]`, as far as they are known and stand for text."""
+    rows = cache._prompts.beginnings
+    if history is not None:
+        ids = torch.as_tensor(history).cpu()
+        ids = (ids[None] if ids.dim() == 1 else ids)[:, :tokens]
+        if len(rows) not in (0, len(ids)) or any(
+            shared_tokens(row.tolist(), begun) < min(len(row), len(begun))
+            for row, begun in zip(ids, rows, strict=False)
+        ):
+            raise PromptError(
+                f"a history of {tuple(ids.shape)} tokens came to heal a cache that holds {tokens}, but it does not "
+                "begin as the cache does. Pass what generate returned with this cache."
+            )
+        if not cache._placeholders.isdisjoint(ids.flatten().tolist()):
+            raise PromptError(
+                "a history with tokens that stand for images came to heal a cache, but their features do not come "
+                "with it. Only prompts of text can be healed."
+            )
+        return ids
+    known = min(
+        (next((at for at, token in enumerate(row) if token in cache._placeholders), len(row)) for row in rows),
+        default=0,
+    )
+    return torch.tensor([row[: min(known, tokens)] for row in rows], dtype=torch.long)
+
+
 def ids_behind(beginnings: Rows, request: Request) -> Rows:
     """What each row of a cache begins with behind a forward that the expected prompt did not come in, where known.
 
@@ -109,9 +140,10 @@ def _recall(cache: Any, author: Author) -> bool:
         return False
     aside, cache.aside = cache.aside, None
     if not any(getattr(layer, "visible", None) is not None for layer in cache._own_layers):  # they hold all
-        cache.aside = SetAside(cache.author, cache._own_layers, cache.kv_memory, cache._prompts.beginnings)
+        kept = cache._own_layers, cache.kv_memory, cache._prompts.beginnings, cache.frontier
+        cache.aside = SetAside(cache.author, *kept)
     if aside is not None and aside.author == author:
-        cache.hold(aside.layers, aside.kv_memory)
+        cache.hold(aside.layers, aside.kv_memory, aside.frontier)
         cache._prompts.beginnings = aside.beginnings
     else:
         cache.hold(*cache.empty_layers())
