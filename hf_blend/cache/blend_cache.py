@@ -467,7 +467,7 @@ class BlendCache(Cache):
         later tokens and turns are those of a full prefill. `report.healed_tokens` counts.
 
         Args:
-            tokens: how many more are to be exact; None for all. In 8 and 4 bits whole groups of 32 are.
+            tokens: how many more are to be exact; None for all, 0 only counts. In 8 and 4 bits whole groups of 32 are.
             history: what the last `generate` returned, `[batch, tokens]`. Without it the prompt alone can be healed:
                 nobody has told the cache which tokens the answer has.
 
@@ -480,8 +480,8 @@ class BlendCache(Cache):
             PromptError: `history` is not what the cache holds, or has a token that stands for an image.
         """
         length = super().get_seq_length()
-        if not self.frontier.left(length):
-            return 0
+        if tokens == 0 or not self.frontier.left(length):
+            return self.frontier.left(length)
         refuse_other_author(self.author, author_of(self.model), length, ASK_AGAIN)
         refuse_request_state(self.model, self._decoder_layers)
         self._refuse_tokens(2, length)  # a block continues the states of tokens before it

@@ -124,7 +124,7 @@ def heal(cache: Any, ids: Tensor, tokens: int | None) -> int:
     _refuse(cache, ids)
     first: int = frontier.column
     group = max(getattr(layer, "group_tokens", 1) for layer in cache.layers)
-    stop = min(length, ids.shape[1], length if tokens is None else first + max(1, tokens))
+    stop = min(length, ids.shape[1], length if tokens is None else first + tokens)
     if stop < length:  # a group is packed once, of exact tokens
         stop = min(-(-stop // group), ids.shape[1] // group) * group
     if not frontier.twins:

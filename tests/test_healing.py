@@ -1,0 +1,248 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""`BlendCache.heal`: a blended cache becomes that of a full prefill from left to right, and is whole at any moment.
+
+The oracle is stock transformers: a plain cache that is given all ids of prompt and answer at once.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+from tiny_models import tiny_model as tiny
+from transformers import DynamicCache
+
+from hf_blend import BlendCache
+from hf_blend.errors import ConfigError, PromptError
+from tests.asking import generated, memory, prepared, prompt
+from tests.conftest import random_pieces, slow_but
+
+KINDS = {
+    "llama": {}, "mistral": {"sliding_window": 16}, "gemma3_text": {}, "llama4_text": {}, "gemma3n_text": {},
+    "deepseek_v3": {}, "deepseek_v32": {"index_topk": 512}, "qwen3_next": {}, "falcon_h1": {}, "minimax": {},
+}  # fmt: skip
+FAST = ("llama", "gemma3_text", "gemma3n_text", "deepseek_v3", "falcon_h1")
+ANSWER = {"max_new_tokens": 8, "min_new_tokens": 8}
+TURN = prompt(8, seed=9)
+
+
+def blended(model, *requests, **settings):
+    """A cache behind a prompt that was blended without recomputing anything, and an answer; all ids but the last."""
+    settings = {"recompute_ratio": 0.0, "selector": "none", "allow_unverified": True, **settings}
+    cache, inputs = prepared(model, *(requests or [random_pieces()]), **settings)
+    ids = generated(model, inputs, cache, **ANSWER)
+    return cache, ids
+
+
+@torch.no_grad()
+def stock(model, ids):
+    """The plain cache of these tokens."""
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def next_turn(model, cache, ids=TURN):
+    """The logits of a further turn; the cache stays as it is."""
+    behind = ids.expand(cache.layers[0].keys.shape[0] if hasattr(cache.layers[0], "keys") else 1, -1)
+    return model(behind, past_key_values=copy.deepcopy(cache)).logits
+
+
+def off(model, cache, ids):
+    """How far the next turn is from stock's."""
+    expected = next_turn(model, stock(model, ids))
+    return float((next_turn(model, cache) - expected).abs().max() / expected.abs().max())
+
+
+def kv(cache):
+    """Copies of K and V, `[batch, kv_heads, tokens, head_dim]` each, of every layer that holds any."""
+    return [
+        (layer.keys.clone(), layer.values.clone()) for layer in cache.layers if getattr(layer, "keys", None) is not None
+    ]
+
+
+@pytest.mark.parametrize("kind", slow_but(*FAST, among=KINDS))
+def test_a_healed_cache_is_that_of_a_full_prefill(kind):
+    model = tiny(kind, **KINDS[kind])
+    cache, ids = blended(model)
+    assert off(model, cache, ids[:, :-1]) > 1e-3
+    steps = [cache.heal(tokens, ids) for tokens in (1, 20, None)]
+    assert steps[0] > steps[1] > steps[2] == 0 == cache.heal(history=ids)
+    assert off(model, cache, ids[:, :-1]) < 1e-5
+    assert cache.report.healed_tokens == cache.get_seq_length() - 5  # all but what stands before the first chunk
+
+
+def test_the_left_is_exact_and_the_right_untouched_at_any_moment():
+    model = tiny("llama")
+    cache, ids = blended(model)
+    exact, before, length = kv(stock(model, ids[:, :-1])), kv(cache), cache.get_seq_length()
+    while left := cache.heal(11, ids):
+        done = length - left
+        for now, true, was in zip(kv(cache), exact, before, strict=True):
+            for states, right, blend in zip(now, true, was, strict=True):
+                torch.testing.assert_close(states[:, :, :done], right[:, :, :done], rtol=0, atol=1e-4)
+                assert torch.equal(states[:, :, done:], blend[:, :, done:])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_every_token_of_few_bits_is_quantised_once_more_from_its_exact_states(bits):
+    model = tiny("llama")
+    cache, ids = blended(model, kv_bits=bits)
+    steps = 127 if bits == 8 else 15
+    while cache.heal(32, ids):
+        pass
+    for now, true in zip(kv(cache), kv(stock(model, ids[:, :-1])), strict=True):
+        for states, right in zip(now, true, strict=True):
+            assert (states - right).abs().max() <= 2 * right.abs().max() / steps
+    plain = BlendCache(model, memory(), recompute_ratio=0.0, kv_bits=bits, allow_unverified=True)
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=plain)
+    assert [layer.packed_tokens for layer in cache.layers] == [layer.packed_tokens for layer in plain.layers]
+    expected = next_turn(model, plain)
+    assert (next_turn(model, cache) - expected).abs().max() < 0.2 * expected.abs().max()
+
+
+def test_a_batch_of_equal_lengths_is_healed_together():
+    model = tiny("gemma3_text")
+    cache, ids = blended(model, random_pieces(), random_pieces(seed=3))
+    assert cache.heal(history=ids) == 0
+    assert off(model, cache, ids[:, :-1]) < 1e-5
+
+
+def test_without_the_answer_the_prompt_alone_is_healed():
+    model = tiny("llama")
+    cache, ids = blended(model)
+    answer = ANSWER["max_new_tokens"] - 1
+    assert cache.heal() == cache.heal(5) == answer
+    assert cache.heal(history=ids) == 0
+    assert off(model, cache, ids[:, :-1]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+def test_decoding_goes_on_between_two_calls(kind):
+    model = tiny(kind)
+    cache, ids = blended(model)
+    cache.heal(30, ids)
+    longer = generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, cache, **ANSWER)
+    assert cache.heal(history=longer) == 0
+    assert off(model, cache, longer[:, :-1]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_crop_moves_the_frontier_as_it_must(kind):
+    model = tiny(kind)
+    cache, ids = blended(model)
+    cache.activate_past_recording()
+    left, length = cache.heal(30, ids), cache.get_seq_length()
+    twin = copy.deepcopy(cache)
+    for each, removed in ((cache, 9), (twin, left)):
+        try:
+            each.crop(-removed)
+        except ConfigError:  # a window has forgotten what stood there
+            assert kind == "gemma3_text"
+            continue
+        assert each.heal(0) <= left - removed
+        assert each.heal(history=ids) == 0
+        assert off(model, each, ids[:, : length - removed]) < 1e-5
+
+
+def test_a_turn_with_new_chunks_begins_a_new_frontier_behind_what_is_exact():
+    model, store = tiny("llama"), memory()
+    cache, ids = blended(model, store=store)
+    assert cache.heal(history=ids) == 0
+    again = random_pieces(seed=4)
+    inputs = cache.inputs(None, chunks=again["chunks"], question=again["question"], history=ids)
+    longer = generated(model, inputs, cache, **ANSWER)
+    assert off(model, cache, longer[:, :-1]) > 1e-3
+    assert cache.heal(history=longer) == 0
+    assert off(model, cache, longer[:, :-1]) < 1e-5
+    assert cache.report.healed_tokens <= longer.shape[1] - ids.shape[1]
+
+
+def test_a_prompt_that_was_computed_is_exact():
+    model = tiny("llama")
+    cache = BlendCache(model, memory())
+    generated(model, {"input_ids": prompt(30), "attention_mask": torch.ones(1, 30)}, cache)
+    assert cache.heal() == 0 == cache.report.healed_tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "falcon_h1"])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_call_that_fails_leaves_its_block_as_it_was(kind, bits):
+    """200 faults in all: a module raises in the midst of a block, and every byte of the cache is as before."""
+    if bits and kind == "falcon_h1":
+        pytest.skip("a layer with a state beside K and V is not kept in few bits")
+    model = tiny(kind)
+    cache, ids = blended(model, kv_bits=bits)
+    modules = [module for module in model.modules() if not list(module.children())]
+    draw = random.Random(kind)
+    for _ in range(40):
+        whole, left = copy.deepcopy(cache), cache.heal(0, ids[:, :-1])
+        if left < 10:
+            cache, ids = blended(model, kv_bits=bits)
+            continue
+        handle = draw.choice(modules).register_forward_hook(broken)
+        try:
+            cache.heal(draw.randrange(1, 40), ids)
+        except ZeroDivisionError:
+            for now, before in zip(kv(cache), kv(whole), strict=True):
+                assert all(map(torch.equal, now, before))
+        finally:
+            handle.remove()
+        cache.heal(draw.randrange(1, 4), ids)
+    assert cache.heal(history=ids) == 0
+    assert bits or off(model, cache, ids[:, :-1]) < 1e-5
+
+
+def broken(*_):
+    raise ZeroDivisionError
+
+
+broken._hf_blend_observer = True  # or the hook is refused before the block begins
+
+
+def test_the_model_is_left_as_it_was(tiny_model, untouched):
+    model = tiny_model()
+    cache, ids = blended(model)
+    with untouched(model):
+        cache.heal(history=ids)
+
+
+@pytest.mark.parametrize(
+    ("history", "words"),
+    [
+        (lambda ids: ids.roll(1), "does not begin as the cache does"),
+        (lambda ids: ids.repeat(2, 1), "does not begin as the cache does"),
+    ],
+)
+def test_another_history_is_refused(history, words):
+    cache, ids = blended(tiny("llama"))
+    with pytest.raises(PromptError, match=words):
+        cache.heal(history=history(ids))
+
+
+def test_what_cannot_be_exact_is_refused_by_name():
+    model = tiny("llama")
+    padded, _ = blended(model, random_pieces(), random_pieces((9,), seed=5))
+    with pytest.raises(ConfigError, match="padding"):
+        padded.heal()
+    jamba, _ = blended(tiny("jamba"))
+    with pytest.raises(ConfigError, match="only where one token comes at a time"):
+        jamba.heal()
+    cut, ids = blended(model, kv_bits=8)
+    cut.crop(-70)
+    generated(model, {"input_ids": ids[:, :-30], "attention_mask": torch.ones_like(ids[:, :-30])}, cut, **ANSWER)
+    with pytest.raises(ConfigError, match="whole groups"):
+        cut.heal()
+
+
+def test_another_model_heals_nothing():
+    model = tiny("llama")
+    cache, ids = blended(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+        next(iter(model.model.layers[0].parameters())).mul_(1.5)
+    with pytest.raises(ConfigError, match="computed by another model"):
+        cache.heal(history=ids)
