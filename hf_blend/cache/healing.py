@@ -61,6 +61,16 @@ class RewritingTwin(DynamicLayer):
         keys: Tensor = self._own.rewrite_indexer(self._start, indexer_key_states, self._exact)
         return keys
 
+    @property
+    def indexer_position_ids(self) -> Any:
+        """The positions of the tokens in front of the next one, which a model keeps beside the indexer's keys."""
+        positions = self._own.indexer_position_ids
+        return None if positions is None else positions[..., : self._start]
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """The layer itself has them."""
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `query_length` new tokens see."""
         return self._length + query_length, 0
@@ -106,9 +116,7 @@ class Frontier:
     def crop(self, tokens: int) -> None:
         """The cache holds its first tokens only, by now."""
         if self.column is not None and tokens <= self.column:
-            self.column = None
-        if tokens < self.reached or self.column is None:
-            self.twins, self.reached = [], 0
+            self.column, self.is_padded, self.twins, self.reached = None, False, [], 0
 
     def left(self, tokens: int) -> int:
         """How many of a cache's tokens are not exact."""
