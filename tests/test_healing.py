@@ -14,22 +14,26 @@ from tiny_models import tiny_model as tiny
 from transformers import DynamicCache
 
 from hf_blend import BlendCache
+from hf_blend.cache import idle_healing
+from hf_blend.context.conversation import Conversation
 from hf_blend.errors import ConfigError, PromptError
 from tests.asking import generated, memory, prepared, prompt
 from tests.conftest import random_pieces, slow_but
+from tests.test_turns import small
 
 KINDS = {
     "llama": {}, "mistral": {"sliding_window": 16}, "gemma3_text": {}, "llama4_text": {}, "gemma3n_text": {},
     "deepseek_v3": {}, "deepseek_v32": {"index_topk": 512}, "qwen3_next": {}, "falcon_h1": {}, "minimax": {},
 }  # fmt: skip
 FAST = ("llama", "gemma3_text", "gemma3n_text", "deepseek_v3", "falcon_h1")
+REUSED = {"recompute_ratio": 0.0, "selector": "none"}
 ANSWER = {"max_new_tokens": 8, "min_new_tokens": 8}
 TURN = prompt(8, seed=9)
 
 
 def blended(model, *requests, **settings):
     """A cache behind a prompt that was blended without recomputing anything, and an answer; all ids but the last."""
-    settings = {"recompute_ratio": 0.0, "selector": "none", "allow_unverified": True, **settings}
+    settings = {**REUSED, "allow_unverified": True, **settings}
     cache, inputs = prepared(model, *(requests or [random_pieces()]), **settings)
     ids = generated(model, inputs, cache, **ANSWER)
     return cache, ids
@@ -59,7 +63,9 @@ def off(model, cache, ids):
 def kv(cache):
     """Copies of K and V, `[batch, kv_heads, tokens, head_dim]` each, of every layer that holds any."""
     return [
-        (layer.keys.clone(), layer.values.clone()) for layer in cache.layers if getattr(layer, "keys", None) is not None
+        (layer.keys.clone(), layer.values.clone())
+        for layer in cache.layers
+        if getattr(layer, "keys", None) is not None
     ]
 
 
@@ -259,3 +265,74 @@ def test_another_model_heals_nothing():
         next(iter(model.model.layers[0].parameters())).mul_(1.5)
     with pytest.raises(ConfigError, match="computed by another model"):
         cache.heal(history=ids)
+
+
+DOCUMENTS = ["Mara keeps a goat in the garden. ", "Tomas keeps a dog behind the house. ", "The market opens at noon. "]
+
+
+def conversation(**settings):
+    """A conversation whose first question came with documents, of which nothing was recomputed."""
+    model, tokenizer = small(model_type="llama", template="chatml")
+    chat = Conversation(model, tokenizer, archive=memory(), **settings)
+    chat.ask("Who keeps a dog?", DOCUMENTS, blend=REUSED, **ANSWER)
+    return chat
+
+
+def is_exact(chat):
+    """Whether K and V of the cache are those of stock's prefill of its tokens."""
+    true = kv(stock(chat.model, torch.tensor([chat.cache.tokens()])))
+    now = [(layer.keys, layer.values) for layer in chat.cache.materialize()]
+    pairs = [pair for layers in zip(now, true, strict=True) for pair in zip(*layers, strict=True)]
+    return all(torch.allclose(mine, right, rtol=0, atol=1e-4) for mine, right in pairs)
+
+
+def test_a_conversation_is_healed_between_its_turns(tmp_path):
+    chat = conversation()
+    assert not is_exact(chat)
+    left = chat.heal(20)
+    assert 0 < left < chat.cache.get_seq_length() and not is_exact(chat)
+    chat.save(tmp_path / "chat")
+    later = Conversation(chat.model, chat.tokenizer, archive=memory())
+    later.load(tmp_path / "chat")
+    for each in (chat, later):
+        assert each.heal() == 0 and is_exact(each)
+        each.ask("And a goat?", **ANSWER)
+        assert each.heal(1) == 0 and is_exact(each)
+    assert chat.cache.tokens() == later.cache.tokens()
+
+
+def test_an_idle_conversation_heals_itself_until_the_next_turn():
+    chat = conversation(heal="idle")
+    chat._healing._future.result(60)
+    chat.ask("And a goat?", **ANSWER)
+    assert is_exact(chat)
+    assert chat.heal() == 0
+
+
+def test_a_turn_stops_healing_within_a_block_and_loses_nothing(monkeypatch):
+    monkeypatch.setattr(idle_healing, "STEP_TOKENS", 8)
+    chat = conversation(heal="idle")
+    chat.ask("And a goat?", **ANSWER)  # at once
+    chat.ask("And a cat?", **ANSWER)
+    assert chat.heal() == 0 and is_exact(chat)
+
+
+def test_healing_that_fails_in_its_thread_loses_nothing(caplog):
+    chat = conversation()
+    tokens, before = chat.cache.tokens(), [layer.keys.clone() for layer in chat.cache.materialize()]
+    chat._healing = idle_healing.IdleHealing()
+    handle = chat.model.model.layers[1].register_forward_hook(broken)
+    chat._healed = chat._to_heal(), tokens
+    chat._healing.start(chat._healed[0], torch.tensor([tokens]))
+    chat._healing._future.result(60)
+    handle.remove()
+    chat._stop_healing()
+    assert "healing ended" in caplog.text
+    now = [layer.keys for layer in chat.cache.materialize()]
+    assert chat.cache.tokens() == tokens and all(map(torch.equal, now, before))
+    assert chat.heal() == 0 and is_exact(chat)
+
+
+def test_another_word_than_idle_is_refused():
+    with pytest.raises(ConfigError, match="'idle'"):
+        conversation(heal="always")
