@@ -66,12 +66,17 @@ class Stock:
         pieces = zip(self.turns[:turns], [*self.answers, torch.tensor([], dtype=torch.long)], strict=False)
         return torch.cat([ids for pair in pieces for ids in pair])
 
-    def turn(self, bench: Bench, cache: BlendCache, number: int) -> float:
-        """Let a cache that holds all before a turn read it with stock's answer; gives its divergence from stock's."""
-        end = len(self.ids(number + 1))
-        new, answer = self.ids(number + 1)[None, cache.get_seq_length() : end - 1], self.answers[number]
-        logits = bench.model(new, past_key_values=cache, logits_to_keep=len(answer)).logits[0, :COMPARED_TOKENS]
-        return divergence(self.logs[number], torch.log_softmax(logits.float(), -1))
+    def turn(self, bench: Bench, cache: BlendCache, number: int, before: Tensor | None = None) -> float:
+        """Let a cache read a turn with stock's answer; gives its divergence from stock's.
+
+        The cache holds all before the turn, or, with the logits `before`, `[1, words]`, its question, too.
+        """
+        ids, answer = self.ids(number + 1), self.answers[number]
+        new, kept = ids[None, cache.get_seq_length() : -1], len(answer) - (before is not None)
+        logits = [] if before is None else [before]
+        if kept:
+            logits.append(bench.model(new, past_key_values=cache, logits_to_keep=kept).logits[0])
+        return divergence(self.logs[number], torch.log_softmax(torch.cat(logits)[:COMPARED_TOKENS].float(), -1))
 
 
 def divergence(full: Tensor, logs: Tensor) -> float:
@@ -79,11 +84,12 @@ def divergence(full: Tensor, logs: Tensor) -> float:
     return float((full.exp() * (full - logs)).sum(-1).mean())
 
 
-def blended(bench: Bench, row: dict[str, Any], store: ChunkStore, method: Method, ratio: float) -> BlendCache:
-    """A cache that holds a blended prompt."""
+def blended(
+    bench: Bench, row: dict[str, Any], store: ChunkStore, method: Method, ratio: float
+) -> tuple[BlendCache, Tensor]:
+    """A cache that holds a blended prompt, and the logits behind it, `[1, words]`."""
     cache = BlendCache(bench.model, store, chunk_prefix_ids=bench.contexts[method.context], **method.settings(ratio))
-    bench.model(**bench.inputs(cache, row), past_key_values=cache, logits_to_keep=1)
-    return cache
+    return cache, bench.model(**bench.inputs(cache, row), past_key_values=cache, logits_to_keep=1).logits[0]
 
 
 def measured(bench: Bench, row: dict[str, Any], ratio: float, is_timed: bool) -> dict[str, Any]:
@@ -93,14 +99,14 @@ def measured(bench: Bench, row: dict[str, Any], ratio: float, is_timed: bool) ->
     stock, kl = Stock(bench, prompt), dict[str, list[float]]()
     blended(bench, row, store, REUSE, 0.0)  # stores the chunks
     for name, method, shares in (("reuse", REUSE, SHARES[:1]), ("default", DEFAULT, SHARES)):
-        cache, healed = blended(bench, row, store, method, ratio if method is DEFAULT else 0.0), 0.0
-        charged, first = cache.report.charged_budget, stock.turn(bench, cache, 0)
+        (cache, logits), healed = blended(bench, row, store, method, ratio if method is DEFAULT else 0.0), 0
+        charged, first = cache.report.charged_budget, stock.turn(bench, cache, 0, logits)
         left = cache.heal(0)
         for share in shares:
-            cache.heal(round((share - healed) * left), stock.ids(1))
-            healed, copied = share, copy.deepcopy(cache)
+            cache.heal(round(share * left) - healed, stock.ids(1)[None])
+            healed, copied = round(share * left), copy.deepcopy(cache)
             second = stock.turn(bench, copied, 1)
-            copied.heal(round(share * copied.heal(0)), stock.ids(2))
+            copied.heal(round(share * copied.heal(0)), stock.ids(2)[None])
             kl[f"{name} {share:.2f}"] = [round(value, 6) for value in (first, second, stock.turn(bench, copied, 2))]
     line = {"id": row["id"], "tokens": prompt.shape[1], "charged": round(charged, 4), "kl": kl}
     return {**line, **(cost(bench, row, store, ratio, stock) if is_timed else {})}
@@ -110,8 +116,8 @@ def cost(bench: Bench, row: dict[str, Any], store: ChunkStore, ratio: float, sto
     """CPU seconds of healing the first turn, and of stock's prefill of these tokens in blocks, in turns."""
     ids, heal_s, stock_s = stock.ids(1)[None, :-1], list[float](), list[float]()
     for _ in range(3):
-        cache = blended(bench, row, store, DEFAULT, ratio)
-        stock.turn(bench, cache, 0)
+        cache, logits = blended(bench, row, store, DEFAULT, ratio)
+        stock.turn(bench, cache, 0, logits)
         first = cache.get_seq_length() - cache.heal(0)
         began = time.process_time()
         cache.heal(history=ids)

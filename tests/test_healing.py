@@ -245,7 +245,7 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="padding"):
         padded.heal()
     away, _ = blended(model, kv_device_map="disk", offload_folder=tmp_path)
-    with pytest.raises(ConfigError, match="OffloadedLayer.*kv_device_map"):
+    with pytest.raises(ConfigError, match=r"OffloadedLayer.*kv_device_map"):
         away.heal()
     jamba, _ = blended(tiny("jamba"))
     with pytest.raises(ConfigError, match="only where one token comes at a time"):
@@ -290,14 +290,17 @@ def test_a_conversation_is_healed_between_its_turns(tmp_path):
     chat = conversation()
     assert not is_exact(chat)
     left = chat.heal(20)
-    assert 0 < left < chat.cache.get_seq_length() and not is_exact(chat)
+    assert 0 < left < chat.cache.get_seq_length()
+    assert not is_exact(chat)
     chat.save(tmp_path / "chat")
     later = Conversation(chat.model, chat.tokenizer, archive=memory())
     later.load(tmp_path / "chat")
     for each in (chat, later):
-        assert each.heal() == 0 and is_exact(each)
+        assert each.heal() == 0
+        assert is_exact(each)
         each.ask("And a goat?", **ANSWER)
-        assert each.heal(1) == 0 and is_exact(each)
+        assert each.heal(1) == 0
+        assert is_exact(each)
     assert chat.cache.tokens() == later.cache.tokens()
 
 
@@ -314,7 +317,8 @@ def test_a_turn_stops_healing_within_a_block_and_loses_nothing(monkeypatch):
     chat = conversation(heal="idle")
     chat.ask("And a goat?", **ANSWER)  # at once
     chat.ask("And a cat?", **ANSWER)
-    assert chat.heal() == 0 and is_exact(chat)
+    assert chat.heal() == 0
+    assert is_exact(chat)
 
 
 def test_healing_that_fails_in_its_thread_loses_nothing(caplog):
@@ -329,8 +333,10 @@ def test_healing_that_fails_in_its_thread_loses_nothing(caplog):
     chat._stop_healing()
     assert "healing ended" in caplog.text
     now = [layer.keys for layer in chat.cache.materialize()]
-    assert chat.cache.tokens() == tokens and all(map(torch.equal, now, before))
-    assert chat.heal() == 0 and is_exact(chat)
+    assert chat.cache.tokens() == tokens
+    assert all(map(torch.equal, now, before))
+    assert chat.heal() == 0
+    assert is_exact(chat)
 
 
 def test_another_word_than_idle_is_refused():

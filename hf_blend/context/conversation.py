@@ -342,10 +342,8 @@ class Conversation:
         opening = 0 if cached else prompt.opening
         inputs = expect(cache, self.tokenizer, NamedPrompt(tuple(ids), tuple(spans), opening, tuple(cached)))
         with torch.no_grad():
-            self.model(
-                inputs["input_ids"][:, len(cached) :], attention_mask=inputs["attention_mask"], **cache_argument(self.model, cache),
-                logits_to_keep=1,
-            )  # fmt: skip
+            new_ids, argument = inputs["input_ids"][:, len(cached) :], cache_argument(self.model, cache)
+            self.model(new_ids, attention_mask=inputs["attention_mask"], **argument, logits_to_keep=1)
         take_back(self.cache, cache, new[:-1], more=1)
         if cache.frontier.column is not None:
             self._inexact = min(cache.frontier.column, len(ids) if self._inexact is None else self._inexact)
@@ -406,7 +404,10 @@ def _checked(text: Any) -> str:
 
 
 def _parsed(content: bytes) -> tuple[list[dict[str, str]], list[Turn], list[int], int | None]:
-    """Messages, turns, what was said and the first token that is not exact, as `save` writes them; raises anything where it is something else."""
+    """Messages, turns, what was said and the first token that is not exact, as `save` writes them.
+
+    Raises anything where the content is something else.
+    """
     parts = json.loads(content)
     messages = [{name: _checked(message[name]) for name in ("role", "content")} for message in parts["messages"]]
     turns = [

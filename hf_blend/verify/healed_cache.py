@@ -22,8 +22,8 @@ FIRST_TOKENS = 13  # are healed by a call of their own
 def heal(subject: ModelUnderTest) -> CheckResult:
     """A cache blended at ratio 0 and healed in two calls gives the logits of a stock full prefill in its next turn.
 
-    Each request alone, behind its own prompt, with a further turn of 8 tokens; windows have rolled on by then. Stock is
-    the prefill of all tokens, or one in the same blocks: some models add up otherwise, or mask otherwise, in the turn.
+    Each request alone, behind its own prompt, with a further turn of 8 tokens; windows have rolled on by then. Stock
+    prefills all tokens at once or in the same blocks: some models add up or mask otherwise in the turn.
     """
     model, errors = subject.model, list[float]()
     for seed, prompt in enumerate(subject.prompts):
