@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
+from hf_blend.model.cache_keyword import cache_argument
 from hf_blend.model.placement import input_device
 from hf_blend.prefill.report import BlendReport
 
@@ -127,7 +128,7 @@ class Asker:
         streamer = AnswerStreamer(self.tokenizer, tell)
         cache, inputs = begun(self.model, self.tokenizer, self.store, given, config)
         output = self.model.generate(
-            **inputs, past_key_values=cache, streamer=streamer, do_sample=False, max_new_tokens=max_new_tokens,
+            **inputs, **cache_argument(self.model, cache), streamer=streamer, do_sample=False, max_new_tokens=max_new_tokens,
             return_dict_in_generate=True, output_logits=first_logits > 0,
         )  # fmt: skip
         prompt = inputs["input_ids"][0]
@@ -214,7 +215,9 @@ class Asker:
         logits = got.logits
         if len(forced):
             given = forced[None].to(input_device(self.model))
-            logits = torch.cat([logits, self.model(given, past_key_values=got.cache).logits[0].float().cpu()])
+            logits = torch.cat(
+                [logits, self.model(given, **cache_argument(self.model, got.cache)).logits[0].float().cpu()]
+            )
         kl = divergence(logits, full.logits)
         return Loss(float(kl.mean()), float(kl[0]), report.charged_budget, got.ttft_ms / full.ttft_ms)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import PromptError, import_extra
+from hf_blend.model.cache_keyword import cache_argument
 from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.selectors.attention import Attention
 
@@ -100,7 +101,7 @@ class Inspector:
 
         cache.observer = AttentionObserver(hear) if self._rows else None
         inputs = inputs_of(cache, self._tokenizer, self._pieces)
-        self._model(**inputs, past_key_values=cache, logits_to_keep=1)
+        self._model(**inputs, **cache_argument(self._model, cache), logits_to_keep=1)
         self._ids = inputs["input_ids"][0].tolist()
         layers: list[Any] = list(cache.layers)
         states = [(layer.keys, layer.values) for layer in layers]

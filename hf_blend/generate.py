@@ -23,6 +23,7 @@ from . import plugins
 from .cache.blend_cache import BlendCache
 from .config import BlendConfig, default_config
 from .errors import ConfigError
+from .model.cache_keyword import cache_among, cache_argument, without_cache
 from .prefill.report import BlendReport
 from .store import ChunkStore
 
@@ -44,10 +45,10 @@ class Blended:
 
         Shapes: input_ids `[batch, tokens]`.
         """
-        past = kwargs.get("past_key_values")
+        past = cache_among(kwargs)
         if past is not None and past.get_seq_length() > 0:
             raise ConfigError(
-                f"past_key_values has {past.get_seq_length()} tokens, but custom_generate=blended(...) begins with "
+                f"the cache has {past.get_seq_length()} tokens, but custom_generate=blended(...) begins with "
                 "none. Pass a BlendCache as past_key_values, and no custom_generate."
             )
         mode = generation_config.get_generation_mode(kwargs.get("assistant_model"))
@@ -55,7 +56,7 @@ class Blended:
         if method is None:
             raise ConfigError(f"{mode.value} is no way of transformers itself. Use sampling, greedy or beam search.")
         cache = BlendCache(model, self.store, self.config)
-        kwargs["past_key_values"] = cache
+        kwargs = {**without_cache(kwargs), **cache_argument(model, cache)}
         decoding: Any = nullcontext()
         if self.sparse is not None:
             decoding = plugins.room("sparse.decoding").sparse_decoding(model, cache, self.sparse)

@@ -143,7 +143,20 @@ def quality() -> str:
     )
 
 
+def healing() -> str:
+    """The error of the second and third turn against the share that was healed, of what it is without healing."""
+    lines, rows = list[Line](), load_result("healing")["rows"]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = {float(row["method"].split()[1]): row["kl"] for row in rows
+               if row["model"] == model and row["method"].startswith("default")}  # fmt: skip
+        for turn, name in ((1, "second"), (2, "third")):
+            points = tuple((share, kl[turn] / own[0.0][turn]) for share, kl in sorted(own.items()))
+            lines.append(Line(f"{model}, {name} turn", points))
+    return line_chart(lines, x_label="healed after each turn", y_label="KL, of a turn never healed", background=THEMED)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
+    "healing": healing,
     "prompt": prompt, "layers": layers, "speed": speed, "gain": gain,
     "frontier-smollm2": partial(frontier, "smollm2"), "frontier-gemma3": partial(frontier, "gemma3"),
     "quality": quality,

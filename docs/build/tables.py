@@ -348,8 +348,23 @@ def _support(document: dict[str, Any]) -> list[str]:
     ]
 
 
+def _healing(document: dict[str, Any]) -> list[str]:
+    """How far the turns of a conversation are from stock's, by the share that was healed between them."""
+    lines = ["| model, prompts | healed after each turn | first turn | second | third |", "|---|---|---|---|---|"]
+    for row in document["rows"]:
+        method, share = row["method"].split()
+        healed = "reuse, never healed" if method == "reuse" else f"{float(share):.0%}" if float(share) else "never"
+        about = f"{row['model']} in {row['dtype']}, {row['n']}, {row['tokens']} tokens"
+        cells = [f"{mean:.4f} ({median:.4f})" for mean, median in zip(row["kl"], row["kl_median"], strict=True)]
+        lines.append(f"| {about} | {healed} | {' | '.join(cells)} |")
+    costs = {row["model"]: row["heal_of_stock"] for row in document["rows"] if row["heal_of_stock"]}
+    said = ", ".join(f"{cost:.2f} on {model}" for model, cost in costs.items())
+    return [*lines, "", f"CPU seconds of healing, of stock's prefill of the same tokens in the same blocks: {said}."]
+
+
 TABLES = {
     "choosing": _choosing,
+    "healing": _healing,
     "front": _front,
     "robust": _robust,
     "calibrated": _calibrated,

@@ -18,6 +18,7 @@ from torch import nn
 from hf_blend import ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
+from hf_blend.model.cache_keyword import cache_argument
 from hf_blend.version import __version__
 
 from ..answering import AnswerStreamer, begun, blend_config, ids_of
@@ -144,7 +145,7 @@ def run(
     streamer = AnswerStreamer()
     cache, inputs = begun(model, tokenizer, store, given, config)
     model.generate(
-        **inputs, past_key_values=cache, streamer=streamer, do_sample=False, eos_token_id=None,
+        **inputs, **cache_argument(model, cache), streamer=streamer, do_sample=False, eos_token_id=None,
         min_new_tokens=plan.decoded_tokens, max_new_tokens=plan.decoded_tokens,
     )  # fmt: skip
     figures = {"ttft_ms": streamer.ttft_ms}

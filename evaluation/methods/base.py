@@ -20,6 +20,7 @@ from transformers import Cache
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.model.anatomy import stock_cache
+from hf_blend.model.cache_keyword import cache_argument
 from hf_blend.model.placement import input_device
 from hf_blend.prompt.pieces import Prompt, batch
 from hf_blend.prompt.tokenizer import front_ids
@@ -90,7 +91,7 @@ class EvalMethod(ABC):
         if wanted is not None:
             cache.activate_past_recording()  # or windows could not be cropped
         made = self.model.generate(
-            **inputs, past_key_values=cache, do_sample=False, max_new_tokens=self.max_new_tokens, streamer=streamer,
+            **inputs, **cache_argument(self.model, cache), do_sample=False, max_new_tokens=self.max_new_tokens, streamer=streamer,
             output_logits=True, return_dict_in_generate=True, pad_token_id=self._pad,
         )  # fmt: skip
         logits: list[Any] = [None] * width
@@ -135,7 +136,7 @@ class EvalMethod(ABC):
         if most > 1:
             mask = torch.cat([inputs["attention_mask"], torch.ones_like(padded[:, :-1])], dim=1)
             positions = (mask.cumsum(-1) - 1)[:, width:]
-            given = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+            given = {"attention_mask": mask, "position_ids": positions, **cache_argument(self.model, cache)}
             parts.append(self.model(padded[:, :-1], **given, use_cache=True).logits.float())
         return [row[: len(ids)] for row, ids in zip(torch.cat(parts, dim=1), wanted, strict=True)]
 

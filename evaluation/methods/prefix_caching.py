@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_blend.model.cache_keyword import cache_argument
 from hf_blend.model.placement import input_device
 
 from ..tasks.base import Sample
@@ -73,5 +74,7 @@ class PrefixCaching(EvalMethod):
         while len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]
         cache: Any = DynamicCache(config=self.model.config)
-        self.model(torch.tensor([ids], device=input_device(self.model)), past_key_values=cache, use_cache=True)
+        self.model(
+            torch.tensor([ids], device=input_device(self.model)), **cache_argument(self.model, cache), use_cache=True
+        )
         self._kept[ids] = [(layer.keys, layer.values) for layer in cache.layers]

@@ -31,7 +31,7 @@ from ..model.anatomy import decoder_layers, default_sink
 from ..model.author import author_of, refuse_other_author
 from ..model.fingerprint import structure_digest
 from ..model.hooks import asking_generate
-from ..model.identity.canonical import refuse_wrapper
+from ..model.identity.canonical import refuse_request_state, refuse_wrapper
 from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
@@ -48,6 +48,7 @@ from ..store import ChunkStore
 from .blending import ForwardPlanning, ModelTraits
 from .cache_layers import KVLayers
 from .forward_watch import ForwardWatch
+from .healing import heal
 from .layers import as_indices
 from .static_copy import static_copy
 from .turns import ASK_AGAIN, KnownPrompts, Turns
@@ -380,6 +381,38 @@ class BlendCache(Cache):
         for layer in self.kv.of_tokens:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+        self.kv.frontier.crop(super().get_seq_length())
+
+    def heal(self, tokens: int | None = None, history: Tensor | Sequence[int] | None = None) -> int:
+        """Compute blended K and V again behind the exact ones, from left to right, as a full prefill computes them.
+
+        Call it while nobody waits: between two turns, or when a server is idle. Each token costs what it costs in a
+        prefill in blocks of 256. Between two calls the cache is whole: it decodes, is cropped and takes turns, exact
+        on the left and blended on the right. A call that fails leaves its block as it was. When nothing is left,
+        later tokens and turns are those of a full prefill. `report.healed_tokens` counts.
+
+        Args:
+            tokens: how many more are to be exact; None for all, 0 only counts. In 8 and 4 bits whole groups of 32.
+            history: what the last `generate` returned, `[batch, tokens]`. Without it the prompt alone can be healed:
+                nobody has told the cache which tokens the answer has.
+
+        Returns:
+            How many of the cached tokens are not exact. 0: all are.
+
+        Raises:
+            ConfigError: padding is between the tokens, a layer is on another device or loaded in part, or another
+                model or adapter computed what the cache holds.
+            PromptError: `history` is not what the cache holds, or has a token that stands for an image.
+        """
+        frontier, length = self.kv.frontier, super().get_seq_length()
+        if tokens == 0 or not frontier.left(length):
+            return frontier.left(length)
+        refuse_other_author(self.turns.author, author_of(self.model), length, ASK_AGAIN)
+        refuse_request_state(self.model, self.traits.layers)
+        self.traits.refuse_tokens(2, length)  # a block continues the states of the tokens before it
+        ids = self.prompts.ids_to_heal(history, length, self.traits.placeholders)
+        self.report.healed_tokens += heal(self, ids, tokens)
+        return self.kv.frontier.left(length)
 
     def to_static(self, max_cache_len: int) -> StaticCache:
         """Copy what the cache holds into transformers' `StaticCache`, with which a decoding step is compiled once.
@@ -411,6 +444,7 @@ class BlendCache(Cache):
         self.watch.stop()
         self.turns = Turns()
         super().reset()
+        self.kv.frontier.crop(0)
 
     @property
     def is_compileable(self) -> bool:

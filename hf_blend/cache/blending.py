@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from .. import plugins
 from ..config import BlendConfig
@@ -152,6 +153,9 @@ class BlendedForward:
             self._probe, traits.extras, cache.observer, cache.loader,
         )  # fmt: skip
         self._snapshots = self._kv.snapshots()
+        if first := [placed.start for placed in plan.chunks if not placed.exact]:
+            is_padded = plan.has_padding or any(before != request.past for before in request.before)
+            self._kv.frontier.blend(request.past + min(first), is_padded)
         self.prefill: Any = Prefill(context)
 
     def end(self, failed: bool) -> None:
@@ -163,6 +167,7 @@ class BlendedForward:
             cache.report.partial = vars(cache.loader.report)
         if failed:
             self._kv.restore(self._snapshots)
+            self._kv.frontier.crop(Cache.get_seq_length(cache))
             cache.prompts.pending, cache.report = self._pending, self._report
 
     def _probe(

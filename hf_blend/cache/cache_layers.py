@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..model.anatomy import has_indexer, stock_layers, text_config
 from ..model.extras import rooms
 from ..model.fingerprint import PerStructure
+from .healing import Frontier
 from .indexed_layer import IndexedLayer, QuantisedIndexedLayer
 from .layers import BlendLayer, BlendSlidingLayer
 from .quantised_layer import QuantisedLayer
@@ -59,11 +60,13 @@ class KVLayers:
         all: one of each decoder layer.
         of_tokens: those that keep tokens; a layer of transformers that keeps nothing is not among them.
         memory: where K and V are with `kv_device_map`; None: all of them are on their devices.
+        frontier: up to which token K and V are those of a full prefill.
     """
 
     def __init__(self, layers: Sequence[Any], memory: Any = None) -> None:
         self.all, self.memory = list(layers), memory
         self.of_tokens: list[Any] = [layer for layer in layers if hasattr(layer, "prefill_kind")]
+        self.frontier = Frontier()
 
     @classmethod
     def empty(cls, model: nn.Module, count: int, config: BlendConfig, digest: str = "") -> "KVLayers":

@@ -88,6 +88,25 @@ class IndexedLayer(BlendLayer):
         self.indexer_keys = torch.cat((*cached, indexer_key_states), dim=1)
         return self.indexer_keys
 
+    def rewrite_indexer(self, start: int, keys: Tensor, exact: int = 0) -> Tensor:
+        """Write the indexer's keys, `[batch, rows, width]`, as `rewrite` does; gives those up to the last of them."""
+        end, first = start + keys.shape[1], max(start, exact)
+        all_keys: Any = self.indexer_keys
+        all_keys[:, first:end] = keys[:, first - start :]
+        return all_keys[:, :end]
+
+    def copy_columns(self, start: int, stop: int) -> Any:
+        """A copy of some columns, which `paste` writes back."""
+        keys = None if self.indexer_keys is None else self.indexer_keys[:, start:stop].clone()
+        return super().copy_columns(start, stop), keys
+
+    def paste(self, copied: Any) -> None:
+        """Write columns back that `copy_columns` gave."""
+        columns, keys = copied
+        super().paste(columns)
+        if keys is not None:
+            self.rewrite_indexer(columns[0], keys)
+
     @property
     def nbytes(self) -> int:
         """Bytes held, spare columns included."""

@@ -80,6 +80,8 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     is_croppable = True
     prefill_kind: type[LayerKind] = LayerKind
     keeps_all = True  # as it came: nothing is forgotten or packed when a forward is over
+    is_healable = True  # K and V can be written in the place of those that are held
+    group_tokens = 1  # so many tokens are written together
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,6 +145,26 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         columns = self.keys, self.values
         self.settle()
         return columns
+
+    def rewrite(self, start: int, key_states: Tensor, value_states: Tensor, exact: int = 0) -> Pair:
+        """Write K and V in the place of those that are held from column `start` on, but for the first `exact` columns.
+
+        Shapes: `[batch, kv_heads, rows, head_dim]` → `[batch, kv_heads, start + rows, head_dim]`.
+        """
+        end, first = start + key_states.shape[2], max(start, exact)
+        for states, new in zip(self._columns(slice(first, end)), (key_states, value_states), strict=True):
+            states.copy_(new[:, :, first - start :])
+        self.unchanged_tokens = min(self.unchanged_tokens, first)
+        return self._columns(slice(0, end))
+
+    def copy_columns(self, start: int, stop: int) -> Any:
+        """A copy of some columns, which `paste` writes back."""
+        return start, [states.clone() for states in self._columns(slice(start, stop))]
+
+    def paste(self, copied: Any) -> None:
+        """Write columns back that `copy_columns` gave."""
+        start, states = copied
+        self.rewrite(start, *states)
 
     def sizes_behind(self, past: int, tokens: int) -> tuple[int, int]:
         """Length and offset of the keys that `tokens` new tokens see behind `past` others."""
@@ -287,6 +309,23 @@ class BlendSlidingLayer(BlendLayer):
         self._start, self._end, self.length = self._end - kept, self._end + tokens, self.length + tokens
         self.keys, self.values = self._columns(slice(self._end - tokens - visible, self._end))
         return self._columns(slice(self._end - tokens, self._end))
+
+    def rewrite(self, start: int, key_states: Tensor, value_states: Tensor, exact: int = 0) -> Pair:
+        """Write K and V in the place of those of the columns from `start` on that are still held; gives these."""
+        oldest = self.length - (self._end - self._start)
+        first, stop = max(start, exact, oldest), min(start + key_states.shape[2], self.length)
+        columns = slice(self._start + first - oldest, self._start + max(first, stop) - oldest)
+        written = self._columns(columns)
+        for states, new in zip(written, (key_states, value_states), strict=True):
+            states.copy_(new[:, :, first - start : max(first, stop) - start])
+        return written
+
+    def copy_columns(self, start: int, stop: int) -> Any:
+        """A copy of those columns that are still held, which `paste` writes back."""
+        oldest = self.length - (self._end - self._start)
+        start, stop = max(start, oldest), max(start, stop, oldest)
+        columns = slice(self._start + start - oldest, self._start + stop - oldest)
+        return start, [states.clone() for states in self._columns(columns)]
 
     def settle(self) -> None:
         """Keep one window, unless the past is recorded; a buffer that a whole prompt needed is given back."""

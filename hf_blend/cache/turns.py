@@ -6,12 +6,13 @@ K and V belong to their author. Where the model is another one by now, cached K 
 held before comes back; the rest of the prompt is computed again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..errors import ConfigError, PromptError
@@ -61,6 +62,33 @@ class KnownPrompts:
             self.beginnings = (beginnings[0][: min(request.past, most)],)
         else:
             self.beginnings = ()
+
+    def ids_to_heal(self, history: Any, tokens: int, placeholders: Container[int]) -> Tensor:
+        """The ids of a cache's first columns, `[batch, columns]`, as far as they are known and stand for text.
+
+        `history` has the ids of its first `tokens` columns, or is None; `placeholders` are tokens that are no text.
+        """
+        rows = self.beginnings
+        if history is None:
+            known = [takewhile(lambda token: token not in placeholders, row[:tokens]) for row in rows]
+            texts = [tuple(row) for row in known]
+            columns = min(map(len, texts), default=0)
+            return torch.tensor([row[:columns] for row in texts], dtype=torch.long)
+        ids = torch.as_tensor(history).cpu()
+        ids = (ids[None] if ids.dim() == 1 else ids)[:, :tokens]
+        given = ids.tolist()
+        pairs = [*zip(given, rows, strict=True)] if len(given) == len(rows) else []
+        if (rows and not pairs) or any(shared_tokens(*pair) < min(map(len, pair)) for pair in pairs):
+            raise PromptError(
+                f"a history of {tuple(ids.shape)} tokens came to heal a cache that holds {tokens}, but it does not "
+                "begin as the cache does. Pass what generate returned with this cache."
+            )
+        if any(token in placeholders for row in given for token in row):
+            raise PromptError(
+                "a history with tokens that stand for images came to heal a cache, but their features do not come "
+                "with it. Only prompts of text can be healed."
+            )
+        return ids
 
 
 @dataclass
@@ -171,4 +199,5 @@ def _keep(cache: Any, columns: int) -> int:
     if not columns:
         cache.watch.stop()
         Cache.reset(cache)
+        cache.kv.frontier.crop(0)
     return min(columns, cached)

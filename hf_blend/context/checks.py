@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, decoder_layers, full_cache
+from ..model.cache_keyword import cache_argument
 from ..model.checks import (
     FAILURES,
     FLOORS,
@@ -58,9 +59,9 @@ def whole_shift(subject: CheckedModel) -> CheckResult:
     model, ids = subject.model, _ids(subject)
     prefix, cache = 3 * ids.shape[1] // 4, SequenceCache(model)
     with cache:
-        model(ids[:, :prefix], past_key_values=cache, use_cache=True)
+        model(ids[:, :prefix], **cache_argument(model, cache), use_cache=True)
         cache.shift(cache.active, 0, None, SHIFT)
-        logits = model(ids[:, prefix:], past_key_values=cache, use_cache=True).logits
+        logits = model(ids[:, prefix:], **cache_argument(model, cache), use_cache=True).logits
     expected, plain = _plain(model, ids, SHIFT)
     compared = [*_by_layer(cache.materialize(), plain.layers), Comparison("the logits", logits, expected[:, prefix:])]
     return subject.compare(compared, "at the new positions")
@@ -73,7 +74,7 @@ def closed_hole(subject: CheckedModel) -> CheckResult:
     model, ids = subject.model, _ids(subject)
     start, stop, cache = ids.shape[1] // 4, ids.shape[1] // 2, SequenceCache(model)
     with cache:
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **cache_argument(model, cache), use_cache=True)
     cache.remove(cache.active, start, stop)
     cache.shift(cache.active, stop, None, start - stop)
     _, plain = _plain(model, torch.cat([ids[:, :start], ids[:, stop:]], dim=1), 0)
@@ -89,10 +90,13 @@ def shared_cells(subject: CheckedModel) -> CheckResult:
     lengths = (prefix, prefix - 3, prefix)  # that the copies keep
     new = torch.stack([ids[0, prefix + number :][:4] for number in range(len(lengths))])
     with cache:
-        model(ids[:, :prefix], past_key_values=cache, use_cache=True)
+        model(ids[:, :prefix], **cache_argument(model, cache), use_cache=True)
         for number, length in zip(cache.fork(len(lengths)), lengths, strict=True):
             cache.remove(number, length)
-        parts = [model(tokens, past_key_values=cache, use_cache=True).logits for tokens in (new[:, :-1], new[:, -1:])]
+        parts = [
+            model(tokens, **cache_argument(model, cache), use_cache=True).logits
+            for tokens in (new[:, :-1], new[:, -1:])
+        ]
     logits, compared = torch.cat(parts, 1), []
     for row, length in enumerate(lengths):
         expected, _ = _plain(model, torch.cat([ids[:, :length], new[[row]]], 1), 0)
@@ -182,7 +186,7 @@ def _contributions(
             placing: dict[str, Tensor] = {}
             if positions is not None:
                 placing = {"position_ids": positions[:, span], "attention_mask": torch.ones_like(ids[:, : span.stop])}
-            model(ids[:, span], past_key_values=cache, use_cache=True, **placing)
+            model(ids[:, span], **cache_argument(model, cache), use_cache=True, **placing)
     return [contributed[index] for index, _ in layers]
 
 
@@ -194,7 +198,7 @@ def _plain(model: nn.Module, ids: Tensor, start: int) -> tuple[Tensor, Any]:
     """Logits and cache of a stock forward with its first token at position `start`."""
     cache = full_cache(model)
     positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-    logits = model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
+    logits = model(ids, position_ids=positions, **cache_argument(model, cache), use_cache=True).logits
     return logits, cache
 
 

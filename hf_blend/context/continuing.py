@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import other_states, stock_cache, text_config
+from ..model.cache_keyword import cache_argument
 from ..model.calibrate import HELD_TOKENS, STATE_KINDS, ignores_states
 from ..model.checks import FAILURES, FINE, LOGITS, MOST_ALLOWED, allowed_of, norm_error
 from ..model.fingerprint import PerStructure
@@ -223,7 +224,7 @@ def advance(model: nn.Module, cache: Any, ids: Tensor, logits: int = 1) -> Any:
     positions = torch.arange(length, length + ids.shape[1], device=ids.device)[None]
     inputs = {"position_ids": positions, "logits_to_keep": logits}
     few = {name: value for name, value in inputs.items() if name in taken}
-    return model(input_ids=ids, past_key_values=cache, use_cache=True, **few)
+    return model(input_ids=ids, **cache_argument(model, cache), use_cache=True, **few)
 
 
 def _longest_chunk(model: nn.Module) -> int:

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.blend_cache import BlendCache
+from ..cache.idle_healing import IdleHealing
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError, StoreError
 from ..model.anatomy import other_states, refuse_extended, text_config
 from ..model.author import author_of
+from ..model.cache_keyword import cache_argument
 from ..model.modality import placeholder_ids
 from ..model.placement import input_device
 from ..prefill.notices import other_author
@@ -79,8 +81,15 @@ class Conversation:
         kv_bits: int | None = None,
         allow_unverified: bool = False,
         template: Mapping[str, Any] | None = None,
+        heal: str | None = None,
     ) -> None:
-        """Begin; `template` has further arguments of `apply_chat_template`, such as `tools` or `enable_thinking`."""
+        """Begin; `template` has further arguments of `apply_chat_template`, such as `tools` or `enable_thinking`.
+
+        heal="idle": what documents left inexact is computed again in a thread of its own, from the end of a turn until
+        the next call of this conversation, which waits for a block of 64 tokens at most; see `heal`.
+        """
+        if heal not in (None, "idle"):
+            raise ConfigError(f"heal={heal!r}, expected 'idle' or None. Call heal() yourself where None is passed.")
         self.model, self.tokenizer, self.archive = model, tokenizer, archive
         self.template = check_template(template or {}, *_OURS)
         self._messages: list[dict[str, str]] = [{"role": "system", "content": _checked(system)}] if system else []
@@ -99,6 +108,9 @@ class Conversation:
             )
         self.turns: list[Turn] = []
         self.rewritten_tokens = 0
+        self._healing = IdleHealing() if heal == "idle" else None
+        self._healed: tuple[BlendCache, list[int]] | None = None  # a copy, healed until the next call, and its ids
+        self._inexact: int | None = None  # the first token whose K and V are not a full prefill's; None: all are
         self._notice = ""  # of the last question
         self.report: BlendReport | None = None  # of the last question that came with documents, or has a notice
 
@@ -110,6 +122,7 @@ class Conversation:
         Documents are put before the question as they are, from the archive or computed alone, and blended behind what
         the conversation holds; `blend` has settings of `BlendConfig`, `report` what it cost.
         """
+        self._stop_healing()
         if not _checked(question):
             raise PromptError(f"the question is empty, {question!r}, expected some text. Ask something.")
         if self.archive is not None:
@@ -134,13 +147,55 @@ class Conversation:
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         self._said = [*prompt.ids, *answer_ids[:-1]]
         self._remember(Turn(content, answer, (*prompt.ids[start:], *answer_ids)))
+        if self._healing is not None and self._inexact is not None:
+            self._healed = self._to_heal(), self.cache.tokens()
+            self._healing.start(self._healed[0], torch.tensor([self._healed[1]]))
         return answer
+
+    def heal(self, tokens: int | None = None) -> int:
+        """Compute what blending left inexact again, from left to right, so that the next turn is a full prefill's.
+
+        As `BlendCache.heal`, answers included. What has been shifted out of the window, and what is behind it, saw
+        tokens that are gone: it stays as it is, and counts as exact.
+
+        Returns:
+            How many tokens are not exact; 0 where `tokens`, how many more are to be, is None.
+        """
+        self._stop_healing()
+        if self._inexact is None:
+            return 0
+        cache = self._to_heal()
+        cache.heal(tokens, [self.cache.tokens()])
+        self._hold(cache)
+        return 0 if self._inexact is None else self.cache.get_seq_length() - self._inexact
+
+    def _to_heal(self) -> BlendCache:
+        """A copy of what the conversation holds, exact up to the same token."""
+        cache = continued(self.cache, ChunkStore.open("memory://"))
+        cache.kv.frontier.blend(self._inexact or 0, is_padded=False)
+        return cache
+
+    def _hold(self, cache: BlendCache) -> None:
+        """Hold the K and V of a copy that was healed."""
+        ids = self.cache.tokens()
+        self.cache.remove(self.cache.active)
+        take_back(self.cache, cache, ids)
+        self._inexact = cache.kv.frontier.column
+
+    def _stop_healing(self) -> None:
+        """Hold what was healed since the last turn."""
+        if self._healing is not None and self._healed is not None:
+            self._healing.stop()
+            (cache, ids), self._healed = self._healed, None
+            if ids == self.cache.tokens():  # nobody has changed the cache meanwhile
+                self._hold(cache)
 
     def recall(self, turn: int, **settings: Any) -> BlendCache:
         """Bring a turn that was shifted out back into the cache, behind the system prompt.
 
         Its stored KV is moved into place, and a share of it and of what is behind it is recomputed.
         """
+        self._stop_healing()
         if self.archive is None or not 0 <= turn < len(self.turns):
             raise ConfigError(
                 f"turn {turn} of {len(self.turns)} cannot be recalled: an archive and a turn from 0 on are expected."
@@ -158,18 +213,24 @@ class Conversation:
         blend = BlendCache(self.model, self.archive, **{**settings, "chunk_prefix_ids": ()})
         blend.activate_past_recording()
         with torch.no_grad():
-            self.model(self._on_device(ids), past_key_values=blend, logits_to_keep=1)
+            self.model(self._on_device(ids), **cache_argument(self.model, blend), logits_to_keep=1)
         self.cache.remove(self.cache.active)
         take_back(self.cache, blend, ids)
+        self._inexact = blend.kv.frontier.column
         return blend
 
     def save(self, path: str | Path) -> int:
         """Write cache, messages and turns to a file; gives its size in bytes. The archive is not part of it."""
-        content = {"messages": self._messages, "turns": list(map(asdict, self.turns)), "said": self._said}
+        self._stop_healing()
+        content = {
+            "messages": self._messages, "turns": list(map(asdict, self.turns)), "said": self._said,
+            "inexact": self._inexact,
+        }  # fmt: skip
         return save_session(self.cache, path, self.tokenizer, conversation=json.dumps(content).encode())
 
     def load(self, path: str | Path) -> None:
         """Go on as if there had been no save; a file that does not fit leaves the conversation as it was."""
+        self._stop_healing()
         session = read_session(self.cache, path, self.tokenizer)
         if not session.conversation:
             raise StoreError(
@@ -177,11 +238,11 @@ class Conversation:
                 "writes them again for the next question. Take it up with load_session into a cache."
             )
         with session.refusing():
-            messages, turns, said = _parsed(session.conversation)
+            messages, turns, said, inexact = _parsed(session.conversation)
         opening = self._opening_tokens(messages)
         check_window(self.cache.window_tokens, max(1, opening))
         session.restore()
-        self._messages, self.turns, self._said = messages, turns, said
+        self._messages, self.turns, self._said, self._inexact = messages, turns, said, inexact
         self._keep_opening(opening)
 
     def _on_device(self, ids: Sequence[int]) -> Tensor:
@@ -200,13 +261,15 @@ class Conversation:
             chunked = {"prefill_chunk_size": most} if new > most else {}
             inputs = {"input_ids": self._on_device(ids)}
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            output = self.model.generate(**{**inputs, **chunked, **options}, past_key_values=self.cache)
+            output = self.model.generate(**{**inputs, **chunked, **options}, **cache_argument(self.model, self.cache))
         except BaseException:
             if self.cache.shifts != shifts:  # what is still as the template writes it
                 ids, cached = [*prompt.ids], shared_tokens(prompt.ids, self.cache.tokens())
             self._crop(cached)
             self._said = [*prompt.ids[: len(prompt.ids) - len(ids) + cached]]
             raise
+        if self.cache.shifts != shifts:
+            self._inexact = None
         answer_ids: list[int] = output[0, len(ids) :].tolist()
         return answer_ids
 
@@ -232,6 +295,8 @@ class Conversation:
         """Let the cache hold so many tokens at most."""
         if (more := self.cache.get_seq_length() - tokens) > 0:
             self.cache.crop(-more)
+        if self._inexact is not None and tokens <= self._inexact:
+            self._inexact = None
 
     def _question_tokens(self, prompt: TextPrompt, messages: Sequence[Mapping[str, str]]) -> int:
         """How many tokens from the last question on a prompt has, at most; what is before it may leave a window."""
@@ -277,11 +342,11 @@ class Conversation:
         opening = 0 if cached else prompt.opening
         inputs = expect(cache, self.tokenizer, NamedPrompt(tuple(ids), tuple(spans), opening, tuple(cached)))
         with torch.no_grad():
-            self.model(
-                inputs["input_ids"][:, len(cached) :], attention_mask=inputs["attention_mask"], past_key_values=cache,
-                logits_to_keep=1,
-            )  # fmt: skip
+            new_ids, argument = inputs["input_ids"][:, len(cached) :], cache_argument(self.model, cache)
+            self.model(new_ids, attention_mask=inputs["attention_mask"], **argument, logits_to_keep=1)
         take_back(self.cache, cache, new[:-1], more=1)
+        if cache.kv.frontier.column is not None:
+            self._inexact = min(cache.kv.frontier.column, len(ids) if self._inexact is None else self._inexact)
         cache.report.notice = " ".join(filter(None, (self._notice, cache.report.notice)))
         self.report = cache.report
         return ids
@@ -338,14 +403,18 @@ def _checked(text: Any) -> str:
     return text
 
 
-def _parsed(content: bytes) -> tuple[list[dict[str, str]], list[Turn], list[int]]:
-    """Messages, turns, and what was said, as `save` writes them; raises anything where it is something else."""
+def _parsed(content: bytes) -> tuple[list[dict[str, str]], list[Turn], list[int], int | None]:
+    """Messages, turns, what was said and the first token that is not exact, as `save` writes them.
+
+    Raises anything where the content is something else.
+    """
     parts = json.loads(content)
     messages = [{name: _checked(message[name]) for name in ("role", "content")} for message in parts["messages"]]
     turns = [
         Turn(_checked(row["question"]), _checked(row["answer"]), _ids(row["token_ids"])) for row in parts["turns"]
     ]
-    return messages, turns, [*_ids(parts["said"])]
+    inexact = parts.get("inexact")
+    return messages, turns, [*_ids(parts["said"])], None if inexact is None else _ids([inexact])[0]
 
 
 def _ids(values: Any) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import refuse_extended, stock_cache, text_config
 from ..model.author import Author, author_of
+from ..model.cache_keyword import cache_argument
 from ..model.fingerprint import fingerprint
 from ..model.modality import refuse_placeholders
 from ..model.placement import input_device
@@ -143,7 +144,7 @@ class StateCache:
             self._way.advance(self.model, cache, torch.tensor(ids[cached:-1]))
         prompt = torch.tensor([ids], device=input_device(self.model))
         inputs = {"attention_mask": torch.ones_like(prompt), **options}
-        output: list[int] = self.model.generate(prompt, past_key_values=cache, **inputs)[0].tolist()
+        output: list[int] = self.model.generate(prompt, **cache_argument(self.model, cache), **inputs)[0].tolist()
         self.shifts += len(ids) < len(token_ids)
         self._cache, self._ids = cache, output[: cache.get_seq_length()]
         return output[len(ids) :]

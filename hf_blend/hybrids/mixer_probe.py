@@ -29,6 +29,7 @@ from ..model.anatomy import (
     stock_layers,
     text_config,
 )
+from ..model.cache_keyword import cache_argument
 from ..model.checks import FAILURES, CheckResult, allowed_of, finding
 from ..model.extras import Spans
 from ..model.hooks import hooked, running_calls
@@ -103,7 +104,7 @@ def _run(model: nn.Module, cache: Any, mask: Tensor | None = None) -> None:
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, text_config(model).vocab_size, (1, TOKENS), generator=draw).to(input_device(model))
     masked = {} if mask is None else {"attention_mask": mask.to(ids.device)}
-    decoder_of(model)(input_ids=ids, past_key_values=cache, use_cache=True, **masked)
+    decoder_of(model)(input_ids=ids, **cache_argument(decoder_of(model), cache), use_cache=True, **masked)
 
 
 def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Module]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
+from ..model.cache_keyword import cache_argument, without_cache
 from ..model.capture import Capture, capture_forward, distinct_tables
 from ..model.checks import (
     FINE,
@@ -96,7 +97,9 @@ class FirstForward(CheckedModel):
         tested = replace(self._request, arguments={**arguments, "logits_to_keep": 1})
         cache.watch.blend(plan, tested, cache.prompts.pending, cache.report)
         try:
-            blended = self.model(**{**arguments, "past_key_values": cache, "use_cache": True})
+            blended = self.model(
+                **{**without_cache(arguments), **cache_argument(self.model, cache), "use_cache": True}
+            )
         finally:
             cache.watch.forward_ends()
         return plan, cache, blended.logits[:, -1], true, output.logits[:, -1]

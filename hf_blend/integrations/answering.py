@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..errors import ConfigError, HfBlendError, PromptError
+from ..model.cache_keyword import KEYWORDS, cache_argument
 from ..prompt.detokenizer import Detokenizer
 from ..prompt.documents import absent, for_template, leave_out_empty, texts_of
 from ..prompt.messages import plain_messages, render
@@ -30,7 +31,7 @@ __all__ = ["NO_CALLS", "Answer", "Answerer", "refused", "with_settings"]
 
 Inputs = Callable[[BlendCache], Mapping[str, Tensor]]
 BETWEEN = "\n\n"
-OURS = ("past_key_values", "streamer", "stopping_criteria", "input_ids")
+OURS = (*KEYWORDS, "streamer", "stopping_criteria", "input_ids")
 SAME = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens")  # OpenAI's names
 SINGLE = ("n", "num_beams", "num_return_sequences")  # of which there is one
 ALSO = ("tokenizer", "assistant_tokenizer")  # arguments of `generate` that are in no signature
@@ -239,7 +240,12 @@ class Answer:
         inputs = self._inputs(self._cache)
         self.prompt_tokens = inputs["input_ids"].shape[1]
         is_gone = StoppingCriteriaList([lambda ids, scores, **_: ids.new_full(ids.shape[:1], gone.is_set()).bool()])
-        arguments = {**inputs, "past_key_values": self._cache, "stopping_criteria": is_gone, **self._settings}
+        arguments = {
+            **inputs,
+            "stopping_criteria": is_gone,
+            **self._settings,
+            **cache_argument(self._by.model, self._cache),
+        }
         try:
             self._by.model.generate(**arguments, streamer=_NewTokens(tell))
         except HfBlendError:

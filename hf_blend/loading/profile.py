@@ -24,6 +24,7 @@ from .. import plugins
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..model.anatomy import text_config
+from ..model.cache_keyword import cache_argument
 from ..model.fingerprint import fingerprint
 from ..model.modality import text_ids
 from ..store import ChunkStore
@@ -158,7 +159,7 @@ def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], mac
 def _seconds(model: nn.Module, cache: Any, chunks: list[list[int]]) -> float:
     inputs = cache.inputs(None, chunks=chunks, question=text_ids(model, QUESTION_TOKENS, 77).tolist())
     started = time.perf_counter()
-    model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=1)
+    model.generate(**inputs, **cache_argument(model, cache), do_sample=False, max_new_tokens=1)
     return time.perf_counter() - started
 
 

@@ -25,6 +25,7 @@ from ..rotary.base import RotaryStyle, at_the_end, compose, in_values, with_styl
 from ..rotary.tables import Table
 from ..threads import cached_property
 from .anatomy import decoder_layers, decoder_of, refuse_other_states, stock_cache, stock_layers, text_config
+from .cache_keyword import cache_argument
 from .capture import Capture, capture
 from .checks import (
     FLOORS,
@@ -231,12 +232,12 @@ def _felt(model: nn.Module, tokens: int) -> set[str]:
 
     def after(blank: str = "") -> list[Tensor]:
         cache, decoder = stock_cache(model), decoder_of(model)
-        decoder(input_ids=ids[:, :HELD_TOKENS], past_key_values=cache, use_cache=True)
+        decoder(input_ids=ids[:, :HELD_TOKENS], **cache_argument(decoder, cache), use_cache=True)
         for layer in cache.layers:
             for state in getattr(layer, blank, {}).values() if blank else ():
                 if state is not None:
                     state.zero_()
-        output = decoder(input_ids=ids[:, HELD_TOKENS:], past_key_values=cache, use_cache=True)
+        output = decoder(input_ids=ids[:, HELD_TOKENS:], **cache_argument(decoder, cache), use_cache=True)
         held = (getattr(layer, kind, {}).values() for layer in cache.layers for kind in STATE_KINDS)
         return [output.last_hidden_state, *(state for states in held for state in states if state is not None)]
 

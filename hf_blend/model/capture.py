@@ -27,6 +27,7 @@ from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
 from .attention import STOCK, open_door
+from .cache_keyword import cache_argument, without_cache
 from .checks import KV, CheckResult, allowed_of, finding, relative_error
 from .extras import extras_of
 from .hooks import hooked
@@ -150,7 +151,7 @@ def _captured(
             stack.callback(forward.leave)
             forward.enter()
         tables = stack.enter_context(_watched(layers, cache, tokens, starts, shared))
-        output = called(**{**arguments, "past_key_values": cache, "use_cache": True})
+        output = called(**{**without_cache(arguments), **cache_argument(called, cache), "use_cache": True})
     indices, stock = range(len(layers)), dict(enumerate(stock_layers(text_config(model))))
     kept = (_states(model, cache, index, tokens, passes.get(index), stock.get(index)) for index in indices)
     return Capture(tuple(kept), tuple(tables.get(index) for index in indices)), output

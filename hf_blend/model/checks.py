@@ -26,6 +26,7 @@ from ..errors import HfBlendError, UnsupportedModelError
 from ..prompt.pieces import Prompt
 from ..threads import PerProcess, cached_property, new_lock
 from .anatomy import PER_TOKEN, full_cache, is_extended, text_config
+from .cache_keyword import cache_argument
 from .fingerprint import PerStructure, structure_digest
 from .identity.canonical import canonical, notes_kept
 from .modality import text_ids
@@ -189,7 +190,7 @@ class CheckedModel:
     def forward(self, cache: Any, inputs: dict[str, Tensor], rows: int) -> Tensor:
         """One forward with a cache, entered as `generate` enters: logits of the last rows, float32."""
         few = {name: False for name in PER_TOKEN if getattr(text_config(self.model), name, False)}
-        output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=rows, **few)
+        output = self.model(**inputs, **cache_argument(self.model, cache), use_cache=True, logits_to_keep=rows, **few)
         logits: Tensor = output.logits.float()
         return logits
 
@@ -242,7 +243,9 @@ class CheckedModel:
         """How far the plain model is from itself when it is run in two pieces."""
         ids, cache = torch.tensor([prompts[0].ids], device=input_device(self.model)), full_cache(self.model)
         halves = ids.tensor_split(2, dim=1)
-        logits = torch.cat([self.model(half, past_key_values=cache, use_cache=True).logits for half in halves], dim=1)
+        logits = torch.cat(
+            [self.model(half, **cache_argument(self.model, cache), use_cache=True).logits for half in halves], dim=1
+        )
         return norm_error(logits[:, -expected.shape[1] :].float(), expected)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .anatomy import LayerInfo, decoder_layers, decoder_of, full_cache, is_linear, layer_configs, text_config
+from .cache_keyword import cache_argument
 from .extras import extras_of
 from .hooks import hooked
 from .placement import input_device
@@ -79,7 +80,9 @@ def _measure(model: nn.Module) -> list[LayerCost]:
     )
     with hooked(linears, count):
         device = input_device(model)
-        decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), past_key_values=cache)
+        decoder_of(model)(
+            input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), **cache_argument(decoder_of(model), cache)
+        )
     for index, extra in enumerate(extras):
         always[index] += 0.0 if extra is None else _scan(extra.module, cache.layers[index])
     configs = layer_configs(text_config(model), len(layers))

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from ..errors import PromptError
 from .anatomy import text_config
+from .cache_keyword import KEYWORDS
 from .fingerprint import PerStructure
 
 TEXT_ARGUMENTS = frozenset({
-    "input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values", "layer_past", "inputs_embeds",
+    *KEYWORDS, "input_ids", "attention_mask", "position_ids", "cache_position", "layer_past", "inputs_embeds",
     "labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "num_logits_to_keep",
 })  # fmt: skip
 TEXT_WHERE_ZERO = frozenset({"mm_token_type_ids", "moe_mm_token_type_ids"})  # 0: text

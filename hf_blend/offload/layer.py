@@ -43,7 +43,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
     `keys` and `values` bring all of them at every look, except while a forward has opened them.
     """
 
-    keeps_all = False
+    keeps_all = is_healable = False
 
     def __init__(self, memory: KVMemory, index: int) -> None:
         self.memory, self.index = memory, index

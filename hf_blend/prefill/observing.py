@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.attention import StopForward
+from ..model.cache_keyword import cache_argument, without_cache
 from ..selectors.attention import Attention
 from ..selectors.base import Hear
 from .request import Request
@@ -100,4 +101,4 @@ def run_probe(model: nn.Module, cache: Any, request: Request, is_plain: bool) ->
         arguments = {name: arguments[name] for name in names if arguments.get(name) is not None}
         called = model.get_decoder()
     with contextlib.suppress(StopForward):
-        called(**{**arguments, "past_key_values": cache, "use_cache": True})
+        called(**{**without_cache(arguments), **cache_argument(called, cache), "use_cache": True})

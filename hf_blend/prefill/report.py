@@ -64,6 +64,7 @@ class BlendReport:
         prompt_tokens: real tokens of the prompt, all batch entries.
         reusable_tokens: those with stored KV that is not exact: the ones that a choice is made among.
         exact_tokens: those with stored KV that a full prefill would have computed just so; never recomputed.
+        healed_tokens: those that `BlendCache.heal` has computed behind the prefill, so that they are exact by now.
         computed_chunks: chunks that were missing, and were computed and stored for this request.
         loaded_chunks: chunks that came from the store.
         refused_chunks: chunks whose stored KV was not that of their tokens; computed like a question.
@@ -94,6 +95,7 @@ class BlendReport:
     prompt_tokens: int = 0
     reusable_tokens: int = 0
     exact_tokens: int = 0
+    healed_tokens: int = 0
     computed_chunks: int = 0
     loaded_chunks: int = 0
     refused_chunks: int = 0

@@ -22,6 +22,7 @@ from .. import plugins
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..model.anatomy import decoder_layers, default_sink
+from ..model.cache_keyword import cache_argument
 from ..model.canary import compute_chunk
 from ..model.modality import KINDS_OF_TOKENS
 from ..prompt.pieces import TextPrompt
@@ -189,7 +190,7 @@ class Blender:
         if request.reuse.pictures:
             images, state.fewer_positions = _model_inputs(self._model, state.initial_tokens, request.reuse.pictures)
             inputs = cache.inputs_with_images(**images)
-        output = self._model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self._model(**inputs, **cache_argument(self._model, cache), use_cache=True, logits_to_keep=1)
         layers: list[Any] = cache.layers
         rows = paged.rows_of(state.request_id, len(state.initial_tokens))
         for index, layer in enumerate(layers):

@@ -22,6 +22,7 @@ from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import LayerInfo, decoder_layers, has_indexer, stock_layers, text_config
 from ..model.attention import TAKER, AttentionFn, Take, hook_attention
+from ..model.cache_keyword import cache_among
 from .config import SparseConfig
 from .session import SparseSession
 
@@ -145,7 +146,7 @@ class SparseHooks:
     def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._thread == threading.get_ident():  # after an interrupt that no hook saw
             self._thread = None
-        if self._session.owns(kwargs.get("past_key_values")):
+        if self._session.owns(cache_among(kwargs)):
             if torch.compiler.is_compiling():
                 _refuse_compiled()
             inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
@@ -153,7 +154,7 @@ class SparseHooks:
             self._thread = threading.get_ident() if self._session.begin_step(tokens) else None
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._thread is not None and self._session.owns(kwargs.get("past_key_values")):
+        if self._thread is not None and self._session.owns(cache_among(kwargs)):
             self._thread = None
             self._session.end(failed=output is None)
 

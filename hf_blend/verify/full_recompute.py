@@ -21,6 +21,7 @@ from transformers import DynamicCache
 
 from .. import plugins
 from ..model.anatomy import LayerCall, decoder_layers, full_cache
+from ..model.cache_keyword import cache_argument
 from ..model.checks import Blended, CheckResult, check, nothing_shown
 from ..model.hooks import hooked
 from ..model.placement import input_device
@@ -118,7 +119,7 @@ def _preference(subject: ModelUnderTest, prompts: Sequence[Prompt]) -> float:
     }  # fmt: skip
     model, start = subject.model, inputs["input_ids"].shape[1]
     plain = model.generate(**inputs, **settings, output_scores=True, return_dict_in_generate=True)
-    mine = model.generate(**inputs, **settings, past_key_values=cache)[:, start:]
+    mine = model.generate(**inputs, **settings, **cache_argument(model, cache))[:, start:]
     gaps = [0.0]
     for row, (ours, theirs) in enumerate(zip(mine.tolist(), plain.sequences[:, start:].tolist(), strict=True)):
         step = next((step for step, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
@@ -138,7 +139,7 @@ def _fused_error(
     got = subject.blend(prompts, ratio, selector=selector)
     dense = _Spliced(got, unchosen(got), _check_layer(got))
     expected = subject.model(
-        **subject.inputs(subject.cache(0.0), prompts), past_key_values=dense, use_cache=True
+        **subject.inputs(subject.cache(0.0), prompts), **cache_argument(subject.model, dense), use_cache=True
     ).logits
     return distance(got.logits, expected[:, -got.logits.shape[1] :].float())
 
@@ -174,7 +175,9 @@ def _stale_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: floa
 
     with _inputs(subject, swap):
         inputs = subject.inputs(subject.cache(0.0), prompts)
-        expected = subject.model(**inputs, past_key_values=full_cache(subject.model), use_cache=True).logits
+        expected = subject.model(
+            **inputs, **cache_argument(subject.model, full_cache(subject.model)), use_cache=True
+        ).logits
     return distance(got.logits, expected[:, -got.logits.shape[1] :].float())
 
 

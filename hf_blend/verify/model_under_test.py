@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..cache.blend_cache import BlendCache
 from ..model.anatomy import decoder_layers, full_cache, text_config
+from ..model.cache_keyword import cache_argument
 from ..model.calibrate import rotary_styles
 from ..model.capture import capture, capture_alone, capture_chunk
 from ..model.checks import FLOORS, Blended, CheckedModel, CheckResult, Comparison, States, kv_of, question_rows
@@ -191,7 +192,7 @@ def prefill(model: nn.Module, prompts: Sequence[Prompt]) -> list[PrefillLogits]:
     built = batch(prompts, 0)
     cache = full_cache(model)
     inputs = placed(model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
-    logits = model(**inputs, past_key_values=cache, use_cache=True).logits.float()
+    logits = model(**inputs, **cache_argument(model, cache), use_cache=True).logits.float()
     return [_cut(logits, cache, row, len(prompt.ids)) for row, prompt in enumerate(prompts)]
 
 
@@ -202,7 +203,7 @@ def in_pieces(model: nn.Module, prompts: Sequence[Prompt], count: int) -> list[P
     for prompt in prompts:
         cache, logits = full_cache(model), []
         for piece in torch.tensor([prompt.ids], device=input_device(model)).tensor_split(count, dim=1):
-            logits.append(model(piece, past_key_values=cache, use_cache=True).logits.float())
+            logits.append(model(piece, **cache_argument(model, cache), use_cache=True).logits.float())
         done.append(_cut(torch.cat(logits, dim=1), cache, 0, len(prompt.ids)))
     return done
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..model.anatomy import full_cache, stock_cache
+from ..model.cache_keyword import cache_argument
 from ..model.checks import Blended, CheckResult, States, check, kv_of, nothing_shown, refused, violations
 from ..model.placement import input_device
 from ..prefill.plan import PlacedChunk
@@ -157,7 +158,7 @@ def _after_chunk(subject: ModelUnderTest, prompt: Prompt, stock: Cache) -> Tenso
 
 def _continued(subject: ModelUnderTest, ids: tuple[int, ...], cache: Cache) -> Tensor:
     tokens = torch.tensor([ids], device=input_device(subject.model))
-    return subject.model(tokens, past_key_values=cache, use_cache=True).logits.float()
+    return subject.model(tokens, **cache_argument(subject.model, cache), use_cache=True).logits.float()
 
 
 def _cache_error(got: Blended, logits: Tensor, stock: Cache) -> float:

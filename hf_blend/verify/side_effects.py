@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..cache.blend_cache import BlendCache
 from ..model.anatomy import decoder_layers
+from ..model.cache_keyword import cache_argument
 from ..model.checks import CheckResult, check, nothing_shown, violations
 from ..model.fingerprint import fingerprint
 from ..model.placement import input_device
@@ -102,7 +103,9 @@ def two_caches(subject: ModelUnderTest) -> CheckResult:
 def _generate(subject: ModelUnderTest, cache: BlendCache) -> None:
     inputs = subject.inputs(cache, subject.prompts)
     inputs.pop("position_ids")
-    subject.model.generate(**inputs, past_key_values=cache, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    subject.model.generate(
+        **inputs, **cache_argument(subject.model, cache), max_new_tokens=3, do_sample=False, pad_token_id=0
+    )
 
 
 def _burst(subject: ModelUnderTest, cache: BlendCache, layer: nn.Module, index: int) -> list[str]:
@@ -144,7 +147,7 @@ def _steps(subject: ModelUnderTest, prompts: list[Prompt]) -> list[list[Tensor]]
     for step in range(STEPS):
         for cache, logits in zip(caches, seen, strict=True):
             ids = torch.tensor([subject.ids(1, seed=step)], device=device)
-            logits.append(subject.model(ids, past_key_values=cache, use_cache=True).logits.float())
+            logits.append(subject.model(ids, **cache_argument(subject.model, cache), use_cache=True).logits.float())
     return seen
 
 

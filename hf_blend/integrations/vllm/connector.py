@@ -38,6 +38,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from ...cache.blend_cache import BlendCache
 from ...config import BlendConfig
 from ...errors import ConfigError, HfBlendError, UnsupportedModelError
+from ...model.cache_keyword import cache_argument
 from ...model.canary import COARSE_TOLERANCE, TOLERANCE
 from ...model.context import default_prefix
 from ...model.fingerprint import fingerprint
@@ -358,7 +359,7 @@ class Worker(BlendConnector):
         cache = BlendCache(self.model, store, self._config)
         inputs = cache.expect(None, [NamedPrompt(ids, spans)])
         with FastLinear():
-            self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self.model(**inputs, **cache_argument(self.model, cache), use_cache=True, logits_to_keep=1)
         if cache.report.fallback_reason:
             raise HfBlendError(cache.report.fallback_reason)
         layers: list[Any] = cache.layers

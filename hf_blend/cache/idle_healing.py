@@ -1,0 +1,54 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Healing in a thread of its own, while a person reads the answer or types.
+
+healing = IdleHealing()
+output = model.generate(**inputs, past_key_values=cache)
+healing.start(cache, output)
+question = input()
+healing.stop()                      # within one block; then the cache is this thread's again
+"""
+
+import logging
+from concurrent.futures import Future
+from threading import Event
+from typing import Any
+
+from torch import Tensor
+
+from .. import threads
+from .blend_cache import BlendCache
+
+logger = logging.getLogger(__name__)
+
+STEP_TOKENS = 64  # in one call: `stop` waits for no more
+
+
+class IdleHealing:
+    """Heals one cache at a time; between `start` and `stop` nothing else may use the cache, its model may be used."""
+
+    def __init__(self) -> None:
+        self._future: Future[None] | None = None
+        self._is_stopped = Event()
+
+    def start(self, cache: BlendCache, history: Tensor | None = None) -> None:
+        """Begin to heal, with what `generate` returned, `[batch, tokens]`; a cache that is healed before is left."""
+        self.stop()
+        self._is_stopped = is_stopped = Event()
+        self._future = threads.start(lambda: _heal(cache, history, is_stopped), "hf_blend-heal")
+
+    def stop(self) -> None:
+        """Wait until the block under way is done. A failure is logged: the cache stays blended from there on."""
+        future, self._future = self._future, None
+        self._is_stopped.set()
+        if future is not None and not threads.is_lost(future):
+            future.result()
+
+
+def _heal(cache: BlendCache, history: Tensor | None, is_stopped: Event) -> None:
+    before: Any = None
+    try:
+        while not is_stopped.is_set() and (left := cache.heal(STEP_TOKENS, history)) and left != before:
+            before = left
+    except Exception:
+        logger.exception("healing ended; the cache stays as it is, exact on the left and blended on the right")
