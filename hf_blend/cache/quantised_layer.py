@@ -128,11 +128,11 @@ class PackedCells:
 
     def rewrite(self, start: int, keys: Tensor, values: Tensor) -> None:
         """Put tokens in the place of those from `start` on: whole groups that are packed, and recent tokens."""
-        state, stop = self.held, start + keys.shape[2]
+        state, stop = self.state, start + keys.shape[2]
         packed = max(0, min(stop, state.packed) - start)
         if packed:
             whole = (states[:, :, :packed] for states in (keys, values))
-            first = Held(start, start // GROUP_TOKENS, state.recent)
+            first = PackedState(start, start // GROUP_TOKENS, state.recent)
             self._write(first, pack(self._bits, *whole))
         for states, new in zip(state.recent, (keys, values), strict=True):
             first_recent = max(start, state.packed)
@@ -140,7 +140,7 @@ class PackedCells:
 
     def is_regular(self) -> bool:
         """Whether every group has all of its tokens: none was cut in the midst."""
-        return self.held.packed == self.held.groups * GROUP_TOKENS
+        return self.state.packed == self.state.groups * GROUP_TOKENS
 
     def commit(self) -> None:
         """Hold what was appended last."""
@@ -316,7 +316,7 @@ class QuantisedLayer(MadeStates, BlendLayer):
         cells: Any = self._cells
         spans = {name: slice(column(name, start), column(name, stop)) for name in cells.columns if name != GROUPS}
         packed = {name: (span, cells.columns[name].buffer[:, :, span].clone()) for name, span in spans.items()}
-        return packed, [states.clone() for states in cells.held.recent]
+        return packed, [states.clone() for states in cells.state.recent]
 
     def paste(self, copied: Any) -> None:
         """Write columns back that `copy_columns` gave."""
@@ -324,7 +324,7 @@ class QuantisedLayer(MadeStates, BlendLayer):
         packed, recent = copied
         for name, (span, data) in packed.items():
             cells.columns[name].buffer[:, :, span] = data
-        for states, old in zip(cells.held.recent, recent, strict=True):
+        for states, old in zip(cells.state.recent, recent, strict=True):
             states.copy_(old)
 
     def snapshot(self) -> Any:
