@@ -56,7 +56,7 @@ PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes
 NUDGE = 1e-4  # of hidden states: a change by so little shows how far a model magnifies what is no difference
 MOST_TOLERANCE = 0.2  # of a measured floor: beyond it a wrong style could pass
 STATE_KINDS = ("conv_states", "recurrent_states")
-HELD_TOKENS, SEVERAL = 9, 4
+BEFORE, SEVERAL = 9, 4
 BLEND = Use(
     "blend",
     __name__,
@@ -124,7 +124,7 @@ def rotary_styles(model: nn.Module) -> CheckResult:
                 values = first[1 - matched[0].slot if len(first) > 1 else -1]
                 why = "It adds positions to the embeddings that it counts itself."
                 _refuse_moved(probe, 0, values.chunk(2, dim=-2), f"its values at two places of a prompt. {why}")
-            return CheckResult(*probe.worst, found=matched)
+            return CheckResult(*probe.worst, value=matched)
     except UnsupportedModelError as error:
         if cause := shared_scale(model):
             raise UnsupportedModelError(f"{type(model).__name__} cannot be moved: {cause}") from error
@@ -218,27 +218,27 @@ def _error(style: type[RotaryStyle], states: States, there: States, old: Table |
 def ignores_states(model: nn.Module) -> CheckResult:
     """Several tokens behind others feel every state of these that a cache holds, as one token does."""
     if not any(hasattr(layer, kind) for layer in stock_layers(text_config(model)) for kind in STATE_KINDS):
-        return CheckResult(0.0, 0.0, found=False)
+        return CheckResult(0.0, 0.0, value=False)
     with torch.inference_mode(False), canonical(model), notes_kept(model):
         ignored = bool(_felt(model, 1) - _felt(model, SEVERAL))
     why = f"the code of {type(model).__name__} ignores states before several tokens; they are refused."
-    return CheckResult(float(ignored), 0.0, why, refused=ignored, found=ignored)
+    return CheckResult(float(ignored), 0.0, why, refused=ignored, value=ignored)
 
 
 def _felt(model: nn.Module, tokens: int) -> set[str]:
     """The kinds of states whose values reach anything that a forward of so many tokens leaves behind."""
-    ids = text_ids(model, HELD_TOKENS + tokens)[None].to(input_device(model))
+    ids = text_ids(model, BEFORE + tokens)[None].to(input_device(model))
 
     def after(blank: str = "") -> list[Tensor]:
         cache, decoder = stock_cache(model), decoder_of(model)
-        decoder(input_ids=ids[:, :HELD_TOKENS], past_key_values=cache, use_cache=True)
+        decoder(input_ids=ids[:, :BEFORE], past_key_values=cache, use_cache=True)
         for layer in cache.layers:
             for state in getattr(layer, blank, {}).values() if blank else ():
                 if state is not None:
                     state.zero_()
-        output = decoder(input_ids=ids[:, HELD_TOKENS:], past_key_values=cache, use_cache=True)
-        held = (getattr(layer, kind, {}).values() for layer in cache.layers for kind in STATE_KINDS)
-        return [output.last_hidden_state, *(state for states in held for state in states if state is not None)]
+        output = decoder(input_ids=ids[:, BEFORE:], past_key_values=cache, use_cache=True)
+        states = (getattr(layer, kind, {}).values() for layer in cache.layers for kind in STATE_KINDS)
+        return [output.last_hidden_state, *(state for by_index in states for state in by_index if state is not None)]
 
     plain = after()
     return {kind for kind in STATE_KINDS if not all(map(torch.equal, plain, after(kind)))}
@@ -271,7 +271,7 @@ def causal(subject: CheckedModel) -> CheckResult:
     """
     ids = torch.tensor([subject.prompts[0].ids], device=input_device(subject.model))
     pair = ids, torch.cat((ids[:, :-1], ids[:, :1]), dim=1)
-    before, after = (subject.model(one, use_cache=False).logits[:, :-1] for one in pair)
+    before, after = (subject.model(ids, use_cache=False).logits[:, :-1] for ids in pair)
     ahead, bound = norm_error(after, before), allowed_of(LOGITS, subject.model.dtype)
     detail = (
         "its tokens see those behind them. Another last token moves the logits of the others by "

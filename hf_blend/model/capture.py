@@ -277,15 +277,15 @@ def shared_prefix(model: nn.Module) -> CheckResult:
 
 
 def _packed(model: nn.Module, otherwise: str, shared: int = 0) -> CheckResult:
-    alone = CheckResult(float("inf"), 0.0, otherwise, refused=True, found=False)
+    alone = CheckResult(float("inf"), 0.0, otherwise, refused=True, value=False)
     if not _may_pack(model) or not keeps_tokens_alone(model):
         return alone
-    own, one, other, *before = text_ids(model, 3 * PROBE_TOKENS + shared).split(PROBE_TOKENS)
+    own, neighbour, other, *before = text_ids(model, 3 * PROBE_TOKENS + shared).split(PROBE_TOKENS)
     ends, again = list[Tensor](), list[Tensor]()
-    for between, found in ((one, ends), (other, again)):
+    for between, copies in ((neighbour, ends), (other, again)):
         captured, columns = _in_one_row(model, [text.tolist() for text in (*before, own, between, own)], shared)
-        parts = slice(*columns[-3]), slice(*columns[-1])
-        found += (states[..., part, :] for layer in captured.layers for states in layer for part in parts)
+        spans = slice(*columns[-3]), slice(*columns[-1])
+        copies += (states[..., span, :] for layer in captured.layers for states in layer for span in spans)
     errors = [relative_error(last, first) for first, last in zip(ends[::2], ends[1::2], strict=True)]
-    result = CheckResult(max(errors), allowed_of(KV, ends[0].dtype), found=True)
+    result = CheckResult(max(errors), allowed_of(KV, ends[0].dtype), value=True)
     return result if result.passed and all(map(torch.equal, ends, again)) else alone

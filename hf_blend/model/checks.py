@@ -52,7 +52,7 @@ class CheckResult:
     tolerance: float
     detail: str = ""
     refused: bool = False
-    found: Any = None
+    value: Any = None
 
     @property
     def passed(self) -> bool | None:
@@ -111,7 +111,7 @@ def finding(find: Callable[[nn.Module], CheckResult]) -> PerStructure[Any]:
 
     measure.__name__, measure.__doc__ = find.__name__, find.__doc__
     check()(measure)
-    return PerStructure(lambda model: find(model).found)
+    return PerStructure(lambda model: find(model).value)
 
 
 def violations(details: list[str]) -> CheckResult:

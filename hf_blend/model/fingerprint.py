@@ -40,7 +40,7 @@ class _Record:
 
     parts: dict[str, Any] = field(default_factory=dict)  # of its structure
     digest: str = ""  # of them
-    weights: dict[str, Any] = field(default_factory=dict)
+    weights: str = ""  # a digest of them
     sample: WeightSample | None = None
     fingerprint: str = ""
     state: int = 0  # counts the changes that were noticed
@@ -74,7 +74,7 @@ def identity_of(model: nn.Module, reread: bool = False) -> str:
         if reread or record.sample is None or not sample.is_same(record.sample):
             record.weights = weight_digest(tensors)
             record.fingerprint, record.sample, record.state = "", sample, record.state + 1
-        record.fingerprint = record.fingerprint or digest_of({"structure": record.digest, **record.weights})
+        record.fingerprint = record.fingerprint or digest_of([record.digest, record.weights])
         return record.fingerprint
 
 

@@ -113,7 +113,7 @@ def observer(hook: Hook) -> Hook:
 def refuse_foreign_hooks(modules: Iterable[nn.Module]) -> None:
     """Refuse forward hooks that are neither ours nor the libraries'."""
     everywhere = (torch_hooks._global_forward_pre_hooks, torch_hooks._global_forward_hooks)
-    hooked = [one for one in modules if one.__dict__["_forward_hooks"] or one.__dict__["_forward_pre_hooks"]]
+    hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
     placed = [
         (hook, f"a {type(module).__name__}")
         for module in hooked

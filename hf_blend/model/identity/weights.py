@@ -27,19 +27,17 @@ Tensors: TypeAlias = Iterable[tuple[str, nn.Module, Tensor]]  # with their paths
 UNVERSIONED_RUNS = 64  # for tensors whose version does not count: those made in inference mode
 
 
-def weight_digest(tensors: Tensors) -> dict[str, Any]:
-    """Read all tensors of a `Structure` once: how many bytes they have of each dtype, and a digest of them."""
-    digest, dtypes = hashlib.sha256(), dict[str, int]()
+def weight_digest(tensors: Tensors) -> str:
+    """Read all tensors of a `Structure` once: a digest of their dtypes, shapes and bytes, in 64 hex digits."""
+    digest = hashlib.sha256()
     for path, module, tensor in tensors:
         loaded = loaded_values(path, module, tensor)
-        kind = str(torch.uint8 if hasattr(tensor, "quant_state") else loaded.dtype)
-        dtypes[kind] = dtypes.get(kind, 0) + loaded.nbytes
         state = getattr(loaded, "quant_state", None)
         is_four_bits = hasattr(state, "blocksize") and getattr(state, "absmax", None) is not None
         for name, plain in _four_bits(loaded, state) if is_four_bits else stored_parts(module, loaded):
             row = [path + name, str(plain.dtype), list(plain.shape), checksum(plain)]
             digest.update(json.dumps(row, separators=(",", ":")).encode() + b"\n")
-    return {"dtypes": dtypes, "weights": digest.hexdigest()}
+    return digest.hexdigest()
 
 
 def stored_parts(module: nn.Module, tensor: Tensor) -> list[tuple[str, Tensor]]:
@@ -109,16 +107,16 @@ class WeightSample:
 
     def __init__(self, tensors: Tensors) -> None:
         """Take a sample of the tensors of a `Structure`."""
-        self._locations, parts = list[Hashable](), list[Tensor]()
+        self._locations, stored = list[Hashable](), list[Tensor]()
         for path, module, tensor in tensors:
             if tensor.is_meta:  # accelerate makes a new one after every forward
                 self._locations += [path, *(id(getattr(hook, "weights_map", None)) for hook in offload_hooks(module))]
                 continue
-            for name, part in stored_parts(module, tensor):
-                version = -1 if part.is_inference() else part._version
-                self._locations.append((path, name, id(part), part.data_ptr(), version))
-                parts.append(part)
-        self._samples = sampled(parts)
+            for name, plain in stored_parts(module, tensor):
+                version = -1 if plain.is_inference() else plain._version
+                self._locations.append((path, name, id(plain), plain.data_ptr(), version))
+                stored.append(plain)
+        self._samples = sampled(stored)
 
     def is_same(self, other: "WeightSample") -> bool:
         """Whether two samples show no difference; bits are compared, not values, so that NaN is itself."""
@@ -130,17 +128,14 @@ class WeightSample:
 
 @torch.inference_mode()
 def sampled(tensors: list[Tensor]) -> list[Tensor]:
-    """The sampled bytes of tensors, one piece per device."""
+    """The sampled bytes of tensors, one piece for each device and length of a run."""
     is_small = sum(tensor.nbytes for tensor in tensors) <= WHOLE_BYTES
     pieces: dict[tuple[torch.device, int], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             runs = _runs(tensor, is_small)
             pieces.setdefault((tensor.device, runs.shape[1]), []).append(runs)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for (device, _), runs in pieces.items():
-        by_device.setdefault(device, []).append(torch.cat(runs).view(-1))
-    return [torch.cat(samples) for samples in by_device.values()]
+    return [torch.cat(runs) for runs in pieces.values()]
 
 
 def _runs(tensor: Tensor, is_whole: bool) -> Tensor:
