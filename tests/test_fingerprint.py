@@ -37,7 +37,7 @@ def test_fingerprint_is_that_of_the_model_built_copied_loaded_or_in_inference_mo
     assert int(fingerprint(model), 16)
 
 
-KNOWN = "09217394ce57006eaed8f22ddb81a9c086d340dcf9b8cf2fff5b97ddaea407e3"
+KNOWN = "4e3ed3ac0304e14affbab8100d67bd9f2ab6e6a3bda54d6b1cd4fb75e90d116d"
 
 
 def test_fingerprint_never_changes():
