@@ -12,10 +12,10 @@ from torch import nn
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from hf_blend.errors import UnsupportedModelError
-from hf_blend.model.fingerprint import IGNORED_CONFIG_FIELDS, fingerprint
+from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.identity import checksum as module
 from hf_blend.model.identity.checksum import checksum
-from hf_blend.model.identity.structure import config_part
+from hf_blend.model.identity.structure import IGNORED_CONFIG_FIELDS, config_part
 
 CONFIGS = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Gemma3TextConfig]
 

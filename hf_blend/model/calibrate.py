@@ -56,7 +56,7 @@ PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes
 NUDGE = 1e-4  # of hidden states: a change by so little shows how far a model magnifies what is no difference
 MOST_TOLERANCE = 0.2  # of a measured floor: beyond it a wrong style could pass
 STATE_KINDS = ("conv_states", "recurrent_states")
-BEFORE, SEVERAL = 9, 4
+HELD_TOKENS, SEVERAL = 9, 4
 BLEND = Use(
     "blend",
     __name__,
@@ -227,16 +227,16 @@ def ignores_states(model: nn.Module) -> CheckResult:
 
 def _felt(model: nn.Module, tokens: int) -> set[str]:
     """The kinds of states whose values reach anything that a forward of so many tokens leaves behind."""
-    ids = text_ids(model, BEFORE + tokens)[None].to(input_device(model))
+    ids = text_ids(model, HELD_TOKENS + tokens)[None].to(input_device(model))
 
     def after(blank: str = "") -> list[Tensor]:
         cache, decoder = stock_cache(model), decoder_of(model)
-        decoder(input_ids=ids[:, :BEFORE], past_key_values=cache, use_cache=True)
+        decoder(input_ids=ids[:, :HELD_TOKENS], past_key_values=cache, use_cache=True)
         for layer in cache.layers:
             for state in getattr(layer, blank, {}).values() if blank else ():
                 if state is not None:
                     state.zero_()
-        output = decoder(input_ids=ids[:, BEFORE:], past_key_values=cache, use_cache=True)
+        output = decoder(input_ids=ids[:, HELD_TOKENS:], past_key_values=cache, use_cache=True)
         states = (getattr(layer, kind, {}).values() for layer in cache.layers for kind in STATE_KINDS)
         return [output.last_hidden_state, *(state for by_index in states for state in by_index if state is not None)]
 

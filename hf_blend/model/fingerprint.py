@@ -1,19 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of a model as far as its keys and values depend on it.
+"""The identity of a model, as far as its keys and values depend on it.
 
-Two models with one fingerprint compute the same KV from the same tokens, up to the noise of the dtype. It is made of
-the config, the content of all weights, and the structure: class and plain attributes of every module, and code that is
-not that of the libraries. The device and the attention implementation (eager, sdpa, flash) are left out on purpose:
-they change KV by no more than that noise, and a store that was filled on one machine should serve another. Names and
-paths are left out too.
+Two models with one fingerprint compute the same KV from the same tokens, up to the noise of the dtype. A fingerprint
+is a digest of the structure and of all weights. The structure is the config, the class and the plain attributes of
+every module, and all code that is not the libraries' own. Names, paths, the device and the attention implementation
+(eager, sdpa, flash) are left out: they change KV by no more than that noise, and a store that one machine filled
+serves another.
 
-All weights are read when a model is first seen. After that each call compares the structure, and a sample of every
-tensor's content, and reads everything again only where something differs. What that cannot see is said in
-docs/how_it_works.md.
+All weights are read when a model is first seen. After that each call walks over the structure, compares it, and
+compares a sample of every tensor. The weights are read again only where the sample differs. docs/security.md says what
+is not seen.
 
 A release of transformers that adds a field to a config, or an attribute to a module, changes the fingerprint, and the
-store starts cold: a field that nobody has looked at must not be assumed harmless.
+store is cold: a field that was not reviewed is not assumed to be harmless.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,8 @@ from torch import nn
 from ..threads import new_lock
 from .anatomy import EXTENDED, refuse_extended
 from .identity.canonical import refuse_wrapper
-from .identity.structure import IGNORED_ATTRIBUTES, IGNORED_CONFIG_FIELDS, Structure, digest_of
+from .identity.structure import Structure, digest_of
 from .identity.weights import Tensors, WeightSample, weight_digest
-
-__all__ = ["IGNORED_ATTRIBUTES", "IGNORED_CONFIG_FIELDS", "PerStructure", "fingerprint", "structure_digest"]
 
 T = TypeVar("T")
 

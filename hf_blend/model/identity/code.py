@@ -58,13 +58,13 @@ def _folders() -> tuple[str, ...]:
     return tuple(os.path.dirname(spec.origin) + os.sep for spec in specs if spec and spec.origin)
 
 
-def function_name(function: Any) -> Any:
-    """A function as a value of JSON."""
+def function_name(function: Any) -> str | list[str]:
+    """A function as a value of JSON: its name if a library has it, else with a digest of its file."""
     return qualified_name(function) if is_stock(function) else _foreign_name(function)
 
 
 def class_name(kind: type) -> list[Any]:
-    """A class as a value of JSON: by its name if a library has it, else with its bases by their files; and patches."""
+    """A class as a value of JSON: its name and, of its bases, the files of foreign ones and the patches of all."""
     described: list[Any] = [qualified_name(kind) if is_library(kind.__module__) else kind.__qualname__]
     for base in kind.__mro__:
         if is_library(base.__module__):
@@ -75,7 +75,10 @@ def class_name(kind: type) -> list[Any]:
 
 
 def patches(space: type | ModuleType) -> dict[str, Any]:
-    """Functions that come from elsewhere, in a class or a module where the model's code looks them up, by name."""
+    """By name, the functions in a class or a module that were compiled from another file than its own.
+
+    The model's code looks functions up there, so one that was put in changes what the model computes.
+    """
     members = {name: member for name, member in vars(space).items() if type(member) in _WITH_CODE}
     if space not in _patches or _patches[space][0] != members:
         _patches[space] = members, _find_patches(space, members)
@@ -95,7 +98,7 @@ def _find_patches(space: type | ModuleType, members: dict[str, Any]) -> dict[str
 
 
 def _foreign_name(value: Any) -> list[str]:
-    """The name of a function or class of no library, with a digest of its file, or with a number of its own."""
+    """The name of a function or class of no library, with a digest of its file or, without a file, a random number."""
     if value not in _names:
         home = value.__module__ or ""
         reached: Any = sys.modules.get(home)
