@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The checks before a model is first blended, each a short probe of the model itself, never a list of types.
+"""The checks before a model is first blended: short probes of the model itself, never a list of types.
 
-How keys turn: the same tokens are run at two positions. A layer whose values agree and whose keys map from one to the
-other by some style can be moved; a model with a layer that does neither cannot be blended, and the layer is named. The
-tokens come twice in the prompt: that shows positions which a model counts itself, whatever is passed.
+Rotary styles: the same tokens are run at two positions. A layer can be moved if its values are equal at both, and if
+one of the rotary styles maps its keys from one to the other. A model with any other layer is refused, and the layer is
+named. The tokens come twice in the prompt, which shows positions that a model counts itself.
 
-States that are ignored: some code takes a state into account only where one token comes at a time, and computes
-several as if nothing were before them (Jamba and Zamba in transformers 5.23). So states are blanked: one that several
-tokens do not feel and a single one does is ignored.
+Ignored states: some code uses the state of a mixer only for a single token, and computes several tokens as if nothing
+were before them (Jamba and Zamba in transformers 5.23). So states are set to zero. A state is ignored if that changes
+what the model computes of one token, and not what it computes of several.
 """
 
 import threading
@@ -68,13 +68,13 @@ BESIDE = "what is kept beside the K/V (an indexer's keys, a mixer's projections)
 
 @dataclass
 class _Probe:
-    """The same tokens at two places of one model, and the noise between them that its products make by themselves."""
+    """What a model keeps of the same tokens at two positions, and how much of the difference may be noise."""
 
     model: nn.Module
     ids: Tensor
     here: Capture
     there: Capture
-    worst: tuple[float, float] = (0.0, 1.0)  # of what was found right so far: the error and what is allowed
+    worst: tuple[float, float] = (0.0, 1.0)  # the error nearest to what is allowed, and what is allowed
 
     @classmethod
     def of(cls, model: nn.Module) -> "_Probe":
@@ -84,7 +84,7 @@ class _Probe:
         return cls(model, ids, capture(model, ids, places), capture(model, ids, places + PROBE_SHIFT))
 
     def tolerance(self, index: int, error: float) -> float:
-        """What an error in a layer may be: by the dtype or, where that does not do, by the model's own noise."""
+        """How large an error in a layer may be: the bound of the dtype or, where it is exceeded, of the noise."""
         allowed = allowed_of(KV, self.here.layers[index][-1].dtype)
         if error > allowed != KV[-1]:
             allowed = max(allowed, min(MOST_TOLERANCE, FLOORS * self.floors[index]))
@@ -93,9 +93,9 @@ class _Probe:
 
     @cached_property
     def floors(self) -> list[float]:
-        """How far each layer's K and V move when what goes into it and the layers before is nudged by next to nothing.
+        """The noise of each layer: how far its K and V move when all hidden states are changed by 1e-4 of their size.
 
-        Where matrix products are rounded, as those of 4-bit weights are to bfloat16 on some CPUs, it is a lot.
+        It is large where matrix products are rounded, as those of 4-bit weights are to bfloat16 on some CPUs.
         """
         draw = torch.Generator().manual_seed(0)
 
@@ -132,7 +132,7 @@ def rotary_styles(model: nn.Module) -> CheckResult:
 
 
 def _refuse_moved(probe: _Probe, index: int, pair: Sequence[Tensor], what: str) -> None:
-    """Refuse a model in one of whose layers something differs for the same tokens."""
+    """Refuse a model if a layer keeps something else of the same tokens at another position."""
     error = relative_error(*pair)
     tolerance = probe.tolerance(index, error)
     if error > tolerance:
@@ -157,7 +157,7 @@ def _style_of(probe: _Probe, index: int, styles: list[type[RotaryStyle]]) -> typ
 
 
 def _nearest(probe: _Probe, index: int, columns: slice, candidates: list[type[RotaryStyle]]) -> type[RotaryStyle]:
-    """The style that takes a part of what a layer keeps from one place to the other."""
+    """The style that maps some of a layer's states from the first position to the second with the least error."""
     states, there = probe.here.layers[index][columns], probe.there.layers[index][columns]
     tables = probe.here.tables[index], probe.there.tables[index]
     errors = {style: _error(style, states, there, *tables) for style in candidates}
@@ -203,7 +203,7 @@ def _norm_behind(probe: _Probe, index: int) -> str:
 
 
 def _error(style: type[RotaryStyle], states: States, there: States, old: Table | None, new: Table | None) -> float:
-    """How far a style is from taking the states of one place to those of another; the worse of several tensors."""
+    """The error of a style that moves states from one position to another; the largest of several tensors."""
     turning, moved = style.slot, [tensor.clone() for tensor in states]
     if old is not None and new is not None:
         device = states[turning].device  # of the layer; the model may make its tables on another
@@ -226,7 +226,7 @@ def ignores_states(model: nn.Module) -> CheckResult:
 
 
 def _felt(model: nn.Module, tokens: int) -> set[str]:
-    """The kinds of states whose values reach anything that a forward of so many tokens leaves behind."""
+    """The kinds of states that change the output, or the next states, of a forward of `tokens` tokens."""
     ids = text_ids(model, HELD_TOKENS + tokens)[None].to(input_device(model))
 
     def after(blank: str = "") -> list[Tensor]:
