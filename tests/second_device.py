@@ -143,7 +143,7 @@ def second_device():
         entered.enter_context(mock.patch.object(threading.Thread, "run", in_thread))
         for name in ("_lazy_init", "set_device"):
             entered.enter_context(mock.patch.object(torch.cuda, name, return_value=None))
-        entered.enter_context(mock.patch.object(weights.WeightWatch, "_sampled", return_value=[]))  # bits: not there
+        entered.enter_context(mock.patch.object(weights, "sampled", return_value=[]))  # bits: not there
         yield entered.enter_context(observer(mode))
 
 

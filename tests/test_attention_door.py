@@ -18,7 +18,6 @@ from hf_blend.errors import UnsupportedModelError
 from hf_blend.model import attention
 from hf_blend.model.anatomy import LayerInfo, decoder_layers
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.model.identity.structure import configs_inside
 from tests.conftest import slow_but
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -31,7 +30,9 @@ KINDS = [("llama", "sdpa"), ("gpt_neox", "eager"), ("gemma3_text", "sdpa"), ("de
 @contextmanager
 def frozen(model):
     """Raise where an attribute of one of the model's configs is written."""
-    configs = configs_inside(model.config)
+    owners = [model, *(module for module in model.modules() if hasattr(module, "config"))]
+    configs = [owner.config for owner in owners]
+    configs += [getattr(config, name) for config in configs for name in config.sub_configs]
 
     def refuse(config, name, value):
         if any(config is one for one in configs):

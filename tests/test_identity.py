@@ -161,6 +161,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {  # those of training, steering, ser
     "forward of one module": patched_forward,
     "wrapped forward": wrapped_forward,
     "a method bound to one module": bound_method,
+    "forward of another layer": lambda model: setattr(mlp_of(model), "forward", model.model.layers[0].mlp.forward),
     "custom module": lambda model: setattr(model.model.layers[1], "mlp", Doubled(mlp_of(model))),
     "attention of one's own": own_attention,
 }

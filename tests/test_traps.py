@@ -19,7 +19,6 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from hf_blend import ChunkStore
 from hf_blend.model.anatomy import decoder_layers
-from hf_blend.model.identity.structure import Structure
 from hf_blend.prefill import blend
 from hf_blend.rotary.regime import frequency_regime, stretches
 from tests.asking import GREEDY, PIECES, noting, prefilled, prepared
@@ -78,7 +77,6 @@ def test_positions_with_gaps_are_never_shown_to_flash_attention(monkeypatch):
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation_internal = "flash_attention_2"
-    monkeypatch.setattr(Structure, "is_same", lambda *_: True)  # `shown` is part of what foreign code holds
     cache, inputs = prepared(model, PIECES, recompute_ratio=0.3)
     shown.clear()
     model.generate(**inputs, past_key_values=cache, **WAYS)

@@ -237,9 +237,8 @@ WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.ForwardHooks._
 
 BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attribute, what is put in its place
     ("realign_identity", realign, "compose", wrong_turn),
-    ("realign_back", realign, "compose", turn_by_half),
-    ("realign_sum", realign, "compose", one_step_each),
-    ("realign_norm", realign, "compose", stretching_turn),
+    ("moved_chunk", realign, "compose", turn_by_half),
+    ("moved_chunk", realign, "compose", stretching_turn),
     ("realign_values", realign.Realigner, "write", values_shifted),
     ("layer_0", realign, "compose", one_step_each),
     ("moved_chunk", realign, "compose", one_step_each),

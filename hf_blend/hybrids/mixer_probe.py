@@ -85,7 +85,7 @@ def mixers_of(model: nn.Module) -> CheckResult:
     """The rows of every mixer that are computed among stored ones are those of a plain forward."""
     layers = decoder_layers(model)
     if not any(hasattr(layer, "recurrent_states") for layer in stock_layers(text_config(model))):
-        return CheckResult(0.0, 0.0, found=(None,) * len(layers))
+        return CheckResult(0.0, 0.0, value=(None,) * len(layers))
     with canonical(model):
         calls = _calls(model, _modules(model, layers))
         of_kind: dict[Any, _Entrance] = {}
@@ -97,7 +97,7 @@ def mixers_of(model: nn.Module) -> CheckResult:
             mixers[index] = _mixer(call.module, of_kind[kind])
     worst = max((entrance.error for entrance in of_kind.values()), default=0.0)
     of_layers = tuple(mixers.get(index) for index in range(len(layers)))
-    return CheckResult(worst, allowed_of(CHANGE, model.dtype), found=of_layers)
+    return CheckResult(worst, allowed_of(CHANGE, model.dtype), value=of_layers)
 
 
 def _run(model: nn.Module, cache: Any, mask: Tensor | None = None) -> None:

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where things are in a stock model: its decoder layers, and what each of them was called with.
+"""The decoder layers of a stock model, and the arguments that each of them is called with.
 
-Nothing here knows the name of a model. A layer is described by what it receives, found through the signature of its
-`forward`, because some models pass these positionally and some call the cache `layer_past`.
+Nothing here knows the name of a model. Arguments are found through the signature of a layer's `forward`, because some
+models pass them by position, and some call the cache `layer_past`.
 """
 
 import inspect
@@ -38,13 +38,13 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     if len(lists) != 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {len(lists)} lists of {count} layers in its decoder, but exactly one is "
-            "wanted: the decoder layers. Blending cannot enter this model; use a decoder-only model for text."
+            "expected: the decoder layers. Blending cannot enter this model; use a decoder-only model for text."
         )
     return list(lists[0])
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """The module that holds the decoder layers: what `get_decoder` gives, or what is inside that (Llama 4)."""
+    """The module that holds the decoder layers: what `get_decoder` gives, or a module inside that (Llama 4)."""
     decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
     count = getattr(text_config(model), "num_hidden_layers", None)
     base = getattr(model, "base_model", model)  # ModernBERT's decoder gives its head, Llama 4 the model itself
@@ -53,7 +53,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 def wants_all_rows(model: nn.Module) -> bool:
-    """Return True if a decoder reshapes what leaves its last layer to the length of the prompt, as GPT-J does."""
+    """Return True if a decoder needs all rows behind its last layer, because it reshapes them, as GPT-J does."""
     if model in _reshaping:
         return _reshaping[model]
 
@@ -74,7 +74,7 @@ def wants_all_rows(model: nn.Module) -> bool:
 
 
 def refuse_other_states(model: nn.Module, only_keys: bool = False) -> None:
-    """Refuse a model some of whose layers keep something that cannot be blended, or moved."""
+    """Refuse a model with a layer whose state cannot be blended or, with `only_keys`, moved as a sequence."""
     complaint = other_states(text_config(model), only_keys)
     if complaint:
         done = "kept as a sequence" if only_keys else "blended"
@@ -82,7 +82,7 @@ def refuse_other_states(model: nn.Module, only_keys: bool = False) -> None:
 
 
 def other_states(config: Any, only_keys: bool = False) -> str:
-    """What a config says against keeping K and V of each token in every layer; empty if nothing."""
+    """Why not every layer of a config keeps K and V of each token; empty if all do."""
     added = () if only_keys else ("Indexed", *(kind for room in rooms() for kind in room.states))
     supported = (*TOKEN_STATES, *added)
     moved = "and only these can be moved. Use a BlendCache, or plain generate."
@@ -102,7 +102,7 @@ def stock_layers(config: Any) -> list[Any]:
     try:
         return list(DynamicCache(config=config).layers)
     except UNREADABLE:
-        return []  # what it keeps shows when it is run
+        return []  # the first forward shows what it keeps
 
 
 def full_cache(model: nn.Module) -> Any:
@@ -188,10 +188,10 @@ def layer_configs(config: Any, count: int) -> list[Any]:
 
 
 def default_sink(model: nn.Module) -> tuple[int, ...]:
-    """The tokens behind which chunks are computed unless others are asked for: the model's BOS, if it has just one.
+    """The tokens before each chunk unless a caller names others: the model's BOS, if it has just one.
 
-    Also where the tokenizer adds no BOS: behind nothing, the first token of every chunk would be attended to like that
-    of a prompt. A chunk that begins a prompt is computed behind nothing, whatever this gives.
+    This is so where the tokenizer adds no BOS, too: with nothing before it, the first token of every chunk would draw
+    the attention that the first token of a prompt draws. A chunk that begins a prompt has nothing before it.
     """
     bos = getattr(text_config(model), "bos_token_id", None)
     return (bos,) if isinstance(bos, int) else ()
@@ -228,9 +228,14 @@ def _looks_up(module: nn.Module) -> bool:
 
 @dataclass
 class LayerCall:
-    """The arguments of one call of a decoder layer, by the names of its `forward`; `mask_name` is its attention's.
+    """The arguments of one call of a decoder layer, by the names of its `forward`.
 
-    `hidden`, the states `[batch, rows, width]`, and the other `arguments` may be changed; `given` are the model's.
+    Attributes:
+        layer: the layer.
+        hidden: its hidden states, `[batch, rows, width]`; may be changed.
+        arguments: all others; may be changed.
+        mask_name: the name of the mask of its attention.
+        given: all arguments as the model passed them.
     """
 
     layer: nn.Module
@@ -259,7 +264,7 @@ class LayerCall:
 
 @lru_cache(maxsize=256)
 def parameter_names(module_class: type[nn.Module]) -> tuple[str, ...]:
-    """The names of what the `forward` of a class of modules may be given by place, in order."""
+    """Names of the positional parameters of the `forward` of a class of modules, in order."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(module_class.forward).parameters.values())[1:]
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The one door to the attention of a stock model.
+"""The attention function that is registered in place of a stock one.
 
 transformers looks up the function of a layer's attention by the name in the model's config. Under each name that a
-blended model uses, `open_door` puts a function that calls the stock one, once per process and for good. It differs in
-two cases, and neither is a state that another call could see, because both travel with the call:
+blended model uses, `open_door` registers a function that calls the stock one, once per process and for good. It does
+something else in two cases. Both travel with the call, so no other call is affected:
 
 * The mask is a `RowMask`: scattered rows are attended by blocks. Stock sdpa would copy K and V once per query head,
   and flash attention has no such mask.

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who computed the K and V that a cache holds: they belong to the model as it was then.
+"""The author of the K and V in a cache: the model as it was when it computed them.
 
-A model object may be another model at its next turn: an adapter is switched, weights are written in place, the dtype
-or the attention changes. So a cache notes the author of what it holds, and compares it once where a turn begins.
+Between two turns a model may change: an adapter is switched, weights are written in place, the dtype or the attention
+changes. So a cache records the author of its K and V, and compares it where a turn begins.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from .identity.canonical import DEVICE_TYPES
 
 
 class Author(NamedTuple):
-    """A model at one moment, as far as the K and V depend on it that it computes in this process.
+    """A model at one moment: all that its K and V depend on in this process.
 
     Attributes:
         fingerprint: weights, adapter, dtype, structure and code; see `fingerprint`.
@@ -34,14 +34,14 @@ class Author(NamedTuple):
 
     @property
     def form(self) -> tuple[str, str]:
-        """What the dtypes of K and V depend on."""
+        """Two authors with one form compute K and V of the same dtypes."""
         return self.dtype, self.autocast
 
     def stored_name(self) -> str:
-        """The fingerprint under which what it computed may be saved.
+        """The fingerprint, under which its K and V may be saved.
 
         Raises:
-            ConfigError: it computed under autocast, which no fingerprint names.
+            ConfigError: they were computed under autocast, which no fingerprint names.
         """
         if self.autocast:
             raise ConfigError(
@@ -51,7 +51,7 @@ class Author(NamedTuple):
         return self.fingerprint
 
     def difference(self, other: "Author") -> str:
-        """What this author has that another one had not, in words."""
+        """In words, how this author differs from another one."""
         names = ("dtype", "attention", "autocast")
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         words = [f"the {name} {mine!r} instead of {others!r}" for name, mine, others in pairs if mine != others]
@@ -72,7 +72,7 @@ def author_of(model: nn.Module) -> Author:
 
 
 def refuse_other_author(author: Author | None, now: Author, tokens: int, do: str) -> None:
-    """Refuse to continue so many tokens whose author the model no longer is; None: it is not known."""
+    """Refuse to continue `tokens` whose author is not the model as it is now; `author` is None where it is unknown."""
     if author not in (None, now):
         raise ConfigError(
             f"{tokens} tokens whose K and V are held were computed by another model than the one that is expected to "

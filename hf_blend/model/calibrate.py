@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The checks before a model is first blended, each a short probe of the model itself, never a list of types.
+"""The checks before a model is first blended: short probes of the model itself, never a list of types.
 
-How keys turn: the same tokens are run at two positions. A layer whose values agree and whose keys map from one to the
-other by some style can be moved; a model with a layer that does neither cannot be blended, and the layer is named. The
-tokens come twice in the prompt: that shows positions which a model counts itself, whatever is passed.
+Rotary styles: the same tokens are run at two positions. A layer can be moved if its values are equal at both, and if
+one of the rotary styles maps its keys from one to the other. A model with any other layer is refused, and the layer is
+named. The tokens come twice in the prompt, which shows positions that a model counts itself.
 
-States that are ignored: some code takes a state into account only where one token comes at a time, and computes
-several as if nothing were before them (Jamba and Zamba in transformers 5.23). So states are blanked: one that several
-tokens do not feel and a single one does is ignored.
+Ignored states: some code uses the state of a mixer only for a single token, and computes several tokens as if nothing
+were before them (Jamba and Zamba in transformers 5.23). So states are set to zero. A state is ignored if that changes
+what the model computes of one token, and not what it computes of several.
 """
 
 import threading
@@ -25,7 +25,6 @@ from ..rotary.base import RotaryStyle, at_the_end, compose, in_values, with_styl
 from ..rotary.tables import Table
 from ..threads import cached_property
 from .anatomy import decoder_layers, decoder_of, refuse_other_states, stock_cache, stock_layers, text_config
-from .cache_keyword import cache_argument
 from .capture import Capture, capture
 from .checks import (
     FLOORS,
@@ -51,6 +50,7 @@ from .identity.canonical import canonical, notes_kept
 from .modality import text_ids
 from .placement import input_device
 from .quantised import shared_scale
+from .cache_keyword import cache_argument
 
 PROBE_TOKENS = 20
 PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes back to where it was
@@ -69,13 +69,13 @@ BESIDE = "what is kept beside the K/V (an indexer's keys, a mixer's projections)
 
 @dataclass
 class _Probe:
-    """The same tokens at two places of one model, and the noise between them that its products make by themselves."""
+    """What a model keeps of the same tokens at two positions, and how much of the difference may be noise."""
 
     model: nn.Module
     ids: Tensor
     here: Capture
     there: Capture
-    worst: tuple[float, float] = (0.0, 1.0)  # of what was found right so far: the error and what is allowed
+    worst: tuple[float, float] = (0.0, 1.0)  # the error nearest to what is allowed, and what is allowed
 
     @classmethod
     def of(cls, model: nn.Module) -> "_Probe":
@@ -85,7 +85,7 @@ class _Probe:
         return cls(model, ids, capture(model, ids, places), capture(model, ids, places + PROBE_SHIFT))
 
     def tolerance(self, index: int, error: float) -> float:
-        """What an error in a layer may be: by the dtype or, where that does not do, by the model's own noise."""
+        """How large an error in a layer may be: the bound of the dtype or, where it is exceeded, of the noise."""
         allowed = allowed_of(KV, self.here.layers[index][-1].dtype)
         if error > allowed != KV[-1]:
             allowed = max(allowed, min(MOST_TOLERANCE, FLOORS * self.floors[index]))
@@ -94,9 +94,9 @@ class _Probe:
 
     @cached_property
     def floors(self) -> list[float]:
-        """How far each layer's K and V move when what goes into it and the layers before is nudged by next to nothing.
+        """The noise of each layer: how far its K and V move when all hidden states are changed by 1e-4 of their size.
 
-        Where matrix products are rounded, as those of 4-bit weights are to bfloat16 on some CPUs, it is a lot.
+        It is large where matrix products are rounded, as those of 4-bit weights are to bfloat16 on some CPUs.
         """
         draw = torch.Generator().manual_seed(0)
 
@@ -125,7 +125,7 @@ def rotary_styles(model: nn.Module) -> CheckResult:
                 values = first[1 - matched[0].slot if len(first) > 1 else -1]
                 why = "It adds positions to the embeddings that it counts itself."
                 _refuse_moved(probe, 0, values.chunk(2, dim=-2), f"its values at two places of a prompt. {why}")
-            return CheckResult(*probe.worst, found=matched)
+            return CheckResult(*probe.worst, value=matched)
     except UnsupportedModelError as error:
         if cause := shared_scale(model):
             raise UnsupportedModelError(f"{type(model).__name__} cannot be moved: {cause}") from error
@@ -133,7 +133,7 @@ def rotary_styles(model: nn.Module) -> CheckResult:
 
 
 def _refuse_moved(probe: _Probe, index: int, pair: Sequence[Tensor], what: str) -> None:
-    """Refuse a model in one of whose layers something differs for the same tokens."""
+    """Refuse a model if a layer keeps something else of the same tokens at another position."""
     error = relative_error(*pair)
     tolerance = probe.tolerance(index, error)
     if error > tolerance:
@@ -158,7 +158,7 @@ def _style_of(probe: _Probe, index: int, styles: list[type[RotaryStyle]]) -> typ
 
 
 def _nearest(probe: _Probe, index: int, columns: slice, candidates: list[type[RotaryStyle]]) -> type[RotaryStyle]:
-    """The style that takes a part of what a layer keeps from one place to the other."""
+    """The style that maps some of a layer's states from the first position to the second with the least error."""
     states, there = probe.here.layers[index][columns], probe.there.layers[index][columns]
     tables = probe.here.tables[index], probe.there.tables[index]
     errors = {style: _error(style, states, there, *tables) for style in candidates}
@@ -204,7 +204,7 @@ def _norm_behind(probe: _Probe, index: int) -> str:
 
 
 def _error(style: type[RotaryStyle], states: States, there: States, old: Table | None, new: Table | None) -> float:
-    """How far a style is from taking the states of one place to those of another; the worse of several tensors."""
+    """The error of a style that moves states from one position to another; the largest of several tensors."""
     turning, moved = style.slot, [tensor.clone() for tensor in states]
     if old is not None and new is not None:
         device = states[turning].device  # of the layer; the model may make its tables on another
@@ -219,15 +219,15 @@ def _error(style: type[RotaryStyle], states: States, there: States, old: Table |
 def ignores_states(model: nn.Module) -> CheckResult:
     """Several tokens behind others feel every state of these that a cache holds, as one token does."""
     if not any(hasattr(layer, kind) for layer in stock_layers(text_config(model)) for kind in STATE_KINDS):
-        return CheckResult(0.0, 0.0, found=False)
+        return CheckResult(0.0, 0.0, value=False)
     with torch.inference_mode(False), canonical(model), notes_kept(model):
         ignored = bool(_felt(model, 1) - _felt(model, SEVERAL))
     why = f"the code of {type(model).__name__} ignores states before several tokens; they are refused."
-    return CheckResult(float(ignored), 0.0, why, refused=ignored, found=ignored)
+    return CheckResult(float(ignored), 0.0, why, refused=ignored, value=ignored)
 
 
 def _felt(model: nn.Module, tokens: int) -> set[str]:
-    """The kinds of states whose values reach anything that a forward of so many tokens leaves behind."""
+    """The kinds of states that change the output, or the next states, of a forward of `tokens` tokens."""
     ids = text_ids(model, HELD_TOKENS + tokens)[None].to(input_device(model))
 
     def after(blank: str = "") -> list[Tensor]:
@@ -238,8 +238,8 @@ def _felt(model: nn.Module, tokens: int) -> set[str]:
                 if state is not None:
                     state.zero_()
         output = decoder(input_ids=ids[:, HELD_TOKENS:], **cache_argument(decoder, cache), use_cache=True)
-        held = (getattr(layer, kind, {}).values() for layer in cache.layers for kind in STATE_KINDS)
-        return [output.last_hidden_state, *(state for states in held for state in states if state is not None)]
+        states = (getattr(layer, kind, {}).values() for layer in cache.layers for kind in STATE_KINDS)
+        return [output.last_hidden_state, *(state for by_index in states for state in by_index if state is not None)]
 
     plain = after()
     return {kind for kind in STATE_KINDS if not all(map(torch.equal, plain, after(kind)))}
@@ -272,7 +272,7 @@ def causal(subject: CheckedModel) -> CheckResult:
     """
     ids = torch.tensor([subject.prompts[0].ids], device=input_device(subject.model))
     pair = ids, torch.cat((ids[:, :-1], ids[:, :1]), dim=1)
-    before, after = (subject.model(one, use_cache=False).logits[:, :-1] for one in pair)
+    before, after = (subject.model(ids, use_cache=False).logits[:, :-1] for ids in pair)
     ahead, bound = norm_error(after, before), allowed_of(LOGITS, subject.model.dtype)
     detail = (
         "its tokens see those behind them. Another last token moves the logits of the others by "

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the last layer keeps of eight fixed tokens: the last guard against a model that computes something else.
+"""A few numbers of what a model computes, by which a chunk of another model is refused.
 
-A fingerprint is made of what can be read: weights, attributes, code. What it cannot read (another release of a
+A fingerprint is made of what can be read: weights, attributes, code. What cannot be read (another release of a
 library, state inside a compiled extension, an edited file of offloaded weights) shows in what the model computes. So a
-few numbers of that travel with every stored chunk, and are compared with the model's own before the chunk is used.
+canary travels with every stored chunk: projections of the K and V that the last layer keeps of eight fixed tokens. It
+is compared with the model's own before the chunk is used.
 """
 
 import base64
@@ -51,7 +52,11 @@ def compute_chunks(model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str 
 
 
 def signed(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str) -> "list[ChunkKV]":
-    """Chunks with what the model says of itself; refuse them if it is no longer the one that was asked."""
+    """Chunks with the model's canary.
+
+    Raises:
+        UnsupportedModelError: the model changed after the chunks' keys were made.
+    """
     now, expected = fingerprint(model), chunks[0].key.fingerprint
     if expected != now:
         raise UnsupportedModelError(
@@ -62,7 +67,7 @@ def signed(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str) -> "list[C
 
 
 def canary_of(model: nn.Module) -> str:
-    """A few numbers of what a model computes now, found by one short forward after each change of the model."""
+    """The canary of a model as it is now: base64 of 64 float32, found by one short forward after each change."""
     record, state = _known.get(model), state_of(model)
     if record is None or record[0] != state:
         record = _known[model] = state, _numbers(model)
@@ -70,7 +75,7 @@ def canary_of(model: nn.Module) -> str:
 
 
 def is_of_model(model: nn.Module, canary: str) -> bool:
-    """Whether a chunk was computed by what a model computes now, up to the noise of its dtype."""
+    """Whether a chunk's canary is that of a model as it is now, up to the noise of its dtype."""
     own = canary_of(model)
     if canary in (own, ""):
         return True

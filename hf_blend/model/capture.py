@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the KV of chunks, each alone: behind a fixed sink, with nothing else before it, the sink cut off.
+"""Compute the KV of chunks, each alone behind a fixed prefix, which is cut off again.
 
-KV is never cut out of a live request: what another prompt put before a chunk would travel with it, unseen. What is
-before it is fixed: BOS and a short text (`context`), or what the caller named.
+KV is never cut out of a live request, because it would carry what that prompt had before the chunk. The prefix is BOS
+and a short text (`context`), or what the caller names.
 
-Products of weights and tokens cost less per token, the more tokens there are. So a model's chunks are computed in one
-row of a batch, each at positions of its own, kept apart by masks, where a probe shows that none depends on the others:
-packed with tokens that differ it keeps the same bits, and behind them it has the K and V that it has first. What is
-before all of them is computed once, at the beginning of the row.
+A forward of many tokens costs less per token than one of few. So several chunks are packed into one row of a batch,
+each at positions of its own and hidden from the others by a mask. The prefix that they share is computed once, at the
+beginning of the row. A probe decides whether a model's chunks may be packed: a chunk must keep the same bits whatever
+chunk is beside it, and the same K and V at the beginning and at the end of a row.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ class Capture:
 def capture_chunk(
     model: nn.Module, token_ids: Sequence[int], chunk_prefix_ids: Sequence[int], fingerprint: str
 ) -> ChunkKV:
-    """Compute a chunk's KV behind a sink, and cut the sink off."""
+    """Compute a chunk's KV behind a prefix, and cut the prefix off."""
     return capture_chunks(model, [ChunkKey(fingerprint, tuple(chunk_prefix_ids), tuple(token_ids))])[0]
 
 
@@ -77,7 +77,10 @@ def _tokens(key: ChunkKey) -> tuple[int, ...]:
 
 
 def _shared(model: nn.Module, key: ChunkKey) -> tuple[int, ...]:
-    """What is computed once for the chunks that have it before them, also for one alone: so it keeps its bits."""
+    """The prefix of a chunk that is computed once for all chunks that have it; empty if each computes its own.
+
+    A single chunk is computed in the same way, so that its bits do not depend on how many chunks there are.
+    """
     prefix = key.chunk_prefix_ids
     return prefix if len(prefix) >= LEAST_SHARED and _may_pack(model) and shared_prefix(model) else ()
 
@@ -85,7 +88,10 @@ def _shared(model: nn.Module, key: ChunkKey) -> tuple[int, ...]:
 def _in_one_row(
     model: nn.Module, texts: Sequence[Sequence[int]], shared: int = 0
 ) -> tuple[Capture, list[tuple[int, int]]]:
-    """Run several texts in one forward, each behind the first alone, if that is shared; gives where each is, too."""
+    """Run several texts in one forward; gives the first and last column of each, too.
+
+    No text sees another. But all see the first, if it is `shared`: then that is the number of its tokens.
+    """
     ends = list(pairwise(accumulate(map(len, texts), initial=0)))
     positions = [torch.arange(len(text)) + (shared if at else 0) for at, text in enumerate(texts)]
     ids, starts = torch.tensor([[token for text in texts for token in text]]), [start for start, _ in ends]
@@ -93,18 +99,18 @@ def _in_one_row(
 
 
 def keeps_tokens_alone(model: nn.Module) -> bool:
-    """Return True if what every layer keeps of a text is something of each of its tokens, and nothing else."""
+    """Return True if every layer keeps K and V of each token, and no other state."""
     return {type(layer).__name__ for layer in stock_layers(text_config(model))} <= {*_OF_TOKENS_ALONE}
 
 
 def capture_image(model: nn.Module, key: ChunkKey, arguments: Mapping[str, Any]) -> ChunkKV:
-    """Compute an image's KV behind a sink, and cut the sink off."""
+    """Compute an image's KV behind a prefix, and cut the prefix off."""
     with canonical(model), notes_kept(model):
         return cut_chunk(capture_forward(model, arguments)[0], key)
 
 
 def cut_chunk(captured: Capture, key: ChunkKey, start: int = 0, end: int | None = None) -> ChunkKV:
-    """Cut a chunk out of the columns from `start` to `end`, without the tokens that it was computed behind."""
+    """Cut a chunk out of the columns from `start` to `end`, without its prefix."""
     own = slice(start + len(key.chunk_prefix_ids), end)
     tables, layer_table = distinct_tables(captured.tables, own)
     layers = tuple(tuple(tensor[0, :, own].clone() for tensor in states) for states in captured.layers)
@@ -121,11 +127,15 @@ def capture(
 ) -> Capture:
     """Run the decoder once over some tokens, and keep what its layers cached of them.
 
-    Texts that begin at `starts` do not see each other, but for the first, of `shared` tokens, which all of them see.
-
     It runs without dropout, autocast and gradients, whatever the caller's state.
 
-    Shapes: input_ids `[batch, tokens]`, position_ids `[batch, tokens]`, attention_mask `[batch, tokens]`.
+    Args:
+        model: a causal language model.
+        input_ids: `[batch, tokens]`.
+        position_ids: `[batch, tokens]`; by default 0, 1, 2 …
+        attention_mask: `[batch, tokens]`; by default no padding.
+        starts: the first columns of several texts in one row, which do not see each other.
+        shared: tokens of the first text, if all others see it.
     """
     device = input_device(model)
     inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
@@ -180,9 +190,9 @@ def _states(model: nn.Module, cache: Any, index: int, tokens: int, extra: Any, s
 def _watched(
     layers: list[nn.Module], cache: Any, tokens: int, starts: Sequence[int], shared: int
 ) -> Iterator[dict[int, Table | None]]:
-    """Note the tables that layers are handed in calls with this cache; other threads may run the model meanwhile.
+    """Record the rotary tables that layers receive in calls with this cache; other threads may run the model, too.
 
-    With several `starts` a token sees nothing before the last of them that is not behind it, but what is shared.
+    With several `starts` each text attends to itself and to what is shared.
     """
     tables, masks = dict[int, Table | None](), dict[int, tuple[RowMask, Any]]()
 
@@ -208,7 +218,7 @@ def _watched(
 def distinct_tables(
     per_layer: Sequence[Table | None], own: slice = slice(None)
 ) -> tuple[tuple[Table, ...], tuple[int, ...]]:
-    """The different tables among the layers' in some columns, and which layer has which (-1: none)."""
+    """The different tables of all layers in some columns, and the number of each layer's table (-1: it has none)."""
     seen: dict[int, int] = {}
     tables: list[Table] = []
     for table in per_layer:
@@ -236,7 +246,7 @@ def check_chunk(
 
 
 def packs(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
-    """Share chunks out among forwards."""
+    """Group chunks by the forward that computes them."""
     listed, config = list(keys), text_config(model)
     if len(listed) < 2 or not (_may_pack(model) and packed_chunks(model)):
         return [[key] for key in listed]
@@ -256,7 +266,7 @@ def packs(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
 
 
 def capture_alone(model: nn.Module, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkKV]:
-    """Compute chunks as a request does that lacks them all, each once."""
+    """Compute chunks, each once, packed as in a request none of whose chunks is stored."""
     listed = packs(model, dict.fromkeys(keys))
     return {chunk.key: chunk for pack in listed for chunk in capture_chunks(model, pack)}
 
@@ -278,15 +288,15 @@ def shared_prefix(model: nn.Module) -> CheckResult:
 
 
 def _packed(model: nn.Module, otherwise: str, shared: int = 0) -> CheckResult:
-    alone = CheckResult(float("inf"), 0.0, otherwise, refused=True, found=False)
+    alone = CheckResult(float("inf"), 0.0, otherwise, refused=True, value=False)
     if not _may_pack(model) or not keeps_tokens_alone(model):
         return alone
-    own, one, other, *before = text_ids(model, 3 * PROBE_TOKENS + shared).split(PROBE_TOKENS)
+    own, neighbour, other, *before = text_ids(model, 3 * PROBE_TOKENS + shared).split(PROBE_TOKENS)
     ends, again = list[Tensor](), list[Tensor]()
-    for between, found in ((one, ends), (other, again)):
+    for between, copies in ((neighbour, ends), (other, again)):
         captured, columns = _in_one_row(model, [text.tolist() for text in (*before, own, between, own)], shared)
-        parts = slice(*columns[-3]), slice(*columns[-1])
-        found += (states[..., part, :] for layer in captured.layers for states in layer for part in parts)
+        spans = slice(*columns[-3]), slice(*columns[-1])
+        copies += (states[..., span, :] for layer in captured.layers for states in layer for span in spans)
     errors = [relative_error(last, first) for first, last in zip(ends[::2], ends[1::2], strict=True)]
-    result = CheckResult(max(errors), allowed_of(KV, ends[0].dtype), found=True)
+    result = CheckResult(max(errors), allowed_of(KV, ends[0].dtype), value=True)
     return result if result.passed and all(map(torch.equal, ends, again)) else alone

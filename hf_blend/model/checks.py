@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks: claims about a model, each measured on it; some before the model is first used, all by `hf-blend verify`.
+"""Checks: claims about a model that are measured on it, some before its first use, all by `hf-blend verify`.
 
-A check is a function that measures an error and says what is allowed, and where that comes from: 0 where the claim is
-about bits, else a measured floor or a count of roundings. It must be able to fail: where a claim could hold because
-nothing happened, it checks that something did.
+A check is a function that measures an error and gives a tolerance: 0 where the claim is about bits, else a measured
+floor or a count of roundings. It must be able to fail: where a claim would hold because nothing happened, it checks
+that something did.
 
-A check with a `first_use` is run once, on one short prompt or on the caller's own forward, before a model is used so.
-What is wrong (a mask, a position or a cache that a family treats in its own way) shows there as a large error; noise
-stays below the bound of the dtype, or near what the model does to itself when it is run in two pieces. A `finding` is
-a check that finds something out on the way, such as the rotary style of each layer: it is run where that is needed.
+A check with a `first_use` is run once before a model is used in that way, on one short prompt or on the caller's own
+forward. A mask, a position or a cache that a family treats in its own way shows there as a large error. Noise stays
+below the bound of the dtype, or near the difference of one plain forward and two that continue each other. A `finding`
+is a check that finds something out, such as the rotary style of each layer; it is run where that is needed.
 """
 
 import importlib
@@ -47,13 +47,21 @@ States = tuple[Tensor, ...]  # (K, V) of a layer, or () where it keeps none
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The largest error of a check and what is allowed; `refused`: the model is refused what the claim is about."""
+    """The result of a check.
+
+    Attributes:
+        error: the largest that was measured.
+        tolerance: what is allowed.
+        detail: what is wrong, in words.
+        refused: hf_blend refuses the model the use that the claim is about, so nothing is claimed.
+        value: what a `finding` found out.
+    """
 
     error: float
     tolerance: float
     detail: str = ""
     refused: bool = False
-    found: Any = None
+    value: Any = None
 
     @property
     def passed(self) -> bool | None:
@@ -63,7 +71,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Check:
-    """A claim about a model, and the function that measures it on a subject that `needs` says, or one derived."""
+    """A claim about a model, and the function that measures it on a subject of the class `needs`."""
 
     name: str
     claim: str
@@ -102,7 +110,7 @@ def check(first_use: str = "", overridable: bool = True, needs: type = object) -
 
 
 def finding(find: Callable[[nn.Module], CheckResult]) -> PerStructure[Any]:
-    """Register a function of a model as a check; called, it gives what is found, or refuses the model by its error."""
+    """Register a function of a model as a check; a call gives the result's `value`, or raises the function's error."""
 
     def measure(subject: Any) -> CheckResult:
         try:
@@ -112,7 +120,7 @@ def finding(find: Callable[[nn.Module], CheckResult]) -> PerStructure[Any]:
 
     measure.__name__, measure.__doc__ = find.__name__, find.__doc__
     check()(measure)
-    return PerStructure(lambda model: find(model).found)
+    return PerStructure(lambda model: find(model).value)
 
 
 def violations(details: list[str]) -> CheckResult:
@@ -126,7 +134,7 @@ def nothing_shown(why: str) -> CheckResult:
 
 
 def refused(error: object) -> CheckResult:
-    """Neither hold nor fail: the model is refused what the claim is about, before anything wrong is done."""
+    """Neither pass nor fail a check: hf_blend refuses the model the use that the claim is about."""
     return CheckResult(float("inf"), 0.0, str(error), refused=True)
 
 
@@ -286,7 +294,7 @@ def _state(subject: CheckedModel, use: Use, digest: str = "") -> tuple[Any, ...]
 
 
 def _complaint(subject: CheckedModel, use: Use) -> tuple[str, bool] | None:
-    """What speaks against a use of a model, "" if nothing does, and whether the caller may use it all the same.
+    """Why a model must not be used so ("" if nothing is wrong), and whether `allow_unverified` overrides it.
 
     None: nothing could be tried.
     """

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a chunk is computed behind, unless a caller says otherwise: BOS, and a short text of no matter.
+"""The default prefix of chunks: BOS, and a short text whose content does not matter.
 
-Behind BOS alone the first tokens of a chunk take the place of a prompt's beginning (an attention sink), and all others
-have nothing else to attend to. Behind some prose of any kind both are as they are in a prompt, for the most part.
+Behind BOS alone the first tokens of a chunk become an attention sink, like the beginning of a prompt, and all others
+have nothing else to attend to. Behind some prose, of any kind, both are nearly as they are in a prompt.
 
 Source: ours; FusionRAG (arXiv 2601.12904) computes a chunk behind its nearest neighbours. Measured in
 benchmarks/results/frontier.json; a text about passages, in the place of passages, or tokens at random do worse.

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What rooms add to the layers of a model that keep something else than K and V of each token.
+"""Layers that keep something else than K and V of each token, which rooms add.
 
-A room has a module `extra_layers`, which registers what it adds. The first question imports those that are there; a
-model whose layers need one that is absent is refused.
+A room has a module `extra_layers`, which registers what it adds, and is imported at the first call of `rooms`. A model
+with a layer that no room knows is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ def rooms() -> list[LayerRoom]:
 
 
 def extras_of(model: nn.Module, layers: int, digest: str = "") -> list[LayerExtra | None]:
-    """Of each decoder layer of a model what keeps something beside K and V, None for most."""
+    """By decoder layer, the part that keeps something beside K and V; None for most."""
     extras: list[LayerExtra | None] = [None] * layers
     for room in rooms():
         extras = [mine or other for mine, other in zip(extras, room.find(model, digest), strict=True)]

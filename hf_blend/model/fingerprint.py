@@ -1,23 +1,21 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of a model as far as its keys and values depend on it.
+"""The identity of a model, as far as its keys and values depend on it.
 
-Two models with one fingerprint compute the same KV from the same tokens, up to the noise of the dtype. It is made of
-the config, the content of all weights, and the structure: class and plain attributes of every module, and code that is
-not that of the libraries. The device and the attention implementation (eager, sdpa, flash) are left out on purpose:
-they change KV by no more than that noise, and a store that was filled on one machine should serve another. Names and
-paths are left out too.
+Two models with one fingerprint compute the same KV from the same tokens, up to the noise of the dtype. A fingerprint
+is a digest of the structure and of all weights. The structure is the config, the class and the plain attributes of
+every module, and all code that is not the libraries' own. Names, paths, the device and the attention implementation
+(eager, sdpa, flash) are left out: they change KV by no more than that noise, and a store that one machine filled
+serves another.
 
-All weights are read when a model is first seen. After that each call compares the structure, and a sample of every
-tensor's content, and reads everything again only where something differs. What that cannot see is said in
-docs/how_it_works.md.
+All weights are read when a model is first seen. After that each call walks over the structure, compares it, and
+compares a sample of every tensor. The weights are read again only where the sample differs. docs/security.md says what
+is not seen.
 
 A release of transformers that adds a field to a config, or an attribute to a module, changes the fingerprint, and the
-store starts cold: a field that nobody has looked at must not be assumed harmless.
+store is cold: a field that was not reviewed is not assumed to be harmless.
 """
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -27,35 +25,40 @@ from torch import nn
 
 from ..threads import new_lock
 from .anatomy import EXTENDED, refuse_extended
-from .identity.canonical import refuse_foreign_hooks, refuse_wrapper
-from .identity.structure import IGNORED_ATTRIBUTES, IGNORED_CONFIG_FIELDS, Structure, config_part
-from .identity.weights import WeightWatch, weight_digest
+from .identity.canonical import refuse_wrapper
+from .identity.structure import Structure, digest_of
+from .identity.weights import Tensors, WeightSample, weight_digest
 
-__all__ = ["IGNORED_ATTRIBUTES", "IGNORED_CONFIG_FIELDS", "PerStructure", "fingerprint", "structure_digest"]
-
-FORMAT = "hf_blend.fingerprint/2"
 T = TypeVar("T")
 
 
 @dataclass
-class _Known:
-    """What was found out about a live model, and how to notice that it changed."""
+class _Record:
+    """What was found out about a live model, and what shows that it changed."""
 
-    watch: Structure
-    structure: dict[str, Any]
-    digest: str  # of it
-    weights: dict[str, Any] = field(default_factory=dict)
-    weight_watch: WeightWatch | None = None
+    parts: dict[str, Any] = field(default_factory=dict)  # of its structure
+    digest: str = ""  # of them
+    weights: str = ""  # a digest of them
+    sample: WeightSample | None = None
     fingerprint: str = ""
     state: int = 0  # counts the changes that were noticed
 
 
-_known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+_records: WeakKeyDictionary[nn.Module, _Record] = WeakKeyDictionary()
 _lock = new_lock()
 
 
 def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
-    """Say who a model is, in 64 hex digits; equal across processes, devices and machines."""
+    """Say who a model is, in 64 hex digits; equal across processes, devices and machines.
+
+    Args:
+        model: a causal language model.
+        reread: read all weights again, also where nothing shows that they changed.
+
+    Raises:
+        UnsupportedModelError: it is a wrapper, compiled, without weights, inside `self_extend`, or has a forward hook
+            of others.
+    """
     if EXTENDED.get():  # some model is inside `self_extend`
         refuse_extended(model)
     return identity_of(model, reread)
@@ -64,12 +67,12 @@ def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
 def identity_of(model: nn.Module, reread: bool = False) -> str:
     """The fingerprint of what a model computes alone, also inside `self_extend`."""
     with _lock:
-        record = _structure_of(model)
-        if reread or record.weight_watch is None or not record.weight_watch.is_same():
-            watch = WeightWatch(model)  # first the sample: a change meanwhile shows
-            record.weights = weight_digest(model)
-            record.fingerprint, record.weight_watch, record.state = "", watch, record.state + 1
-        record.fingerprint = record.fingerprint or _sha256({**record.structure, **record.weights})
+        record, tensors = _look_at(model)
+        sample = WeightSample(tensors)  # before all is read: a change meanwhile shows
+        if reread or record.sample is None or not sample.is_same(record.sample):
+            record.weights = weight_digest(tensors)
+            record.fingerprint, record.sample, record.state = "", sample, record.state + 1
+        record.fingerprint = record.fingerprint or digest_of([record.digest, record.weights])
         return record.fingerprint
 
 
@@ -79,50 +82,33 @@ class PerStructure(Generic[T]):
     def __init__(self, find: Callable[[nn.Module], T]) -> None:
         """Remember what a function gives."""
         self._find = find
-        self._found: WeakKeyDictionary[nn.Module, tuple[str, T]] = WeakKeyDictionary()
+        self._results: WeakKeyDictionary[nn.Module, tuple[str, T]] = WeakKeyDictionary()
 
     def __call__(self, model: nn.Module, digest: str = "") -> T:
         """What was found, or is found now."""
         digest = digest or structure_digest(model)
-        record = self._found.get(model)
-        if record is None or record[0] != digest:
-            record = self._found[model] = digest, self._find(model)
-        return record[1]
+        result = self._results.get(model)
+        if result is None or result[0] != digest:
+            result = self._results[model] = digest, self._find(model)
+        return result[1]
 
 
 def structure_digest(model: nn.Module) -> str:
     """A digest of all that makes a fingerprint except the weights, in 64 hex digits."""
     with _lock:
-        return _structure_of(model).digest
+        return _look_at(model)[0].digest
 
 
 def state_of(model: nn.Module) -> int:
-    """How often a model's fingerprint was made anew because something in it differed."""
-    return _known[model].state
+    """How often a model's fingerprint was made again because something in it differed."""
+    return _records[model].state
 
 
-def _structure_of(model: nn.Module) -> _Known:
-    record = _known.get(model)
-    if record is not None and record.watch.is_same():
-        refuse_foreign_hooks(record.watch.hooked)
-        return record
+def _look_at(model: nn.Module) -> tuple[_Record, Tensors]:
+    """A model's record, whose digest of the structure is that of now, and its tensors."""
     refuse_wrapper(model)
-    refuse_foreign_hooks(model.modules())
-    structure = Structure(model)
-    parts = {
-        "format": FORMAT,
-        "model_class": type(model).__name__,
-        "config": config_part(model.config.to_dict()),
-        "structure": _sha256(structure.parts),
-    }
-    renewed = _Known(structure, parts, _sha256(parts))
-    if record is not None:
-        renewed.state = record.state + 1
-        if record.weight_watch is not None and record.weight_watch.is_same(model):
-            renewed.weights, renewed.weight_watch = record.weights, record.weight_watch
-    _known[model] = renewed
-    return renewed
-
-
-def _sha256(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    structure, record = Structure(model), _records.setdefault(model, _Record())
+    if structure.parts != record.parts:
+        record.parts, record.digest = structure.parts, digest_of(structure.parts)
+        record.fingerprint, record.state = "", record.state + 1
+    return record, structure.tensors

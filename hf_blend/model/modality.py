@@ -64,8 +64,8 @@ def _is_empty(value: Any) -> bool:
 def placeholder_ids(config: Any) -> frozenset[int]:
     """The tokens that stand for something else than text, or mark where it begins and ends."""
     token_ids, configs = set[int](), [config]
-    for one in configs:
-        for name, value in vars(one).items():
+    for inner in configs:  # which grows
+        for name, value in vars(inner).items():
             field = _ID_FIELD.fullmatch(name)
             if hasattr(value, "to_dict"):
                 configs.append(value)
@@ -73,7 +73,7 @@ def placeholder_ids(config: Any) -> frozenset[int]:
                 stem, token = field["stem"], field["token"]
                 if stem not in TEXT_TOKENS if token else not MODAL_WORDS.isdisjoint(stem.split("_")):
                     ids = value if isinstance(value, list | tuple) else (value,)
-                    token_ids.update(one for one in ids if type(one) is int and one >= 0)
+                    token_ids.update(token_id for token_id in ids if type(token_id) is int and token_id >= 0)
     return frozenset(token_ids)
 
 

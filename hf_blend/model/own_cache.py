@@ -3,8 +3,8 @@
 """Models that take no cache but one of a class in their own file: lightning attention (MiniMax).
 
 Such a class keeps the states of linear layers beside the cache layers, in a list that beam search does not reorder and
-that cannot be taken back. A class that is derived from it is taken as well, so one is made that keeps these states
-where transformers keeps those of all other linear attention: in the layers.
+that cannot be restored. The model takes derived classes as well. So one is made that keeps these states in the layers,
+where transformers keeps those of all other linear attention.
 """
 
 import sys

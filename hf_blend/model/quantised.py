@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .anatomy import decoder_layers
 from .fingerprint import PerStructure
-from .identity.structure import qualified_name
+from .identity.code import qualified_name
 from .placement import input_device
 
 LOGGER = "bitsandbytes.autograd._functions"

@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Exact masks for scattered rows, and attention that does not pay for what they hide.
+"""Exact masks for scattered rows, and attention that skips the keys that they hide.
 
-When only some tokens flow through a layer, no kernel's built-in causal mask fits: aligned at the bottom right it lets
-a row see tokens behind it. So each row carries its own line of the mask, cut out of the mask that the model made for
-all rows (padding and windows included), or built from the rows' columns where the model left it out.
+When a layer computes only some tokens, no kernel's causal mask fits: aligned at the bottom right it lets a row see
+tokens behind it. So each row has its own line of the mask. It is cut out of the mask that the model made for all rows
+(padding and windows included), or made from the rows' columns where the model made none.
 
-`RowMask` is such a mask, a tensor to all code. Handed to `scaled_dot_product_attention`, or to a model's attention
-function, it also does the work: sorted rows are taken in blocks, and a block reads keys only where one of its rows may
-look. On a CPU a long block is attended in two steps: without a mask over the keys that all its rows see, then over
-those at which they differ. The fused kernel gives the logarithm of each row's sum of weights, by which the two are put
-together. Nothing of this has rows × keys entries, unless some code asks for a plain tensor.
+`RowMask` is such a mask, a tensor to all code. `scaled_dot_product_attention` and a model's attention function, when
+they receive one, attend by blocks of sorted rows, and a block reads no keys that all its rows hide. On a CPU a long
+block is attended in two steps: without a mask over the keys that all its rows see, then over those at which they
+differ. The fused kernel gives the logarithm of each row's sum of weights, by which the two results are combined.
+Nothing has rows × keys entries, unless some code asks for a plain tensor.
 """
 
 from abc import ABC, abstractmethod
@@ -39,7 +39,14 @@ SPAN_BLOCKS, SPAN_ROWS = 16, (64, 512)  # scattered rows are cut into so many bl
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Neighbouring rows and the keys that one of them may look at."""
+    """Neighbouring rows, and the keys that at least one of them sees.
+
+    Attributes:
+        rows: the rows, numbered as in the mask.
+        keys: the keys.
+        shared: all rows see the keys before this one.
+        is_run: the rows are neighbours in the prompt too, so that a causal kernel fits behind the shared keys.
+    """
 
     rows: slice
     keys: slice
@@ -55,7 +62,7 @@ class RowLines(ABC):
     dtype: torch.dtype
     device: torch.device
     _biases: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
-    is_causal: bool = field(default=False, init=False)  # rows see all keys up to their columns, which the host knows
+    is_causal: bool = field(default=False, init=False)  # rows see all keys up to their columns, which are on the host
 
     @abstractmethod
     def cut(self, rows: slice, keys: slice) -> Tensor:
@@ -80,8 +87,8 @@ class RowLines(ABC):
         (rows, keys), (least, most) = self.shape[2:], CAUSAL_MASK
         step = min(BLOCK_ROWS[self.device.type == "cuda"], max(64, BLOCK_BYTES // (4 * keys)))
         if self.is_causal and self.device.type == "cpu" and least < rows * keys <= most:
-            step = CAUSAL_ROWS  # nobody has to wait for the columns, so there are more blocks
-        elif rows * keys <= SMALL_MASK:  # nobody is asked where they are
+            step = CAUSAL_ROWS  # the columns are on the host, so more blocks cost nothing
+        elif rows * keys <= SMALL_MASK:  # without waiting for the device
             return [RowBlock(slice(0, rows), slice(0, keys))]
         cut = _steps(0, rows, step)
         return [RowBlock(rows, slice(*end)) for rows, end in zip(cut, self._ends(cut), strict=True)]
@@ -108,7 +115,7 @@ class RowLines(ABC):
         return self._biases[key]
 
     def _ends(self, cut: list[slice]) -> list[tuple[int, int]]:
-        """The first and the end of the keys that one of the rows of each block sees; asks the device once."""
+        """By block, the first and the end of the keys that its rows see; waits for the device once."""
         lines = []
         for rows in cut:
             mask = self.cut(rows, slice(0, self.shape[3]))
@@ -121,7 +128,7 @@ class RowLines(ABC):
 
 
 class MadeLines(RowLines):
-    """The lines of a mask that is there: all of them, or those of some rows."""
+    """The lines of a mask that the model made: all of them, or those of some rows."""
 
     def __init__(self, mask: Tensor, rows: Tensor | None = None) -> None:
         """Take a mask `[batch or 1, heads or 1, tokens, keys]`; no copy.
@@ -143,14 +150,19 @@ class MadeLines(RowLines):
 
 
 class LocalLines(RowLines):
-    """Each row sees the keys up to its own column, within a window, where they are no padding."""
+    """The lines of a causal mask: each row sees the keys up to its own column, but for padding, within a window."""
 
     def __init__(
         self, columns: Tensor, keys: int, window: int | None = None, real: Tensor | None = None, ask: Any = None
     ) -> None:
-        """Describe the lines; of a single entry without window and padding `ask` gives the columns to the host.
+        """Describe the lines.
 
-        Shapes: columns `[batch, rows]`, real `[batch, …]`.
+        Args:
+            columns: of the rows, `[batch, rows]`.
+            keys: how many there are.
+            window: how many keys a row sees; None: all up to its own.
+            real: where there is no padding, `[batch, …]`.
+            ask: gives the columns as numbers; only for one entry without window and padding.
         """
         super().__init__((columns.shape[0], 1, columns.shape[1], keys), torch.bool, columns.device)
         self._columns, self._window, self._real, self._ask = columns, window, real, ask
@@ -194,7 +206,7 @@ class LocalLines(RowLines):
 
 
 class PackedLines(RowLines):
-    """Each row sees nothing but its own of several texts in one row of a batch, and what all of them share before it.
+    """The lines of several texts in one row of a batch: each token sees its own text, and the first if it is shared.
 
     The mask that the model made is read at the positions of tokens, where it is that of each text alone.
     """
@@ -202,9 +214,14 @@ class PackedLines(RowLines):
     def __init__(
         self, mask: Tensor | None, starts: Sequence[int], tokens: int, device: torch.device, shared: int = 0
     ) -> None:
-        """Describe the lines; where tokens are shared, they are the first of the texts.
+        """Describe the lines.
 
-        Shapes: mask `[1, heads or 1, tokens, tokens]`.
+        Args:
+            mask: that of the model, `[1, heads or 1, tokens, tokens]`; None: it leaves it to a causal kernel.
+            starts: the first columns of the texts.
+            tokens: of all texts.
+            device: of the mask.
+            shared: tokens of the first text, if all others see it.
         """
         columns = torch.arange(tokens, device=device)
         lines = LocalLines(columns[None], tokens) if mask is None else MadeLines(mask)
@@ -222,11 +239,11 @@ class PackedLines(RowLines):
 
     @cached_property
     def masks(self) -> list[Tensor | None]:
-        """The mask of what `seen_of` gives each block, as the model makes it; None where a causal kernel does."""
+        """By block, its mask for the keys of `seen_of`; None where a causal kernel does without."""
         return [self._mask(self._before(block), block.rows.stop - block.rows.start) for block in self.blocks]
 
     def seen_of(self, states: Tensor, block: RowBlock) -> Tensor:
-        """The columns of keys or values that a block may look at: what is shared, and its own."""
+        """The keys or values that a block sees: what is shared, and its own."""
         own, before = states[:, :, block.rows], self._before(block)
         return torch.cat((states[:, :, :before], own), dim=2) if before else own
 
@@ -249,7 +266,7 @@ class PackedLines(RowLines):
 
 
 def _runs(numbers: list[int], least: int) -> list[slice]:
-    """Where at least so many numbers are neighbours."""
+    """Where at least `least` numbers follow each other without a gap."""
     gaps = [0, *(at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1), len(numbers)]
     return [slice(start, stop) for start, stop in pairwise(gaps) if stop - start >= least]
 
@@ -387,7 +404,7 @@ def row_mask(
 
 
 def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int, inside: bool = False) -> bool:
-    """Whether some of the new tokens see one that stands behind them."""
+    """Whether some of the new tokens see one behind them; with `inside`, one behind all of `columns`."""
     if isinstance(model_mask, BlockMask):
         return True
     if not isinstance(model_mask, Tensor) or model_mask.dim() != 4:
@@ -398,7 +415,7 @@ def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int, inside: 
 
 
 def _cut_blocks(model_mask: BlockMask, rows: Tensor, keys: int) -> BlockMask:
-    """The same mask, asked at the rows' places."""
+    """The mask of flex attention at some rows."""
     index = rows.to(model_mask.kv_num_blocks.device)
 
     def at_rows(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -444,7 +461,7 @@ class RowMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What comes past `__torch_function__`, such as from C++: plain tensors there too."""
+        """Operations that do not come through `__torch_function__`, such as from C++: they get plain tensors, too."""
         return func(*tree_map(_as_plain, args), **tree_map(_as_plain, kwargs or {}))
 
     def plain(self) -> Tensor:

@@ -87,7 +87,8 @@ def all_but_one(subject: ModelUnderTest) -> CheckResult:
     For each request alone, at ratio 1 - 1/n: the sparse path cannot fall back to a full prefill.
     """
     ratios = [(prompt, 1 - 1 / sum(map(len, prompt.chunks))) for prompt in subject.prompts]
-    return CheckResult(max(_fused_error(subject, [one], ratio) for one, ratio in ratios), subject.logit_tolerance)
+    errors = [_fused_error(subject, [prompt], ratio) for prompt, ratio in ratios]
+    return CheckResult(max(errors), subject.logit_tolerance)
 
 
 @check()

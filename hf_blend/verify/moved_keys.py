@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the `Realigner` alone: chunks moved to other positions, against the model and against themselves.
 
-Most are properties of the mapping whatever the tables hold. That it puts keys where the model does is shown by
-`moved_chunk` and `layer_0`, from forwards of the model at the new positions.
+A chunk that is moved by 0 and the values of one that is moved keep every bit. That keys are put where the model puts
+them is shown by forwards of the model at the new positions.
 """
 
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ..model.capture import capture
 from ..model.checks import FLOORS, CheckResult, States, check, violations
@@ -21,54 +20,25 @@ from ..store.chunk import ChunkKV
 from .model_under_test import ModelUnderTest, distance, rounding, states_apart
 
 CHUNK_TOKENS = 24
-NEAR, FAR = 41, 130  # positions in the prompt; neither is a multiple of the other
+FAR = 130  # a position in the prompt
 
 
 @check()
 def realign_identity(subject: ModelUnderTest) -> CheckResult:
     """A chunk that is moved by 0 keeps every bit: where old and new tables are equal the rotation is exactly 1."""
     chunk = _probe_chunk(subject)
-    return CheckResult(_keys_apart(subject, _moved(subject, chunk, _home(subject)), chunk), 0.0)
-
-
-@check()
-def realign_back(subject: ModelUnderTest) -> CheckResult:
-    """A chunk that is moved away and back is as it was, up to the rounding of two moves."""
-    chunk = _probe_chunk(subject)
-    back = _moved(subject, _moved(subject, chunk, FAR), _home(subject))
-    return CheckResult(_keys_apart(subject, back, chunk), rounding(subject.dtype, 0, moves=2))
-
-
-@check()
-def realign_sum(subject: ModelUnderTest) -> CheckResult:
-    """Moving a chunk by a and then by b is moving it by a + b, up to the rounding of three moves."""
-    chunk = _probe_chunk(subject)
-    twice = _moved(subject, _moved(subject, chunk, NEAR), FAR)
-    error = _keys_apart(subject, twice, _moved(subject, chunk, FAR))
-    return CheckResult(error, rounding(subject.dtype, 0, moves=3))
-
-
-@check()
-def realign_norm(subject: ModelUnderTest) -> CheckResult:
-    """Moving a chunk keeps the length of every key, up to what the model's own tables do to it.
-
-    A table rounded to bfloat16 is not quite on the circle; by how much is read off the tables.
-    """
-    chunk = _probe_chunk(subject)
-    far = _moved(subject, chunk, FAR)
-    shares = [
-        float((_lengths(keys) - _lengths(before)).abs().amax() / _lengths(before).amax())
-        for keys, before in zip(_rotated(subject, far), _rotated(subject, chunk), strict=True)
-    ]
-    return CheckResult(max(shares), rounding(subject.dtype, 0, moves=1) + _unevenness(chunk, far))
+    return CheckResult(states_apart(_moved(subject, chunk, _home(subject)).layers, chunk.layers), 0.0)
 
 
 @check()
 def realign_values(subject: ModelUnderTest) -> CheckResult:
     """Moving a chunk leaves every bit of its values; where attention is latent, of what is cached as the keys."""
     chunk = _probe_chunk(subject)
-    pairs = zip(_unrotated(subject, _moved(subject, chunk, FAR)), _unrotated(subject, chunk), strict=True)
-    return violations([f"layer {index}" for index, (new, old) in enumerate(pairs) if not torch.equal(new, old)])
+    layers = enumerate(zip(_moved(subject, chunk, FAR).layers, chunk.layers, subject.styles, strict=True))
+    unrotated = [(index, new, old, 1 - style.slot) for index, (new, old, style) in layers if len(old) > 1]
+    return violations(
+        [f"layer {index}" for index, new, old, slot in unrotated if not torch.equal(new[slot], old[slot])]
+    )
 
 
 @check()
@@ -142,32 +112,3 @@ def _moved(subject: ModelUnderTest, chunk: ChunkKV, start: int) -> ChunkKV:
         if table is not None and chunk.layer_table[index] >= 0:
             tables[chunk.layer_table[index]] = tuple(tensor[0].float() for tensor in table)
     return replace(chunk, layers=tuple(layers), tables=tuple(tables))
-
-
-def _rotated(subject: ModelUnderTest, chunk: ChunkKV) -> list[Tensor]:
-    """Of each layer's (K, V) the tensor that rotates with the position, `[kv_heads, tokens, head_dim]`."""
-    pairs = zip(chunk.layers, subject.styles, strict=True)
-    return [layer[style.slot] for layer, style in pairs if len(layer) > 1]
-
-
-def _unrotated(subject: ModelUnderTest, chunk: ChunkKV) -> list[Tensor]:
-    """Of each layer's (K, V) the tensor that carries no position."""
-    pairs = zip(chunk.layers, subject.styles, strict=True)
-    return [layer[1 - style.slot] for layer, style in pairs if len(layer) > 1]
-
-
-def _keys_apart(subject: ModelUnderTest, moved: ChunkKV, other: ChunkKV) -> float:
-    """Largest difference of two chunks' keys, as a share of each layer's largest key; NaN counts as infinite."""
-    pairs = zip(_rotated(subject, moved), _rotated(subject, other), strict=True)
-    return max(distance(a, b) / float(b.float().abs().amax()) for a, b in pairs)
-
-
-def _lengths(keys: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(keys.double(), dim=-1)
-
-
-def _unevenness(moved: ChunkKV, other: ChunkKV) -> float:
-    """How far the tables stretch at one position against another."""
-    pairs = zip(moved.tables, other.tables, strict=True)
-    radii = [[(cos.double() ** 2 + sin.double() ** 2).sqrt() for cos, sin in pair] for pair in pairs]
-    return max((float((b / a - 1).abs().amax()) for a, b in radii), default=0.0)

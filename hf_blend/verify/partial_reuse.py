@@ -147,11 +147,11 @@ def _after_chunk(subject: ModelUnderTest, prompt: Prompt, stock: Cache) -> Tenso
     if prompt.prefix:
         alone, tokens = full_cache(subject.model), len(prompt.prefix + prompt.chunks[0])
         _continued(subject, prompt.prefix, alone)
-        for held, own in zip(filter(None, kv_of(stock)), filter(None, kv_of(alone)), strict=True):
-            forgotten = tokens - held[0].shape[2]  # outside of the window
+        for layer, own in zip(filter(None, kv_of(stock)), filter(None, kv_of(alone)), strict=True):
+            forgotten = tokens - layer[0].shape[2]  # outside of the window
             count = max(0, len(prompt.prefix) - forgotten)
             if count:
-                for states, of_prefix in zip(held, own, strict=True):
+                for states, of_prefix in zip(layer, own, strict=True):
                     states[:, :, :count] = of_prefix[:, :, -count:]
     return _continued(subject, prompt.question, stock)
 

@@ -131,7 +131,7 @@ def run_checks(
     verdict: Verdict, model: nn.Module, dtype: str, attention: Sequence[str], checks: Sequence[str] | None = None
 ) -> None:
     """Run checks on a model that is loaded."""
-    for implementation in [one for one in attention if one in attentions(model)]:
+    for implementation in [name for name in attention if name in attentions(model)]:
         with attending(model, implementation):
             subject = ModelUnderTest(model)
             verdict.floors.append({"dtype": dtype, "attention": implementation, **asdict(subject.floor)})

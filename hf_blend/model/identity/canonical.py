@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The one state in which chunks are computed, and the states, hooks and wrappers that cannot be blended in.
+"""The state in which chunks are computed, and the refusal of wrappers, modes and hooks that blending cannot support.
 
-Forward hooks may change what a model computes, and cannot be compared: those of others are refused by name.
+A forward hook may change what a model computes, and hooks cannot be compared. So forward hooks of others are refused.
 """
 
 import functools
@@ -27,7 +27,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 @contextmanager
 def canonical(model: nn.Module) -> Iterator[None]:
-    """Without dropout, autocast and gradients, whatever the caller's state; it is restored afterwards."""
+    """Run without dropout, autocast and gradients, and restore the caller's state afterwards."""
     training = [module for module in model.modules() if module.training]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -40,22 +40,18 @@ def canonical(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def notes_kept(model: nn.Module) -> Iterator[None]:
-    """Tensors that a forward notes down in its modules, such as where its images end, are put back afterwards."""
+    """Put back the tensors that a forward writes into attributes of its modules, such as where its images end."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         yield
     finally:
-        for now, was in before:
-            now |= {name: was.get(name) for name, value in now.items() if isinstance(value, Tensor)}
+        for attributes, saved in before:
+            attributes |= {name: saved.get(name) for name, value in attributes.items() if isinstance(value, Tensor)}
 
 
 def refuse_wrapper(model: nn.Module) -> None:
-    """Refuse what is not a causal language model itself, but something around or inside one."""
+    """Refuse what is around a causal language model, or inside one, with what to pass instead."""
     name = type(model).__name__
-    if hasattr(model, "_orig_mod"):
-        raise UnsupportedModelError(
-            f"{name} is a compiled wrapper, which no hook can enter. Pass the model inside it (model._orig_mod)."
-        )
     if type(model).__module__.startswith(_WRAPPERS) or (hasattr(model, "module") and not hasattr(model, "config")):
         raise UnsupportedModelError(
             f"{name} is a wrapper that spreads a model over processes or devices. Pass the model inside it "
@@ -113,7 +109,7 @@ def observer(hook: Hook) -> Hook:
 def refuse_foreign_hooks(modules: Iterable[nn.Module]) -> None:
     """Refuse forward hooks that are neither ours nor the libraries'."""
     everywhere = (torch_hooks._global_forward_pre_hooks, torch_hooks._global_forward_hooks)
-    hooked = [one for one in modules if one.__dict__["_forward_hooks"] or one.__dict__["_forward_pre_hooks"]]
+    hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
     placed = [
         (hook, f"a {type(module).__name__}")
         for module in hooked

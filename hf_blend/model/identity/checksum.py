@@ -7,8 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-_ROW_LANES = 1 << 17  # 1 MiB at a time on the CPU, so that the work stays in its caches
-_ROWS_ON_ACCELERATOR = 64
+ROW_LANES = 1 << 17  # 1 MiB at a time, so that the work stays in the caches of a CPU
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -20,22 +19,9 @@ def checksum(tensor: Tensor) -> str:
     added. All steps are integers that wrap around, so the order of adding does not matter, and a single changed lane
     always shows.
     """
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    step, multipliers = _rows_at_once(data.device) * _ROW_LANES * 8, _multipliers(data.device)
-    whole = data.numel() // (_ROW_LANES * 8) * _ROW_LANES * 8
-    blocks = [data[start : min(start + step, whole)] for start in range(0, whole, step)]
-    sums = [_summed(_lanes(block).view(-1, _ROW_LANES), multipliers) for block in blocks]
-    if whole < data.numel() or not sums:
-        sums.append(_summed(_lanes(data[whole:])[None], multipliers))
-    total = torch.cat(sums)
-    while len(total) > 1:
-        width = min(len(total), _ROW_LANES)
-        total = _summed(nn.functional.pad(total, (0, -len(total) % width)).view(-1, width), multipliers)
+    rows = tensor.detach().contiguous().view(-1).view(torch.uint8).split(ROW_LANES * 8)
+    total = _summed(torch.stack([_summed(_lanes(row)) for row in rows]))
     return f"{total.item() % (1 << 64):016x}"
-
-
-def _rows_at_once(device: torch.device) -> int:
-    return 1 if device.type == "cpu" else _ROWS_ON_ACCELERATOR
 
 
 def _lanes(data: Tensor) -> Tensor:
@@ -47,18 +33,17 @@ def _lanes(data: Tensor) -> Tensor:
     return data.view(torch.int64)
 
 
-def _summed(lanes: Tensor, multipliers: Tensor) -> Tensor:
-    """One sum per row of `[rows, lanes]`."""
+def _summed(lanes: Tensor) -> Tensor:
     mixed = lanes * _MIX
     mixed ^= mixed >> 32
-    mixed *= multipliers[: lanes.shape[1]]
-    return mixed.sum(dim=1)
+    mixed *= _multipliers(lanes.device)[: len(lanes)]
+    return mixed.sum()
 
 
 @functools.lru_cache(maxsize=16)
 def _multipliers(device: torch.device) -> Tensor:
-    """Odd numbers without pattern, one per lane of a row."""
-    numbers = torch.arange(1, _ROW_LANES + 1, device=device) * _MIX
+    """Odd numbers without pattern, one for each lane of a row, and for each row."""
+    numbers = torch.arange(1, ROW_LANES + 1, device=device) * _MIX
     for shift in (31, 27):
         numbers ^= numbers >> shift
         numbers *= _MIX

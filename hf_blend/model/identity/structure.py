@@ -1,32 +1,28 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is besides its weights: the class and the plain attributes of every module, and functions put into it.
+"""What a model is besides its weights: its config, the class, plain attributes and code of every module.
 
-Attributes count unless they are on the list of those that were looked at and found harmless. Functions and classes of
-the libraries count by name, others by the file that they come from; what no file has under its name (a lambda, a
-closure, a class of a notebook) counts as itself, and is known in this process alone.
+Attributes count unless they are on the list of those that were looked at and found harmless.
 """
 
 import functools
 import hashlib
-import importlib.util
 import json
-import os
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, MethodWrapperType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
-from .checksum import checksum
+from ..attention import stock_function
+from .canonical import refuse_foreign_hooks
+from .code import BUILTINS, class_name, function_name, is_stock, patches
 
+FORMAT = "hf_blend.fingerprint/3"
 IGNORED_CONFIG_FIELDS = frozenset({
     # where it came from, not what it computes
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map",
@@ -65,68 +61,16 @@ IGNORED_ATTRIBUTES = frozenset({
     # movers between devices, which accelerate wraps
     "to", "cpu", "cuda", "npu", "xpu", "mlu", "musa", "sdaa", "hpu", "neuron",
     # accelerate puts the weights in place around `_old_forward`, which counts as the forward
-    "_hf_hook", "_old_forward",
-    # what a forward itself writes
-    "max_seq_len_cached", "compute_type_is_set", "_output_capturing_hooks_installed", "rope_deltas",
+    "_hf_hook", "_old_forward", "forward",
+    # what a forward itself writes, that of bitsandbytes from its first input unless the config names it
+    "max_seq_len_cached", "compute_type_is_set", "compute_dtype", "_output_capturing_hooks_installed", "rope_deltas",
 })  # fmt: skip
-TORCH_INTERNALS = frozenset(vars(nn.Module()))
-TABLES = ("_parameters", "_buffers", "_modules")  # of a module
-LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "torchao", "hf_blend")
-BUILTINS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, type(object.__init__))
+SKIPPED = IGNORED_ATTRIBUTES | vars(nn.Module()).keys()
+OPAQUE = ("MatmulLtState", "QuantState")  # of bitsandbytes: the config says how it quantises, the weights the rest
 MAX_DEPTH = 6  # of objects inside attributes
-QUANTISER_FIELDS = {"MatmulLtState": ("threshold", "has_fp16_weights"), "QuantState": ("blocksize", "quant_type")}
-QUANTISER_TENSORS = ("absmax", "state2", "CB", "SCB")
 _COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
-_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
-_OPENED, _TENSORS = frozenset({list, tuple, set, frozenset}), frozenset({Tensor, nn.Parameter})
-_PYTHON, _SITES = (f"{os.path.dirname(os.__file__)}{os.sep}", "<frozen"), ("site-packages", "dist-packages")
-_QUANTISED = {"quant_state", "SCB"}  # of a weight
-_UNWATCHED = IGNORED_CONFIG_FIELDS - {"_attn_implementation", "_attn_implementation_internal"}
-_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of what no file has, in this process
-
-
-def is_library(module: str | None) -> bool:
-    """Whether a dotted module name belongs to a library whose code is known by name."""
-    return (module or "").partition(".")[0] in LIBRARIES
-
-
-def qualified_name(value: Any) -> str:
-    """Module and name of a function or class."""
-    return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-
-
-def is_stock(function: Any, home: str = "") -> bool:
-    """Whether a function, and all that it wraps, was compiled from a library, from Python's own or a module's file.
-
-    A wrapper may copy every name of what it wraps, but not the file.
-    """
-    own = getattr(sys.modules.get(home), "__file__", None)
-    while isinstance(function, FunctionType):
-        file = function.__code__.co_filename
-        is_python = file.startswith(_PYTHON) and not any(name in file for name in _SITES)
-        if not (is_python or file == own or file.startswith(_folders())):
-            return False
-        function = getattr(function, "__wrapped__", None)
-        function = getattr(function, "__func__", function)
-    return function is None or isinstance(function, BUILTINS)
-
-
-@functools.cache
-def _folders() -> tuple[str, ...]:
-    specs = map(importlib.util.find_spec, LIBRARIES)
-    return tuple(os.path.dirname(spec.origin) + os.sep for spec in specs if spec and spec.origin)
-
-
-def _foreign_name(value: Any) -> list[str]:
-    """A function or class that is no library's own: by its file if it is to be had there, else by itself."""
-    home = value.__module__ or ""
-    reached: Any = sys.modules.get(home)
-    file = getattr(reached, "__file__", None)
-    for name in value.__qualname__.split("."):
-        reached = getattr(reached, name, None)
-    if file and os.path.exists(file) and reached is value and (isinstance(value, type) or is_stock(value, home)):
-        return [value.__qualname__, hashlib.sha256(Path(file).read_bytes()).hexdigest()]
-    return [value.__qualname__, _names.setdefault(value, uuid4().hex)]
+_PLAIN = (bool, int, float, str, type(None))
+_WRITTEN = (torch.dtype, torch.layout, torch.device, bytes, complex, range, slice)
 
 
 def config_part(value: Any) -> Any:
@@ -139,7 +83,7 @@ def config_part(value: Any) -> Any:
         return sorted(map(str, value))
     if isinstance(value, Enum):
         return config_part(value.value)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.dtype):
         return str(value)
@@ -151,236 +95,121 @@ def config_part(value: Any) -> Any:
     )
 
 
-def counted_attributes(module: nn.Module) -> list[str]:
-    """Names of the attributes of a module that count."""
-    return [name for name in vars(module) if name not in TORCH_INTERNALS and name not in IGNORED_ATTRIBUTES]
-
-
-def has_moving_rotary_tables(model: nn.Module) -> bool:
-    """Dynamic and longrope models replace their frequencies as prompts grow; the config says all about them."""
-    rope = json.dumps(config_part(getattr(model.config, "rope_parameters", None) or {}))
-    return "dynamic" in rope or "longrope" in rope
+def digest_of(value: object) -> str:
+    """The SHA-256 of a value of JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class Structure:
-    """What a model is besides its weights at one moment, and whether it is so still; keeps no model alive.
+    """What a model is at one moment besides the values in its tensors.
 
-    What the walk over a model met is compared at each look, numbers and texts by value, objects by id. An id stands
-    for the object that had it: it is noticed when one of them goes away.
+    Attributes:
+        parts: all that counts, as values of JSON: two models, or two moments, are compared by it.
+        tensors: parameters, buffers and tensors in plain attributes, with their paths and modules, each once. Never
+            through `state_dict()`: it rewrites the 4-bit weights of a live model.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Walk over a model."""
-        modules, configs = dict(model.named_modules()), configs_inside(getattr(model, "config", None))
-        self._inside = {id(module): f"@{path}" for path, module in modules.items()}
-        self._inside |= {id(config): "@config" for config in configs}
-        self._met: dict[int, tuple[Any, list[str]]] = {}  # by id: objects, and the names of what counts of each
-        self._attention = attention_functions(getattr(config, "_attn_implementation", None) for config in configs)
-        self._open: list[int] = []
-        self._classes: dict[int, Any] = {}
-        is_moving, kinds = has_moving_rotary_tables(model), dict.fromkeys(map(type, modules.values()))
+        """Walk over a model.
+
+        Raises:
+            UnsupportedModelError: a part of it is compiled, or has a forward hook of others.
+        """
+        modules = dict(model.named_modules())
+        refuse_foreign_hooks(modules.values())
+        self.tensors: list[tuple[str, nn.Module, Tensor]] = []
+        self._met = {id(module): f"@{path}" for path, module in modules.items()}  # what is described by a name, by id
+        self._depth = 0  # of objects inside objects
+        self._attention = set[str]()  # names of the implementations in use
+        config = config_part(model.config.to_dict())
+        written = json.dumps(config)
+        # dynamic and longrope models replace their frequencies as prompts grow; the config says all about them
+        self._moving_tables = 'type": "dynamic"' in written or 'type": "longrope"' in written
+        kinds = dict.fromkeys(map(type, modules.values()))
         names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ != "__main__")  # which grows
         homes = [sys.modules[name] for name in names if name in sys.modules]
-        functions = {name: function for name, function in self._attention.items() if function}
-        self.parts = [
-            [[path, type(one).__qualname__, self._attributes(path, one, is_moving)] for path, one in modules.items()],
-            [self._of_class(kind) for kind in kinds],
-            {name: value for home in homes for name, value in self._put(home).items()},
-            {name: self._leaf(function) for name, function in functions.items() if not is_stock(function)},
-        ]
-        for met in (*configs, *(home for home in homes if not is_library(home.__name__))):
-            self._meet(met)
-        bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__[:-1] if is_library(base.__module__))
-        spaces = [*bases, *(home for home in homes if is_library(home.__name__))]
-        self._spaces = [(space, dict(vars(space))) for space in spaces]
-        self._gone: list[Any] = []
-        self._owners = [(reference(owner, self._gone), names) for owner, names in self._met.values()]
-        self.hooked: list[nn.Module] = []  # modules with forward hooks, when it was last asked
-        self._noted, values = self._values()
-        others = {id(value): value for value in values if type(value) not in _ATOMS}
-        self._alive = [reference(value, self._gone) for value in others.values()]
-        del self._met
+        self.parts: dict[str, Any] = {
+            "format": FORMAT,
+            "model_class": type(model).__name__,
+            "config": config,
+            "modules": [[path, type(module).__qualname__, self._of(path, module)] for path, module in modules.items()],
+            "classes": [class_name(kind) for kind in kinds],
+            "patches": {name: patch for home in homes for name, patch in patches(home).items()},
+        }
+        functions = {name: stock_function(name) for name in sorted(self._attention)}
+        self.parts["attention"] = {
+            name: self._describe(function, name) for name, function in functions.items() if not is_stock(function)
+        }
 
-    def is_same(self) -> bool:
-        """Whether the model has the structure still."""
-        try:
-            same = self._values()[0] == self._noted and not self._gone
-            same = same and all(noted == vars(space) for space, noted in self._spaces)
-            return same and attention_functions(self._attention) == self._attention
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # gone, or no longer comparable
-            return False
-
-    def _values(self) -> tuple[list[Any], list[Any]]:
-        """All that was met, as it is now, with what is inside of containers: as it can be compared, and itself."""
-        open_, values, self.hooked = list[Any](), list[Any](), []
-        for ref, names in self._owners:
-            owner = ref()
-            attributes = owner.__dict__
-            values += type(owner), len(attributes)
-            open_ += [attributes[name] for name in names]
-            if attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks"):
-                self.hooked.append(owner)
-        for value in open_:  # which grows
-            kind = type(value)
-            if kind in _ATOMS:
-                values.append(value)
-            elif isinstance(value, dict):
-                values += kind, len(value), *value
-                open_ += value.values()
-            elif kind in _OPENED:
-                values += kind, len(value)
-                open_ += value
-            elif kind in _TENSORS and value.is_meta:  # accelerate makes a new one after every forward
-                values.append(value.shape)
-            else:
-                values.append(value)
-        return [value if type(value) in _ATOMS else id(value) for value in values], values
-
-    def _meet(self, value: Any) -> None:
-        """Note an object, and the names of what counts of it."""
-        attributes, fields = getattr(value, "__dict__", {}), QUANTISER_FIELDS.get(type(value).__name__)
-        if fields is not None:
-            names: Iterable[str] = (*fields, *QUANTISER_TENSORS)
-        else:
-            names = _QUANTISED if isinstance(value, Tensor) else {*attributes} - _UNWATCHED
-        if isinstance(value, ModuleType):
-            names = [name for name in names if isinstance(attributes[name], FunctionType)]
-        if attributes:
-            self._met[id(value)] = value, [name for name in names if name in attributes]
-
-    def _attributes(self, path: str, module: nn.Module, is_moving: bool) -> dict[str, Any]:
-        names, attributes = counted_attributes(module), vars(module)
-        calls = (attributes.get("_compiled_call_impl"), getattr(attributes.get("forward"), _COMPILED, None))
-        if any(call is not None for call in calls) or hasattr(module, "_orig_mod"):
+    def _of(self, path: str, module: nn.Module) -> dict[str, Any]:
+        """The attributes of a module that count."""
+        attributes, self._owner = vars(module), module
+        forward = attributes.get("forward")
+        is_compiled = "_orig_mod" in module._modules or attributes.get("_compiled_call_impl") is not None
+        if is_compiled or hasattr(forward, _COMPILED):
             raise UnsupportedModelError(
                 f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
                 "Give hf_blend the model as it is before torch.compile or model.compile()."
             )
-        is_moving = is_moving and any(name.endswith("inv_freq") for name in module._buffers)
-        self._met[id(module)] = module, [*names, *(name for name in TABLES if not (is_moving and name == "_buffers"))]
-        for weight in module._parameters.values():
-            if _QUANTISED & getattr(weight, "__dict__", {}).keys():
-                state = getattr(weight, "quant_state", None)
-                for holder in (weight, state, getattr(state, "state2", None)):
-                    self._meet(holder)
-        leaves = {name: self._leaf(attributes[name]) for name in names if not isinstance(attributes[name], Tensor)}
-        if "forward" in leaves and "_old_forward" in attributes:  # accelerate's; what it calls counts
-            del leaves["forward"]
-            if getattr(attributes["_old_forward"], "__func__", None) is not getattr(type(module), "forward", None):
-                leaves["forward"] = self._leaf(attributes["_old_forward"])
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) not in self._met:
+                self._describe_object(tensor, f"{path}.{name}")
+        names = sorted(attributes.keys() - SKIPPED)
+        if self._moving_tables:
+            names = [name for name in names if not name.endswith("inv_freq")]
+        described = {name: self._describe(attributes[name], f"{path}.{name}") for name in names}
+        forward = attributes.get("_old_forward", forward)  # of accelerate, whose own calls it
+        if forward is not None and forward != MethodType(type(module).forward, module):
+            described["forward"] = self._describe(forward, f"{path}.forward")
         for name in ("active_adapter", "_active_adapter"):  # of PEFT: a name, or a list of them
-            if isinstance(leaves.get(name), str):
-                leaves[name] = [leaves[name]]
-        if leaves.get("compute_dtype", ...) is None:  # of bitsandbytes: its first input will set it
-            leaves["compute_dtype"] = str(next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
-        return leaves
-
-    def _leaf(self, value: Any) -> Any:
-        """An attribute as a value of JSON that says what it does, the same in every process where that can be said."""
-        if isinstance(value, Enum):
-            return self._leaf(value.value)
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, (torch.dtype, torch.layout, bytes, complex, range, slice)):
-            return str(value)
-        if isinstance(value, (torch.device, ModuleType)):
-            return type(value).__name__
-        if isinstance(value, Tensor):
-            return ["tensor", str(value.dtype), list(value.shape), checksum(value)]
-        if id(value) in self._inside:
-            return self._inside[id(value)]
-        if isinstance(value, functools.partial):
-            return ["partial", *map(self._leaf, (value.func, [*value.args], value.keywords))]
-        if isinstance(value, MethodType):
-            return ["method", self._leaf(value.__func__), self._leaf(value.__self__)]
-        if isinstance(value, (FunctionType, *BUILTINS)):
-            return qualified_name(value) if is_stock(value) else _foreign_name(value)
-        if isinstance(value, type):
-            return self._of_class(value)
-        self._meet(value)
-        if isinstance(value, (list, tuple)):
-            return [*map(self._leaf, value)]
-        if isinstance(value, (set, frozenset)):
-            return sorted(str(self._leaf(item)) for item in value)
-        if isinstance(value, Mapping):
-            return {str(name): self._leaf(item) for name, item in value.items()}
-        return config_part(value.to_dict()) if hasattr(value, "to_dict") else self._fields(value)
-
-    def _fields(self, value: Any) -> Any:
-        """An object by its class and what it holds."""
-        kind = type(value)
-        if id(value) in self._open or len(self._open) >= MAX_DEPTH:
-            return kind.__qualname__
-        names = QUANTISER_FIELDS.get(kind.__name__, tuple(getattr(value, "__dict__", ())))
-        if not names and not is_library(kind.__module__) and callable(value):
-            raise UnsupportedModelError(
-                f"the model holds {value!r:.60} ({qualified_name(kind)}), whose code cannot be told from other code. "
-                "Use a function or an nn.Module there."
-            )
-        self._open.append(id(value))
-        try:
-            return [self._of_class(kind), {name: self._leaf(getattr(value, name, None)) for name in names}]
-        finally:
-            self._open.pop()
-
-    def _of_class(self, kind: type) -> Any:
-        """A class: its name if it is a library's own, else its file too; with the methods that were put into it."""
-        if id(kind) in self._classes:
-            return self._classes[id(kind)]
-        self._classes[id(kind)] = kind.__qualname__
-        described: list[Any] = [qualified_name(kind) if is_library(kind.__module__) else kind.__qualname__]
-        for base in kind.__mro__:
-            if is_library(base.__module__):
-                put = self._put(base)
-                described += [[qualified_name(base), put]] if put else []
-            elif base.__module__.partition(".")[0] not in sys.stdlib_module_names:
-                described.append([*_foreign_name(base), self._put(base)])
-                self._meet(base)
-        self._classes[id(kind)] = described
+            if isinstance(described.get(name), str):
+                described[name] = [described[name]]
         return described
 
-    def _put(self, space: type | ModuleType) -> dict[str, Any]:
-        """Functions that come from elsewhere, in a class or a module where the model's code looks them up."""
-        home, prefix = (
-            (space.__module__, f"{space.__qualname__}.") if isinstance(space, type) else (space.__name__, "")
-        )
-        members = dict[str, Any]()
-        for name, attribute in vars(space).items():
-            function = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
-            if isinstance(function, FunctionType):
-                is_named = function.__qualname__.endswith((prefix + name, "_unimplemented"))
-                is_moved = not is_named and (name == "forward" or not is_library(home))
-                if is_moved or not is_stock(function, home):
-                    members[f"{home}.{prefix}{name}" if is_library(home) else prefix + name] = self._leaf(function)
-        return members
+    def _describe(self, value: Any, path: str) -> Any:
+        """Anything that a module holds, as a value of JSON; the same in every process where that can be said."""
+        if type(value) in _PLAIN:
+            return value
+        if id(value) in self._met:
+            return self._met[id(value)]
+        if isinstance(value, Enum):
+            return self._describe(value.value, path)
+        if isinstance(value, (int, float, str)):
+            return value
+        if isinstance(value, _WRITTEN):
+            return type(value).__name__ if isinstance(value, torch.device) else str(value)
+        if isinstance(value, functools.partial):
+            return ["partial", *(self._describe(item, path) for item in (value.func, [*value.args], value.keywords))]
+        if isinstance(value, MethodType):
+            return ["method", function_name(value.__func__), self._describe(value.__self__, path)]
+        if isinstance(value, (FunctionType, *BUILTINS)):
+            return function_name(value)
+        if isinstance(value, type):
+            return class_name(value)
+        if isinstance(value, (list, tuple)):
+            return [self._describe(item, path) for item in value]
+        if isinstance(value, (set, frozenset)):
+            return sorted(str(self._describe(item, path)) for item in value)
+        if isinstance(value, Mapping):
+            return {str(name): self._describe(item, f"{path}.{name}") for name, item in value.items()}
+        return self._describe_object(value, path)
 
-
-def reference(value: Any, gone: list[Any]) -> Callable[[], Any]:
-    """Reach an object that is not kept alive; a list grows when it goes away."""
-    try:
-        return weakref.ref(value, gone.append)
-    except TypeError:  # it is held: a number, a text, a builtin container
-        return lambda: value
-
-
-def configs_inside(config: Any) -> list[Any]:
-    """A config and those inside it, each once."""
-    open_, configs = [config], dict[int, Any]()
-    while open_:
-        inner = open_.pop()
-        if isinstance(inner, (list, tuple)):
-            open_ += inner
-        elif isinstance(inner, dict):
-            open_ += inner.values()
-        elif hasattr(inner, "to_dict") and id(inner) not in configs:
-            configs[id(inner)] = inner
-            open_ += getattr(inner, "__dict__", {}).values()
-    return list(configs.values())
-
-
-def attention_functions(names: Iterable[Any]) -> dict[str, Any]:
-    """The functions of attention that transformers has under names, without the door of `open_door`."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    functions = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
-    return {name: getattr(function, "stock", function) for name, function in functions.items()}
+    def _describe_object(self, value: Any, path: str) -> Any:
+        """An object that is met for the first time; a config counts by its digest, here and again."""
+        self._met[id(value)] = type(value).__qualname__
+        if isinstance(value, Tensor):
+            if not (self._moving_tables and path.endswith("inv_freq")):
+                self.tensors.append((path, self._owner, value))
+            self._met[id(value)] = "Tensor"
+            return "Tensor"
+        if hasattr(value, "to_dict"):
+            self._attention |= {getattr(value, "_attn_implementation", None)} - {None}
+            self._met[id(value)] = digest_of(config_part(value.to_dict()))
+            return self._met[id(value)]
+        if isinstance(value, ModuleType) or type(value).__name__ in OPAQUE:
+            return type(value).__qualname__
+        fields, self._depth = getattr(value, "__dict__", {}), self._depth + 1
+        names = sorted(fields) if self._depth <= MAX_DEPTH else ()
+        described = [class_name(type(value)), {name: self._describe(fields[name], f"{path}.{name}") for name in names}]
+        self._depth -= 1
+        return described
