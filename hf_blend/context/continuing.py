@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..model.anatomy import other_states, stock_cache, text_config
 from ..model.calibrate import HELD_TOKENS, STATE_KINDS, ignores_states
 from ..model.checks import FAILURES, FINE, LOGITS, MOST_ALLOWED, allowed_of, norm_error
@@ -55,21 +55,6 @@ class StockForm:
                     f"{what} of a {type(cache).__name__} keeps {strange[0]}, expected K, V and states alone, so it "
                     "cannot be saved and taken up again. Prefill this model's prompts as a whole."
                 )
-
-    def tokens(self, cache: Any) -> int:
-        """How many tokens a cache holds; refused where its layers do not agree, as after a forward that failed."""
-        counts = {int(layer.get_seq_length()) for _, layer, axis, _ in _held(cache) if axis is not None}
-        if len(counts) != 1 or _flags(cache) != _flags(self._filled):  # a reset leaves zeros in transformers 5.17
-            raise ConfigError(
-                f"a {type(cache).__name__} whose layers hold {sorted(counts)} tokens cannot be saved, but what the "
-                "model computed of one prompt is expected in all of them. Use the cache of resume() or prefill()."
-            )
-        return counts.pop()
-
-    def nbytes(self, tokens: int) -> int:
-        """Most bytes that `take` gives of so many tokens."""
-        tensors = ((tensor.nbytes, axis and tensor.shape[axis]) for _, _, axis, tensor in _held(self._filled))
-        return sum(nbytes if length is None else nbytes // length * tokens for nbytes, length in tensors)
 
     def take(self, cache: Any, start: int, stop: int) -> Parts:
         """What a cache holds of some tokens, and its states."""
@@ -241,11 +226,6 @@ def _held(cache: Any) -> Iterator[tuple[str, Any, int | None, Tensor]]:
             for at, state in getattr(layer, name, {}).items():
                 if state is not None:
                     yield f"layer.{index}.{name}.{at}", layer, None, state
-
-
-def _flags(cache: Any) -> list[Any]:
-    """Of each layer whether it has states, where it has any at all."""
-    return [getattr(layer, "has_previous_state", None) for layer in cache.layers]
 
 
 def _window(layer: Any) -> int:

@@ -36,9 +36,11 @@ from ..model.hooks import ForwardHooks, asking_generate, is_assisting
 from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
 from ..model.row_masks import RowMask
+from ..prefill.layout import layout_of
 from ..prompt.history import UNKNOWN, refuse_other_prompt
 from .continuing import advance
 from .sequence_layer import QuantisedSequenceLayer, SequenceLayer
+from .sequence_state import check_state, layer_of, sequences_of
 from .tables import TableSource, counted_in_tokens, regime_tokens
 from .token_table import TokenTable, described, grown, mask_of
 
@@ -76,6 +78,7 @@ class SequenceCache(Cache):
     """
 
     layers: list[SequenceLayer]  # type: ignore[assignment]
+    state_version = ""  # a saved state does not depend on the version of transformers
 
     def __init__(self, model: nn.Module, *, kv_bits: int | None = None, allow_unverified: bool = False) -> None:
         """Begin empty, with sequence 0 active.
@@ -188,17 +191,18 @@ class SequenceCache(Cache):
 
     @torch.no_grad()
     def recompute(self) -> int:
-        """Have the active sequence computed by the model as it is now, where it was another one then.
+        """Compute the active sequence again if the model has changed since.
 
-        An adapter may have been switched, weights written, the dtype or the attention changed since. What the sequence
-        held is kept for when the model is that one again: then only tokens that came since are computed. So two
-        adapters may alternate; the storage holds the tokens once for each, until `reset` or `keep`.
+        An adapter may have been switched, weights written, the dtype or the attention changed. The old K and V are
+        kept for when the model is what it was: then only tokens that came since are computed. So two adapters may
+        alternate; the storage holds the tokens once for each, until `reset` or `keep`.
 
         Returns:
             How many tokens were computed.
 
         Raises:
-            ConfigError: several sequences are active, ids are not known, or positions are not 0, 1, 2 …
+            ConfigError: several sequences are active, ids are not known, positions are not 0, 1, 2 …, or the dtype has
+                changed and there are other sequences.
             UnsupportedModelError: the model is refused.
         """
         number, now, ids = self.active, author_of(self.model), self.tokens()
@@ -210,43 +214,34 @@ class SequenceCache(Cache):
                 f"{len(ids)} tokens of sequence {number}, of {len(self.batch)} active, were to be computed again, but "
                 "one active sequence, known ids, and positions 0, 1, 2 … are expected. Prefill again."
             )
-        if any(self._authors[author].form != now.form for author in authors.unique().tolist()):
-            return self._recompute_all(ids)
-        best, aside = self._closest(ids, author, self._table), -1 - number  # which no caller names
-        cells, positions = (column[: best[1]].clone() for column in self._table.row(best[0]))
-        self._table.hold(aside, *self._table.row(number))
-        self._table.hold(number, cells, positions)
+        before, start = (self._table, self.layers), 0
+        if any(self._authors[old].form != now.form for old in authors.unique().tolist()):
+            self._refuse_others(number, ids)
+            self._table, self.layers = TokenTable(), self._empty_layers()
+        else:
+            self._table = self._table.twin()
+            best, start = self._closest(ids, author, self._table)
+            cells, positions = self._table.row(best)
+            self._table.take([number], [-1 - number])  # a number that no caller uses
+            self._table.hold(number, cells[:start].clone(), positions[:start].clone())
         try:
-            self._feed(ids[best[1] :])
+            self._changed()
+            with self:
+                if ids[start:]:
+                    advance(self.model, self, torch.tensor([ids[start:]]))
         except BaseException:
-            self._table.take([aside], [number])
+            self._table, self.layers = before
             self._changed()
             raise
-        return len(ids) - best[1]
+        return len(ids) - start
 
-    def _recompute_all(self, ids: list[int]) -> int:
-        """Compute the active sequence, which is the only one, in storage of another dtype."""
-        number, before = self.active, (self._table, self.layers)
+    def _refuse_others(self, number: int, ids: list[int]) -> None:
+        """Refuse to replace storage that other sequences share."""
         if others := {*self.sequences} - {number}:
             raise ConfigError(
                 f"{len(ids)} tokens of sequence {number} were to be computed again in another dtype, but the storage "
                 f"holds {len(others)} other sequences, where one alone is expected. Call keep({number}) first."
             )
-        self._table, self.layers = TokenTable(), self._empty_layers()
-        try:
-            self._feed(ids)
-        except BaseException:
-            self._table, self.layers = before
-            self._changed()
-            raise
-        return len(ids)
-
-    def _feed(self, ids: list[int]) -> None:
-        """Compute tokens behind the active sequence."""
-        self._changed()
-        with self:
-            if ids:
-                advance(self.model, self, torch.tensor([ids]))
 
     def computed_by(self, sequence: int | None = None) -> Author | None:
         """Who computed the tokens of a sequence, or of all; None where there are none.
@@ -342,10 +337,9 @@ class SequenceCache(Cache):
             )
 
     def state(self, sequence: int | None = None) -> dict[str, Tensor]:
-        """What the cache, or one sequence of it with its cells numbered from 0 on, holds, by name.
+        """The tensors of the cache, or of one sequence, by the names in `sequence_state`.
 
-        `ids` and `origins` by cell, `active`, cells and positions of each sequence, K (rotated for the origins) and V
-        of each layer, `[kv_heads, cells, width]`; with `kv_bits` as `PackedCells.parts` gives them.
+        The cells of one sequence are numbered from 0 on.
         """
         table, numbers = self._table, self.sequences if sequence is None else [self._existing(sequence)]
         if sequence is None:
@@ -362,34 +356,46 @@ class SequenceCache(Cache):
                 state |= {f"layer.{index}.{name}": tensor for name, tensor in layer.parts(cells).items()}
         return state
 
-    def adopt(self, state: dict[str, Tensor], sequence: int, author: Author | None = None) -> None:
-        """Let a sequence hold what `state` gave of one, and leave the others as they are.
+    def restore(self, state: dict[str, Tensor], author: Author | None = None, sequence: int | None = None) -> None:
+        """Replace all sequences, or one of them, by what `state` gave.
 
-        `author` computed it; None: the model as it is now.
+        Tokens at the beginning of a sequence that another sequence of this cache holds with the same bits are shared
+        with that one. With `kv_bits`, K and V that are not quantised are quantised here.
 
-        Tokens from the first on that a sequence of this cache holds with the same bits are shared with that one.
+        Args:
+            state: what `state` of a cache of the same model gave.
+            author: who computed it; None is the model as it is now.
+            sequence: replace this one by the state's only sequence, and leave the others as they are.
         """
-        rows = [row for name, row in state.items() if name.startswith("sequence.")]
-        if len(rows) != 1:
-            raise ConfigError(f"{len(rows)} sequences were given as sequence {sequence}, but one is expected.")
-        number, (cells, positions) = self._number(sequence), rows[0]
-        saved, about = self._layers_of(state), self._described(state, author)
-        layers = [layer.stored(cells) for layer in saved]
-        shared = self._shared(about[:, cells], positions, layers)
-        self._table.hold(number, shared, positions[: len(shared)])
-        new, order = cells[len(shared) :].sort()
-        taken = self._take_up(about, saved, new)[order.argsort()]
-        self._table.hold(number, torch.cat([self._table.row(number)[0], taken]), positions.clone())
+        rows, layers = sequences_of(state), self._layers_of(state)
+        number = self._number_of(author_of(self.model) if author is None else author)
+        cells_about = described(state["ids"], state["origins"], number)
         self._is_new_turn = True
+        if sequence is None:
+            own_rows = {number: (cells.clone(), positions.clone()) for number, (cells, positions) in rows.items()}
+            self.batch, self._table, self.layers = (int(state["active"]),), TokenTable(own_rows, cells_about), layers
+        else:
+            ((cells, positions),) = rows.values()
+            self._take_sequence(self._number(sequence), cells, positions, layers, cells_about)
         self._changed()
 
-    def _described(self, state: dict[str, Tensor], author: Author | None) -> Tensor:
-        """What a table has of the cells of a state, `[3, cells]`."""
-        number = self._number_of(author_of(self.model) if author is None else author)
-        return described(state["ids"], state["origins"], number)
+    def check_state(self, state: dict[str, Tensor]) -> None:
+        """Raise EntryFault for tensors that `state` of a cache of this model never gives."""
+        name = author_of(self.model)._replace(autocast="").stored_name()
+        check_state(state, layout_of(self.model, name), self.kv_bits)
 
-    def _take_up(self, about: Tensor, others: list[SequenceLayer], cells: Tensor) -> Tensor:
-        """Store cells of another cache, `about` `[3, cells]`, which ascend, and give their numbers here."""
+    def _take_sequence(
+        self, number: int, cells: Tensor, positions: Tensor, saved: list[SequenceLayer], about: Tensor
+    ) -> None:
+        """Replace a sequence by cells of saved layers, of which `about`, `[3, cells]`, says what they are."""
+        shared = self._shared(about[:, cells], positions, [layer.stored(cells) for layer in saved])
+        self._table.hold(number, shared, positions[: len(shared)])
+        new, order = cells[len(shared) :].sort()
+        stored = self._store_cells(about, saved, new)[order.argsort()]
+        self._table.hold(number, torch.cat([self._table.row(number)[0], stored]), positions.clone())
+
+    def _store_cells(self, about: Tensor, others: list[SequenceLayer], cells: Tensor) -> Tensor:
+        """Store ascending cells of other layers, of which `about` is `[3, all cells]`; returns their numbers here."""
         if not len(cells):
             return cells
         table, end = self._table, self._table.count
@@ -402,7 +408,7 @@ class SequenceCache(Cache):
         return torch.cat([torch.arange(start, start + fixed), torch.arange(end + fixed, end + len(cells))])
 
     def _shared(self, about: Tensor, positions: Tensor, layers: list[tuple[Tensor, ...]]) -> Tensor:
-        """The cells, of some sequence, that hold the first of some tokens with the same bits; as many as there are."""
+        """The cells of the sequence that holds most of the first tokens with the same bits."""
         table, longest = self._table, torch.empty(0, dtype=torch.long)
         for number in table:
             cells, at = (column[: len(positions)] for column in table.row(number))
@@ -413,18 +419,6 @@ class SequenceCache(Cache):
             length = int(same.long().cumprod(0).sum())
             longest = cells[:length] if length > len(longest) else longest
         return longest
-
-    def restore(self, state: dict[str, Tensor], author: Author | None = None) -> None:
-        """Hold what `state` gave, and nothing else; with `kv_bits`, K and V as computed are quantised here.
-
-        `author` computed it; None: the model as it is now.
-        """
-        sequences = {int(name.partition(".")[2]): row for name, row in state.items() if name.startswith("sequence.")}
-        rows = {number: (cells.clone(), positions.clone()) for number, (cells, positions) in sequences.items()}
-        table = TokenTable(rows, self._described(state, author))
-        layers, active = self._layers_of(state), int(state["active"])
-        self.batch, self._table, self.layers, self._is_new_turn = (active,), table, layers, True
-        self._changed()
 
     def _empty_layers(self) -> list[SequenceLayer]:
         bits = self.kv_bits
@@ -440,9 +434,7 @@ class SequenceCache(Cache):
             )
         layers = self._empty_layers()
         for index, layer in enumerate(layers if len(state["ids"]) else ()):
-            start = f"layer.{index}."
-            parts = {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
-            layer.add(0, {name: tensor.to(self._device) for name, tensor in parts.items()})
+            layer.add(0, {name: tensor.to(self._device) for name, tensor in layer_of(state, index).items()})
         return layers
 
     def update(
@@ -633,12 +625,12 @@ class SequenceCache(Cache):
         return self._authors.index(author)
 
     def _ensure_author(self, new: int) -> None:
-        """Where a turn begins, note who computes its tokens, and refuse to continue those of another model."""
+        """Compare authors once in each turn, when its first `new` tokens come."""
         if self._is_new_turn or (new > 1 and not is_assisting()):
             self._claim()
 
     def _claim(self, author: Author | None = None) -> None:
-        """Note who computes new tokens, None: the model as it is now; refuse to continue those of another model."""
+        """Set the author of new tokens, None: the model as it is now; refuse to continue those of another author."""
         now = author_of(self.model) if author is None else author
         self._is_new_turn, self._author = False, self._number_of(now)
         for number in self.batch:

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from ..cache.cache_layers import cache_layers
@@ -54,6 +55,8 @@ class StateCache:
     It takes what prompts have in common with what is held, for any model whose cache is stock, and has what
     `Conversation` asks of a `ShiftCache`. It is saved in the same kind of file.
     """
+
+    state_version = transformers.__version__  # states are saved in the form of this version
 
     def __init__(
         self,
@@ -113,7 +116,7 @@ class StateCache:
         cache, start, again = self._begun([*ids, 0], is_whole=True)
         self._way.advance(self.model, cache, torch.tensor(ids[start:], dtype=torch.long))
         self._cache, self._ids = cache, ids
-        self._save_states()
+        self._save_states(self._cache, len(self._ids))
         return again + len(ids) - start
 
     def generate(self, token_ids: Sequence[int], question_tokens: int | None = None, **options: Any) -> list[int]:
@@ -214,18 +217,23 @@ class StateCache:
         if parts or len(ids):
             self._way.form.check(parts, 0, len(ids))
 
-    def restore(self, state: dict[str, Tensor], author: Author | None = None) -> None:
-        """Hold what `state` gave, and nothing else; `author` computed it, None: the model as it is now."""
+    def restore(self, state: dict[str, Tensor], author: Author | None = None, sequence: int | None = None) -> None:
+        """Replace what is held by what `state` gave.
+
+        Args:
+            state: what `state` of a cache of the same model gave.
+            author: who computed it; None is the model as it is now.
+            sequence: not used: the cache holds one sequence.
+        """
         self._author = author or author_of(self.model)
         self._ids = state["ids"].tolist()
         filled = self._way.form.fill([state], len(self._ids)) if self._ids else stock_cache(self.model)
         self._cache = self._packed(filled)
-        self._save_states()
+        self._save_states(self._cache, len(self._ids))
 
-    def _save_states(self) -> None:
-        """Keep a copy of the states behind what is held."""
-        tokens = len(self._ids)
-        taken = self._way.form.take(self._cache, tokens, tokens) if tokens else {}
+    def _save_states(self, cache: Any, tokens: int) -> None:
+        """Keep a copy of the states of a cache that holds so many tokens."""
+        taken = self._way.form.take(cache, tokens, tokens) if tokens else {}
         self._saved = tokens, {name: tensor.clone() for name, tensor in taken.items()}
 
     def _fitting(self, ids: list[int], question: int, new: int) -> list[int]:
@@ -247,8 +255,7 @@ class StateCache:
         self._saved = self._saved if start else (0, {})
         if same > start:
             self._way.advance(self.model, cache, torch.tensor(ids[start:same]))
-            taken = self._way.form.take(cache, same, same)
-            self._saved = same, {name: tensor.clone() for name, tensor in taken.items()}
+            self._save_states(cache, same)
         if is_whole and same > start and not self._has_said:
             self._has_said = True
             logger.warning(

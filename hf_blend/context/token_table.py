@@ -32,6 +32,10 @@ class TokenTable:
         self._rows = dict(rows or {})
         self._cells = torch.empty((3, 0), dtype=torch.long) if cells is None else cells
 
+    def twin(self) -> "TokenTable":
+        """The same table, of which changes leave this one as it is."""
+        return TokenTable(self._rows, self._cells)
+
     @property
     def ids(self) -> Tensor:
         """The token id of each cell, `[cells]`."""

@@ -12,7 +12,6 @@ the question's queries say which blocks are important; those are loaded and writ
 what is recomputed, and over all that has no stored KV. The other columns are seen by nobody, in decoding either.
 """
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,11 +30,40 @@ from ...prefill.importance import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
+from ..config import from_settings
 from .itf import agreed, importance, probe_count
 from .seen import attend_part, attend_step
 from .store import BLOCK_TOKENS, PartialLayers, PartialStore
 
 FALLBACKS = ("whole", "values")
+
+
+@dataclass(frozen=True)
+class PartialConfig:
+    """The settings of `ChunkStore.open(partial=…)`, which says what they mean."""
+
+    share: float = 0.25  # of a prompt's blocks that a layer loads, above 0 up to 1
+    alpha: float = 0.6  # probe heads agree above j^alpha, j the agreement of random sets
+    block_tokens: int = BLOCK_TOKENS
+    reorder: bool = True  # store important tokens together
+    fallback: str = "whole"  # what a layer loads whose probe heads do not agree
+
+    def __post_init__(self) -> None:
+        numbers = (self.share, self.alpha)
+        are_numbers = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
+        if not are_numbers or not 0 < self.share <= 1 or not 0 <= self.alpha < math.inf:
+            raise ConfigError(
+                f"partial has share={self.share!r} and alpha={self.alpha!r}, expected a share above 0 and up to 1, "
+                "and an alpha from 0 on. A quarter of the blocks is partial=0.25."
+            )
+        if type(self.block_tokens) is not int or self.block_tokens < 1:
+            raise ConfigError(
+                f"partial has block_tokens={self.block_tokens!r}, expected a whole number from 1 on. Try 16."
+            )
+        if not isinstance(self.reorder, bool):
+            raise ConfigError(f"partial has reorder={self.reorder!r}, expected True or False.")
+        if self.fallback not in FALLBACKS:
+            raise ConfigError(f"partial has fallback={self.fallback!r}. {suggest(str(self.fallback), FALLBACKS)}")
 
 
 @dataclass
@@ -347,33 +375,6 @@ def open_partial(settings: Mapping[str, Any], *args: Any, **named: Any) -> Parti
 
     The settings are those of `partial` in `hf_blend.ChunkStore.open`.
     """
-    names = set(inspect.signature(_checked).parameters)
-    for name in settings:
-        if name not in names:
-            raise ConfigError(f"partial has {name!r}, which loading in part does not know. {suggest(name, names)}")
-    share, alpha, block_tokens, reorder, fallback = _checked(**settings)
-    loader = partial(PartialLoading, share=share, alpha=alpha, fallback=fallback)
-    return PartialStore(*args, **named).load_in_part(block_tokens, loader, reorder)
-
-
-def _checked(
-    share: float = 0.25,
-    alpha: float = 0.6,
-    block_tokens: int = BLOCK_TOKENS,
-    reorder: bool = True,
-    fallback: str = "whole",
-) -> tuple[float, float, int, bool, str]:
-    """Refuse settings of a wrong type or out of range."""
-    numbers = all(isinstance(setting, int | float) and not isinstance(setting, bool) for setting in (share, alpha))
-    if not numbers or not 0 < share <= 1 or not 0 <= alpha < math.inf:
-        raise ConfigError(
-            f"partial has share={share!r} and alpha={alpha!r}, expected a share above 0 and up to 1, and an alpha "
-            "from 0 on. A quarter of the blocks is partial=0.25."
-        )
-    if type(block_tokens) is not int or block_tokens < 1:
-        raise ConfigError(f"partial has block_tokens={block_tokens!r}, expected a whole number from 1 on. Try 16.")
-    if not isinstance(reorder, bool):
-        raise ConfigError(f"partial has reorder={reorder!r}, expected True or False.")
-    if fallback not in FALLBACKS:
-        raise ConfigError(f"partial has fallback={fallback!r}. {suggest(str(fallback), FALLBACKS)}")
-    return float(share), float(alpha), block_tokens, reorder, fallback
+    config = from_settings(PartialConfig, settings, "partial")
+    loader = partial(PartialLoading, share=config.share, alpha=config.alpha, fallback=config.fallback)
+    return PartialStore(*args, **named).load_in_part(config.block_tokens, loader, config.reorder)
