@@ -12,7 +12,7 @@
 
 A key is stored as it was computed and rotated from there each time, so any number of moves costs the precision of one.
 The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only. As in
-its unified cache, sequences that are active together look at the storage as it is, and a mask hides what others hold.
+its unified cache, active sequences attend to the storage as it is, and a mask hides the tokens of other sequences.
 With `SequenceCache(model, kv_bits=8)` the storage has 8 bits, each token quantised once.
 """
 
@@ -148,19 +148,19 @@ class SequenceCache(Cache):
 
     @property
     def sequences(self) -> list[int]:
-        """The sequences that were ever written to and not forgotten, in increasing order."""
+        """The numbers of all sequences that were written to and not forgotten, in increasing order."""
         return [number for number in self._table if number >= 0]
 
     def tokens(self, sequence: int | None = None) -> list[int]:
-        """The token ids of a sequence in the order in which attention sees them; -1 where they are not known."""
+        """The token ids of a sequence, None: the active one, in the order of attention; -1 where one is not known."""
         return self._table.ids[self._table.row(self._number(sequence))[0]].tolist()
 
     def positions(self, sequence: int | None = None) -> list[int]:
-        """The positions of a sequence's tokens, in the same order."""
+        """The positions of a sequence's tokens, in the order of `tokens`."""
         return self._table.row(self._number(sequence))[1].tolist()
 
     def use(self, *sequences: int) -> None:
-        """Let the next forward continue a sequence, or a batch of several, each once; a new one is empty."""
+        """Continue a sequence in the next forward, or a batch of several. A new number is an empty sequence."""
         numbers = tuple(map(self._number, sequences))
         if not numbers or len(set(numbers)) < len(numbers):
             raise ConfigError(f"use{sequences} names {len(numbers)} sequences, expected one or more, each once.")
@@ -170,9 +170,10 @@ class SequenceCache(Cache):
         self._changed()
 
     def fork(self, sequences: int) -> list[int]:
-        """Let the next forward continue so many sequences that begin with all that the active one holds, shared.
+        """Continue the active sequence in the next forward as a batch of so many, which share its tokens.
 
-        Gives their numbers: the active one first, then new ones.
+        Returns:
+            Their numbers: the active one first, then new ones.
         """
         if sequences < 1 or len(self.batch) > 1:
             raise ConfigError(
@@ -183,9 +184,10 @@ class SequenceCache(Cache):
         return [*self.batch]
 
     def closest(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Find the sequence that a prompt continues best; gives how many tokens of it that holds, too.
+        """Find the sequence that has most first tokens in common with a prompt.
 
-        Tokens count that were computed by the model as it is now.
+        Returns:
+            Its number, and how many tokens they have in common. Tokens that another model computed do not count.
         """
         return self._closest(token_ids, self._number_of(author_of(self.model)), self.sequences)
 
@@ -244,10 +246,10 @@ class SequenceCache(Cache):
             )
 
     def computed_by(self, sequence: int | None = None) -> Author | None:
-        """Who computed the tokens of a sequence, or of all; None where there are none.
+        """The author of the tokens of a sequence, or of all sequences; None where there are no tokens.
 
         Raises:
-            ConfigError: the model was another one for some of them than for others.
+            ConfigError: the tokens have several authors.
         """
         numbers = self.sequences if sequence is None else [self._number(sequence)]
         cells = torch.cat([self._table.ids[:0], *(self._table.row(number)[0] for number in numbers)])
@@ -272,7 +274,7 @@ class SequenceCache(Cache):
         self._changed()
 
     def copy(self, source: int, target: int, start: int = 0, stop: int | None = None) -> None:
-        """Let `target` hold the tokens of `source` at positions `start <= p < stop` too, sharing the storage."""
+        """Add the tokens of `source` at positions `start <= p < stop` to `target`; the storage is shared."""
         self._table.copy(self._number(source), self._number(target), start, stop)
         self._changed()
 
@@ -299,7 +301,7 @@ class SequenceCache(Cache):
         """Called before `tokens` new ones come; a subclass may drop old ones here."""
 
     def compact(self) -> None:
-        """Close the holes that forgotten tokens leave in the storage, and rotate keys that moved. Done by itself."""
+        """Free the storage of forgotten tokens and rotate keys that moved, as the next forward would do."""
         self._close_holes()
         self._ready()
 
@@ -312,7 +314,7 @@ class SequenceCache(Cache):
         return self.layers
 
     def append(self, token_ids: Sequence[int], layers: Sequence[Pair], author: Author | None = None) -> None:
-        """Let the active sequence hold new tokens that `author` computed behind it; None: the model as it is now.
+        """Append tokens to the active sequence, with K and V that `author` computed; None: the model as it is now.
 
         Shapes: K and V of each layer `[1, kv_heads, tokens, width]`, K rotated for the positions behind the last.
         """
@@ -327,7 +329,7 @@ class SequenceCache(Cache):
             self.update(*pair, index)
 
     def refuse_extended(self) -> None:
-        """Refuse to be stored, if the model is inside `self_extend` or was for some of the tokens."""
+        """Refuse to be saved if the model is inside `self_extend`, or was when it computed some of the tokens."""
         refuse_extended(self.model)
         if self._was_extended:
             raise UnsupportedModelError(
@@ -440,7 +442,7 @@ class SequenceCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new K and V, and give back all that the active sequences look at.
+        """Store a layer's new K and V, and return all K and V that the active sequences attend to.
 
         Shapes: `[sequences, kv_heads, tokens, head_dim]` → `[sequences, kv_heads, all tokens, head_dim]`.
         """
@@ -458,7 +460,7 @@ class SequenceCache(Cache):
         self._begin()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of each active sequence: a negative number; more than a sequence has empties it."""
+        """Forget the last tokens of each active sequence; their number is negative, and may be more than there are."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         check_negative(tokens_to_remove, self.get_seq_length())
         for number in reversed(self.batch):  # the last has the last cells
@@ -470,7 +472,7 @@ class SequenceCache(Cache):
             self._show(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let each active sequence hold what another one held, sharing it; called by beam search."""
+        """Replace each active sequence by the one at an index of the batch; called by beam search."""
         self._take(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Any) -> None:
@@ -482,7 +484,7 @@ class SequenceCache(Cache):
         self._take([index for index in range(len(self.batch)) for _ in range(repeats)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens the active sequence has, whatever their positions; of a batch, the longest."""
+        """How many tokens the active sequence has; of a batch, the longest one."""
         length = max(len(self._table.row(number)[0]) for number in self.batch)
         if length and (call := asking_generate()) is not None:
             self._is_new_turn = True
@@ -492,7 +494,7 @@ class SequenceCache(Cache):
         return length
 
     def activate_past_recording(self) -> None:
-        """Called by assisted decoding, at its beginning; the last tokens can always be cropped."""
+        """Called when assisted decoding begins a turn."""
         self._is_new_turn = True
 
     def __bool__(self) -> bool:
@@ -500,7 +502,7 @@ class SequenceCache(Cache):
         return self.get_seq_length() > 0
 
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Called by the hook on the model: gives it positions and mask of the active sequences."""
+        """Called by the hook on the model: returns its arguments with positions and mask of the active sequences."""
         new, real = self._given(arguments)
         if has_features(arguments):
             raise PromptError(
@@ -549,7 +551,7 @@ class SequenceCache(Cache):
         return new, real
 
     def _refuse_from_start(self, new: Tensor, positions: Any) -> None:
-        """Refuse a prompt whose first tokens are held: assisted decoding of transformers passes all of it."""
+        """Refuse a whole prompt whose first tokens are in the cache: assisted decoding of transformers passes it."""
         cached, tokens = self.get_seq_length(), new.shape[1]
         if cached and tokens > cached and isinstance(positions, Tensor) and int(positions.max()) + 1 == tokens:
             raise PromptError(
@@ -559,7 +561,7 @@ class SequenceCache(Cache):
             )
 
     def _made_mask(self, visible: Tensor, real: Tensor) -> Tensor:
-        """The mask of a forward in the form that the model's attention takes."""
+        """The mask of a forward, in the form that the model's attention takes."""
         mask = mask_of(visible, real)
         if self._attention == STOCK:
             open_door(STOCK)
@@ -584,7 +586,7 @@ class SequenceCache(Cache):
         )
 
     def _may_hide(self) -> bool:
-        """Whether what other sequences hold can be hidden by a mask, and need not be left out of a copy."""
+        """Whether a mask can hide the tokens of other sequences; else a copy without them is needed."""
         try:
             self._ensure_shareable()
         except UnsupportedModelError:
@@ -604,14 +606,14 @@ class SequenceCache(Cache):
         return sequence
 
     def _closest(self, token_ids: Sequence[int], author: int, sequences: Iterable[int]) -> tuple[int, int]:
-        """Which of some sequences holds most of the first tokens of a prompt, computed by an author; and how many."""
+        """The sequence with most first tokens of a prompt that an author computed, and how many these are."""
         ids = torch.tensor(list(token_ids), dtype=torch.long)
         lengths = {number: self._in_common(number, ids, author) for number in sequences}
         best = max(lengths, key=lambda number: lengths[number], default=self.active)
         return (best, lengths[best]) if lengths.get(best) else (self.active, 0)
 
     def _in_common(self, sequence: int, ids: Tensor, author: int) -> int:
-        """How many tokens of a prompt a sequence holds as they were computed, from position 0 on, by an author."""
+        """How many first tokens of a prompt an author computed for a sequence that has not moved them since."""
         cells, positions = (column[: len(ids)] for column in self._table.row(sequence))
         order, table = torch.arange(len(cells)), self._table
         same = (table.ids[cells] == ids[: len(cells)]) & (positions == order) & (table.origins[cells] == order)
@@ -641,7 +643,7 @@ class SequenceCache(Cache):
                 refuse_other_author(self._authors[int(others[0])], now, len(others), RECOMPUTE)
 
     def _take(self, indices: list[int]) -> None:
-        """Let the active sequences be copies of those at some indices of the batch."""
+        """Replace the active sequences by copies of those at some indices of the batch."""
         free = (number for number in count() if number not in {*self._table, *self.batch})
         numbers = [*self.batch[: len(indices)], *islice(free, max(0, len(indices) - len(self.batch)))]
         sources, gone = [self.batch[index] for index in indices], self.batch[len(indices) :]
@@ -660,7 +662,7 @@ class SequenceCache(Cache):
             layer.show(columns)
 
     def _close_holes(self, allowed: int = 0) -> None:
-        """Let the storage hold only cells that a sequence has, if more than so many are held by none."""
+        """Free the cells of no sequence, if there are more than `allowed`."""
         if self._table.count - len(self._table.held()) <= allowed:
             return
         cells = self._table.compact()
@@ -670,7 +672,7 @@ class SequenceCache(Cache):
         self._changed()
 
     def _ready(self) -> None:
-        """Bring K and V in the form in which the next forward looks at them."""
+        """Prepare the columns of K and V that the next forward attends to."""
         if not self._dirty:
             return
         rows = [self._table.row(number) for number in self.batch]
@@ -683,7 +685,7 @@ class SequenceCache(Cache):
         self._dirty = False
 
     def _arrange(self, sequences: Sequence[int], may_hide: bool) -> None:
-        """Let the columns be those of some sequences."""
+        """Make the columns those of some sequences."""
         view = self._table.view(sequences, may_hide)
         rotations = self._source.rotations(self._table.origins[view.cells], view.positions)
         for layer, style, by in zip(self.layers, self._source.styles, rotations, strict=True):
@@ -692,7 +694,7 @@ class SequenceCache(Cache):
         self._show(len(view.cells))
 
     def _refuse_crossing(self, positions: Tensor) -> None:
-        """Rotary frequencies may change with the length; then keys of both kinds cannot stand beside each other."""
+        """Refuse positions from which on the rotary frequencies are others: cached keys would have the old ones."""
         most = self._most_tokens
         if most is not None and positions.numel() and int(positions.max()) >= most:
             raise PromptError(
@@ -702,7 +704,7 @@ class SequenceCache(Cache):
             )
 
     def _refuse_gaps(self, positions: Tensor) -> None:
-        """Some attention counts tokens; that is right only where tokens follow each other as positions do."""
+        """Refuse gaps between positions if the attention measures distances in tokens."""
         counts = counted_in_tokens(self.model, self._source)
         if counts and bool((positions.diff() != 1).any()):
             raise ConfigError(
@@ -743,11 +745,11 @@ class SequenceCache(Cache):
 
 
 class ShiftCache(SequenceCache):
-    """A `SequenceCache` that never holds more tokens than a window: generation goes on past it, as with llama.cpp.
+    """A `SequenceCache` with a context window that shifts, so that generation continues past it, as with llama.cpp.
 
-    When the window is full, the first tokens are kept, the older half of the rest is dropped, and what remains moves
-    up: its keys are rotated to their new positions. What the dropped tokens did to the remaining keys and values stays
-    in them. A prompt longer than the window is read in parts with `generate(..., prefill_chunk_size=…)`.
+    When the window is full, the first tokens are kept, the older half of the rest is dropped, and the remaining tokens
+    move up: their keys are rotated to their new positions. They stay as they were computed, with the dropped tokens
+    before them. A prompt longer than the window is read in parts with `generate(..., prefill_chunk_size=…)`.
     """
 
     def __init__(
@@ -791,7 +793,7 @@ class ShiftCache(SequenceCache):
         self.shifts = 0
 
     def make_room(self, tokens: int) -> None:
-        """Drop at least half of what each active sequence need not keep, if so many new tokens do not fit."""
+        """Drop at least half of the tokens behind the kept ones of each active sequence, if new ones do not fit."""
         keep, way_out = self.keep_tokens, "Pass prefill_chunk_size to generate(), or shorten the prompt."
         for number in self.batch:
             dropped = dropped_tokens(self._table.next_position(number), tokens, self.window_tokens, keep, way_out)
@@ -811,7 +813,7 @@ def check_window(window_tokens: int, keep_tokens: int) -> None:
 
 
 def dropped_tokens(cached: int, new: int, window_tokens: int, keep_tokens: int, way_out: str) -> int:
-    """How many of the tokens behind those kept leave, so that new ones fit: if any, at least half of them."""
+    """How many tokens behind the kept ones are dropped so that new ones fit: none, or at least half of them."""
     over, rest = cached + new - window_tokens, max(0, cached - keep_tokens)
     if over > rest:
         raise PromptError(
