@@ -17,6 +17,7 @@ With `SequenceCache(model, kv_bits=8)` the storage has 8 bits, each token quanti
 """
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, Self
@@ -221,7 +222,7 @@ class SequenceCache(Cache):
             self._refuse_others(number, ids)
             self._table, self.layers = TokenTable(), self._empty_layers()
         else:
-            self._table = self._table.twin()
+            self._table = deepcopy(self._table)
             best, start = self._closest(ids, author, self._table)
             cells, positions = self._table.row(best)
             self._table.take([number], [-1 - number])  # a number that no caller uses
@@ -263,13 +264,7 @@ class SequenceCache(Cache):
         return self._authors[authors[0]] if authors else None
 
     def remove(self, sequence: int | None = None, start: int = 0, stop: int | None = None) -> None:
-        """Forget tokens at positions `start <= p < stop`.
-
-        Args:
-            sequence: of which sequence; None is every one.
-            start: first position.
-            stop: position behind the last; None is the end.
-        """
+        """Forget tokens at positions `start <= p < stop` (None: the end) of a sequence, or of every one (None)."""
         self._table.remove(sequence, start, stop)
         self._changed()
 
@@ -343,7 +338,9 @@ class SequenceCache(Cache):
 
         The cells of one sequence are numbered from 0 on.
         """
-        table, numbers = self._table, self.sequences if sequence is None else [self._existing(sequence)]
+        table, numbers = self._table, self.sequences if sequence is None else [self._number(sequence)]
+        if not {*numbers} <= {*table}:
+            raise ConfigError(f"there is no sequence {sequence}, expected one of {self.sequences}.")
         if sequence is None:
             self._close_holes()
         own = {number: table.row(number) for number in numbers}
@@ -359,15 +356,10 @@ class SequenceCache(Cache):
         return state
 
     def restore(self, state: dict[str, Tensor], author: Author | None = None, sequence: int | None = None) -> None:
-        """Replace all sequences, or one of them, by what `state` gave.
+        """Replace all sequences by what `state` gave, or only `sequence` by the state's only one.
 
-        Tokens at the beginning of a sequence that another sequence of this cache holds with the same bits are shared
-        with that one. With `kv_bits`, K and V that are not quantised are quantised here.
-
-        Args:
-            state: what `state` of a cache of the same model gave.
-            author: who computed it; None is the model as it is now.
-            sequence: replace this one by the state's only sequence, and leave the others as they are.
+        `author` computed the tokens; None: the model as it is now. First tokens of `sequence` that another sequence
+        has with the same bits are shared with it. With `kv_bits`, K and V that are not quantised yet are quantised.
         """
         rows, layers = sequences_of(state), self._layers_of(state)
         number = self._number_of(author_of(self.model) if author is None else author)
@@ -503,7 +495,7 @@ class SequenceCache(Cache):
 
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Called by the hook on the model: returns its arguments with positions and mask of the active sequences."""
-        new, real = self._given(arguments)
+        new, real = self._new_tokens(arguments)
         if has_features(arguments):
             raise PromptError(
                 f"{', '.join(other_inputs(arguments))} came with a SequenceCache, but text alone is expected: it "
@@ -525,7 +517,7 @@ class SequenceCache(Cache):
         self._hooks.leave()
         self._pending = _NOTHING
 
-    def _given(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _new_tokens(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The new tokens, and which of them are no padding, `[sequences, tokens]`."""
         new, mask, rows = arguments.get("input_ids"), arguments.get("attention_mask"), len(self.batch)
         new = arguments.get("inputs_embeds") if new is None else new
@@ -593,11 +585,6 @@ class SequenceCache(Cache):
             return False
         return True
 
-    def _existing(self, sequence: int) -> int:
-        if self._number(sequence) not in list(self._table):
-            raise ConfigError(f"there is no sequence {sequence}, expected one of {self.sequences}.")
-        return sequence
-
     def _number(self, sequence: int | None) -> int:
         if sequence is None:
             return self.active
@@ -607,18 +594,15 @@ class SequenceCache(Cache):
 
     def _closest(self, token_ids: Sequence[int], author: int, sequences: Iterable[int]) -> tuple[int, int]:
         """The sequence with most first tokens of a prompt that an author computed, and how many these are."""
-        ids = torch.tensor(list(token_ids), dtype=torch.long)
-        lengths = {number: self._in_common(number, ids, author) for number in sequences}
-        best = max(lengths, key=lambda number: lengths[number], default=self.active)
-        return (best, lengths[best]) if lengths.get(best) else (self.active, 0)
-
-    def _in_common(self, sequence: int, ids: Tensor, author: int) -> int:
-        """How many first tokens of a prompt an author computed for a sequence that has not moved them since."""
-        cells, positions = (column[: len(ids)] for column in self._table.row(sequence))
-        order, table = torch.arange(len(cells)), self._table
-        same = (table.ids[cells] == ids[: len(cells)]) & (positions == order) & (table.origins[cells] == order)
-        same &= table.authors[cells] == author
-        return int(same.long().cumprod(0).sum())
+        ids, best = torch.tensor(list(token_ids), dtype=torch.long), (self.active, 0)
+        for number in sequences:
+            cells, positions = (column[: len(ids)] for column in self._table.row(number))
+            order = torch.arange(len(cells))
+            prompt_cells = described(ids[: len(cells)], order, author)
+            same = (self._table.about(cells) == prompt_cells).all(0) & (positions == order)
+            length = int(same.long().cumprod(0).sum())
+            best = (number, length) if length > best[1] else best
+        return best
 
     def _number_of(self, author: Author) -> int:
         """The number that the table has of an author."""
@@ -663,7 +647,7 @@ class SequenceCache(Cache):
 
     def _close_holes(self, allowed: int = 0) -> None:
         """Free the cells of no sequence, if there are more than `allowed`."""
-        if self._table.count - len(self._table.held()) <= allowed:
+        if self._table.count - len(self._table.used_cells()) <= allowed:
             return
         cells = self._table.compact()
         for layer in self.layers:

@@ -53,14 +53,14 @@ def save_session(
 
     Args:
         cache: a `SequenceCache`, `ShiftCache` or `StateCache`.
-        path: of the file.
+        path: the file.
         tokenizer: if given, the session can be loaded only with the same tokenizer.
         secret: signs the file; it can be loaded only with the same secret.
         sequence: save only this sequence; None saves the whole cache.
         conversation: what a `Conversation` keeps beside its cache.
 
     Returns:
-        The size of the file in bytes.
+        the size of the file in bytes.
 
     Raises:
         StoreError: the file cannot be written.
@@ -92,9 +92,9 @@ def load_session(
 
     Args:
         cache: of the same kind, model and `kv_bits` as the saved one.
-        path: of the file.
-        tokenizer: the one that the session was saved with.
-        secret: the one that the session was saved with.
+        path: the file.
+        tokenizer: as in `save_session`.
+        secret: as in `save_session`.
         sequence: load the file's only sequence as this one, beside the others; None replaces all that the cache holds.
 
     Raises:

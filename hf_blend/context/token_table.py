@@ -33,10 +33,6 @@ class TokenTable:
         self._rows = dict(rows or {})
         self._cells = torch.empty((3, 0), dtype=torch.long) if cells is None else cells
 
-    def twin(self) -> "TokenTable":
-        """The same table, of which changes leave this one as it is."""
-        return TokenTable(self._rows, self._cells)
-
     @property
     def ids(self) -> Tensor:
         """The token id of each cell, `[cells]`."""
@@ -137,13 +133,13 @@ class TokenTable:
             end = max(end_cell, self.count - len(gone))  # the end of the storage is free again
             self._cells = self._cells[:, :end]
 
-    def held(self) -> Tensor:
-        """The cells that some sequence holds, ascending, each once."""
+    def used_cells(self) -> Tensor:
+        """The cells of all sequences, ascending, each once."""
         return torch.unique(torch.cat([self.ids[:0], *(cells for cells, _ in self._rows.values())]))
 
     def compact(self) -> Tensor:
         """Drop the cells of no sequence and number the others again; returns the cells that stay, `[cells]`."""
-        kept = self.held()
+        kept = self.used_cells()
         self._rows = {number: (torch.searchsorted(kept, cells), at) for number, (cells, at) in self._rows.items()}
         self._cells = self._cells[:, kept]
         return kept

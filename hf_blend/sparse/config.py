@@ -36,19 +36,11 @@ class SparseConfig:
         object.__setattr__(self, "method_options", Options(self.method_options))
         if not 0 < self.share <= 1:
             raise ConfigError(f"share is {self.share}, expected a number above 0 and up to 1. Try 0.25.")
-        least = {
-            "block_tokens": 1,
-            "first_blocks": 0,
-            "recent_blocks": 0,
-            "min_tokens": 0,
-            "checkpoint_interval": 1,
-            "update_threshold": 0,
-            "lock_duration": 1,
-        }
-        for name, floor in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < floor:
-                raise ConfigError(f"{name} is {value!r}, expected a whole number from {floor} on.")
+        may_be_zero = ("first_blocks", "recent_blocks", "min_tokens", "update_threshold")
+        for name in ("block_tokens", "checkpoint_interval", "lock_duration", *may_be_zero):
+            value, least = getattr(self, name), 0 if name in may_be_zero else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} is {value!r}, expected a whole number from {least} on.")
 
 
 def parsed(sparse: float | str | Mapping[str, Any] | SparseConfig, is_away: bool = False) -> SparseConfig:
