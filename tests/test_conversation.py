@@ -73,17 +73,6 @@ def test_a_long_conversation_stays_in_its_window_and_keeps_the_system_prompt(ref
     assert not model._forward_pre_hooks
 
 
-def test_a_saved_conversation_goes_on_in_another_object(reference, tmp_path):
-    model, tokenizer = reference
-    chat = Conversation(model, tokenizer)
-    chat.ask(MARA, max_new_tokens=3)
-    chat.save(tmp_path / "chat")
-    other = Conversation(model, tokenizer)
-    other.load(tmp_path / "chat")
-    question = "\nWhat does Mara keep?"
-    assert other.ask(question, max_new_tokens=3) == chat.ask(question, max_new_tokens=3)
-
-
 def test_a_turn_that_was_shifted_out_is_brought_back(reference):
     model, tokenizer = reference
     chat = talked(model, tokenizer, MARA)

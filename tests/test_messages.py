@@ -170,16 +170,12 @@ def test_inputs_from_messages_pad_a_batch_on_the_left(known, cached):
         ([ASKED], (), {"return_tensors": "pt"}, "return_tensors was passed for the chat template.* Leave it out"),
         ([SYSTEM, ASKED], (), {"chat_template": GEMMA}, "TemplateError: System role not supported. Give"),
         ([SYSTEM, TURNS[1]], (), {"chat_template": MISTRAL}, "Conversation roles must alternate"),
+        ([ASKED], (), {"chat_template": None}, "has no chat template.*inputs and inputs_from_text"),
     ],
 )
 def test_inputs_from_messages_refuse_what_makes_no_prompt(known, cached, messages, documents, given, says):
     with pytest.raises(PromptError, match=says):
         cached().inputs_from_messages(known[1], messages, documents, **{"chat_template": CHATML, **given})
-
-
-def test_inputs_from_messages_need_a_chat_template(known, cached):
-    with pytest.raises(PromptError, match=r"has no chat template.*inputs and inputs_from_text"):
-        cached().inputs_from_messages(known[1], [ASKED])
 
 
 def test_documents_that_a_template_writes_as_json_or_stripped_are_found(known, cached):

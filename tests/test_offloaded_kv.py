@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from tiny_models import tiny_model as zoo_model
 
-from hf_blend import BlendCache, BlendConfig, ConfigError, observer
+from hf_blend import BlendCache, BlendConfig, ConfigError, observer, sparse_decoding
 from hf_blend.cache.layers import BlendLayer
 from hf_blend.cache.quantised_layer import QuantisedLayer
 from hf_blend.errors import OffloadError
@@ -252,12 +253,15 @@ def test_kv_device_map_of_a_model_that_accelerate_offloads(tiny_model, tmp_path,
     assert forwards == {name: module.forward for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
 
 
-def test_damaged_file_is_refused_and_the_model_and_the_cache_stay_usable(model, untouched, tmp_path):
+@pytest.mark.parametrize(
+    "sparse", [None, {"share": 0.999, "block_tokens": 8, "min_tokens": 0}], ids=["dense", "sparse"]
+)
+def test_damaged_file_is_refused_and_the_model_and_the_cache_stay_usable(model, untouched, tmp_path, sparse):
     store = memory()
     _, expected = asked(model, store)
     cache = BlendCache(model, store, kv_device_map={1: "disk", 3: "disk"}, offload_folder=str(tmp_path))
-    with untouched(model):
-        text = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **{**WAYS, "max_new_tokens": 2})
+    with untouched(model), nullcontext() if sparse is None else sparse_decoding(model, cache, **sparse):
+        text = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **{**WAYS, "max_new_tokens": 1})
         [path] = tmp_path.rglob("layer.3.values.dat")
         with path.open("r+b") as file:
             file.seek(1234)

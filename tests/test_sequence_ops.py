@@ -102,7 +102,7 @@ def run(program):
             append(table, arguments[0], plain.append(*arguments))
         elif name == "compact":
             table.compact()
-            assert table.count == len(table.held())
+            assert table.count == len(table.used_cells())
         else:
             getattr(plain, name)(*arguments)
             getattr(table, name)(*arguments)

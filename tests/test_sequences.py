@@ -175,6 +175,9 @@ def test_what_a_batch_cannot_be_is_refused():
         cache.fork(2)
     with pytest.raises(PromptError, match="2 active"):
         model.generate(prompt(26), past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(PromptError, match="2 came for 1 active sequences, but one request"):
+        model.generate(prompt(6, rows=2), past_key_values=SequenceCache(model), max_new_tokens=2)
+    assert not model._forward_pre_hooks
     with pytest.raises(PromptError, match="counts"), cache:
         model(prompt(2, rows=2), past_key_values=cache, attention_mask=torch.ones(2, 20))
     cache.remove(1, 20)  # all ones would count as many tokens of both

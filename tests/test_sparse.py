@@ -133,7 +133,7 @@ DIAGONAL = [(METHODS[at % len(METHODS)], *WAYS[at % len(WAYS)]) for at in range(
 def test_sparse_decoding_attends_to_the_selected_blocks_and_the_tail_and_nothing_else(model, make, settings, method):
     _, _, sparse, watched = sparsely(model, make(), watch=Masked, ways=settings, method=method)
     assert len(watched.calls) > 20
-    assert make is prompt or len({one.blocks for one in sparse.held(1)}) > 1, "each request has its own"
+    assert make is prompt or len({one.blocks for one in sparse.selections(1)}) > 1, "each request has its own"
     for expected, got in watched.calls:
         seen = ~expected.isnan()
         torch.testing.assert_close(got[seen], expected[seen], rtol=0, atol=2e-6)

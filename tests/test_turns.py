@@ -133,17 +133,6 @@ def test_ask_shows_what_the_template_leaves_of_earlier_thinking():
     assert chat.rewritten_tokens == len(ids) - 1
 
 
-def test_ask_closes_an_answer_that_was_cut_as_the_template_does():
-    chat = Conversation(*small())
-    for question, answer, is_cut in (("Who?", "Marta", True), ("Why?", "So.", False), ("So?", "Yes", True)):
-        _, ids = said(chat, question, answer, is_cut)
-    assert chat.tokenizer.decode([*chat.cache.tokens(), ids[-1]]) == (
-        "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nMarta<|im_end|>\n"
-        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n"
-        "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\nYes"
-    )
-
-
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("template", ["chatml", "qwen3", None])
 def test_load_goes_on_as_if_there_had_been_no_save(template, model_type, tmp_path):

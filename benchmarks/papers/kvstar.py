@@ -188,7 +188,7 @@ class _Looking:
         """What its own queries of this round would select, by the same rule, beside what it is looking at."""
         blocks, config = self._session.layers[index].blocks, self._session.config
         own = set(blocks.select(block_shares(blocks.scores(query, past)).amax(1)[0], past).blocks)
-        seen = set(self._session.held(index)[0].blocks)
+        seen = set(self._session.selections(index)[0].blocks)
         complete = blocks.complete(past)
         free = set(range(config.first_blocks, complete - config.recent_blocks))
         if seen & free and own & free:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of moved keys, shared cells and grouped positions, against forwards of the stock model.
 
-Nothing here knows how keys are moved or how far tokens are grouped: the expected side is computed by the model alone.
-All run before a model is first used so; what fails is refused by the name of its layer.
+The expected side is computed by the stock model alone. The checks run before a model is first used with moved keys,
+shared cells or Self-Extend; a model that fails is refused, and the message names the layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ Measure = Callable[[CheckedModel], CheckResult]
 
 
 def _unless_refused(measure: Measure) -> Measure:
-    """A check that neither holds nor fails where a model is refused what the claim is about."""
+    """Make a check neither pass nor fail for a model that is refused."""
 
     @wraps(measure)
     @torch.no_grad()
@@ -112,7 +112,7 @@ def asks_for_attention(subject: CheckedModel) -> CheckResult:
     name = type(model).__name__
     try:
         with extended(model, **NEAREST) as extension:
-            extended_layers = extension.asked
+            extended_layers = extension.layers
             model(_ids(subject), use_cache=False)
     except UnsupportedModelError:
         raise

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""In which form a model's stock cache is saved, and whether the model's own code continues one that was filled again.
+"""Saving a model's stock cache, and testing that the model's own code continues a cache that was loaded.
 
-Both are found out by running the model, never taken from a list of types. The form is read off a cache that it has
-filled: classes of layers, their flags, shapes, dtypes and devices are those of the installed transformers.
+Both are found out by running the model, never taken from a list of types. The form is read off a cache that the model
+has filled: layer classes, flags, shapes, dtypes and devices are those of the installed transformers.
 
-Some code ignores a state before several tokens (`ignores_states`; 16 bits could hide it here); some keeps a state in
+Some code ignores a state before several tokens (`ignores_states`; 16 bits could hide it here). Some keeps a state in
 its modules, which no cache brings back (RecurrentGemma). So a prefix is saved, continued in pieces after another
 prompt, and compared with one forward: logits behind each border, and every state at the end. One of the pieces is
-longer than what a chunked scan takes at once.
+longer than a chunk of a chunked scan.
 """
 
 import copy
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..model.anatomy import other_states, stock_cache, text_config
 from ..model.cache_keyword import cache_argument
 from ..model.calibrate import HELD_TOKENS, STATE_KINDS, ignores_states
@@ -44,7 +44,7 @@ Parts = dict[str, Tensor]
 
 
 class StockForm:
-    """The form of a model's stock cache: what each layer holds of each token, of its window, and as a state."""
+    """The form of a model's stock cache: the tensors of each layer by token, by window, and as a state."""
 
     def __init__(self, cache: Any) -> None:
         """Read the form off a cache."""
@@ -57,23 +57,8 @@ class StockForm:
                     "cannot be saved and taken up again. Prefill this model's prompts as a whole."
                 )
 
-    def tokens(self, cache: Any) -> int:
-        """How many tokens a cache holds; refused where its layers do not agree, as after a forward that failed."""
-        counts = {int(layer.get_seq_length()) for _, layer, axis, _ in _held(cache) if axis is not None}
-        if len(counts) != 1 or _flags(cache) != _flags(self._filled):  # a reset leaves zeros in transformers 5.17
-            raise ConfigError(
-                f"a {type(cache).__name__} whose layers hold {sorted(counts)} tokens cannot be saved, but what the "
-                "model computed of one prompt is expected in all of them. Use the cache of resume() or prefill()."
-            )
-        return counts.pop()
-
-    def nbytes(self, tokens: int) -> int:
-        """Most bytes that `take` gives of so many tokens."""
-        tensors = ((tensor.nbytes, axis and tensor.shape[axis]) for _, _, axis, tensor in _held(self._filled))
-        return sum(nbytes if length is None else nbytes // length * tokens for nbytes, length in tensors)
-
     def take(self, cache: Any, start: int, stop: int) -> Parts:
-        """What a cache holds of some tokens, and its states."""
+        """The tensors of tokens `start <= token < stop`, and the states, by name."""
         taken, own = {}, {name: tensor for name, _, _, tensor in _held(self._filled)}
         for name, layer, axis, tensor in _held(cache):
             if axis is None:  # a state that records its past, for assisted decoding, holds more than is needed
@@ -87,7 +72,7 @@ class StockForm:
         return taken
 
     def check(self, parts: Parts, start: int, stop: int) -> None:
-        """Refuse what `take` never gives."""
+        """Raise EntryFault for tensors that `take` never gives."""
         misfit = self._misfit(parts, start, stop)
         if misfit:
             raise EntryFault("layout", misfit)
@@ -96,7 +81,7 @@ class StockForm:
                 raise EntryFault("values", f"{name} is NaN, infinite or absurd")
 
     def fill(self, segments: Sequence[Parts], tokens: int) -> Any:
-        """Make a cache."""
+        """Make a cache of `tokens` tokens from what `take` gave of neighbouring ranges."""
         cache = copy.deepcopy(self._filled)
         for name, layer, axis, tensor in list(_held(cache)):
             whole = segments[-1][name]
@@ -113,7 +98,7 @@ class StockForm:
         return cache
 
     def _misfit(self, parts: Parts, start: int, stop: int) -> str:
-        """The first tensor that is not of this form; empty if all are."""
+        """Describe the first tensor that does not have this form; empty if all have it."""
         expected = {}
         for name, layer, axis, tensor in _held(self._filled):
             shape = list(tensor.shape)
@@ -127,14 +112,14 @@ class StockForm:
 
 @dataclass(frozen=True)
 class Continuing:
-    """How a model's stock cache is continued."""
+    """How a model's stock cache is continued; `at_once`: several tokens in one forward are computed correctly."""
 
     form: StockForm
     at_once: bool
 
     @torch.no_grad()
     def advance(self, model: nn.Module, cache: Any, ids: Tensor) -> None:
-        """Let a cache hold more tokens, `[tokens]`: one by one where several would be computed wrongly."""
+        """Compute more tokens, `[tokens]`, into a cache: one by one if several would be computed wrongly."""
         size = len(ids) if self.at_once or not cache.get_seq_length() else 1
         for piece in ids.split(size) if len(ids) else ():
             advance(model, cache, piece[None])
@@ -142,7 +127,7 @@ class Continuing:
 
 @PerStructure
 def continuing(model: nn.Module) -> Continuing:
-    """Find out how a model's stock cache is continued; remembered until the fingerprint that is given changes."""
+    """Find out how a model's stock cache is continued; remembered until the fingerprint changes."""
     complaint = other_states(text_config(model)) or _notes(model)
     if complaint:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be continued from a saved prefix: {complaint}")
@@ -168,7 +153,7 @@ def continuing(model: nn.Module) -> Continuing:
 
 
 def _notes(model: nn.Module) -> str:
-    """What a model remembers of its last prompt and applies to a filled cache of any other; empty if nothing."""
+    """What a model keeps of its last prompt, outside of the cache, and applies to any cache; empty if nothing."""
     if not any("rope_deltas" in vars(module) for module in model.modules()):
         return ""
     return (
@@ -178,7 +163,7 @@ def _notes(model: nn.Module) -> str:
 
 
 def _error(model: nn.Module, form: StockForm, pieces: tuple[int, ...]) -> float:
-    """How far a model that continues a saved prefix in pieces is from one forward, as a multiple of what is allowed.
+    """The error of a model that continues a saved prefix in pieces, against one forward; 1 is the largest allowed.
 
     Logits behind each border and every state at the end are compared. In 16 bits the median counts: there a token may
     be sent to another expert for a rounding error.
@@ -211,14 +196,14 @@ def _whole(model: nn.Module, ids: Tensor) -> tuple[Tensor, Any]:
 
 
 def _saved(model: nn.Module, form: StockForm, ids: Tensor) -> Parts:
-    """What is saved behind the first tokens; the model has computed others since, as states outside a cache show."""
+    """What is saved of the first tokens; then others are computed, so that states outside the cache are seen."""
     parts = form.take(_whole(model, ids[:, :HELD_TOKENS])[1], 0, HELD_TOKENS)
     _whole(model, ids[:, :HELD_TOKENS].flip(1))
     return parts
 
 
 def advance(model: nn.Module, cache: Any, ids: Tensor, logits: int = 1) -> Any:
-    """Let a cache hold more tokens, `[1, tokens]`, by a forward with the positions that `generate` gives."""
+    """Compute more tokens, `[1, tokens]`, into a cache, at the positions that `generate` gives."""
     length, taken = cache.get_seq_length(), signature(model.forward).parameters
     ids = ids.to(input_device(model))
     positions = torch.arange(length, length + ids.shape[1], device=ids.device)[None]
@@ -233,7 +218,7 @@ def _longest_chunk(model: nn.Module) -> int:
 
 
 def _held(cache: Any) -> Iterator[tuple[str, Any, int | None, Tensor]]:
-    """Name, layer, axis of tokens (None: a state) and tensor of all that a cache holds."""
+    """Name, layer, axis of tokens (None: a state) and tensor, of each tensor of a cache."""
     for index, layer in enumerate(getattr(cache, "layers", ())):
         for name, axis in _TOKEN_AXES.items():
             if isinstance(getattr(layer, name, None), Tensor):
@@ -242,11 +227,6 @@ def _held(cache: Any) -> Iterator[tuple[str, Any, int | None, Tensor]]:
             for at, state in getattr(layer, name, {}).items():
                 if state is not None:
                     yield f"layer.{index}.{name}.{at}", layer, None, state
-
-
-def _flags(cache: Any) -> list[Any]:
-    """Of each layer whether it has states, where it has any at all."""
-    return [getattr(layer, "has_previous_state", None) for layer in cache.layers]
 
 
 def _window(layer: Any) -> int:

@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation: every turn's KV is kept, old turns are shifted out, and can be blended back in.
+"""A conversation that keeps the KV of its turns, shifts old turns out, and can blend them back in.
 
     chat = Conversation(model, tokenizer, system="You answer briefly.", archive=ChunkStore.open("memory://"))
     print(chat.ask("Who wrote it?", max_new_tokens=64))
     chat.save("chat.session")
     chat.recall(0)                      # the first turn was shifted out: bring it back
 
-Each question has all messages rendered by the chat template, as `apply_chat_template` does, and the model sees these
-tokens. What the cache holds of the same beginning stays, whatever is behind it is forgotten, and the rest is computed:
-a template may write earlier turns otherwise than before. A question that fails is forgotten.
+For each question the chat template renders all messages, as `apply_chat_template` does, and the model sees these
+tokens. A template may write earlier turns otherwise than before: cached tokens stay as far as they are the same, the
+others are dropped, and the rest is computed. A question that fails is forgotten.
 """
 
 import json
@@ -48,9 +48,9 @@ _SEAM_TOKENS = 8  # so many tokens more may belong to the mark before a question
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer: texts, and the token ids that came with them, marks of the chat template included.
+    """A question and its answer: texts, and the token ids that were new with them.
 
-    What the template writes otherwise than before, in front of the question, came with it.
+    The ids include marks of the chat template, and what it wrote otherwise than before in front of the question.
     """
 
     question: str
@@ -61,13 +61,13 @@ class Turn:
 class Conversation:
     """One conversation with one model. The window bounds its cache; the archive, if there is one, keeps all turns.
 
-    Where the window is full, the model sees the first tokens and the last ones of what the template writes. Should the
-    template write something else before the last ones, all is read again. `rewritten_tokens` says how many of the
-    tokens that were held the last question found written otherwise.
+    When the window is full, the model sees the first and the last tokens of what the template writes. If the template
+    changes tokens that have left the window, the whole prompt is prefilled again. `rewritten_tokens` is how many
+    cached tokens the template wrote otherwise for the last question.
 
-    The states of a hybrid model are kept behind each turn, and saved with its K and V. They cannot be moved or cut:
-    where its window is full, or the template writes earlier turns otherwise, what stays is prefilled again, from a
-    saved state if there is one; documents are computed, and there is no archive.
+    The states of a hybrid model cannot be moved or cut (see `StateCache`). When its window is full, or the template
+    rewrites earlier turns, the tokens that stay are prefilled again, from a saved state if there is one. Documents are
+    computed, not blended, and there is no archive.
     """
 
     def __init__(
@@ -117,10 +117,17 @@ class Conversation:
     def ask(
         self, question: str, documents: Sequence[Any] = (), *, blend: Mapping[str, Any] | None = None, **options: Any
     ) -> str:
-        """Ask, and keep question and answer.
+        """Ask a question and return the answer; both are kept.
 
-        Documents are put before the question as they are, from the archive or computed alone, and blended behind what
-        the conversation holds; `blend` has settings of `BlendConfig`, `report` what it cost.
+        Args:
+            question: a text.
+            documents: texts that come before the question; their KV is from the archive, or computed alone, and is
+                blended behind the cached tokens.
+            blend: settings of `BlendConfig` for the documents; `report` then says what they cost.
+            **options: of `generate`.
+
+        Raises:
+            PromptError: the question is empty, does not fit the window, or the template refuses it.
         """
         self._stop_healing()
         if not _checked(question):
@@ -193,7 +200,11 @@ class Conversation:
     def recall(self, turn: int, **settings: Any) -> BlendCache:
         """Bring a turn that was shifted out back into the cache, behind the system prompt.
 
-        Its stored KV is moved into place, and a share of it and of what is behind it is recomputed.
+        Its stored KV is moved into place, and a share of it and of the tokens behind it is recomputed, by `settings`
+        of `BlendConfig`. Turns count from 0. The blend cache that is returned has a `report`.
+
+        Raises:
+            ConfigError: there is no archive or no such turn, or it does not fit the window.
         """
         self._stop_healing()
         if self.archive is None or not 0 <= turn < len(self.turns):
@@ -220,7 +231,7 @@ class Conversation:
         return blend
 
     def save(self, path: str | Path) -> int:
-        """Write cache, messages and turns to a file; gives its size in bytes. The archive is not part of it."""
+        """Write cache, messages and turns to a file, and return its size in bytes; the archive is not saved."""
         self._stop_healing()
         content = {
             "messages": self._messages, "turns": list(map(asdict, self.turns)), "said": self._said,
@@ -229,7 +240,7 @@ class Conversation:
         return save_session(self.cache, path, self.tokenizer, conversation=json.dumps(content).encode())
 
     def load(self, path: str | Path) -> None:
-        """Go on as if there had been no save; a file that does not fit leaves the conversation as it was."""
+        """Load a saved conversation in place of this one; a file that is refused leaves this one as it was."""
         self._stop_healing()
         session = read_session(self.cache, path, self.tokenizer)
         if not session.conversation:
@@ -251,13 +262,14 @@ class Conversation:
     def _answer(
         self, prompt: TextPrompt, ids: list[int], cached: int, config: BlendConfig | None, options: dict[str, Any]
     ) -> list[int]:
-        """The ids of the answer; the cache, of which the first tokens stay, holds all but the last of them then."""
+        """The ids of the answer; the cache keeps its first `cached` tokens and gets all of the answer but the last."""
         shifts = self.cache.shifts
         self._crop(cached)
         try:
             if config is not None:
                 ids = self._blended(prompt, ids[cached:], config)
-            new, most = len(ids) - self.cache.get_seq_length(), self._room // 2 or 1
+            new = len(ids) - self.cache.get_seq_length()
+            most = (self.cache.window_tokens - self.cache.keep_tokens) // 2 or 1
             chunked = {"prefill_chunk_size": most} if new > most else {}
             inputs = {"input_ids": self._on_device(ids)}
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -273,15 +285,12 @@ class Conversation:
         answer_ids: list[int] = output[0, len(ids) :].tolist()
         return answer_ids
 
-    @property
-    def _room(self) -> int:
-        return self.cache.window_tokens - self.cache.keep_tokens
-
     def _in_window(self, ids: Sequence[int], same: int) -> tuple[list[int], int]:
-        """What the model sees of what the template writes, and how many of these tokens are held.
+        """The tokens of a prompt that the model sees, and how many of these are cached.
 
-        `same` of them are as before. The last tokens that are held are the last of what was said: if all that has left
-        the window is written as before, what is new comes behind what is held; else all is read again.
+        The first `same` tokens of the prompt are as they were said. The last cached tokens are the last ones said.
+        So if all tokens that have left the window are the same, new tokens come behind the cached ones; else the
+        model sees the whole prompt again.
         """
         cached, said = self.cache.tokens(), self._said
         if cached != said:
@@ -292,14 +301,14 @@ class Conversation:
         return [*ids], min(same, len(ids) - 1)
 
     def _crop(self, tokens: int) -> None:
-        """Let the cache hold so many tokens at most."""
+        """Drop cached tokens behind the first `tokens`."""
         if (more := self.cache.get_seq_length() - tokens) > 0:
             self.cache.crop(-more)
         if self._inexact is not None and tokens <= self._inexact:
             self._inexact = None
 
     def _question_tokens(self, prompt: TextPrompt, messages: Sequence[Mapping[str, str]]) -> int:
-        """How many tokens from the last question on a prompt has, at most; what is before it may leave a window."""
+        """At most how many tokens a prompt has from the last question on; tokens before it may leave the window."""
         if not has_template(self.tokenizer, self.template):
             return len(prompt.ids) - len(prompt.history)
         text = render(self.tokenizer, messages, **self._template)
@@ -307,7 +316,7 @@ class Conversation:
         return len(tokenize(self.tokenizer, text[max(0, start) :])) + _SEAM_TOKENS
 
     def _recompute(self) -> None:
-        """Have computed again what the cache holds of the model when it was another one, and say so in the report."""
+        """Compute cached tokens again that the model computed before it changed, and say so in the report."""
         computed = self.cache.recompute()
         self._notice = other_author(self.cache.get_seq_length(), computed)
         if self._notice:
@@ -328,7 +337,7 @@ class Conversation:
             self.archive.put(chunk_of(self.cache, start, stop))
 
     def _blended(self, prompt: TextPrompt, new: Sequence[int], config: BlendConfig) -> list[int]:
-        """Compute what is new with its documents blended, but for the last token; gives what is held, and that."""
+        """Compute new tokens, with their documents blended, but not the last one; returns all cached ids and it."""
         self.cache.make_room(len(new))
         cached = self.cache.tokens()
         ids = [*cached, *new]
@@ -356,9 +365,9 @@ class Conversation:
         return {**self.template, "add_generation_prompt": True}
 
     def _prompt(self, messages: Sequence[Mapping[str, str]], documents: Sequence[str] = ()) -> TextPrompt:
-        """All messages as the template writes them, and where documents are in them.
+        """All messages as the template writes them, and the spans of documents in them.
 
-        Without a template, what was said token by token, then the pieces of the last message one after the other.
+        Without a template: the tokens of all turns, then each piece of the last message.
         """
         if has_template(self.tokenizer, self.template):
             return build_messages(self.tokenizer, messages, documents, self._template)
@@ -372,12 +381,12 @@ class Conversation:
         return TextPrompt(tuple(ids), tuple(spans), history=tuple(before))
 
     def _keep_opening(self, opening: int) -> None:
-        """Let the window keep so many tokens, with which the template begins."""
+        """Keep so many first tokens in the window."""
         check_window(self.cache.window_tokens, max(1, opening))
         self._opening, self.cache.keep_tokens = opening, max(1, opening)
 
     def _opening_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
-        """With how many tokens the template begins every conversation that has this system prompt; 0 without one."""
+        """How many first tokens all conversations with this system prompt share; 0 without one."""
         if not messages or messages[0]["role"] != "system":
             return 0
         if not has_template(self.tokenizer, self.template):

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reusing a conversation's cache for a prompt that is almost the same: edited, cut, or with something put in.
+"""Reusing a conversation's cache for a prompt that is almost the same: edited, cut, or with an insertion.
 
-`blended` finds matching runs at any index and has a share of their tokens recomputed, because they lost, or gained,
-what is before them. llama.cpp's `--cache-reuse` only moves them, so that they remember what was cut out.
+`blended` finds matching runs anywhere, and a share of their tokens is recomputed, because other tokens are before them
+now. llama.cpp's `--cache-reuse` only moves the runs, whose K and V still depend on the old tokens.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..model.author import author_of
 from ..model.capture import distinct_tables
 from ..model.modality import refuse_placeholders
-from ..prompt.history import History
+from ..prompt.history import UNKNOWN, History
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
@@ -29,13 +29,18 @@ MIN_RUN_TOKENS = 32  # shorter runs are mostly chance, and moving them is not wo
 
 
 def blended(cache: SequenceCache, token_ids: Sequence[int], **settings: Any) -> BlendCache:
-    """Make a blend cache for a prompt out of what a conversation's cache holds, which stays as it is.
+    """Make a blend cache for a prompt from a conversation's cache, which stays as it is.
 
-    It brings the matching runs along: the common prefix exactly, the others blended. Shorter ones are computed.
+    The common prefix is reused exactly, other runs of at least `MIN_RUN_TOKENS` are blended, and the rest is computed.
     """
     cache.compact()
     cached, expected = cache.tokens(), list(token_ids)
-    _refuse_unknown(cache, cached)
+    refuse_placeholders(cache.model, cached, "the cache")
+    if unknown := cached.count(UNKNOWN):
+        raise ConfigError(
+            f"the cache holds {unknown} tokens whose ids are not known. Fill it through generate() or inside "
+            "`with cache:`."
+        )
     store = ChunkStore.open("memory://", memory_bytes=1 << 62)  # of this request alone: what is in it saw a context
     for start, at, tokens in SequenceMatcher(None, cached, expected, autojunk=False).get_matching_blocks():
         is_prefix = start == at == 0
@@ -45,10 +50,10 @@ def blended(cache: SequenceCache, token_ids: Sequence[int], **settings: Any) -> 
 
 
 def continued(cache: SequenceCache, store: ChunkStore, **settings: Any) -> BlendCache:
-    """Make a blend cache that holds what the active sequence holds, for a prompt with chunks behind it.
+    """Make a blend cache with the tokens of the active sequence, for a prompt that continues it with chunks.
 
-    Pass `history=[cache.tokens()]` to its `inputs`, or a prompt that begins so to `expect`; `take_back` brings what it
-    computed into the sequence.
+    Pass `history=[cache.tokens()]` to its `inputs`, or a prompt with this `history` to `expect`. Then `take_back`
+    appends what it computed to the sequence.
     """
     cache.refuse_extended()
     if cache.positions() != list(range(cache.get_seq_length())):
@@ -67,13 +72,13 @@ def continued(cache: SequenceCache, store: ChunkStore, **settings: Any) -> Blend
 
 
 def expect(blend: BlendCache, tokenizer: Any, prompt: TextPrompt) -> BatchEncoding:
-    """Let a blend cache expect a prompt, of which it holds the `history`; gives `input_ids` and `attention_mask`."""
+    """Announce a prompt, of which the blend cache has the `history`; returns `input_ids` and `attention_mask`."""
     ids = torch.tensor([prompt.history])
     return blend.expect(tokenizer, [prompt], History(ids, torch.ones_like(ids)) if prompt.history else None)
 
 
 def take_back(cache: SequenceCache, blend: BlendCache, token_ids: Sequence[int], more: int = 0) -> None:
-    """Let the active sequence hold the tokens that a blend cache holds behind it, but for the last `more`."""
+    """Append the last tokens of a blend cache to the active sequence, but for the very last `more`."""
     stop, start = -more or None, -more - len(token_ids)
     layers: list[Any] = blend.layers
     states = [(layer.keys[:, :, start:stop], layer.values[:, :, start:stop]) for layer in layers]
@@ -81,9 +86,9 @@ def take_back(cache: SequenceCache, blend: BlendCache, token_ids: Sequence[int],
 
 
 def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:
-    """A part of the active sequence as a chunk of who computed it.
+    """A range of the active sequence as a chunk.
 
-    It saw what stood before it: never put it into a shared store.
+    Its K and V depend on the tokens before it: never put it into a shared store.
     """
     cache.refuse_extended()
     author = cache.computed_by(cache.active) or author_of(cache.model)
@@ -92,13 +97,3 @@ def chunk_of(cache: SequenceCache, start: int, stop: int) -> ChunkKV:
     pairs = [(layer.keys[0], layer.values[0]) for layer in cache.materialize()]  # type: ignore[index]
     layers = tuple((keys[:, start:stop].clone(), values[:, start:stop].clone()) for keys, values in pairs)
     return ChunkKV(ChunkKey(author.stored_name(), (), ids), layers, tables, layer_table)
-
-
-def _refuse_unknown(cache: SequenceCache, cached: list[int]) -> None:
-    refuse_placeholders(cache.model, cached, "the cache")
-    unknown = sum(token < 0 for token in cached)
-    if unknown:
-        raise ConfigError(
-            f"the cache holds {unknown} tokens whose ids are not known. Fill it through generate() or inside "
-            "`with cache:`."
-        )

@@ -5,11 +5,10 @@
     with self_extend(model):
         model.generate(**inputs, max_new_tokens=64)
 
-A key at distance of at least the window is seen as if positions were divided by the group size, rounding down; the
-queries are moved by window - window // group, so that the two scales meet at the window's edge (Jin et al. 2024,
-arXiv 2401.01325, equations 3 and 4). Keys and queries are turned from where the model has put them, by the model's own
-tables. Inside the block, in this thread, the model's layers compute eager
-attention; outside, nothing of this is left.
+For a key at a distance of at least the window, positions are divided by the group size, rounding down; queries are
+moved by window - window // group, so that the two scales meet at the edge of the window (Jin et al. 2024, arXiv
+2401.01325, equations 3 and 4). Keys and queries are rotated from their positions by the model's own tables. Inside the
+block, in this thread, the model's layers compute eager attention; after the block the model is as before.
 """
 
 import math
@@ -41,12 +40,12 @@ UNKNOWN_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # t
 
 @dataclass(frozen=True)
 class Extension:
-    """How far tokens are seen."""
+    """The window, the group size, and the layers that have attended so."""
 
     source: TableSource
     window_tokens: int
     group_tokens: int
-    asked: set[int] = field(default_factory=set)
+    layers: set[int] = field(default_factory=set)
 
 
 @contextmanager
@@ -113,13 +112,18 @@ def attend(
     Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
     keys, value_dim]` → `[batch, rows, heads, value_dim]`.
     """
-    _refuse_arguments(module, kwargs)
+    for name in UNKNOWN_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(
+                f"layer {module.layer_idx}, a {type(module).__name__}, attends with {name}, which Self-Extend does "
+                "not know. Use it with a model of plain softmax attention."
+            )
     hidden = _hidden(module, attention_mask, query, key)
     positions = _positions(hidden)
     rows = positions[:, -query.shape[2] :]
     window, group = extension.window_tokens, extension.group_tokens
     layer = int(module.layer_idx)
-    extension.asked.add(layer)
+    extension.layers.add(layer)
     far_query = _moved(extension.source, layer, query, rows, rows // group + window - window // group)
     far_key = _moved(extension.source, layer, key, positions, positions // group)
     groups = getattr(module, "num_key_value_groups", 1)
@@ -163,15 +167,6 @@ def _extension(
     if group < 1:
         raise ConfigError(f"group_tokens is {group}, expected a whole number from 1 on.")
     return Extension(source, window, group)
-
-
-def _refuse_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    for name in UNKNOWN_ARGUMENTS:
-        if kwargs.get(name) is not None:
-            raise UnsupportedModelError(
-                f"layer {module.layer_idx}, a {type(module).__name__}, attends with {name}, which Self-Extend does "
-                "not know. Use it with a model of plain softmax attention."
-            )
 
 
 def _hidden(module: nn.Module, mask: Any, query: Tensor, key: Tensor) -> Tensor:

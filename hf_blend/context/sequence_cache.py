@@ -12,11 +12,12 @@
 
 A key is stored as it was computed and rotated from there each time, so any number of moves costs the precision of one.
 The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only. As in
-its unified cache, sequences that are active together look at the storage as it is, and a mask hides what others hold.
+its unified cache, active sequences attend to the storage as it is, and a mask hides the tokens of other sequences.
 With `SequenceCache(model, kv_bits=8)` the storage has 8 bits, each token quantised once.
 """
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, Self
@@ -36,9 +37,11 @@ from ..model.hooks import ForwardHooks, asking_generate, is_assisting
 from ..model.modality import has_features, other_inputs
 from ..model.placement import input_device
 from ..model.row_masks import RowMask
+from ..prefill.layout import layout_of
 from ..prompt.history import UNKNOWN, refuse_other_prompt
 from .continuing import advance
 from .sequence_layer import QuantisedSequenceLayer, SequenceLayer
+from .sequence_state import check_state, layer_of, sequences_of
 from .tables import TableSource, counted_in_tokens, regime_tokens
 from .token_table import TokenTable, described, grown, mask_of
 
@@ -76,6 +79,7 @@ class SequenceCache(Cache):
     """
 
     layers: list[SequenceLayer]  # type: ignore[assignment]
+    state_version = ""  # a saved state does not depend on the version of transformers
 
     def __init__(self, model: nn.Module, *, kv_bits: int | None = None, allow_unverified: bool = False) -> None:
         """Begin empty, with sequence 0 active.
@@ -145,19 +149,19 @@ class SequenceCache(Cache):
 
     @property
     def sequences(self) -> list[int]:
-        """The sequences that were ever written to and not forgotten, in increasing order."""
+        """The numbers of all sequences that were written to and not forgotten, in increasing order."""
         return [number for number in self._table if number >= 0]
 
     def tokens(self, sequence: int | None = None) -> list[int]:
-        """The token ids of a sequence in the order in which attention sees them; -1 where they are not known."""
+        """The token ids of a sequence, None: the active one, in the order of attention; -1 where one is not known."""
         return self._table.ids[self._table.row(self._number(sequence))[0]].tolist()
 
     def positions(self, sequence: int | None = None) -> list[int]:
-        """The positions of a sequence's tokens, in the same order."""
+        """The positions of a sequence's tokens, in the order of `tokens`."""
         return self._table.row(self._number(sequence))[1].tolist()
 
     def use(self, *sequences: int) -> None:
-        """Let the next forward continue a sequence, or a batch of several, each once; a new one is empty."""
+        """Continue a sequence in the next forward, or a batch of several. A new number is an empty sequence."""
         numbers = tuple(map(self._number, sequences))
         if not numbers or len(set(numbers)) < len(numbers):
             raise ConfigError(f"use{sequences} names {len(numbers)} sequences, expected one or more, each once.")
@@ -167,9 +171,10 @@ class SequenceCache(Cache):
         self._changed()
 
     def fork(self, sequences: int) -> list[int]:
-        """Let the next forward continue so many sequences that begin with all that the active one holds, shared.
+        """Continue the active sequence in the next forward as a batch of so many, which share its tokens.
 
-        Gives their numbers: the active one first, then new ones.
+        Returns:
+            Their numbers: the active one first, then new ones.
         """
         if sequences < 1 or len(self.batch) > 1:
             raise ConfigError(
@@ -180,25 +185,27 @@ class SequenceCache(Cache):
         return [*self.batch]
 
     def closest(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Find the sequence that a prompt continues best; gives how many tokens of it that holds, too.
+        """Find the sequence that has most first tokens in common with a prompt.
 
-        Tokens count that were computed by the model as it is now.
+        Returns:
+            Its number, and how many tokens they have in common. Tokens that another model computed do not count.
         """
         return self._closest(token_ids, self._number_of(author_of(self.model)), self.sequences)
 
     @torch.no_grad()
     def recompute(self) -> int:
-        """Have the active sequence computed by the model as it is now, where it was another one then.
+        """Compute the active sequence again if the model has changed since.
 
-        An adapter may have been switched, weights written, the dtype or the attention changed since. What the sequence
-        held is kept for when the model is that one again: then only tokens that came since are computed. So two
-        adapters may alternate; the storage holds the tokens once for each, until `reset` or `keep`.
+        An adapter may have been switched, weights written, the dtype or the attention changed. The old K and V are
+        kept for when the model is what it was: then only tokens that came since are computed. So two adapters may
+        alternate; the storage holds the tokens once for each, until `reset` or `keep`.
 
         Returns:
             How many tokens were computed.
 
         Raises:
-            ConfigError: several sequences are active, ids are not known, or positions are not 0, 1, 2 …
+            ConfigError: several sequences are active, ids are not known, positions are not 0, 1, 2 …, or the dtype has
+                changed and there are other sequences.
             UnsupportedModelError: the model is refused.
         """
         number, now, ids = self.active, author_of(self.model), self.tokens()
@@ -210,49 +217,40 @@ class SequenceCache(Cache):
                 f"{len(ids)} tokens of sequence {number}, of {len(self.batch)} active, were to be computed again, but "
                 "one active sequence, known ids, and positions 0, 1, 2 … are expected. Prefill again."
             )
-        if any(self._authors[author].form != now.form for author in authors.unique().tolist()):
-            return self._recompute_all(ids)
-        best, aside = self._closest(ids, author, self._table), -1 - number  # which no caller names
-        cells, positions = (column[: best[1]].clone() for column in self._table.row(best[0]))
-        self._table.hold(aside, *self._table.row(number))
-        self._table.hold(number, cells, positions)
+        before, start = (self._table, self.layers), 0
+        if any(self._authors[old].form != now.form for old in authors.unique().tolist()):
+            self._refuse_others(number, ids)
+            self._table, self.layers = TokenTable(), self._empty_layers()
+        else:
+            self._table = deepcopy(self._table)
+            best, start = self._closest(ids, author, self._table)
+            cells, positions = self._table.row(best)
+            self._table.take([number], [-1 - number])  # a number that no caller uses
+            self._table.hold(number, cells[:start].clone(), positions[:start].clone())
         try:
-            self._feed(ids[best[1] :])
+            self._changed()
+            with self:
+                if ids[start:]:
+                    advance(self.model, self, torch.tensor([ids[start:]]))
         except BaseException:
-            self._table.take([aside], [number])
+            self._table, self.layers = before
             self._changed()
             raise
-        return len(ids) - best[1]
+        return len(ids) - start
 
-    def _recompute_all(self, ids: list[int]) -> int:
-        """Compute the active sequence, which is the only one, in storage of another dtype."""
-        number, before = self.active, (self._table, self.layers)
+    def _refuse_others(self, number: int, ids: list[int]) -> None:
+        """Refuse to replace storage that other sequences share."""
         if others := {*self.sequences} - {number}:
             raise ConfigError(
                 f"{len(ids)} tokens of sequence {number} were to be computed again in another dtype, but the storage "
                 f"holds {len(others)} other sequences, where one alone is expected. Call keep({number}) first."
             )
-        self._table, self.layers = TokenTable(), self._empty_layers()
-        try:
-            self._feed(ids)
-        except BaseException:
-            self._table, self.layers = before
-            self._changed()
-            raise
-        return len(ids)
-
-    def _feed(self, ids: list[int]) -> None:
-        """Compute tokens behind the active sequence."""
-        self._changed()
-        with self:
-            if ids:
-                advance(self.model, self, torch.tensor([ids]))
 
     def computed_by(self, sequence: int | None = None) -> Author | None:
-        """Who computed the tokens of a sequence, or of all; None where there are none.
+        """The author of the tokens of a sequence, or of all sequences; None where there are no tokens.
 
         Raises:
-            ConfigError: the model was another one for some of them than for others.
+            ConfigError: the tokens have several authors.
         """
         numbers = self.sequences if sequence is None else [self._number(sequence)]
         cells = torch.cat([self._table.ids[:0], *(self._table.row(number)[0] for number in numbers)])
@@ -266,18 +264,12 @@ class SequenceCache(Cache):
         return self._authors[authors[0]] if authors else None
 
     def remove(self, sequence: int | None = None, start: int = 0, stop: int | None = None) -> None:
-        """Forget tokens at positions `start <= p < stop`.
-
-        Args:
-            sequence: of which sequence; None is every one.
-            start: first position.
-            stop: position behind the last; None is the end.
-        """
+        """Forget tokens at positions `start <= p < stop` (None: the end) of a sequence, or of every one (None)."""
         self._table.remove(sequence, start, stop)
         self._changed()
 
     def copy(self, source: int, target: int, start: int = 0, stop: int | None = None) -> None:
-        """Let `target` hold the tokens of `source` at positions `start <= p < stop` too, sharing the storage."""
+        """Add the tokens of `source` at positions `start <= p < stop` to `target`; the storage is shared."""
         self._table.copy(self._number(source), self._number(target), start, stop)
         self._changed()
 
@@ -304,7 +296,7 @@ class SequenceCache(Cache):
         """Called before `tokens` new ones come; a subclass may drop old ones here."""
 
     def compact(self) -> None:
-        """Close the holes that forgotten tokens leave in the storage, and rotate keys that moved. Done by itself."""
+        """Free the storage of forgotten tokens and rotate keys that moved, as the next forward would do."""
         self._close_holes()
         self._ready()
 
@@ -317,7 +309,7 @@ class SequenceCache(Cache):
         return self.layers
 
     def append(self, token_ids: Sequence[int], layers: Sequence[Pair], author: Author | None = None) -> None:
-        """Let the active sequence hold new tokens that `author` computed behind it; None: the model as it is now.
+        """Append tokens to the active sequence, with K and V that `author` computed; None: the model as it is now.
 
         Shapes: K and V of each layer `[1, kv_heads, tokens, width]`, K rotated for the positions behind the last.
         """
@@ -332,7 +324,7 @@ class SequenceCache(Cache):
             self.update(*pair, index)
 
     def refuse_extended(self) -> None:
-        """Refuse to be stored, if the model is inside `self_extend` or was for some of the tokens."""
+        """Refuse to be saved if the model is inside `self_extend`, or was when it computed some of the tokens."""
         refuse_extended(self.model)
         if self._was_extended:
             raise UnsupportedModelError(
@@ -342,12 +334,13 @@ class SequenceCache(Cache):
             )
 
     def state(self, sequence: int | None = None) -> dict[str, Tensor]:
-        """What the cache, or one sequence of it with its cells numbered from 0 on, holds, by name.
+        """The tensors of the cache, or of one sequence, by the names in `sequence_state`.
 
-        `ids` and `origins` by cell, `active`, cells and positions of each sequence, K (rotated for the origins) and V
-        of each layer, `[kv_heads, cells, width]`; with `kv_bits` as `PackedCells.parts` gives them.
+        The cells of one sequence are numbered from 0 on.
         """
-        table, numbers = self._table, self.sequences if sequence is None else [self._existing(sequence)]
+        table, numbers = self._table, self.sequences if sequence is None else [self._number(sequence)]
+        if not {*numbers} <= {*table}:
+            raise ConfigError(f"there is no sequence {sequence}, expected one of {self.sequences}.")
         if sequence is None:
             self._close_holes()
         own = {number: table.row(number) for number in numbers}
@@ -362,34 +355,41 @@ class SequenceCache(Cache):
                 state |= {f"layer.{index}.{name}": tensor for name, tensor in layer.parts(cells).items()}
         return state
 
-    def adopt(self, state: dict[str, Tensor], sequence: int, author: Author | None = None) -> None:
-        """Let a sequence hold what `state` gave of one, and leave the others as they are.
+    def restore(self, state: dict[str, Tensor], author: Author | None = None, sequence: int | None = None) -> None:
+        """Replace all sequences by what `state` gave, or only `sequence` by the state's only one.
 
-        `author` computed it; None: the model as it is now.
-
-        Tokens from the first on that a sequence of this cache holds with the same bits are shared with that one.
+        `author` computed the tokens; None: the model as it is now. First tokens of `sequence` that another sequence
+        has with the same bits are shared with it. With `kv_bits`, K and V that are not quantised yet are quantised.
         """
-        rows = [row for name, row in state.items() if name.startswith("sequence.")]
-        if len(rows) != 1:
-            raise ConfigError(f"{len(rows)} sequences were given as sequence {sequence}, but one is expected.")
-        number, (cells, positions) = self._number(sequence), rows[0]
-        saved, about = self._layers_of(state), self._described(state, author)
-        layers = [layer.stored(cells) for layer in saved]
-        shared = self._shared(about[:, cells], positions, layers)
-        self._table.hold(number, shared, positions[: len(shared)])
-        new, order = cells[len(shared) :].sort()
-        taken = self._take_up(about, saved, new)[order.argsort()]
-        self._table.hold(number, torch.cat([self._table.row(number)[0], taken]), positions.clone())
+        rows, layers = sequences_of(state), self._layers_of(state)
+        number = self._number_of(author_of(self.model) if author is None else author)
+        cells_about = described(state["ids"], state["origins"], number)
         self._is_new_turn = True
+        if sequence is None:
+            own_rows = {number: (cells.clone(), positions.clone()) for number, (cells, positions) in rows.items()}
+            self.batch, self._table, self.layers = (int(state["active"]),), TokenTable(own_rows, cells_about), layers
+        else:
+            ((cells, positions),) = rows.values()
+            self._take_sequence(self._number(sequence), cells, positions, layers, cells_about)
         self._changed()
 
-    def _described(self, state: dict[str, Tensor], author: Author | None) -> Tensor:
-        """What a table has of the cells of a state, `[3, cells]`."""
-        number = self._number_of(author_of(self.model) if author is None else author)
-        return described(state["ids"], state["origins"], number)
+    def check_state(self, state: dict[str, Tensor]) -> None:
+        """Raise EntryFault for tensors that `state` of a cache of this model never gives."""
+        name = author_of(self.model)._replace(autocast="").stored_name()
+        check_state(state, layout_of(self.model, name), self.kv_bits)
 
-    def _take_up(self, about: Tensor, others: list[SequenceLayer], cells: Tensor) -> Tensor:
-        """Store cells of another cache, `about` `[3, cells]`, which ascend, and give their numbers here."""
+    def _take_sequence(
+        self, number: int, cells: Tensor, positions: Tensor, saved: list[SequenceLayer], about: Tensor
+    ) -> None:
+        """Replace a sequence by cells of saved layers, of which `about`, `[3, cells]`, says what they are."""
+        shared = self._shared(about[:, cells], positions, [layer.stored(cells) for layer in saved])
+        self._table.hold(number, shared, positions[: len(shared)])
+        new, order = cells[len(shared) :].sort()
+        stored = self._store_cells(about, saved, new)[order.argsort()]
+        self._table.hold(number, torch.cat([self._table.row(number)[0], stored]), positions.clone())
+
+    def _store_cells(self, about: Tensor, others: list[SequenceLayer], cells: Tensor) -> Tensor:
+        """Store ascending cells of other layers, of which `about` is `[3, all cells]`; returns their numbers here."""
         if not len(cells):
             return cells
         table, end = self._table, self._table.count
@@ -402,7 +402,7 @@ class SequenceCache(Cache):
         return torch.cat([torch.arange(start, start + fixed), torch.arange(end + fixed, end + len(cells))])
 
     def _shared(self, about: Tensor, positions: Tensor, layers: list[tuple[Tensor, ...]]) -> Tensor:
-        """The cells, of some sequence, that hold the first of some tokens with the same bits; as many as there are."""
+        """The cells of the sequence that holds most of the first tokens with the same bits."""
         table, longest = self._table, torch.empty(0, dtype=torch.long)
         for number in table:
             cells, at = (column[: len(positions)] for column in table.row(number))
@@ -413,18 +413,6 @@ class SequenceCache(Cache):
             length = int(same.long().cumprod(0).sum())
             longest = cells[:length] if length > len(longest) else longest
         return longest
-
-    def restore(self, state: dict[str, Tensor], author: Author | None = None) -> None:
-        """Hold what `state` gave, and nothing else; with `kv_bits`, K and V as computed are quantised here.
-
-        `author` computed it; None: the model as it is now.
-        """
-        sequences = {int(name.partition(".")[2]): row for name, row in state.items() if name.startswith("sequence.")}
-        rows = {number: (cells.clone(), positions.clone()) for number, (cells, positions) in sequences.items()}
-        table = TokenTable(rows, self._described(state, author))
-        layers, active = self._layers_of(state), int(state["active"])
-        self.batch, self._table, self.layers, self._is_new_turn = (active,), table, layers, True
-        self._changed()
 
     def _empty_layers(self) -> list[SequenceLayer]:
         bits = self.kv_bits
@@ -440,15 +428,13 @@ class SequenceCache(Cache):
             )
         layers = self._empty_layers()
         for index, layer in enumerate(layers if len(state["ids"]) else ()):
-            start = f"layer.{index}."
-            parts = {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
-            layer.add(0, {name: tensor.to(self._device) for name, tensor in parts.items()})
+            layer.add(0, {name: tensor.to(self._device) for name, tensor in layer_of(state, index).items()})
         return layers
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new K and V, and give back all that the active sequences look at.
+        """Store a layer's new K and V, and return all K and V that the active sequences attend to.
 
         Shapes: `[sequences, kv_heads, tokens, head_dim]` → `[sequences, kv_heads, all tokens, head_dim]`.
         """
@@ -466,7 +452,7 @@ class SequenceCache(Cache):
         self._begin()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of each active sequence: a negative number; more than a sequence has empties it."""
+        """Forget the last tokens of each active sequence; their number is negative, and may be more than there are."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         check_negative(tokens_to_remove, self.get_seq_length())
         for number in reversed(self.batch):  # the last has the last cells
@@ -478,7 +464,7 @@ class SequenceCache(Cache):
             self._show(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let each active sequence hold what another one held, sharing it; called by beam search."""
+        """Replace each active sequence by the one at an index of the batch; called by beam search."""
         self._take(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Any) -> None:
@@ -490,7 +476,7 @@ class SequenceCache(Cache):
         self._take([index for index in range(len(self.batch)) for _ in range(repeats)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens the active sequence has, whatever their positions; of a batch, the longest."""
+        """How many tokens the active sequence has; of a batch, the longest one."""
         length = max(len(self._table.row(number)[0]) for number in self.batch)
         if length and (call := asking_generate()) is not None:
             self._is_new_turn = True
@@ -500,7 +486,7 @@ class SequenceCache(Cache):
         return length
 
     def activate_past_recording(self) -> None:
-        """Called by assisted decoding, at its beginning; the last tokens can always be cropped."""
+        """Called when assisted decoding begins a turn."""
         self._is_new_turn = True
 
     def __bool__(self) -> bool:
@@ -508,8 +494,8 @@ class SequenceCache(Cache):
         return self.get_seq_length() > 0
 
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Called by the hook on the model: gives it positions and mask of the active sequences."""
-        new, real = self._given(arguments)
+        """Called by the hook on the model: returns its arguments with positions and mask of the active sequences."""
+        new, real = self._new_tokens(arguments)
         if has_features(arguments):
             raise PromptError(
                 f"{', '.join(other_inputs(arguments))} came with a SequenceCache, but text alone is expected: it "
@@ -531,7 +517,7 @@ class SequenceCache(Cache):
         self._hooks.leave()
         self._pending = _NOTHING
 
-    def _given(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _new_tokens(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The new tokens, and which of them are no padding, `[sequences, tokens]`."""
         new, mask, rows = arguments.get("input_ids"), arguments.get("attention_mask"), len(self.batch)
         new = arguments.get("inputs_embeds") if new is None else new
@@ -557,7 +543,7 @@ class SequenceCache(Cache):
         return new, real
 
     def _refuse_from_start(self, new: Tensor, positions: Any) -> None:
-        """Refuse a prompt whose first tokens are held: assisted decoding of transformers passes all of it."""
+        """Refuse a whole prompt whose first tokens are in the cache: assisted decoding of transformers passes it."""
         cached, tokens = self.get_seq_length(), new.shape[1]
         if cached and tokens > cached and isinstance(positions, Tensor) and int(positions.max()) + 1 == tokens:
             raise PromptError(
@@ -567,7 +553,7 @@ class SequenceCache(Cache):
             )
 
     def _made_mask(self, visible: Tensor, real: Tensor) -> Tensor:
-        """The mask of a forward in the form that the model's attention takes."""
+        """The mask of a forward, in the form that the model's attention takes."""
         mask = mask_of(visible, real)
         if self._attention == STOCK:
             open_door(STOCK)
@@ -592,17 +578,12 @@ class SequenceCache(Cache):
         )
 
     def _may_hide(self) -> bool:
-        """Whether what other sequences hold can be hidden by a mask, and need not be left out of a copy."""
+        """Whether a mask can hide the tokens of other sequences; else a copy without them is needed."""
         try:
             self._ensure_shareable()
         except UnsupportedModelError:
             return False
         return True
-
-    def _existing(self, sequence: int) -> int:
-        if self._number(sequence) not in list(self._table):
-            raise ConfigError(f"there is no sequence {sequence}, expected one of {self.sequences}.")
-        return sequence
 
     def _number(self, sequence: int | None) -> int:
         if sequence is None:
@@ -612,19 +593,16 @@ class SequenceCache(Cache):
         return sequence
 
     def _closest(self, token_ids: Sequence[int], author: int, sequences: Iterable[int]) -> tuple[int, int]:
-        """Which of some sequences holds most of the first tokens of a prompt, computed by an author; and how many."""
-        ids = torch.tensor(list(token_ids), dtype=torch.long)
-        lengths = {number: self._in_common(number, ids, author) for number in sequences}
-        best = max(lengths, key=lambda number: lengths[number], default=self.active)
-        return (best, lengths[best]) if lengths.get(best) else (self.active, 0)
-
-    def _in_common(self, sequence: int, ids: Tensor, author: int) -> int:
-        """How many tokens of a prompt a sequence holds as they were computed, from position 0 on, by an author."""
-        cells, positions = (column[: len(ids)] for column in self._table.row(sequence))
-        order, table = torch.arange(len(cells)), self._table
-        same = (table.ids[cells] == ids[: len(cells)]) & (positions == order) & (table.origins[cells] == order)
-        same &= table.authors[cells] == author
-        return int(same.long().cumprod(0).sum())
+        """The sequence with most first tokens of a prompt that an author computed, and how many these are."""
+        ids, best = torch.tensor(list(token_ids), dtype=torch.long), (self.active, 0)
+        for number in sequences:
+            cells, positions = (column[: len(ids)] for column in self._table.row(number))
+            order = torch.arange(len(cells))
+            prompt_cells = described(ids[: len(cells)], order, author)
+            same = (self._table.about(cells) == prompt_cells).all(0) & (positions == order)
+            length = int(same.long().cumprod(0).sum())
+            best = (number, length) if length > best[1] else best
+        return best
 
     def _number_of(self, author: Author) -> int:
         """The number that the table has of an author."""
@@ -633,12 +611,12 @@ class SequenceCache(Cache):
         return self._authors.index(author)
 
     def _ensure_author(self, new: int) -> None:
-        """Where a turn begins, note who computes its tokens, and refuse to continue those of another model."""
+        """Compare authors once in each turn, when its first `new` tokens come."""
         if self._is_new_turn or (new > 1 and not is_assisting()):
             self._claim()
 
     def _claim(self, author: Author | None = None) -> None:
-        """Note who computes new tokens, None: the model as it is now; refuse to continue those of another model."""
+        """Set the author of new tokens, None: the model as it is now; refuse to continue those of another author."""
         now = author_of(self.model) if author is None else author
         self._is_new_turn, self._author = False, self._number_of(now)
         for number in self.batch:
@@ -649,7 +627,7 @@ class SequenceCache(Cache):
                 refuse_other_author(self._authors[int(others[0])], now, len(others), RECOMPUTE)
 
     def _take(self, indices: list[int]) -> None:
-        """Let the active sequences be copies of those at some indices of the batch."""
+        """Replace the active sequences by copies of those at some indices of the batch."""
         free = (number for number in count() if number not in {*self._table, *self.batch})
         numbers = [*self.batch[: len(indices)], *islice(free, max(0, len(indices) - len(self.batch)))]
         sources, gone = [self.batch[index] for index in indices], self.batch[len(indices) :]
@@ -668,8 +646,8 @@ class SequenceCache(Cache):
             layer.show(columns)
 
     def _close_holes(self, allowed: int = 0) -> None:
-        """Let the storage hold only cells that a sequence has, if more than so many are held by none."""
-        if self._table.count - len(self._table.held()) <= allowed:
+        """Free the cells of no sequence, if there are more than `allowed`."""
+        if self._table.count - len(self._table.used_cells()) <= allowed:
             return
         cells = self._table.compact()
         for layer in self.layers:
@@ -678,7 +656,7 @@ class SequenceCache(Cache):
         self._changed()
 
     def _ready(self) -> None:
-        """Bring K and V in the form in which the next forward looks at them."""
+        """Prepare the columns of K and V that the next forward attends to."""
         if not self._dirty:
             return
         rows = [self._table.row(number) for number in self.batch]
@@ -691,7 +669,7 @@ class SequenceCache(Cache):
         self._dirty = False
 
     def _arrange(self, sequences: Sequence[int], may_hide: bool) -> None:
-        """Let the columns be those of some sequences."""
+        """Make the columns those of some sequences."""
         view = self._table.view(sequences, may_hide)
         rotations = self._source.rotations(self._table.origins[view.cells], view.positions)
         for layer, style, by in zip(self.layers, self._source.styles, rotations, strict=True):
@@ -700,7 +678,7 @@ class SequenceCache(Cache):
         self._show(len(view.cells))
 
     def _refuse_crossing(self, positions: Tensor) -> None:
-        """Rotary frequencies may change with the length; then keys of both kinds cannot stand beside each other."""
+        """Refuse positions from which on the rotary frequencies are others: cached keys would have the old ones."""
         most = self._most_tokens
         if most is not None and positions.numel() and int(positions.max()) >= most:
             raise PromptError(
@@ -710,7 +688,7 @@ class SequenceCache(Cache):
             )
 
     def _refuse_gaps(self, positions: Tensor) -> None:
-        """Some attention counts tokens; that is right only where tokens follow each other as positions do."""
+        """Refuse gaps between positions if the attention measures distances in tokens."""
         counts = counted_in_tokens(self.model, self._source)
         if counts and bool((positions.diff() != 1).any()):
             raise ConfigError(
@@ -751,11 +729,11 @@ class SequenceCache(Cache):
 
 
 class ShiftCache(SequenceCache):
-    """A `SequenceCache` that never holds more tokens than a window: generation goes on past it, as with llama.cpp.
+    """A `SequenceCache` with a context window that shifts, so that generation continues past it, as with llama.cpp.
 
-    When the window is full, the first tokens are kept, the older half of the rest is dropped, and what remains moves
-    up: its keys are rotated to their new positions. What the dropped tokens did to the remaining keys and values stays
-    in them. A prompt longer than the window is read in parts with `generate(..., prefill_chunk_size=…)`.
+    When the window is full, the first tokens are kept, the older half of the rest is dropped, and the remaining tokens
+    move up: their keys are rotated to their new positions. They stay as they were computed, with the dropped tokens
+    before them. A prompt longer than the window is read in parts with `generate(..., prefill_chunk_size=…)`.
     """
 
     def __init__(
@@ -799,7 +777,7 @@ class ShiftCache(SequenceCache):
         self.shifts = 0
 
     def make_room(self, tokens: int) -> None:
-        """Drop at least half of what each active sequence need not keep, if so many new tokens do not fit."""
+        """Drop at least half of the tokens behind the kept ones of each active sequence, if new ones do not fit."""
         keep, way_out = self.keep_tokens, "Pass prefill_chunk_size to generate(), or shorten the prompt."
         for number in self.batch:
             dropped = dropped_tokens(self._table.next_position(number), tokens, self.window_tokens, keep, way_out)
@@ -819,7 +797,7 @@ def check_window(window_tokens: int, keep_tokens: int) -> None:
 
 
 def dropped_tokens(cached: int, new: int, window_tokens: int, keep_tokens: int, way_out: str) -> int:
-    """How many of the tokens behind those kept leave, so that new ones fit: if any, at least half of them."""
+    """How many tokens behind the kept ones are dropped so that new ones fit: none, or at least half of them."""
     over, rest = cached + new - window_tokens, max(0, cached - keep_tokens)
     if over > rest:
         raise PromptError(

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of a sequence cache: K as it was computed and V by cell, and the columns of them that attention is given.
 
-A plain layer keeps a copy of what it cannot show as it is stored. A quantised one keeps nothing unpacked or rotated
-between forwards: at every look keys are unpacked and then rotated to where they are now. So however often a token
-moves, it was quantised once, as it was computed.
+A plain layer copies the columns that attention cannot be given as they are stored. A quantised one keeps no copy: in
+each forward its keys are unpacked, then rotated to their present positions. So a token is quantised once, as it was
+computed, however often it moves.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ from ..rotary.base import RotaryStyle
 
 
 class SequenceLayer(DynamicLayer):
-    """K and V by cell, `[1, kv_heads, cells, width]`; beside them, where these cannot serve as they are, a copy.
+    """K and V by cell, `[1, kv_heads, cells, width]`, and copies of the columns where these differ from the cells.
 
-    `keys` and `values` are what attention is given, `[1, kv_heads, columns, width]`, the same for all sequences.
+    `keys` and `values` are the columns that attention is given, `[1, kv_heads, columns, width]`, for all sequences.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class SequenceLayer(DynamicLayer):
 
     @property
     def view_tensors(self) -> tuple[Tensor, ...]:
-        """What is held to show the columns, and is shared with other layers."""
+        """Tensors about the columns that layers share with each other."""
         return ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -49,7 +49,7 @@ class SequenceLayer(DynamicLayer):
         self.is_initialized = True
 
     def write(self, cell: int, keys: Tensor, values: Tensor) -> Pair:
-        """Store new tokens, `[sequences, kv_heads, tokens, width]`, from a cell on; gives them behind all columns."""
+        """Store new tokens, `[sequences, kv_heads, tokens, width]`, from a cell on; returns all columns with them."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self._first = self._first if self.length else cell
@@ -62,7 +62,7 @@ class SequenceLayer(DynamicLayer):
         return columns[0].expand(len(keys), -1, -1, -1), columns[1].expand(len(keys), -1, -1, -1)
 
     def commit(self) -> None:
-        """Hold the new tokens: all layers have stored those of a forward."""
+        """Called when all layers have stored the new tokens of a forward."""
 
     def stored(self, cells: Tensor) -> Pair:
         """K and V of some cells, `[kv_heads, tokens, width]`, K rotated for the positions where it was computed."""
@@ -70,15 +70,15 @@ class SequenceLayer(DynamicLayer):
         return parts[0], parts[1]
 
     def parts(self, cells: Tensor) -> dict[str, Tensor]:
-        """What is held of some cells by name, in the form in which it is held; `cells` ascend, each once."""
+        """The stored tensors of some cells, by name; `cells` ascend, each once."""
         return dict(zip("kv", self.stored(cells), strict=True))
 
     def fixed_cells(self, count: int) -> int:
-        """How many of the first `count` cells are in their last form; where `add` puts such cells."""
+        """How many of the first `count` cells are quantised, or need not be; `add` inserts such cells behind them."""
         return count
 
     def add(self, cell: int, parts: Mapping[str, Tensor]) -> None:
-        """Hold cells that are no sequence's next, in the form that `parts` gives, behind the first `cell` ones."""
+        """Store more cells, in the form that `parts` gives, behind the first `cell` ones."""
         keys, values = parts["k"][None], parts["v"][None]
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -86,13 +86,13 @@ class SequenceLayer(DynamicLayer):
             column.write(cell, states)
 
     def keep(self, cells: Tensor) -> None:
-        """Let the storage hold only some of its cells, as cells 0, 1, 2 …; `cells` ascend, each once."""
+        """Free all cells but some, which become cells 0, 1, 2 …; `cells` ascend, each once."""
         stored = self.parts(cells)
         self.is_initialized = False
         self.add(0, stored)
 
     def arrange(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], by: Pair | None) -> None:
-        """Say which cells the columns are, `[columns]`, and by what their keys are rotated, `[columns, pairs]`."""
+        """Set the cells of the columns, `[columns]`, and the table that rotates their keys, `[columns, pairs]`."""
         self._first = int(cells[0]) if in_order and len(cells) else 0
         if self._stored is not None:
             moves = [by if index == style.slot else None for index in range(2)]
@@ -103,7 +103,7 @@ class SequenceLayer(DynamicLayer):
             self._copies = keys, values
 
     def show(self, columns: int) -> None:
-        """Let `keys` and `values` be the first columns, and count so many."""
+        """Make `keys` and `values` the first columns."""
         self.length = columns
         if self._stored is not None:
             self.keys, self.values = (
@@ -112,13 +112,13 @@ class SequenceLayer(DynamicLayer):
             )
 
     def get_seq_length(self) -> int:
-        """How many columns there are: where one sequence is active and stored in order, its tokens."""
+        """How many columns there are."""
         return self.length
 
 
 @dataclass(frozen=True)
 class _Index:
-    """Cells that are no neighbours: ascending on the CPU and on the layer's device, and where each one is shown."""
+    """Cells in any order: ascending on the CPU and on the layer's device, and the column of each."""
 
     cells: Tensor
     on_device: Tensor
@@ -143,7 +143,7 @@ class _Index:
 
 
 class QuantisedSequenceLayer(MadeStates, SequenceLayer):
-    """A `SequenceLayer` over `PackedCells`, whose `keys` and `values` are unpacked at every look."""
+    """A `SequenceLayer` over `PackedCells`, whose `keys` and `values` are unpacked at every access."""
 
     _packed: PackedCells  # once there are any
 
@@ -173,7 +173,7 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
         self.is_initialized = True
 
     def write(self, cell: int, keys: Tensor, values: Tensor) -> Pair:
-        """See `SequenceLayer.write`; the new tokens are given as they are, and count from `commit` on."""
+        """See `SequenceLayer.write`; new tokens are returned as they are, and are stored for good in `commit`."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         if self.length <= self._indexed:
@@ -186,7 +186,7 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
         return columns[0].expand(len(keys), -1, -1, -1), columns[1].expand(len(keys), -1, -1, -1)
 
     def commit(self) -> None:
-        """Hold the new tokens."""
+        """Store the new tokens for good."""
         self._packed.commit()
 
     def stored(self, cells: Tensor) -> Pair:
@@ -200,7 +200,7 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
         return self._packed.parts(cells)
 
     def fixed_cells(self, count: int) -> int:
-        """How many of the first `count` cells are in few bits."""
+        """How many of the first `count` cells are quantised."""
         return min(count, self._packed.state.packed) if self.is_initialized else 0
 
     def add(self, cell: int, parts: Mapping[str, Tensor]) -> None:
@@ -230,7 +230,7 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
         return self._unpacked(0)[index] if self.is_initialized else None
 
     def _unpacked(self, room: int) -> Pair:
-        """All columns unpacked and rotated, and room for some more behind them."""
+        """All columns unpacked and rotated, with room for `room` more behind them."""
         out, length, count = self._packed.like(self.length + room), self.length, self._indexed
         if self._index is not None:
             self._index.read(self._packed, (out[0][:, :, :count], out[1][:, :, :count]))

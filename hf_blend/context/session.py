@@ -1,35 +1,29 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: a conversation's cache as one file, whole and verified or not used at all.
+"""Sessions: what a cache holds as one file, which is verified whole before anything of it is used.
 
     save_session(cache, "chat.session", tokenizer)
     load_session(cache, "chat.session", tokenizer)       # in another process, for the same model
 
-The texts in the header of a file (see `store.format`) say which model, tokenizer and rotary settings it belongs to.
-Nothing is used before all of it was read and compared: the seal of the header before anything is parsed, then the
-digests, then the texts, then names, shapes, dtypes and values with those of the model.
+The header of the file (see `store.format`) names the model, tokenizer and rotary settings that it belongs to. The
+checks come in this order: the seal of the header, before anything is parsed; the digests of the tensors; the model,
+tokenizer and settings; the names, shapes, dtypes and values of the tensors, which the cache itself checks.
 """
 
 import contextlib
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
-from ..cache.quantised_layer import forms, is_grouping
 from ..errors import ConfigError, StoreError
 from ..model.anatomy import text_config
 from ..model.author import Author, author_of
-from ..prefill.layout import layout_of
-from ..prompt.history import UNKNOWN
-from ..store.chunk import Layout, has_usable_values
 from ..store.format import EntryFile, pack_entry
 from ..store.seal import check_secret
 from ..store.tiers.base import EntryFault, as_fault
@@ -39,12 +33,13 @@ from .state_cache import StateCache
 
 KIND = "hf_blend.session/3"
 BESIDE = "conversation"  # messages and turns, as bytes
-_SEQUENCE = re.compile(r"sequence\.(0|[1-9][0-9]{0,8})")
-_END = 1 << 31  # of ids and positions
+COMPARED = ("rope", "tokenizer", "model", "kv_bits", "transformers")  # rope first: it is also a part of the model
+
+SavedCache = SequenceCache | StateCache
 
 
 def save_session(
-    cache: SequenceCache | StateCache,
+    cache: SavedCache,
     path: str | Path,
     tokenizer: Any = None,
     *,
@@ -52,10 +47,25 @@ def save_session(
     sequence: int | None = None,
     conversation: bytes = b"",
 ) -> int:
-    """Write a cache to a file; a file of that name is replaced at once, or stays as it is if writing fails.
+    """Write a cache to a file. An existing file is replaced atomically, and stays as it is if writing fails.
 
-    The file says which model computed what it holds: after a switch of adapters that is not the one which saves.
-    `conversation` is what a `Conversation` keeps beside its cache.
+    The file names the model that computed the tokens: after a switch of adapters that is not the present one.
+
+    Args:
+        cache: a `SequenceCache`, `ShiftCache` or `StateCache`.
+        path: the file.
+        tokenizer: if given, the session can be loaded only with the same tokenizer.
+        secret: signs the file; it can be loaded only with the same secret.
+        sequence: save only this sequence; None saves the whole cache.
+        conversation: what a `Conversation` keeps beside its cache.
+
+    Returns:
+        the size of the file in bytes.
+
+    Raises:
+        StoreError: the file cannot be written.
+        ConfigError: there is no such sequence, or several models computed the tokens.
+        UnsupportedModelError: tokens were computed inside `self_extend`.
     """
     check_secret(secret)
     cache.refuse_extended()
@@ -71,48 +81,53 @@ def save_session(
 
 
 def load_session(
-    cache: SequenceCache | StateCache,
+    cache: SavedCache,
     path: str | Path,
     tokenizer: Any = None,
     *,
     secret: bytes | None = None,
     sequence: int | None = None,
 ) -> None:
-    """Let a cache hold what a file holds. If anything is wrong with the file, the cache stays as it was.
+    """Load a saved cache. If anything is wrong with the file, the cache stays as it was.
 
-    With `sequence` the file's only sequence is taken up as this one, and the others stay; else the cache holds what
-    the file holds and nothing else.
+    Args:
+        cache: of the same kind, model and `kv_bits` as the saved one.
+        path: the file.
+        tokenizer: as in `save_session`.
+        secret: as in `save_session`.
+        sequence: load the file's only sequence as this one, beside the others; None replaces all that the cache holds.
+
+    Raises:
+        StoreError: the file is no session of this model, tokenizer and secret, or not what was saved.
+        ConfigError: `sequence` is given, and the file holds several.
     """
     read_session(cache, path, tokenizer, secret=secret).restore(sequence)
 
 
 @dataclass(frozen=True)
 class Session:
-    """What a file holds for a cache, which stays as it was until `restore`."""
+    """A verified session of a cache, which stays as it is until `restore`."""
 
-    cache: SequenceCache | StateCache
+    cache: SavedCache
     path: str | Path
     author: Author  # who computed it
     state: dict[str, Tensor]
     conversation: bytes  # empty where a bare cache was saved
 
     def restore(self, sequence: int | None = None) -> None:
-        """Let the cache, or a sequence of it, hold this."""
-        with self.refusing():
-            if sequence is None or isinstance(self.cache, StateCache):
-                return self.cache.restore(self.state, self.author)
+        """Load it into the cache, or into one sequence of the cache."""
         sequences = sum(name.startswith("sequence.") for name in self.state)
-        if sequences != 1:
+        if sequence is not None and sequences != 1:
             raise ConfigError(
                 f"the session {self.path} holds {sequences} sequences, but one is expected to become sequence "
                 f"{sequence}. Save it with save_session(..., sequence=...), or load all of it into an empty cache."
             )
         with self.refusing():
-            self.cache.adopt(self.state, sequence, self.author)
+            self.cache.restore(self.state, self.author, sequence)
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Refuse the file for whatever goes wrong with its content."""
+        """Turn any error about the file's content into a StoreError that names the file."""
         try:
             with as_fault("its content"):
                 yield
@@ -124,20 +139,16 @@ class Session:
 
 
 def read_session(
-    cache: SequenceCache | StateCache, path: str | Path, tokenizer: Any = None, *, secret: bytes | None = None
+    cache: SavedCache, path: str | Path, tokenizer: Any = None, *, secret: bytes | None = None
 ) -> Session:
-    """Read and verify what a file holds for a cache, as `load_session` does."""
+    """Read and verify a file as `load_session` does, without changing the cache."""
     check_secret(secret)
     (about, state), author = _read(path, secret), author_of(cache.model)._replace(autocast="")
-    identity = _identity(cache, tokenizer, author)
-    _compare(path, about, identity)
+    _compare(path, about, _identity(cache, tokenizer, author))
     beside = state.pop(BESIDE, None)
     session = Session(cache, path, author, state, b"" if beside is None else beside.numpy().tobytes())
     with session.refusing():
-        if isinstance(cache, StateCache):
-            cache.check_state(state)
-        else:
-            _check_state(state, layout_of(cache.model, identity["model"]), cache.kv_bits)
+        cache.check_state(state)
     return session
 
 
@@ -156,46 +167,8 @@ def _read(path: str | Path, secret: bytes | None) -> tuple[Mapping[str, str], di
         ) from fault
 
 
-def _check_state(state: dict[str, Tensor], layout: Layout, kv_bits: int | None) -> None:
-    """Raise EntryFault for tensors that a cache of this layout cannot hold."""
-    cells = state["ids"].numel()
-    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"active": ((), torch.int64)}
-    expected |= dict.fromkeys(("ids", "origins"), ((cells,), torch.int64))
-    expected |= {} if kv_bits is None else {"kv_bits": ((), torch.int64)}
-    for index, pair in enumerate(layout.layers if cells else ()):
-        packed = state["layer.0.groups"].numel() if kv_bits else 0
-        groups = state[f"layer.{index}.k.scale"].shape[1] if kv_bits else 0
-        parts = forms(kv_bits, pair, (packed, groups, cells - packed))
-        expected |= {f"layer.{index}.{name}": form for name, form in parts.items()}
-    rows = [tensor for name, tensor in state.items() if _SEQUENCE.fullmatch(name)]
-    sequences = {name: ((2, state[name].shape[-1]), torch.int64) for name in state if _SEQUENCE.fullmatch(name)}
-    stored = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
-    if stored != expected | sequences:
-        raise EntryFault(
-            "layout", f"names, shapes or dtypes of {len(state)} tensors are not those of this model's layers"
-        )
-    bounds = [(state["ids"], UNKNOWN, _END), (state["origins"], 0, _END), (state["active"], 0, _END)]
-    bounds += [(row[0], 0, cells) for row in rows] + [(row[1], 0, _END) for row in rows]
-    if not all(low <= int(values.min()) and int(values.max()) < end for values, low, end in bounds if values.numel()):
-        raise EntryFault("values", f"of {cells} cells one holds a token or a position that cannot be")
-    if any(len(row[0].unique()) < row.shape[1] for row in rows):
-        raise EntryFault("values", f"of {len(rows)} sequences one holds a cell twice")
-    groups_of = {name: tensor for name, tensor in state.items() if name.endswith(".groups")}
-    if not all(is_grouping(of, state[name.replace("groups", "k.scale")].shape[1]) for name, of in groups_of.items()):
-        raise EntryFault("values", f"of {cells} cells one has the scales of a group that cannot be")
-    floats = [tensor for name, tensor in state.items() if name.startswith("layer.") and tensor.is_floating_point()]
-    if not all(map(has_usable_values, floats)):
-        raise EntryFault("values", f"keys or values of {cells} cells are NaN, infinite or absurd")
-
-
 def _compare(path: str | Path, saved: Mapping[str, str], expected: dict[str, str]) -> None:
-    for name in (
-        "rope",
-        "tokenizer",
-        "model",
-        "kv_bits",
-        "transformers",
-    ):  # a rotary setting is part of the model: name it first
+    for name in COMPARED:
         if saved.get(name) != expected.get(name):
             raise StoreError(
                 f"the session {path} was saved with another {name} ({saved.get(name)!r:.60}) than this cache's "
@@ -203,17 +176,16 @@ def _compare(path: str | Path, saved: Mapping[str, str], expected: dict[str, str
             )
 
 
-def _identity(cache: SequenceCache | StateCache, tokenizer: Any, author: Author) -> dict[str, str]:
+def _identity(cache: SavedCache, tokenizer: Any, author: Author) -> dict[str, str]:
     rope = getattr(text_config(cache.model), "rope_parameters", None)
-    return {
+    identity = {
         "model": author.stored_name(),
         "tokenizer": "" if tokenizer is None else _tokenizer_digest(tokenizer),
         "rope": json.dumps(rope, sort_keys=True, default=str),
-        **({} if cache.kv_bits is None else {"kv_bits": str(cache.kv_bits)}),
-        **(
-            {"transformers": transformers.__version__} if isinstance(cache, StateCache) else {}
-        ),  # whose states these are
+        "kv_bits": "" if cache.kv_bits is None else str(cache.kv_bits),
+        "transformers": cache.state_version,
     }
+    return {name: text for name, text in identity.items() if text or name == "tokenizer"}
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

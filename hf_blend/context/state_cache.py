@@ -1,19 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that a model holds whose states cannot be moved or cut: linear attention, state spaces.
+"""`StateCache`: prefixes and conversations of models whose states cannot be moved or cut (linear attention, SSMs).
 
     cache = StateCache(model)
     cache.prefill(prefix_ids)                           # documents that many prompts begin with
     save_session(cache, "prefix.session", tokenizer)    # of hf_blend.context.session; load_session takes it up
     answer_ids = cache.generate(prompt_ids, max_new_tokens=64)   # computes only what is behind them
 
-The state of a layer holds every token before it, so a prompt is continued only from where states were saved: where
-what is held ends, where a prefix did, or where the last two prompts parted.
+The state of a layer depends on every token before it, so a prompt can be continued only where states were saved: at
+the end of the cached tokens, at the end of a prefix, or where the last two prompts parted.
 
-The stock cache behind a turn stays as it is while the next turn continues a copy, so that a turn that fails is
-forgotten. Where the window is full, what stays of the text is prefilled again, which is exact. So is what a prompt
-does not have in common with what is held: from the states that were saved where the last such prompt parted, so that
-of a conversation whose template always writes the last turn otherwise two turns are computed again, and no more.
+Each turn continues a copy of the stock cache, so that a turn that fails is forgotten. When the window is full, the
+tokens that stay are prefilled again, which is exact. So are tokens behind the point where a prompt parts from the
+cached ones; states are saved at that point. So where a chat template rewrites the last turn each time, each turn
+computes at most two turns.
 """
 
 import copy
@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from ..cache.cache_layers import cache_layers
@@ -50,11 +51,13 @@ _NOTHING: tuple[Author | None, list[int], Any] = None, [], None
 
 
 class StateCache:
-    """Token ids, and the stock cache that they fill; `shifts` counts how often it was filled again.
+    """Token ids and the stock cache of them, which later prompts with the same beginning continue.
 
-    It takes what prompts have in common with what is held, for any model whose cache is stock, and has what
-    `Conversation` asks of a `ShiftCache`. It is saved in the same kind of file.
+    Works for any model whose cache is stock. A `Conversation` uses it where a `ShiftCache` cannot be used, and
+    `save_session` saves both in the same kind of file. `shifts` counts how often tokens left a full window.
     """
+
+    state_version = transformers.__version__  # states are saved in the form of this version
 
     def __init__(
         self,
@@ -63,15 +66,14 @@ class StateCache:
         keep_tokens: int = 1,
         kv_bits: int | None = None,
     ) -> None:
-        """Hold nothing.
+        """Begin empty.
 
         Args:
             model: a causal language model; it is left as it was.
-            window_tokens: most tokens that are held; None is as many as the model takes, and as its rotary
+            window_tokens: most tokens that are cached; None is as many as the model has positions, and as its rotary
                 frequencies stay the same for.
-            keep_tokens: so many first tokens stay where a prompt is cut to fit.
-            kv_bits: packs K and V of layers that keep nothing else; a file holds them unpacked, and they are packed
-                again as they were.
+            keep_tokens: how many first tokens stay when a prompt is cut to fit the window.
+            kv_bits: 8 or 4 to quantise K and V of full attention layers; a session file holds them unpacked.
 
         Raises:
             ConfigError: the window has no room behind the tokens that stay.
@@ -91,18 +93,18 @@ class StateCache:
         self._has_said = False  # that a prompt parted from what is held
 
     def tokens(self) -> list[int]:
-        """The token ids that are held."""
+        """The cached token ids."""
         return [*self._ids]
 
     def get_seq_length(self) -> int:
-        """How many tokens are held."""
+        """How many tokens are cached."""
         return len(self._ids)
 
     def prefill(self, token_ids: Sequence[int]) -> int:
-        """Hold these tokens, with states behind them from which any prompt that begins so is continued.
+        """Cache these tokens, and save the states behind them, which any prompt that begins so continues.
 
         Returns:
-            how many tokens were computed; the others were held.
+            how many tokens were computed; the others were cached.
 
         Raises:
             PromptError: they do not fit the window, are not the ids of one text, or one is of an image.
@@ -114,20 +116,20 @@ class StateCache:
         cache, start, again = self._begun([*ids, 0], is_whole=True)
         self._way.advance(self.model, cache, torch.tensor(ids[start:], dtype=torch.long))
         self._cache, self._ids = cache, ids
-        self._save_states()
+        self._save_states(self._cache, len(self._ids))
         return again + len(ids) - start
 
     def generate(self, token_ids: Sequence[int], question_tokens: int | None = None, **options: Any) -> list[int]:
-        """Answer a prompt as `generate` of transformers does, of which what is held is not computed again.
+        """Answer a prompt as `generate` of transformers does, without computing the cached tokens again.
 
         Args:
-            token_ids: of the whole prompt. Where it and an answer are too long, what is between its first tokens and
-                the question is cut, the earliest first.
-            question_tokens: how many tokens at the end are the question; None: nothing is cut.
+            token_ids: of the whole prompt. If it and the answer do not fit the window, tokens between its first
+                `keep_tokens` and the question are dropped, the earliest first.
+            question_tokens: how many tokens at the end are the question; None: nothing is dropped.
             **options: of `generate`, for one answer as ids.
 
         Returns:
-            the ids of the answer. The prompt and all of the answer but its last token are held then.
+            the ids of the answer. The prompt and all of the answer but its last token are cached then.
 
         Raises:
             PromptError: as in `prefill`, of the question and its answer.
@@ -150,7 +152,7 @@ class StateCache:
         return output[len(ids) :]
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        """The ids of one text, of which a model in evaluation mode makes the states."""
+        """The ids of one text; others are refused, and so is a model in training mode."""
         try:
             ids = list(map(operator.index, token_ids))
         except (TypeError, ValueError, RuntimeError) as error:
@@ -166,15 +168,13 @@ class StateCache:
         return ids
 
     def _refuse(self, options: Mapping[str, Any]) -> None:
-        """Refuse options with which the cache would hold something else than what the ids make."""
-        name = next((name for name in _OWN if options.get(name) is not None), None)
+        """Refuse options with which the cache would not hold the states of the ids alone."""
         config = options.get("generation_config") or self.model.generation_config
-        several = ((name, options.get(name, getattr(config, name, None))) for name in _SEVERAL)
-        name = next((name for name, count in several if (count or 1) > 1), name)
-        if name:
+        several = [name for name in _SEVERAL if (options.get(name, getattr(config, name, None)) or 1) > 1]
+        if names := several + [name for name in _OWN if options.get(name) is not None]:
             raise ConfigError(
-                f"{name} came for a prompt of which the states are held, but one answer to its ids alone is expected. "
-                "Leave it out."
+                f"{names[0]} came for a prompt of which the states are held, but one answer to its ids alone is "
+                "expected. Leave it out."
             )
 
     def recompute(self) -> int:
@@ -194,15 +194,15 @@ class StateCache:
         return len(self._ids) - len(cached)
 
     def computed_by(self, sequence: int | None = None) -> Author | None:
-        """Who computed what is held; None where that is nothing."""
+        """The author of the cached tokens; None where there are none."""
         return self._author if self._ids else None
 
     def refuse_extended(self) -> None:
-        """Refuse to be stored, if the model is inside `self_extend`."""
+        """Refuse to be saved if the model is inside `self_extend`."""
         refuse_extended(self.model)
 
     def state(self, sequence: int | None = None) -> dict[str, Tensor]:
-        """`ids`, and all that the stock cache holds, by name."""
+        """The tensors of the stock cache, by name, and `ids`."""
         ids = torch.tensor(self._ids, dtype=torch.long)
         return {"ids": ids, **(self._way.form.take(self._cache, 0, len(ids)) if self._ids else {})}
 
@@ -215,31 +215,30 @@ class StateCache:
         if parts or len(ids):
             self._way.form.check(parts, 0, len(ids))
 
-    def restore(self, state: dict[str, Tensor], author: Author | None = None) -> None:
-        """Hold what `state` gave, and nothing else; `author` computed it, None: the model as it is now."""
+    def restore(self, state: dict[str, Tensor], author: Author | None = None, sequence: int | None = None) -> None:
+        """See `SequenceCache.restore`; the cache has one sequence, whatever `sequence` is."""
         self._author = author or author_of(self.model)
         self._ids = state["ids"].tolist()
         filled = self._way.form.fill([state], len(self._ids)) if self._ids else stock_cache(self.model)
         self._cache = self._packed(filled)
-        self._save_states()
+        self._save_states(self._cache, len(self._ids))
 
-    def _save_states(self) -> None:
-        """Keep a copy of the states behind what is held."""
-        tokens = len(self._ids)
-        taken = self._way.form.take(self._cache, tokens, tokens) if tokens else {}
+    def _save_states(self, cache: Any, tokens: int) -> None:
+        """Keep a copy of the states of a cache that holds so many tokens."""
+        taken = self._way.form.take(cache, tokens, tokens) if tokens else {}
         self._saved = tokens, {name: tensor.clone() for name, tensor in taken.items()}
 
     def _fitting(self, ids: list[int], question: int, new: int) -> list[int]:
-        """The ids that stay so that they and an answer fit: if not all, the first and less than half of the others."""
+        """The ids that fit the window with an answer: all, or the kept ones and at most half of the others."""
         way_out = f"The answer is up to {new} of them: shorten the question, or pass a smaller max_new_tokens."
         earlier = len(ids) - question
         dropped = dropped_tokens(earlier, question + new, self.window_tokens, self.keep_tokens, way_out)
         return [*ids[: self.keep_tokens], *ids[self.keep_tokens + dropped :]]
 
     def _begun(self, ids: list[int], is_whole: bool) -> tuple[Any, int, int]:
-        """A cache of its own that holds the beginning that some ids have in common with what is held, and its tokens.
+        """A cache of the first tokens of a prompt that are cached, how many it has, and how many were computed again.
 
-        If that is not all that is held, the states are computed again and saved there; last is for how many tokens.
+        They are computed again from the saved states on if these are not all cached tokens.
         """
         same = shared_tokens(ids[:-1], self._ids)
         if same == len(self._ids) and same:
@@ -248,8 +247,7 @@ class StateCache:
         self._saved = self._saved if start else (0, {})
         if same > start:
             self._way.advance(self.model, cache, torch.tensor(ids[start:same]))
-            taken = self._way.form.take(cache, same, same)
-            self._saved = same, {name: tensor.clone() for name, tensor in taken.items()}
+            self._save_states(cache, same)
         if is_whole and same > start and not self._has_said:
             self._has_said = True
             logger.warning(
@@ -260,7 +258,7 @@ class StateCache:
         return cache, same, same - start
 
     def _resumed(self, most: int) -> tuple[Any, int]:
-        """A cache of the tokens behind which states are saved, and how many, if not more; or an empty one."""
+        """A cache of the tokens up to the saved states, and how many these are; an empty one if more than `most`."""
         tokens, states = self._saved
         if not 0 < tokens <= most:
             return self._packed(stock_cache(self.model)), 0
@@ -269,7 +267,7 @@ class StateCache:
         return self._packed(self._way.form.fill([prefix, states], tokens)), tokens
 
     def _packed(self, cache: Any) -> Any:
-        """The same cache, whose layers hold K and V in few bits where that is asked for."""
+        """The same cache, with K and V quantised if `kv_bits` is set."""
         config = BlendConfig(kv_bits=self.kv_bits)
         for index, layer in enumerate(cache_layers(self.model, len(cache.layers), config) if self.kv_bits else ()):
             if isinstance(layer, QuantisedLayer):

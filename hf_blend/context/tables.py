@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary tables of a model at any positions, made by the model's own rotary modules.
 
-Which module makes the table of which layer is found by watching one forward of a few tokens: the table that a layer
-receives is the very object that some module returned. A layer that receives none may make its own inside.
+One forward of a few tokens shows which module makes the table of which layer: a layer receives the very object that
+the module returned. A layer that receives none may make its own.
 """
 
 import threading
@@ -44,14 +44,14 @@ _known: WeakKeyDictionary[nn.Module, "TableSource"] = WeakKeyDictionary()
 
 @dataclass(frozen=True, eq=False)
 class TableSource:
-    """Makes the rotary tables of every layer; one for each live model, from `TableSource.of`."""
+    """Makes the rotary tables of every layer; `TableSource.of` keeps one for each live model."""
 
     styles: tuple[type[RotaryStyle], ...]
     makers: tuple[Maker | None, ...]
 
     @classmethod
     def of(cls, model: nn.Module, below_regime: bool = False) -> "TableSource":
-        """Find where a model's tables come from."""
+        """Find where a model's tables come from; `below_regime`: frequencies may change with the length."""
         if not below_regime:
             _refuse_moving(model)
         if model not in _known:
@@ -74,7 +74,7 @@ class TableSource:
         return [None if maker is None else made[maker] for maker in self.makers]
 
     def rotations(self, old: Tensor, new: Tensor) -> list[Table | None]:
-        """For each layer what rotates keys from old to new positions, `[tokens]` each; None where none moves."""
+        """For each layer the table that rotates keys from old to new positions, `[tokens]` each; None: no rotation."""
         if bool((old == new).all()):
             return [None] * len(self.styles)
         kinds = [*zip(self.styles, self.makers, strict=True)]
@@ -83,7 +83,7 @@ class TableSource:
         return [rotations[kind] for kind in kinds]
 
     def rotation(self, layer: int, old: Tensor, new: Tensor) -> Table | None:
-        """What rotates the keys of one layer, as `rotations` gives it; also where none moves."""
+        """The table that rotates the keys of one layer, also if no position changes; None: it has none."""
         maker = self.makers[layer]
         if maker is None:
             return None
@@ -91,7 +91,7 @@ class TableSource:
 
 
 def counted_in_tokens(model: nn.Module, source: TableSource) -> str:
-    """What in a model measures distances in tokens, not in positions; empty if nothing does."""
+    """Why a model's attention measures distances in tokens, not in positions; empty if it does not."""
     if windowed_layer(model) is not None:
         return "this model attends within windows, which transformers measures in tokens"
     if not source.rotates:
@@ -122,7 +122,7 @@ def _refuse_shared(model: nn.Module) -> None:
 
 
 def regime_tokens(model: nn.Module) -> int | None:
-    """How long a prompt may be for rotary frequencies that depend on its length to be those of short ones."""
+    """The longest prompt with the rotary frequencies of short ones; None if they do not depend on the length."""
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
@@ -153,7 +153,7 @@ def _refuse_without_table(
 
 
 def _find_makers(model: nn.Module) -> tuple[Maker | None, ...]:
-    """Run a few tokens and see which module made what each layer received."""
+    """Run a few tokens to find the module that made the table of each layer."""
     layers = decoder_layers(model)
     inner = {id(module) for layer in layers for module in layer.modules()}
     outer = [module for module in model.modules() if id(module) not in inner]
@@ -194,7 +194,7 @@ def _known_maker(model: nn.Module, index: int, arguments: dict[str, Any], makers
 
 
 def _maker(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Maker:
-    """The same call with other positions: whole numbers by token, in several axes where images have a place too."""
+    """The same call with other positions: integer tensors, with several axes in models of images."""
 
     def make(positions: Tensor) -> Any:
         def swap(value: Any) -> Any:

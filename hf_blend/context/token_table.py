@@ -1,14 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a cache holds, where, and in which sequences; and which of them a forward is given.
+"""The tokens of a sequence cache: their cells in the storage, their sequences, and the columns of a forward.
 
-A cell is one token's index in the storage, written once: its id, the position that its key is rotated for, and who
-computed it. A sequence is a list of (cell, position). So a copy costs nothing, and a shift of one sequence leaves
-every other alone, where llama.cpp moves a shared cell for all of them. Ranges are half-open ranges of positions.
+A cell is a token's index in the storage. It is written once: the token's id, the position that its key is rotated for
+(its origin), and the number of its author. A sequence is a list of (cell, position). So a copy costs nothing, and a
+shift of one sequence leaves the others alone, where llama.cpp moves a shared cell for all of them. All ranges are
+half-open ranges of positions.
 
-What attention is given are the cells as they are, as in llama.cpp's unified cache; a mask hides those of other
-sequences, so that a batch of sequences reads a shared prefix once. Where most of the storage belongs to others, or
-keys have moved, the columns are a copy of the cells that are needed, each once.
+Attention is given the cells as they are, as in llama.cpp's unified cache, and a mask hides those of other sequences.
+So a batch of sequences reads a shared prefix once. Where most of the storage belongs to other sequences, or keys have
+moved, the columns are a copy of the cells that are needed, each once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ Row = tuple[Tensor, Tensor]  # cells and positions, `[tokens]` each, in the orde
 
 
 class TokenTable:
-    """Sequences by number over cells 0, 1, 2 … of some storage, of each of which the table has three numbers."""
+    """Sequences by number, over cells 0, 1, 2 … of a storage; of each cell it has id, origin and author."""
 
     def __init__(self, rows: Mapping[int, Row] | None = None, cells: Tensor | None = None) -> None:
         """Begin with some sequences over `cells`, `[3, cells]`: id, origin and author of each."""
@@ -48,7 +49,7 @@ class TokenTable:
         return self._cells[2]
 
     def about(self, cells: Tensor) -> Tensor:
-        """What the table has of some cells, `[3, cells]`."""
+        """Ids, origins and authors of some cells, `[3, cells]`."""
         return self._cells[:, cells]
 
     @property
@@ -70,22 +71,25 @@ class TokenTable:
         return int(positions.max()) + 1 if positions.numel() else 0
 
     def write(self, sequences: Sequence[int], positions: Tensor, ids: Tensor, real: Tensor, author: int = 0) -> None:
-        """Give several sequences new tokens in new cells, those of a sequence together, `[sequences, tokens]` each."""
+        """Append tokens to several sequences, in new cells; those of a sequence are neighbours.
+
+        Shapes: positions, ids and real `[sequences, tokens]`; where `real` is False, the token is padding.
+        """
         cells = torch.arange(self.count, self.count + real.numel()).view(real.shape)
         self.insert(self.count, described(ids.flatten(), positions.flatten(), author))
         for row, number in enumerate(sequences):
             self._extend(number, cells[row][real[row]], positions[row][real[row]])
 
     def take(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Let each target hold just what its source held before, at the same positions; the storage is shared."""
+        """Replace each target by its source, at the same positions; the storage is shared."""
         self._rows |= dict(zip(targets, [self.row(source) for source in sources], strict=True))
 
     def hold(self, sequence: int, cells: Tensor, positions: Tensor) -> None:
-        """Let a sequence hold just these, `[tokens]` each."""
+        """Replace a sequence, by `[tokens]` each."""
         self._rows[sequence] = cells, positions
 
     def insert(self, cell: int, new: Tensor) -> None:
-        """Put cells of no sequence, `[3, cells]`, in front of `cell`, and number it and those behind it again."""
+        """Insert cells of no sequence, `[3, cells]`, in front of `cell`, which gets a higher number."""
         self._rows = {number: (own + new.shape[1] * (own >= cell), at) for number, (own, at) in self._rows.items()}
         self._cells = torch.cat([self._cells[:, :cell], new, self._cells[:, cell:]], 1)
 
@@ -100,7 +104,7 @@ class TokenTable:
             self._change(number, start, stop, lambda positions: torch.full_like(positions, -1))
 
     def copy(self, source: int, target: int, start: int = 0, stop: int | None = None) -> None:
-        """Let a sequence hold the tokens of another too, at the same positions; the storage is shared."""
+        """Add tokens of a sequence to another, at the same positions; the storage is shared."""
         cells, positions = self.row(source)
         there = _within(positions, start, stop) & ~torch.isin(cells, self.row(target)[0])
         self._extend(target, cells[there], positions[there])
@@ -129,19 +133,19 @@ class TokenTable:
             end = max(end_cell, self.count - len(gone))  # the end of the storage is free again
             self._cells = self._cells[:, :end]
 
-    def held(self) -> Tensor:
-        """The cells that some sequence holds, ascending, each once."""
+    def used_cells(self) -> Tensor:
+        """The cells of all sequences, ascending, each once."""
         return torch.unique(torch.cat([self.ids[:0], *(cells for cells, _ in self._rows.values())]))
 
     def compact(self) -> Tensor:
-        """Close the holes that tokens of no sequence leave in the storage; gives the cells that stay, `[cells]`."""
-        kept = self.held()
+        """Drop the cells of no sequence and number the others again; returns the cells that stay, `[cells]`."""
+        kept = self.used_cells()
         self._rows = {number: (torch.searchsorted(kept, cells), at) for number, (cells, at) in self._rows.items()}
         self._cells = self._cells[:, kept]
         return kept
 
     def view(self, sequences: Sequence[int], may_hide: bool) -> "View":
-        """What attention is given for some sequences."""
+        """The columns that attention is given for some sequences; `may_hide`: a mask can hide cells of others."""
         rows = [self.row(number) for number in sequences]
         if len(rows) == 1 and torch.equal(rows[0][0], torch.arange(self.count - len(rows[0][0]), self.count)):
             return View(*rows[0], in_order=True, visible=None)
@@ -173,7 +177,7 @@ class View:
 
 
 def described(ids: Tensor, origins: Tensor, author: int) -> Tensor:
-    """What a table has of cells of one author, `[3, cells]`, from `[cells]` each."""
+    """Cells of one author as a table has them, `[3, cells]`, from `[cells]` each."""
     return torch.stack([ids, origins, torch.full_like(ids, author)])
 
 
@@ -194,7 +198,7 @@ def mask_of(visible: Tensor, real: Tensor) -> Tensor:
 
 
 def grown(visible: Tensor, real: Tensor) -> Tensor:
-    """What each sequence sees behind a forward of new tokens, `[sequences, columns + sequences * tokens]`."""
+    """The visible columns after a forward of new tokens, `[sequences, columns + sequences * tokens]`."""
     new = torch.diag_embed(real.to(visible.device).T).permute(1, 2, 0)  # [sequence, sequence of the token, token]
     return torch.cat([visible, new.flatten(1)], 1)
 

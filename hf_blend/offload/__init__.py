@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""KV beyond the device: accelerate decides how many layers' K and V are kept where.
+"""K and V beyond the device; accelerate decides which layers are kept where.
 
-`memory` asks accelerate's memory maths and counts bytes for one cache, `states` holds what is elsewhere and brings a
-layer's K and V. The files are written here, append-only, and verified whenever read.
+`memory` places the layers of one cache and counts bytes, `states` stores the K and V that are elsewhere, and `layer`
+is the cache layer over both. Files are append-only, and verified whenever they are read.
 """

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of a blend cache whose K and V are on its device only as far as a `KVMemory` allows.
 
-A layer that is away is brought whole for its own attention, in a forward and in every step. New tokens stay on the
-device until they fill a block, so that a step writes nothing but its own token in memory.
+A layer that is away is copied to the device as a whole for its own attention, in a prefill and in every step. New
+tokens stay on the device until they fill a block, so that most steps write their own token only.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device, what is brought for one look left out."""
+        """Bytes on the device, without copies that are made for one access."""
         recent = sum(states.nbytes for states in (*(self._recent or ()), *(self._opened or ())))
         return super().nbytes + recent + (self.there.nbytes_here if self.index in self.memory.away else 0)
 
@@ -96,7 +96,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """See `BlendLayer.update`; in a step that looks at some blocks, nothing is brought."""
+        """See `BlendLayer.update`; in a step that attends to some blocks only, nothing is copied to the device."""
         if not (self.sees_blocks and self.is_away):
             return super().update(key_states, value_states, *args, **kwargs)
         self._append(key_states.permute(2, 0, 1, 3), value_states.permute(2, 0, 1, 3))
@@ -109,7 +109,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
         return keys, values
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
-        """Put tokens behind those of a layer that is away, `[new, batch, kv_heads, head_dim]`; blocks go away."""
+        """Append tokens to a layer that is away, `[new, batch, kv_heads, head_dim]`; full blocks go to the memory."""
         first, end = self._held - self.away_tokens, self._held - self.away_tokens + len(keys)
         self.length = self._held = self._held + len(keys)
         if end >= GROW_TOKENS:
@@ -146,7 +146,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
         return as_states(keys), as_states(values)
 
     def settle(self) -> None:
-        """Put away what shall not stay on the device."""
+        """Move K and V off the device, unless the memory says that they stay."""
         if self._opened is not None:
             keys, values = (states[: self.length] for states in self._opened)
         elif self._buffers is not None and not self.memory.is_resident(self.index, self.length, *self._buffers):
@@ -195,24 +195,24 @@ class OffloadedLayer(MadeStates, BlendLayer):
         self._count()
 
     def reset(self) -> None:
-        """Forget everything, and delete what is away."""
+        """Forget all tokens, and delete what is away."""
         super().reset()
         self._recent = self._opened = None
         self.away_tokens = self._held = 0
         self.memory.remove(self.index)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some batch entries; nothing is read where they all stay as they are."""
+        """Keep only some batch entries; nothing is read if all stay in their order."""
         if not torch.equal(indices.cpu(), torch.arange(self.batch_size)):
             super().batch_select_indices(indices)
 
     def _like(self) -> tuple[Tensor, Tensor]:
-        """Any K and V of the layer, while it holds some outside of buffers."""
+        """K and V with the layer's batch, heads, width and dtype, while none are in buffers."""
         keys, values = self.there.like if self._recent is None else self._recent
         return as_states(keys), as_states(values)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Write what is held again, changed along its batch; what is away stays so."""
+        """Apply a change to the batch of all K and V; what is away stays away."""
         super()._map(change)
         self.unchanged_tokens = 0
         if self._recent is not None:
@@ -222,7 +222,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
         self._count()
 
     def _brought(self, rows: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All tokens on the device, in the caller's hands, `[rows or more, batch, kv_heads, head_dim]`."""
+        """Copy all tokens to the device, `[rows or more, batch, kv_heads, head_dim]`; the caller owns the copy."""
         brought = self.memory.bring(self.index, rows, keys, values)
         if self._recent is not None and self._held > self.away_tokens:
             for states, recent in zip(brought, self._recent, strict=True):
@@ -247,6 +247,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
         self.memory.count(("held", self.index), self.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy, whose memory is one too: without what a forward has opened, and without who looks on."""
+        """The state of a copy, whose memory is copied too: without what a forward has opened, and without observer."""
         length = self.length if self._buffers is not None else self._held
         return {**vars(self), "length": length, "_opened": None, "observer": None, "sees_blocks": False}

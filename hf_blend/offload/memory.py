@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The K and V of one cache that does not fit its device: what is where, what is brought ahead, and how much is held.
+"""The K and V of one cache that do not fit its device: where each layer is, what is read ahead, and byte counts.
 
-A layer is *resident* where its K and V stay on the device that computes it, and *away* otherwise. A layer that is
-away is brought for its own attention; meanwhile the next one is read on another thread.
+A layer is *resident* if its K and V stay on the device that computes it, and *away* otherwise. A layer that is away is
+brought to the device for its own attention; meanwhile another thread reads the next one.
 """
 
 import weakref
@@ -29,7 +29,7 @@ Place = int | str  # a device as accelerate names it: a number for a GPU, "mps",
 
 
 class KVMemory:
-    """Places the layers of one cache, holds those that are away, and counts bytes."""
+    """Places the layers of one cache, stores those that are away, and counts bytes."""
 
     def __init__(self, layers: Sequence[int], config: BlendConfig) -> None:
         self._layers, self._config, self.bits, placed = tuple(layers), config, config.kv_bits, config.device_map
@@ -62,21 +62,21 @@ class KVMemory:
         return self._states.disk_bytes
 
     def count(self, what: Any, nbytes: int) -> None:
-        """Note how many bytes of something are on a device."""
+        """Set how many bytes of one kind are on a device; the counts of all kinds add up to `resident_bytes`."""
         self.resident_bytes += nbytes - self._counts.pop(what, 0)
         if nbytes:
             self._counts[what] = nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
     def is_resident(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> bool:
-        """Whether K and V of a layer, `[batch, kv_heads, any, head_dim]`, stay on its device with so many tokens."""
+        """Whether K and V of a layer, `[batch, kv_heads, any, head_dim]`, stay on its device with `tokens` tokens."""
         if self._is_auto:
             self._plan(index, round_up(tokens), keys, values)
         place = self.device_map.get(index)
         return self.bits is None and (place is None or (place != DISK and is_same(_device(place), keys.device)))
 
     def _plan(self, index: int, room: int, keys: Tensor, values: Tensor) -> None:
-        """Place all layers for a number of tokens, if that was not done yet; unseen ones are taken to be alike."""
+        """Place all layers for a number of tokens, unless it was done; layers not seen yet count as this one."""
         brought = sum(map(_row_bytes, (keys, values)))
         if room <= self._room and self._row_bytes.get(index, (0, 0))[1] == brought:
             return
@@ -92,7 +92,7 @@ class KVMemory:
             self.device_map = place_layers(nbytes, {**self._budget, main: max(0, self._budget[main] - beside)})
 
     def put(self, index: int, keys: Tensor, values: Tensor) -> None:
-        """Put tokens of a layer away, behind those that are, `[new, batch, kv_heads, head_dim]` each."""
+        """Append tokens to a layer that is away, `[new, batch, kv_heads, head_dim]` each."""
         self._forget_ahead(index)
         if index not in self.away:
             place = self.device_map.get(index)
@@ -101,13 +101,13 @@ class KVMemory:
         self.away[index].append(keys, values)
 
     def change(self, index: int, change: Callable[[Tensor], Tensor]) -> None:
-        """Change the batch of what is away of a layer."""
+        """Apply a change to the batch of a layer that is away."""
         if index in self.away:
             self._forget_ahead(index)
             self.away[index] = self.away[index].changed(self._states, change)
 
     def bring(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of a layer on its device, in the caller's hands, with room for so many tokens.
+        """Copy K and V of a layer to its device, with room for so many tokens; the caller owns the copy.
 
         Shapes: keys `[batch, kv_heads, rows, head_dim]` → `[rows, batch, kv_heads, head_dim]`.
         """
@@ -137,36 +137,36 @@ class KVMemory:
         return brought
 
     def _read_ahead(self, index: int) -> None:
-        """Have the next layer that is away read, the first after the last."""
-        order = [one for one in self._layers if one in self.away and not self.away[one].nbytes_here]
-        later = next((one for one in order if one > index), order[0] if order else index)
+        """Begin to read the next layer that is away; after the last one, the first."""
+        order = [layer for layer in self._layers if layer in self.away and not self.away[layer].nbytes_here]
+        later = next((layer for layer in order if layer > index), order[0] if order else index)
         if later == index or self._ahead is not None:
             return
-        layer = self.away[later]
-        rows = layer.tokens + GROW_TOKENS
-        self._ahead = (later, rows, self.reader.submit(_on_side_stream, layer, rows))
-        self.count("ahead", rows * sum(map(_row_bytes, map(as_states, layer.like))))
+        next_layer = self.away[later]
+        rows = next_layer.tokens + GROW_TOKENS
+        self._ahead = (later, rows, self.reader.submit(_on_side_stream, next_layer, rows))
+        self.count("ahead", rows * sum(map(_row_bytes, map(as_states, next_layer.like))))
 
     def release(self) -> None:
-        """Drop what was read ahead and what was at work: no whole layer is used next."""
+        """Drop the layer that was read ahead; called where the next step uses blocks, not whole layers."""
         self._forget_ahead()
         self.count("at work", 0)
 
     def _forget_ahead(self, index: int | None = None) -> None:
-        """Drop what was read ahead, of a layer that changes or of any."""
+        """Drop what was read ahead of a layer, or of any layer (None)."""
         if self._ahead is not None and index in (None, self._ahead[0]):
             self._ahead[2].exception()  # the reader is done with it
             self._ahead = None
             self.count("ahead", 0)
 
     def crop(self, index: int, tokens: int) -> None:
-        """Keep the first so many tokens of what is away of a layer."""
+        """Keep only the first tokens of a layer that is away."""
         if index in self.away:
             self._forget_ahead(index)
             self.away[index].crop(tokens) if tokens else self.away.pop(index).remove()
 
     def remove(self, index: int) -> None:
-        """Forget all that is away of a layer, and what was decided with it."""
+        """Delete what is away of a layer and reset its counts; "auto" places layers anew when none is away."""
         self._forget_ahead(index)
         if index in self.away:
             self.away.pop(index).remove()
@@ -176,7 +176,7 @@ class KVMemory:
             self._room = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVMemory":
-        """The same tokens in the same places, with a folder of its own."""
+        """A copy with the same tokens in the same places, and its own folder."""
         twin = memo[id(self)] = KVMemory(self._layers, self._config)
         twin.device_map, twin._room, twin._row_bytes = dict(self.device_map), self._room, dict(self._row_bytes)
         twin.away = {index: layer.changed(twin._states, Tensor.clone) for index, layer in self.away.items()}
@@ -218,12 +218,12 @@ def place_layers(layers: Mapping[int, int], budget: Mapping[Place, int]) -> dict
 
 
 def round_up(tokens: int) -> int:
-    """The next larger size of a buffer."""
+    """Tokens of a buffer that has room for so many: the next multiple of `GROW_TOKENS`."""
     return -(-tokens // GROW_TOKENS) * GROW_TOKENS
 
 
 def _on_side_stream(layer: AwayLayer, rows: int) -> tuple[Tensor, Tensor]:
-    """Bring a layer without waiting for what its device computes."""
+    """Bring a layer on a CUDA stream of its own, beside what its device computes."""
     device = layer.like[0].device
     if device.type != "cuda":
         return layer.bring(rows)
@@ -247,7 +247,7 @@ def _device(place: Place) -> torch.device:
 
 
 def _packed_bytes(bits: int, keys: Tensor, values: Tensor) -> int:
-    """Of a packed token, rounded up."""
+    """Bytes of a packed token of a layer, rounded up."""
     group = (
         states.new_empty((*states.shape[:2], GROUP_TOKENS, states.shape[3]), device="meta")
         for states in (keys, values)

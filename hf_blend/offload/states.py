@@ -92,7 +92,7 @@ class States:
         return self._pools[name].nbytes if name in self._pools else 0
 
     def create(self, name: str, like: Tensor, device: torch.device | None) -> None:
-        """Begin an empty tensor like another, `[tokens, …]`; without a device, in a file."""
+        """Make an empty tensor like another, `[tokens, …]`, on a device; in a file if `device` is None."""
         self.remove(name)
         if device is not None:
             self._pools[name] = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=device)
@@ -106,7 +106,7 @@ class States:
         self._write(name, b"", 0)
 
     def append(self, name: str, tokens: int, states: Tensor) -> None:
-        """Put tokens, `[new, …]`, behind those that a tensor holds."""
+        """Append tokens, `[new, …]`, to a tensor that has `tokens` of them."""
         end = tokens + len(states)
         if name in self._pools:
             pool = self._pools[name]
@@ -123,7 +123,7 @@ class States:
             self._digests[name].append((last, xxhash.xxh3_64_intdigest(piece)))
 
     def crop(self, name: str, tokens: int) -> None:
-        """Keep the first so many tokens."""
+        """Keep only the first tokens of a tensor."""
         ends = self._digests.get(name)
         if ends is None or not ends or ends[-1][0] <= tokens:
             return
@@ -158,7 +158,7 @@ class States:
             raise OffloadError(f"{name} cannot be read from {self._path(name)}: {error}. {AGAIN}") from error
 
     def _read(self, name: str, file: int, start: int, end: int, out: Tensor | None = None) -> Tensor:
-        """Read whole pieces, so that they can be verified; into a tensor, where it is given, that is of just these."""
+        """Read and verify whole pieces; into `out`, if it is given, which must begin and end with a piece."""
         ends, width, (row, dtype) = self._digests[name], self._row_bytes(name), self._rows[name]
         first = bisect_right(ends, start, key=lambda piece: piece[0])
         last = bisect_left(ends, end, key=lambda piece: piece[0])
@@ -191,9 +191,9 @@ class States:
         return self._folder.path / f"{name}.dat"  # type: ignore[union-attr]
 
     def _own(self) -> None:
-        """Make a folder in the place of one that was deleted, or of the parent's in a forked child, with its files.
+        """Make a new folder if the old one was deleted, or is that of the parent of a forked process; copy its files.
 
-        What is no longer there is refused when it is read.
+        A file that could not be copied is refused when it is read.
         """
         if self._folder is not None and self._parent is not None and not self._folder.is_own:
             folder = Folder(self._parent)
@@ -228,10 +228,10 @@ def _bytes(states: Tensor) -> Any:
 
 
 class AwayLayer:
-    """K and V of one layer away from its device, brought for one use at a time; packed in whole groups with `bits`."""
+    """K and V of one layer that are away from its device; with `bits` they are packed in whole groups."""
 
     def __init__(self, index: int, states: States, some: Pair, place: torch.device | None, bits: int | None) -> None:
-        """Begin an empty layer like some tokens, `[tokens, batch, kv_heads, head_dim]` each, a group at least."""
+        """Make an empty layer like some tokens, `[tokens, batch, kv_heads, head_dim]` each, at least one group."""
         self._prefix, self._states, self.tokens = f"layer.{index}.", states, 0
         self._place, self._bits, self._lock = place, bits, new_lock()
         self.like = some[0][:0].clone(), some[1][:0].clone()  # on the device that computes the layer
@@ -246,7 +246,7 @@ class AwayLayer:
         return sum(self._states.pool_bytes(self._prefix + name) for name in self._names) if is_here else 0
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Put tokens behind those it holds, `[new, batch, kv_heads, head_dim]` each."""
+        """Append tokens, `[new, batch, kv_heads, head_dim]` each; none are appended if that fails."""
         with self._lock:
             try:
                 for name, new in self._parts(keys, values).items():
@@ -288,7 +288,7 @@ class AwayLayer:
         return keys, values
 
     def changed(self, states: States, change: Callable[[Tensor], Tensor]) -> "AwayLayer":
-        """The same tokens, of which no bit changes, in these or other states, with another batch."""
+        """A layer with the same tokens in these or other states, after a change of the batch; no bit changes."""
         twin = copy.copy(self)
         twin._states, twin.like = states, (along_batch(change, self.like[0]), along_batch(change, self.like[1]))
         with self._lock:
@@ -300,7 +300,7 @@ class AwayLayer:
         return twin
 
     def crop(self, tokens: int) -> None:
-        """Keep the first so many tokens."""
+        """Keep only the first tokens."""
         with self._lock:
             for name in self._names:
                 self._states.crop(self._prefix + name, column(name, tokens))
@@ -314,14 +314,14 @@ class AwayLayer:
             self.tokens = 0
 
     def _parts(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """What is kept of some tokens, by name, `[tokens or groups, batch, …]`."""
+        """The tensors that are stored for some tokens, by name, `[tokens or groups, batch, …]`."""
         if self._bits is None:
             return {"keys": keys, "values": values}
         packed = pack(self._bits, as_states(keys), as_states(values))
         return {name: tensor.movedim(2, 0) for name, tensor in packed.items()}
 
     def _kept(self, ranges: Sequence[tuple[int, int]], device: torch.device | None) -> list[tuple[Tensor, ...]]:
-        """The parts of some tokens, on a device or where they are."""
+        """The stored tensors of some tokens, on a device or where they are."""
         parts = (
             self._states.read(self._prefix + name, [(column(name, start), column(name, end)) for start, end in ranges])
             for name in self._names
@@ -349,12 +349,12 @@ class AwayLayer:
 
 
 def as_states(rows: Tensor) -> Tensor:
-    """`[tokens, batch, kv_heads, head_dim]` as `[batch, kv_heads, tokens, head_dim]`."""
+    """View `[tokens, batch, kv_heads, head_dim]` as `[batch, kv_heads, tokens, head_dim]`."""
     return rows.permute(1, 2, 0, 3)
 
 
 def along_batch(change: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """What a change of the first axis makes of the batch of `[tokens, batch, …]`."""
+    """Apply a change of the first axis to the batch of `[tokens, batch, …]`."""
     return change(rows.transpose(0, 1)).transpose(0, 1)
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Text of an answer while its tokens come."""
+"""The text of an answer while its tokens are generated."""
 
 import functools
 import re
@@ -14,11 +14,11 @@ MOST_HELD = 16  # tokens; no character has so many
 
 
 class Detokenizer:
-    """Text of an answer as it grows: what may still change, or begin a stop text, is held back.
+    """Decodes an answer piece by piece; text that may still change, or may begin a stop text, is held back.
 
-    Each step decodes the tokens since the last whole character, behind those of the piece before it, for a tokenizer
-    may write a token otherwise where a text begins. tokenizers' own `DecodeStream` does so too, but keeps an end that
-    is cut off to itself, and there is none for a tokenizer in Python.
+    Each step decodes the tokens since the last whole character, behind those of the piece before it, because a
+    tokenizer may decode a token otherwise at the beginning of a text. `DecodeStream` of tokenizers does so too, but
+    never returns an end that is cut off, and slow tokenizers have none.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], *, skips_special: bool = True) -> None:
@@ -31,7 +31,7 @@ class Detokenizer:
         self.is_stopped = False
 
     def feed(self, tokens: Sequence[int], is_last: bool) -> str:
-        """The text that is new."""
+        """Take all tokens so far, and return the new text."""
         unsent = self._held
         for end in range(len(self.offsets) + 1, len(tokens) + 1):
             self._windows.append(self._start)
@@ -49,14 +49,14 @@ class Detokenizer:
 
     @property
     def tokens_given(self) -> int:
-        """How many tokens the text returned so far is made of; the last may reach beyond it."""
+        """How many tokens the returned text consists of; the last one may reach beyond it."""
         return bisect_left(self.offsets, len(self.text))
 
     def added(self, tokens: Sequence[int], index: int, candidates: Sequence[int]) -> list[bytes]:
-        """The bytes of text that each candidate token would add behind the first `index` of the tokens that were fed.
+        """The bytes of text that each candidate token would add behind the first `index` tokens.
 
-        Joined, those of an answer are its text. A part of a character has its own bytes, a special token that the text
-        leaves out has none.
+        The bytes of all tokens of an answer, joined, are its text. A token that is part of a character has its own
+        bytes; a special token that is skipped has none.
         """
         front = tokens[self._windows[index] : index]
         before, texts = self._decode(front), list[bytes]()
@@ -68,7 +68,7 @@ class Detokenizer:
         return texts
 
     def _decoded(self, tokens: Sequence[int], end: int, is_last: bool = False) -> str:
-        """The text that token `end - 1` completes, if there is a whole character."""
+        """The text that token `end - 1` completes; empty if no character is complete."""
         before, now = self._decode(tokens[self._start : self._read]), self._decode(tokens[self._start : end])
         if now.endswith(CUT) and not is_last and end - self._read < MOST_HELD:
             return ""
@@ -78,7 +78,7 @@ class Detokenizer:
         return new
 
     def _own_bytes(self, token: int) -> bytes:
-        """The bytes of a token, by its name in the vocabulary if that stands for bytes."""
+        """The bytes of a token; from its name in the vocabulary, if that encodes bytes."""
         name, alone = self._tokenizer.convert_ids_to_tokens(token), self._decode([token])
         if isinstance(name, bytes):
             return name
@@ -95,7 +95,7 @@ class Detokenizer:
 
 @functools.cache
 def _bytes_of_chars() -> dict[str, int]:
-    """The bytes that the characters of byte-level names stand for, as GPT-2's."""
+    """The byte of each character in names of byte-level vocabularies, such as GPT-2's."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {char: byte for byte, char in bytes_to_unicode().items()}

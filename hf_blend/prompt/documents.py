@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a document is, wherever documents come in: a text, or a dict or an object that has one.
+"""Documents: a text, or a dict or an object that has one.
 
-Its text is the first of `FIELDS` that it has and that is not None; no other field is taken for it. So the documents
-of LangChain and Haystack are read, and what they are written as in JSON. A node of LlamaIndex has the text that
-LlamaIndex writes into prompts.
+The text is the first of `FIELDS` that is there and not None; no other field is used. So documents of LangChain and
+Haystack can be passed, and their JSON too. A node of LlamaIndex has the text that LlamaIndex writes into prompts.
 """
 
 import logging
@@ -23,7 +22,7 @@ MOST_NAMED = 5  # empty documents that are named one by one
 
 
 def list_documents(documents: Any, name: str = "documents") -> list[Any]:
-    """List the documents that came together; one alone is refused, None is an empty list."""
+    """Return a list of documents; a single document is refused, None is an empty list."""
     if documents is None:
         return []
     if not is_list(documents):
@@ -38,12 +37,12 @@ def is_list(value: Any) -> bool:
 
 
 def is_document(value: Any) -> bool:
-    """Whether something is one document, and not a list of them, or of token ids."""
+    """Whether something is one document, not a list of documents or of token ids."""
     return isinstance(value, str) or _fields(value) is not None
 
 
 def text_of(document: Any, name: str = "the document", expected: str = EXPECTED, *, may_be_empty: bool = False) -> str:
-    """Give a document's text; `name` says in an error which document it is."""
+    """Return a document's text; errors call the document `name`."""
     text = _text(document, name, expected)
     if not (may_be_empty or text.strip()):
         raise PromptError(f"{name} is {document!r:.60} and has no text. Leave empty documents out.")
@@ -51,14 +50,14 @@ def text_of(document: Any, name: str = "the document", expected: str = EXPECTED,
 
 
 def texts_of(documents: Any, name: str = "document") -> list[str]:
-    """Give the text of each document, none of which is empty."""
+    """Return the text of each document; empty ones are refused."""
     return [text_of(document, f"{name} {number}") for number, document in enumerate(list_documents(documents))]
 
 
 def leave_out_empty(documents: Any, least: int = 1) -> tuple[list[Any], str]:
-    """Give those of many documents that are not empty, and a sentence about the others, which is also a warning.
+    """Return the documents that are not empty, and a notice about the empty ones, which is also logged.
 
-    A retriever may find an empty page beside others. Fewer than `least` that are not empty are refused.
+    A retriever may return an empty page. Fewer than `least` documents that are not empty are refused.
     """
     listed = list_documents(documents)
     texts = [text_of(document, f"document {number}", may_be_empty=True) for number, document in enumerate(listed)]
@@ -74,7 +73,7 @@ def leave_out_empty(documents: Any, least: int = 1) -> tuple[list[Any], str]:
 
 
 def for_template(document: Any) -> Mapping[str, Any]:
-    """Give a document as chat templates that take documents read it: `text`, and a `title` if it has one."""
+    """Return a document as chat templates expect it: `text`, and a `title` if it has one."""
     if isinstance(document, Mapping) and isinstance(document.get("text"), str):
         return document
     about = document if isinstance(document, Mapping) else _metadata(document)
@@ -83,7 +82,7 @@ def for_template(document: Any) -> Mapping[str, Any]:
 
 
 def absent(texts: Sequence[str], contents: Sequence[str]) -> list[str]:
-    """Give the texts that none of the contents has, however their accents are encoded."""
+    """Return the texts that are in none of the contents; accents may be encoded otherwise."""
     composed, own = ([unicodedata.normalize("NFC", text) for text in some] for some in (contents, texts))
     pairs = zip(texts, own, strict=True)
     return [text for text, form in pairs if not any(form in content for content in composed)]
@@ -107,7 +106,7 @@ def _text(document: Any, name: str, expected: str) -> str:
 
 
 def _fields(document: Any) -> Mapping[str, Any] | None:
-    """What a document has, by name; None of what is no document."""
+    """The fields of a document, by name; None if it is no document."""
     if isinstance(document, Mapping):
         return document
     if isinstance(document, type) or hasattr(document, "tolist"):  # a class; an array or a tensor
@@ -118,7 +117,7 @@ def _fields(document: Any) -> Mapping[str, Any] | None:
 
 
 def _node_text(node: Any) -> str:
-    """The text of a node of LlamaIndex as that writes it into prompts, with its metadata; nothing if it is alone."""
+    """The text of a LlamaIndex node as in its prompts, with metadata; empty if there is nothing but metadata."""
     if not (node.get_content(metadata_mode="none") or "").strip():
         return ""
     return str(node.get_content(metadata_mode="llm")).strip()

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What was said before in a conversation that continues in the same cache."""
+"""The earlier tokens of a conversation that continues in the same cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no
 
 @dataclass(frozen=True)
 class History:
-    """What was said before, with padding wherever a request of the batch was shorter or done earlier."""
+    """Earlier tokens, `[batch, tokens]`, with padding where a request was shorter or ended earlier."""
 
     input_ids: Tensor | None = None
     attention_mask: Tensor | None = None
 
     def __bool__(self) -> bool:
-        """Whether anything was said."""
+        """Whether there are earlier tokens."""
         return self.input_ids is not None
 
     def rows(self) -> list[list[int]]:
@@ -34,7 +34,7 @@ class History:
         return [row[keep.bool()].tolist() for row, keep in pairs]
 
     def columns_of(self, beginnings: Sequence[Sequence[int]], tokens: int, is_known: bool = False) -> int:
-        """How many of the first columns of this history a cache of `tokens` columns holds that begins so.
+        """How many first columns of this history a cache of `tokens` columns has, whose rows begin with `beginnings`.
 
         `is_known`: count only columns whose ids are known.
         """
@@ -67,7 +67,7 @@ class History:
         return History(sequences, mask)
 
     def _known_mask(self, sequences: Tensor, pad_id: int | None) -> tuple[Tensor, int]:
-        """The mask, and how many columns of it are known; beyond them padding in front is recognised by its id."""
+        """The mask, and how many of its columns are from this history; in others, padding in front is found by id."""
         mask = torch.ones_like(sequences)
         if self.input_ids is not None and self.attention_mask is not None:
             width = self.input_ids.shape[1]
@@ -80,7 +80,7 @@ class History:
 
 
 def shared_tokens(row: Sequence[int], other: Sequence[int]) -> int:
-    """How many of their first token ids two prompts share; an unknown id equals any other."""
+    """How many first token ids two prompts share; an unknown id equals any other."""
     size = min(len(row), len(other))
     ids, others = np.array(row[:size]), np.array(other[:size])
     differs = np.flatnonzero((ids != others) & (ids != UNKNOWN) & (others != UNKNOWN))

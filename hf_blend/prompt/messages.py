@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that are messages: the chat template is rendered once, as `apply_chat_template` does, and then read."""
+"""Prompts that are messages: the chat template is rendered once, and documents are found in its text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def build_messages(
     most: int | None = None,
     renderer: Callable[..., str] | None = None,
 ) -> TextPrompt:
-    """Render a conversation and find its documents in the text; those that are no texts go to the template, too."""
+    """Render messages and find the documents in the text; documents that are no texts are passed to the template."""
     _check(tokenizer, messages, template)
     listed = list_documents(documents)
     texts = texts_of(listed)
@@ -31,7 +31,7 @@ def build_messages(
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages with a text as the content of each."""
+    """The same messages with one text as the content of each."""
     return [{**message, "content": _plain(message)} for message in messages]
 
 
@@ -60,12 +60,12 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **arguments
 
 
 def has_template(tokenizer: Any, template: Mapping[str, Any]) -> bool:
-    """Whether there is a chat template, of the tokenizer or among the arguments for it."""
+    """Whether the tokenizer or the arguments have a chat template."""
     return bool(template.get("chat_template") or getattr(tokenizer, "chat_template", None))
 
 
 def check_template(template: Mapping[str, Any], *ours: str) -> dict[str, Any]:
-    """Refuse arguments of `apply_chat_template` that are decided here; gives the others."""
+    """Return arguments of `apply_chat_template`; those that are decided here are refused."""
     for name in (*_OURS, *ours):
         if name in template:
             raise PromptError(
@@ -87,7 +87,7 @@ def _check(tokenizer: Any, messages: Any, template: Mapping[str, Any]) -> None:
 
 
 def _is_opening(messages: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> bool:
-    """Whether no answer comes before the first document: then other conversations begin with the same text."""
+    """Whether no answer is before the first document, so that other conversations may begin with the same text."""
     for message in messages:
         if message.get("role") not in ("system", "developer", "user"):
             return False

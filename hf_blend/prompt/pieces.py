@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from pieces: token ids are built piece by piece and joined as ids, never as text.
+"""Prompts from pieces, which are tokenised one by one and joined as ids, never as text.
 
-Tokenising the joined text would merge tokens across the seams, and no stored chunk would be found in it.
+Tokenising the joined text would merge tokens across the seams, so that stored chunks would not be found.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ SEPARATOR = "\n\n"
 
 
 class Span(NamedTuple):
-    """A chunk in its prompt, or as much of it as the prompt has the same tokens for."""
+    """A run of the prompt that is a chunk, or the part of a chunk that has the same tokens in the prompt."""
 
     start: int
     token_ids: tuple[int, ...]
@@ -37,12 +37,12 @@ class Span(NamedTuple):
 
     @classmethod
     def whole(cls, start: int, token_ids: Sequence[int]) -> "Span":
-        """A chunk that is in its prompt from its first token to its last."""
+        """The span of a whole chunk."""
         return cls(start, tuple(token_ids), 0, len(token_ids))
 
     @property
     def stop(self) -> int:
-        """The place in the prompt behind its last token."""
+        """The index in the prompt behind its last token."""
         return self.start + self.tokens
 
     def overlaps(self, other: "Span") -> bool:
@@ -70,15 +70,15 @@ class Prompt:
     is_searched = False
 
     def spans(self) -> list[Span]:
-        """(first column, token ids) of each chunk, counted from the first token of the prompt."""
+        """The span of each chunk."""
         spans, start = list[Span](), len(self.history) + len(self.prefix)
         for separator, chunk in self._separated():
-            spans.append(Span(start + len(separator), chunk, 0, len(chunk)))
+            spans.append(Span.whole(start + len(separator), chunk))
             start += len(separator) + len(chunk)
         return spans
 
     def _separated(self) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Give what is before each chunk, and the chunk."""
+        """The separator before each chunk, and the chunk."""
         before = ((), *self.separators) if self.separators else ((),) * len(self.chunks)
         return zip(before[: len(self.chunks)], self.chunks, strict=True)
 
@@ -94,16 +94,16 @@ class TextPrompt:
     is_searched = True
 
     def spans(self) -> list[Span]:
-        """The chunks that were named."""
+        """The spans of the known chunks."""
         return list(self.known)
 
     def behind(self, tokens: int) -> "TextPrompt":
-        """The same prompt, of which the cache holds so many tokens."""
+        """The same prompt, with its first `tokens` as the history that is cached."""
         return replace(self, history=self.ids[:tokens])
 
 
 class NamedPrompt(TextPrompt):
-    """A prompt in which only the named chunks are chunks: no others are searched for."""
+    """A prompt with known chunks only: the store is not searched for others."""
 
     is_searched = False
 

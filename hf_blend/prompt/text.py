@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that are one text: tokenised once, as the tokenizer alone would, with chunks found by their characters.
+"""Prompts that are one text: it is tokenised once, and chunks are found by their characters.
 
-A tokenizer makes other tokens of a text where it is joined to others. So a chunk has ids of its own, under which it is
-stored, and a prompt has those of a run inside it; the tokens at the seams are the prompt's and are computed.
+A tokenizer may make other tokens of a chunk at its ends, where it is joined to other text. So a chunk is stored under
+its own ids, and the prompt reuses a run inside of it; the tokens at the seams are computed.
 """
 
 import json
@@ -39,7 +39,8 @@ def build_text(
         )
     ids, offsets = _tokenized(tokenizer, text, special, bool(located))
     packed, spans = array("i", ids).tobytes(), list[Span]()
-    first, ids_of, size = len(ids), _remembering(tokenizer), _size(tokenizer)
+    first, ids_of = len(ids), _remembering(tokenizer)
+    size = len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
     for start, stop, chunk in located:
         begin, end = _columns(offsets, start, stop) if offsets is not None else (0, len(ids))
         least = spans[-1].stop if spans else 0
@@ -54,7 +55,7 @@ def build_text(
 
 
 def _tokenized(tokenizer: Any, text: str, special: bool, located: bool) -> tuple[list[int], np.ndarray | None]:
-    """Token ids, and `[tokens, 2]` where the characters of each begin and end, ascending; None if it is not known."""
+    """Token ids, and first and last character of each, `[tokens, 2]`, ascending; None if these are not known."""
     check_text(text)
     is_fast = located and bool(getattr(tokenizer, "is_fast", False))
     made = tokenizer(text, add_special_tokens=special, **({"return_offsets_mapping": True} if is_fast else {}))
@@ -70,23 +71,19 @@ def _tokenized(tokenizer: Any, text: str, special: bool, located: bool) -> tuple
 
 
 def _columns(offsets: np.ndarray, start: int, stop: int) -> tuple[int, int]:
-    """The tokens that have characters of a piece of text; special tokens have none."""
+    """First token, and token behind the last, with characters of a piece of text; special tokens have none."""
     return int(np.searchsorted(offsets[:, 1], start, "right")), int(np.searchsorted(offsets[:, 0], stop, "left"))
 
 
 def _remembering(tokenizer: Any) -> Callable[[str, int], tuple[int, ...]]:
-    """Remembers the ids of the last documents, because tokenising them again takes as long as the prompt.
+    """Caches the ids of documents, because tokenising them takes as long as the prompt.
 
-    The second argument is the size of the vocabulary: tokens may be added.
+    The second argument is the size of the vocabulary, to which tokens may be added.
     """
     if tokenizer not in _remembered:
         own = ref(tokenizer)  # not the tokenizer, which would be kept alive
         _remembered[tokenizer] = lru_cache(_REMEMBERED)(lambda text, _: tokenize(own(), text))
     return _remembered[tokenizer]
-
-
-def _size(tokenizer: Any) -> int:
-    return len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
 
 
 def _located(text: str, chunks: Sequence[str]) -> list[tuple[int, int, str]]:
@@ -120,14 +117,14 @@ def _occurrences(text: str, fragment: str) -> Iterator[int]:
 
 
 def _decomposed(text: str) -> tuple[str, dict[int, int]]:
-    """A text in NFD, and two maps from where its characters begin and end there to where they do in the text."""
+    """A text in NFD, and a map from the first characters there to those in the text."""
     starts = [at for at, char in enumerate(text) if not (at and unicodedata.combining(char))] + [len(text)]
     parts = [unicodedata.normalize("NFD", text[start:stop]) for start, stop in pairwise(starts)]
     return "".join(parts), dict(zip(accumulate(map(len, parts), initial=0), starts, strict=True))
 
 
 def _equivalent(text: str, chunk: str, body: str, starts: dict[int, int]) -> list[tuple[int, int, str]]:
-    """Where the text has a chunk with accents encoded otherwise; the chunk then is what the prompt has there."""
+    """Find a chunk whose accents are encoded otherwise; the chunk is then the text of the prompt there."""
     for form in _forms(unicodedata.normalize("NFD", chunk)):
         ends = [(at, at + len(form)) for at in _occurrences(body, form) if {at, at + len(form)} <= starts.keys()]
         if ends:
@@ -136,12 +133,12 @@ def _equivalent(text: str, chunk: str, body: str, starts: dict[int, int]) -> lis
 
 
 def _forms(chunk: str) -> tuple[str, ...]:
-    """How templates write a text: as it is, without white space at its ends, or as JSON."""
+    """The forms in which templates write a text: as it is, stripped, or as JSON."""
     return chunk, chunk.strip(), json.dumps(chunk, ensure_ascii=False)[1:-1], json.dumps(chunk)[1:-1]
 
 
 def aligned(packed: bytes, begin: int, end: int, least: int, chunk: tuple[int, ...]) -> Span | None:
-    """The run of tokens that a chunk and a prompt share; None if even what is inside the chunk differs."""
+    """The run of tokens that a chunk and a prompt share; None if the tokens inside the chunk differ."""
     count = len(chunk)
     cut = min(_SEAM_TOKENS, count // 4)
     inside = array("i", chunk[cut : count - cut]).tobytes()

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a tokenizer is read for: its BOS, and a digest that is stored with chunks, to recognise another tokenizer."""
+"""The special tokens that a tokenizer adds, and a digest of it that is stored with chunks."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ _known: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Name a tokenizer by its vocabulary and its ids of a line of text, without padding and truncation."""
+    """A digest of a tokenizer's vocabulary and of its ids of a line of text, without padding and truncation."""
     if not hasattr(tokenizer, "get_vocab"):
         return ""
     size, cached = len(tokenizer), _known.get(tokenizer)
@@ -26,7 +26,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def front_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Return the special tokens that a tokenizer puts before a text by itself, such as BOS; it may put none."""
+    """Return the special tokens that a tokenizer puts before a text, such as BOS; it may put none."""
     if tokenizer is None:
         return ()
     bare, made = (list(tokenizer.encode("a", add_special_tokens=special)) for special in (False, True))
@@ -35,7 +35,7 @@ def front_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def inner_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Token ids of a text between two others: at an edge, white space may have other tokens."""
+    """Token ids of a text between two others; at the edge of a text, white space may have other tokens."""
     alone, edge, made = (list(tokenizer.encode(s, add_special_tokens=False)) for s in (text, "a", f"a{text}a"))
     is_between = made[: len(edge)] == edge == made[len(made) - len(edge) :]
     return tuple(made[len(edge) : len(made) - len(edge)] if is_between else alone)

@@ -5,8 +5,8 @@
     host or disk | block 0 | block 1 | … | block n-1 | rest
     device       | selected blocks, in order | tail         and a representation of every block
 
-A selection that changes brings the blocks that it has not got. They are read ahead on another thread: a step before a
-lock is compared, its own query says which they will be.
+When the selection changes, only its new blocks are copied. They are read ahead on another thread: one step before a
+lock is due, that step's query selects them.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,7 @@ Block = tuple[int, int]  # of a request: its row, its number
 
 
 class AwayBlocks(BlockedLayer):
-    """Blocks of one layer that may be away.
-
-    While all of the layer is on its device, this is a `BlockedLayer`.
-    """
+    """Blocks of one layer whose K and V may be away; else it works as a `BlockedLayer`."""
 
     def __init__(self, layer: OffloadedLayer, config: SparseConfig, method: BlockMethod, metrics: Any) -> None:
         super().__init__(layer, config, method)
@@ -46,26 +43,26 @@ class AwayBlocks(BlockedLayer):
         return bool(self._layer.is_away)
 
     def begin(self) -> None:
-        """A step that looks at blocks begins."""
+        """See `BlockedLayer.begin`; what was read ahead of whole layers is dropped."""
         super().begin()
         self._layer.memory.release()
         self._layer.sees_blocks, self._has_stepped = self._layer.visible is None, True
 
     def settle(self) -> None:
-        """A step is over."""
+        """See `BlockedLayer.settle`."""
         super().settle()
         self._layer.sees_blocks = False
         self._count()
 
     def release(self) -> None:
-        """Hold nothing on the device: the next step attends to everything."""
+        """Free the copy on the device: the next step attends to everything."""
         self._copy = self._layout = None
         self._held = 0
         self._forget_ahead()
         self._count()
 
     def close(self) -> None:
-        """The session is over."""
+        """End the session."""
         self._made = None
         self.release()
         self._layer.sees_blocks, self._layer.observer = False, None
@@ -75,7 +72,7 @@ class AwayBlocks(BlockedLayer):
         return self._read(0, self._layer.length)
 
     def prefetch(self, selections: Sequence[Selection]) -> None:
-        """Read ahead the blocks that some selections lack, on another thread."""
+        """Read, on another thread, the blocks of some selections that the copy lacks."""
         self._forget_ahead()
         if self._layout is None or len(self._layout.rows) != len(selections):
             return
@@ -87,7 +84,7 @@ class AwayBlocks(BlockedLayer):
             self._ahead = coming, self._layer.memory.reader.submit(self._layer.there.blocks, coming, self._size)
 
     def _gathered(self, layout: Layout, capacity: int) -> KV:
-        """See `BlockedLayer._gathered`; blocks that the copy has are moved, the others are read."""
+        """See `BlockedLayer._gathered`; blocks of the old copy are moved, the others are read."""
         if not self.is_away:
             return super()._gathered(layout, capacity)
         slots = {(row, block): at for row, own in enumerate(layout.rows) for at, block in enumerate(own) if block >= 0}
@@ -111,7 +108,7 @@ class AwayBlocks(BlockedLayer):
         every[torch.tensor([row for row, _ in blocks]), :, torch.tensor(slots)] = some.transpose(1, 2)
 
     def _columns(self, batch: int) -> dict[Block, int]:
-        """The blocks that the copy has, and their first columns."""
+        """The blocks of the present copy that are still valid, and their first columns."""
         old, unchanged = self._layout, min(self._held, self._layer.unchanged_tokens)
         if old is None or self._copy is None or self._copy[0].shape[0] != batch or unchanged < old.tail:
             return {}
@@ -121,27 +118,25 @@ class AwayBlocks(BlockedLayer):
         return {(row, block): column for row, columns in enumerate(rows) for block, column in columns.items()}
 
     def _brought(self, missing: list[Block], copy: KV) -> list[tuple[list[Block], KV]]:
-        """Blocks and their K and V, `[blocks, size, kv_heads, head_dim]`, read ahead or now."""
+        """Read blocks, or take those that were read ahead; K and V are `[blocks, size, kv_heads, head_dim]`."""
         brought, size = list[tuple[list[Block], KV]](), self._size
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and is_lost(ahead[1]):
-            ahead = None
+        indices = {block: index for index, block in enumerate(ahead[0])} if ahead and not is_lost(ahead[1]) else {}
         unchanged, away = self._layer.unchanged_tokens // size, self._layer.away_tokens // size
-        expected = {block: place for place, block in enumerate(ahead[0])} if ahead is not None else {}
-        ready = [block for block in missing if block in expected and block[1] < unchanged]
-        rest = [block for block in missing if block not in expected or block[1] >= unchanged]
+        ready = [block for block in missing if block in indices and block[1] < unchanged]
+        rest = [block for block in missing if block not in indices or block[1] >= unchanged]
         there = [block for block in rest if block[1] < away]
-        if ahead is not None and ready:
-            places = torch.tensor([expected[block] for block in ready])
+        if ahead and ready:
             keys, values = ahead[1].result()
-            brought.append((ready, (keys, values) if ready == ahead[0] else (keys[places], values[places])))
+            chosen = [indices[block] for block in ready]
+            brought.append((ready, (keys, values) if ready == ahead[0] else (keys[chosen], values[chosen])))
         if there:
             brought.append((there, self._layer.there.blocks(there, size)))
         for row, number in rest:
             if number >= away:  # the last ones, of which some tokens are not away
                 keys, values = (kv[row].transpose(0, 1) for kv in self._layer.read(number * size, (number + 1) * size))
                 brought.append(([(row, number)], (keys[None], values[None])))
-        in_vain = len(expected) - len(ready)
+        in_vain = len(indices) - len(ready)
         token_bytes = sum(states[0, :, :1].numel() * states.element_size() for states in copy)
         self._metrics.loaded_blocks += len(missing)
         self._metrics.prefetched_blocks += len(ready)
@@ -154,7 +149,7 @@ class AwayBlocks(BlockedLayer):
             self._ahead = None
 
     def _observe(self, keys: Tensor) -> None:
-        """Represent blocks while all keys of the layer are on its device, `[batch, kv_heads, tokens, head_dim]`."""
+        """Represent blocks before the keys go away, `[batch, kv_heads, tokens, head_dim]`."""
         count = keys.shape[2] // self._size
         if (self._has_stepped and self._layer.unchanged_tokens) or not count:
             return
@@ -172,6 +167,6 @@ class AwayBlocks(BlockedLayer):
         return self._layer.read(start, end)
 
     def _count(self) -> None:
-        """Count the bytes on the device."""
+        """Report the bytes on the device to the memory."""
         self._layer.memory.count(("blocks", self._layer.index), sum(states.nbytes for states in self._copy or ()))
         self._layer.memory.count(("represented", self._layer.index), 0 if self._made is None else self._made.nbytes)

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of a cache as blocks: their representations, and a compact copy of those that are selected.
+"""The blocks of one layer: a representation of each, and a compact copy of the selected ones.
 
     tokens    | block 0 | block 1 | … | block n-1 | rest          n complete blocks before the new tokens
     copy      | selected blocks, in order | all from the tail's first token on |
 
-What the cache itself changes (a crop, another order of its beams) is seen by its layer's `unchanged_tokens`.
+The layer's `unchanged_tokens` says how many first tokens stayed as they were when the cache was cropped or reordered.
 """
 
 import math
@@ -38,21 +38,21 @@ class BlockedLayer:
 
     @property
     def is_away(self) -> bool:
-        """Whether blocks have to be brought to the device."""
+        """Whether blocks have to be copied to the device."""
         return False
 
     def begin(self) -> None:
-        """A sparse step begins: forget what has changed since the last one."""
+        """Begin a sparse step: drop what the cache has changed since the last one."""
         unchanged = self._layer.unchanged_tokens
         self._held = min(self._held, unchanged)
         if self._made is not None:
             self._made = self._made[:, :, : unchanged // self._config.block_tokens]
 
     def release(self) -> None:
-        """The next step looks at everything."""
+        """Called when the next step attends to everything."""
 
     def close(self) -> None:
-        """The session is over."""
+        """End the session."""
 
     def whole(self) -> KV:
         """K and V of all tokens, `[batch, kv_heads, tokens, head_dim]`."""
@@ -62,7 +62,7 @@ class BlockedLayer:
         """Hint at the blocks that the next step will probably select."""
 
     def complete(self, past: int) -> int:
-        """Complete blocks before the new tokens."""
+        """How many blocks are complete before the new tokens."""
         return past // self._config.block_tokens
 
     def scores(self, queries: Tensor, past: int) -> Tensor:
@@ -76,7 +76,7 @@ class BlockedLayer:
         return scores
 
     def count(self, past: int) -> int:
-        """How many complete blocks a step looks at."""
+        """How many complete blocks a step attends to."""
         always = self._config.first_blocks + self._config.recent_blocks
         return min(self.complete(past), max(always, math.ceil(self._config.share * self.complete(past))))
 
@@ -102,7 +102,7 @@ class BlockedLayer:
         return layout, self._copy[0][:, :, :used], self._copy[1][:, :, :used]
 
     def settle(self) -> None:
-        """A step is over: from now on the layer says what changes."""
+        """End a step: the layer counts changes from now on."""
         self._layer.unchanged_tokens = self._layer.length
 
     def _gathered(self, layout: Layout, capacity: int) -> KV:

@@ -4,10 +4,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from ..config import Options
 from ..errors import ConfigError, suggest
+
+Config = TypeVar("Config", bound=Any)
 
 MOST_STEP_TOKENS = 64  # a forward with more new tokens is a prefill, and sees everything
 AUTO_TOKENS = 16384  # the shortest context where a quarter of the blocks was clearly faster with every shape measured
@@ -34,32 +36,31 @@ class SparseConfig:
         object.__setattr__(self, "method_options", Options(self.method_options))
         if not 0 < self.share <= 1:
             raise ConfigError(f"share is {self.share}, expected a number above 0 and up to 1. Try 0.25.")
-        least = {
-            "block_tokens": 1,
-            "first_blocks": 0,
-            "recent_blocks": 0,
-            "min_tokens": 0,
-            "checkpoint_interval": 1,
-            "update_threshold": 0,
-            "lock_duration": 1,
-        }
-        for name, floor in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < floor:
-                raise ConfigError(f"{name} is {value!r}, expected a whole number from {floor} on.")
+        may_be_zero = ("first_blocks", "recent_blocks", "min_tokens", "update_threshold")
+        for name in ("block_tokens", "checkpoint_interval", "lock_duration", *may_be_zero):
+            value, least = getattr(self, name), 0 if name in may_be_zero else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} is {value!r}, expected a whole number from {least} on.")
 
 
 def parsed(sparse: float | str | Mapping[str, Any] | SparseConfig, is_away: bool = False) -> SparseConfig:
-    """Read what `blended(sparse=...)` takes: a share, settings by name, or "auto"; `is_away`: blocks are elsewhere."""
+    """Make a config of what `blended(sparse=...)` takes: a share, settings by name, or "auto".
+
+    `is_away`: K and V are not on the device, so that "auto" begins with shorter contexts.
+    """
     if isinstance(sparse, SparseConfig):
         return sparse
     if isinstance(sparse, str):
         if sparse != "auto":
             raise ConfigError(f'sparse is {sparse!r}, expected "auto", a share such as 0.25, or settings by name.')
         return SparseConfig(min_tokens=AUTO_AWAY_TOKENS if is_away else AUTO_TOKENS)
-    settings = sparse if isinstance(sparse, Mapping) else {"share": sparse}
-    names = [entry.name for entry in fields(SparseConfig)]
+    return from_settings(SparseConfig, sparse if isinstance(sparse, Mapping) else {"share": sparse}, "sparse")
+
+
+def from_settings(config: type[Config], settings: Mapping[str, Any], argument: str) -> Config:
+    """Make a config of the settings in an argument of that name; an unknown setting is refused."""
+    names = [entry.name for entry in fields(config)]
     for name in settings:
         if name not in names:
-            raise ConfigError(f"sparse has {name!r}, which SparseConfig does not have. {suggest(str(name), names)}")
-    return SparseConfig(**settings)
+            raise ConfigError(f"{argument} has the unknown setting {name!r}. {suggest(str(name), names)}")
+    return config(**settings)

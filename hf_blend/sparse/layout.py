@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The columns that a batch looks at, when its requests have selected different blocks, and their lines of a mask.
+"""The columns that a batch attends to when its requests have selected different blocks, and their mask.
 
-columns    | block | block | … | tail, tail + 1, …          the same number for every request; where a request
-has fewer blocks, a filler that it does not see
+columns    | block | block | … | tail, tail + 1, …          as many for every request; a request with fewer blocks
+has fillers, which are hidden from it
 """
 
 from collections.abc import Sequence

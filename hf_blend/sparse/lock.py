@@ -18,20 +18,20 @@ from .config import SparseConfig
 
 @dataclass(frozen=True)
 class Selection:
-    """What a step looks at."""
+    """The blocks that a step attends to, and all tokens from `tail` on."""
 
     blocks: tuple[int, ...]
     tail: int
 
     def differences(self, newer: "Selection", block_tokens: int) -> int:
-        """How many blocks only one of two selections has, among those from which both could choose."""
+        """How many blocks are in one of two selections only, among the blocks that both could choose."""
         common = min(self.tail, newer.tail) // block_tokens
         return len({block for block in set(self.blocks) ^ set(newer.blocks) if block < common})
 
 
 @dataclass
 class SparseMetrics:
-    """What locks went through, then what else happened in a session."""
+    """Counts of one session: of its locks, then of its steps and rounds, then of blocks that were loaded."""
 
     locks: int = 0
     unlocks: int = 0
@@ -67,14 +67,14 @@ class SelectionLock:
         return is_old or self.unchecked_steps >= self._config.checkpoint_interval
 
     def get(self, select: Callable[[], Selection], steps: int = 1) -> Selection:
-        """The selection of the next step."""
+        """The selection of the next step, which stands for `steps`; `select` makes a new one if one is due."""
         self._metrics.steps += 1
         selection = self._renew(select()) if self.selection is None or self.is_due else self.selection
         self.age(steps)
         return selection
 
     def age(self, steps: int) -> None:
-        """Let steps pass in which the selection was held."""
+        """Count steps that used the selection."""
         self.age_steps, self.unchecked_steps = self.age_steps + steps, self.unchecked_steps + steps
 
     def unlock(self) -> None:

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What sparse decoding remembers of one cache: locks per layer and request, rounds of speculation, figures.
+"""Sparse decoding of one cache: the locks of each layer and request, rounds of assisted decoding, and metrics.
 
-A step of one token selects with its own query, if its lock is due. A round of several tokens (a draft that is
-verified) sees what was selected before it, draft and target alike; the scores of all its rows are kept, and when the
-cache shows how many tokens were accepted, the row of the last one is what selects. All accepted: the lock stays.
-Fewer: it is given up, and the next step selects again. Where the draft selects, a round sees what the queries of its
-own drafted tokens look at in the draft model, which has read ahead (`SelectingDraft`).
+A step of one token selects blocks with its own query if its lock is due. In a round of assisted decoding, draft and
+verification attend to the blocks that were selected before. The scores of all rows of the verification are kept until
+the cache shows how many tokens were accepted; then the row of the last accepted one selects. If all were accepted, the
+lock stays; if fewer, it is given up, and the next step selects again. With `draft_selects` the queries of the draft in
+a round select the blocks of its verification (`SelectingDraft`).
 """
 
 import math
@@ -30,7 +30,7 @@ from .config import MOST_STEP_TOKENS, SparseConfig
 from .layout import Layout, cut_mask, is_cut, kept_mass
 from .lock import Selection, SelectionLock, SparseMetrics
 
-SelectedKV = tuple[Tensor, Tensor, Any]  # K, V and mask of what is looked at
+SelectedKV = tuple[Tensor, Tensor, Any]  # K, V and mask of the selected columns
 
 
 @dataclass
@@ -67,19 +67,19 @@ class SparseSession:
         return statistics.fmean(self._masses) if self._masses else None
 
     def draft(self, num_layers: int, selects: bool = False) -> "Draft":
-        """The view of a draft model with so many layers, which may be the one that selects."""
+        """Make the view of a draft model with so many layers; with `selects` its queries select blocks."""
         if selects:
             self._selecting = SelectingDraft(self, num_layers)
         return self._selecting or Draft(self, num_layers)
 
     def owns(self, cache: Any) -> bool:
-        """Whether a forward with this cache is ours; it then says which thread generates."""
+        """Whether a forward uses the session's cache; if so, its thread is remembered as the one that generates."""
         if cache is self._cache:
             self.thread = threading.get_ident()
         return cache is self._cache
 
     def begin_step(self, tokens: int) -> bool:
-        """A forward of the model begins, with so many new tokens. True if it shall be sparse."""
+        """Called when a forward with so many new tokens begins. True if it is to be sparse."""
         if self._cache.is_expecting or self.config.share == 1:
             return self._see_all()
         self.settle_speculation()
@@ -99,13 +99,13 @@ class SparseSession:
         return False
 
     def close(self) -> None:
-        """Decoding is over; the outcome of its last round counts."""
+        """End the session, and count the outcome of the last round."""
         self.settle_speculation()
         for layer in self.layers.values():
             layer.blocks.close()
 
     def end(self, failed: bool) -> None:
-        """The forward is over."""
+        """Called when a forward has ended."""
         for layer in self.layers.values():
             layer.blocks.settle()
         self._cache.report.sparse = vars(self.metrics)
@@ -131,7 +131,7 @@ class SparseSession:
                 lock.unlock()
 
     def settle_speculation(self) -> None:
-        """Read from the cache how many tokens of the last round were accepted, and keep or drop the selections."""
+        """Keep or drop the selections, by how many tokens of the last round the cache has accepted."""
         accepted, rows, self._rows = self.length - self._past, self._rows, 0
         if not 1 <= accepted <= rows:
             return
@@ -148,8 +148,8 @@ class SparseSession:
                 else:
                     lock.get(lambda: layer.blocks.select(scores[row, accepted - 1], self._past), accepted)  # noqa: B023
 
-    def held(self, index: int) -> tuple[Selection, ...]:
-        """The selections that a layer's requests hold; empty if any request holds none."""
+    def selections(self, index: int) -> tuple[Selection, ...]:
+        """The locked selections of a layer, one for each request; empty if a request has none."""
         selections = [lock.selection for lock in self.layers[index].locks] if index in self.layers else []
         chosen = [selection for selection in selections if selection is not None]
         return tuple(chosen) if len(chosen) == len(selections) else ()
@@ -157,7 +157,7 @@ class SparseSession:
     def select_kv(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
     ) -> SelectedKV | None:
-        """The K, V and mask for a layer's attention instead of its whole context; None to leave it as it is.
+        """The K, V and mask that a layer attends to; None where it attends to its whole context.
 
         Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch,
         kv_heads, keys, value_dim]`.
@@ -203,7 +203,7 @@ class SparseSession:
         return [lock.get(lambda: select(scores[row], past)) for row, lock in enumerate(layer.locks)]  # type: ignore[index] # noqa: B023
 
     def _prefetch(self, layer: _Layer, query: Tensor, past: int) -> None:
-        """Where a lock is due in the next step, read ahead what this step's query would select."""
+        """Read ahead the blocks that this step's query would select, if a lock is due in the next step."""
         due = [lock.is_due for lock in layer.locks]
         if not self.config.lock or not any(due):
             return
@@ -219,13 +219,13 @@ class SparseSession:
 
     @property
     def is_due(self) -> bool:
-        """Whether a layer needs to know what would be selected now."""
+        """Whether a lock is due in any layer."""
         locks = [lock for layer in self.layers.values() for lock in layer.locks]
         return not locks or any(lock.is_due for lock in locks)
 
 
 class Draft:
-    """The same selections for a draft model, whose layers are fewer."""
+    """The session's selections for a draft model; each of its layers takes those of a target layer as deep."""
 
     def __init__(self, session: SparseSession, num_layers: int) -> None:
         self._session = session
@@ -234,11 +234,11 @@ class Draft:
         self._target = [round(index * targets / last) for index in range(num_layers)]
 
     def owns(self, cache: Any) -> bool:
-        """Whether a forward of the draft model with this cache is one of our generation."""
+        """Whether a forward of the draft model is part of the session's generation."""
         return cache is not None and threading.get_ident() == self._session.thread
 
     def begin_step(self, tokens: int) -> bool:
-        """A forward of the draft model begins."""
+        """Called when a forward of the draft model begins. True if it is to be sparse."""
         self._session.settle_speculation()
         return tokens <= MOST_STEP_TOKENS and self._session.config.share < 1
 
@@ -248,9 +248,9 @@ class Draft:
     def select_kv(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
     ) -> SelectedKV | None:
-        """See `SparseSession.select_kv`; nothing is selected here."""
+        """See `SparseSession.select_kv`; the selections are those of the target."""
         target = self._target[index]
-        selections = self._session.held(target)
+        selections = self._session.selections(target)
         is_early = bool(selections) and key.shape[2] - query.shape[2] < max(selection.tail for selection in selections)
         if target in self._session.layers:
             self._session._drafted[target] = () if is_early else selections
@@ -264,10 +264,10 @@ class Draft:
 
 
 class SelectingDraft(Draft):
-    """A draft model that looks at all, and whose queries of a round select what the verification looks at.
+    """A draft model that attends to its whole context; its queries in a round select blocks for the verification.
 
-    A block's score is its highest share of any of the round's queries. A layer of the target takes the selection of
-    the draft's layer at the same depth.
+    A block's score is its highest share of attention among the queries of the round. A layer of the target takes the
+    scores of the draft's layer at the same depth.
     """
 
     def __init__(self, session: SparseSession, num_layers: int) -> None:
@@ -279,7 +279,7 @@ class SelectingDraft(Draft):
         self.scores: dict[int, Tensor] = {}
 
     def begin_step(self, tokens: int) -> bool:
-        """A forward of the draft model begins. True if its queries are needed."""
+        """Called when a forward of the draft model begins. True if its queries are needed."""
         session = self._session
         is_long = session.length >= max(1, session.config.min_tokens - 1)
         return super().begin_step(tokens) and is_long and session.is_due
@@ -287,7 +287,7 @@ class SelectingDraft(Draft):
     def select_kv(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, name: str, scaling: float | None
     ) -> SelectedKV | None:
-        """See `SparseSession.select_kv`; notes what the queries look at, and leaves the draft's attention as it is."""
+        """Score blocks with the draft's queries; its attention stays as it is. See `SparseSession.select_kv`."""
         past = self._session.length
         if key.shape[2] <= past:  # a window
             return None
@@ -299,7 +299,7 @@ class SelectingDraft(Draft):
         return None
 
     def of(self, target: int) -> Tensor | None:
-        """The scores for a layer of the target, `[batch, blocks]`; None if the draft has none."""
+        """The draft's scores for a layer of the target, `[batch, blocks]`; None if there are none."""
         near = min(self.scores, key=lambda index: abs(self._target[index] - target), default=None)
         return None if near is None else self.scores[near]
 

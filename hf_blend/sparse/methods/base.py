@@ -28,7 +28,7 @@ class BlockMethod(ABC):
         self.options = {**self.defaults, **options}
 
     def prepare(self, keys: Tensor) -> Any:
-        """Find out once for a layer what the other two are given, from the keys of its first complete blocks.
+        """Prepare a layer once, from the keys of its first complete blocks; the result goes to the other methods.
 
         Shapes: keys `[batch, kv_heads, blocks, block_tokens, head_dim]`, rotated for their positions.
         """
@@ -36,7 +36,7 @@ class BlockMethod(ABC):
 
     @abstractmethod
     def represent(self, keys: Tensor, prepared: Any) -> Tensor:
-        """Make blocks small.
+        """Make a smaller representation of each block.
 
         Shapes: keys `[batch, kv_heads, blocks, block_tokens, head_dim]`, rotated for their positions → `[batch,
         kv_heads, blocks, …]`.
@@ -44,7 +44,7 @@ class BlockMethod(ABC):
 
     @abstractmethod
     def score(self, queries: Tensor, blocks: Tensor, prepared: Any) -> Tensor:
-        """Say how much queries will look at blocks, as `represent` gave them: more is higher.
+        """Score blocks, as `represent` gave them: the more attention queries will give a block, the higher.
 
         Shapes: queries `[batch, kv_heads, group, rows, head_dim]`, rotated for their positions → `[batch, rows,
         blocks]`.

@@ -10,7 +10,7 @@ from .base import BlockMethod
 
 
 class Gsa(BlockMethod):
-    """Sums raw scores over heads, so a head with large keys has more to say."""
+    """Sums raw scores over heads, so heads with large keys count more."""
 
     def represent(self, keys: Tensor, prepared: Any) -> Tensor:
         """Mean key, `[batch, kv_heads, blocks, head_dim]`."""

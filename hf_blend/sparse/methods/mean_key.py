@@ -10,7 +10,7 @@ from .base import BlockMethod
 
 
 class MeanKey(BlockMethod):
-    """Each head shares out the same attention, so all heads have the same say."""
+    """Each head's scores sum to 1, so all heads count the same."""
 
     def represent(self, keys: Tensor, prepared: Any) -> Tensor:
         """Mean key, `[batch, kv_heads, blocks, head_dim]`."""

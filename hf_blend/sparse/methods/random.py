@@ -13,7 +13,7 @@ _ODD, _BITS = 0x9E3779B1, 24  # Knuth's multiplicative hash
 
 
 class Random(BlockMethod):
-    """Hashes the bits of a query and of a block's first key, so the same two always get the same luck."""
+    """Hashes the bits of a query and of a block's first key, so the same two always get the same score."""
 
     def represent(self, keys: Tensor, prepared: Any) -> Tensor:
         """First key, `[batch, kv_heads, blocks, head_dim]`."""

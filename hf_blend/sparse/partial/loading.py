@@ -1,18 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Loading chunks in part while they are blended, and decoding over what was loaded (IMPRESS, FAST 2025).
+"""Loading the important blocks of chunks only, and decoding over these (IMPRESS, FAST 2025).
 
     store = ChunkStore.open("kv-store", partial=0.25)
     cache = BlendCache(model, store)
     model.generate(**cache.inputs(...), past_key_values=cache, max_new_tokens=64)
     print(cache.report.partial)
 
-In each layer behind the last check layer the keys of the probe heads come first; when the layer's attention begins,
-the question's queries say which blocks are important; those are loaded and written, and attention runs over them, over
-what is recomputed, and over all that has no stored KV. The other columns are seen by nobody, in decoding either.
+In each layer behind the last check layer, the keys of a few probe heads are loaded first. When the layer's attention
+begins, the question's queries choose the important blocks. These are loaded, and the layer attends to them, to
+recomputed tokens, and to tokens without stored KV. The other columns are hidden, in decoding too.
 """
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,11 +30,40 @@ from ...prefill.importance import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
+from ..config import from_settings
 from .itf import agreed, importance, probe_count
 from .seen import attend_part, attend_step
 from .store import BLOCK_TOKENS, PartialLayers, PartialStore
 
 FALLBACKS = ("whole", "values")
+
+
+@dataclass(frozen=True)
+class PartialConfig:
+    """The settings of `ChunkStore.open(partial=…)`, which says what they mean."""
+
+    share: float = 0.25  # of a prompt's blocks that a layer loads, above 0 up to 1
+    alpha: float = 0.6  # probe heads agree above j^alpha, j the agreement of random sets
+    block_tokens: int = BLOCK_TOKENS
+    reorder: bool = True  # store important tokens together
+    fallback: str = "whole"  # what a layer loads whose probe heads do not agree
+
+    def __post_init__(self) -> None:
+        numbers = (self.share, self.alpha)
+        are_numbers = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
+        if not are_numbers or not 0 < self.share <= 1 or not 0 <= self.alpha < math.inf:
+            raise ConfigError(
+                f"partial has share={self.share!r} and alpha={self.alpha!r}, expected a share above 0 and up to 1, "
+                "and an alpha from 0 on. A quarter of the blocks is partial=0.25."
+            )
+        if type(self.block_tokens) is not int or self.block_tokens < 1:
+            raise ConfigError(
+                f"partial has block_tokens={self.block_tokens!r}, expected a whole number from 1 on. Try 16."
+            )
+        if not isinstance(self.reorder, bool):
+            raise ConfigError(f"partial has reorder={self.reorder!r}, expected True or False.")
+        if self.fallback not in FALLBACKS:
+            raise ConfigError(f"partial has fallback={self.fallback!r}. {suggest(str(self.fallback), FALLBACKS)}")
 
 
 @dataclass
@@ -51,10 +79,10 @@ class LoadReport:
 
 
 class PartialLoading:
-    """One request, or one batch, that loads in part, and its answer. Each prompt of a batch chooses for itself.
+    """Loads a part of the chunks of one request or batch; each prompt of a batch chooses its own blocks.
 
-    See `ChunkStore.open(partial=…)`. Of a layer whose probe heads disagree `fallback` loads "whole", all of it as in
-    IMPRESS; or "values", the keys of all heads, and for each head the values of blocks that it looks at.
+    See `ChunkStore.open(partial=…)`. If the probe heads of a layer disagree, the fallback "whole" loads all of it, as
+    in IMPRESS; "values" loads the keys of all heads, and for each head the values of its most important blocks.
     """
 
     def __init__(self, cache: BlendCache, share: float = 0.25, alpha: float = 0.6, fallback: str = "whole") -> None:
@@ -82,7 +110,7 @@ class PartialLoading:
         return probe_count(kv_heads)
 
     def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
-        """A layer behind the last check layer begins: find the chunks of it that can be loaded in part."""
+        """Begin a layer behind the last check layer: find its chunks that can be loaded in part."""
         # a chunk at the beginning of its row stays whole; padding may be before it
         chunks = [chunk for chunk in plan.chunks if chunk.start > plan.real.shape[1] - plan.counts[chunk.row]]
         chunks = [chunk for chunk in chunks if isinstance(chunk.chunk.layers, PartialLayers)]
@@ -97,7 +125,7 @@ class PartialLoading:
         self._fresh = None if rows is None else rows.columns  # the last layer has fewer rows, but these are fresh
 
     def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> list[float]:
-        """As `Realigner.mismatches` of layer 0; of a chunk in blocks one head's keys are enough to compare.
+        """See `Realigner.mismatches`; of a chunk in blocks, the keys of one head are compared.
 
         Shapes: *opened `[batch, kv_heads, tokens, head_dim]`.
         """
@@ -119,7 +147,7 @@ class PartialLoading:
         return errors
 
     def write(self, index: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> None:
-        """Write a layer of stored chunks; where it is loaded in part, probe heads of those in blocks only.
+        """Write a layer of stored chunks; of chunks that are loaded in part, only the keys of the probe heads.
 
         Shapes: *opened `[batch, kv_heads, tokens, head_dim]`.
         """
@@ -137,7 +165,7 @@ class PartialLoading:
         realigner.write(index, chunks, *opened)
 
     def capture(self, index: int, module: nn.Module, rows: Rows | None, past: int) -> AttentionCapture | None:
-        """Takes a layer's attention: chooses, loads, writes, attends. None where the layer is not loaded in part."""
+        """Replace a layer's attention: choose blocks, load them, attend. None if the layer is not loaded in part."""
         if rows is None or index != self._index:
             return None
         layer, chunks = self._layers[index], self._chunks
@@ -163,22 +191,22 @@ class PartialLoading:
         return AttentionCapture(module, take)
 
     def begin_layer(self, index: int) -> None:
-        """Allow new K and V in a layer that was loaded in part, if its attention can be taken."""
+        """Allow new K and V in a layer that was loaded in part, if its attention can be replaced."""
         modules = self._attention(index)
         for module in modules:
             open_door(module.config._attn_implementation)
         self._layers[index].is_guarded = bool(modules)
 
     def taken(self, index: int, keys: Tensor) -> Tensor:
-        """Keys of a layer whose attention call is then taken, over the columns that are there."""
+        """Mark the keys of a layer, so that its attention runs over the loaded columns only."""
         return with_taker(keys, partial(attend_step, self._layers[index]))
 
     def _attention(self, index: int) -> Sequence[nn.Module]:
-        """Of a layer, if it can be taken: some models look up no function for it."""
+        """The attention modules of a layer that can be replaced: some models look up no function for theirs."""
         return LayerInfo.of(decoder_layers(self._cache.model)[index]).attention
 
     def finish(self) -> None:
-        """The forward is over: report to the store what the question looked at."""
+        """End the forward: report to the store how much attention the question gave each token."""
         chunks = sorted((chunk for chunk, _ in self._sums.values()), key=lambda chunk: (chunk.row, chunk.start))
         for row in sorted({chunk.row for chunk in chunks}):
             mine = [chunk for chunk in chunks if chunk.row == row]
@@ -210,7 +238,7 @@ class PartialLoading:
         chunks: Sequence[PlacedChunk],
         there: Tensor,
     ) -> None:
-        """Write the chosen blocks of a prompt, and clear what is not loaded in `there`, `[batch, kv_heads, keys]`."""
+        """Write the chosen blocks of a prompt; `there`, `[batch, kv_heads, keys]`, becomes False where none is."""
         row, heads, index = chunks[0].row, layer.keys.shape[1], layer.index
         self._counts[chosen is None] += 1
         fresh = torch.zeros(layer.keys.shape[2], dtype=torch.bool)
@@ -236,7 +264,7 @@ class PartialLoading:
 
     @staticmethod
     def _expect(index: int, chunk: PlacedChunk, blocks: list[list[int]], first: int, probes: int) -> None:
-        """Have the disk begin with all that this layer needs, and with the probes of the next one."""
+        """Start reading all that this layer needs, and the probe heads of the next one."""
         reader = _layers(chunk).reader
         for group, some in _alike(blocks):
             reader.expect(index, 1, group, some)
@@ -247,7 +275,7 @@ class PartialLoading:
 
 @dataclass(frozen=True)
 class _LayerPart:
-    """K and V of a layer to which some blocks are written, `[batch, kv_heads, columns, head_dim]` each."""
+    """K and V of a layer, `[batch, kv_heads, columns, head_dim]`, to which loaded blocks are written."""
 
     index: int
     realigner: Realigner
@@ -256,7 +284,7 @@ class _LayerPart:
     past: int = 0  # columns before those of the prompt
 
     def columns(self, chunk: PlacedChunk, blocks: Sequence[int]) -> Tensor:
-        """Where the tokens of some blocks go, in the order in which `PartialLayers.read` gives them."""
+        """The columns of the tokens of some blocks, in the order in which `PartialLayers.read` gives them."""
         reader = _layers(chunk).reader
         is_all = len(blocks) == reader.blocks
         return (torch.arange(chunk.tokens) if is_all else reader.tokens_of(blocks)) + chunk.start + self.past
@@ -286,7 +314,7 @@ class _Question:
     scaling: float
 
     def scores(self, layer: _LayerPart, chunks: Sequence[PlacedChunk], heads: int) -> Tensor:
-        """`[heads, tokens of the chunks]`: what the question of one prompt looks at, on the CPU."""
+        """The attention that the question of one prompt gives, `[heads, tokens of the chunks]`, on the CPU."""
         query, key, rows = self.query[chunks[0].row], layer.keys[chunks[0].row], self.rows
         columns = torch.cat([torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]).to(key.device)
         asks = rows.columns[chunks[0].row] >= chunks[-1].columns.stop
@@ -322,13 +350,13 @@ def _by_chunk(blocks: Sequence[int], chunks: Sequence[PlacedChunk]) -> list[list
 
 
 def _alike(blocks: list[list[int]]) -> list[tuple[range, list[int]]]:
-    """Neighbouring heads with the same blocks, together."""
+    """Group neighbouring heads with the same blocks."""
     cuts = [0, *(head for head in range(1, len(blocks)) if blocks[head] != blocks[head - 1]), len(blocks)]
     return [(range(start, stop), blocks[start]) for start, stop in pairwise(cuts)]
 
 
 def _compact(there: Tensor, device: torch.device) -> Tensor | None:
-    """What is there as `BlendLayer.visible`: columns where one prompt's heads all see the same, otherwise a mask."""
+    """Loaded columns as `BlendLayer.visible` has them: indices if all heads of one prompt agree, else a mask."""
     if bool(there.all()):
         return None
     alike = bool((there == there[:, :1]).all())
@@ -347,33 +375,6 @@ def open_partial(settings: Mapping[str, Any], *args: Any, **named: Any) -> Parti
 
     The settings are those of `partial` in `hf_blend.ChunkStore.open`.
     """
-    names = set(inspect.signature(_checked).parameters)
-    for name in settings:
-        if name not in names:
-            raise ConfigError(f"partial has {name!r}, which loading in part does not know. {suggest(name, names)}")
-    share, alpha, block_tokens, reorder, fallback = _checked(**settings)
-    loader = partial(PartialLoading, share=share, alpha=alpha, fallback=fallback)
-    return PartialStore(*args, **named).load_in_part(block_tokens, loader, reorder)
-
-
-def _checked(
-    share: float = 0.25,
-    alpha: float = 0.6,
-    block_tokens: int = BLOCK_TOKENS,
-    reorder: bool = True,
-    fallback: str = "whole",
-) -> tuple[float, float, int, bool, str]:
-    """Refuse settings of a wrong type or out of range."""
-    numbers = all(isinstance(setting, int | float) and not isinstance(setting, bool) for setting in (share, alpha))
-    if not numbers or not 0 < share <= 1 or not 0 <= alpha < math.inf:
-        raise ConfigError(
-            f"partial has share={share!r} and alpha={alpha!r}, expected a share above 0 and up to 1, and an alpha "
-            "from 0 on. A quarter of the blocks is partial=0.25."
-        )
-    if type(block_tokens) is not int or block_tokens < 1:
-        raise ConfigError(f"partial has block_tokens={block_tokens!r}, expected a whole number from 1 on. Try 16.")
-    if not isinstance(reorder, bool):
-        raise ConfigError(f"partial has reorder={reorder!r}, expected True or False.")
-    if fallback not in FALLBACKS:
-        raise ConfigError(f"partial has fallback={fallback!r}. {suggest(str(fallback), FALLBACKS)}")
-    return float(share), float(alpha), block_tokens, reorder, fallback
+    config = from_settings(PartialConfig, settings, "partial")
+    loader = partial(PartialLoading, share=config.share, alpha=config.alpha, fallback=config.fallback)
+    return PartialStore(*args, **named).load_in_part(config.block_tokens, loader, config.reorder)
