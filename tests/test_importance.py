@@ -134,13 +134,13 @@ def test_importance_outlives_eviction_and_restarts(model, tmp_path):
             assert torch.equal(store.importance.scores(digest), scores)
             assert store.importance.share(digest) == pytest.approx(share, abs=1e-6)
         keys = {entry.digest for entry in store.entries()}
-        tier = store._tiers[0]
+        tier = store.storage.tiers[0]
         for digest in before:  # it leaves, and returns: its share is known at once
             chunk = next(store.get(key) for key in map(key_of(model, store), CHUNKS) if key.digest == digest)
-            tier.delete(store._catalog.name(digest))
+            tier.delete(store.storage.catalog.name(digest))
             store.put(chunk)
             tier.apply()
-            state = tier.index._known_use(store._catalog.name(digest))
+            state = tier.index._known_use(store.storage.catalog.name(digest))
             assert state[2] == pytest.approx(before[digest][1])
         assert set(before) <= keys
 

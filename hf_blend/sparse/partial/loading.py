@@ -12,10 +12,9 @@ the question's queries say which blocks are important; those are loaded and writ
 what is recomputed, and over all that has no stored KV. The other columns are seen by nobody, in decoding either.
 """
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -31,9 +30,12 @@ from ...prefill.importance import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
+from ...store import ChunkStore
+from .blocked import BLOCK_TOKENS
 from .itf import agreed, importance, probe_count
+from .layers import PartialLayers
+from .reader import keep_in_blocks
 from .seen import attend_part, attend_step
-from .store import BLOCK_TOKENS, PartialLayers, PartialStore
 
 FALLBACKS = ("whole", "values")
 
@@ -342,38 +344,44 @@ def _layers(chunk: PlacedChunk) -> PartialLayers:
     return chunk.chunk.layers  # type: ignore[return-value]
 
 
-def open_partial(settings: Mapping[str, Any], *args: Any, **named: Any) -> PartialStore:
-    """Open a store whose chunks are loaded in part, with the arguments of a store.
+@dataclass(frozen=True)
+class PartialConfig:
+    """The settings of `partial` in `hf_blend.ChunkStore.open`; ConfigError refuses wrong types and ranges."""
 
-    The settings are those of `partial` in `hf_blend.ChunkStore.open`.
-    """
-    names = set(inspect.signature(_checked).parameters)
-    for name in settings:
-        if name not in names:
-            raise ConfigError(f"partial has {name!r}, which loading in part does not know. {suggest(name, names)}")
-    share, alpha, block_tokens, reorder, fallback = _checked(**settings)
-    loader = partial(PartialLoading, share=share, alpha=alpha, fallback=fallback)
-    return PartialStore(*args, **named).load_in_part(block_tokens, loader, reorder)
+    share: float = 0.25
+    alpha: float = 0.6
+    block_tokens: int = BLOCK_TOKENS
+    reorder: bool = True
+    fallback: str = "whole"
 
+    @classmethod
+    def of(cls, settings: float | Mapping[str, Any]) -> "PartialConfig":
+        """Read the settings, or the share alone."""
+        settings = settings if isinstance(settings, Mapping) else {"share": settings}
+        names = {field.name for field in fields(cls)}
+        for name in settings:
+            if name not in names:
+                raise ConfigError(f"partial has {name!r}, which loading in part does not know. {suggest(name, names)}")
+        return cls(**settings)
 
-def _checked(
-    share: float = 0.25,
-    alpha: float = 0.6,
-    block_tokens: int = BLOCK_TOKENS,
-    reorder: bool = True,
-    fallback: str = "whole",
-) -> tuple[float, float, int, bool, str]:
-    """Refuse settings of a wrong type or out of range."""
-    numbers = all(isinstance(setting, int | float) and not isinstance(setting, bool) for setting in (share, alpha))
-    if not numbers or not 0 < share <= 1 or not 0 <= alpha < math.inf:
-        raise ConfigError(
-            f"partial has share={share!r} and alpha={alpha!r}, expected a share above 0 and up to 1, and an alpha "
-            "from 0 on. A quarter of the blocks is partial=0.25."
-        )
-    if type(block_tokens) is not int or block_tokens < 1:
-        raise ConfigError(f"partial has block_tokens={block_tokens!r}, expected a whole number from 1 on. Try 16.")
-    if not isinstance(reorder, bool):
-        raise ConfigError(f"partial has reorder={reorder!r}, expected True or False.")
-    if fallback not in FALLBACKS:
-        raise ConfigError(f"partial has fallback={fallback!r}. {suggest(str(fallback), FALLBACKS)}")
-    return float(share), float(alpha), block_tokens, reorder, fallback
+    def __post_init__(self) -> None:
+        ratios = (self.share, self.alpha)
+        are_numbers = all(isinstance(ratio, int | float) and not isinstance(ratio, bool) for ratio in ratios)
+        if not are_numbers or not 0 < self.share <= 1 or not 0 <= self.alpha < math.inf:
+            raise ConfigError(
+                f"partial has share={self.share!r} and alpha={self.alpha!r}, expected a share above 0 and up to 1, "
+                "and an alpha from 0 on. A quarter of the blocks is partial=0.25."
+            )
+        if type(self.block_tokens) is not int or self.block_tokens < 1:
+            raise ConfigError(
+                f"partial has block_tokens={self.block_tokens!r}, expected a whole number from 1 on. Try 16."
+            )
+        if not isinstance(self.reorder, bool):
+            raise ConfigError(f"partial has reorder={self.reorder!r}, expected True or False.")
+        if self.fallback not in FALLBACKS:
+            raise ConfigError(f"partial has fallback={self.fallback!r}. {suggest(str(self.fallback), FALLBACKS)}")
+
+    def apply(self, store: ChunkStore) -> None:
+        """Have a store keep chunks in blocks, and requests load some of them."""
+        keep_in_blocks(store, self.block_tokens, self.reorder)
+        store.part_loader = partial(PartialLoading, share=self.share, alpha=self.alpha, fallback=self.fallback)
