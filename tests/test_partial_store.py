@@ -290,7 +290,8 @@ def test_blocks_are_ordered_beside_requests_by_what_was_looked_at_before_a_resta
             for _ in range(3 - number):
                 asked(model, store)
             assert store.layer_reader.reordering.flush(10)
-            scores = [store.importance.scores(digest) for digest in store.importance.digests()]
+            known = store.storage.importance
+            scores = [torch.from_numpy(known.get(digest).scores) for digest in known.digests()]
     found = {tuple(taken_apart(path.read_bytes())[1]["order"].tolist()) for path in block_files(tmp_path)}
     expected = {tuple(one.argsort(descending=True, stable=True).tolist()) for one in scores}
     assert len(expected) == len(CHUNKS)

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from .budget import BoundedTier
-from .chunk import ChunkKey
+from .chunk import ChunkKey, Found
 from .content import Run, pack_tokens, unpack_tokens, without_overlap
 from .entry import read_key
 from .format import hash_namespace
@@ -60,7 +60,7 @@ class Catalog:
         self.space = self.name("")[:2]
         self.owner = owner_of(secret, namespace)
         # every index, the nearest first, and what this namespace is called there
-        self._shelves = [*((index, "") for index in at_hand), *((tier.index, self.owner) for tier in tiers)]
+        self._indexes = [*((index, "") for index in at_hand), *((tier.index, self.owner) for tier in tiers)]
         self._skipped: set[tuple[str, str]] = set()
 
     def name(self, digest: str) -> str:
@@ -85,24 +85,26 @@ class Catalog:
         key = tier.index.key(name, self.namespace)
         return key if key is not None and self.name(key.digest) == name else None
 
-    def match(
-        self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int], *, parts: bool = True
-    ) -> list[Run]:
-        """Find the stored chunks of one model and sink, from left to right, also where first or last tokens differ.
+    def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
+        """Find the stored chunks of one model and prefix, from left to right, also where first or last tokens differ.
 
-        Without `parts` whole ones alone: the longest at a place, no overlap.
+        Of chunks that overlap the longest is whole.
         """
-        ids = np.frombuffer(pack_tokens(token_ids), np.int32)
-        return self._settled(lambda: self._match(fingerprint, chunk_prefix_ids, ids, parts), thorough=False)
+        ids, prefix = np.frombuffer(pack_tokens(token_ids), np.int32), tuple(chunk_prefix_ids)
+        runs = self._settled(lambda: self._match(fingerprint, prefix, ids), thorough=False)
+        return [Found(run.start, self._key(fingerprint, prefix, run.packed), run.first, run.tokens) for run in runs]
 
-    def _match(self, fingerprint: str, chunk_prefix_ids: Sequence[int], ids: np.ndarray, parts: bool) -> list[Run]:
+    def _key(self, fingerprint: str, chunk_prefix_ids: Sequence[int], packed: bytes) -> ChunkKey:
+        return ChunkKey(fingerprint, tuple(chunk_prefix_ids), unpack_tokens(packed), self.namespace)
+
+    def _match(self, fingerprint: str, chunk_prefix_ids: tuple[int, ...], ids: np.ndarray) -> list[Run]:
         starts, runs = set[tuple[int, int]](), set[Run]()
-        is_stored = functools.cache(functools.partial(self._is_stored, fingerprint, tuple(chunk_prefix_ids)))
-        for index, owner in self._shelves:
+        is_stored = functools.cache(functools.partial(self._is_stored, fingerprint, chunk_prefix_ids))
+        for index, owner in self._indexes:
             group = (owner, fingerprint, chunk_prefix_ids)
             with contextlib.suppress(OSError):
                 starts |= {(start, -tokens) for start, tokens in index.starts(group, ids)}
-                runs.update(index.inside(group, ids) if parts else ())
+                runs.update(index.inside(group, ids))
         complete, stop = list[Run](), 0
         for start, tokens in sorted(starts):
             run = Run(start, ids[start : start - tokens].tobytes(), 0, -tokens)
@@ -111,19 +113,21 @@ class Catalog:
                 complete.append(run)
         return without_overlap(complete, (run for run in runs if is_stored(run.packed)))
 
-    def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> bytes:
-        """The packed ids of any chunk of a model and sink; empty if there is none."""
-        samples = (index.sample((owner, fingerprint, chunk_prefix_ids)) for index, owner in self._shelves)
-        return next(filter(None, samples), b"")
+    def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> ChunkKey | None:
+        """Give any chunk of a model and prefix; None if there is none."""
+        samples = (index.sample((owner, fingerprint, chunk_prefix_ids)) for index, owner in self._indexes)
+        packed = next(filter(None, samples), b"")
+        return self._key(fingerprint, chunk_prefix_ids, packed) if packed else None
 
-    def prefixes(self, fingerprint: str) -> list[bytes]:
-        """The packed ids of the tokens before chunks of a fingerprint; one may come from several tiers."""
-        return [packed for index, owner in self._shelves for packed in index.prefixes(owner, fingerprint)]
+    def longest_prefix(self, fingerprint: str) -> tuple[int, ...]:
+        """Give the most tokens that chunks of a fingerprint are behind; empty if there is no such chunk."""
+        packed = {ids for index, owner in self._indexes for ids in index.prefixes(owner, fingerprint)}
+        return max(map(unpack_tokens, packed), key=lambda ids: (len(ids), ids), default=())
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """How many chunks of a model are known, and how many of all models."""
         here, everywhere = zip(
-            *((index.count(owner, fingerprint), index.count(owner)) for index, owner in self._shelves), strict=True
+            *((index.count(owner, fingerprint), index.count(owner)) for index, owner in self._indexes), strict=True
         )
         return max(here), max(everywhere)
 
@@ -188,7 +192,7 @@ class Catalog:
     def _is_stored(self, fingerprint: str, chunk_prefix_ids: tuple[int, ...], packed: bytes) -> bool:
         """Whether there is an object of the name that a chunk of these tokens has: so it is what its row says."""
         with contextlib.suppress(ValueError):
-            key = ChunkKey(fingerprint, chunk_prefix_ids, unpack_tokens(packed), self.namespace)
+            key = self._key(fingerprint, chunk_prefix_ids, packed)
             is_held = any(key.digest in index for index in self._at_hand)
             return is_held or any(self.name(key.digest) in tier.index for tier in self._tiers)
         return False

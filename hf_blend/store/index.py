@@ -169,17 +169,21 @@ class Index:
 
     def note(self, uses: Sequence[Use]) -> None:
         """Take in uses of objects, and reports of what was important in them; of those that are not there nothing."""
-        known: dict[str, tuple[float, float, float | None]] = {}
+        records: dict[str, tuple[float, float, float | None]] = {}
         self._uses = max(self._count_uses(), self._stored_uses())  # others count, too
         for name, stamp_s, share in uses:
             self._uses += share is None
-            if (found := known.get(name) or self._known_use(name)) is not None:
-                used_s, frequency, before = found
+            if (use := records.get(name) or self._known_use(name)) is not None:
+                used_s, frequency, before = use
                 if share is None:
-                    known[name] = stamp_s, one_more(frequency, self._uses), before
+                    records[name] = stamp_s, one_more(frequency, self._uses), before
                 else:
-                    known[name] = used_s, frequency, share if before is None else before + NEW_SHARE * (share - before)
-        rows = [(self._score(*use), *use, name) for name, use in known.items()]
+                    records[name] = (
+                        used_s,
+                        frequency,
+                        share if before is None else before + NEW_SHARE * (share - before),
+                    )
+        rows = [(self._score(*use), *use, name) for name, use in records.items()]
         sql = "UPDATE objects SET score = ?, used = ?, frequency = ?, share = ? WHERE name = ?"
         if uses:
             self._write_rows((sql, rows), ("UPDATE policy SET uses = ?", [(self._uses,)]))
@@ -585,13 +589,13 @@ def _hex(number: Any) -> str:
 
 def _recognised_by(ids: np.ndarray) -> list[Any]:
     """What a chunk is found by: tokens, the hash of its first ones; place and hash of its window, and what follows."""
-    width, found = min(WINDOW, len(ids)), window_of(ids)
+    width, window = min(WINDOW, len(ids)), window_of(ids)
     row = [len(ids), width, _hex(hashes(ids[:width], width)[0])]
-    if found is None:
+    if window is None:
         return [*row, None, None, None]
-    offset, window = found
+    offset, window_ids = window
     behind = ids[offset + WINDOW : offset + WINDOW + _NEXT_TOKENS]
-    return [*row, offset, _hex(hashes(window, WINDOW)[0]), behind.tobytes()]
+    return [*row, offset, _hex(hashes(window_ids, WINDOW)[0]), behind.tobytes()]
 
 
 def _key(said: Sequence[Any], namespace: str) -> ChunkKey | None:

@@ -8,21 +8,24 @@ A fault costs time, never correctness: whatever is missing, damaged, foreign or 
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..threads import start
 from .budget import BoundedTier
-from .chunk import ChunkKey, ChunkKV, Found, Layout
-from .content import unpack_tokens
+from .chunk import ChunkKey, ChunkKV, Layout
 from .entry import EntryReader
 from .storage import Storage
 from .tiers.base import EntryFault, Source
-from .waiting import LateLoads
 from .writer import Writer
 
-__all__ = ["Decode", "OpenEntry", "Reader", "RecordedSource"]
+__all__ = ["Decode", "LateLoads", "OpenEntry", "Reader", "RecordedSource"]
+
+MOST_LATE = 4  # loads that nobody waits for any more; while there are so many, a slow tier is not asked
+Loaded = TypeVar("Loaded")
 
 
 class OpenEntry(NamedTuple):
@@ -131,23 +134,26 @@ class Reader:
                 self._writer.send(tier, chunk, lambda: [content])
         return cached
 
-    def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
-        """Find stored chunks inside any tokens, as `BaseStore.find` says."""
-        prefix, runs = tuple(chunk_prefix_ids), self.storage.catalog.match(fingerprint, chunk_prefix_ids, token_ids)
-        keys = [ChunkKey(fingerprint, prefix, unpack_tokens(run.packed), self.storage.namespace) for run in runs]
-        return [Found(run.start, key, run.first, run.tokens) for run, key in zip(runs, keys, strict=True)]
 
-    def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> ChunkKey | None:
-        """Give the key of any chunk of a model behind a prefix; None if there is none."""
-        packed = self.storage.catalog.sample(fingerprint, chunk_prefix_ids)
-        if not packed:
+class LateLoads:
+    """Runs loads that are given up when they take too long; they end by themselves, in threads of their own."""
+
+    def __init__(self) -> None:
+        self._late: set[Future[Any]] = set()
+
+    def run(self, load: Callable[[], Loaded], budget_s: float) -> Loaded | None:
+        """Load, and wait no longer than the budget."""
+        if sum(not loading.done() for loading in list(self._late)) >= MOST_LATE:  # a parent's are done in its child
             return None
-        return ChunkKey(fingerprint, tuple(chunk_prefix_ids), unpack_tokens(packed), self.storage.namespace)
-
-    def longest_prefix(self, fingerprint: str) -> tuple[int, ...]:
-        """Give the most tokens that chunks of a fingerprint are behind; empty if there is no such chunk."""
-        prefixes = map(unpack_tokens, self.storage.catalog.prefixes(fingerprint))
-        return max(prefixes, key=lambda ids: (len(ids), ids), default=())
+        try:
+            loading = start(load, "hf_blend-load")
+        except RuntimeError:  # no thread can be started
+            return load()
+        if wait([loading], budget_s).done:
+            return loading.result()
+        self._late.add(loading)
+        loading.add_done_callback(self._late.discard)
+        return None
 
 
 class RecordedSource:

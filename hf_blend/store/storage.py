@@ -84,8 +84,8 @@ class Storage:
 
     def use_share(self, level: MemoryCache | BoundedTier, name: str, digest: str) -> None:
         """Tell an eviction policy that reads it which share of a chunk's tokens earlier requests found important."""
-        if level.policy.reads_importance and (share := self.importance.share(digest)) is not None:
-            level.use(name, share)
+        if level.policy.reads_importance and (record := self.importance.get(digest)) is not None:
+            level.use(name, record.share)
 
     def discard(self, tier: BoundedTier, name: str, source: Source | None, cause: str) -> bool:
         """Remove an entry, unless another process has put a good one in its place; count it under a cause."""

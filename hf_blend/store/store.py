@@ -20,10 +20,9 @@ from .memory import MemoryCache
 from .opening import Limits
 from .reader import Reader
 from .storage import Storage
-from .stream import LayerReader, Recompute, StreamReader
+from .stream import ComputeTimes, LayerReader, Recompute, StreamReader
 from .tiers.base import Tier
-from .waiting import ComputeTimes
-from .writer import Encoder, Writer
+from .writer import Writer
 
 __all__ = ["BaseStore", "CheckResult", "EntryInfo"]
 
@@ -61,7 +60,7 @@ class BaseStore:
         self.pipeline_depth: float = math.inf
         self.storage = Storage(memories, tiers, namespace, secret, index, limits)
         self.secret = self.storage.secret
-        self.writer = Writer(self.storage, Encoder(codec, secret))
+        self.writer = Writer(self.storage, codec)
         self.reader = Reader(self.storage, self.writer)
         self._compute_times = ComputeTimes()
         self.layer_reader: LayerReader = StreamReader(self.reader, self.writer, self._compute_times)
@@ -141,15 +140,15 @@ class BaseStore:
         Returns:
             From left to right, without overlap; of chunks that overlap the longest is whole.
         """
-        return self.reader.find(fingerprint, chunk_prefix_ids, token_ids)
+        return self.storage.catalog.find(fingerprint, chunk_prefix_ids, token_ids)
 
     def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> ChunkKey | None:
         """Give any chunk of a model behind a chunk prefix, for looking at what is stored; None if there is none."""
-        return self.reader.sample(fingerprint, chunk_prefix_ids)
+        return self.storage.catalog.sample(fingerprint, chunk_prefix_ids)
 
     def longest_prefix(self, fingerprint: str) -> tuple[int, ...]:
         """Give the most tokens that chunks of a fingerprint are behind; empty if there is no such chunk."""
-        return self.reader.longest_prefix(fingerprint)
+        return self.storage.catalog.longest_prefix(fingerprint)
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """Count the chunks of a model that are known, and those of all models, in the store's namespace."""

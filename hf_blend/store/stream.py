@@ -7,10 +7,11 @@ alone computes, so the chunk is computed alone once more, and its layers take th
 yet; the layers that were used already are the same.
 """
 
+import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 from weakref import WeakValueDictionary, finalize
 
@@ -22,10 +23,9 @@ from .entry import EntryReader
 from .guard import Guard
 from .reader import OpenEntry, Reader
 from .tiers.base import EntryFault
-from .waiting import ComputeTimes
 from .writer import Writer
 
-__all__ = ["LayerReader", "Recompute", "StreamReader", "StreamedLayers"]
+__all__ = ["ComputeTimes", "LayerReader", "Recompute", "StreamReader", "StreamedLayers"]
 
 KV = tuple[Tensor, ...]
 Recompute = Callable[[], ChunkKV]
@@ -33,6 +33,7 @@ POLL_S = 0.05
 READ_BYTES = 1 << 20  # layers that are smaller come several at a time: each read stops the thread that computes
 READ_S = 4e-3  # but from a slow tier no more at a time than come in so many seconds: the model waits for the first
 FAULTS = (EntryFault, OSError, MemoryError)
+_NEW_SHARE = 0.25  # of the newest time in the average
 
 
 class LayerReader:
@@ -52,6 +53,33 @@ class LayerReader:
 
     def close(self) -> None:
         """Finish what is under way."""
+
+
+class ComputeTimes:
+    """Seconds per token that chunks of each model took to compute and put, as a moving average."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._per_token_s: dict[str, float] = {}
+        self._lock = new_lock()
+
+    @contextlib.contextmanager
+    def timed(self, *keys: ChunkKey) -> Iterator[None]:
+        """Learn from a block that computes chunks of one model and puts them.
+
+        The copy to the CPU is when a device has finished.
+        """
+        began_s = self._clock()
+        yield
+        took_s = (self._clock() - began_s) / sum(len(key.token_ids) for key in keys)
+        identity = keys[0].fingerprint
+        with self._lock:
+            known_s = self._per_token_s.get(identity, took_s)
+            self._per_token_s[identity] = known_s + _NEW_SHARE * (took_s - known_s)
+
+    def expect_s(self, key: ChunkKey) -> float:
+        """How long computing a chunk takes, in seconds; infinite as long as none of its model was computed."""
+        return len(key.token_ids) * self._per_token_s.get(key.fingerprint, math.inf)
 
 
 class StreamReader(LayerReader):

@@ -14,31 +14,18 @@ from .guard import Guard
 from .storage import PendingWrite, Storage
 from .tiers.base import EntryFault
 
-__all__ = ["Encoder", "Writer"]
+__all__ = ["Writer"]
 
+Encode = Callable[[ChunkKV], Sequence[memoryview]]
 Encoded = Callable[[], Sequence[memoryview]]  # the bytes of an entry, made when they are needed
-
-
-class Encoder:
-    """Makes entries of chunks: packed by a codec, sealed with a secret."""
-
-    def __init__(self, codec: str = "raw", secret: bytes | None = None) -> None:
-        self.codec, self.secret = codec, secret
-
-    def rounded(self, chunk: ChunkKV) -> ChunkKV:
-        """Give a chunk as it will be read again."""
-        return stored_as(chunk, self.codec)
-
-    def encode(self, chunk: ChunkKV) -> Sequence[memoryview]:
-        """Give the bytes of a chunk's entry; equal chunks give equal bytes."""
-        return encode_entry(chunk, self.secret, self.codec)
 
 
 class Writer:
     """Writes the chunks of one store. A tier that refuses a chunk is counted and raises nothing."""
 
-    def __init__(self, storage: Storage, encoder: Encoder) -> None:
-        self._storage, self.encoder = storage, encoder
+    def __init__(self, storage: Storage, codec: str) -> None:
+        self._storage, self.codec = storage, codec
+        self.encode: Encode = lambda chunk: encode_entry(chunk, storage.secret, codec)  # gives the bytes of its entry
 
     def put(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
         """Store a chunk in memory and in every tier, as `BaseStore.put` says; a full queue is waited for."""
@@ -51,9 +38,9 @@ class Writer:
         chunk.check()
         cached = (memory.peek(key.digest) for memory in self._storage.memories if memory.device is None)
         mine = next((copy for copy in cached if copy and copy.key == key), None) or chunk.own_copy()
-        stored = self.encoder.rounded(mine)
+        stored = stored_as(mine, self.codec)
         self.hold(stored)
-        encoded = functools.cache(partial(self.encoder.encode, mine))
+        encoded = functools.cache(partial(self.encode, mine))
         for tier in self._storage.tiers:
             if tier.is_local:
                 self._write(tier, stored, encoded)

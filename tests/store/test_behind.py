@@ -21,9 +21,9 @@ from hf_blend import ChunkStore
 from hf_blend.errors import StoreError
 from hf_blend.store import slow
 from hf_blend.store.opening import Limits
+from hf_blend.store.stream import ComputeTimes
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES
-from hf_blend.store.waiting import ComputeTimes
 from tests.asking import asked, raising
 from tests.faults.faulty_tier import FaultyTier
 from tests.faults.tiers import FaultyServer

@@ -13,23 +13,20 @@ import torch
 from torch import Tensor
 
 from ...store.chunk import ChunkKey, ChunkKV, Layout, has_usable_values
-from ...store.entry import EntryReader, encode_entry
+from ...store.entry import EntryReader, encode_entry, stored_as
 from ...store.format import digest_of
 from ...store.importance import TokenImportance
 from ...store.tiers.base import EntryFault, Source
-from ...store.writer import Encoder
 
 BLOCK_TOKENS = 16
 _KINDS = ("k", "v")
 
 
-class BlockEncoder(Encoder):
+class BlockEncoder:
     """Makes entries in blocks of chunks whose layers are all alike and have K and V only, and plain ones of others."""
 
-    def __init__(
-        self, codec: str, secret: bytes | None, importance: TokenImportance, block_tokens: int = BLOCK_TOKENS
-    ) -> None:
-        super().__init__(codec, secret)
+    def __init__(self, codec: str, secret: bytes | None, importance: TokenImportance, block_tokens: int) -> None:
+        self._codec, self._secret = codec, secret
         self._importance, self._block_tokens = importance, block_tokens
 
     def encode(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> Sequence[memoryview]:
@@ -37,16 +34,16 @@ class BlockEncoder(Encoder):
         forms = {*chunk.layout.layers}
         form = forms.pop() if forms else ()
         if forms or len(form) != 2 or form[0][::2] != form[1][::2]:  # more than K and V, or layers that differ
-            return super().encode(chunk)
+            return encode_entry(chunk, self._secret, self._codec)
         order = self._order(chunk) if order is None else order
-        return encode_entry(self.rounded(chunk), self.secret, "raw", order, self._block_tokens)
+        return encode_entry(stored_as(chunk, self._codec), self._secret, "raw", order, self._block_tokens)
 
     def _order(self, chunk: ChunkKV) -> Sequence[int]:
         """The tokens of a chunk, the most important first; in order if their importance is unknown."""
-        scores = self._importance.scores(chunk.key.digest)
-        if scores is None or len(scores) != chunk.tokens:
+        record = self._importance.get(chunk.key.digest)
+        if record is None or len(record.scores) != chunk.tokens:
             return range(chunk.tokens)
-        order: list[int] = scores.argsort(descending=True, stable=True).tolist()
+        order: list[int] = torch.from_numpy(record.scores).argsort(descending=True, stable=True).tolist()
         return order
 
 

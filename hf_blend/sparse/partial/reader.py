@@ -23,9 +23,8 @@ FIRST_REQUESTS = 4  # after which a chunk is ordered first; then after twice as 
 
 def keep_in_blocks(store: ChunkStore, block_tokens: int = BLOCK_TOKENS, reorders: bool = False) -> "PartialReader":
     """Have a store write chunks in blocks, and give them to requests as `PartialLayers`."""
-    before = store.writer.encoder
-    encoder = BlockEncoder(before.codec, before.secret, store.storage.importance, block_tokens)
-    store.writer.encoder = encoder
+    encoder = BlockEncoder(store.writer.codec, store.secret, store.storage.importance, block_tokens)
+    store.writer.encode = encoder.encode
     store.layer_reader = reader = PartialReader(store.reader, store.writer, encoder, reorders)
     return reader
 
@@ -94,7 +93,8 @@ class PartialReader(LayerReader):
         self._noted[key.digest] = key
         if len(self._noted) > NOTED_CHUNKS:
             del self._noted[next(iter(self._noted))]
-        if self._reorders and is_due(self._storage.importance.requests(key.digest)):
+        record = self._storage.importance.get(key.digest)
+        if self._reorders and record is not None and is_due(record.requests):
             self.reordering.put(key.digest, key)
 
     def reorder(self) -> int:
