@@ -108,21 +108,19 @@ class ChunkStore(BaseStore):
         plugins.load("store.codecs", codec)
         root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
         index, memories = root / "index" if root else None, limits.memories(device)
-        part_config: Any = None
         if partial is not None:
             if root is None and any(not tier.is_local for tier in tiers):
                 raise ConfigError(
                     f"partial={partial!r} came with a location that is a URL, expected a directory: blocks are read "
                     "from a disk. Give a directory, and remote=URL."
                 )
-            part_config = plugins.room("sparse.partial.loading").PartialConfig.of(partial)
             if root is None:  # blocks are bytes, in memory too
                 limits, memories = replace(limits, tier_bytes=memories[-1].cap_bytes), []
                 tiers = [plugins.load("store.tiers", "memory")()]
         opened = cls(memories, tiers, namespace=namespace, index=index, limits=limits, secret=secret, codec=codec)
         opened.recipes = Recipes(root / "recipes" if root else None)
-        if part_config is not None:
-            part_config.apply(opened)
+        if partial is not None:
+            plugins.room("sparse.partial.loading").PartialConfig.of(partial).apply(opened)
         return opened
 
     @property
@@ -241,7 +239,7 @@ class ChunkStore(BaseStore):
         return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
 
     def _bring(self, keys: Sequence[ChunkKey]) -> int:
-        unread = (key for key in keys if self.admin.unread_level(key.digest) is None and self.contains(key))
+        unread = (key for key in keys if self.admin.level_in_process(key.digest) is None and self.contains(key))
         return sum(self.get(key) is not None for key in unread)
 
     def keys(

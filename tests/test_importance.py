@@ -140,7 +140,7 @@ def test_importance_outlives_eviction_and_restarts(model, tmp_path):
             tier.delete(store.storage.catalog.name(digest))
             store.put(chunk)
             tier.apply()
-            state = tier.index._known_use(store.storage.catalog.name(digest))
+            state = tier.index._last_use(store.storage.catalog.name(digest))
             assert state[2] == pytest.approx(before[digest].share)
         assert set(before) <= keys
 

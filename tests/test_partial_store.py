@@ -17,7 +17,7 @@ from hf_blend.sparse.partial.reader import keep_in_blocks
 from tests.asking import prefilled
 from tests.conftest import random_pieces
 from tests.forging import first_block, taken_apart
-from tests.test_partial import CHUNKS, PIECES
+from tests.test_partial import CHUNKS, PIECES, faults
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 ANYHOW = {"share": 0.25, "alpha": 50.0, "block_tokens": 8}  # at this alpha heads agree whatever they say
@@ -104,8 +104,8 @@ def test_a_damaged_block_costs_time_and_changes_no_answer(model, tmp_path, ratio
         path.write_bytes(bad)
         with ChunkStore.open(tmp_path, **given) as store:
             got, cache = logits_of(model, store, **settings)
-            assert torch.equal(got, expected), (part, store.layer_reader.faults, cache.report.partial)
-            if store.layer_reader.faults:
+            assert torch.equal(got, expected), (part, faults(store), cache.report.partial)
+            if faults(store):
                 assert cache.report.computed_chunks == 1
                 assert path.read_bytes() == kept[path], "written again, in the order that it had"
         path.write_bytes(kept[path])
@@ -125,7 +125,7 @@ def test_an_entry_whose_header_is_damaged_is_computed_again_or_read_whole_from_a
             got, cache = logits_of(model, store)
             assert torch.equal(got, expected)
             assert cache.report.computed_chunks == computed
-            assert store.layer_reader.faults == {"format": len(CHUNKS) + 1}
+            assert faults(store) == {"format": len(CHUNKS) + 1}
             store.flush()
             assert logits_of(model, store)[1].report.partial["partial_layers"] > 0, "it is in blocks again"
 
@@ -141,7 +141,7 @@ def test_what_was_read_whole_behind_a_fault_is_whole(model, tmp_path):
         last = len(layers) - 1
         assert not layers.is_whole(last)
         assert all(torch.equal(*pair) for pair in zip(layers[last], chunk.layers[last], strict=True))
-        assert store.layer_reader.faults == {"digest": 1}
+        assert faults(store) == {"digest": 1}
         assert layers.is_whole(last)
         assert not layers.is_whole(0)
 
@@ -278,7 +278,7 @@ def test_a_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_pa
         )
         cache, got = asked(model, store)
         assert cache.report.computed_chunks == 0
-        assert not store.layer_reader.faults
+        assert not faults(store)
         assert cache.report.partial["partial_layers"] > 0
         assert when != "before the rename" or torch.equal(got, expected)
         assert not list(tmp_path.rglob("*.tmp"))
@@ -321,7 +321,7 @@ def test_what_was_deleted_or_is_too_old_is_not_loaded(model, tmp_path):
         os.utime(path, (1, 1))
     with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0, ttl_s=3600.0) as store:
         assert store.stream(keys[2], lambda: None) is None
-        assert store.layer_reader.faults == {"expired": 1}
+        assert faults(store) == {"expired": 1}
 
 
 def test_chunks_in_blocks_are_read_whole_by_every_store_and_a_codec_rounds_them_as_elsewhere(model, tmp_path):

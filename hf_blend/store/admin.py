@@ -59,7 +59,7 @@ class StoreAdmin:
 
     def tier_of(self, key: ChunkKey) -> str | None:
         """Name the nearest memory, queue or tier that has a chunk; None if none has it, or says so now."""
-        if level := self.unread_level(key.digest):
+        if level := self.level_in_process(key.digest):
             return level
         for tier in self._storage.tiers:
             with contextlib.suppress(OSError):
@@ -67,9 +67,9 @@ class StoreAdmin:
                     return tier.name
         return None
 
-    def unread_level(self, digest: str) -> str | None:
+    def level_in_process(self, digest: str) -> str | None:
         """Name the nearest memory or queue that has a chunk; None if it has to be read."""
-        return next((level.name for level in self._storage.unread if level.contains(digest)), None)
+        return next((level.name for level in self._storage.in_process if level.contains(digest)), None)
 
     def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
         """Report which share of a chunk's tokens was important in a request, from 0 to 1."""
@@ -147,7 +147,7 @@ class StoreAdmin:
         storage = self._storage
         pins = {name for tier in storage.tiers for name in tier.pins()}
         for digest, record in storage.catalog.items().items():
-            names = [level.name for level in storage.unread if level.contains(digest)]
+            names = [level.name for level in storage.in_process if level.contains(digest)]
             yield EntryInfo(
                 digest,
                 record.key.fingerprint,

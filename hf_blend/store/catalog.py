@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks of a namespace there are: what the indexes of memories and tiers know of it."""
+"""Which chunks of a namespace are stored, from the indexes of memories, queues and tiers."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ class Listed:
 
 
 class Catalog:
-    """The chunks of one namespace: at hand under their digests, and in tiers that other processes may write to."""
+    """The chunks of one namespace in memories and queues (`at_hand`), and in tiers that other processes write to."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class Catalog:
         self._skipped: set[tuple[str, str]] = set()
 
     def name(self, digest: str) -> str:
-        """What an entry is called in the tier: by its digest, or by the HMAC of that where there is a secret."""
+        """Name the entry of a chunk in a tier: by its digest, or with a secret by the HMAC of that."""
         return entry_name(self._secret, self.namespace, digest)
 
     def digest(self, name: str) -> str:
-        """The digest of an entry; of one that is not known what its name says, which may be another's HMAC."""
+        """The digest of the chunk in an entry, or else what its name says, which with a secret is an HMAC."""
         key = next(filter(None, (self.key(tier, name) for tier in self._tiers)), None) if self._secret else None
         return key.digest if key else name[-64:]
 
     def add(self, tier: BoundedTier, key: ChunkKey) -> None:
-        """Take up a chunk that was written to a tier, if it is there."""
+        """List a chunk that was written to a tier, if it is there."""
         name = self.name(key.digest)
         stat = tier.stat(name)
         if stat is not None:
@@ -81,7 +81,7 @@ class Catalog:
             tier.know(name, stat, key)
 
     def key(self, tier: BoundedTier, name: str) -> ChunkKey | None:
-        """What a tier's index says that an object is, if its name proves it."""
+        """The key of an object in a tier's index, if the name of the object proves it."""
         key = tier.index.key(name, self.namespace)
         return key if key is not None and self.name(key.digest) == name else None
 
@@ -139,7 +139,7 @@ class Catalog:
         return self._settled(self._count)
 
     def _settled(self, count: Callable[[], Answer], thorough: bool = True) -> Answer:
-        """Ask indexes that are in step with their tiers, and once more if one was made again meanwhile."""
+        """Read the indexes in step with their tiers, and again if one was started again meanwhile."""
         for _ in range(3):
             doubts = sum(tier.index.doubts for tier in self._tiers)
             self.refresh(thorough)
@@ -178,7 +178,7 @@ class Catalog:
         return tier.index.names(self.space)
 
     def refresh(self, thorough: bool = False) -> None:
-        """Take up what other processes stored or removed; costs next to nothing if they did not."""
+        """List what other processes stored or removed; costs next to nothing if they did not."""
         for tier in self._tiers:
             stop_s = time.monotonic() + (1e9 if tier.is_local or thorough else _LEARN_S)
             try:
@@ -190,7 +190,7 @@ class Catalog:
                 logger.info("the entries of the %s tier cannot be listed now (%s)", tier.name, error)
 
     def _is_stored(self, fingerprint: str, chunk_prefix_ids: tuple[int, ...], packed: bytes) -> bool:
-        """Whether there is an object of the name that a chunk of these tokens has: so it is what its row says."""
+        """Whether an object has the name of the chunk of these tokens, which proves what its row says."""
         with contextlib.suppress(ValueError):
             key = self._key(fingerprint, chunk_prefix_ids, packed)
             is_held = any(key.digest in index for index in self._at_hand)
@@ -198,7 +198,7 @@ class Catalog:
         return False
 
     def _learn(self, tier: BoundedTier, names: Sequence[str], stop_s: float) -> None:
-        """Read which chunks entries hold; what is not a readable chunk of ours is passed over."""
+        """Read which chunks entries hold, and list them; entries that are no readable chunk of ours are skipped."""
         records = []
         for name in names:
             if time.monotonic() >= stop_s:

@@ -48,7 +48,7 @@ class Reader:
 
     def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
         """Fetch a chunk from memory, a queue or a tier, as `BaseStore.get` says."""
-        return self.unread(key, layout) or self.fetch(key, partial(self.read, layout=layout), budget_s)
+        return self.ready(key, layout) or self.fetch(key, partial(self.read, layout=layout), budget_s)
 
     def cached(self, keys: Sequence[ChunkKey], layout: Layout | None) -> dict[ChunkKey, ChunkKV]:
         """Give those of some chunks that are in memory."""
@@ -57,8 +57,8 @@ class Reader:
             chunks |= memory.get([key for key in keys if key not in chunks] if chunks else keys, layout)
         return chunks
 
-    def unread(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
-        """Give a chunk that need not be read: it is in memory, or on its way to a tier."""
+    def ready(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
+        """Give a chunk that need not be read: it is in memory, or in the queue of a tier."""
         if chunk := self.cached((key,), layout).get(key):
             return chunk
         for queue in self.storage.queues.values():

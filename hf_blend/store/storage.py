@@ -63,8 +63,9 @@ class Storage:
             )
             for tier in (self.tiers if limits.queue_bytes else ())
         }
-        self.unread = (*self.memories, *self.queues.values())  # where a chunk is found without reading it
-        indexes = [level.index for level in self.unread]
+        self.in_process: tuple[MemoryCache | WriteQueue[PendingWrite], ...]  # a chunk here need not be read
+        self.in_process = (*self.memories, *self.queues.values())
+        indexes = [level.index for level in self.in_process]
         self.catalog = Catalog(namespace, self.tiers, indexes, secret=secret, stats=self.stats)
         for tier in tiers:
             self.stats.count("removed", "orphans", tier.remove_orphans())

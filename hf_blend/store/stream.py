@@ -98,8 +98,8 @@ class StreamReader(LayerReader):
         shared = self._streams.get(key.digest)
         if shared is not None and shared.key == key and shared.fits(layout):
             return shared
-        if unread := self.reader.unread(key, layout):
-            return unread
+        if ready := self.reader.ready(key, layout):
+            return ready
         budget_s = self.times.expect_s(key) if budget_s is None else budget_s
         stop_s = time.monotonic() + budget_s
         chunk = self.reader.fetch(key, lambda entry: _Stream(self, entry, recompute, layout).chunk(stop_s), budget_s)

@@ -19,8 +19,9 @@ from throttled import WrappedTier
 
 from hf_blend import ChunkStore
 from hf_blend.errors import StoreError
-from hf_blend.store import slow
+from hf_blend.store import write_queue
 from hf_blend.store.opening import Limits
+from hf_blend.store.reader import MOST_LATE, LateLoads
 from hf_blend.store.stream import ComputeTimes
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES
@@ -305,7 +306,7 @@ def test_what_does_not_fit_a_queue_is_dropped_and_counted(far, chunk, content, s
 
 
 def test_a_queue_has_a_bound_in_entries_too_and_takes_one_that_is_too_large_when_it_is_empty(far, chunk, monkeypatch):
-    monkeypatch.setattr(slow, "QUEUE_ENTRIES", 2)
+    monkeypatch.setattr(write_queue, "QUEUE_ENTRIES", 2)
     store = ChunkStore([], [far])
     with held_up(far, store, chunk((7, 0))):
         for number in range(1, 5):
@@ -424,7 +425,7 @@ def test_a_forked_child_writes_what_it_put_and_nothing_of_its_parent(far, chunk)
 EXITS = """
 import sys, time, torch
 from pathlib import Path
-from hf_blend.store import ChunkKey, ChunkKV, ChunkStore, slow
+from hf_blend.store import ChunkKey, ChunkKV, ChunkStore, write_queue
 from hf_blend.store.tiers.disk import DiskTier
 
 class Far(DiskTier):
@@ -436,7 +437,7 @@ class Far(DiskTier):
         time.sleep(self.call_s)
         return super().put_if_absent(name, parts)
 
-slow.EXIT_S = 1.0
+write_queue.EXIT_S = 1.0
 store = ChunkStore([], [Far("fast", 0.0), Far("slow", 0.4)])
 for number in range(8):
     states = torch.ones(1, 1, 2)
@@ -463,7 +464,7 @@ def test_a_get_that_takes_longer_than_its_budget_is_a_miss_and_is_held_when_it_c
     assert counted(store, "misses") == {"slow": 1}
     assert counted(store, "load_failures") == {"far:slow": 1}
     filled.read_gate.set()
-    wait_for(lambda: store.admin.unread_level(stored.key.digest), "the late load")
+    wait_for(lambda: store.admin.level_in_process(stored.key.digest), "the late load")
     same(store.get(stored.key, budget_s=0.01), stored)
     assert store.stats()["hits"] == {"memory": 1}
     assert store.flush()
@@ -473,9 +474,9 @@ def test_a_get_that_takes_longer_than_its_budget_is_a_miss_and_is_held_when_it_c
 def test_a_tier_that_is_slow_all_the_time_is_asked_by_a_few_loads_only(filled, chunk):
     store = ChunkStore([], [filled])
     filled.open_gate.clear()
-    for _ in range(3 * slow.MOST_LATE):
+    for _ in range(3 * MOST_LATE):
         assert store.get(chunk().key, budget_s=0.001) is None
-    assert filled.calls["open", "behind"] == slow.MOST_LATE
+    assert filled.calls["open", "behind"] == MOST_LATE
     filled.open_gate.set()
     wait_for(lambda: not store.reader._late._late, "the end of the late loads")
     assert store.get(chunk(layers=4).key, budget_s=WAIT_S) is not None
@@ -517,7 +518,7 @@ def test_waiting_for_all_layers_together_uses_up_one_budget(filled, chunk):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_near_tier_has_no_budget(depth, tmp_path, chunk, same, monkeypatch):
-    monkeypatch.setattr(slow.LateLoads, "run", never)
+    monkeypatch.setattr(LateLoads, "run", never)
     stored = chunk()
     ChunkStore.open(tmp_path).put(stored)
     store = ChunkStore.open(tmp_path, memory_bytes=0)

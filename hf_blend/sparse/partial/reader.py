@@ -45,12 +45,6 @@ class PartialReader(LayerReader):
         self.reordering = WriteQueue[ChunkKey](CAP_CHUNKS, self._reorder)
         self._noted: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
 
-    @property
-    def faults(self) -> dict[str, int]:
-        """Entries in blocks that could not be used, by reason; what cannot become good was removed."""
-        near, counts = f"{self._near.name}:", self._storage.stats.group("load_failures")
-        return {name.removeprefix(near): count for name, count in counts.items() if name.startswith(near)}
-
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None, layout: Layout | None
     ) -> ChunkKV | None:
