@@ -19,12 +19,12 @@ MOST = {  # attributes, methods, lines
     ("store/writer.py", "Writer"): (3, 7, 85),
     ("store/write_queue.py", "WriteQueue"): (10, 15, 139),
     ("store/admin.py", "StoreAdmin"): (1, 16, 161),
-    ("store/storage.py", "Storage"): (11, 9, 86),
-    ("chunk_store.py", "ChunkStore"): (1, 12, 242),
-    ("sparse/partial/reader.py", "PartialReader"): (8, 9, 84),
+    ("store/storage.py", "Storage"): (11, 9, 87),
+    ("chunk_store.py", "ChunkStore"): (1, 12, 240),
+    ("sparse/partial/reader.py", "PartialReader"): (8, 8, 78),
     ("sparse/partial/layers.py", "PartialLayers"): (6, 9, 77),
 }
-MOST_LINES = {"Index": 429}  # of any class; 300 of those that are not listed
+MOST_LINES = {"Index": 431}  # of any class; 300 of those that are not listed
 
 
 def classes(path: str) -> dict[str, ast.ClassDef]:
