@@ -60,7 +60,7 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
         "every byte is verified: seals, secrets, headers that lie, tensors that were written to": (
             "store/entry.py", "store/format.py", "store/seal.py", "store/guard.py",
         ),
-        "slow tiers keep nobody waiting": ("store/slow.py", "store/stream.py"),
+        "slow tiers keep nobody waiting": ("store/write_queue.py", "store/stream.py"),
         "chunks are found by content at any offset": ("store/content.py",),
         "importance over requests and restarts": ("store/importance.py",),
         "Prometheus": ("store/metrics.py",),

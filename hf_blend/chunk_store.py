@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunk store that users open: a store, and what computes its chunks with a model."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -30,6 +29,8 @@ class ChunkStore(BaseStore):
     """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it."""
 
     recipes = Recipes()  # of a store that was not opened: none
+    controller: Any = None  # a `LoadingController` decides for each request what is worth loading
+    part_loader: Callable[[Any], Any] | None = None  # makes what loads chunks in part for a request, from its cache
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See `BaseStore`."""
@@ -107,21 +108,29 @@ class ChunkStore(BaseStore):
         plugins.load("store.codecs", codec)
         root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
         index, memories = root / "index" if root else None, limits.memories(device)
-        make: Callable[..., Self] = cls
         if partial is not None:
             if root is None and any(not tier.is_local for tier in tiers):
                 raise ConfigError(
                     f"partial={partial!r} came with a location that is a URL, expected a directory: blocks are read "
                     "from a disk. Give a directory, and remote=URL."
                 )
-            settings = dict(partial) if isinstance(partial, Mapping) else {"share": partial}
-            make = functools.partial(plugins.room("sparse.partial.loading").open_partial, settings)
             if root is None:  # blocks are bytes, in memory too
                 limits, memories = replace(limits, tier_bytes=memories[-1].cap_bytes), []
                 tiers = [plugins.load("store.tiers", "memory")()]
-        opened = make(memories, tiers, namespace=namespace, index=index, limits=limits, secret=secret, codec=codec)
+        opened = cls(memories, tiers, namespace=namespace, index=index, limits=limits, secret=secret, codec=codec)
         opened.recipes = Recipes(root / "recipes" if root else None)
+        if partial is not None:
+            plugins.room("sparse.partial.loading").PartialConfig.of(partial).apply(opened)
         return opened
+
+    @property
+    def loads_in_part(self) -> bool:
+        """True where each request loads only those blocks of a chunk that matter to it."""
+        return self.part_loader is not None
+
+    def loader(self, cache: Any) -> Any:
+        """Make what loads chunks in part for the request of a cache; None where they are loaded whole."""
+        return None if self.part_loader is None else self.part_loader(cache)
 
     def recipe(self, model: nn.Module, *, is_blind: bool = False) -> Recipe:
         """Give the settings that a model is blended with where a caller says nothing, and where they are from.
@@ -197,7 +206,7 @@ class ChunkStore(BaseStore):
             pack = [key for key in pack if not self.contains(key)]  # another process may have been faster
             for chunk in compute_chunks(model, pack) if pack else ():
                 digest = tokenizer_digest(tokenizer) if chunk.key in texts else ""
-                self._put(replace(chunk, tokenizer=digest), wait_s=ADD_S)
+                self.writer.put(replace(chunk, tokenizer=digest), wait_s=ADD_S)
         self.flush(ADD_S)
         return keys
 
@@ -230,8 +239,8 @@ class ChunkStore(BaseStore):
         return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
 
     def _bring(self, keys: Sequence[ChunkKey]) -> int:
-        away = (key for key in keys if not self._is_held(key.digest) and self.contains(key))
-        return sum(self.get(key) is not None for key in away)
+        unread = (key for key in keys if self.admin.level_in_process(key.digest) is None and self.contains(key))
+        return sum(self.get(key) is not None for key in unread)
 
     def keys(
         self,

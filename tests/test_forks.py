@@ -21,7 +21,7 @@ from hf_blend.model import checks
 from hf_blend.model import fingerprint as identity
 from hf_blend.offload.states import States
 from hf_blend.prefill.pipeline import Pipeline
-from hf_blend.store.slow import MOST_LATE, LateLoads
+from hf_blend.store.reader import MOST_LATE, LateLoads
 from hf_blend.store.stream import StreamedLayers
 from hf_blend.store.tiers.disk import DiskTier
 from hf_blend.threads import ForkedError, Workers, cached_property, new_lock

@@ -315,7 +315,7 @@ def test_store_gives_projections_and_indexer_keys_back_as_they_were(name, states
 @pytest.mark.parametrize("name", ["lfm2-deep", pytest.param("qwen3_next-deep", marks=pytest.mark.slow)])
 def test_chunk_found_damaged_inside_a_mixer_is_computed_and_changes_nothing(name, tmp_path, monkeypatch):
     """A chunk is then computed by a forward of the same modules, in the middle of the one that asks for it."""
-    monkeypatch.setattr("hf_blend.store.store.READ_BYTES", 0)  # a layer at a time, each when it is used
+    monkeypatch.setattr("hf_blend.store.stream.READ_BYTES", 0)  # a layer at a time, each when it is used
     model, layers = subject_of(name).model, range(6)
 
     def logits():

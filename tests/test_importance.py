@@ -126,22 +126,22 @@ def test_importance_outlives_eviction_and_restarts(model, tmp_path):
     with ChunkStore.open(tmp_path, **given) as store:
         asked(model, store, recompute_ratio=0.0, selector="none")
         asked(model, store, recompute_ratio=0.0, selector="none")
-        digests = store.importance.digests()
-        before = {digest: (store.importance.scores(digest), store.importance.share(digest)) for digest in digests}
+        digests = store.storage.importance.digests()
+        before = {digest: store.storage.importance.get(digest) for digest in digests}
     assert len(before) == len(CHUNKS)
     with ChunkStore.open(tmp_path, **given) as store:
-        for digest, (scores, share) in before.items():
-            assert torch.equal(store.importance.scores(digest), scores)
-            assert store.importance.share(digest) == pytest.approx(share, abs=1e-6)
+        for digest, record in before.items():
+            assert (store.storage.importance.get(digest).scores == record.scores).all()
+            assert store.storage.importance.get(digest).share == pytest.approx(record.share, abs=1e-6)
         keys = {entry.digest for entry in store.entries()}
-        tier = store._tiers[0]
+        tier = store.storage.tiers[0]
         for digest in before:  # it leaves, and returns: its share is known at once
             chunk = next(store.get(key) for key in map(key_of(model, store), CHUNKS) if key.digest == digest)
-            tier.delete(store._catalog.name(digest))
+            tier.delete(store.storage.catalog.name(digest))
             store.put(chunk)
             tier.apply()
-            state = tier.index._known_use(store._catalog.name(digest))
-            assert state[2] == pytest.approx(before[digest][1])
+            state = tier.index._last_use(store.storage.catalog.name(digest))
+            assert state[2] == pytest.approx(before[digest].share)
         assert set(before) <= keys
 
 
@@ -159,19 +159,19 @@ def test_token_importance_is_bounded_forgets_the_oldest_and_survives_damage(tmp_
         known.note(f"{number:064x}", torch.full((40,), float(number)), 0.5)
     assert known.digests() == [f"{number:064x}" for number in (3, 4)]
     known.note(f"{4:064x}", torch.zeros(40), 1.0)
-    assert known.scores(f"{4:064x}").tolist() == pytest.approx([3.2] * 40, rel=1e-3)
-    assert known.share(f"{4:064x}") == pytest.approx(0.6)
+    assert known.get(f"{4:064x}").scores.tolist() == pytest.approx([3.2] * 40, rel=1e-3)
+    assert known.get(f"{4:064x}").share == pytest.approx(0.6)
     known.save()
     again = TokenImportance(path, cap_tokens=100)
     assert again.digests() == known.digests()
-    assert again.requests(f"{4:064x}") == 2
+    assert again.get(f"{4:064x}").requests == 2
     good = path.read_bytes()
     for place in range(0, len(good), 7):
         bad = bytearray(good)
         bad[place] ^= 0x41
         path.write_bytes(bad)
         assert TokenImportance(path).digests() == []
-    known._known[f"{4:064x}"].requests = 0
+    known._records[f"{4:064x}"].requests = 0
     known._unsaved = 1
     known.save()
     assert TokenImportance(path).digests() == [], "no chunk was reported by no request"

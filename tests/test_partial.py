@@ -16,9 +16,10 @@ from hf_blend.model.capture import capture_chunk
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.sparse.partial.blocked import BlockReader
 from hf_blend.sparse.partial.itf import agreed, importance, probe_count, similarity, threshold
+from hf_blend.sparse.partial.layers import PartialLayers
 from hf_blend.sparse.partial.loading import PartialLoading
-from hf_blend.sparse.partial.store import PartialLayers, PartialStore
-from hf_blend.store import ChunkKey, ChunkKV
+from hf_blend.sparse.partial.reader import keep_in_blocks
+from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
 from hf_blend.store.entry import encode_entry
 from hf_blend.store.tiers.base import BytesSource, EntryFault
 from tests.conftest import slow_but
@@ -28,13 +29,13 @@ PIECES: dict[str, Any] = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8,
 ANYHOW = 50.0  # an alpha at which heads agree whatever they say
 
 
-class Watched(PartialStore):
+class Watched(ChunkStore):
     """Keeps chunks in blocks alone, and remembers what was put."""
 
     def __init__(self, tier: Any, secret: bytes | None = None) -> None:
         super().__init__([], [tier], secret=secret)
         self.put_keys: list[Any] = []
-        self.load_in_part(block_tokens=8)
+        self.blocks = keep_in_blocks(self, 8)
 
     def put(self, chunk: Any) -> Any:
         self.put_keys.append(chunk.key)
@@ -43,11 +44,18 @@ class Watched(PartialStore):
     def opened(self) -> list[tuple[Any, Any]]:
         """Source and key of each chunk of `CHUNKS`."""
         keys = [key for key in self.put_keys if len(key.token_ids) > 40]
-        return [(self._tiers[0].open(self._catalog.name(key.digest)), key) for key in keys]
+        return [(self.storage.tiers[0].open(self.storage.catalog.name(key.digest)), key) for key in keys]
 
 
 def in_blocks(chunk: Any, order: Any, block_tokens: int = 8) -> bytes:
     return b"".join(encode_entry(chunk, None, "raw", list(order), block_tokens))
+
+
+def faults(store: Any) -> dict[str, int]:
+    """Entries of the nearest tier that could not be used, by reason."""
+    near = f"{store.tiers()[0].name}:"
+    failures = store.stats()["load_failures"]
+    return {name.removeprefix(near): count for name, count in failures.items() if name.startswith(near)}
 
 
 def random_chunk(heads: int, tokens: int) -> ChunkKV:
@@ -76,11 +84,11 @@ def answered(model: Any, store: Any, share: float | None = None, how: Any = (), 
     if share is None:
         return generate(), cache, None
     made: list[Any] = []
-    store.load_in_part(8, lambda one: made.append(PartialLoading(one, share, **dict(how))) or made[-1])
+    store.part_loader = lambda one: made.append(PartialLoading(one, share, **dict(how))) or made[-1]
     try:
         return generate(), cache, made[0].report
     finally:
-        store.load_in_part(8)
+        store.part_loader = None
 
 
 @pytest.fixture
@@ -157,7 +165,7 @@ def test_a_quarter_of_the_blocks_takes_less_to_load_and_no_model_sees_all_of_it_
 def test_a_new_order_puts_important_tokens_together_and_loses_nothing(model, store):
     before, *_ = answered(model, store)
     answered(model, store, 0.3)
-    assert store.reorder() == 3
+    assert store.blocks.reorder() == 3
     orders = [BlockReader(source, key).order for source, key in store.opened()]
     assert any(order.tolist() != sorted(order.tolist()) for order in orders)
     assert torch.equal(answered(model, store)[0], before)
@@ -209,9 +217,9 @@ def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
     good = dict(tier.objects)
     for ids in CHUNKS:
         crafted = change(capture_chunk(model, ids, (1,), fingerprint(model)))
-        tier.objects[store._catalog.name(crafted.key.digest)] = BytesSource(in_blocks(crafted, range(len(ids))))
+        tier.objects[store.storage.catalog.name(crafted.key.digest)] = BytesSource(in_blocks(crafted, range(len(ids))))
     assert torch.equal(answered(model, store)[0], wanted)
-    assert set(store.faults) == {reason}
+    assert set(faults(store)) == {reason}
     assert {name: one.content for name, one in tier.objects.items()}.keys() <= good.keys()
     assert torch.equal(answered(model, store)[0], wanted)
 

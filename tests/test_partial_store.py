@@ -13,11 +13,11 @@ from tiny_models import tiny_model as zoo_model
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, plugins, sparse_decoding
 from hf_blend.sparse.partial import loading
 from hf_blend.sparse.partial.loading import PartialLoading
-from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.sparse.partial.reader import keep_in_blocks
 from tests.asking import prefilled
 from tests.conftest import random_pieces
 from tests.forging import first_block, taken_apart
-from tests.test_partial import CHUNKS, PIECES
+from tests.test_partial import CHUNKS, PIECES, faults
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 ANYHOW = {"share": 0.25, "alpha": 50.0, "block_tokens": 8}  # at this alpha heads agree whatever they say
@@ -38,10 +38,11 @@ def asked(model, store, pieces=PIECES, **ways):
 def test_it_is_what_the_block_gives_and_the_model_is_untouched(untouched, tmp_path, attention):
     model = zoo_model("llama")
     model.set_attn_implementation(attention)
-    by_hand = PartialStore([], [plugins.load("store.tiers", "memory")()]).load_in_part(block_tokens=8)
+    by_hand = ChunkStore([], [plugins.load("store.tiers", "memory")()])
+    keep_in_blocks(by_hand, 8)
     asked(model, by_hand)
     made = []
-    by_hand.load_in_part(8, lambda cache: made.append(PartialLoading(cache, 0.25, 50.0)) or made[-1])
+    by_hand.part_loader = lambda cache: made.append(PartialLoading(cache, 0.25, 50.0)) or made[-1]
     _, expected = asked(model, by_hand)
     for _ in range(2):  # the second time from a store that was opened again
         with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
@@ -103,8 +104,8 @@ def test_a_damaged_block_costs_time_and_changes_no_answer(model, tmp_path, ratio
         path.write_bytes(bad)
         with ChunkStore.open(tmp_path, **given) as store:
             got, cache = logits_of(model, store, **settings)
-            assert torch.equal(got, expected), (part, store.faults, cache.report.partial)
-            if store.faults:
+            assert torch.equal(got, expected), (part, faults(store), cache.report.partial)
+            if faults(store):
                 assert cache.report.computed_chunks == 1
                 assert path.read_bytes() == kept[path], "written again, in the order that it had"
         path.write_bytes(kept[path])
@@ -124,7 +125,7 @@ def test_an_entry_whose_header_is_damaged_is_computed_again_or_read_whole_from_a
             got, cache = logits_of(model, store)
             assert torch.equal(got, expected)
             assert cache.report.computed_chunks == computed
-            assert store.faults == {"format": len(CHUNKS) + 1}
+            assert faults(store) == {"format": len(CHUNKS) + 1}
             store.flush()
             assert logits_of(model, store)[1].report.partial["partial_layers"] > 0, "it is in blocks again"
 
@@ -140,7 +141,7 @@ def test_what_was_read_whole_behind_a_fault_is_whole(model, tmp_path):
         last = len(layers) - 1
         assert not layers.is_whole(last)
         assert all(torch.equal(*pair) for pair in zip(layers[last], chunk.layers[last], strict=True))
-        assert store.faults == {"digest": 1}
+        assert faults(store) == {"digest": 1}
         assert layers.is_whole(last)
         assert not layers.is_whole(0)
 
@@ -269,13 +270,15 @@ def test_a_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_pa
                 os.kill(os.getpid(), signal.SIGKILL)
 
             os.rename = killed
-            store.reorder()
+            store.layer_reader.reorder()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     with ChunkStore.open(tmp_path, partial={**ANYHOW, "reorder": False}, memory_bytes=0) as store:
-        store._write_blocks = None  # they are there, in the old order or the new one, and need not be made again
+        store.layer_reader.write_blocks = (
+            None  # they are there, in the old order or the new one, and need not be made again
+        )
         cache, got = asked(model, store)
         assert cache.report.computed_chunks == 0
-        assert not store.faults
+        assert not faults(store)
         assert cache.report.partial["partial_layers"] > 0
         assert when != "before the rename" or torch.equal(got, expected)
         assert not list(tmp_path.rglob("*.tmp"))
@@ -286,8 +289,9 @@ def test_blocks_are_ordered_beside_requests_by_what_was_looked_at_before_a_resta
         with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
             for _ in range(3 - number):
                 asked(model, store)
-            assert store.reordering.flush(10)
-            scores = [store.importance.scores(digest) for digest in store.importance.digests()]
+            assert store.layer_reader.reordering.flush(10)
+            known = store.storage.importance
+            scores = [torch.from_numpy(known.get(digest).scores) for digest in known.digests()]
     found = {tuple(taken_apart(path.read_bytes())[1]["order"].tolist()) for path in block_files(tmp_path)}
     expected = {tuple(one.argsort(descending=True, stable=True).tolist()) for one in scores}
     assert len(expected) == len(CHUNKS)
@@ -317,7 +321,7 @@ def test_what_was_deleted_or_is_too_old_is_not_loaded(model, tmp_path):
         os.utime(path, (1, 1))
     with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0, ttl_s=3600.0) as store:
         assert store.stream(keys[2], lambda: None) is None
-        assert store.faults == {"expired": 1}
+        assert faults(store) == {"expired": 1}
 
 
 def test_chunks_in_blocks_are_read_whole_by_every_store_and_a_codec_rounds_them_as_elsewhere(model, tmp_path):

@@ -66,7 +66,7 @@ def filled(model):
 
 @pytest.fixture(autouse=True)
 def _one_layer_at_a_time(monkeypatch):
-    monkeypatch.setattr("hf_blend.store.store.READ_BYTES", 0)
+    monkeypatch.setattr("hf_blend.store.stream.READ_BYTES", 0)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_layers_come_several_at_a_time_where_they_are_small_and_the_tier_is_fast
     model, filled, least_bytes, within_s, monkeypatch
 ):
     (tier, expected), asked, read = filled, [], entry.EntryReader.layers
-    monkeypatch.setattr("hf_blend.store.store.READ_BYTES", least_bytes)
-    monkeypatch.setattr("hf_blend.store.store.READ_S", within_s)
+    monkeypatch.setattr("hf_blend.store.stream.READ_BYTES", least_bytes)
+    monkeypatch.setattr("hf_blend.store.stream.READ_S", within_s)
     monkeypatch.setattr(entry.EntryReader, "layers", lambda *given: asked.append(given[1]) or read(*given))
     got, report = answered(model, cold(tier))
     assert torch.equal(got, expected)
@@ -151,7 +151,7 @@ def test_layer_that_is_late_is_computed(model, filled, monkeypatch):
     monkeypatch.setattr(entry.EntryReader, "layers", hanging)
     monkeypatch.setattr(Pipeline.close, "__defaults__", (0.01,))
     store = cold(tier)
-    store.patience_s = 0.05
+    store.layer_reader.patience_s = 0.05
     started = time.monotonic()
     got, _ = answered(model, store)
     assert time.monotonic() - started < 15

@@ -106,7 +106,7 @@ def _row(model: nn.Module, pieces: dict[str, Any], plan: PartialPlan, rate: floa
 def _opened(folder: Path, partial: dict[str, Any] | None, rate: float) -> ChunkStore:
     """A store on a disk of some rate, GB/s; with nothing in memory."""
     store: Any = ChunkStore.open(folder, memory_bytes=0, durability="none", partial=partial)
-    tier = store._tiers[0]  # bounded; what is behind it is slowed down
+    tier = store.storage.tiers[0]  # bounded; what is behind it is slowed down
     tier.tier = ThrottledTier(tier.tier, rate * GB) if rate else tier.tier
     return store
 

@@ -33,7 +33,7 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prompt.tokenizer import front_ids
 from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
 from hf_blend.sparse.partial.loading import LoadReport, PartialLoading
-from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.sparse.partial.reader import keep_in_blocks
 from hf_blend.store.budget import Budget
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.store.index import Index
@@ -146,7 +146,7 @@ class _InPart(Blended):
         started, way = time.perf_counter(), self._way
         prompt, cache = self.prompt(samples[0]), BlendCache(self.model, self.store, self.config)
         made: list[_Watched] = []
-        self.store.load_in_part(way.block_tokens, lambda one: made.append(_Watched(one, way)) or made[-1])
+        self.store.part_loader = lambda one: made.append(_Watched(one, way)) or made[-1]
         inputs = cache.inputs(self.tokenizer, prefix=prompt.prefix, chunks=prompt.chunks, question=prompt.question)
         found = self.generate(inputs, cache, wanted, started)
         self.report, self.jaccard = made[0].report, self.jaccard | made[0].jaccard
@@ -199,7 +199,7 @@ class _Bench:
         make_method(WARM, None, *given).answer([sample])
         full = make_method(FULL, None, *given).answer([sample])[0]
         lines = [self._line(FULL, sample, full, {})]
-        stores: dict[tuple[int, bool], PartialStore] = {}
+        stores: dict[tuple[int, bool], ChunkStore] = {}
         for way in ways:
             where = (way.block_tokens, way.is_reordered)
             if where not in stores:
@@ -209,9 +209,10 @@ class _Bench:
             lines.append(self._line(way.name, sample, found, {**vars(loader.report), "jaccard": loader.jaccard}))
         self._folder.add(lines)
 
-    def _blocks(self, store: ChunkStore, sample: Sample, other: tuple[int, ...], way: Way) -> PartialStore:
+    def _blocks(self, store: ChunkStore, sample: Sample, other: tuple[int, ...], way: Way) -> ChunkStore:
         """The sample's chunks as blocks, in the order that another question found important if that is asked."""
-        blocks = PartialStore([], [MemoryTier()]).load_in_part(way.block_tokens)
+        blocks = ChunkStore([], [MemoryTier()])
+        reader = keep_in_blocks(blocks, way.block_tokens)
         before = (*front_ids(self._tokenizer), *sample.prefix)
         keys = store.keys(self._model, self._tokenizer, sample.chunks)
         for key in [*keys, *([ChunkKey(self._fingerprint, (), before)] if before else [])]:
@@ -221,7 +222,7 @@ class _Bench:
         if way.is_reordered:
             asked = Sample(sample.id, sample.prefix, sample.chunks, other, ())
             _InPart(self._model, self._tokenizer, blocks, 1, way).answer([asked])
-            blocks.reorder()
+            reader.reorder()
         return blocks
 
     def _line(self, name: str, sample: Sample, found: Outcome, report: Mapping[str, Any]) -> dict[str, Any]:

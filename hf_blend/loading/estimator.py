@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..store.store import READ_BYTES
+from ..store.stream import READ_BYTES
 
 DELAY_SHARE = 0.25  # what nothing hides may delay a request by this share of its recomputing
 GB, MONTH_S, HOUR_S = 1e9, 30 * 86400.0, 3600.0

@@ -25,6 +25,7 @@ from ..rotary.base import RotaryStyle, at_the_end, compose, in_values, with_styl
 from ..rotary.tables import Table
 from ..threads import cached_property
 from .anatomy import decoder_layers, decoder_of, refuse_other_states, stock_cache, stock_layers, text_config
+from .cache_keyword import cache_argument
 from .capture import Capture, capture
 from .checks import (
     FLOORS,
@@ -50,7 +51,6 @@ from .identity.canonical import canonical, notes_kept
 from .modality import text_ids
 from .placement import input_device
 from .quantised import shared_scale
-from .cache_keyword import cache_argument
 
 PROBE_TOKENS = 20
 PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes back to where it was

@@ -69,7 +69,7 @@ class Budget:
         return sum(row[0] for row in map(self.index.row, names) if row)
 
     def add(self, name: str, nbytes: int, created: float | None = None) -> None:
-        """Enter an object, or correct its size, and count a use of it."""
+        """Enter an object, or correct its size and count a use of it."""
         with self._lock:
             now_s, row = self._now_s(), self.index.row(name)
             self.apply()  # what was used before
@@ -84,35 +84,35 @@ class Budget:
             self._note(name, important_ratio)
 
     def remove(self, name: str) -> None:
-        """Strike an object off; its pin stays for its return."""
+        """Remove an object from the count; a pin of its name stays."""
         with self._lock:
             if (row := self.index.row(name)) is not None:
                 self.index.remove(name)
                 self._grow(-row[0], row[1])
 
     def set_pin(self, name: str, pinned: bool) -> None:
-        """Keep an object, entered or not, from leaving, or let it."""
+        """Pin or unpin a name, whether such an object is entered or not."""
         with self._lock:
             (self._pins.add if pinned else self._pins.discard)(name)
 
     def protect(self, names: Iterable[str]) -> None:
-        """Keep objects, entered or not, from leaving until as many calls of `release` as of this have named them."""
+        """Protect names from eviction until each was released as often as it was protected."""
         with self._lock:
             self._used.update(names)
 
     def release(self, names: Iterable[str]) -> None:
-        """Take one `protect` back."""
+        """Undo one `protect`."""
         with self._lock:
             self._used.subtract(names)
             self._used += Counter()  # drops those with a count of 0
 
     def fits(self, nbytes: int, quota: tuple[str, int] | None = None) -> bool:
-        """Return True if so many more bytes stay below the cap, or with a quota (owner, bytes) below that."""
+        """Return True if `nbytes` more stay below the cap, or below a quota (owner, bytes)."""
         with self._lock:
             return self._excess(nbytes, quota) <= 0
 
     def victims(self, nbytes: int, quota: tuple[str, int] | None = None) -> list[str]:
-        """Choose the objects that leave so that more bytes fit; they are not removed here."""
+        """Choose the objects to evict so that `nbytes` more fit; they are not removed here."""
         with self._lock:
             excess, chosen = self._excess(nbytes, quota), list[str]()
             if excess > 0:
@@ -147,7 +147,7 @@ class Budget:
                 self.stats.count("evicted", self.name, int(self._let_go(name)))
 
     def _let_go(self, name: str) -> bool:
-        """Delete an object and strike it off; False if it was none, or stays and does not count as one that may."""
+        """Delete an object and remove it from the count; False if there was none, or it cannot be deleted."""
         raise NotImplementedError
 
     def _look(self) -> None:
@@ -174,19 +174,19 @@ class Budget:
             self.index.note(noted)
 
     def _now_s(self) -> float:
-        """A clock that only goes forward, whatever happens to the system's."""
+        """Seconds since 1970, but never less than before."""
         self._last_s = max(time.time(), self._last_s + 1e-6)
         return self._last_s
 
 
 class BoundedTier(Budget):
-    """Passes everything on to another tier, and keeps its bytes, with those being written, below a cap.
+    """A tier whose bytes, with those being written, stay below a cap; all else is the tier's.
 
-    What is in the tier is counted when the first object is put, and again every few seconds while objects are put, so
-    several processes together may pass the cap by what they put in between.
+    The tier is counted when the first object is put, and again every few seconds while objects are put, so several
+    processes together may pass the cap by what they put in between.
 
-    The cap is `cap_bytes`, or with `spare_bytes` so many more than there are. `owner` is of what is put; a quota is of
-    the objects of one owner.
+    The cap is `cap_bytes`, or with `spare_bytes` so many more than the tier holds at first. `owner` is the namespace
+    of what is put, to which `quota_bytes` applies.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class BoundedTier(Budget):
         self._stuck: frozenset[str] = frozenset()
 
     def __getattr__(self, method: str) -> Any:
-        """What it does not do itself the tier does."""
+        """Pass on what is not bounded here."""
         return getattr(self.tier, method)
 
     def sync(self, space: str = "", thorough: bool = False) -> None:
@@ -242,7 +242,7 @@ class BoundedTier(Budget):
             self.know(name, self.tier.stat(name))
 
     def know(self, name: str, stat: ObjectStat | None, key: ChunkKey | None = None) -> None:
-        """Enter an object that is there, and which chunk it is; what cannot be written now is listed later."""
+        """Enter an object and which chunk it holds; if the index cannot be written now, `sync` enters it later."""
         self._has_put = True
         with self._lock, contextlib.suppress(OSError):
             row = self.index.row(name) if key is not None else None
@@ -252,7 +252,7 @@ class BoundedTier(Budget):
                 self.describe([(name, key)], is_ours=row is None or row[1] == self.owner)
 
     def describe(self, said: Sequence[tuple[str, ChunkKey]], is_ours: bool = False) -> None:
-        """Enter which chunks objects are that were entered, and whether they counted as the owner's before."""
+        """Enter which chunks objects hold; `is_ours` says that they counted as the owner's before."""
         with self._lock:
             self.index.describe(said, self.owner)
             if self.quota is not None and not is_ours:
@@ -266,7 +266,7 @@ class BoundedTier(Budget):
         return removed
 
     def forget(self, name: str) -> None:
-        """Strike an object off that turned out to be gone."""
+        """Remove an object from the count that turned out to be gone."""
         with contextlib.suppress(OSError):
             self.remove(name)
 
@@ -331,7 +331,7 @@ class BoundedTier(Budget):
         return self.tier.put_if_absent(name, parts)
 
     def _evict(self, nbytes: int, quota: tuple[str, int] | None = None) -> None:
-        """As in `Budget`; sizes are read again first where more has to leave than comes."""
+        """As in `Budget`; sizes are read again first if more has to leave than `nbytes`."""
         if self._excess(nbytes, quota) > max(nbytes, 1) and time.monotonic() > self._next_recount_s:
             self._next_recount_s = time.monotonic() + _RECOUNT_S
             self.index.distrust()  # more has to leave than this one takes: are the sizes right?

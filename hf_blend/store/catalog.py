@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks of a namespace there are: what the indexes of memories and tiers know of it."""
+"""Which chunks of a namespace are stored, from the indexes of memories, queues and tiers."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from .budget import BoundedTier
-from .chunk import ChunkKey
+from .chunk import ChunkKey, Found
 from .content import Run, pack_tokens, unpack_tokens, without_overlap
 from .entry import read_key
 from .format import hash_namespace
@@ -43,7 +43,7 @@ class Listed:
 
 
 class Catalog:
-    """The chunks of one namespace: at hand under their digests, and in tiers that other processes may write to."""
+    """The chunks of one namespace in memories and queues (`at_hand`), and in tiers that other processes write to."""
 
     def __init__(
         self,
@@ -60,20 +60,20 @@ class Catalog:
         self.space = self.name("")[:2]
         self.owner = owner_of(secret, namespace)
         # every index, the nearest first, and what this namespace is called there
-        self._shelves = [*((index, "") for index in at_hand), *((tier.index, self.owner) for tier in tiers)]
+        self._indexes = [*((index, "") for index in at_hand), *((tier.index, self.owner) for tier in tiers)]
         self._skipped: set[tuple[str, str]] = set()
 
     def name(self, digest: str) -> str:
-        """What an entry is called in the tier: by its digest, or by the HMAC of that where there is a secret."""
+        """Name the entry of a chunk in a tier: by its digest, or with a secret by the HMAC of that."""
         return entry_name(self._secret, self.namespace, digest)
 
     def digest(self, name: str) -> str:
-        """The digest of an entry; of one that is not known what its name says, which may be another's HMAC."""
+        """The digest of the chunk in an entry, or else what its name says, which with a secret is an HMAC."""
         key = next(filter(None, (self.key(tier, name) for tier in self._tiers)), None) if self._secret else None
         return key.digest if key else name[-64:]
 
     def add(self, tier: BoundedTier, key: ChunkKey) -> None:
-        """Take up a chunk that was written to a tier, if it is there."""
+        """List a chunk that was written to a tier, if it is there."""
         name = self.name(key.digest)
         stat = tier.stat(name)
         if stat is not None:
@@ -81,28 +81,30 @@ class Catalog:
             tier.know(name, stat, key)
 
     def key(self, tier: BoundedTier, name: str) -> ChunkKey | None:
-        """What a tier's index says that an object is, if its name proves it."""
+        """The key of an object in a tier's index, if the name of the object proves it."""
         key = tier.index.key(name, self.namespace)
         return key if key is not None and self.name(key.digest) == name else None
 
-    def match(
-        self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int], *, parts: bool = True
-    ) -> list[Run]:
-        """Find the stored chunks of one model and sink, from left to right, also where first or last tokens differ.
+    def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
+        """Find the stored chunks of one model and prefix, from left to right, also where first or last tokens differ.
 
-        Without `parts` whole ones alone: the longest at a place, no overlap.
+        Of chunks that overlap the longest is whole.
         """
-        ids = np.frombuffer(pack_tokens(token_ids), np.int32)
-        return self._settled(lambda: self._match(fingerprint, chunk_prefix_ids, ids, parts), thorough=False)
+        ids, prefix = np.frombuffer(pack_tokens(token_ids), np.int32), tuple(chunk_prefix_ids)
+        runs = self._settled(lambda: self._match(fingerprint, prefix, ids), thorough=False)
+        return [Found(run.start, self._key(fingerprint, prefix, run.packed), run.first, run.tokens) for run in runs]
 
-    def _match(self, fingerprint: str, chunk_prefix_ids: Sequence[int], ids: np.ndarray, parts: bool) -> list[Run]:
+    def _key(self, fingerprint: str, chunk_prefix_ids: Sequence[int], packed: bytes) -> ChunkKey:
+        return ChunkKey(fingerprint, tuple(chunk_prefix_ids), unpack_tokens(packed), self.namespace)
+
+    def _match(self, fingerprint: str, chunk_prefix_ids: tuple[int, ...], ids: np.ndarray) -> list[Run]:
         starts, runs = set[tuple[int, int]](), set[Run]()
-        is_stored = functools.cache(functools.partial(self._is_stored, fingerprint, tuple(chunk_prefix_ids)))
-        for index, owner in self._shelves:
+        is_stored = functools.cache(functools.partial(self._is_stored, fingerprint, chunk_prefix_ids))
+        for index, owner in self._indexes:
             group = (owner, fingerprint, chunk_prefix_ids)
             with contextlib.suppress(OSError):
                 starts |= {(start, -tokens) for start, tokens in index.starts(group, ids)}
-                runs.update(index.inside(group, ids) if parts else ())
+                runs.update(index.inside(group, ids))
         complete, stop = list[Run](), 0
         for start, tokens in sorted(starts):
             run = Run(start, ids[start : start - tokens].tobytes(), 0, -tokens)
@@ -111,19 +113,21 @@ class Catalog:
                 complete.append(run)
         return without_overlap(complete, (run for run in runs if is_stored(run.packed)))
 
-    def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> bytes:
-        """The packed ids of any chunk of a model and sink; empty if there is none."""
-        samples = (index.sample((owner, fingerprint, chunk_prefix_ids)) for index, owner in self._shelves)
-        return next(filter(None, samples), b"")
+    def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> ChunkKey | None:
+        """Give any chunk of a model and prefix; None if there is none."""
+        samples = (index.sample((owner, fingerprint, chunk_prefix_ids)) for index, owner in self._indexes)
+        packed = next(filter(None, samples), b"")
+        return self._key(fingerprint, chunk_prefix_ids, packed) if packed else None
 
-    def prefixes(self, fingerprint: str) -> list[bytes]:
-        """The packed ids of the tokens before chunks of a fingerprint; one may come from several tiers."""
-        return [packed for index, owner in self._shelves for packed in index.prefixes(owner, fingerprint)]
+    def longest_prefix(self, fingerprint: str) -> tuple[int, ...]:
+        """Give the most tokens that chunks of a fingerprint are behind; empty if there is no such chunk."""
+        packed = {ids for index, owner in self._indexes for ids in index.prefixes(owner, fingerprint)}
+        return max(map(unpack_tokens, packed), key=lambda ids: (len(ids), ids), default=())
 
     def counts(self, fingerprint: str) -> tuple[int, int]:
         """How many chunks of a model are known, and how many of all models."""
         here, everywhere = zip(
-            *((index.count(owner, fingerprint), index.count(owner)) for index, owner in self._shelves), strict=True
+            *((index.count(owner, fingerprint), index.count(owner)) for index, owner in self._indexes), strict=True
         )
         return max(here), max(everywhere)
 
@@ -135,7 +139,7 @@ class Catalog:
         return self._settled(self._count)
 
     def _settled(self, count: Callable[[], Answer], thorough: bool = True) -> Answer:
-        """Ask indexes that are in step with their tiers, and once more if one was made again meanwhile."""
+        """Read the indexes in step with their tiers, and again if one was started again meanwhile."""
         for _ in range(3):
             doubts = sum(tier.index.doubts for tier in self._tiers)
             self.refresh(thorough)
@@ -174,7 +178,7 @@ class Catalog:
         return tier.index.names(self.space)
 
     def refresh(self, thorough: bool = False) -> None:
-        """Take up what other processes stored or removed; costs next to nothing if they did not."""
+        """List what other processes stored or removed; costs next to nothing if they did not."""
         for tier in self._tiers:
             stop_s = time.monotonic() + (1e9 if tier.is_local or thorough else _LEARN_S)
             try:
@@ -186,15 +190,15 @@ class Catalog:
                 logger.info("the entries of the %s tier cannot be listed now (%s)", tier.name, error)
 
     def _is_stored(self, fingerprint: str, chunk_prefix_ids: tuple[int, ...], packed: bytes) -> bool:
-        """Whether there is an object of the name that a chunk of these tokens has: so it is what its row says."""
+        """Whether an object has the name of the chunk of these tokens, which proves what its row says."""
         with contextlib.suppress(ValueError):
-            key = ChunkKey(fingerprint, chunk_prefix_ids, unpack_tokens(packed), self.namespace)
+            key = self._key(fingerprint, chunk_prefix_ids, packed)
             is_held = any(key.digest in index for index in self._at_hand)
             return is_held or any(self.name(key.digest) in tier.index for tier in self._tiers)
         return False
 
     def _learn(self, tier: BoundedTier, names: Sequence[str], stop_s: float) -> None:
-        """Read which chunks entries hold; what is not a readable chunk of ours is passed over."""
+        """Read which chunks entries hold, and list them; entries that are no readable chunk of ours are skipped."""
         records = []
         for name in names:
             if time.monotonic() >= stop_s:

@@ -178,7 +178,7 @@ class ChunkKV:
         if not isinstance(self.layers, StackedLayers):
             yield from (tensor for _, tensor in self.named_tensors())
             return
-        yield from (part for table in self.tables for part in table)
+        yield from (tensor for table in self.tables for tensor in table)
         yield from (self.layers.keys, self.layers.values)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ChunkKV":
@@ -256,8 +256,8 @@ def _checked_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
 def _hashed(fingerprint: str, namespace: str, chunk_prefix_ids: tuple[int, ...]) -> Any:
     """The hash of what the keys of many chunks have in common; to be copied."""
     state = hashlib.sha256()
-    for text in (_KEY_FORMAT, *(one.encode("utf-8", "surrogatepass") for one in (fingerprint, namespace))):
-        _feed(state, text)
+    for content in (_KEY_FORMAT, *(text.encode("utf-8", "surrogatepass") for text in (fingerprint, namespace))):
+        _feed(state, content)
     _feed(state, _packed(chunk_prefix_ids))
     return state
 

@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The place in the prompt behind the last of them."""
+        """The position in the prompt behind the last token."""
         return self.start + self.tokens
 
     @property
@@ -51,7 +51,7 @@ class Run(NamedTuple):
 
 
 def without_overlap(complete: Iterable[Run], runs: Iterable[Run]) -> list[Run]:
-    """Settle which chunk each token of a prompt comes from: the longest first, others have what is left of them."""
+    """Choose a chunk for each token of a prompt: the longest run first, shorter ones keep what does not overlap."""
     taken: list[Run] = []
     for run in sorted([*complete, *runs], key=lambda span: (-span.tokens, span.start, span.first)):
         offset = bisect_left(taken, run.start, key=lambda span: span.start)
@@ -64,7 +64,7 @@ def without_overlap(complete: Iterable[Run], runs: Iterable[Run]) -> list[Run]:
 
 
 def hashes(ids: np.ndarray, width: int) -> np.ndarray:
-    """`[tokens - width + 1]`: the hash of so many tokens at each position, one of each 64 bits.
+    """`[tokens - width + 1]`: the 64-bit hash of `width` tokens at each position.
 
     Shapes: ids `[tokens]`.
     """
@@ -76,7 +76,7 @@ def hashes(ids: np.ndarray, width: int) -> np.ndarray:
 
 
 def window_of(ids: np.ndarray) -> tuple[int, np.ndarray] | None:
-    """Where in a chunk the window is by which it is recognised, and the window.
+    """Give the offset of the window by which a chunk is recognised, and its ids.
 
     None where there are too few tokens, or where it repeats so few that it would be seen everywhere.
     """
@@ -86,7 +86,7 @@ def window_of(ids: np.ndarray) -> tuple[int, np.ndarray] | None:
 
 
 def longest_run(chunks: Iterable[bytes], prompt: bytes, at: int, offset: int) -> Run:
-    """The longest run of equal tokens around a window, `at` a place of a prompt, and at an offset in the chunks."""
+    """The longest run of equal tokens around a window: at position `at` of the prompt, at `offset` of each chunk."""
     runs = (_run(packed, prompt, _WIDTH * at, _WIDTH * offset) for packed in chunks)
     return max(runs, key=lambda run: run.tokens, default=Run(at, b"", 0, 0))
 
@@ -99,7 +99,7 @@ def _run(packed: bytes, raw: bytes, at: int, offset: int) -> Run:
 
 
 def _agreement(left_ids: bytes, other: bytes, from_end: bool = False) -> int:
-    """How many of their first tokens, or of their last ones, are the same."""
+    """Count the equal tokens at the beginning of both, or at their end."""
     size = min(len(left_ids), len(other))
     if not size:
         return 0

@@ -30,7 +30,7 @@ class Guard:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
         self._pieces = [piece for tensor in self._tensors for piece in _pieces(tensor)]
-        self._versioned = [one for one in self._tensors if not one.is_inference()]
+        self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._before = self._marks()
 
     def is_intact(self) -> bool:

@@ -22,7 +22,7 @@ from .format import EntryFile, pack_entry
 from .tiers.base import EntryFault, as_fault
 from .tiers.files import open_regular, write_atomically
 
-__all__ = ["TokenImportance"]
+__all__ = ["TokenImportance", "TokenRecord"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,10 @@ _MAX = float(np.finfo(np.float16).max)
 
 
 @dataclass
-class _Known:
-    scores: np.ndarray  # float16, one for each token
+class TokenRecord:
+    """Averages over the requests that reported a chunk: scores `[tokens]` in float16, and the important share."""
+
+    scores: np.ndarray
     requests: int
     share: float
 
@@ -45,7 +47,7 @@ class TokenImportance:
 
     def __init__(self, path: Path | None = None, secret: bytes | None = None, cap_tokens: int = CAP_TOKENS) -> None:
         self._path, self._secret, self._cap_tokens = path, secret, cap_tokens
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._records: OrderedDict[str, TokenRecord] = OrderedDict()
         self._tokens = self._unsaved = 0
         self._is_loaded = path is None
         self._lock = new_lock()
@@ -58,48 +60,39 @@ class TokenImportance:
         new = np.nan_to_num(scores.detach().float().cpu().numpy(), nan=0.0).clip(0.0, _MAX)
         with self._lock:
             self._load()
-            old = self._known.pop(digest, None)
+            old = self._records.pop(digest, None)
             if old is None or len(old.scores) != len(new):
-                record = _Known(new.astype(np.float16), 1, share)
+                record = TokenRecord(new.astype(np.float16), 1, share)
             else:
                 average = old.scores.astype(np.float32)
                 average += NEW_SHARE * (new - average)
                 share = old.share + NEW_SHARE * (share - old.share)
-                record = _Known(average.astype(np.float16), old.requests + 1, share)
+                record = TokenRecord(average.astype(np.float16), old.requests + 1, share)
             self._tokens -= len(old.scores) if old else 0
             self._keep(digest, record)
             self._unsaved += 1
             if self._unsaved >= SAVE_EVERY:
                 self.save()
 
-    def scores(self, digest: str) -> Tensor | None:
-        """`[tokens]` float32, the average attention of a chunk's tokens; None if no request has reported it."""
-        record = self._report_of(digest)
-        return torch.from_numpy(record.scores.astype(np.float32)) if record else None
-
-    def share(self, digest: str) -> float | None:
-        """The average share of a chunk's tokens that were important; None if no request has reported it."""
-        record = self._report_of(digest)
-        return record.share if record else None
-
-    def requests(self, digest: str) -> int:
-        """How many requests have reported a chunk."""
-        record = self._report_of(digest)
-        return record.requests if record else 0
+    def get(self, digest: str) -> TokenRecord | None:
+        """Give what is recorded of a chunk; None if no request has reported it."""
+        with self._lock:
+            self._load()
+            return self._records.get(digest)
 
     def digests(self) -> list[str]:
         """The chunks that requests have reported, the one that was reported last last."""
         with self._lock:
             self._load()
-            return list(self._known)
+            return list(self._records)
 
     def save(self) -> None:
         """Write the file, if anything was reported since; a failure is logged and costs time later."""
         with self._lock:
             if self._path is None or not self._unsaved:
                 return
-            records = self._known.values()
-            digests = np.frombuffer(bytearray.fromhex("".join(self._known)), np.uint8).reshape(-1, 32)
+            records = self._records.values()
+            digests = np.frombuffer(bytearray.fromhex("".join(self._records)), np.uint8).reshape(-1, 32)
             tensors = {
                 "digests": torch.from_numpy(digests),
                 "tokens": torch.tensor([len(record.scores) for record in records]),
@@ -117,16 +110,11 @@ class TokenImportance:
         except OSError as error:
             logger.info("%s could not be saved (%s); importance begins again at the next opening", self._path, error)
 
-    def _report_of(self, digest: str) -> _Known | None:
-        with self._lock:
-            self._load()
-            return self._known.get(digest)
-
-    def _keep(self, digest: str, record: _Known) -> None:
-        self._known[digest] = record
+    def _keep(self, digest: str, record: TokenRecord) -> None:
+        self._records[digest] = record
         self._tokens += len(record.scores)
-        while self._tokens > self._cap_tokens and len(self._known) > 1:
-            _, gone = self._known.popitem(last=False)
+        while self._tokens > self._cap_tokens and len(self._records) > 1:
+            _, gone = self._records.popitem(last=False)
             self._tokens -= len(gone.scores)
 
     def _load(self) -> None:
@@ -140,7 +128,7 @@ class TokenImportance:
         except (OSError, EntryFault, MemoryError) as error:
             logger.info("no usable importance at %s (%s)", self._path, error)
 
-    def _read(self) -> list[tuple[str, _Known]]:
+    def _read(self) -> list[tuple[str, TokenRecord]]:
         source = open_regular(self._path)  # type: ignore[arg-type]
         with contextlib.closing(source):
             tensors = EntryFile(source, KIND, self._secret, 4 * self._cap_tokens + (1 << 26)).tensors()
@@ -153,7 +141,7 @@ class TokenImportance:
             parts = np.split(scores, tokens.cumsum()[:-1])
             rows = zip(digests, tokens, requests, shares, parts, strict=True)
             records = [
-                (digest.tobytes().hex(), _Known(token_scores, int(times), float(share)))
+                (digest.tobytes().hex(), TokenRecord(token_scores, int(times), float(share)))
                 for digest, count, times, share, token_scores in rows
                 if len(token_scores) == count
             ]

@@ -106,7 +106,7 @@ class Index:
         self._begin()
 
     def _begin(self) -> None:
-        """Know nothing of what the file says."""
+        """Forget what was read of the file."""
         self._parts: dict[str, str] = {}  # stamps of what is known to be in step
         self._checked: set[str] = set()  # those whose rows were compared with their digest
         self._windows, self._newest = np.zeros(1, np.uint64), 0  # hashes of heads and windows, sorted; of which chunk
@@ -114,12 +114,12 @@ class Index:
         self._uses = -1.0  # of all objects so far, by all processes; below nothing if that is not known yet
 
     def enter(self, objects: Iterable[tuple[str, int, float, str | None]]) -> None:
-        """Enter objects, each with name, size, time and owner, as used then; or correct their size and time."""
+        """Enter objects (name, bytes, time of writing, owner) as used when written, or correct their size and time."""
         uses = [self._first_use(*entry) for entry in objects]
         self._write_rows((_ENTER, uses), (_CHANGED, [row[:1] for row in uses]))
 
     def describe(self, said: Iterable[tuple[str, ChunkKey]], owner: str) -> None:
-        """Say which chunks objects are that were entered."""
+        """Enter which chunk each of some objects holds; objects that are not entered are passed over."""
         rows = [(name, key, pack_tokens(key.token_ids)) for name, key in said]
 
         def act(db: Any) -> None:
@@ -136,7 +136,7 @@ class Index:
         self._write(act)
 
     def remove(self, *names: str) -> None:
-        """Strike objects off, with what is known of them."""
+        """Remove objects, and the chunks that they hold."""
         if rows := [(name,) for name in names if name in self]:
             self._write_rows(("DELETE FROM objects WHERE name = ?", rows), (_CHANGED, rows))
 
@@ -157,7 +157,7 @@ class Index:
         return [row[0] for row in self._read(f"SELECT name FROM objects WHERE {_SIZE} > ?", nbytes)]
 
     def in_order(self, owner: str | None = None) -> Iterator[tuple[str, int]]:
-        """Names and sizes, the lowest score first; nothing may change meanwhile."""
+        """Walk over names and sizes, the lowest score first; nobody may change the index meanwhile."""
         count, score, last = 16, -math.inf, ""
         while True:
             sql = f"SELECT name, {_SIZE}, score FROM objects WHERE (score, name) > (?1, ?2) AND (?3 IS NULL OR "
@@ -168,18 +168,20 @@ class Index:
             count, score, last = min(2 * count, _PAGE), page[-1][2], page[-1][0]
 
     def note(self, uses: Sequence[Use]) -> None:
-        """Take in uses of objects, and reports of what was important in them; of those that are not there nothing."""
-        known: dict[str, tuple[float, float, float | None]] = {}
+        """Record uses of objects and reports of their important share; unknown names are passed over."""
+        records: dict[str, tuple[float, float, float | None]] = {}
         self._uses = max(self._count_uses(), self._stored_uses())  # others count, too
-        for name, stamp_s, share in uses:
+        for name, time_s, share in uses:
             self._uses += share is None
-            if (found := known.get(name) or self._known_use(name)) is not None:
-                used_s, frequency, before = found
-                if share is None:
-                    known[name] = stamp_s, one_more(frequency, self._uses), before
-                else:
-                    known[name] = used_s, frequency, share if before is None else before + NEW_SHARE * (share - before)
-        rows = [(self._score(*use), *use, name) for name, use in known.items()]
+            if (use := records.get(name) or self._last_use(name)) is None:
+                continue
+            used_s, frequency, average = use
+            if share is None:
+                used_s, frequency = time_s, one_more(frequency, self._uses)
+            else:
+                average = share if average is None else average + NEW_SHARE * (share - average)
+            records[name] = used_s, frequency, average
+        rows = [(self._score(*use), *use, name) for name, use in records.items()]
         sql = "UPDATE objects SET score = ?, used = ?, frequency = ?, share = ? WHERE name = ?"
         if uses:
             self._write_rows((sql, rows), ("UPDATE policy SET uses = ?", [(self._uses,)]))
@@ -190,8 +192,8 @@ class Index:
         use = (created, DECAY * self._uses)
         return name, nbytes, created, owner, self._score(*use, None), *use
 
-    def _known_use(self, name: str) -> tuple[float, float, float | None] | None:
-        """Time of the last use, frequency and important share; in a file that anybody may have written any numbers."""
+    def _last_use(self, name: str) -> tuple[float, float, float | None] | None:
+        """Time of the last use, frequency and important share; a file that others wrote may hold any numbers."""
         sql = "ifnull(CAST(used AS REAL), 0), ifnull(CAST(frequency AS REAL), 0), min(1, max(0, CAST(share AS REAL)))"
         rows = self._read(f"SELECT {sql} FROM objects WHERE name = ?", name)
         return (rows and (rows[0] if math.isfinite(sum(rows[0][:2])) else (0.0, 0.0, None))) or None
@@ -204,12 +206,12 @@ class Index:
         return uses if 0 <= uses < 1e15 else 0.0
 
     def _count_uses(self) -> float:
-        """How many uses there were so far; what another policy has scored is scored again."""
+        """Count the uses so far; scores that another policy made are made again."""
         if self._uses < 0:
             self._uses, kind = self._stored_uses(), type(self._policy).__qualname__
             if self._policy is not None and not self._read("SELECT 1 FROM policy WHERE name = ?", kind):
                 names = [row[0] for row in self._read("SELECT name FROM objects")]
-                rows = [(self._score(*use), name) for name in names if (use := self._known_use(name))]
+                rows = [(self._score(*use), name) for name in names if (use := self._last_use(name))]
                 scores = "UPDATE objects SET score = ? WHERE name = ?", rows
                 self._write_rows(scores, ("UPDATE policy SET name = ?", [(kind,)]))
         return self._uses
@@ -238,19 +240,19 @@ class Index:
         self._doubted = self._doubted and bool(space)
 
     def distrust(self) -> None:
-        """Have everything listed again at the next `sync`, with its size."""
+        """Have the next `sync` list everything again, with its size."""
         self._parts.clear()
         self._write_rows(("UPDATE parts SET stamp = ''", [()]))
         self._doubted = True
         self.doubts += 1
 
     def remake(self) -> None:
-        """Make the file again, of which a row turned out to be wrong."""
+        """Start the file again after a row turned out to be wrong."""
         with self._lock:
             self._give_up(0, sqlite3.DatabaseError("a row is wrong"))
 
     def unread(self, space: str) -> list[str]:
-        """Names of a space whose chunks are not known."""
+        """Names of a space whose chunks were not read yet."""
         return [row[0] for row in self._within("SELECT name FROM objects WHERE chunk IS NULL", space)]
 
     def names(self, space: str) -> list[str]:
@@ -258,7 +260,7 @@ class Index:
         return [row[0] for row in self._within("SELECT name FROM objects", space)]
 
     def starts(self, group: "Group", ids: np.ndarray) -> list[tuple[int, int]]:
-        """Where chunks may begin whose first tokens stand in a prompt, and their tokens."""
+        """Give (position, tokens) of chunks whose first tokens are in a prompt; the rest of a chunk may differ."""
         number = self._run(lambda db: self._group(db, *group))
         spans: list[tuple[int, int]] = []
         for (width,) in self._read(_WIDTHS, number):
@@ -271,7 +273,7 @@ class Index:
         return spans
 
     def inside(self, group: "Group", ids: np.ndarray) -> Iterator[Run]:
-        """The longest run around every window of a chunk that is in a prompt, of those that are long enough."""
+        """Give the longest run around each window that a chunk and the prompt share, if it is worth reading."""
         number = self._run(lambda db: self._group(db, *group))
         raw, done = ids.tobytes(), dict[tuple[str, int], int]()
         positions = _positions_by_hash(ids, WINDOW, self._positions(ids))
@@ -286,23 +288,23 @@ class Index:
                 yield run
 
     def key(self, name: str, namespace: str) -> ChunkKey | None:
-        """The chunk that an object is said to be."""
+        """The key of the chunk that an object holds, as its row says."""
         rows = self._read(f"SELECT fingerprint, prefix, ids FROM {_JOINED} WHERE name = ?", name)
         return _key(rows[0], namespace) if rows else None
 
     def records(self, owner: str, namespace: str) -> Iterator[tuple[str, ChunkKey | None, int, float]]:
-        """Name, key, size and time of the chunks of an owner, by name; no key where what is kept cannot be one."""
-        said = f"name, {_SIZE}, {_CREATED}, fingerprint, prefix, ids FROM {_JOINED}"
-        for name, nbytes, created, *key in self._owned(said, owner, _PAGE // 10):
+        """Name, key, bytes and time of the chunks of an owner, by name; the key is None if the row cannot be one."""
+        columns = f"name, {_SIZE}, {_CREATED}, fingerprint, prefix, ids FROM {_JOINED}"
+        for name, nbytes, created, *key in self._owned(columns, owner, _PAGE // 10):
             yield name, _key(key, namespace), nbytes, created
 
     def owned(self, owner: str) -> Iterator[str]:
         """Names of the chunks of an owner, in order."""
         return (row[0] for row in self._owned("name FROM objects o", owner, _PAGE))
 
-    def _owned(self, said: str, owner: str, rows: int) -> Iterator[Any]:
-        """What is said of the chunks of an owner, by name, so many rows at once."""
-        last, sql = "", f"SELECT {said} WHERE name > ? AND o.owner = ? AND o.chunk > 0 ORDER BY name LIMIT {rows}"
+    def _owned(self, columns: str, owner: str, rows: int) -> Iterator[Any]:
+        """Columns of the chunks of an owner, by name, so many rows at once."""
+        last, sql = "", f"SELECT {columns} WHERE name > ? AND o.owner = ? AND o.chunk > 0 ORDER BY name LIMIT {rows}"
         while page := self._read(sql, last, owner):
             yield from page
             last = page[-1][0]
@@ -326,7 +328,7 @@ class Index:
         return [bytes(row[0]) for row in self._read(f"SELECT CAST(prefix AS BLOB) FROM {groups}", owner, fingerprint)]
 
     def close(self) -> None:
-        """Let go of the file; it is opened again when it is needed."""
+        """Close the file; it is opened again when it is needed."""
 
         def act(db: Any) -> None:
             for (prefix,) in db.execute("SELECT prefix FROM parts WHERE digest = ''").fetchall():
@@ -340,7 +342,7 @@ class Index:
                 self._db = None
 
     def _list(self, tier: Tier, prefix: str, stamp: str | None) -> None:
-        """Make the rows of a part what the tier lists, or none if it has no stamp; what is still there stays known."""
+        """Bring the rows of a part in step with the listing of the tier; without a stamp the part is gone."""
         self._verify(prefix)
         doubts = self.doubts
         rows = self._within("SELECT name, nbytes, created FROM objects", prefix)
@@ -367,7 +369,7 @@ class Index:
             self._write(act)
 
     def _verify(self, prefix: str) -> None:
-        """Make the file again if the rows of a part are not what they were when it was listed; looks once."""
+        """Start the file again if the rows of a part changed since they were listed; each part is compared once."""
 
         def act(db: Any) -> None:
             sql = "SELECT 1 FROM parts WHERE prefix = ? AND digest NOT IN (?, '')"
@@ -382,7 +384,7 @@ class Index:
             self._checked.add(prefix)
 
     def _within(self, sql: str, prefix: str, column: str = "name") -> list[Any]:
-        """Ask for rows whose names begin so."""
+        """Read rows whose name, or another column, begins with a prefix."""
         joined = "AND" if " WHERE " in sql else "WHERE"
         if not prefix:
             return self._read(sql)
@@ -399,10 +401,10 @@ class Index:
         return row and int(row[0])
 
     def _positions(self, ids: np.ndarray) -> np.ndarray:
-        """Where in a prompt a head or a window stands, of any chunk there was; anywhere until all of them are read."""
+        """Positions of a prompt where a head or window of a chunk may begin; all of them until every hash is read."""
         stop_s = time.monotonic() + _WARM_S
-        said = "max(id), group_concat(head || coalesce(inside, head), '')"
-        page = f"SELECT {said} FROM (SELECT * FROM chunks WHERE id > ? AND width = {WINDOW} LIMIT {_PAGE})"
+        columns = "max(id), group_concat(head || coalesce(inside, head), '')"
+        page = f"SELECT {columns} FROM (SELECT * FROM chunks WHERE id > ? AND width = {WINDOW} LIMIT {_PAGE})"
         while time.monotonic() < stop_s:
             with self._lock:
                 windows, newest = self._windows, self._newest
@@ -422,7 +424,7 @@ class Index:
         return np.arange(len(ids))
 
     def _like(self, number: int | None, window: str, offset: int, raw: bytes, at: int) -> Iterator[bytes]:
-        """Chunks with a window that are near a prompt in their order."""
+        """Packed ids of the chunks with a window whose next tokens are nearest to those of a prompt."""
         behind = raw[4 * (at + WINDOW) :][: 4 * _NEXT_TOKENS]
         for (packed,) in self._read(_NEAREST, number, window, offset, behind):
             if isinstance(packed, bytes) and len(packed) % 4 == 0:
@@ -433,11 +435,11 @@ class Index:
         return rows
 
     def _write_rows(self, *changes: tuple[str, Sequence[Sequence[Any]]]) -> None:
-        """Make changes, each for some rows, all or none."""
+        """Run statements, each over its rows, in one transaction."""
         self._write(lambda db: [db.executemany(sql, rows) for sql, rows in changes])
 
     def _write(self, act: Callable[[Any], object]) -> None:
-        """Change rows, all or none."""
+        """Change rows in one transaction."""
 
         def change(db: Any) -> None:
             db.execute("BEGIN IMMEDIATE")
@@ -452,7 +454,7 @@ class Index:
         self._run(change)
 
     def _run(self, act: Callable[[Any], Answer]) -> Answer:
-        """Ask or change; a file that cannot be used is made again, and where that fails, memory takes its place."""
+        """Read or change; a file that cannot be used is started again, and if that fails memory takes its place."""
         with self._lock:
             for attempt in range(3):
                 try:
@@ -473,7 +475,7 @@ class Index:
         return False
 
     def _give_up(self, attempt: int, error: Exception) -> None:
-        """Make the file again, or, once that was in vain, go on without one."""
+        """Start the file again, or continue in memory if that was tried."""
         logger.info("no usable index at %s (%s)", self._path, error)
         self._on_fault(f"index:{'format' if attempt == 0 else 'io'}")
         with contextlib.suppress(sqlite3.Error):
@@ -554,24 +556,24 @@ def _clear(path: Path) -> None:
 
 
 def one_more(frequency: float, uses: float) -> float:
-    """Count one more use: the log of a sum that halves with every 512 uses, moved to before the first use of the tier.
+    """Add one use to a frequency, the log of a count of uses that halves with every 512 uses of the tier.
 
-    There all decays are alike, so that the order of two objects changes only when one of them is used.
+    It is kept as of the first use of the tier, so that the order of two objects changes only when one is used.
     """
     high, low = max(frequency, DECAY * uses), min(frequency, DECAY * uses)
     return high + math.log1p(math.exp(low - high))
 
 
 def _digest(db: Any, prefix: str) -> str:
-    """Of the rows of a part, but for their order of eviction."""
-    said = "name || nbytes || '@' || created || ifnull(owner, '') || ifnull(chunk, '')"
-    sql = f"SELECT group_concat({said}, ',') FROM objects WHERE name >= ? AND name < ?"
+    """Digest the rows of a part, without what only the order of eviction depends on."""
+    columns = "name || nbytes || '@' || created || ifnull(owner, '') || ifnull(chunk, '')"
+    sql = f"SELECT group_concat({columns}, ',') FROM objects WHERE name >= ? AND name < ?"
     digest: str = db.execute(sql, (prefix, f"{prefix}g")).fetchone()[0] or ""
     return xxhash.xxh3_128_hexdigest(digest.encode())
 
 
 def _positions_by_hash(ids: np.ndarray, width: int, at: np.ndarray) -> dict[str, list[int]]:
-    """Where in a prompt each hash of some tokens is, of those that begin at some positions."""
+    """Positions by the hash of the `width` tokens there, for some positions of a prompt."""
     positions: dict[str, list[int]] = {}
     window_hashes = hashes(ids, width)
     for start in at[at < len(window_hashes)].tolist():
@@ -584,19 +586,19 @@ def _hex(number: Any) -> str:
 
 
 def _recognised_by(ids: np.ndarray) -> list[Any]:
-    """What a chunk is found by: tokens, the hash of its first ones; place and hash of its window, and what follows."""
-    width, found = min(WINDOW, len(ids)), window_of(ids)
+    """The columns that find a chunk: tokens, width and hash of its head; offset, hash and next ids of its window."""
+    width, window = min(WINDOW, len(ids)), window_of(ids)
     row = [len(ids), width, _hex(hashes(ids[:width], width)[0])]
-    if found is None:
+    if window is None:
         return [*row, None, None, None]
-    offset, window = found
+    offset, window_ids = window
     behind = ids[offset + WINDOW : offset + WINDOW + _NEXT_TOKENS]
-    return [*row, offset, _hex(hashes(window, WINDOW)[0]), behind.tobytes()]
+    return [*row, offset, _hex(hashes(window_ids, WINDOW)[0]), behind.tobytes()]
 
 
-def _key(said: Sequence[Any], namespace: str) -> ChunkKey | None:
-    """The key that fingerprint, prefix and ids of a row make, or None if they cannot be those of a chunk."""
-    fingerprint, prefix, ids = said
+def _key(row: Sequence[Any], namespace: str) -> ChunkKey | None:
+    """The key of a row of fingerprint, prefix and ids, or None if they cannot be those of a chunk."""
+    fingerprint, prefix, ids = row
     try:
         return ChunkKey(str(fingerprint), unpack_tokens(prefix), unpack_tokens(ids), namespace)
     except (ConfigError, TypeError, ValueError):

@@ -122,11 +122,7 @@ def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pr
 
 def _limits(groups: Path, own: Path) -> Iterator[int]:
     """Give the limits of the groups of this process and of those around them."""
-    try:
-        lines = own.read_text("utf-8").splitlines()
-    except OSError:
-        return  # no Linux
-    for line in lines:
+    for line in _text(own).splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         for folder, file in [FILES[controller] for controller in controllers.split(",") if controller in FILES]:
             at = groups / folder / path.strip("/")
@@ -137,6 +133,7 @@ def _limits(groups: Path, own: Path) -> Iterator[int]:
 
 
 def _text(path: Path) -> str:
+    """The text of a file; none where there is no such file, as on systems other than Linux."""
     try:
         return path.read_text("utf-8").strip()
     except OSError:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_blend import BlendCache, plugins
-from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.sparse.partial.reader import keep_in_blocks
 from hf_blend.store import ChunkStore
 
 from .damage import NODES, clear, damaged
@@ -123,7 +123,9 @@ class Prefills(FaultClass):
         tier = plugins.load("store.tiers", "disk")(self.folder / name, durable=False)
         faulty = FaultyTier(tier, self.random.randrange(1 << 30), reading) if reading else tier
         if name == "blocks":
-            yield PartialStore([], [faulty]).load_in_part(8)
+            store = ChunkStore([], [faulty])
+            keep_in_blocks(store, 8)
+            yield store
         else:
             with ChunkStore([], [faulty], **STORES[name]) as store:
                 yield store

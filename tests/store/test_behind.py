@@ -19,9 +19,10 @@ from throttled import WrappedTier
 
 from hf_blend import ChunkStore
 from hf_blend.errors import StoreError
-from hf_blend.store import slow
+from hf_blend.store import write_queue
 from hf_blend.store.opening import Limits
-from hf_blend.store.slow import ComputeTimes
+from hf_blend.store.reader import MOST_LATE, LateLoads
+from hf_blend.store.stream import ComputeTimes
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import HEAD_BYTES
 from tests.asking import asked, raising
@@ -140,7 +141,7 @@ def held_up(far, store, *chunks):
 
 def counted(store, group):
     """As in `stats`, which also reads from every tier."""
-    return store._stats.group(group)
+    return store.storage.stats.group(group)
 
 
 def threads():
@@ -223,14 +224,14 @@ def test_a_copy_that_fails_costs_neither_the_chunk_nor_the_object(load, fault, q
 def test_a_chunk_that_a_full_device_cannot_hold_is_used_all_the_same(load, filled, chunk, same, monkeypatch):
     stored = chunk(layers=4)
     store = ChunkStore(Limits(memory_bytes=1 << 24).memories(), [filled])
-    monkeypatch.setattr(store._memories[0], "put", raising(RuntimeError("out of memory")))
+    monkeypatch.setattr(store.storage.memories[0], "put", raising(RuntimeError("out of memory")))
     same(load(store, stored.key), stored)
     assert store.stats()["store_failures"] == {"RuntimeError": 1}
 
 
 @WAYS
 def test_without_memory_for_a_copy_a_chunk_is_read_all_the_same(load, filled, chunk, same, monkeypatch):
-    monkeypatch.setattr("hf_blend.store.slow.np.empty", raising(MemoryError()))
+    monkeypatch.setattr("hf_blend.store.reader.np.empty", raising(MemoryError()))
     near, stored = MemoryTier(), chunk(layers=4)
     same(load(ChunkStore([], [near, filled]), stored.key), stored)
     assert not near.objects
@@ -305,7 +306,7 @@ def test_what_does_not_fit_a_queue_is_dropped_and_counted(far, chunk, content, s
 
 
 def test_a_queue_has_a_bound_in_entries_too_and_takes_one_that_is_too_large_when_it_is_empty(far, chunk, monkeypatch):
-    monkeypatch.setattr(slow, "QUEUE_ENTRIES", 2)
+    monkeypatch.setattr(write_queue, "QUEUE_ENTRIES", 2)
     store = ChunkStore([], [far])
     with held_up(far, store, chunk((7, 0))):
         for number in range(1, 5):
@@ -344,14 +345,14 @@ def test_a_deleted_chunk_is_not_written_later(far, chunk):
 
 
 def test_a_delete_that_cannot_be_kept_says_so(far, chunk, monkeypatch):
-    monkeypatch.setattr("hf_blend.store.store.DELETE_S", 0.01)
+    monkeypatch.setattr("hf_blend.store.admin.DELETE_S", 0.01)
     store, stored = ChunkStore([], [far]), chunk()
     with held_up(far, store, stored), pytest.raises(StoreError, match="still being written"):
         store.delete(stored.key)
 
 
 def test_a_flush_waits_no_longer_than_it_was_told_and_what_a_close_leaves_is_counted(far, chunk, monkeypatch):
-    monkeypatch.setattr("hf_blend.store.store.FLUSH_S", 0.01)
+    monkeypatch.setattr("hf_blend.store.admin.FLUSH_S", 0.01)
     store = ChunkStore([], [far])
     with held_up(far, store, *(chunk((7, number)) for number in range(3))):
         assert not store.flush(0.01)
@@ -424,7 +425,7 @@ def test_a_forked_child_writes_what_it_put_and_nothing_of_its_parent(far, chunk)
 EXITS = """
 import sys, time, torch
 from pathlib import Path
-from hf_blend.store import ChunkKey, ChunkKV, ChunkStore, slow
+from hf_blend.store import ChunkKey, ChunkKV, ChunkStore, write_queue
 from hf_blend.store.tiers.disk import DiskTier
 
 class Far(DiskTier):
@@ -436,7 +437,7 @@ class Far(DiskTier):
         time.sleep(self.call_s)
         return super().put_if_absent(name, parts)
 
-slow.EXIT_S = 1.0
+write_queue.EXIT_S = 1.0
 store = ChunkStore([], [Far("fast", 0.0), Far("slow", 0.4)])
 for number in range(8):
     states = torch.ones(1, 1, 2)
@@ -463,7 +464,7 @@ def test_a_get_that_takes_longer_than_its_budget_is_a_miss_and_is_held_when_it_c
     assert counted(store, "misses") == {"slow": 1}
     assert counted(store, "load_failures") == {"far:slow": 1}
     filled.read_gate.set()
-    wait_for(lambda: store._is_held(stored.key.digest), "the late load")
+    wait_for(lambda: store.admin.level_in_process(stored.key.digest), "the late load")
     same(store.get(stored.key, budget_s=0.01), stored)
     assert store.stats()["hits"] == {"memory": 1}
     assert store.flush()
@@ -473,11 +474,11 @@ def test_a_get_that_takes_longer_than_its_budget_is_a_miss_and_is_held_when_it_c
 def test_a_tier_that_is_slow_all_the_time_is_asked_by_a_few_loads_only(filled, chunk):
     store = ChunkStore([], [filled])
     filled.open_gate.clear()
-    for _ in range(3 * slow.MOST_LATE):
+    for _ in range(3 * MOST_LATE):
         assert store.get(chunk().key, budget_s=0.001) is None
-    assert filled.calls["open", "behind"] == slow.MOST_LATE
+    assert filled.calls["open", "behind"] == MOST_LATE
     filled.open_gate.set()
-    wait_for(lambda: not store._late._late, "the end of the late loads")
+    wait_for(lambda: not store.reader._late._late, "the end of the late loads")
     assert store.get(chunk(layers=4).key, budget_s=WAIT_S) is not None
 
 
@@ -492,7 +493,7 @@ def test_a_stream_that_does_not_begin_in_time_is_a_miss(gate, filled, chunk):
 def test_a_layer_that_takes_longer_than_the_budget_is_computed_and_those_before_it_are_used(
     filled, chunk, same, monkeypatch
 ):
-    monkeypatch.setattr("hf_blend.store.store.READ_BYTES", 0)
+    monkeypatch.setattr("hf_blend.store.stream.READ_BYTES", 0)
     stored, computed = chunk(layers=4), []
     store = ChunkStore([], [filled])
     found = store.stream(stored.key, lambda: computed.append(1) or stored, budget_s=5.0)
@@ -517,7 +518,7 @@ def test_waiting_for_all_layers_together_uses_up_one_budget(filled, chunk):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_near_tier_has_no_budget(depth, tmp_path, chunk, same, monkeypatch):
-    monkeypatch.setattr(slow.LateLoads, "run", never)
+    monkeypatch.setattr(LateLoads, "run", never)
     stored = chunk()
     ChunkStore.open(tmp_path).put(stored)
     store = ChunkStore.open(tmp_path, memory_bytes=0)
@@ -553,7 +554,7 @@ def test_what_is_written_to_a_chunk_that_waits_is_neither_handed_out_nor_stored(
         store.get(stored.key).layers[0][0].zero_()
         assert store.get(stored.key) is None
     assert store.stats()["dropped_writes"] == {"far:changed": 1}
-    assert not far.contains(store._catalog.name(stored.key.digest))
+    assert not far.contains(store.storage.catalog.name(stored.key.digest))
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ def test_an_entry_of_a_codec_that_is_not_known_stays_and_is_a_miss(chunk):
     for name in ("zip", "int8", "int8:F99", "raw:F32", "../raw"):
         tier.objects.clear()
         renamed = reheaded(encoded(stored, "raw"), lambda header: with_text(header, codec=name))  # noqa: B023
-        tier.put_if_absent(store._catalog.name(stored.key.digest), [memoryview(renamed)])
+        tier.put_if_absent(store.storage.catalog.name(stored.key.digest), [memoryview(renamed)])
         assert store.get(stored.key) is None
         assert len(tier.objects) == 1
     assert set(store.stats()["load_failures"]) == {"bytes:codec"}

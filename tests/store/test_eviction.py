@@ -137,7 +137,7 @@ def test_sizes_of_the_index_are_read_again_before_more_leaves_than_comes(tmp_pat
     with ChunkStore.open(tmp_path / "s", memory_bytes=0, **settings) as store:
         for one in chunks[:3]:
             store.put(one)
-        (tier,) = store._tiers
+        (tier,) = store.storage.tiers
         tier.index.enter([(name, 9 * entry_bytes, time.time(), None) for name in tier.index.names("")])
     with ChunkStore.open(tmp_path / "s", memory_bytes=0, **settings) as store:
         store.put(chunks[3])

@@ -4,13 +4,14 @@
 
 import random
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_blend.store import ChunkKey
-from hf_blend.store.content import unpack_tokens
+from hf_blend.store.index import Index
 
 from .conftest import catalog_of
 
@@ -19,7 +20,9 @@ CHUNKS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size
 
 
 def found(catalog, *question):
-    return [(run.start, run.stop) for run in catalog.match(*question, parts=False)]
+    """The chunks that are whole in a prompt."""
+    with mock.patch.object(Index, "inside", return_value=()):
+        return [(run.start, run.start + run.tokens) for run in catalog.find(*question)]
 
 
 def naive(chunks: list[list[int]], prompt: list[int]) -> Iterator[tuple[int, int]]:
@@ -53,8 +56,7 @@ def test_another_model_or_sink_sees_nothing(question):
 
 
 def matches(catalog, prompt):
-    found = catalog.match("f", (1,), prompt)
-    return [(one.start, list(unpack_tokens(one.packed)), one.first, one.tokens) for one in found]
+    return [(run.start, list(run.key.token_ids), run.first, run.tokens) for run in catalog.find("f", (1,), prompt)]
 
 
 def drawn(seed, tokens, vocabulary=1000):

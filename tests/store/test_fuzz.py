@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from hf_blend import SequenceCache, StoreError
 from hf_blend.context.session import load_session, save_session
-from hf_blend.sparse.partial.store import PartialStore
+from hf_blend.sparse.partial.reader import keep_in_blocks
 from hf_blend.store import ChunkKV, ChunkStore
 from hf_blend.store.tiers.base import BytesSource
 from hf_blend.store.tiers.memory import MemoryTier
@@ -97,7 +97,7 @@ class Planted:
     def __init__(self, chunk, secret):
         self.chunk, self.secret, self.tier, self.turn = chunk, secret, MemoryTier(), 0
         self.store = ChunkStore([], [self.tier], secret=secret)
-        self.name = self.store._catalog.name(chunk.key.digest)
+        self.name = self.store.storage.catalog.name(chunk.key.digest)
 
     def survives(self, content):
         """Make a third of the calls, in turn; what comes has the form of the chunk."""
@@ -186,7 +186,8 @@ def test_entries_in_blocks(chunk, forge, cases, secret):
     stored, tier = chunk(range(9)), MemoryTier()
     layers = tuple((keys, values[..., :1].expand(keys.shape).contiguous()) for keys, values in stored.layers)
     stored = type(stored)(stored.key, layers, stored.tables, stored.layer_table)
-    store = PartialStore([], [tier], secret=secret)
+    store = ChunkStore([], [tier], secret=secret)
+    keep_in_blocks(store)
     store.put(stored)
     ((name, source),) = tier.objects.items()
     good = source.content

@@ -82,7 +82,7 @@ def test_one_value_in_a_large_tensor_is_seen_where_it_is_written_in_place(chunk,
 
 
 def test_what_is_written_while_a_chunk_is_still_being_read_is_not_held(tmp_path, chunk, same, monkeypatch):
-    monkeypatch.setattr("hf_blend.store.store.READ_BYTES", 1)
+    monkeypatch.setattr("hf_blend.store.stream.READ_BYTES", 1)
     stored = chunk(layers=3)
     ChunkStore.open(tmp_path).put(stored)
     store = ChunkStore.open(tmp_path)

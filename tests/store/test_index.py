@@ -326,7 +326,7 @@ def test_an_index_that_is_made_again_while_chunks_are_looked_for_hides_none(root
 
     def made_again(index, *given):
         monkeypatch.setattr(Index, "starts", starts)
-        store._tiers[0].index.remake()
+        store.storage.tiers[0].index.remake()
         return starts(index, *given)
 
     with ChunkStore.open(root, memory_bytes=0) as store:

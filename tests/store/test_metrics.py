@@ -53,7 +53,7 @@ def test_failures_and_dropped_writes_have_their_tier_and_reason(chunk):
     far = MemoryTier()
     far.is_local = False
     store = ChunkStore([], [far])
-    store._stats.count("dropped_writes", "bytes:full", 3)
+    store.storage.stats.count("dropped_writes", "bytes:full", 3)
     registry = collected(store)
     assert registry.get_sample_value("hf_blend_writes_dropped_total", {"tier": "bytes", "reason": "full"}) == 3
     assert registry.get_sample_value("hf_blend_tier_queued_bytes", {"tier": "bytes"}) == 0

@@ -278,7 +278,7 @@ def test_a_server_that_was_never_there_costs_nothing_at_opening_and_its_password
         pytest.importorskip("s3fs")
         url = url.replace("hunter2", "folder")
     with ChunkStore.open("memory://", memory_bytes=0, remote=url) as store:
-        tier = store._tiers[0].tier
+        tier = store.storage.tiers[0].tier
         tier.circuit.deadline_s = IMPATIENT_S
         if url.startswith("s3"):
             tier._files.endpoint_url = "http://127.0.0.1:1"
@@ -378,11 +378,11 @@ OTHERS = {
 def test_a_key_of_another_type_gives_way_to_the_chunk(other, is_read_first, served_tier, chunk, same):
     tier = served_tier("redis")
     store, elsewhere = ChunkStore([], [tier]), chunk((7, 1))
-    name = store._catalog.name(chunk().key.digest)
+    name = store.storage.catalog.name(chunk().key.digest)
     OTHERS[other](tier._client, f"hf_blend:{name}")
     store.put(elsewhere)
     assert store.flush(60)
-    assert [found for found, _ in tier.listing()] == [store._catalog.name(elsewhere.key.digest)]
+    assert [found for found, _ in tier.listing()] == [store.storage.catalog.name(elsewhere.key.digest)]
     if is_read_first:
         assert store.get(chunk().key) is None
         reason = "foreign" if other in ("list", "hash") else "format"
@@ -414,7 +414,7 @@ def test_a_piece_of_another_type_gives_way_with_its_object(served_tier, chunk, s
 def test_a_folder_in_the_place_of_an_object_gives_way_if_it_is_empty_and_is_named(scheme, tmp_path, chunk, same):
     tier = plugins.load("store.tiers", "fsspec")(f"{scheme}://{tmp_path}/shared")
     store = ChunkStore([], [tier])
-    path = tier._path(store._catalog.name(chunk().key.digest))
+    path = tier._path(store.storage.catalog.name(chunk().key.digest))
     tier._files.makedirs(path)
     tier._files.pipe_file(f"{path}/mine", b"mine")
     assert store.get(chunk().key) is None

@@ -427,7 +427,7 @@ def test_a_delete_that_the_disk_refuses_is_an_error(opened, chunk, monkeypatch):
     with pytest.raises(StoreError, match="cannot be removed"):
         store.delete(chunk().key)
     monkeypatch.undo()
-    monkeypatch.setattr(store._memories[0].index, "remove", refused)
+    monkeypatch.setattr(store.storage.memories[0].index, "remove", refused)
     store.reject(chunk().key, "layout")  # does not raise
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the blocks of an entry one by one: what is loaded is verified, and no more.
+"""Entries in blocks: writes them, and reads their blocks one by one; what is loaded is verified, and no more.
 
 Tokens are in the order of their importance, so that important ones share blocks; `order` says where each came from.
 """
@@ -12,12 +12,39 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ...store.chunk import ChunkKey, Layout, has_usable_values
-from ...store.entry import EntryReader
+from ...store.chunk import ChunkKey, ChunkKV, Layout, has_usable_values
+from ...store.entry import EntryReader, encode_entry, stored_as
 from ...store.format import digest_of
+from ...store.importance import TokenImportance
 from ...store.tiers.base import EntryFault, Source
 
+BLOCK_TOKENS = 16
 _KINDS = ("k", "v")
+
+
+class BlockEncoder:
+    """Makes entries in blocks of chunks whose layers are all alike and have K and V only, and plain ones of others."""
+
+    def __init__(self, codec: str, secret: bytes | None, importance: TokenImportance, block_tokens: int) -> None:
+        self._codec, self._secret = codec, secret
+        self._importance, self._block_tokens = importance, block_tokens
+
+    def encode(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> Sequence[memoryview]:
+        """Give the bytes of a chunk's entry, its tokens in an order; None is the most important first."""
+        forms = {*chunk.layout.layers}
+        form = forms.pop() if forms else ()
+        if forms or len(form) != 2 or form[0][::2] != form[1][::2]:  # more than K and V, or layers that differ
+            return encode_entry(chunk, self._secret, self._codec)
+        order = self._order(chunk) if order is None else order
+        return encode_entry(stored_as(chunk, self._codec), self._secret, "raw", order, self._block_tokens)
+
+    def _order(self, chunk: ChunkKV) -> Sequence[int]:
+        """The tokens of a chunk, the most important first; in order if their importance is unknown."""
+        record = self._importance.get(chunk.key.digest)
+        if record is None or len(record.scores) != chunk.tokens:
+            return range(chunk.tokens)
+        order: list[int] = torch.from_numpy(record.scores).argsort(descending=True, stable=True).tolist()
+        return order
 
 
 class BlockReader(EntryReader):

@@ -30,10 +30,13 @@ from ...prefill.importance import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
+from ...store import ChunkStore
 from ..config import from_settings
+from .blocked import BLOCK_TOKENS
 from .itf import agreed, importance, probe_count
+from .layers import PartialLayers
+from .reader import keep_in_blocks
 from .seen import attend_part, attend_step
-from .store import BLOCK_TOKENS, PartialLayers, PartialStore
 
 FALLBACKS = ("whole", "values")
 
@@ -64,6 +67,17 @@ class PartialConfig:
             raise ConfigError(f"partial has reorder={self.reorder!r}, expected True or False.")
         if self.fallback not in FALLBACKS:
             raise ConfigError(f"partial has fallback={self.fallback!r}. {suggest(str(self.fallback), FALLBACKS)}")
+
+    @classmethod
+    def of(cls, settings: float | Mapping[str, Any]) -> "PartialConfig":
+        """Read the settings, or the share alone."""
+        by_name = settings if isinstance(settings, Mapping) else {"share": settings}
+        return from_settings(cls, by_name, "partial")
+
+    def apply(self, store: ChunkStore) -> None:
+        """Have a store keep chunks in blocks, and requests load some of them."""
+        keep_in_blocks(store, self.block_tokens, self.reorder)
+        store.part_loader = partial(PartialLoading, share=self.share, alpha=self.alpha, fallback=self.fallback)
 
 
 @dataclass
@@ -368,13 +382,3 @@ def _compact(there: Tensor, device: torch.device) -> Tensor | None:
 def _layers(chunk: PlacedChunk) -> PartialLayers:
     """A chunk's layers, which can be loaded in part."""
     return chunk.chunk.layers  # type: ignore[return-value]
-
-
-def open_partial(settings: Mapping[str, Any], *args: Any, **named: Any) -> PartialStore:
-    """Open a store whose chunks are loaded in part, with the arguments of a store.
-
-    The settings are those of `partial` in `hf_blend.ChunkStore.open`.
-    """
-    config = from_settings(PartialConfig, settings, "partial")
-    loader = partial(PartialLoading, share=config.share, alpha=config.alpha, fallback=config.fallback)
-    return PartialStore(*args, **named).load_in_part(config.block_tokens, loader, config.reorder)

@@ -157,8 +157,8 @@ class Tier(ABC):
         return {f"{space}/" if space else "": ""}
 
     @abstractmethod
-    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
-        """Walk over every object whose name begins so, with its size and age, or None for one that is `known`."""
+    def listing(self, prefix: str = "", listed: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
+        """Walk over every object whose name begins so, with its size and age, or None for one that is `listed`."""
 
     @abstractmethod
     def stat(self, name: str) -> ObjectStat | None:

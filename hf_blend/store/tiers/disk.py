@@ -101,12 +101,12 @@ class DiskTier(Tier):
         """Where an object is kept."""
         return self.root / "objects" / f"{check_name(name)}{_SUFFIX}"
 
-    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
-        """Walk over every object whose name begins so, with its size and age, or None for one that is known."""
+    def listing(self, prefix: str = "", listed: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
+        """Walk over every object whose name begins so, with its size and age, or None for one that is `listed`."""
         for shard in [prefix] if prefix.count("/") == 2 else sorted(self.shards(prefix[:2])):
             for entry in _entries(self.root / "objects" / shard):
                 name = f"{shard}{entry.name.removesuffix(_SUFFIX)}"
-                if name in known:
+                if name in listed:
                     yield name, None
                 elif entry.name.endswith(_SUFFIX) and _is_in_place(name) and entry.is_file(follow_symlinks=False):
                     info = entry.stat(follow_symlinks=False)

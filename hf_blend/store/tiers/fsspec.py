@@ -85,7 +85,7 @@ class FsspecTier(RemoteTier, Tier):
             raise EntryFault("foreign", f"a {info['type']} is in the place of an object", corrupt=False)
         return Found(_stat(info), tuple(str(info.get(field)) for field in _IDENTITY))
 
-    def ask_bytes(self, name: str, found: Found, start: int, stop: int) -> bytes:
+    def ask_bytes(self, name: str, entry: Found, start: int, stop: int) -> bytes:
         """Read a range of a file."""
         return bytes(self._files.cat_file(self._path(name), start=start, end=stop))
 

@@ -60,7 +60,7 @@ class MemoryTier(Tier):
         entry = self.objects.get(check_name(name))
         return entry.stat if entry else None
 
-    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
+    def listing(self, prefix: str = "", listed: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
         """Walk over the objects whose names begin so, with size and age."""
         with self._lock:
             objects = sorted(self.objects.items())

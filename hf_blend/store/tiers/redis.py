@@ -66,12 +66,12 @@ class RedisTier(RemoteTier, Tier):
         value = self._value(name)
         return None if value is None else _parse(value)
 
-    def ask_bytes(self, name: str, found: Found, start: int, stop: int) -> bytes:
+    def ask_bytes(self, name: str, entry: Found, start: int, stop: int) -> bytes:
         """Read parts of pieces."""
         parts = []
         for number in range(start // PIECE_BYTES, -(-stop // PIECE_BYTES)):
             at = number * PIECE_BYTES
-            key = _piece(name, found.identity, number)
+            key = _piece(name, entry.identity, number)
             with self._translated():
                 parts.append(self._client.getrange(key, max(start - at, 0), min(stop - at, PIECE_BYTES) - 1))
         return b"".join(parts)

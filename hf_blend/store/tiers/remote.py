@@ -129,8 +129,8 @@ class Found:
 class RemoteSource:
     """An opened object, of which a piece is in memory."""
 
-    def __init__(self, found: Found, head: bytes, fetch: Callable[[int, int], bytes]) -> None:
-        self.stat, self.identity = found.stat, found.identity
+    def __init__(self, entry: Found, head: bytes, fetch: Callable[[int, int], bytes]) -> None:
+        self.stat, self.identity = entry.stat, entry.identity
         self._piece, self._fetch = (0, head), fetch
 
     def read_into(self, start: int, target: memoryview) -> None:
@@ -215,7 +215,7 @@ class RemoteTier(base.Tier):
             return None
         return entry.stat if entry else None
 
-    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
+    def listing(self, prefix: str = "", listed: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
         """Walk over every object whose name begins so, with its size and age, once a short question was answered."""
         began_s = time.monotonic()
         self.circuit.call(self.ask_ping)
@@ -235,7 +235,7 @@ class RemoteTier(base.Tier):
         """Look an object up."""
 
     @abstractmethod
-    def ask_bytes(self, name: str, found: Found, start: int, stop: int) -> bytes:
+    def ask_bytes(self, name: str, entry: Found, start: int, stop: int) -> bytes:
         """Read the bytes from `start` to `stop` of an object that was looked up; fewer if there are fewer."""
 
     @abstractmethod

@@ -1,35 +1,22 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps a slow tier from slowing requests down.
-
-Writes wait in a bounded queue that a thread of its own empties (`WriteQueue`). A chunk is waited for as long as it
-takes to compute it, and no longer (`ComputeTimes`, `LateLoads`). No byte is read twice: what was verified is what is
-written to nearer tiers (`RecordedSource`).
-"""
+"""A bounded queue of writes that a thread of its own empties, so that a slow tier does not slow requests down."""
 
 import contextlib
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
-import numpy as np
-
-from ..threads import new_lock, start
+from ..threads import new_lock
 from .chunk import ChunkKey
 from .index import Index
-from .tiers.base import EntryFault, Source
 
-__all__ = ["ComputeTimes", "LateLoads", "RecordedSource", "WriteQueue"]
+__all__ = ["WriteQueue"]
 
 QUEUE_ENTRIES = 1024
 EXIT_S = 5.0  # how long a process that ends continues to write
-MOST_LATE = 4  # loads that nobody waits for any more; while there are so many, a slow tier is not asked
-_NEW_SHARE = 0.25  # of the newest time in the average
-Loaded = TypeVar("Loaded")
 Item = TypeVar("Item")
 
 
@@ -172,82 +159,3 @@ class WriteQueue(Generic[Item]):
         if self._exit_by_s is None:
             self._exit_by_s = time.monotonic() + EXIT_S
         return time.monotonic() > self._exit_by_s
-
-
-class ComputeTimes:
-    """Seconds per token that chunks of each model took to compute and put, as a moving average."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._per_token_s: dict[str, float] = {}
-        self._lock = new_lock()
-
-    @contextlib.contextmanager
-    def timed(self, *keys: ChunkKey) -> Iterator[None]:
-        """Learn from a block that computes chunks of one model and puts them.
-
-        The copy to the CPU is when a device has finished.
-        """
-        began_s = self._clock()
-        yield
-        took_s = (self._clock() - began_s) / sum(len(key.token_ids) for key in keys)
-        identity = keys[0].fingerprint
-        with self._lock:
-            known_s = self._per_token_s.get(identity, took_s)
-            self._per_token_s[identity] = known_s + _NEW_SHARE * (took_s - known_s)
-
-    def expect_s(self, key: ChunkKey) -> float:
-        """How long computing a chunk takes, in seconds; infinite as long as none of its model was computed."""
-        return len(key.token_ids) * self._per_token_s.get(key.fingerprint, math.inf)
-
-
-class LateLoads:
-    """Runs loads that are given up when they take too long; they end by themselves, in threads of their own."""
-
-    def __init__(self) -> None:
-        self._late: set[Future[Any]] = set()
-
-    def run(self, load: Callable[[], Loaded], budget_s: float) -> Loaded | None:
-        """Load, and wait no longer than the budget."""
-        if sum(not loading.done() for loading in list(self._late)) >= MOST_LATE:  # a parent's are done in its child
-            return None
-        try:
-            loading = start(load, "hf_blend-load")
-        except RuntimeError:  # no thread can be started
-            return load()
-        if wait([loading], budget_s).done:
-            return loading.result()
-        self._late.add(loading)
-        loading.add_done_callback(self._late.discard)
-        return None
-
-
-class RecordedSource:
-    """An opened object in front of another one, read from its first byte on; no byte of it is read twice."""
-
-    def __init__(self, source: Source) -> None:
-        self.stat, self.identity = source.stat, source.identity
-        self._source = source
-        # takes memory only as it is filled: whether the size is a sane one turns out when the header is read
-        self._content = np.empty(source.stat.nbytes, np.uint8).data
-        self._filled = 0  # bytes of it that were read, from the first on
-
-    def read_into(self, start: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""
-        stop = start + len(target)
-        if stop > self.stat.nbytes:
-            raise EntryFault("truncated", f"the bytes end {stop - self.stat.nbytes} too early")
-        if stop > self._filled:
-            self._source.read_into(self._filled, self._content[self._filled : stop])
-            self._filled = stop
-        target[:] = self._content[start:stop]
-
-    def release(self) -> memoryview | None:
-        """Hand the whole object over, or None if some of it was not read; nothing can be read from here any more."""
-        content, is_whole = self._content, self._filled == self.stat.nbytes
-        self._content, self._filled = memoryview(b""), 0
-        return content if is_whole else None
-
-    def close(self) -> None:
-        """Close the object; its bytes stay until they are released. Closing twice is allowed."""
-        self._source.close()
