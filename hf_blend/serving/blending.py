@@ -11,6 +11,7 @@ import inspect
 import json
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ from ..store.chunk import ChunkKey, Found
 from .paged import BlendedPagedCache, salted
 from .turns import Turns
 
-__all__ = ["Blender", "Prefilled", "Reuse", "Waiting"]
+__all__ = ["Blender", "Prefilled", "Request", "Reuse"]
 
 FETCH_S = 2.0  # how long a chunk on another machine is waited for; a later one is computed
 
@@ -47,7 +48,7 @@ class Reuse:
     is_blended: bool = True
 
     @property
-    def pictures(self) -> Mapping[str, Any]:
+    def images(self) -> Mapping[str, Any]:
         """What a forward is given for the images of the prompt; empty if it has none."""
         return getattr(self.prompt, "arguments", {})
 
@@ -68,20 +69,22 @@ class Prefilled:
 
 
 @dataclass(eq=False)
-class Waiting:
-    """A request that the engine does not see yet."""
+class Request:
+    """A request that the engine has taken from its queue."""
 
-    state: Any
+    state: Any  # the engine's own
     reuse: Reuse
     outcome: Prefilled
+    lookup: Future[bool] | None = None  # whether anything of its prompt is stored; None once the engine sees it
     since: float = field(default_factory=time.monotonic)
     identity: str = ""  # the model's fingerprint, looked at between two steps
     logits: Tensor | None = None  # `[1, vocabulary]` behind a blended prompt
     error: BaseException | None = None  # with which its prefill ended
+    filled_tokens: int = 0  # of its prompt that are in its blocks, until the scheduler finds them there
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The namespace of its store."""
         return self.reuse.store.namespace
 
 
@@ -112,18 +115,18 @@ class Blender:
         """Whether chunks of a prompt are stored under a model's identity in the store."""
         return bool(self._spans(reuse, identity, reuse.prompt.ids))
 
-    def fill(self, request: Waiting, turns: Turns) -> None:
+    def fill(self, request: Request, turns: Turns) -> None:
         """In the worker: fill the blocks of one request, in turns."""
         with torch.no_grad(), stream_context(self.stream), turns.at_layers(decoder_layers(self._model)):
             request.outcome.begun = time.perf_counter()
             request.outcome.tokens = self._filled(request, turns)
             turns.checkpoint()  # from here to the end the engine waits
 
-    def _filled(self, request: Waiting, turns: Turns) -> int:
+    def _filled(self, request: Request, turns: Turns) -> int:
         """How many of a prompt's first tokens are in its blocks now."""
         state, reuse, paged = request.state, request.reuse, self.paged
         spans = self._found(request, turns)
-        if not spans and not reuse.pictures:
+        if not spans and not reuse.images:
             return 0
         exact, least = (spans[0].start, spans[-1].start + spans[-1].tokens) if spans else (0, 0)
         ids = salted(state.initial_tokens, reuse.salt)
@@ -133,7 +136,7 @@ class Blender:
             fetched.append(reuse.store.get(span.key, FETCH_S))
             turns.release()
         turns.checkpoint()
-        is_shared = paged.shares and not reuse.pictures  # ids do not tell which images are in blocks
+        is_shared = paged.shares and not reuse.images  # ids do not tell which images are in blocks
         if is_shared:
             if paged.count_exact(ids) >= least:
                 request.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
@@ -149,7 +152,7 @@ class Blender:
         paged.register(state.request_id, ids if is_planned and is_shared else (), exact, root, least)
         return len(ids)
 
-    def _found(self, request: Waiting, turns: Turns) -> Spans:
+    def _found(self, request: Request, turns: Turns) -> Spans:
         """Where chunks stand in a prompt that are stored; those that must be are computed first."""
         reuse, token_ids, identity = request.reuse, request.state.initial_tokens, request.identity
         for key in self._missing(reuse, identity):
@@ -180,14 +183,14 @@ class Blender:
         prefix = self._config.chunk_prefix_ids
         return reuse.store.longest_prefix(identity) or default_sink(self._model) if prefix is None else tuple(prefix)
 
-    def _blend(self, request: Waiting, turns: Turns) -> None:
+    def _blend(self, request: Request, turns: Turns) -> None:
         """Run the blended prefill of a whole prompt, and copy its K and V."""
         state, paged = request.state, self.paged
         cache = BlendCache(self._model, request.reuse.store, self._config)
         cache.get_seq_length()  # from here on it sees the model's call
         inputs: Mapping[str, Any] = {"input_ids": torch.tensor([state.initial_tokens], device=paged.device)}
-        if request.reuse.pictures:
-            images, state.fewer_positions = _model_inputs(self._model, state.initial_tokens, request.reuse.pictures)
+        if request.reuse.images:
+            images, state.fewer_positions = _model_inputs(self._model, state.initial_tokens, request.reuse.images)
             inputs = cache.inputs_with_images(**images)
         output = self._model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         layers: list[Any] = cache.layers
@@ -215,7 +218,7 @@ class Blender:
 
 
 def _model_inputs(
-    model: nn.Module, token_ids: Sequence[int], pictures: Mapping[str, Tensor]
+    model: nn.Module, token_ids: Sequence[int], image_inputs: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], int]:
     """What a forward of some tokens with images is given, and how many positions fewer they take than tokens.
 
@@ -223,7 +226,7 @@ def _model_inputs(
     """
     ids = torch.tensor([token_ids])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for name, value in pictures.items():
+    for name, value in image_inputs.items():
         is_mark = name.endswith(KINDS_OF_TOKENS)
         inputs[name] = nn.functional.pad(value, (0, ids.shape[1] - value.shape[1])) if is_mark else value
     inputs = {name: value.to(model.device) for name, value in inputs.items()}

@@ -55,7 +55,7 @@ from transformers.generation.continuous_batching.requests import (  # noqa: E402
 from transformers.generation.continuous_batching.utils import drain_queue, stream_context  # noqa: E402
 
 from .attention import walk_requests  # noqa: E402
-from .blending import Prefilled, Reuse, Waiting  # noqa: E402
+from .blending import Prefilled, Request, Reuse  # noqa: E402
 from .paged import BlendedPagedCache  # noqa: E402
 from .prefills import BlendedPrefills  # noqa: E402
 from .refusals import check_end_tokens, check_model, check_settings  # noqa: E402
@@ -314,7 +314,7 @@ class BlendedBatching(ContinuousBatchingManager):
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
         )
-        self.prefills.fill(cache, processor.inputs_and_outputs.compute_stream)
+        self.prefills.use(cache, processor.inputs_and_outputs.compute_stream)
         return processor
 
     def _generation_loop_body(self, processor: Any, bootstrapping: bool) -> bool:
@@ -385,7 +385,7 @@ class BlendedBatching(ContinuousBatchingManager):
         positions[0, : len(moved)] += torch.tensor(moved, dtype=positions.dtype, device=positions.device)
         return args, {**kwargs, "position_ids": positions}
 
-    def _let_in(self, request: Waiting) -> None:
+    def _let_in(self, request: Request) -> None:
         """Let the engine see a request; if its prefill failed, without what that has done."""
         state, outcome, error = request.state, request.outcome, request.error
         if error is None and request.logits is not None:
@@ -396,15 +396,15 @@ class BlendedBatching(ContinuousBatchingManager):
                 error = fault
         if error is not None:
             self.prefills.failures += 1
-            then = "fails" if request.reuse.pictures else "is computed in full"
+            then = "fails" if request.reuse.images else "is computed in full"
             logger.warning("request %s %s: %s: %s", state.request_id, then, type(error).__name__, error)
             outcome.tokens, outcome.reason = 0, f"{type(error).__name__}: {error}"
             self.paged.free_blocks(state.request_id, no_cache=True)
-            if request.reuse.pictures:  # the engine has none
+            if request.reuse.images:  # the engine has none
                 self._fail(state, error)
                 return
         if outcome.tokens:
-            self.paged.ready[state.request_id] = outcome.tokens
+            request.filled_tokens = outcome.tokens
         else:
             outcome.how = "plain"
 

@@ -8,7 +8,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from .prefills import BlendedPrefills
-from .rounds import Rounds
+from .turns import Rounds
 
 __all__ = ["BlendedScheduler"]
 
