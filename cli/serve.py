@@ -17,7 +17,8 @@ from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
     from hf_blend.serving.guard import Guard
-    from hf_blend.serving.service import Service, Tenant
+    from hf_blend.serving.service import Service
+    from hf_blend.serving.tenants import Tenant
 
 __all__ = ["serve"]
 
@@ -201,9 +202,9 @@ def _log_requests() -> None:
 def _tenants(path: Path | None, secret_file: Path | None, api_key: str | None) -> "list[Tenant]":
     from hf_blend.errors import import_extra
 
-    for module in ("fastapi", "uvicorn", "prometheus_client"):
+    for module in ("starlette", "uvicorn", "prometheus_client"):
         import_extra(module, extra="serve", wanted_by="hf-blend serve")
-    from hf_blend.serving.service import Tenant, check_key, read_tenants
+    from hf_blend.serving.tenants import Tenant, check_key, read_tenants
 
     if api_key is not None:
         if path is not None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from ..errors import PromptError
+from ..errors import HfBlendError, PromptError
 from .messages import Fields, Ignored, Message, Rows, UnknownField
 
 
@@ -338,6 +338,22 @@ class CompletionRequest(Generation):
     def alternatives(self) -> int | None:
         """As above."""
         return self.logprobs
+
+
+class ServiceError(HfBlendError, RuntimeError):
+    """The engine could not answer a request; it goes on with others."""
+
+
+class Stopping(HfBlendError):
+    """The server ends, and waits no longer for what is under way."""
+
+
+class Busy(HfBlendError):
+    """More requests are under way than are admitted."""
+
+
+class UnknownModelError(PromptError):
+    """A request names a model that is not served."""
 
 
 class FieldError(PromptError):

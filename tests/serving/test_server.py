@@ -35,10 +35,10 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.recipes import Recipe
 from hf_blend.serving import app, service
-from hf_blend.serving.guard import Doors, Guard, Refused
+from hf_blend.serving.guard import Connections, Guard, Refused
 from hf_blend.serving.prompts import chat_prompt, text_prompt
 from hf_blend.serving.run import ServerPlan, make_service, serve
-from hf_blend.serving.service import Tenant, read_tenants
+from hf_blend.serving.tenants import Tenant, read_tenants
 from hf_blend.serving.wire import Limits
 from tests.asking import noting
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
@@ -453,7 +453,7 @@ def test_a_step_that_fails_is_an_error_that_is_counted_also_within_a_stream_and_
 
 
 def test_a_connection_that_sends_no_request_is_cut(server, monkeypatch):
-    doors = Doors(Limits(connections=2, header_s=0.2))
+    doors = Connections(Limits(connections=2, header_s=0.2))
     transports = [Mock(**{"get_extra_info.return_value": ("127.0.0.1", port, 0, 0)}) for port in range(4)]
     are_cut = lambda: [one.abort.called for one in transports]  # noqa: E731
 
