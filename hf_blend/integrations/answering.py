@@ -26,7 +26,7 @@ from ..prompt.documents import absent, for_template, leave_out_empty, texts_of
 from ..prompt.messages import plain_messages, render
 from ..store import ChunkStore
 
-__all__ = ["NO_CALLS", "Answer", "Answerer", "refused", "with_settings"]
+__all__ = ["NO_CALLS", "Answer", "Answerer"]
 
 Inputs = Callable[[BlendCache], Mapping[str, Tensor]]
 BETWEEN = "\n\n"
@@ -270,23 +270,3 @@ def _arguments(model: Any) -> Collection[str]:
     inner = getattr(model, "get_base_model", lambda: model)()
     signatures = (inspect.signature(method) for method in (inner.generate, inner.forward))
     return {*vars(GenerationConfig()), *(name for signature in signatures for name in signature.parameters), *ALSO}
-
-
-def with_settings(kind: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a framework's class, in which what is none of its fields is a setting of `generate`."""
-    more = {name: value for name, value in arguments.items() if name not in kind.model_fields}
-    fields = {name: value for name, value in arguments.items() if name not in more}
-    settings = fields.get("settings", {})
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"settings is {settings!r:.60}, expected a dict of arguments of generate. Pass one.")
-    return {**fields, "settings": {**settings, **more}} if more else fields
-
-
-def refused(kind: Any, error: Any) -> ConfigError:
-    """The error for fields that pydantic refuses."""
-    first = error.errors()[0]
-    name, came = (
-        ".".join(map(str, first["loc"])),
-        "missing" if first["type"] == "missing" else f"{first['input']!r:.60}",
-    )
-    return ConfigError(f"{kind.__name__} cannot be made: {name} is {came}: {first['msg']}. Correct it.")
