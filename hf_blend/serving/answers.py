@@ -21,7 +21,7 @@ from .guard import CLIENT_GONE, failed, while_connected
 from .meters import Meters
 from .sampling import Sampling
 from .service import Running, Service
-from .tenants import Tenant
+from .tenants import Tenant, admitted
 from .tools import Parts
 from .wire import ChatRequest, Generation
 
@@ -183,7 +183,7 @@ class Answering:
     async def steps(self) -> AsyncGenerator[Step, None]:
         """Iterate over the steps of all answers; closing the iterator cancels the request."""
         tenant = self._request.state.tenant
-        async with self._service.admitted(tenant, self._fields.choices):
+        async with admitted(self._service.running, self._service.limits, tenant, self._fields.choices):
             question = await self._build()
             self._answers = [Answer(number, self._service, question) for number in range(self._fields.choices)]
             steps: asyncio.Queue[Step | Exception] = asyncio.Queue()

@@ -33,6 +33,7 @@ __all__ = ["ServerPlan", "listen", "make_service", "serve"]
 OnStart: TypeAlias = Callable[[str, Callable[[], None]], None]
 
 LAST_S = 3  # seconds in which last errors reach their clients when a server ends
+BATCH_REQUESTS = 32  # of one step of the engine
 PROMPTS_AT_ONCE = 32  # of the model's full length, for which the cache has room unless memory is scarce
 
 
@@ -50,7 +51,6 @@ class ServerPlan:
     limits: Limits = field(default_factory=Limits)
     cache_tokens: int | None = None
     batch_tokens: int = 512
-    batch_requests: int = 32
     page_tokens: int = 32
     stall_s: float | None = None
 
@@ -82,11 +82,14 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any =
         if not isinstance(blend, BlendConfig):
             blend = store.recipe(model, is_blind=True).config(is_blind=True, **blend)
         prefix = blend.chunk_prefix_ids
+        batching = ContinuousBatchingConfig(
+            page_size=plan.page_tokens, num_blocks=-(-tokens // plan.page_tokens), max_batch_tokens=plan.batch_tokens,
+            max_requests_per_batch=BATCH_REQUESTS, per_request_processors=False,
+        )  # fmt: skip
         engine = BlendedBatching(
             model, store, blend,
             chunk_prefix_ids=store.default_prefix(model, tokenizer) if prefix is None else prefix,
-            generation_config=greedy(model, plan.limits.new_tokens), batching=_batching(tokens, plan),
-            stall_s=plan.stall_s,
+            generation_config=greedy(model, plan.limits.new_tokens), batching=batching, stall_s=plan.stall_s,
         )  # fmt: skip
         add_sampling(engine.logit_processor)
         engine.start()
@@ -159,13 +162,6 @@ class _Draining(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             ending.cancel()
-
-
-def _batching(tokens: int, plan: ServerPlan) -> ContinuousBatchingConfig:
-    return ContinuousBatchingConfig(
-        page_size=plan.page_tokens, num_blocks=-(-tokens // plan.page_tokens), max_batch_tokens=plan.batch_tokens,
-        max_requests_per_batch=plan.batch_requests, per_request_processors=False,
-    )  # fmt: skip
 
 
 def _cache_tokens(model: nn.Module, plan: ServerPlan, fitting: int) -> int:

@@ -11,7 +11,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..prompt.pieces import TextPrompt
 from .engine import BlendedBatching
 from .sampling import DEFAULTS, Sampling
 from .structured import Grammars
-from .tenants import Tenant, Tenants, admitted
+from .tenants import Tenant, Tenants
 from .wire import Generation, Limits, ServiceError, Stopping
 
 logger = logging.getLogger(__name__)
@@ -66,10 +65,6 @@ class Service:
         """Whether requests are taken."""
         is_moving = self.engine.stuck_s < self.limits.stuck_s
         return self.engine.is_running() and is_moving and not self.is_draining
-
-    def admitted(self, tenant: Tenant, answers: int = 1) -> AbstractAsyncContextManager[None]:
-        """Count the answers of a request while it is under way."""
-        return admitted(self.running, self.limits, tenant, answers)
 
     async def generate(
         self, tenant: Tenant, generation: Generation, prompt: TextPrompt, sampling: Sampling
