@@ -208,7 +208,7 @@ class Answering:
         rows = await while_connected(self._request, self._collect())
         if rows is None:
             return Response(status_code=CLIENT_GONE)
-        return JSONResponse({**self._head(""), "choices": rows, "usage": self._usage()})
+        return JSONResponse({**self._head(""), "choices": rows, "usage": costs(self._answers, self._fields.n)})
 
     async def stream(self) -> Response:
         """Respond with events. A request that is refused is refused before the first of them."""
@@ -241,7 +241,7 @@ class Answering:
                 for event in self._events_of(step):
                     yield event
             if self._fields.stream_options.include_usage:
-                yield sse({**self._head(), "choices": [], "usage": self._usage()})
+                yield sse({**self._head(), "choices": [], "usage": costs(self._answers, self._fields.n)})
             status = 200
             yield b"data: [DONE]\n\n"
         except Exception as error:
@@ -269,9 +269,6 @@ class Answering:
         """Return an answer, or what is new of it, as an element of `choices`."""
         form = {name: message} if self._is_chat else {"text": message.get("content", "")}
         return {"index": answer.number, "logprobs": logprobs, "finish_reason": reason, **form}
-
-    def _usage(self) -> dict[str, Any]:
-        return costs(self._answers, self._fields.n)
 
     @property
     def _is_chat(self) -> bool:

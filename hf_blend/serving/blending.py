@@ -231,8 +231,8 @@ def _model_inputs(
         is_mark = name.endswith(KINDS_OF_TOKENS)
         inputs[name] = nn.functional.pad(value, (0, ids.shape[1] - value.shape[1])) if is_mark else value
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
-    place = getattr(model.base_model, "get_rope_index", None)
-    if place is None:
+    rope_index = getattr(model.base_model, "get_rope_index", None)
+    if rope_index is None:
         return inputs, 0
-    taken = {name: value for name, value in inputs.items() if name in inspect.signature(place).parameters}
-    return inputs, int(place(**taken)[1])
+    arguments = {name: value for name, value in inputs.items() if name in inspect.signature(rope_index).parameters}
+    return inputs, int(rope_index(**arguments)[1])

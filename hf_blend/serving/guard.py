@@ -273,15 +273,18 @@ class PromptWorkers:
                 raise
 
 
-STATUS: dict[type[BaseException], tuple[int, str, str]] = {
-    Busy: (429, "rate_limit_error", "too_many_requests"),
-    UnknownModelError: (404, "invalid_request_error", "model_not_found"),
-    Stopping: (503, "server_error", "stopping"),
-    ServiceError: (500, "server_error", "engine_failed"),
-    TimeoutError: (504, "server_error", "timeout"),
-    RecursionError: (400, "invalid_request_error", "bad_request"),
-    HfBlendError: (400, "invalid_request_error", "bad_request"),
-    Exception: (500, "server_error", "internal_error"),
+BROKEN = "the server failed to answer; its log says why, of request {}. Send it again."
+LATE = "the request took longer than the server allows. Ask for fewer tokens."
+DEEP = "the request is nested too deeply. Send lists and objects of fewer levels."
+STATUS: dict[type[BaseException], tuple[int, str, str, str]] = {  # status, type, code, and message if not the error's
+    Busy: (429, "rate_limit_error", "too_many_requests", ""),
+    UnknownModelError: (404, "invalid_request_error", "model_not_found", ""),
+    Stopping: (503, "server_error", "stopping", ""),
+    ServiceError: (500, "server_error", "engine_failed", ""),
+    TimeoutError: (504, "server_error", "timeout", LATE),
+    RecursionError: (400, "invalid_request_error", "bad_request", DEEP),
+    HfBlendError: (400, "invalid_request_error", "bad_request", ""),
+    Exception: (500, "server_error", "internal_error", BROKEN),
 }
 
 
@@ -301,20 +304,12 @@ def add_errors(app: Any) -> None:
 
 
 def failed(error: BaseException, request_id: str) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body of an error."""
-    status, kind, code = next(row for sort, row in STATUS.items() if isinstance(error, sort))
-    return status, error_body(_message(error, request_id), kind, code, getattr(error, "param", None))
-
-
-def _message(error: BaseException, request_id: str) -> str:
-    if isinstance(error, TimeoutError):
-        return "the request took longer than the server allows. Ask for fewer tokens."
-    if isinstance(error, RecursionError):
-        return "the request is nested too deeply. Send lists and objects of fewer levels."
-    if isinstance(error, HfBlendError):
-        return str(error)
-    logger.error("request %s failed", request_id, exc_info=error)
-    return f"the server failed to answer; its log says why, of request {request_id}. Send it again."
+    """Return the status and the body of an error; one that nobody foresaw is logged."""
+    status, kind, code, message = next(row for sort, row in STATUS.items() if isinstance(error, sort))
+    if message is BROKEN:
+        logger.error("request %s failed", request_id, exc_info=error)
+    text = message.format(request_id) or str(error)
+    return status, error_body(text, kind, code, getattr(error, "param", None))
 
 
 def respond(status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> JSONResponse:

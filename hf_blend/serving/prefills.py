@@ -94,8 +94,8 @@ class BlendedPrefills:
     @property
     def stuck_s(self) -> float:
         """Seconds since the first request that is held back has moved; 0 if none is held back."""
-        held = self._held()
-        return time.monotonic() - max(held[0].since, self.turns.moved) if held else 0.0
+        waiting = self._held()
+        return time.monotonic() - max(waiting[0].since, self.turns.moved) if waiting else 0.0
 
     def finish(self, request_id: str) -> None:
         """Forget a request that was answered, failed or cancelled, or that the engine is about to put back."""

@@ -362,9 +362,9 @@ def _check_counts(body: Mapping[str, Any], limits: Limits) -> None:
     for name in ("documents", "messages", "tools"):
         check_count(name, len(lists.get(name, ())), getattr(limits, name))
     messages = [message for message in lists.get("messages", ()) if isinstance(message, dict)]
-    parts = [message.get(name) for message in messages for name in ("content", "tool_calls")]
-    rows = sum(len(part) for part in parts if isinstance(part, list))
-    check_count("parts of messages and tool calls", rows, limits.parts)
+    contents = [message.get(name) for message in messages for name in ("content", "tool_calls")]
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    check_count("parts of messages and tool calls", parts, limits.parts)
     if (stops := len(lists.get("stop", ()))) > limits.stops:
         raise FieldError("stop", f"stop has {stops} texts, expected at most {limits.stops}, none empty.")
     prompts = lists.get("prompt")
