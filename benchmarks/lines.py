@@ -88,10 +88,10 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
             "serving/wire.py", "serving/answers.py", "serving/tools.py", "serving/structured.py", "serving/prompts.py",
         ),
         "prefills take turns with steps, and tenants with each other": (
-            "serving/prefills.py", "serving/blending.py", "serving/turns.py", "serving/rounds.py",
+            "serving/prefills.py", "serving/blending.py", "serving/turns.py",
         ),
         "strangers cannot stop it": (
-            "serving/guard.py", "serving/service.py", "serving/heaps.py", "serving/rendering.py",
+            "serving/guard.py", "serving/tenants.py", "serving/service.py", "serving/heaps.py", "serving/rendering.py",
             "serving/pictures.py",
         ),
         "sampling as each request asks": ("serving/sampling.py",),

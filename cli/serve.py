@@ -17,7 +17,8 @@ from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
     from hf_blend.serving.guard import Guard
-    from hf_blend.serving.service import Service, Tenant
+    from hf_blend.serving.service import Service
+    from hf_blend.serving.tenants import Tenant
 
 __all__ = ["serve"]
 
@@ -130,11 +131,12 @@ def serve(
             _log_requests()
         _stand_before(app, upstream, host, port, json)
         return
+    settings = {} if ratio is None else {"recompute_ratio": ratio}
     plan = {
         "name": served_model_name or _name(model), "location": store, "remote": remote,
         "secret": read_secret(secret_file), "tenants": rows, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
-        "blend": blend if selector else {"allow_unverified": allow_unverified, **_ratio(ratio)},
+        "blend": blend if selector else {"allow_unverified": allow_unverified, **settings},
     }  # fmt: skip
     before = partial(calibrate_once, allow_unverified=allow_unverified) if calibrate else None
     service = _service(open_model(model, device, dtype, weights), plan, limits, before)
@@ -201,9 +203,9 @@ def _log_requests() -> None:
 def _tenants(path: Path | None, secret_file: Path | None, api_key: str | None) -> "list[Tenant]":
     from hf_blend.errors import import_extra
 
-    for module in ("fastapi", "uvicorn", "prometheus_client"):
+    for module in ("starlette", "uvicorn", "prometheus_client"):
         import_extra(module, extra="serve", wanted_by="hf-blend serve")
-    from hf_blend.serving.service import Tenant, check_key, read_tenants
+    from hf_blend.serving.tenants import Tenant, check_key, read_tenants
 
     if api_key is not None:
         if path is not None:
@@ -212,10 +214,6 @@ def _tenants(path: Path | None, secret_file: Path | None, api_key: str | None) -
     if path is not None and secret_file is not None:
         raise typer.BadParameter("each tenant has its own secret: leave --secret-file out")
     return read_tenants(path) if path is not None else []
-
-
-def _ratio(ratio: float | None) -> dict[str, float]:
-    return {} if ratio is None else {"recompute_ratio": ratio}
 
 
 def _service(

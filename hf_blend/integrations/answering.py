@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the classes for frameworks share: a request is prefilled with stored chunks, and its answer comes as text."""
+"""What the classes for frameworks share: a prompt is prefilled with stored chunks, and answered with text."""
 
 import difflib
 import inspect
@@ -27,15 +27,15 @@ from ..prompt.documents import absent, for_template, leave_out_empty, texts_of
 from ..prompt.messages import plain_messages, render
 from ..store import ChunkStore
 
-__all__ = ["NO_CALLS", "Answer", "Answerer", "refused", "with_settings"]
+__all__ = ["NO_CALLS", "Answer", "Answerer"]
 
 Inputs = Callable[[BlendCache], Mapping[str, Tensor]]
 BETWEEN = "\n\n"
-OURS = (*KEYWORDS, "streamer", "stopping_criteria", "input_ids")
+RESERVED = (*KEYWORDS, "streamer", "stopping_criteria", "input_ids")  # arguments of `generate` that are set here
 SAME = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens")  # OpenAI's names
-SINGLE = ("n", "num_beams", "num_return_sequences")  # of which there is one
-ALSO = ("tokenizer", "assistant_tokenizer")  # arguments of `generate` that are in no signature
-CALLS = ("tools", "tool_choice", "functions", "response_format")  # what is asked of a model that calls tools
+SINGLE = ("n", "num_beams", "num_return_sequences")  # must be 1
+UNLISTED = ("tokenizer", "assistant_tokenizer")  # arguments of `generate` that are in no signature
+CALLS = ("tools", "tool_choice", "functions", "response_format")  # settings of models that call tools
 NO_CALLS = (
     "it answers with text, in which no call of a tool and no JSON is read. `template={'tools': [...]}` has the chat "
     "template write tools; hf-blend serve reads calls and follows schemas, for the framework's class for OpenAI."
@@ -57,7 +57,7 @@ class Answerer:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse what no request could be answered with."""
+        """Refuse what is no model, tokenizer or store, and settings that `generate` does not take."""
         for name, value, method, expected in (
             ("model", self.model, "generate", "a model of transformers"),
             ("tokenizer", self.tokenizer, "decode", "the model's tokenizer"),
@@ -75,11 +75,11 @@ class Answerer:
         stops: Sequence[str] = (),
         **settings: Any,
     ) -> "Answer":
-        """Answer messages by the model's own chat template; nothing is computed before the answer is iterated over.
+        """Answer messages by the model's own chat template. The answer is computed while it is iterated over.
 
-        Documents that are in no message are passed to a template that takes documents, and put before the last message
-        of the user for every other; empty ones among others are left out with a warning. `template` has further
-        arguments of `apply_chat_template`; `stops` end the answer, and are no part of it; `settings` are those of
+        Documents that are in no message go to the template if it takes documents, else before the last message of the
+        user; empty ones among others are left out with a warning. `template` has further arguments of
+        `apply_chat_template`. The texts in `stops` end the answer, without being part of it. `settings` are those of
         `generate`.
         """
         filled, notice = leave_out_empty(documents)
@@ -110,10 +110,10 @@ class Answerer:
         return Answer(self, BlendCache(self.model, self.store, self.config), inputs, ends, options)
 
     def _checked(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments for `generate`; a temperature of 0 is greedy search there, as frameworks have it."""
+        """Return arguments for `generate`; a temperature of 0, as frameworks have it, becomes greedy search."""
         options: dict[str, Any] = {}
         for name, value in (*self.settings.items(), *settings.items()):
-            if name in OURS:
+            if name in RESERVED:
                 raise ConfigError(f"{name} was passed for generate, but it is set here. Leave it out.")
             if name in CALLS:
                 raise ConfigError(f"{name}={value!r:.40} came, but {NO_CALLS}")
@@ -141,7 +141,7 @@ class Answerer:
     def _placed(
         self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Any], template: Mapping[str, Any]
     ) -> tuple[list[Mapping[str, Any]], Sequence[str | Mapping[str, Any]]]:
-        """The messages with all documents in them, or the documents for a template that writes them itself."""
+        """Return messages with all documents in them, or documents for a template that writes them itself."""
         texts, chat = texts_of(documents), list(messages)
         contents = [message["content"] for message in chat]
         added = absent(texts, contents)
@@ -168,38 +168,38 @@ class Answerer:
 class Answer:
     """An answer, computed while it is iterated over; closing the iterator ends it at its next token.
 
-    `tokens` are the ids of the answer so far, an end token among them.
+    `tokens` are the ids of the answer so far, also that of an end token.
     """
 
     def __init__(
         self, by: Answerer, cache: BlendCache, inputs: Inputs, stops: Sequence[str], settings: Mapping[str, Any]
     ) -> None:
         self._by, self._cache, self._inputs, self._settings = by, cache, inputs, settings
-        self._given = Detokenizer(by.tokenizer, stops)
+        self._detokenizer = Detokenizer(by.tokenizer, stops)
         self.prompt_tokens = 0
         self.tokens: list[int] = []
         self.notice = ""  # about documents that were left out
 
     def __iter__(self) -> Iterator[str]:
-        """Give the text piece by piece."""
+        """Yield the text piece by piece."""
         new: SimpleQueue[list[int] | None] = SimpleQueue()
-        gone = Event()
+        is_closed = Event()
         with ThreadPoolExecutor(1) as pool:
-            run = pool.submit(self._generate, new.put, gone)
+            run = pool.submit(self._generate, new.put, is_closed)
             run.add_done_callback(lambda _: new.put(None))
             try:
-                while not self._given.is_stopped and (tokens := new.get()) is not None:
+                while not self._detokenizer.is_stopped and (tokens := new.get()) is not None:
                     self.tokens += tokens
-                    if text := self._given.feed(self.tokens, is_last=False):
+                    if text := self._detokenizer.feed(self.tokens, is_last=False):
                         yield text
             finally:
-                gone.set()
+                is_closed.set()
         run.result()
-        if not self._given.is_stopped and (text := self._given.feed(self.tokens, is_last=True)):
+        if not self._detokenizer.is_stopped and (text := self._detokenizer.feed(self.tokens, is_last=True)):
             yield text
 
     def whole(self) -> "Answer":
-        """The answer when all of it is computed."""
+        """Compute all of the answer, and return it."""
         for _ in self:
             pass
         return self
@@ -207,19 +207,19 @@ class Answer:
     @property
     def text(self) -> str:
         """The text so far."""
-        return str(self._given.text)
+        return str(self._detokenizer.text)
 
     @property
     def reason(self) -> str:
         """Why it ended: "stop" at an end token or a stop text, "length" at `max_new_tokens`."""
         ends = self._settings.get("eos_token_id", self._by.model.generation_config.eos_token_id)
         ends = {ends} if isinstance(ends, int) else set(ends or ())
-        is_ended = self._given.is_stopped or bool(self.tokens and self.tokens[-1] in ends)
+        is_ended = self._detokenizer.is_stopped or bool(self.tokens and self.tokens[-1] in ends)
         return "stop" if is_ended else "length"
 
     @property
     def reused_tokens(self) -> int:
-        """Tokens of the prompt whose stored KV was used as it is."""
+        """The number of tokens of the prompt whose stored K and V were used unchanged."""
         return self._cache.report.reused_tokens
 
     @property
@@ -231,21 +231,19 @@ class Answer:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Why it ended, its tokens as OpenAI counts them, and what the prefill cost."""
+        """`finish_reason`, `usage` as of OpenAI, and what the prefill cost."""
         usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.tokens)}
         details = {"prompt_tokens_details": {"cached_tokens": self.reused_tokens}}
         return {"finish_reason": self.reason, "usage": {**usage, **details}, "hf_blend": self.report}
 
-    def _generate(self, tell: Callable[[list[int]], None], gone: Event) -> None:
+    def _generate(self, tell: Callable[[list[int]], None], is_closed: Event) -> None:
         inputs = self._inputs(self._cache)
         self.prompt_tokens = inputs["input_ids"].shape[1]
-        is_gone = StoppingCriteriaList([lambda ids, scores, **_: ids.new_full(ids.shape[:1], gone.is_set()).bool()])
-        arguments = {
-            **inputs,
-            "stopping_criteria": is_gone,
-            **self._settings,
-            **cache_argument(self._by.model, self._cache),
-        }
+        criteria = StoppingCriteriaList(
+            [lambda ids, scores, **_: ids.new_full(ids.shape[:1], is_closed.is_set()).bool()]
+        )
+        cache = cache_argument(self._by.model, self._cache)
+        arguments = {**inputs, **cache, "stopping_criteria": criteria, **self._settings}
         try:
             self._by.model.generate(**arguments, streamer=_NewTokens(tell))
         except HfBlendError:
@@ -256,43 +254,23 @@ class Answer:
 
 
 class _NewTokens(BaseStreamer):
-    """Passes on new tokens once they are the answer's; a stopping criterion may be asked of candidates, too."""
+    """Passes on the tokens of the answer. A stopping criterion would also see candidates of assisted decoding."""
 
     def __init__(self, tell: Callable[[list[int]], None]) -> None:
         self._tell, self._is_prompt_seen = tell, False
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt first, then the tokens of each step."""
+        """Drop the prompt, which comes first, and pass on the tokens of each step."""
         if self._is_prompt_seen:
             self._tell(value.flatten().tolist())
         self._is_prompt_seen = True
 
     def end(self) -> None:
-        """Nothing is held back here."""
+        """Do nothing: no token is held back."""
 
 
 def _arguments(model: Any) -> Collection[str]:
-    """The names of all that `generate` takes for a model, which an adapter may wrap."""
+    """Return the names of the arguments that `generate` takes for a model, which an adapter may wrap."""
     inner = getattr(model, "get_base_model", lambda: model)()
     signatures = (inspect.signature(method) for method in (inner.generate, inner.forward))
-    return {*vars(GenerationConfig()), *(name for signature in signatures for name in signature.parameters), *ALSO}
-
-
-def with_settings(kind: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a framework's class, in which what is none of its fields is a setting of `generate`."""
-    more = {name: value for name, value in arguments.items() if name not in kind.model_fields}
-    fields = {name: value for name, value in arguments.items() if name not in more}
-    settings = fields.get("settings", {})
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"settings is {settings!r:.60}, expected a dict of arguments of generate. Pass one.")
-    return {**fields, "settings": {**settings, **more}} if more else fields
-
-
-def refused(kind: Any, error: Any) -> ConfigError:
-    """The error for fields that pydantic refuses."""
-    first = error.errors()[0]
-    name, came = (
-        ".".join(map(str, first["loc"])),
-        "missing" if first["type"] == "missing" else f"{first['input']!r:.60}",
-    )
-    return ConfigError(f"{kind.__name__} cannot be made: {name} is {came}: {first['msg']}. Correct it.")
+    return {*vars(GenerationConfig()), *(name for signature in signatures for name in signature.parameters), *UNLISTED}

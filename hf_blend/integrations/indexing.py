@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a process does with a batch of rows: compute and store the chunk of each, whatever engine hands out batches.
+"""Compute and store the chunks of batches of rows, in one or many processes, by any engine that hands out batches.
 
-A chunk that is stored costs a look at the store, so a run that was stopped, or killed, is simply started again. Before
-a process computes a chunk it takes a lock in the store's folder, which the system releases when the process ends: no
-two processes compute the same chunk, on one machine or on several that share the folder. The chunks of a batch whose
-locks are free are computed together, several in one forward, then those that others had.
+A chunk that is stored is skipped, so a run that was stopped, or killed, is simply started again. Before a process
+computes a chunk it takes a lock in the store's folder, which the system releases when the process ends: no two
+processes compute the same chunk, on one machine or on several that share the folder. The chunks of a batch whose locks
+are free are computed together, several in one forward; those that other processes have locked come afterwards.
 """
 
 import contextlib
@@ -42,17 +42,17 @@ class IndexChunks:
     """
 
     def __init__(self, model: Model, store: Store, column: str = "text", threads: int | None = None) -> None:
-        self._given, self._column, self._threads = (model, store), column, threads
+        self._model, self._store, self._column, self._threads = model, store, column, threads
         self._opened: tuple[Any, Any, ChunkStore, Path | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Store the chunks of a batch of columns by name; gives for each row its `digest`, and its `state`.
+        """Store the chunks of a batch, a dict of columns; return the columns `digest` and `state`.
 
-        The state is "computed", "present" where it was stored already, "refused" where the store did not keep it, or
-        "empty" where a document has no text: it has no digest, and a warning counts them.
+        The state is "computed", "present" if the chunk was stored already, "refused" if the store did not keep it, or
+        "empty" if the document has no text: then there is no digest, and a warning counts such rows.
         """
         chunks = list_chunks([_plain(row) for row in _plain(batch[self._column])], may_be_empty=True)
         empty = [isinstance(chunk, str) and not chunk.strip() for chunk in chunks]
@@ -63,7 +63,7 @@ class IndexChunks:
         return {"digest": [digest for digest, _ in pairs], "state": [state for _, state in pairs]}
 
     def _stored(self, rows: Sequence[Piece]) -> list[tuple[str, str]]:
-        """Store the chunks of rows; gives the digest and the state of each."""
+        """Store the chunks of rows; return the digest and the state of each."""
         model, tokenizer, store, locks = self._open()
         keys = store.keys(model, tokenizer, rows)
         states = dict.fromkeys(keys, "present")
@@ -74,11 +74,11 @@ class IndexChunks:
                 store.add(model, tokenizer, [missing[key] for key in absent])
             states |= {key: "computed" if store.contains(key) else "refused" for key in absent}
             missing = {key: row for key, row in missing.items() if key not in mine}
-        entries = []
+        rows_done = []
         for key in keys:
-            entries.append((key.digest, states[key]))
-            states[key] = states[key].replace("computed", "present")  # for a row of the same chunk
-        return entries
+            rows_done.append((key.digest, states[key]))
+            states[key] = states[key].replace("computed", "present")  # for another row of the same chunk
+        return rows_done
 
     def close(self) -> None:
         """Close the store, if this process opened it."""
@@ -91,9 +91,8 @@ class IndexChunks:
                 import torch
 
                 torch.set_num_threads(self._threads)
-            source, place = self._given
-            model, tokenizer = _loaded(source) if isinstance(source, str) else source()
-            settings = dict(place) if isinstance(place, Mapping) else {"location": place}
+            model, tokenizer = _loaded(self._model) if isinstance(self._model, str) else self._model()
+            settings = dict(self._store) if isinstance(self._store, Mapping) else {"location": self._store}
             store = ChunkStore.open(**{**settings, "memory_bytes": 0})
             roots = [Path(tier.root) for tier in store.tiers() if hasattr(tier, "root") and tier.is_local]
             self._opened = model, tokenizer, store, roots[0] / "claims" if roots else None
@@ -109,9 +108,9 @@ def _loaded(source: str) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _claimed(locks: Path | None, keys: Iterable[ChunkKey]) -> Iterator[set[ChunkKey]]:
-    """Take the right to compute some chunks: those that nobody has it for, or, where there are none, one lock's.
+    """Lock chunks that this process is to compute: those whose locks are free; if there are none, wait for one lock.
 
-    A store without a folder on this machine has no place to ask for it. Nothing is waited for while a lock is held.
+    A store without a folder on this machine has no locks. Nothing waits for a lock while it holds another.
     """
     if locks is None:
         yield {*keys}
@@ -141,5 +140,5 @@ def refuse_loss(states: Sequence[str]) -> None:
 
 
 def _plain(values: Any) -> Any:
-    """A list in place of an array."""
+    """Return a list for an array."""
     return values.tolist() if hasattr(values, "tolist") else values

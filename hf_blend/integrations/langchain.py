@@ -12,16 +12,16 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from ..config import BlendConfig
 from ..errors import ConfigError, import_extra
-from .answering import NO_CALLS, Answer, Answerer, refused, with_settings
+from .answering import NO_CALLS, Answer
 
 try:
     from langchain_core.callbacks import CallbackManagerForLLMRun
     from langchain_core.language_models.chat_models import BaseChatModel
     from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, convert_to_openai_messages
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-    from pydantic import Field, ValidationError
+
+    from .pydantic_fields import AnswererFields
 except ModuleNotFoundError:
     import_extra("langchain_core", extra="langchain", wanted_by="ChatBlend")
     raise
@@ -29,7 +29,7 @@ except ModuleNotFoundError:
 __all__ = ["ChatBlend"]
 
 
-class ChatBlend(BaseChatModel):
+class ChatBlend(AnswererFields, BaseChatModel):
     """A chat model for LangChain on a model of transformers and a `BlendCache`.
 
     `invoke`, `stream`, `batch` and their asynchronous forms take `documents`: what a retriever gave. Those that are in
@@ -41,22 +41,7 @@ class ChatBlend(BaseChatModel):
     It calls no tools.
     """
 
-    model: Any
-    tokenizer: Any
-    store: Any
-    blend: BlendConfig = Field(default_factory=BlendConfig)
-    max_new_tokens: int = 256
-    temperature: float | None = None
-    settings: dict[str, Any] = Field(default_factory=dict)
     streaming: bool = False
-
-    def __init__(self, **arguments: Any) -> None:
-        """Take the fields, and settings of `generate`; what is neither is refused by a ConfigError."""
-        try:
-            super().__init__(**with_settings(type(self), arguments))
-        except ValidationError as error:
-            raise refused(type(self), error) from error
-        self._answerer()
 
     @property
     def _llm_type(self) -> str:
@@ -114,11 +99,6 @@ class ChatBlend(BaseChatModel):
         converted = convert_to_openai_messages(messages, text_format="string")
         stops = self.settings.get("stop", ()) if stop is None else stop
         return self._answerer().chat(converted, documents, template, stops, **options)
-
-    def _answerer(self) -> Answerer:
-        own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
-        own.pop("stop", None)
-        return Answerer(self.model, self.tokenizer, self.store, self.blend, own)
 
 
 def _usage(answer: Answer) -> Any:

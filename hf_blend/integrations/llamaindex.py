@@ -11,10 +11,9 @@ LlamaIndex passes text to a model, not nodes: stored nodes are found in that tex
 from collections.abc import Sequence
 from typing import Any
 
-from ..config import BlendConfig
 from ..errors import import_extra
 from ..prompt.documents import leave_out_empty
-from .answering import Answer, Answerer, refused, with_settings
+from .answering import Answer
 
 try:
     from llama_index.core.base.llms.types import (
@@ -30,7 +29,8 @@ try:
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
     from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
-    from pydantic import Field, ValidationError
+
+    from .pydantic_fields import AnswererFields
 except ModuleNotFoundError:
     import_extra("llama_index.core", extra="llamaindex", wanted_by="BlendLLM")
     raise
@@ -42,7 +42,7 @@ TOOLS = ("name", "tool_calls", "tool_call_id")
 CONTEXT_TOKENS = 4096  # of a model whose config does not say it
 
 
-class BlendLLM(CustomLLM):
+class BlendLLM(AnswererFields, CustomLLM):
     """A language model for LlamaIndex on a model of transformers and a `BlendCache`.
 
     Stored nodes are found in any prompt that LlamaIndex writes: `StoreNodes` stores what was retrieved, `add_nodes`
@@ -52,22 +52,6 @@ class BlendLLM(CustomLLM):
     what the prefill cost. With a chat template, query engines use `chat`, without one `complete`. A `temperature` of 0
     is greedy; None is as the generation config says.
     """
-
-    model: Any
-    tokenizer: Any
-    store: Any
-    blend: BlendConfig = Field(default_factory=BlendConfig)
-    max_new_tokens: int = 256
-    temperature: float | None = None
-    settings: dict[str, Any] = Field(default_factory=dict)
-
-    def __init__(self, **arguments: Any) -> None:
-        """Take the fields, and settings of `generate`; what is neither is refused by a ConfigError."""
-        try:
-            super().__init__(**with_settings(type(self), arguments))
-        except ValidationError as error:
-            raise refused(type(self), error) from error
-        self._answerer()
 
     @classmethod
     def class_name(cls) -> str:
@@ -126,11 +110,6 @@ class BlendLLM(CustomLLM):
 
     def _stops(self, options: dict[str, Any]) -> Any:
         return options.pop("stop", self.settings.get("stop", ()))
-
-    def _answerer(self) -> Answerer:
-        own = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
-        own.pop("stop", None)
-        return Answerer(self.model, self.tokenizer, self.store, self.blend, own)
 
 
 class StoreNodes(BaseNodePostprocessor):

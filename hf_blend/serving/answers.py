@@ -5,53 +5,53 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..errors import PromptError
 from ..prompt.detokenizer import Detokenizer
 from ..prompt.pieces import TextPrompt
 from .blending import Prefilled
+from .guard import CLIENT_GONE, failed, while_connected
 from .meters import Meters
 from .sampling import Sampling
-from .service import Running, Service, Tenant
+from .service import Running, Service
+from .tenants import Tenant, admitted
 from .tools import Parts
 from .wire import ChatRequest, Generation
 
-__all__ = ["Answering", "Asked", "sse"]
-
-CLIENT_GONE = 499  # as nginx counts it; nobody reads it
+__all__ = ["Answering", "Question", "sse"]
 
 FIGURES = ("reused_tokens", "recomputed_tokens", "prefix_tokens", "computed_chunks")
 Put = Callable[["Step | Exception"], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """A request whose prompts are made."""
 
     fields: Generation
-    prompts: list[TextPrompt]  # of which each gets `fields.n` answers
+    prompts: list[TextPrompt]  # each gets `fields.n` answers
     samplings: list[Sampling]  # one for each answer
-    tools: list[dict[str, Any]]  # as the model was told of them
+    tools: list[dict[str, Any]]  # as the chat template reads them
 
 
 class Step(NamedTuple):
-    """What a token, or several, added to an answer: parts of a message, and why it ends if it does."""
+    """What one or several tokens added to an answer."""
 
     answer: "Answer"
-    parts: list[dict[str, Any]]
-    tokens: int  # that the text is of, so far
-    reason: str | None
+    parts: list[dict[str, Any]]  # new parts of its message
+    tokens: int  # of which its text is made so far
+    reason: str | None  # why it ends, if it does
 
 
 class Candidate(NamedTuple):
-    """A token that an answer has, or might have at its place."""
+    """A token of an answer, or one of the likeliest in its place."""
 
     token: int
     logprob: float
@@ -60,22 +60,25 @@ class Candidate(NamedTuple):
 
     @property
     def text(self) -> str:
-        r"""As chats have it: bytes that are no whole character as \xf0; the name of one without text."""
+        r"""The token in a chat: bytes that are no whole character as \xf0; the name of a token without text."""
         return self.added.decode("utf-8", "backslashreplace") or self.name
 
     @property
     def key(self) -> str:
-        """As completions have it, which have no bytes beside it."""
+        """The token in a completion, which has no field for its bytes."""
         is_whole = not self.added or self.text.encode() == self.added
         return self.text if is_whole else f"bytes:{self.text}"
 
     def entry(self) -> dict[str, Any]:
-        """As an element of a list of a chat's."""
+        """The token as an element of a chat's `content` or `top_logprobs`."""
         return {"token": self.text, "logprob": self.logprob, "bytes": list(self.added)}
 
 
 def by_key(row: Sequence[Candidate]) -> dict[str, float]:
-    """The likeliest tokens, and the answer's, which is first of the row; the number of one whose text another has."""
+    """Return `top_logprobs` of a completion from the answer's token and the likeliest ones.
+
+    A token whose text another one has is named by its id.
+    """
     own, *top = row
     keys = {own.key: own.token}
     for candidate in top:
@@ -88,7 +91,7 @@ def by_key(row: Sequence[Candidate]) -> dict[str, float]:
 class Answer:
     """One answer, as it grows."""
 
-    def __init__(self, number: int, service: Service, question: Asked) -> None:
+    def __init__(self, number: int, service: Service, question: Question) -> None:
         fields = question.fields
         self.number, self._service, self._fields = number, service, fields
         self.prompt, self._sampling = question.prompts[number // fields.n], question.samplings[number]
@@ -100,10 +103,10 @@ class Answer:
         self.run: Running | None = None
         self.reason: str | None = None
         self._tokens: list[int] = []  # those of the text
-        self._told = 0  # of how many of them the log probabilities were given
+        self._told = 0  # how many of them were sent with their log probabilities
 
     async def write(self, tenant: Tenant, put: Put) -> None:
-        """Have the engine write it; every step gives the parts of a message that are new, or an error at last."""
+        """Let the engine write the answer; each step, or the error that ends it, goes to `put`."""
         most = self._fields.new_tokens or self._service.limits.new_tokens
         try:
             runs = self._service.generate(tenant, self._fields, self.prompt, self._sampling)
@@ -133,11 +136,11 @@ class Answer:
 
     @property
     def prefilled(self) -> Prefilled:
-        """How its prompt was computed."""
+        """How the prompt was computed."""
         return (self.run and self._service.engine.outcome(self.run.name)) or Prefilled("plain")
 
     def logprobs(self, end: int) -> dict[str, Any] | None:
-        """Log probabilities of the first `end` tokens, without those that were given before."""
+        """Return the log probabilities of the first `end` tokens, without those that were returned before."""
         if self._fields.alternatives is None:
             return None
         rows = range(self._told, end)
@@ -154,7 +157,7 @@ class Answer:
         }
 
     def _candidates(self, index: int) -> list[Candidate]:
-        """A token, and the likeliest in its place."""
+        """Return the token at an index of the answer, and the likeliest in its place."""
         noted = self._sampling.logprobs[index]
         rows = [(self._tokens[index], noted.logprob), *noted.top]
         added = self._text.added(self._tokens, index, [token for token, _ in rows])
@@ -163,61 +166,58 @@ class Answer:
 
 
 class Answering:
-    """One request on its way from the engine to the client."""
+    """The response to one request, whole or as events."""
 
     def __init__(
-        self, service: Service, meters: Meters, request: Request, fields: Generation, build: Callable[[], Any]
+        self,
+        service: Service,
+        meters: Meters,
+        request: Request,
+        fields: Generation,
+        build: Callable[[], Awaitable[Question]],
     ) -> None:
-        """`build` is awaited for what was `Asked`, when the request is admitted."""
+        """`build` makes the prompts; it is called when the request is admitted."""
         self._service, self._meters, self._request, self._fields = service, meters, request, fields
         self._build, self._answers = build, list[Answer]()
 
     async def steps(self) -> AsyncGenerator[Step, None]:
-        """What comes of all answers; closing this cancels the request."""
+        """Iterate over the steps of all answers; closing the iterator cancels the request."""
         tenant = self._request.state.tenant
-        async with self._service.admitted(tenant, self._fields.choices):
-            question: Asked = await self._build()
+        async with admitted(self._service.running, self._service.limits, tenant, self._fields.choices):
+            question = await self._build()
             self._answers = [Answer(number, self._service, question) for number in range(self._fields.choices)]
-            come: asyncio.Queue[Step | Exception] = asyncio.Queue()
-            tasks = [asyncio.ensure_future(answer.write(tenant, come.put_nowait)) for answer in self._answers]
+            steps: asyncio.Queue[Step | Exception] = asyncio.Queue()
+            tasks = [asyncio.ensure_future(answer.write(tenant, steps.put_nowait)) for answer in self._answers]
             try:
-                while not all(answer.reason for answer in self._answers) or not come.empty():
-                    step = await come.get()
+                while not all(answer.reason for answer in self._answers) or not steps.empty():
+                    step = await steps.get()
                     if isinstance(step, Exception):
                         raise step
                     yield step
             finally:
                 for task in tasks:
                     task.cancel()
-                for answer in self._answers:  # before the next await, which a client that is gone may end
+                for answer in self._answers:  # before the next await, where a client that is gone may end it
                     if answer.run is not None:
                         answer.run.begun = answer.prefilled.begun or answer.run.begun  # of a blend; else of the engine
                         self._meters.answered(answer.run, costs([answer]), is_whole=answer.reason is not None)
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def whole(self) -> Response:
-        """Answer at once; a client that goes away is noticed."""
-        task = asyncio.ensure_future(self._collect())
-        gone = asyncio.ensure_future(_gone(self._request))
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                return Response(status_code=CLIENT_GONE)
-            rows = task.result()
-        finally:
-            for waiting in (task, gone):
-                waiting.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
-        return JSONResponse({**self._head(""), "choices": rows, "usage": self._usage()})
+        """Respond with all answers when they are complete."""
+        rows = await while_connected(self._request, self._collect())
+        if rows is None:
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse({**self._head(""), "choices": rows, "usage": costs(self._answers, self._fields.n)})
 
-    async def stream(self, failed: Callable[[Exception], tuple[int, dict[str, Any]]]) -> Response:
-        """Answer token by token. What is refused is refused before the stream begins."""
+    async def stream(self) -> Response:
+        """Respond with events. A request that is refused is refused before the first of them."""
         steps = self.steps()
         first = await anext(steps)
-        return StreamingResponse(self._events(first, steps, failed), media_type="text/event-stream")
+        return StreamingResponse(self._events(first, steps), media_type="text/event-stream")
 
     async def _collect(self) -> list[dict[str, Any]]:
-        """All of `choices`."""
+        """Return `choices` of the complete answers."""
         messages = [{"role": "assistant", "content": ""} for _ in range(self._fields.choices)]
         logprobs = [dict[str, Any]() for _ in messages]
         async for step in self.steps():
@@ -229,9 +229,7 @@ class Answering:
             self._row(answer, _message(message), answer.reason, scores or None) for answer, message, scores in rows
         ]
 
-    async def _events(
-        self, first: Step, steps: AsyncGenerator[Step, None], failed: Callable[[Exception], Any]
-    ) -> AsyncIterator[bytes]:
+    async def _events(self, first: Step, steps: AsyncGenerator[Step, None]) -> AsyncIterator[bytes]:
         status = CLIENT_GONE
         try:
             if self._is_chat:
@@ -243,18 +241,18 @@ class Answering:
                 for event in self._events_of(step):
                     yield event
             if self._fields.stream_options.include_usage:
-                yield sse({**self._head(), "choices": [], "usage": self._usage()})
+                yield sse({**self._head(), "choices": [], "usage": costs(self._answers, self._fields.n)})
             status = 200
             yield b"data: [DONE]\n\n"
         except Exception as error:
-            status, body = failed(error)
+            status, body = failed(error, self._request.state.id)
             yield sse(body)
         finally:
             self._request.state.status = status
             await steps.aclose()
 
     def _events_of(self, step: Step) -> list[bytes]:
-        """A last event says why the answer ends, and has the log probabilities that are left."""
+        """Return the events of a step; the last event of an answer has its `finish_reason` and what is left."""
         answer, end = step.answer, step.tokens
         events = [self._event(answer, delta, logprobs=answer.logprobs(end)) for delta in step.parts]
         if step.reason:
@@ -268,12 +266,9 @@ class Answering:
         return sse({**self._head(), "choices": [self._row(answer, delta, reason, logprobs, "delta")]})
 
     def _row(self, answer: Answer, message: dict[str, Any], reason: Any, logprobs: Any, name: str = "message") -> Any:
-        """An answer, or what is new of it, as an element of `choices`."""
+        """Return an answer, or what is new of it, as an element of `choices`."""
         form = {name: message} if self._is_chat else {"text": message.get("content", "")}
         return {"index": answer.number, "logprobs": logprobs, "finish_reason": reason, **form}
-
-    def _usage(self) -> dict[str, Any]:
-        return costs(self._answers, self._fields.n)
 
     @property
     def _is_chat(self) -> bool:
@@ -286,7 +281,7 @@ class Answering:
 
 
 def _join(row: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Put more texts and lists behind those that are there."""
+    """Append texts and lists to those of a row."""
     for name, value in more.items():
         row[name] = row[name] + value if row.get(name) else value
 
@@ -295,19 +290,13 @@ def _message(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "content": row["content"] or None} if "tool_calls" in row else row
 
 
-async def _gone(request: Request) -> None:
-    """Return when the client went away."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 def sse(body: dict[str, Any]) -> bytes:
-    """An event of a stream."""
+    """Return an event of a stream."""
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
 
 
 def costs(answers: Sequence[Answer], each: int = 1) -> dict[str, Any]:
-    """What answers cost so far; each prompt, of so many answers, counts once."""
+    """Return `usage` of answers so far; a prompt that has several answers, `each`, counts once."""
     prompts = answers[::each]
     prefills = [answer.prefilled for answer in prompts]
     own = {name: sum(getattr(prefill, name) for prefill in prefills) for name in FIGURES}

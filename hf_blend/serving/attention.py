@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a step of continuous batching that walks the requests of the step.
+"""Attention of a step of continuous batching, request by request.
 
 With sdpa, transformers attends with the tokens of all requests of a step to the keys of all of them, under one dense
-mask. Here each request's rows meet its own keys; one that decodes is one row, whose K and V need not be repeated for
-each query head. Kernels that take the lengths of the requests, as flash attention does, are left as they are.
+mask. Here the rows of a request attend to its own keys. A request that decodes is one row, for which K and V need not
+be repeated for each query head. Kernels that take the lengths of the requests are left alone, such as flash attention.
 
-On a CPU, a copy of K and V out of the blocks is half of a decoding step. There a row of a `BlendedPagedCache`, where
-those of blocks in a row are a slice, meets them in place.
+On a CPU, copying K and V out of the blocks is half of a decoding step. There a row attends to them in place: in a
+`BlendedPagedCache` those of consecutive blocks are a slice.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ from .paged import BlendedPagedCache
 __all__ = ["attend_by_request", "walk_requests"]
 
 AttentionFn = Callable[..., tuple[Tensor, Tensor | None]]
-_Span = tuple[slice, slice, bool, list[slice]]  # rows, keys, whether causal, and where K is if a row meets it there
+_Span = tuple[slice, slice, bool, list[slice]]  # rows, keys, whether causal, and slices of K to attend to in place
 
-MOST_SLICES = 12  # of a request's K that a row meets where they are; a copy of more scattered ones costs as much
+MOST_SLICES = 12  # of a request's K to attend to in place; for more, a copy costs as much
 SPECIAL = ("position_bias", "softcap", "s_aux")  # of attention; the stock function knows or refuses them
 ROWS = 4  # of a matrix product: a CPU multiplies 2 or 3 more slowly
 
@@ -45,10 +45,10 @@ def attend_by_request(
     cu_seq_lens_q: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with the rows of each request to its own keys, by the stock function where these are copied.
+    """Attend with the rows of each request to its own keys: in place, or to a copy by the stock function.
 
-    The mask of a request is its block of the step's mask. Where the last row sees the first key, the request is
-    causal without a window, and one row, or as many rows as keys, need no mask.
+    The mask of a request is its block of the step's mask. If the last row sees the first key, the request is causal
+    without a window; then one row, or as many rows as keys, need no mask.
 
     Shapes: query `[1, heads, rows, head_dim]`, key and value `[1, kv_heads, rows, head_dim]`, attention_mask
     `[1, 1, rows, keys]`, cu_seq_lens_q `[requests + 1]` → `[1, rows, heads, head_dim]`.
@@ -91,7 +91,7 @@ def _attend_in_place(
 
 
 def _spans(mask: Tensor, rows: Tensor, keys: Tensor, reads: Tensor | None) -> list[_Span]:
-    """Find the rows and keys of each request; a device is asked at a step's first layer alone.
+    """Find the rows and keys of each request; only a step's first layer waits for the device.
 
     Shapes: mask `[1, 1, rows, keys]`, rows `[requests + 1]`, keys `[requests + 1]`, reads `[keys]`.
     """
@@ -108,7 +108,7 @@ def _spans(mask: Tensor, rows: Tensor, keys: Tensor, reads: Tensor | None) -> li
 
 
 def _slices(reads: Tensor) -> list[slice]:
-    """Cut what a request reads of the blocks into slices; none where it is too scattered."""
+    """Cut the rows of the blocks that a request reads into slices; none if there are too many."""
     cuts = [0, *((reads.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(reads)]
     if not len(reads) or len(cuts) > MOST_SLICES + 1:
         return []
@@ -116,7 +116,7 @@ def _slices(reads: Tensor) -> list[slice]:
 
 
 def walk_requests(model: nn.Module) -> list[RemovableHandle]:
-    """Let continuous batching of a model attend by requests, until the handles are removed."""
+    """Let continuous batching of a model attend request by request, until the handles are removed."""
 
     def choose(arguments: tuple[Any, ...]) -> AttentionFn | None:
         is_step = any(isinstance(argument, PagedAttentionCache) for argument in arguments)

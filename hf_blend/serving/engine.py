@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""`BlendedBatching`: transformers' continuous batching, with prompts whose chunks are stored blended into its blocks.
+"""`BlendedBatching`: transformers' continuous batching, whose blocks blended prefills fill with stored chunks.
 
-`docs/serving.md` shows its use. The engine's steps are stock, but that each request attends to its own keys alone.
-Between two of them a blended prefill runs for `stall_s` and up to a layer, or in proportion to what the steps of those
-that decode take.
+`docs/serving.md` shows its use. The steps are those of transformers, except that each request attends to its own keys.
+A blended prefill runs between two steps: for `stall_s` up to the end of a decoder layer, or in proportion to the time
+that the steps take.
 """
 
 import copy
@@ -35,7 +35,7 @@ from ..prefill.layout import layout_of
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
 from ..threads import new_lock
-from .upstream import check_names
+from .refusals import check_end_tokens, check_model, check_names, check_settings
 
 check_names()
 
@@ -55,10 +55,9 @@ from transformers.generation.continuous_batching.requests import (  # noqa: E402
 from transformers.generation.continuous_batching.utils import drain_queue, stream_context  # noqa: E402
 
 from .attention import walk_requests  # noqa: E402
-from .blending import Prefilled, Reuse, Waiting  # noqa: E402
+from .blending import Prefilled, Request, Reuse  # noqa: E402
 from .paged import BlendedPagedCache  # noqa: E402
 from .prefills import BlendedPrefills  # noqa: E402
-from .refusals import check_end_tokens, check_model, check_settings  # noqa: E402
 from .sampling import NotNumbers, Watch  # noqa: E402
 from .scheduler import BlendedScheduler  # noqa: E402
 from .turns import Share  # noqa: E402
@@ -67,16 +66,16 @@ __all__ = ["BlendedBatching"]
 
 logger = logging.getLogger(__name__)
 
-MOST_FAILURES = 3  # of the engine's own request, one after the other, before it gives up
+MOST_FAILURES = 3  # of the engine's own request, one after the other, before the engine ends
 PROBE = "hf_blend: does the engine still compute?"  # the name of that request
 
 
 class BlendedBatching(ContinuousBatchingManager):
     """Continuous batching that reuses stored chunks anywhere in a prompt.
 
-    A request whose prompt holds stored chunks gets a blended prefill, as a lone `BlendCache` would compute it, before
-    the engine sees it; the engine then runs its last token and decodes. Others run as in stock continuous batching,
-    with its sharing of exact prefixes.
+    A request whose prompt has stored chunks gets a blended prefill before the engine sees it, the one that a
+    `BlendCache` of its own would compute; then the engine decodes. Other requests run as in stock continuous batching,
+    which shares exact prefixes.
     """
 
     def __init__(
@@ -90,7 +89,12 @@ class BlendedBatching(ContinuousBatchingManager):
         stall_s: float | None = None,
         **settings: Any,
     ) -> None:
-        """Prepare an engine; `start`, or a `with` block, begins it."""
+        """Prepare an engine; `start`, or a `with` block, starts it.
+
+        `config` are the settings of blends, by default those of the model's recipe in the store; `settings` replace
+        some of them. `generation_config` and `batching` are as in transformers. `stall_s` is how long, in seconds, a
+        blended prefill may hold up a step; None is in proportion to the steps.
+        """
         config = config or store.recipe(model, is_blind=True).config(is_blind=True)
         self.blend_config = BlendConfig.from_dict({**config.to_dict(), **settings})
         batching = copy.copy(batching) if batching is not None else ContinuousBatchingConfig()
@@ -101,12 +105,12 @@ class BlendedBatching(ContinuousBatchingManager):
         check_model(model)
         check_settings(self.blend_config, batching, generation_config, stall_s)
         silence_casts(model, self)
-        BlendCache(model, store, self.blend_config)  # calibrates and tests the model, or refuses it
+        BlendCache(model, store, self.blend_config)  # refuses the model, or calibrates and tests it
         layout_of(model, fingerprint(model))
         canary_of(model)
-        self.on_stall: Callable[[float], Any] = lambda seconds: None  # told how long those that decode waited
+        self.on_stall: Callable[[float], Any] = lambda seconds: None  # how long the requests that decode have waited
         self.store, self._share = store, Share(stall_s)
-        self._author: Author | None = None  # whose K and V are in the blocks; None: nobody can say it
+        self._author: Author | None = None  # of the K and V in the blocks; None if it cannot be said
         self._failures, self._begun = 0, time.monotonic()
         self._hooks: list[RemovableHandle] = []
         self._lock = new_lock()
@@ -129,7 +133,11 @@ class BlendedBatching(ContinuousBatchingManager):
         blend: bool = True,
         **settings: Any,
     ) -> str:
-        """Add a request; may be called from any thread."""
+        """Add a request and return its name. May be called from any thread.
+
+        `store` has its chunks, by default the engine's; `salt` keeps its blocks from requests with another one;
+        without `blend` it runs as in stock continuous batching. The other arguments are as in transformers.
+        """
         self._check_known(settings)
         check_end_tokens(settings.get("eos_token_id"))
         prompt = input_ids if isinstance(input_ids, TextPrompt) else TextPrompt(tuple(map(int, input_ids)))
@@ -159,30 +167,30 @@ class BlendedBatching(ContinuousBatchingManager):
         return accepted
 
     def outcome(self, request_id: str) -> Prefilled | None:
-        """What a request's prefill cost; None for one that the engine has not taken up, or has forgotten."""
+        """Return what a request's prefill cost; None before the engine has taken it from its queue, or long after."""
         return self.prefills.outcomes.get(request_id)
 
     def forget_handler(self, request_id: str) -> None:
-        """Deliver nothing more of a request to whom `register_result_handler` named: a cancelled one never ends."""
+        """Remove the handler of a request that `register_result_handler` set: a cancelled request never ends."""
         with self.output_router._lock:
             self.output_router.result_handlers.pop(request_id, None)
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Which tokens end an answer."""
+        """The tokens that end an answer."""
         end_tokens = self.generation_config.eos_token_id
         return frozenset(end_tokens if isinstance(end_tokens, list | tuple) else [end_tokens])
 
     @property
     def stuck_s(self) -> float:
-        """For how many seconds nothing has moved although requests are under way."""
+        """Seconds for which nothing has moved although requests are under way."""
         processor = self.batch_processor
         is_stepping = processor is not None and bool(processor.scheduler.active_requests)
         return max(self.prefills.stuck_s, time.monotonic() - self._begun if is_stepping else 0.0)
 
     @property
     def lengths(self) -> dict[str, int]:
-        """How many tokens a prompt and its answer may have together: the model's positions, and the engine's cache."""
+        """The most tokens of a prompt and its answer together: the model's positions, and the engine's cache."""
         longest = getattr(text_config(self.model), "max_position_embeddings", None)
         config = self.continuous_batching_config
         capacity = config.num_blocks * config.page_size if config.num_blocks else None
@@ -198,13 +206,13 @@ class BlendedBatching(ContinuousBatchingManager):
         return cache
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the engine's thread."""
         if self.batch_processor is None:
-            is_given = self.continuous_batching_config.num_blocks is not None  # the engine writes its own number there
+            has_number = self.continuous_batching_config.num_blocks is not None  # before the engine writes its own
             try:
                 self.batch_processor = self._create_batch_processor()  # here, so that the caller sees why it fails
             except Exception as error:
-                if is_given or isinstance(error, HfBlendError):
+                if has_number or isinstance(error, HfBlendError):
                     raise
                 raise ConfigError(
                     "num_blocks=None came, with which transformers fits the cache into the memory that is left, but "
@@ -213,12 +221,12 @@ class BlendedBatching(ContinuousBatchingManager):
         if not self._hooks:
             self._hooks = walk_requests(self.model)
             if hasattr(self.model.base_model, "get_rope_index"):
-                self._hooks.append(self.model.register_forward_pre_hook(self._behind_images, with_kwargs=True))
+                self._hooks.append(self.model.register_forward_pre_hook(self._move_positions, with_kwargs=True))
         super().start()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """As in transformers; requests under way are computed again if the model is another one behind it."""
+        """Pause as in transformers; requests under way are computed again if the model is another one afterwards."""
         with super().pause():
             try:
                 yield
@@ -255,7 +263,7 @@ class BlendedBatching(ContinuousBatchingManager):
             raise PromptError("the prompt has 0 tokens, but at least one is expected. Give it some text.")
 
     def _check_known(self, settings: Mapping[str, Any]) -> None:
-        """Refuse here what the engine would refuse once it has taken up the request."""
+        """Refuse in the caller's thread what the engine would refuse in its own."""
         own = inspect.signature(ContinuousBatchingManager.add_request).parameters
         try:
             self.logit_processor.check_kwargs({name: value for name, value in settings.items() if name not in own})
@@ -263,14 +271,14 @@ class BlendedBatching(ContinuousBatchingManager):
             raise ConfigError(f"a request came with {sorted(settings)}: {error}. Leave unknown ones out.") from error
 
     def _check_tokens(self, tokens: list[int]) -> None:
-        """One token that the embeddings lack would fail all requests of its step."""
+        """Refuse a token that the embeddings lack: all requests of its step would fail."""
         size = self.model.get_input_embeddings().weight.shape[0]
         odd = [token for token in (min(tokens), max(tokens)) if not 0 <= token < size]
         if odd:
             raise PromptError(f"the prompt holds the token id {odd[0]}, but there are {size}, from 0 on. Correct it.")
 
     def _create_batch_processor(self) -> Any:
-        """As in transformers, of a cache and a scheduler of ours, which it gives no place to name."""
+        """Make a processor as in transformers, with our cache and our scheduler, for which it has no argument."""
         if self.batch_processor is not None:
             self.batch_processor.reset()
             return self.batch_processor
@@ -305,7 +313,7 @@ class BlendedBatching(ContinuousBatchingManager):
             generation_config=self.generation_config,
             continuous_batching_config=settings,
             logit_processor=self.logit_processor,
-            input_queue=None,  # `_take_up` reads the queues
+            input_queue=None,  # `_read_queues` does it
             cancel_queue=None,
             output_router=self.output_router,
             background_thread_status=self.background_thread_status,
@@ -314,18 +322,18 @@ class BlendedBatching(ContinuousBatchingManager):
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
         )
-        self.prefills.fill(cache, processor.inputs_and_outputs.compute_stream)
+        self.prefills.use(cache, processor.inputs_and_outputs.compute_stream)
         return processor
 
     def _generation_loop_body(self, processor: Any, bootstrapping: bool) -> bool:
-        """A step of the engine, and before it a turn of the blended prefill that is under way."""
+        """Run a step of the engine, and before it a turn of a blended prefill."""
         scheduler, self._begun = processor.scheduler, time.monotonic()
         scheduler.in_step = []
         is_decoding = bool(scheduler.active_requests)
         try:
-            self._take_up(scheduler)
+            self._read_queues(scheduler)
             turn_s, begun = self._advance(scheduler, is_decoding), time.monotonic()
-            goes_on = super()._generation_loop_body(processor, bootstrapping)
+            continues = super()._generation_loop_body(processor, bootstrapping)
         except Exception as error:
             self._recover(processor, error)
             return True
@@ -335,20 +343,20 @@ class BlendedBatching(ContinuousBatchingManager):
             self._failures = 0
             if any(request.state.request_id == PROBE for request in scheduler.in_step):
                 self.output_router.result_handlers.pop(PROBE, None)
-        return bool(goes_on) or not self.input_queue.empty()
+        return bool(continues) or not self.input_queue.empty()
 
-    def _take_up(self, scheduler: BlendedScheduler) -> None:
-        """Take up new requests, by whom the model is now, and cancellations."""
+    def _read_queues(self, scheduler: BlendedScheduler) -> None:
+        """Take new requests and cancellations from their queues."""
         if states := drain_queue(self.input_queue):
             self._note_author(scheduler)
         for state in states:
             scheduler.add_waiting_request(state)
         for request_id in drain_queue(self.cancel_queue):
             scheduler.set_request_cancellation(request_id)
-        scheduler.clear_cancelled_requests()  # before a blend of theirs may end
+        scheduler.clear_cancelled_requests()  # before a blend of one may end
 
     def _note_author(self, scheduler: Any) -> None:
-        """Have all computed again, and nothing of it shared, when the model is another than the one that did."""
+        """If the model is another one than before, compute all requests again, and share no block of the former."""
         try:
             author = author_of(self.model)
         except HfBlendError:  # the model has a hook
@@ -362,31 +370,31 @@ class BlendedBatching(ContinuousBatchingManager):
         self.paged.evict_cached_blocks()
 
     def _advance(self, scheduler: BlendedScheduler, is_decoding: bool) -> float:
-        """Give a turn to the prefill that is under way; the seconds that it took."""
+        """Give a turn to the blended prefill that is running; return the seconds that it took."""
         begun = time.monotonic()
         for request in self.prefills.advance(self._share.turn_s(is_decoding), scheduler.may_grow()):
-            self._let_in(request)
-        took = time.monotonic() - begun
+            self._admit(request)
+        turn_s = time.monotonic() - begun
         if is_decoding:
-            self.on_stall(took)
-        return took
+            self.on_stall(turn_s)
+        return turn_s
 
     def _generation_step(self) -> None:
         super()._generation_step()
         self._watch.check(sum(request.has_new_token for request in self.batch_processor.scheduler.in_step))  # type: ignore
 
-    def _behind_images(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Move the positions of a step's rows whose images take fewer of them than tokens."""
+    def _move_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Subtract from the positions of a step what images take fewer of them than tokens."""
         if not isinstance(kwargs.get("cache"), PagedAttentionCache):
-            return None  # no step
+            return None  # not a step of the engine
         rows = [request for request in self.batch_processor.scheduler.in_step for _ in range(request.query_length)]  # type: ignore
         moved = [getattr(request.state, "fewer_positions", 0) for request in rows]
         positions = kwargs["position_ids"].clone()
         positions[0, : len(moved)] += torch.tensor(moved, dtype=positions.dtype, device=positions.device)
         return args, {**kwargs, "position_ids": positions}
 
-    def _let_in(self, request: Waiting) -> None:
-        """Let the engine see a request; if its prefill failed, without what that has done."""
+    def _admit(self, request: Request) -> None:
+        """Let the engine see a request: with filled blocks, or, if its prefill failed, without any."""
         state, outcome, error = request.state, request.outcome, request.error
         if error is None and request.logits is not None:
             try:
@@ -396,20 +404,20 @@ class BlendedBatching(ContinuousBatchingManager):
                 error = fault
         if error is not None:
             self.prefills.failures += 1
-            then = "fails" if request.reuse.pictures else "is computed in full"
+            then = "fails" if request.reuse.images else "is computed in full"
             logger.warning("request %s %s: %s: %s", state.request_id, then, type(error).__name__, error)
             outcome.tokens, outcome.reason = 0, f"{type(error).__name__}: {error}"
             self.paged.free_blocks(state.request_id, no_cache=True)
-            if request.reuse.pictures:  # the engine has none
+            if request.reuse.images:  # the engine has none
                 self._fail(state, error)
                 return
         if outcome.tokens:
-            self.paged.ready[state.request_id] = outcome.tokens
+            request.filled_tokens = outcome.tokens
         else:
             outcome.how = "plain"
 
     def _draw(self, state: RequestState, logits: Tensor) -> tuple[int, float | None]:
-        """Draw a request's next token as a step does, from `[1, vocabulary]` logits; its log probability if asked."""
+        """Return a token drawn from `[1, vocabulary]` logits as in a step, and its log probability if asked."""
         processor: Any = self.batch_processor
         processors, runner = self.logit_processor, processor.model_runner
         with torch.no_grad(), stream_context(processor.inputs_and_outputs.compute_stream):
@@ -423,9 +431,9 @@ class BlendedBatching(ContinuousBatchingManager):
             return int(drawn[0]), float(drawn[1].view(torch.float32)) if runner.return_logprobs else None
 
     def _enter(self, state: RequestState, token: int, logprob: float | None) -> None:
-        """Let a request decode whose blocks are filled, and whose first token is drawn."""
+        """Let a request decode, whose blocks are filled, behind its first token."""
         scheduler: Any = self.batch_processor.scheduler  # type: ignore[union-attr]
-        scheduler.take_up(state)
+        scheduler.activate(state)
         state.remaining_prefill_tokens, state.position_offset = [], len(state.initial_tokens)
         state.status = RequestStatus.DECODING
         is_over = state.update_and_check_completion(token, logprob)
@@ -442,14 +450,14 @@ class BlendedBatching(ContinuousBatchingManager):
         processor.scheduler.drop(state.request_id)
 
     def _recover(self, processor: Any, error: Exception) -> None:
-        """Fail the request whose fault it is, and serve on; a stock engine ends here.
+        """After a step that failed, fail the request that caused it and go on; a stock engine ends here.
 
-        Of several in a step each is computed again, alone. After the fault of one, a request of the engine's own shows
-        whether it was the engine's: if that fails again and again, the engine ends.
+        If the step had several requests, each is computed again, alone. After one has failed alone, a request of the
+        engine's own shows whether the engine still works: the engine ends if that fails again and again.
         """
         scheduler = processor.scheduler
         run = blamed = scheduler.unfinished()
-        if isinstance(error, NotNumbers):  # in one attention, those of one request reach the rows of others
+        if isinstance(error, NotNumbers):  # stock attention spreads them to the rows of others
             drawn = [request for request in scheduler.in_step if request.has_new_token]
             odd = [*(drawn[row] for row in error.rows), *(request for request in run if not request.has_new_token)]
             blamed = [request for request in run if request in odd]
@@ -470,14 +478,14 @@ class BlendedBatching(ContinuousBatchingManager):
             self._probe(scheduler)
 
     def _probe(self, scheduler: BlendedScheduler) -> None:
-        """Let a request of one token follow, alone; nobody is told of it."""
-        here: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *output: call(*output))  # in place of a loop
-        self.output_router.result_handlers[PROBE] = (lambda output: None, here)
+        """Queue a request of one token, to be computed alone; its result goes nowhere."""
+        loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *output: call(*output))
+        self.output_router.result_handlers[PROBE] = (lambda output: None, loop)
         scheduler.put_back(RequestState(PROBE, [0], max_new_tokens=1), is_suspect=True)
 
 
 class _Untouched(TorchFunctionMode):
-    """Makes zeros on the CPU of pages that take no memory before something is written to them."""
+    """Makes large zeros on the CPU of pages that take no memory before something is written to them."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = kwargs or {}

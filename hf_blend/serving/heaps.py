@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that threads leave behind in a process that serves for hours."""
+"""Memory that threads keep in a process that serves for hours."""
 
 import contextlib
 import ctypes
@@ -12,10 +12,10 @@ ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
 
 
 def share_heaps() -> None:
-    """Let all threads of this process that begin from now on share two heaps of glibc; without glibc do nothing.
+    """Let the threads that start from now on share two heaps of glibc; without glibc do nothing.
 
-    Each thread that reads or writes a chunk would leave what it freed in a heap of its own, and memory would grow for
-    hours. Who sets MALLOC_ARENA_MAX has decided already.
+    Otherwise each thread that reads or writes a chunk keeps what it frees in a heap of its own, and memory grows for
+    hours. MALLOC_ARENA_MAX of the environment comes first.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
         with contextlib.suppress(OSError, TypeError, AttributeError):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of a conversation as OpenAI's clients send them, answers of a server among them, and what a template reads.
+"""Messages of a conversation: as OpenAI's clients send them or send them back, and as chat templates read them.
 
 A field that is in none of these models is refused by its name.
 """
@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, model_validator
 
 Text = Annotated[str, Field(min_length=1)]
-Empty: TypeAlias = Literal[""]  # of what is not served, the value that asks for nothing
+Empty: TypeAlias = Literal[""]  # of a field that is not served, the value that asks for nothing
 Ignored: TypeAlias = Annotated[Any, BeforeValidator(lambda value: None)]  # changes no answer, and is not kept
 Row = TypeVar("Row")
-Rows: TypeAlias = Annotated[list[Row], Field(fail_fast=True)]  # all errors of a body take its memory tenfold
+Rows: TypeAlias = Annotated[list[Row], Field(fail_fast=True)]  # a list of all errors may be ten times the body
 
 
 class UnknownField(ValueError):
-    """A name that is no field, and the field that may have been meant."""
+    """A name that is no field, and the field that was probably meant."""
 
     def __init__(self, name: str, near: str) -> None:
         super().__init__(name, near)
@@ -26,14 +26,14 @@ class UnknownField(ValueError):
 
 
 class Fields(BaseModel):
-    """A part of a request."""
+    """Part of a request; other fields than those of the model are refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, values: Any) -> Any:
-        """Clients send null for what they leave out. Of names that are no fields the first is enough."""
+        """Drop fields that are null, which clients send for those they leave out; refuse the first unknown field."""
         if not isinstance(values, dict):
             return values
         names = {field.alias or name for name, field in cls.model_fields.items()}
@@ -52,7 +52,7 @@ class TextPart(Fields):
 
 
 class RefusalPart(Fields):
-    """The text of an answer that refused."""
+    """The text with which an answer refused."""
 
     type: Literal["refusal"]
     refusal: str
@@ -76,14 +76,14 @@ Part: TypeAlias = Annotated[TextPart | RefusalPart | ImagePart, Field(discrimina
 
 
 class FunctionCall(Fields):
-    """What a tool was called with."""
+    """The name and arguments with which a tool was called."""
 
     name: Text
     arguments: dict[str, Any] | Json[dict[str, Any]]
     parsed_arguments: Ignored = None  # of a client that read them itself
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Return the call as chat templates read it."""
         return {"name": self.name, "arguments": self.arguments}
 
 
@@ -97,7 +97,7 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
-    """A message of a conversation. What a server wrote as an answer is one, and comes back as it was written."""
+    """A message of a conversation. An answer of the server is one, too, and may come back as it was written."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Rows[Part] | None = None
@@ -113,7 +113,7 @@ class Message(Fields):
     function_call: Empty = ""
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: what was left out is not there, and a refusal is what was answered."""
+        """Return the message as chat templates read it: without empty fields, and with a refusal as its content."""
         calls = [
             {"id": call.id, "type": call.type, "function": call.function.for_template()} for call in self.tool_calls
         ]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a server counts, for Prometheus."""
+"""The metrics of a server, for Prometheus."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ UNTIL = "or until it was given up."
 
 
 class Meters:
-    """Counters of requests and tokens, times of first and next tokens, and gauges that ask the engine."""
+    """Counters of requests and tokens, times of first and next tokens, and gauges of the engine."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -50,7 +50,7 @@ class Meters:
         self.requests.labels(str(status)).inc()
 
     def answered(self, run: Running, costs: dict[str, Any], is_whole: bool) -> None:
-        """Count an answer, or what there was of it."""
+        """Count an answer, also one that was given up."""
         now, first = time.perf_counter(), run.arrived[0] if run.arrived else None
         begun = run.begun or first
         self.waiting.observe((begun or now) - run.started)
@@ -70,7 +70,7 @@ class Meters:
                 self.tokens.labels(kind).inc(own[f"{kind}_tokens"])
 
     def collect(self) -> Iterator[Any]:
-        """What the engine knows, as it is now."""
+        """Yield the gauges of the engine."""
         service, engine = self._service, self._service.engine
         values = {"requests_running": ("Requests under way.", service.running.total())}
         if engine.batch_processor is not None:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Images in messages: `data:` URLs of three formats, whose sizes are known and bounded before any pixel is."""
+"""Images in messages: `data:` URLs of three formats, whose sizes are checked before any pixel is decoded."""
 
 import base64
 import io
@@ -19,7 +19,7 @@ URL = re.compile(r"data:image/[a-z+.-]{1,20};base64,")
 
 
 def opened_images(messages: Sequence[Mapping[str, Any]], limits: Limits) -> Iterator[tuple[str, Any]]:
-    """What each image of some messages is, and the image, of which nothing but its head is decoded yet."""
+    """Yield each image of messages with a name for errors; only the header of the image is decoded yet."""
     rows = [(at, item) for at, message in enumerate(messages) for item in parts_of(message) if is_picture(item)]
     check_count("images", len(rows), limits.images)
     left = limits.pixels
@@ -32,7 +32,7 @@ def opened_images(messages: Sequence[Mapping[str, Any]], limits: Limits) -> Iter
 
 
 def unreadable(what: str, error: Exception) -> PromptError:
-    """The refusal of an image that a decoder refused."""
+    """Return the error for an image that a decoder refused."""
     return PromptError(f"{what} cannot be read ({type(error).__name__}), expected {', '.join(FORMATS)}. Send another.")
 
 

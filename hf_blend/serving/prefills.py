@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that wait for a blended prefill: of the tenants in turn, by one worker, between steps of the engine.
+"""The queue of requests that wait for a blended prefill: one worker runs them, round robin by tenant, between steps.
 
-A request of which nothing is stored goes to the engine at once. The others are prefilled one by one.
+A request goes to the engine at once if nothing of its prompt is stored. The others are prefilled one by one.
 """
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,21 +16,21 @@ from torch import nn
 from ..config import BlendConfig
 from ..model.fingerprint import fingerprint
 from ..threads import Workers
-from .blending import Blender, Prefilled, Reuse, Waiting
+from .blending import Blender, Prefilled, Request, Reuse
 from .paged import BlendedPagedCache
-from .rounds import Rounds
-from .turns import Turns
+from .turns import Rounds, Turns
 
 __all__ = ["BlendedPrefills"]
 
-KEPT_REPORTS = 4096
+KEPT_OUTCOMES = 4096
 
 
 class BlendedPrefills:
-    """The requests that are held back, and the thread that fills their blocks.
+    """The requests under way, which of them the engine may not see yet, and the thread that fills their blocks.
 
     Attributes:
         turns: of that thread.
+        requests: those that the engine has taken from its queue and that are not over, by name.
         outcomes: what the prefills of the last requests cost, by name.
         failures: how many prefills ended in an exception.
     """
@@ -39,140 +39,127 @@ class BlendedPrefills:
         """`wake` is called from other threads when `advance` has something to do."""
         self._model, self._blender = model, Blender(model, config)
         self.turns = Turns(wake, self._blender.settle)
+        self.requests: dict[str, Request] = {}
         self.outcomes: OrderedDict[str, Prefilled] = OrderedDict()
         self.failures = 0
-        self._reuse: dict[str, Reuse] = {}  # of the requests that are not over
-        self._finished: tuple[str, Reuse] | None = None  # the last one that ended; the engine may put it back
-        self._waiting: OrderedDict[str, Waiting] = OrderedDict()
-        self._lookups: dict[str, Future[bool]] = {}  # whether something of a prompt is stored
-        self._running: Waiting | None = None  # whose blocks are filled now
+        self._reuse: dict[str, Reuse] = {}  # of all requests that are not over, also those still in the engine's queue
+        self._last: tuple[str, Reuse] | None = None  # the request that ended last; the engine may put it back
+        self._running: Request | None = None  # whose blocks are filled now
         self._rounds = Rounds()
         self._finder = Workers("hf_blend-find")
 
-    def fill(self, paged: BlendedPagedCache, stream: Any) -> None:
+    def use(self, paged: BlendedPagedCache, stream: Any) -> None:
         """Fill the blocks of this cache, on this stream, from now on."""
         self._blender.paged, self._blender.stream = paged, stream
+        paged.requests = self.requests
 
     def tenant_of(self, request_id: str) -> str:
-        """Whose request it is, by the namespace of the store."""
+        """The tenant of a request: the namespace of its store."""
         reuse = self._reuse.get(request_id)
         return "" if reuse is None else reuse.store.namespace
 
     def expect(self, request_id: str, reuse: Reuse) -> None:
-        """A request is about to be added. Called from any thread."""
+        """Note a request that is about to be added. Called from any thread."""
         self._reuse[request_id] = reuse
 
     def withdraw(self, request_id: str) -> None:
-        """It was not. Called from any thread."""
+        """Forget a request that the engine did not accept. Called from any thread."""
         self._reuse.pop(request_id, None)
 
     def offer(self, state: Any) -> None:
-        """The engine has a new request, or one that it had to put back into its queue."""
+        """Take a new request of the engine, or one that the engine puts back into its queue."""
         request_id = state.request_id
-        if self._finished is not None and self._finished[0] == request_id:
-            self._reuse.setdefault(*self._finished)
+        if self._last is not None and self._last[0] == request_id:
+            self._reuse.setdefault(*self._last)
         reuse = self._reuse.get(request_id)
-        is_held = reuse is not None and reuse.is_blended
-        outcome = self.outcomes[request_id] = Prefilled("waiting" if is_held else "plain")
-        while len(self.outcomes) > KEPT_REPORTS:
+        is_blended = reuse is not None and reuse.is_blended
+        outcome = self.outcomes[request_id] = Prefilled("waiting" if is_blended else "plain")
+        while len(self.outcomes) > KEPT_OUTCOMES:
             self.outcomes.popitem(last=False)
         if reuse is not None:
-            self._blender.paged.requests[request_id] = reuse.salt, outcome
-        if reuse is not None and is_held:
-            self._waiting[request_id] = Waiting(state, reuse, outcome)
-            self._lookups[request_id] = self._look_up(reuse)
+            self.requests[request_id] = Request(state, reuse, outcome, self._look_up(reuse) if is_blended else None)
 
     def knows(self, request_id: str) -> bool:
-        """Whether a request of this name was added and is not over."""
+        """Return whether a request of this name was added and is not over."""
         return request_id in self._reuse
 
     def holds(self, request_id: str) -> bool:
-        """Whether the engine may not see a request yet."""
-        return request_id in self._waiting
+        """Return whether the engine may not see a request yet."""
+        request = self.requests.get(request_id)
+        return request is not None and request.lookup is not None
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._held())
 
     @property
     def stuck_s(self) -> float:
-        """For how many seconds the first request that is held has not moved; 0 where none is."""
-        first = next(iter(list(self._waiting.values())), None)  # asked from other threads
-        return 0.0 if first is None else time.monotonic() - max(first.since, self.turns.moved)
+        """Seconds since the first request that is held back has moved; 0 if none is held back."""
+        waiting = self._held()
+        return time.monotonic() - max(waiting[0].since, self.turns.moved) if waiting else 0.0
 
     def finish(self, request_id: str) -> None:
-        """A request is over: answered, failed or cancelled; or the engine offers it again."""
+        """Forget a request that was answered, failed or cancelled, or that the engine is about to put back."""
         reuse = self._reuse.pop(request_id, None)
-        self._finished = None if reuse is None else (request_id, reuse)
-        self._waiting.pop(request_id, None)
-        self._lookups.pop(request_id, None)
-        self._blender.paged.forget(request_id)
+        self._last = None if reuse is None else (request_id, reuse)
+        self.requests.pop(request_id, None)
         if self._running is not None and self._running.state.request_id == request_id:
             self.turns.cancel()
 
     def close(self) -> None:
-        """All requests are over: end the threads."""
-        for table in (self._reuse, self._waiting, self._lookups):
-            table.clear()
-        self._finished = None
+        """Forget all requests, and end the threads."""
+        self._reuse.clear()
+        self.requests.clear()
+        self._last = None
         self._finder.close()
         self.turns.close()
 
-    def advance(self, seconds: float, may_grow: bool) -> list[Waiting]:
-        """Between two steps of the engine: let the prefill under way go on, or begin with the next.
+    def advance(self, seconds: float, may_grow: bool) -> list[Request]:
+        """Give a turn to the prefill that is running, or begin the next one. Called between two steps of the engine.
 
         Args:
-            seconds: that it may take, up to the next decoder layer; less than 0: none continues.
+            seconds: how long the turn may be, up to the next decoder layer; below 0 there is none.
             may_grow: whether another prompt may take blocks.
 
         Returns:
-            the requests that wait no longer, whatever became of their prefills.
+            the requests that are held back no longer, whether their prefills succeeded or not.
         """
-        over = self._looked_up()
-        self._begin()
+        ready = [request for request in self._held() if request.lookup.done() and request is not self._running]  # type: ignore[union-attr]
+        released = [request for request in ready if _has_nothing_stored(request)]
+        if self._running is None:
+            self._begin([request for request in ready if request not in released])
         if seconds >= 0:
             self._blender.may_grow = may_grow
             self.turns.give(seconds)
         request = self._running
         if request is not None and not self.turns.is_busy:
             self._running, request.error = None, self.turns.error
-            if self._waiting.get(request.state.request_id) is request:  # else it was cancelled
-                over.append(self._let_go(request))
-        return over
+            if self.requests.get(request.state.request_id) is request:  # else it was cancelled
+                released.append(request)
+        for request in released:
+            request.lookup = None
+        return released
 
-    def _looked_up(self) -> list[Waiting]:
-        """Those of which nothing is stored, or whose look-up failed."""
-        over = []
-        for request_id, lookup in list(self._lookups.items()):
-            request = self._waiting[request_id]
-            if request is self._running or not lookup.done():
-                continue
-            request.error = lookup.exception()
-            if request.error is not None or not lookup.result():
-                over.append(self._let_go(request))
-        return over
-
-    def _let_go(self, request: Waiting) -> Waiting:
-        del self._waiting[request.state.request_id], self._lookups[request.state.request_id]
-        return request
+    def _held(self) -> list[Request]:
+        """The requests that are held back, in their order. Called from any thread."""
+        return [request for request in list(self.requests.values()) if request.lookup is not None]
 
     def _look_up(self, reuse: Reuse) -> Future[bool]:
-        """Look up whether there is something to blend, beside the engine; named documents always are."""
+        """Find out in another thread whether anything of a prompt is stored; documents that it names will be."""
         lookup: Future[bool] = Future()
-        if reuse.prompt.known or reuse.pictures:
+        if reuse.prompt.known or reuse.images:
             lookup.set_result(True)
             return lookup
         try:
             identity = fingerprint(self._model)
             lookup = self._finder.submit(self._blender.has_stored, reuse, identity)
-        except Exception as fault:  # no thread can be made, or the model is refused: not the fault of a step
-            lookup.set_exception(fault)
+        except Exception as error:  # no thread can be made, or the model is refused: the step must not fail
+            lookup.set_exception(error)
         lookup.add_done_callback(lambda _: self.turns.wake())
         return lookup
 
-    def _begin(self) -> None:
-        """Begin with the next request, if none is under way."""
-        ready = [request for name, request in self._waiting.items() if self._lookups[name].done()]
-        if self._running is not None or not ready:
+    def _begin(self, ready: Sequence[Request]) -> None:
+        """Start the prefill of the next request, if there is one."""
+        if not ready:
             return
         request = self._running = self._rounds.order(ready, lambda candidate: candidate.tenant)[0]
         self._rounds.serve(request.tenant)
@@ -181,3 +168,10 @@ class BlendedPrefills:
             self.turns.start(lambda: self._blender.fill(request, self.turns))
         except Exception as error:  # no thread can be made
             self.turns.error = error
+
+
+def _has_nothing_stored(request: Request) -> bool:
+    """Return whether the look-up of a request found nothing to blend, or failed."""
+    lookup: Any = request.lookup
+    request.error = lookup.exception()
+    return request.error is not None or not lookup.result()

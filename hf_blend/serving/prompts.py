@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of requests: messages through the model's chat template, or text, with documents that are found in them.
+"""Prompts of requests: messages through the model's chat template, or text, with the documents in them.
 
-All that a template may write is counted before it is rendered, and what it wrote before that is tokenized.
+What a template may write is counted before it is rendered, and what it wrote is counted before it is tokenized.
 """
 
 import inspect
@@ -28,29 +28,29 @@ __all__ = [
 ]  # fmt: skip
 
 BETWEEN = "\n\n"
-CHARS_PER_TOKEN = 8  # a text of more than that may be too long; it is tokenized by parts first
-MOST_CHARS_PER_TOKEN, MOST_CHARS = 64, 1 << 20  # a text of more than both is no prompt, whatever a tokenizer drops
+CHARS_PER_TOKEN = 8  # a text with more characters may be too long: it is tokenized part by part first
+MOST_CHARS_PER_TOKEN, MOST_CHARS = 64, 1 << 20  # a text with more than both is refused, whatever a tokenizer drops
 PART = 1 << 14  # characters: 5,000 tokens of prose, and 20 ms
-SEAM = 64  # tokens that a part may have more because it was cut off
+SEAM = 64  # tokens that a part may have more than in the whole text
 MARK = {"type": "image"}  # where a chat template puts an image
-OURS = {"conversation", "messages", "self", "tokenizer"}  # arguments beside those in a signature
+RESERVED = {"conversation", "messages", "self", "tokenizer"}  # beside the arguments of `apply_chat_template`
 
 
 @dataclass(frozen=True)
 class PicturePrompt(TextPrompt):
-    """A prompt with images, and what a forward is given for them beside the ids."""
+    """A prompt with images, and the arguments of a forward for them."""
 
     arguments: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def parts_of(message: Mapping[str, Any]) -> list[Any]:
-    """The content of a message in parts."""
+    """Return the content of a message as a list of parts."""
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
 def is_picture(item: Any) -> bool:
-    """Whether a part of a message is an image."""
+    """Return whether a part of a message is an image."""
     return isinstance(item, Mapping) and item.get("type") == "image_url"
 
 
@@ -64,10 +64,17 @@ def chat_prompt(
     eyes: Any = None,
     render_s: float | None = None,
 ) -> TextPrompt:
-    """Render messages with the tokenizer's chat template; a last message of the assistant is continued.
+    """Make the prompt of messages with the tokenizer's chat template; a last message of the assistant is continued.
 
-    More documents than `most`, and texts of more than `tokens`, are refused before all of them is tokenized, and a
-    template that takes longer than `render_s` CPU seconds. With images, which `eyes` read, it is the processor's.
+    Args:
+        tokenizer: has the chat template. For messages with images it is the processor of `eyes`.
+        messages: of the conversation, as dicts; at least one has the role "user".
+        documents: texts, or objects with one; those in no message are put before the last message of the user.
+        most: places in the prompt where documents may be; None for any number.
+        template: further arguments of the chat template.
+        tokens: the most tokens of the prompt; a longer text is refused before all of it is tokenized.
+        eyes: reads images, an `evaluation.pictures.Eyes`; without it they are refused.
+        render_s: CPU seconds that the chat template may take.
     """
     listed = _filled(documents)
     chat = check_chat(tokenizer, messages, listed, template or {}, tokens)
@@ -107,10 +114,10 @@ def chat_prompt(
 
 
 def check_arguments(renderers: Sequence[Any], arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments for the chat template that are those of `apply_chat_template`, or the name of a token."""
+    """Refuse arguments for the chat template that `apply_chat_template` has itself, or that name a special token."""
     for source in renderers if arguments else ():
         own = {*inspect.signature(source.apply_chat_template).parameters, *getattr(source, "special_tokens_map", ())}
-        reserved = sorted(arguments.keys() & (own | OURS))
+        reserved = sorted(arguments.keys() & (own | RESERVED))
         if reserved:
             raise PromptError(f"chat_template_kwargs has {reserved[0]!r}, which the server sets. Leave it out.")
 
@@ -122,7 +129,7 @@ def check_chat(
     template: Mapping[str, Any],
     tokens: int | None,
 ) -> list[dict[str, Any]]:
-    """The messages with a text as the content of each; more `tokens` than that in all of it are refused."""
+    """Return the messages with a text as the content of each; refuse more than `tokens` of all they contain."""
     texts = [{**row, "content": [item for item in parts_of(row) if not is_picture(item)]} for row in messages]
     chat = plain_messages(texts)
     rest = [{name: value for name, value in row.items() if name not in ("role", "content")} for row in chat]
@@ -136,7 +143,7 @@ def check_chat(
 def check_text_prompt(
     tokenizer: Any, prompt: str | Sequence[int], documents: Sequence[str], tokens: int | None
 ) -> None:
-    """Refuse a prompt of more tokens."""
+    """Refuse a prompt of more than `tokens`."""
     if isinstance(prompt, str):
         _check_fits(tokenizer, tokens, *absent(documents, [prompt]), prompt)
         return
@@ -152,7 +159,7 @@ def text_prompt(
     most: int | None = None,
     tokens: int | None = None,
 ) -> TextPrompt:
-    """A prompt of text or ids, behind documents."""
+    """Make a prompt of text or ids; documents that are not in it are put before it."""
     texts = _filled(documents)
     check_text_prompt(tokenizer, prompt, texts, tokens)
     if isinstance(prompt, str):
@@ -162,14 +169,14 @@ def text_prompt(
 
 
 def _filled(documents: Any) -> list[str]:
-    """The texts of a request's documents; empty ones among others are left out with a warning."""
+    """Return the texts of documents; empty ones among others are left out with a warning."""
     return texts_of(leave_out_empty(documents)[0])
 
 
 def _check_fits(tokenizer: Any, most: int | None, *texts: str) -> None:
-    """Refuse texts of more tokens at the part where they are too many: a body of megabytes takes seconds.
+    """Refuse texts of more than `most` tokens without tokenizing all of them: a body of megabytes takes seconds.
 
-    Characters say too little: a tokenizer may drop white space or marks, or make one token of all that it lacks.
+    The number of characters is not enough: a tokenizer may drop white space, or make one token of what it lacks.
     """
     text, count = "".join(texts), 0
     if most is None or len(text) <= CHARS_PER_TOKEN * most:
@@ -187,7 +194,7 @@ def _check_fits(tokenizer: Any, most: int | None, *texts: str) -> None:
 
 
 def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) -> TextPrompt:
-    """Documents, each tokenised alone, and ids behind them; a BOS of the ids goes in front of all."""
+    """Make a prompt of documents, each tokenised alone, and ids behind them; a BOS of the ids is put first."""
     if not (documents or ids):
         raise PromptError("the prompt has no token, but at least one is expected. Send some text.")
     before = front_ids(tokenizer) if documents else ()
@@ -201,7 +208,7 @@ def _before_ids(tokenizer: Any, documents: Sequence[str], ids: tuple[int, ...]) 
 
 
 def _added(documents: Sequence[str], contents: Sequence[str], end: str) -> tuple[list[str], str]:
-    """The documents as they will be in the prompt, and the text of those that are not in it yet."""
+    """Return the documents as they will be in the prompt, and the text of those that it lacks."""
     added = absent(documents, contents)
     if end == BETWEEN:  # white space between documents is no part of them
         return list(documents), "".join(f"{text.rstrip()}{end}" for text in added)

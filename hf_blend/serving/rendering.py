@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates under a clock: a template is the model's own, but what it loops over is the client's.
+"""Chat templates with a time limit: the template is the model's own, but it loops over what the client sends.
 
-A thread cannot be stopped from outside, and one that runs Python slows all others. So the thread looks at its clock
-itself, at each call and each line of a template, and lets others go first in a render that takes long.
+A thread cannot be stopped from outside, and one that runs Python slows all others. So the thread looks at its CPU time
+itself, at each call and each line of a template, and sleeps now and then in a render that takes long.
 """
 
 import sys
@@ -19,22 +19,22 @@ from ..prompt.messages import render
 __all__ = ["Renderer"]
 
 TEMPLATE = "<template>"  # Jinja's name of the file that a template is compiled to
-SHORT_S = 0.02  # a render that takes longer lets others go first
-TURN_S, PAUSE_S = 0.001, 0.0005  # so long it runs at once, and waits
+SHORT_S = 0.02  # a render that takes longer sleeps now and then
+TURN_S, PAUSE_S = 0.001, 0.0005  # between two sleeps, and of each
 
 
 class TooSlow(BaseException):
-    """The time is over; no handler of a template's or of a library's takes it for an error."""
+    """The time is over. It is no `Exception`, which a template or a library might catch."""
 
 
 class Renderer:
-    """Renders what one request asks for, within CPU seconds of its thread in all."""
+    """Renders the chat template for one request, within CPU seconds of its thread for all renders together."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self._seconds, self._left = seconds, seconds
 
     def __call__(self, tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **arguments: Any) -> str:
-        """The text that a chat template makes of messages."""
+        """Return the text that a chat template makes of messages."""
         if self._left is None:
             return render(tokenizer, messages, **arguments)
         started = time.thread_time()
@@ -52,7 +52,7 @@ class Renderer:
 
 @contextmanager
 def _clock(until: float) -> Iterator[None]:
-    """Raise `TooSlow` in Python code of this thread when it is time."""
+    """Raise `TooSlow` in Python code of this thread once its CPU time is beyond `until`."""
     turn = time.thread_time() + SHORT_S
 
     def look(frame: FrameType, event: str, value: Any) -> Any:

@@ -24,15 +24,17 @@ from .app import make_app
 from .engine import BlendedBatching
 from .guard import Guard
 from .sampling import add_sampling, greedy
-from .service import Service, Tenant, Tenants
+from .service import Service
+from .tenants import Tenant, Tenants
 from .wire import Limits
 
 __all__ = ["ServerPlan", "listen", "make_service", "serve"]
 
 OnStart: TypeAlias = Callable[[str, Callable[[], None]], None]
 
-LAST_S = 3  # for errors to reach their clients, when a server ends
-PROMPTS_AT_ONCE = 32  # of the model's full length, for which there is room unless memory is scarce
+LAST_S = 3  # seconds in which last errors reach their clients when a server ends
+BATCH_REQUESTS = 32  # of one step of the engine
+PROMPTS_AT_ONCE = 32  # of the model's full length, for which the cache has room unless memory is scarce
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,14 @@ class ServerPlan:
     limits: Limits = field(default_factory=Limits)
     cache_tokens: int | None = None
     batch_tokens: int = 512
-    batch_requests: int = 32
     page_tokens: int = 32
     stall_s: float | None = None
 
 
 def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any = None) -> Service:
-    """Open the stores, start the engine. With `evaluation.pictures.Eyes`, requests may bring images."""
+    """Open the stores and start the engine. With `evaluation.pictures.Eyes`, requests may have images."""
     if eyes is not None:
-        plugins.room("images.encoder").ImageEncoder(model)  # or refuses a model whose images cannot be chunks
+        plugins.room("images.encoder").ImageEncoder(model)  # refuses a model whose images cannot be chunks
     rows = list(plan.tenants) or [Tenant()]
     available = available_bytes()
     share, per_token = available // 4 // len(rows), _bytes_per_token(model)
@@ -65,10 +66,14 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any =
     disk_share = _disk_share(plan.location, len(rows))
 
     def open_store(tenant: Tenant) -> ChunkStore:
-        settings: dict[str, Any] = {"namespace": tenant.name, "secret": tenant.secret if tenant.name else plan.secret}
-        settings["quota_bytes"] = disk_share if tenant.quota_bytes is None else tenant.quota_bytes
-        settings |= {"memory_bytes": share, "remote": plan.remote}
-        return ChunkStore.open(plan.location, **settings)
+        return ChunkStore.open(
+            plan.location,
+            namespace=tenant.name,
+            secret=tenant.secret if tenant.name else plan.secret,
+            quota_bytes=disk_share if tenant.quota_bytes is None else tenant.quota_bytes,
+            memory_bytes=share,
+            remote=plan.remote,
+        )
 
     tenants = Tenants(rows, open_store)
     try:
@@ -77,24 +82,24 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any =
         if not isinstance(blend, BlendConfig):
             blend = store.recipe(model, is_blind=True).config(is_blind=True, **blend)
         prefix = blend.chunk_prefix_ids
+        batching = ContinuousBatchingConfig(
+            page_size=plan.page_tokens, num_blocks=-(-tokens // plan.page_tokens), max_batch_tokens=plan.batch_tokens,
+            max_requests_per_batch=BATCH_REQUESTS, per_request_processors=False,
+        )  # fmt: skip
         engine = BlendedBatching(
             model, store, blend,
             chunk_prefix_ids=store.default_prefix(model, tokenizer) if prefix is None else prefix,
-            generation_config=greedy(model, plan.limits.new_tokens), batching=_batching(tokens, plan),
-            stall_s=plan.stall_s,
+            generation_config=greedy(model, plan.limits.new_tokens), batching=batching, stall_s=plan.stall_s,
         )  # fmt: skip
         add_sampling(engine.logit_processor)
         engine.start()
     except BaseException:
         tenants.close()
         raise
-    plan_gb, share_gb, all_gb = (f"{size / 1e9:.1f} GB" for size in (tokens * per_token, share, available))
-    kinds = [
-        str(model.dtype)[6:],
-        *(kind for kind in ("8bit", "4bit") if getattr(model, f"is_loaded_in_{kind}", False)),
-    ]
+    cache_gb, share_gb, all_gb = (f"{size / 1e9:.1f} GB" for size in (tokens * per_token, share, available))
+    bits = [f" with weights in {kind}" for kind in ("8bit", "4bit") if getattr(model, f"is_loaded_in_{kind}", False)]
     memory = (
-        f"{' with weights in '.join(kinds)} on {model.device}; up to {plan_gb} for {tokens} tokens of "
+        f"{str(model.dtype)[6:]}{''.join(bits)} on {model.device}; up to {cache_gb} for {tokens} tokens of "
         f"requests and {share_gb} for the chunks of each of {len(rows)} tenants, of {all_gb} of memory available"
     )
     return Service(engine, tokenizer, tenants, plan.limits, plan.name, memory, plan.metrics_by_tenant, eyes)
@@ -113,10 +118,14 @@ def listen(
     on_start: OnStart | None = None,
     service: Service | None = None,
 ) -> None:
-    """Serve an application until SIGINT or SIGTERM, a server's or a proxy's."""
+    """Serve the application of a server, or of a proxy, until SIGINT or SIGTERM.
+
+    `on_start` is called with the URL and a function that stops it.
+    """
+    protocol: Any = app.connections.guarded(AutoHTTPProtocol)
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
-        timeout_graceful_shutdown=patience_s + LAST_S, timeout_keep_alive=30, http=app.doors.guarded(AutoHTTPProtocol),
+        timeout_graceful_shutdown=patience_s + LAST_S, timeout_keep_alive=30, http=protocol,
     )  # fmt: skip
     try:
         listener = config.bind_socket()
@@ -126,7 +135,7 @@ def listen(
         raise ConfigError(f"port {port} of {host} cannot be listened at. Choose another with --port.") from error
     server = uvicorn.Server(config) if service is None else _Draining(config, service, patience_s)
     with listener:
-        listener.listen(config.backlog)  # who connects from now on waits until the server is up
+        listener.listen(config.backlog)  # connections wait from now on until the server is up
         number = listener.getsockname()[1]
         if on_start is not None:
             url = f"http://{f'[{host}]' if ':' in host else host}:{number}"
@@ -140,7 +149,7 @@ def listen(
 
 
 class _Draining(uvicorn.Server):
-    """A server that, when it has to stop, answers what is under way, and after a time says that it ends."""
+    """A server that answers what is under way before it stops, and after `patience_s` ends it with an error."""
 
     def __init__(self, config: uvicorn.Config, service: Service, patience_s: int) -> None:
         super().__init__(config)
@@ -155,15 +164,8 @@ class _Draining(uvicorn.Server):
             ending.cancel()
 
 
-def _batching(tokens: int, plan: ServerPlan) -> ContinuousBatchingConfig:
-    return ContinuousBatchingConfig(
-        page_size=plan.page_tokens, num_blocks=-(-tokens // plan.page_tokens), max_batch_tokens=plan.batch_tokens,
-        max_requests_per_batch=plan.batch_requests, per_request_processors=False,
-    )  # fmt: skip
-
-
 def _cache_tokens(model: nn.Module, plan: ServerPlan, fitting: int) -> int:
-    """As many as were asked for, or as fit, up to some full prompts."""
+    """Return how many tokens the engine's cache holds: what the plan says, else what fits, up to some full prompts."""
     if plan.cache_tokens is not None:
         return plan.cache_tokens
     if model.device.type == "cuda":
@@ -180,7 +182,7 @@ def _bytes_per_token(model: nn.Module) -> int:
 
 
 def _disk_share(location: str | None, tenants: int) -> int | None:
-    """What each of several tenants may hold on disk, so that none can push out the chunks of others."""
+    """Return the bytes that each of several tenants may hold on disk, so that none evicts the chunks of others."""
     if tenants < 2:
         return None
     with ChunkStore.open(location, memory_bytes=0) as store:

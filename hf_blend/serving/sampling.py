@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the tokens of each request as it asks, inside the engine's steps.
+"""Sampling by the settings of each request, inside the engine's steps.
 
-transformers' own processors per request are those of temperature, top-k and top-p alone, and what is drawn depends on
-the other rows of a step. Here each row goes through the processors of `generate`, made for its request, and is drawn
-with a number of its own, so that an equal seed gives an equal text. Greedy rows that ask for nothing cost one argmax.
+Of transformers' processors only temperature, top-k and top-p can differ between the requests of a step, and a draw
+depends on the other rows. Here each row goes through the processors of `generate`, made for its request, and is drawn
+by a generator of its own, so that an equal seed gives an equal text. A greedy row without settings costs an argmax.
 """
 
 import random
@@ -42,7 +42,7 @@ LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is drawn, and a divisio
 
 
 class NotNumbers(ArithmeticError):
-    """Logits that no token can be drawn from; which rows of the step they are in."""
+    """Logits of a step from which no token can be drawn, and the rows where they are."""
 
     def __init__(self, rows: list[int]) -> None:
         super().__init__("the model's logits are not finite")
@@ -50,7 +50,7 @@ class NotNumbers(ArithmeticError):
 
 
 class Watch:
-    """A logits processor that notes rows without a largest number, before anything else looks at them."""
+    """The first logits processor: it notes rows that are not finite."""
 
     supports_continuous_batching = True
 
@@ -58,12 +58,12 @@ class Watch:
         self._odd: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """`[tokens, vocabulary]` logits; those rows are 0, so that the step goes through."""
+        """Set these rows of `[tokens, vocabulary]` logits to 0, so that the step does not fail here."""
         self._odd = ~scores.amax(dim=1).isfinite()
         return scores.masked_fill_(self._odd[:, None], 0.0)
 
     def check(self, count: int) -> None:
-        """Look at what was drawn last."""
+        """Raise `NotNumbers` if one of the first `count` rows of the last step was not finite."""
         odd, self._odd = self._odd, None
         rows = [] if odd is None else odd[:count].nonzero()[:, 0].tolist()
         if rows:
@@ -79,7 +79,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass
 class Sampling:
-    """How the tokens of one request are drawn: a step that is computed again draws the same, by seed and index."""
+    """How the tokens of an answer are drawn: by seed and index, so that a step that is repeated draws the same."""
 
     prompt_tokens: int
     processors: LogitsProcessorList
@@ -94,7 +94,7 @@ class Sampling:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the likeliest token is all that is asked for."""
+        """Whether the likeliest token is taken, without processors or log probabilities."""
         return self.is_greedy and not self.processors and self.top_logprobs is None
 
     @property
@@ -103,7 +103,7 @@ class Sampling:
         return self.grammar.error if self.grammar else ""
 
     def draw(self, ids: Sequence[int], logits: Tensor) -> Tensor:
-        """`[1, vocabulary]` logits behind the ids of prompt and answer give `[1]`, the next token."""
+        """Draw the token that follows `ids`, of prompt and answer, from `[1, vocabulary]` logits; returns `[1]`."""
         index, scores = len(ids) - self.prompt_tokens, logits
         if self.processors:
             scores = self.processors(torch.tensor([ids], device=logits.device), logits.clone())
@@ -124,7 +124,7 @@ class Sampling:
 def make_sampling(
     generation: Generation, defaults: Mapping[str, Any], prompt_tokens: int, number: int, grammar: Follows | None
 ) -> Sampling:
-    """How an answer of a request is drawn; `defaults` are for what the request leaves out."""
+    """Return how answer `number` of a request is drawn; `defaults` are for what the request leaves out."""
 
     def setting(name: str, neutral: float) -> Any:
         own = getattr(generation, name)
@@ -153,7 +153,7 @@ def make_sampling(
 
 
 class Repeats(LogitsProcessor):
-    """Lower the logits of tokens that the answer has, by a number, and by another for each time."""
+    """Presence and frequency penalties: subtract one for a token that the answer has, the other for each time."""
 
     def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
         self._prompt_tokens, self._presence, self._frequency = prompt_tokens, presence, frequency
@@ -165,7 +165,7 @@ class Repeats(LogitsProcessor):
 
 
 class _Draws(ContinuousBatchingLogitsProcessor):
-    """Gives the engine, which takes the largest, a 1 for the token that was drawn for each request."""
+    """The last logits processor: it draws, and returns a 1 for the drawn token, which the greedy engine takes."""
 
     def __init__(self) -> None:
         self.supported_kwargs, self.ignored_kwargs = {"sampling": Sampling}, ()
@@ -192,13 +192,13 @@ class _Draws(ContinuousBatchingLogitsProcessor):
 
 
 def greedy(model: Any, max_new_tokens: int) -> GenerationConfig:
-    """How an engine decodes that takes the largest of what `add_sampling` gives."""
+    """Return the settings of an engine that takes the tokens which `add_sampling` draws."""
     own = {name: getattr(model.generation_config, name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")}
     return GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, **own)
 
 
 def add_sampling(processors: ContinuousBatchingLogitsProcessorList) -> None:
-    """Let requests bring a `Sampling`, as `sampling`."""
+    """Let requests have a setting `sampling`, a `Sampling`."""
     processors.logits_processor.append(_Draws())
     processors.tensors_required += 1
     processors._retrieve_processors_kwargs()

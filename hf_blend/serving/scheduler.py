@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's scheduler, which does not see a request before its blended prefill is done."""
+"""The engine's scheduler: it does not see a request before its blended prefill is done."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from .prefills import BlendedPrefills
-from .rounds import Rounds
+from .turns import Rounds
 
 __all__ = ["BlendedScheduler"]
 
 
 class BlendedScheduler(FIFOScheduler):
-    """Those that decode first; then prompts, of the tenants in turn; none whose blocks are being filled."""
+    """Schedules requests that decode first, then prompts, round robin by tenant, but none that is held back."""
 
-    in_step: list[FutureRequestState]  # what the last step ran, or was about to
+    in_step: list[FutureRequestState]  # what the last step ran, or was about to run
     suspects: set[str]  # requests of a step that failed: each is computed alone until it has a token
 
     def __init__(self, prefills: BlendedPrefills, **settings: Any) -> None:
-        """As in transformers, but for the requests that are held back."""
+        """Make a scheduler from which `prefills` hold requests back; `settings` are as in transformers."""
         self.prefills, self._rounds = prefills, Rounds()
         super().__init__(**settings)
 
@@ -30,46 +30,46 @@ class BlendedScheduler(FIFOScheduler):
         self.in_step, self.suspects = [], set()
 
     def add_waiting_request(self, state: Any) -> None:
-        """Take up a request; it is held back if it may reuse chunks."""
+        """Queue a request; it is held back if it may reuse chunks."""
         super().add_waiting_request(state)
         self.prefills.offer(state)
 
     def finish_request(self, request_id: str) -> None:
-        """Let go of the blocks of a request, and of what was known of its chunks."""
+        """Free the blocks of a request, and forget its chunks."""
         super().finish_request(request_id)
         self.suspects.discard(request_id)
         self.prefills.finish(request_id)
 
     def passed(self) -> None:
-        """A step did not fail: who got a token in it is no suspect."""
+        """Note that a step did not fail: a request that has a token of it is no suspect."""
         self.suspects -= {request.state.request_id for request in self.in_step if request.has_new_token}
 
     def unfinished(self) -> list[FutureRequestState]:
-        """What was in the last step and is not over."""
+        """Return the requests of the last step that are not over."""
         alive = {**self.active_requests, **self.waiting_requests}
         return [request for request in self.in_step if request.state.request_id in alive]
 
     def drop(self, request_id: str) -> None:
-        """Let go of a request, wherever it is."""
+        """Remove a request, wherever it is."""
         self.waiting_requests.pop(request_id, None)
         self._cleanup_waiting_queue(set(self.waiting_requests_order) - set(self.waiting_requests))
         self.finish_request(request_id)
 
-    def take_up(self, state: Any) -> None:
-        """Move a request from those that wait to those that are computed."""
+    def activate(self, state: Any) -> None:
+        """Move a request from the queue to those that decode."""
         del self.waiting_requests[state.request_id]
         self._cleanup_waiting_queue({state.request_id})
         self.active_requests[state.request_id] = state
 
     def put_back(self, state: Any, is_suspect: bool = False) -> None:
-        """Have a request computed again, up to the tokens that it has."""
+        """Queue a request again, to be computed up to the tokens that it has."""
         self.drop(state.request_id)
         self.add_waiting_request(state.create_equivalent_initial_request())
         if is_suspect:
             self.suspects.add(state.request_id)
 
     def clear_cancelled_requests(self) -> list[Any]:
-        """Let go of the requests that were cancelled, also of one whose blocks are being filled."""
+        """Remove the requests that were cancelled, also one whose blocks are being filled."""
         with self._cancellation_lock:
             cancelled = set(self._requests_to_cancel)
         self.suspects -= cancelled
@@ -81,31 +81,30 @@ class BlendedScheduler(FIFOScheduler):
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """Choose the requests of the next step, as the base class does.
 
-        After requests had to give up their blocks it lets no new one in until another has finished. If those were all
-        cancelled none ever would, and the engine would wait for ever.
+        After it has taken blocks from requests, the base class admits no new one until another has finished. If all of
+        them were cancelled, none ever would.
         """
         if not self.active_requests:
             self.block_new_requests = False
         batch = super().schedule_batch(token_budget, cache_budget)
         self.in_step = batch[0] or []
-        for tenant in {
-            self._tenant_of(request.state) for request in self.in_step if not request.state.generated_tokens
-        }:
+        prompts = [request.state for request in self.in_step if not request.state.generated_tokens]
+        for tenant in {self._tenant_of(state) for state in prompts}:
             self._rounds.serve(tenant)
         return batch
 
     def may_grow(self) -> bool:
-        """Whether another prompt may take blocks: enough are left for those that decode, or nobody does."""
+        """Return whether another prompt may take blocks: no request decodes, or enough blocks are left for those."""
         return not self.active_requests or bool(self._try_to_meet_safety_margin())
 
     def _process_candidates(self, candidates: list[Any], *budgets: Any) -> Any:
-        """Choose among the requests as the base class does, but one suspect alone, if it has room."""
+        """Choose among the requests as the base class does; a suspect is computed alone, if there is room for it."""
         suspect = [state for state in candidates if state.request_id in self.suspects][:1]
         others = [state for state in candidates if state.request_id not in self.suspects]
         decoding = [state for state in others if state.status == RequestStatus.DECODING]
         prompts = [state for state in others if state.status != RequestStatus.DECODING]
-        choices = [suspect, [*decoding, *self._rounds.order(prompts, self._tenant_of)]]
-        for chosen in [candidates for candidates in choices if candidates] or [[]]:
+        ordered = [*decoding, *self._rounds.order(prompts, self._tenant_of)]
+        for chosen in [suspect, ordered] if suspect and ordered else [suspect or ordered]:
             self.in_step = [FutureRequestState(state, False, {}, 0) for state in chosen]
             batch = super()._process_candidates(chosen, *budgets)
             if batch[0]:

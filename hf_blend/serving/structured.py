@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers that follow a JSON schema, by llguidance.
 
-Of the libraries that install from the package index it is the one whose work is bounded for any schema: an enum of
-20,000 words or a text of up to 10^9 characters takes others seconds of a thread that cannot be stopped.
+Its work is bounded for any schema. Other libraries take seconds, in a thread that cannot be stopped, for an enum of
+20,000 words or a text of up to 10^9 characters.
 """
 
 import json
@@ -24,7 +24,7 @@ WHITE_SPACE = r"[ \n]{0,8}"  # a small model may else write nothing but spaces f
 
 
 class Grammars:
-    """What schemas allow of one tokenizer's tokens."""
+    """Compiles JSON schemas for one tokenizer."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, list(end_tokens)
@@ -32,7 +32,7 @@ class Grammars:
         self._making = new_lock()
 
     def compiled(self, schema: dict[str, Any]) -> Any:
-        """What is allowed, from the first token on; takes seconds where it is called first."""
+        """Return the matcher of a schema; the first call takes seconds."""
         guidance = import_extra(
             "llguidance", extra="structured", wanted_by="response_format, or a tool that is to be called,"
         )
@@ -63,7 +63,7 @@ class Grammars:
 
 
 class Follows(LogitsProcessor):
-    """Leaves the tokens that a grammar allows behind what an answer has."""
+    """A logits processor that leaves the tokens which a grammar allows next."""
 
     def __init__(self, matcher: Any, prompt_tokens: int, end_tokens: Sequence[int]) -> None:
         self._matcher, self._read, self._end_tokens = matcher.deep_copy(), prompt_tokens, list(end_tokens)

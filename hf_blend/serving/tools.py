@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tools: whether a chat template tells the model of them, and the calls in what it answers."""
+"""Tools: whether a chat template writes them, and the calls in an answer."""
 
 import json
 import secrets
@@ -12,7 +12,7 @@ from ..prompt.messages import render
 
 __all__ = ["Parts", "check_rendered"]
 
-HERMES = {  # what models write whose tokenizer does not say how they call: <tool_call>{"name": …}</tool_call>
+HERMES = {  # for tokenizers without a response template: calls are <tool_call>{"name": …}</tool_call>
     "defaults": {"role": "assistant"},
     "start_anchor": "assistant",
     "fields": {
@@ -34,7 +34,7 @@ def check_rendered(
     template: Mapping[str, Any],
     render: Callable[..., str] = render,
 ) -> None:
-    """Refuse what a chat template would leave out without a word."""
+    """Refuse fields of messages, and tools, that a chat template would silently leave out."""
     rows = list[tuple[str, Any, Any]]()
     for name in ("name", "tool_calls"):
         first = next((number for number, message in enumerate(messages) if name in message), None)
@@ -55,7 +55,7 @@ def check_rendered(
 
 
 class Parts:
-    """The parts of an answer as it grows: text, reasoning and calls, each as OpenAI's `delta` has it."""
+    """Cuts an answer, as it grows, into text, reasoning and calls, each as OpenAI's `delta` has it."""
 
     def __init__(self, tokenizer: Any, prompt: str, tools: Sequence[Mapping[str, Any]], is_forced: bool) -> None:
         self._is_forced, self._calls, self._unsent = is_forced, 0, ""
@@ -71,7 +71,7 @@ class Parts:
         return self._calls > 0
 
     def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """What is new."""
+        """Return the new parts."""
         self._unsent += text
         if self._is_forced:  # a call alone, which the grammar wrote
             return self._call_or_text() if is_last else []

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between clients and the server: OpenAI's requests and answers, with `documents` and what was reused.
+"""OpenAI's requests with `documents`, the limits of a server, and its errors.
 
-The models say what is taken, and within which bounds. A field that is not in them is refused by its name.
+The models say which fields are taken, and within which bounds. Another field is refused by its name.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from ..errors import PromptError
+from ..errors import HfBlendError, PromptError
 from .messages import Fields, Ignored, Message, Rows, UnknownField
 
 
@@ -65,7 +65,7 @@ Empty: TypeAlias = Annotated[list[Any], Field(max_length=0)]  # of what is not s
 
 
 class StreamOptions(Fields):
-    """How an answer is streamed."""
+    """`stream_options`."""
 
     include_usage: bool = False
     include_obfuscation: bool = False  # pads what is sent; nothing does here
@@ -110,7 +110,7 @@ class ResponseFormat(Fields):
 
 
 class Generation(Fields):
-    """What both kinds of requests say."""
+    """The fields that chats and completions have in common."""
 
     model: str = ""
     documents: list[Any] = Field([])  # as `prompt.documents` reads them
@@ -139,18 +139,8 @@ class Generation(Fields):
     service_tier: Ignored = None
     store: Ignored = None
 
-    @classmethod
-    def count(cls, body: Mapping[str, Any], limits: Limits) -> None:
-        """Refuse a body with more rows than are taken before any of them is looked at, here or by a proxy."""
-        check_count("documents", _rows(body, "documents"), limits.documents)
-        if (stops := _rows(body, "stop")) > limits.stops:
-            raise FieldError("stop", f"stop has {stops} texts, expected at most {limits.stops}, none empty.")
-        biases = body.get("logit_bias")
-        if isinstance(biases, dict) and len(biases) > MOST_BIASES:
-            raise FieldError("logit_bias", f"logit_bias is of {len(biases)} tokens, expected at most {MOST_BIASES}.")
-
     def bound(self, limits: Limits) -> None:
-        """Refuse more than is taken, here or by a proxy."""
+        """Refuse what is beyond the limits of a server or a proxy."""
         if not all(self.stops):
             raise PromptError(f"stop has {len(self.stops)} texts, expected at most {limits.stops}, none empty.")
         longest = max(map(len, self.stops), default=0)
@@ -162,19 +152,19 @@ class Generation(Fields):
             check_chars("response_format", self.json_form, limits)
 
     def check(self, limits: Limits) -> None:
-        """Refuse more than this server takes, and what contradicts itself."""
+        """Refuse what the server does not take, but vLLM may."""
         self.bound(limits)
         if self.json_form is not None and self.ignore_eos:
             raise PromptError("ignore_eos came with an answer that ends with its JSON. Leave one of both out.")
 
     @property
     def choices(self) -> int:
-        """How many answers are asked for."""
+        """The number of answers."""
         return self.n
 
     @property
     def json_form(self) -> dict[str, Any] | None:
-        """The schema of an answer that is JSON."""
+        """The JSON schema that the answer follows, if any."""
         form = self.response_format
         if form.json_schema is not None:
             return form.json_schema.schema_
@@ -182,17 +172,17 @@ class Generation(Fields):
 
     @property
     def stops(self) -> list[str]:
-        """Where an answer ends."""
+        """The texts that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def new_tokens(self) -> int | None:
-        """Where an answer is cut."""
+        """The most tokens of an answer, if the request says it."""
         return self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
-        """How many tokens are named beside each; None where not even its own log probability is asked for."""
+        """How many of the likeliest tokens to name beside each; None without log probabilities."""
         return None
 
 
@@ -220,19 +210,8 @@ class ChatRequest(Generation):
     prediction: Literal[False] = False
     web_search_options: Literal[False] = False
 
-    @classmethod
-    def count(cls, body: Mapping[str, Any], limits: Limits) -> None:
-        """As above, and messages, their parts, and tools."""
-        super().count(body, limits)
-        check_count("messages", _rows(body, "messages"), limits.messages)
-        check_count("tools", _rows(body, "tools"), limits.tools)
-        messages = body.get("messages")
-        rows = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
-        parts = sum(_rows(row, name) for row in rows for name in ("content", "tool_calls"))
-        check_count("parts of messages and tool calls", parts, limits.parts)
-
     def bound(self, limits: Limits) -> None:
-        """As above, messages that say something, and the schemas of tools."""
+        """Also refuse messages without content, and large schemas of tools."""
         super().bound(limits)
         for number, message in enumerate(self.messages):
             if message.refusal and message.content:
@@ -246,7 +225,7 @@ class ChatRequest(Generation):
         check_chars("tools", [tool.function.parameters for tool in self.tools], limits)
 
     def check(self, limits: Limits) -> None:
-        """As above, and what chats alone have."""
+        """Also refuse fields of chats that contradict each other."""
         super().check(limits)
         names = [tool.function.name for tool in self.tools]
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
@@ -259,12 +238,12 @@ class ChatRequest(Generation):
 
     @property
     def callable(self) -> list[Tool]:
-        """Tools that the model may call."""
+        """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property
     def json_form(self) -> dict[str, Any] | None:
-        """As above; and the schema of a call, where there has to be one."""
+        """The JSON schema of the answer, or of the call if there has to be one."""
         if self.tool_choice in ("none", "auto"):
             return super().json_form
         name = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
@@ -282,12 +261,12 @@ class ChatRequest(Generation):
 
     @property
     def new_tokens(self) -> int | None:
-        """Where an answer is cut."""
+        """The most tokens of an answer, if the request says it."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
-        """As above."""
+        """How many of the likeliest tokens to name beside each; None without log probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 
@@ -305,16 +284,8 @@ class CompletionRequest(Generation):
     echo: Literal[False] = False
     suffix: Literal[""] = ""
 
-    @classmethod
-    def count(cls, body: Mapping[str, Any], limits: Limits) -> None:
-        """As above, and prompts, of which each has an answer at least."""
-        super().count(body, limits)
-        prompts = body.get("prompt")
-        if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
-            check_count("answers", len(prompts), limits.choices)
-
     def bound(self, limits: Limits) -> None:
-        """As above, and the chunks that prompts are cut into."""
+        """Also refuse a prompt without text, or of too many chunks."""
         if not self.prompts:
             raise PromptError("prompt has no text, expected at least one. Send some.")
         super().bound(limits)
@@ -324,20 +295,36 @@ class CompletionRequest(Generation):
 
     @property
     def prompts(self) -> list[str | Ids]:
-        """Each prompt."""
+        """The prompts, also if there is one."""
         prompt = self.prompt
         is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         return [prompt] if is_one else [*prompt]  # type: ignore[list-item]
 
     @property
     def choices(self) -> int:
-        """As above."""
+        """The number of answers."""
         return self.n * len(self.prompts)
 
     @property
     def alternatives(self) -> int | None:
-        """As above."""
+        """How many of the likeliest tokens to name beside each; None without log probabilities."""
         return self.logprobs
+
+
+class ServiceError(HfBlendError, RuntimeError):
+    """The engine could not answer a request; it goes on with others."""
+
+
+class Stopping(HfBlendError):
+    """The server ends, and waits no longer for what is under way."""
+
+
+class Busy(HfBlendError):
+    """More requests are under way than are admitted."""
+
+
+class UnknownModelError(PromptError):
+    """A request names a model that is not served."""
 
 
 class FieldError(PromptError):
@@ -352,7 +339,7 @@ Request = TypeVar("Request", bound=Generation)
 
 
 def read_request(kind: type[Request], body: bytes, limits: Limits) -> tuple[Request, dict[str, Any]]:
-    """The fields of a request, and its body as it came; a `FieldError` where it is none."""
+    """Return the fields of a request, and its body as it came; raises `FieldError` if it is not a valid request."""
     try:
         fields = json.loads(body, parse_constant=_refuse_constant)
     except RecursionError as error:
@@ -361,17 +348,35 @@ def read_request(kind: type[Request], body: bytes, limits: Limits) -> tuple[Requ
         raise FieldError(None, f"the body is no JSON: {error}. Correct it.") from error
     if not isinstance(fields, dict):
         raise FieldError(None, f"the body is {reprlib.repr(fields)}, expected an object of JSON. Send one.")
-    kind.count(fields, limits)
+    _check_counts(fields, limits)
     _check_levels(fields)
     try:
         return kind.model_validate(fields), fields
     except ValidationError as error:
-        rows = error.errors(include_url=False)
-        raise FieldError(*described([{**row, "loc": ("body", *row["loc"])} for row in rows])) from error
+        raise FieldError(*described(error.errors(include_url=False))) from error
+
+
+def _check_counts(body: Mapping[str, Any], limits: Limits) -> None:
+    """Refuse a body with more rows than are taken before any of them is looked at."""
+    lists = {name: value for name, value in body.items() if isinstance(value, list)}
+    for name in ("documents", "messages", "tools"):
+        check_count(name, len(lists.get(name, ())), getattr(limits, name))
+    messages = [message for message in lists.get("messages", ()) if isinstance(message, dict)]
+    contents = [message.get(name) for message in messages for name in ("content", "tool_calls")]
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    check_count("parts of messages and tool calls", parts, limits.parts)
+    if (stops := len(lists.get("stop", ()))) > limits.stops:
+        raise FieldError("stop", f"stop has {stops} texts, expected at most {limits.stops}, none empty.")
+    prompts = lists.get("prompt")
+    if prompts and not isinstance(prompts[0], int):
+        check_count("answers", len(prompts), limits.choices)
+    biases = body.get("logit_bias")
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        raise FieldError("logit_bias", f"logit_bias is of {len(biases)} tokens, expected at most {MOST_BIASES}.")
 
 
 def _check_levels(fields: Any) -> None:
-    """Refuse what is nested deeper than those who read it after us can follow."""
+    """Refuse what is nested too deeply for chat templates and libraries that read it later."""
     level = [fields]
     for _ in range(MOST_LEVELS):
         values = (value for row in level for value in (row.values() if isinstance(row, dict) else row))
@@ -386,8 +391,8 @@ def _refuse_constant(name: str) -> Any:
 
 
 def described(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
-    """The field of the innermost error, what came there, what was expected, and what to do, in a sentence."""
-    first = max(errors, key=lambda error: (_field(error) or "").count("."))
+    """Return the field of the innermost error, and a sentence: what came there, what was expected, and what to do."""
+    first: Any = max(errors, key=lambda error: (_field(error) or "").count("."))
     param = _field(first)
     unknown = first.get("ctx", {}).get("error")
     if isinstance(unknown, UnknownField):
@@ -399,8 +404,6 @@ def described(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
         return f"{param}.type", f"{param}.type is {came!r:.40}, expected one of {tags}. Correct it, or leave it out."
     if first["type"] == "missing":
         return param, f"{param or 'the body'} is missing, expected a value. Send it."
-    if first["type"] == "json_invalid":
-        return param, f"the body is no JSON: {first['msg']}. Correct it."
     own = (error["msg"] for error in errors if _field(error) == param)
     texts = (re.sub("^(Value error, |Input should be )", "", text) for text in own)
     expected, came = " or ".join(dict.fromkeys(texts)), reprlib.repr(first["input"])
@@ -408,15 +411,9 @@ def described(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
 
 
 def _field(error: Mapping[str, Any]) -> str | None:
-    """Where an error is, without the types that were tried there."""
-    names = [str(name) for name in error["loc"][1:] if isinstance(name, int) or not TYPE.fullmatch(name)]
+    """Return the path of the field with an error, without the types that pydantic tried there."""
+    names = [str(name) for name in error["loc"] if isinstance(name, int) or not TYPE.fullmatch(name)]
     return PART.sub(r"\1", ".".join(names)) or None
-
-
-def _rows(body: Mapping[str, Any], name: str) -> int:
-    """How many rows a field has, if it is a list."""
-    value = body.get(name)
-    return len(value) if isinstance(value, list) else 0
 
 
 def check_count(what: str, count: int, most: int) -> None:
@@ -426,19 +423,19 @@ def check_count(what: str, count: int, most: int) -> None:
 
 
 def check_chars(what: str, value: Any, limits: Limits) -> None:
-    """Refuse more JSON than is compiled."""
+    """Refuse a schema that is too long to be compiled."""
     chars = len(json.dumps(value))
     if chars > limits.schema_chars:
         raise PromptError(f"{what} has {chars} characters of JSON, expected at most {limits.schema_chars}. Send less.")
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Return the body of an error as OpenAI's clients read it."""
     error = {"message": _printable(message), "type": kind, "code": code, "param": param and _printable(param)}
     return {"error": error}
 
 
 def _printable(text: str) -> str:
-    """Short enough, and without halves of surrogate pairs, which no body can hold."""
+    """Shorten a text, and escape halves of surrogate pairs, which UTF-8 cannot encode."""
     short = text if len(text) <= MOST_CHARS else f"{text[: MOST_CHARS - 1]}…"
     return short.encode("utf-8", "backslashreplace").decode()

@@ -19,7 +19,7 @@ from hf_blend.evaluation import bundled
 from hf_blend.recipes import DEFAULT
 from hf_blend.serving import heaps, run
 from hf_blend.serving.prompts import text_prompt
-from hf_blend.serving.service import Tenant, Tenants
+from hf_blend.serving.tenants import Tenant, Tenants
 from tests.serving.processes import running
 
 QUESTION = reference_questions()[0]

@@ -21,7 +21,7 @@ from hf_blend.config import BLIND_RATIO, BLIND_SELECTOR, BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, StoreError, UnsupportedModelError
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.recipes import Recipe
-from hf_blend.serving import prefills, upstream
+from hf_blend.serving import prefills, refusals
 from hf_blend.serving.paged import BlendedPagedCache
 from tests.asking import noting, raising
 from tests.conftest import slow_but
@@ -524,17 +524,17 @@ def test_the_blocks_of_an_engine_take_no_memory_before_they_are_used(model, benc
 
 
 def test_each_name_of_transformers_that_is_gone_is_refused_before_anything_runs(model, bench, store, monkeypatch):
-    removed, names = 0, [(name, part) for name, parts in upstream.NAMES.items() for part in parts.split() or [""]]
+    removed, names = 0, [(name, part) for name, parts in refusals.NAMES.items() for part in parts.split() or [""]]
     for name, part in names:
         module, _, owner = name.rpartition(".")
-        home = importlib.import_module(f"{upstream.PACKAGE}.{module}")
+        home = importlib.import_module(f"{refusals.PACKAGE}.{module}")
         where = home if not part else next((one for one in getattr(home, owner).__mro__ if part in vars(one)), None)
         if where is None or not callable(getattr(where, part or owner)):
             continue  # an attribute of instances
         with monkeypatch.context() as patch:
             patch.delattr(where, part or owner)
             with pytest.raises(UnsupportedModelError, match=f"lacks .*{part or owner}"):
-                bench.engine(model, store) if part == "_process_candidates" else upstream.check_names()
+                bench.engine(model, store) if part == "_process_candidates" else refusals.check_names()
         removed += 1
     assert removed > 30
 

@@ -12,7 +12,7 @@ from hf_blend import BlendConfig
 from hf_blend.errors import PromptError
 from hf_blend.integrations.vllm.proxy import Proxy
 from hf_blend.serving.prompts import chat_prompt
-from hf_blend.serving.service import Tenant
+from hf_blend.serving.tenants import Tenant
 from hf_blend.serving.tools import Parts
 from hf_blend.serving.wire import ChatRequest, Limits, read_request
 from tests.chat_templates import TOOLS, small_tokenizer

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from worlds import REFERENCE
 
-from hf_blend.serving.service import Tenant
+from hf_blend.serving.tenants import Tenant
 from hf_blend.serving.wire import Limits
 from tests.serving.doors import CHAT, TEMPLATE, proxying, vllm
 from tests.serving.hostile import FEW, KINDS

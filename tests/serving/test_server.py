@@ -7,7 +7,6 @@ import contextlib
 import gc
 import json
 import random
-import re
 import shutil
 import socket
 import sys
@@ -15,7 +14,6 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest.mock import Mock
 
 import httpx
@@ -35,16 +33,15 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.recipes import Recipe
 from hf_blend.serving import app, service
-from hf_blend.serving.guard import Doors, Guard, Refused
+from hf_blend.serving.guard import Connections, Guard, Refused
 from hf_blend.serving.prompts import chat_prompt, text_prompt
 from hf_blend.serving.run import ServerPlan, make_service, serve
-from hf_blend.serving.service import Tenant, read_tenants
+from hf_blend.serving.tenants import Tenant, read_tenants
 from hf_blend.serving.wire import Limits
 from tests.asking import noting
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 from tests.serving.processes import metrics, running, wait_for
 
-ROOT = Path(__file__).parents[2]
 MODEL = "smollm2"
 KEYS = {"anna": "key-of-anna-0123456789", "bert": "key-of-bert-0123456789"}
 TENANTS = [
@@ -235,18 +232,12 @@ BAD = {
     "no key": ({}, {"authorization": ""}, 401, "invalid_api_key"),
     "wrong key": ({}, {"authorization": "Bearer wrong"}, 401, "invalid_api_key"),
     "no body": (b"", {}, 400, None),
-    "no JSON": (b"{oops", {}, 400, None),
-    "not an object": (b"[1]", {}, 400, None),
     "no prompt": ({"model": MODEL}, {}, 400, None),
-    "wrong temperature": ({"prompt": "a", "temperature": 9}, {}, 400, None),
-    "wrong length": ({"prompt": "a", "max_tokens": 0}, {}, 400, None),
-    "too many stops": ({"prompt": "a", "stop": list("abcde")}, {}, 400, "bad_request"),
     "empty document": ({"prompt": "a", "documents": [""]}, {}, 400, None),
     "too long": ({"prompt": "a " * 5000}, {}, 400, "bad_request"),
     "a token that does not exist": ({"prompt": [5, 10**6]}, {}, 400, "bad_request"),
     "a negative token": ({"prompt": [5, -1]}, {}, 400, "bad_request"),
     "too large": (b"x" * 50_000, {}, 413, "request_too_large"),
-    "deep": (b'{"prompt":' + b"[" * 9000, {}, 400, None),
 }
 
 
@@ -327,24 +318,6 @@ def connect(server):
     return opened, head
 
 
-@pytest.mark.parametrize(
-    ("field", "part", "pause_s", "status"),
-    [
-        ("content-length: 500", b" ", 0.05, 408),
-        ("transfer-encoding: chunked", b"2000\r\n" + b"x" * 0x2000 + b"\r\n", 0, 413),
-    ],
-)
-def test_a_body_that_comes_too_slowly_or_without_an_end_is_sent_away(field, part, pause_s, status, server):
-    opened, head = connect(server)
-    with opened:
-        opened.sendall(f"{head}{field}\r\n\r\n".encode())
-        with contextlib.suppress(OSError):
-            for _ in range(10):
-                opened.sendall(part)
-                time.sleep(pause_s)
-        assert f" {status} ".encode() in opened.recv(1000)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_cancels_its_request(stream, server, no_end):
     opened, head = connect(server)
@@ -355,20 +328,6 @@ def test_a_client_that_goes_away_cancels_its_request(stream, server, no_end):
             assert b"data:" in opened.recv(4000) + opened.recv(4000)
         wait_for(lambda: server.engine.batch_processor.scheduler.active_requests, "the first step")
     check_idle(server)
-
-
-def test_more_requests_than_are_taken_get_429_and_room_is_made_again(server, client, http, no_end):
-    with contextlib.ExitStack() as stack:
-        streams = [
-            stack.enter_context(http.stream("POST", "/v1/completions", json=endless(stream=True))).iter_lines()
-            for _ in range(LIMITS.requests)
-        ]
-        assert all(next(lines).startswith("data:") for lines in streams)
-        with pytest.raises(openai.RateLimitError) as refused:
-            client.completions.create(model=MODEL, prompt="Rolf", max_tokens=2)
-        assert refused.value.response.headers["retry-after"]
-    check_idle(server)
-    assert client.completions.create(model=MODEL, prompt="Rolf", max_tokens=2).usage.completion_tokens == 2
 
 
 def test_a_tenant_has_its_own_limit_and_its_own_store(server, client, no_end):
@@ -390,7 +349,7 @@ def test_a_tenant_has_its_own_limit_and_its_own_store(server, client, no_end):
     check_idle(server)
 
 
-def test_health_and_metrics_say_what_happens(server, http, client, monkeypatch):
+def test_health_and_metrics_say_what_happens(server, client):
     client.completions.create(model=MODEL, prompt="Rolf", temperature=0, max_tokens=3)
     with httpx.Client(base_url=server.url) as anybody:
         assert anybody.get("/health").json() == {"ready": True}
@@ -403,8 +362,6 @@ def test_health_and_metrics_say_what_happens(server, http, client, monkeypatch):
     odd = [name for name in (*KEYS, "tenant", "tier") if name in text]
     assert not odd, "who stores what is nobody else's business"
     assert not [key for key in KEYS.values() if key in text]
-    monkeypatch.setattr(type(server.engine), "stuck_s", server.limits.stuck_s + 1)
-    assert http.get("/health").status_code == 503, "nothing moves"
 
 
 @pytest.mark.skipif(service.TRIM is None, reason="an allocator that is not glibc's gives pages back by itself")
@@ -453,7 +410,7 @@ def test_a_step_that_fails_is_an_error_that_is_counted_also_within_a_stream_and_
 
 
 def test_a_connection_that_sends_no_request_is_cut(server, monkeypatch):
-    doors = Doors(Limits(connections=2, header_s=0.2))
+    doors = Connections(Limits(connections=2, header_s=0.2))
     transports = [Mock(**{"get_extra_info.return_value": ("127.0.0.1", port, 0, 0)}) for port in range(4)]
     are_cut = lambda: [one.abort.called for one in transports]  # noqa: E731
 
@@ -497,19 +454,6 @@ def test_a_server_takes_the_recipe_of_its_model_where_that_asks_no_question(refe
         service.close(0.0)
     rule, ratio = ("boundary", 0.3) if settings["selector"] == "boundary" else (BLIND_SELECTOR, BLIND_RATIO)
     assert found == [(rule, ratio), (rule, 0.4), (BlendConfig.selector, 0.2)]
-
-
-def test_the_limits_are_those_of_the_page():
-    rows = re.findall(r"^\| `(\w+)` \| ([\d.,]+)", (ROOT / "docs" / "serving.md").read_text("utf-8"), re.MULTILINE)
-    assert {name: float(value.replace(",", "")) for name, value in rows} == vars(Limits())
-
-
-def test_an_answer_that_takes_too_long_is_given_up(server, client, monkeypatch, no_end):
-    monkeypatch.setattr(server, "limits", Limits(requests=3, request_s=0.4, new_tokens=700))
-    with pytest.raises(openai.APIStatusError) as given_up:
-        client.completions.create(model=MODEL, prompt="the the", max_tokens=800)
-    assert given_up.value.status_code == 504
-    check_idle(server)
 
 
 def test_a_server_that_is_told_to_stop_answers_what_is_under_way(reference, tmp_path):

@@ -4,8 +4,7 @@
 
 import pytest
 
-from hf_blend.serving.rounds import Rounds
-from hf_blend.serving.turns import Share
+from hf_blend.serving.turns import Rounds, Share
 
 
 def test_who_comes_is_served_before_who_was_served_last_and_behind_who_waits():

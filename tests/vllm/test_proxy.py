@@ -15,7 +15,7 @@ from starlette.routing import Route
 from hf_blend import BlendConfig
 from hf_blend.integrations.vllm.plan import plan_salt, read_params
 from hf_blend.integrations.vllm.proxy import CHAT, COMPLETIONS, Proxy, make_proxy
-from hf_blend.serving.service import Tenant
+from hf_blend.serving.tenants import Tenant
 from hf_blend.serving.wire import Limits
 from tests.chat_templates import CHATML, DOCUMENTS, QUESTION, TOOLS, small_tokenizer
 

@@ -434,7 +434,7 @@ class Stores:
     def __init__(self, own: Mapping[str, Any], memory_bytes: int) -> None:
         self.secrets: dict[str, bytes | None] = {"": None}
         if own["tenants"]:
-            from ...serving.service import read_tenants
+            from ...serving.tenants import read_tenants
 
             self.secrets = {tenant.name: tenant.secret for tenant in read_tenants(Path(own["tenants"]))}
         self._open: dict[str, ChunkStore] = {}

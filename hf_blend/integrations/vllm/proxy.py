@@ -13,10 +13,10 @@ must be out of their reach.
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 from starlette.applications import Starlette
@@ -28,10 +28,19 @@ from starlette.types import Receive, Scope, Send
 from ...config import BlendConfig
 from ...errors import PromptError
 from ...prompt.pieces import TextPrompt
-from ...serving.guard import Guard, PromptWorkers, add_errors, body_of, failed, gone, respond
+from ...serving.guard import (
+    CLIENT_GONE,
+    Guard,
+    PromptWorkers,
+    add_errors,
+    body_of,
+    failed,
+    respond,
+    while_connected,
+)
 from ...serving.pictures import opened_images
 from ...serving.prompts import chat_prompt, check_arguments, check_chat, check_text_prompt, text_prompt
-from ...serving.service import Tenant, Tenants, admitted
+from ...serving.tenants import Tenant, Tenants, admitted
 from ...serving.wire import ChatRequest, Generation, Limits, Message, error_body, read_request
 from .fields import UpstreamChat, UpstreamCompletion
 from .plan import plan_salt
@@ -44,10 +53,7 @@ OURS = ("cache_salt", "kv_transfer_params")  # fields of vLLM that a client does
 UNBOUNDED = httpx.Limits(max_connections=None)  # requests are counted before
 PROBES = httpx.Limits(max_connections=8)  # for vLLM's health, which strangers may ask for, and its models
 PROBE_S, CONNECT_S = 10.0, 10.0
-CLIENT_GONE = 499
 EVENTS = "text/event-stream"
-
-Made = TypeVar("Made")
 
 
 class Proxy:
@@ -140,7 +146,7 @@ class Relay:
             make = partial(self._content, fields, body, tenant)
             del body
             async with asyncio.timeout_at(until):
-                answer = await _while_there(request, self._asked(request, make, stack))
+                answer = await while_connected(request, self._asked(request, make, stack))
             if answer is None:
                 return Response(status_code=CLIENT_GONE)
             kind = answer.headers.get("content-type", "")
@@ -199,18 +205,6 @@ async def _events(request: Request, answer: httpx.Response, until: float) -> Asy
         status, body = failed(error, request.state.id) if isinstance(error, TimeoutError) else _unanswered(error)
         request.state.status = status
         yield f"data: {json.dumps(body)}\n\n".encode()
-
-
-async def _while_there(request: Request, asking: Coroutine[Any, Any, Made]) -> Made | None:
-    """What is made for a request; None if its client went away before."""
-    task, left = asyncio.ensure_future(asking), asyncio.ensure_future(gone(request))
-    try:
-        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for waiting in (task, left):
-            waiting.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
 
 
 def _unanswered(error: Exception) -> tuple[int, dict[str, Any]]:
