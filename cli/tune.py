@@ -86,9 +86,11 @@ def tune(
             raise typer.BadParameter("--quick has its own: leave --prompts, --selector and --ratio out")
         source = open_model(model, device, dtype)
         with ChunkStore.open(store) as opened:
-            got = calibrated(source.load(), source.tokenizer, opened, quiet=json, allow_unverified=allow_unverified)
+            measured = calibrated(
+                source.load(), source.tokenizer, opened, quiet=json, allow_unverified=allow_unverified
+            )
         if json:
-            show({**asdict(got), "is_kept": store != "memory://"}, as_json=True)
+            show({**asdict(measured), "is_kept": store != "memory://"}, as_json=True)
         return
     candidates = tuning.candidates(
         selector or tuning.SELECTORS, ratio or tuning.RATIOS, corrector, allow_unverified=allow_unverified
