@@ -77,7 +77,7 @@ def extensions(name: str) -> list[ModuleType]:
 
 
 def _roots() -> list[Path]:
-    """The folders whose sub-folders are sub-packages; an editable install may have evaluation/ outside of hf_blend/."""
+    """The folders whose sub-folders are sub-packages; some installs have evaluation/ elsewhere."""
     spec = importlib.util.find_spec("hf_blend.evaluation")
     beside = [Path(folder).parent for folder in (spec and spec.submodule_search_locations) or ()]
     return list(dict.fromkeys([*map(Path, sys.modules["hf_blend"].__path__), *beside]))
