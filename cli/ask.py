@@ -95,7 +95,7 @@ def ask(
         ways = asking.methods(config, compare)
         opened.controller = LoadingController(asker.model, opened, config) if controller else None
         for prepared in asks:
-            if compare and (report := asker.answer(prepared.given, config, 1).report):
+            if compare and (report := asker.answer(prepared.request, config, 1).report):
                 printed.reports.append(report)
             printed.begin(prepared)
             replies = [asker.ask(prepared, way, max_new_tokens, printed.stream) for way in ways]

@@ -73,7 +73,7 @@ def inspect(
     limits = FileLimits(file_megabytes, file_seconds)
     questions, read = read_questions(question, documents or [], limits=limits, verbose=verbose)
     source = open_model(model, device, dtype)
-    pieces = prepare(source, questions, read, top_k, chunk_tokens)[0].given
+    pieces = prepare(source, questions, read, top_k, chunk_tokens)[0].request
     with ChunkStore.open(store) as opened:
         inspection = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)
     if png is not None:

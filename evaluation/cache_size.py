@@ -81,7 +81,7 @@ def _layers(config: Any) -> list[LayerSize]:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     kept: list[Any] = DynamicCache(config=config).layers
-    found = []
+    sizes = []
     for index, layer in enumerate(kept):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             if getattr(layer, "is_dummy", False):
@@ -91,8 +91,8 @@ def _layers(config: Any) -> list[LayerSize]:
                 "state, not K and V of tokens, so its size does not follow from the context. Measure it instead."
             )
         window = layer.sliding_window - 1 if layer.is_sliding else None
-        found.append(LayerSize(*_widths(config, index, len(kept)), window))
-    return found
+        sizes.append(LayerSize(*_widths(config, index, len(kept)), window))
+    return sizes
 
 
 def _widths(config: Any, index: int, layers: int) -> tuple[int, int, int, int]:

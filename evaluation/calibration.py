@@ -22,7 +22,7 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.recipes import SETTINGS, Recipe, needs_question
 
 from . import tuning
-from .answering import FULL_REUSE, REUSE, ids_of, request
+from .answering import FULL_REUSE, REUSE, build_request, ids_of
 from .asking import FORCED_TOKENS, Asker, Loss, Question
 from .bundled import handbook_pages
 
@@ -143,8 +143,8 @@ def bundled_prompts(model: nn.Module, tokenizer: Any) -> list[Question]:
         drawn = Random(number).sample([page for page in pages if page is not pages[number - 1]], PAGES - 1)
         for count in range(PAGES, FEWEST_PAGES - 1, -1):
             chunks = Random(number).sample([pages[number - 1], *drawn[: count - 1]], count)
-            given = request(tokenizer, chunks, text, None)
-            tokens = len(ids_of(tokenizer, given)) + FORCED_TOKENS
+            prompt = build_request(tokenizer, chunks, text, None)
+            tokens = len(ids_of(tokenizer, prompt)) + FORCED_TOKENS
             if not isinstance(most, int) or tokens <= most:
                 break
         else:
@@ -152,14 +152,14 @@ def bundled_prompts(model: nn.Module, tokenizer: Any) -> list[Question]:
                 f"the model reads {most:,} tokens, but {FEWEST_PAGES} bundled pages, a question and its answer have "
                 f"{tokens:,}. Tune it on shorter prompts of yours: hf-blend tune --prompts."
             )
-        prompts.append(Question(f"bundled prompt {number}", given))
+        prompts.append(Question(f"bundled prompt {number}", prompt))
     return prompts
 
 
 def _at_charge(asker: Asker, prompt: Question, selector: str, allow_unverified: bool) -> BlendConfig:
     """Set the ratio of a selector so that a prompt is charged `CHARGE`; both grow nearly by as much."""
     config = BlendConfig(RULES[selector], selector, allow_unverified=allow_unverified)
-    report = asker.answer(prompt.given, config, 1).report
+    report = asker.answer(prompt.request, config, 1).report
     charged = report.charged_budget if report else CHARGE
     return replace(config, recompute_ratio=round(max(0.01, config.recompute_ratio + CHARGE - charged), 3))
 

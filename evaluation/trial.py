@@ -120,9 +120,9 @@ def _is_complete(config: EvalConfig, model: str, folder: RunFolder) -> bool:
     """Whether nothing is left to answer, known without loading the model; only where the number is known."""
     if config.limit is None:
         return False
-    wanted = config.limit * len(config.ways())
+    expected = config.limit * len(config.ways())
     counts = [sum(place[:2] == (task, model) for place in folder.lines) for task in config.tasks]
-    return all(count >= wanted for count in counts)
+    return all(count >= expected for count in counts)
 
 
 def load_task(config: EvalConfig, name: str, tokenizer: Any) -> Task:
@@ -182,10 +182,10 @@ class _Bench:
                 lines.append(self._line(name, ratio, sample, outcome, right, time_ms, warm))
         self._folder.add([line for line in lines if place_of(line) not in self._folder.lines])
 
-    def _answered(self, way: EvalMethod, samples: Sequence[Sample], wanted: list[tuple[int, ...]]) -> list[Outcome]:
+    def _answered(self, way: EvalMethod, samples: Sequence[Sample], targets: list[tuple[int, ...]]) -> list[Outcome]:
         if way.answers_together:
-            return way.answer(samples, wanted)
-        return [way.answer([sample], [ids])[0] for sample, ids in zip(samples, wanted, strict=True)]
+            return way.answer(samples, targets)
+        return [way.answer([sample], [ids])[0] for sample, ids in zip(samples, targets, strict=True)]
 
     def _line(
         self,

@@ -21,7 +21,7 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.anatomy import default_sink
 
-from .answering import FULL_PREFILL, FULL_REUSE, REUSE, blend_config, ids_of, request
+from .answering import FULL_PREFILL, FULL_REUSE, REUSE, blend_config, build_request, ids_of
 from .asking import FORCED_TOKENS, Asker, Loss, Question
 from .blending import ways
 from .bundled import handbook_questions
@@ -82,7 +82,7 @@ def bundled_prompts(count: int, seed: int, tokenizer: Any) -> list[Question]:
     for number in range(count):
         row = questions[number % len(questions)]
         pages = Random(f"{seed} {number}").sample(row["chunks"], BUNDLED_PAGES)
-        prompts.append(Question(f"question {number + 1}", request(tokenizer, pages, row["question"], None)))
+        prompts.append(Question(f"question {number + 1}", build_request(tokenizer, pages, row["question"], None)))
     return prompts
 
 
@@ -91,7 +91,7 @@ def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions
     prompts = []
     for row in read_rows(path, (CHUNKS, QUESTION))[:limit]:
         chunks = [chunk if chunk[-1].isspace() else f"{chunk}\n\n" for chunk in row[CHUNKS]]
-        made = request(tokenizer, chunks, row[QUESTION], row.get("prefix"))
+        made = build_request(tokenizer, chunks, row[QUESTION], row.get("prefix"))
         if positions is not None and (tokens := len(ids_of(tokenizer, made)) + ANSWER_TOKENS) > positions:
             raise PromptError(
                 f"row {row['id']!r} of {str(path)!r} has {tokens:,} tokens with its answer, expected at most the "
@@ -116,7 +116,7 @@ def candidates(
 def tune(
     asker: Asker,
     prompts: Sequence[Question],
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     leave: float = LEAVE,
     *,
     unit: Candidate | None = None,
@@ -129,12 +129,12 @@ def tune(
     """
     if len(prompts) < 2:
         raise PromptError(f"got {len(prompts)} prompts, expected 2 or more: one half chooses, the other reports.")
-    if not found:
-        raise ConfigError(f"got {len(found)} candidates, expected 1 or more. Name a selector and a ratio.")
+    if not candidates:
+        raise ConfigError(f"got {len(candidates)} candidates, expected 1 or more. Name a selector and a ratio.")
     shuffled = Random(seed).sample(list(prompts), len(prompts))
     middle = (len(prompts) + 1) // 2
-    reuse = Candidate(FULL_REUSE.name, replace(REUSE, allow_unverified=found[0].config.allow_unverified))
-    ways = [reuse, *found]
+    reuse = Candidate(FULL_REUSE.name, replace(REUSE, allow_unverified=candidates[0].config.allow_unverified))
+    ways = [reuse, *candidates]
     unit, units = unit or reuse, [unit] if unit else []
     losses = _losses(asker, watch(shuffled[:middle], "prompts, choosing"), [*units, *ways], seed)
     points = [_point(way.name, losses[way.name], losses[unit.name]) for way in ways]
@@ -192,22 +192,22 @@ def scored(texts: Sequence[str], prompts: Sequence[Question]) -> dict[str, float
 def _losses(
     asker: Asker,
     prompts: Iterable[Question],
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     seed: int,
     said: dict[str, list[str]] | None = None,
 ) -> dict[str, list[Loss]]:
     """What candidates lose on prompts, by name; their answers go to `said`, if it is given."""
-    losses: dict[str, list[Loss]] = {candidate.name: [] for candidate in found}
+    losses: dict[str, list[Loss]] = {candidate.name: [] for candidate in candidates}
     for prompt in prompts:
-        for candidate in {candidate.config.chunk_prefix_ids: candidate for candidate in found}.values():
+        for candidate in {candidate.config.chunk_prefix_ids: candidate for candidate in candidates}.values():
             asker.store_chunks(prompt, candidate.config)
         full = asker.full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
-        for candidate in Random(f"{seed} {prompt.name}").sample(found, len(found)):
+        for candidate in Random(f"{seed} {prompt.name}").sample(candidates, len(candidates)):
             losses[candidate.name].append(asker.loss(prompt, full, candidate.config))
         if said is not None:
             said.setdefault(FULL_PREFILL.name, []).append(full.text)
-            for candidate in found:
-                own = asker.answer(prompt.given, candidate.config, ANSWER_TOKENS)
+            for candidate in candidates:
+                own = asker.answer(prompt.request, candidate.config, ANSWER_TOKENS)
                 said.setdefault(candidate.name, []).append(own.text)
     return losses
 

@@ -18,7 +18,7 @@ from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.cli.main import main
 from hf_blend.errors import PromptError
 from hf_blend.evaluation import asking
-from hf_blend.evaluation.answering import Turn, request
+from hf_blend.evaluation.answering import Turn, build_request
 from hf_blend.evaluation.asking import Chat
 from hf_blend.evaluation.bundled import handbook_questions, open_model
 from hf_blend.evaluation.retrieving import Piece, Retriever
@@ -129,7 +129,7 @@ def test_an_answer_that_was_cut_is_said_to_be(store, first, run):
 def test_the_kl_is_that_of_two_forced_answers(source, model, monkeypatch):
     tokenizer, chunks = source.tokenizer, ["The light of Skerry is kept by Una Moss.\n\n", "A lantern is dear.\n\n"]
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
-    made = asking.Question("", request(tokenizer, chunks, "Who keeps the light?", None))
+    made = asking.Question("", build_request(tokenizer, chunks, "Who keeps the light?", None))
     ways, opened = asking.methods(BlendConfig(0.15), compare=True), ChunkStore.open("memory://")
     asker = asking.Asker(model, tokenizer, opened)
     replies = [asker.ask(made, way, 12) for way in ways]
@@ -137,7 +137,7 @@ def test_the_kl_is_that_of_two_forced_answers(source, model, monkeypatch):
     full, reused, _ = replies
     ids, prompt = full.answer.ids[:10], full.answer.input_ids
     cache = BlendCache(model, opened, recompute_ratio=0.0, selector="none")
-    inputs = cache.inputs_from_messages(tokenizer, made.given["messages"], made.given["documents"])
+    inputs = cache.inputs_from_messages(tokenizer, made.request["messages"], made.request["documents"])
     with torch.no_grad():
         stock = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
@@ -185,7 +185,7 @@ def test_an_answer_in_any_turn_is_that_of_a_full_prefill_of_the_same_prompt(make
         got = talk.answer(asked)
         ids = got.input_ids[None]
         if template:
-            messages = asked.given["messages"]
+            messages = asked.request["messages"]
             stock = source.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
             assert got.input_ids.tolist() == stock["input_ids"]
             assert [one["content"] for one in messages if one["role"] == "assistant"] == [
