@@ -76,7 +76,7 @@ def tune(
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation import tuning
-    from hf_blend.evaluation.asking import Asker
+    from hf_blend.evaluation.asking import Pipeline
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.model.fingerprint import fingerprint
     from hf_blend.recipes import Recipe
@@ -103,7 +103,7 @@ def tune(
     network = source.load()
     with ChunkStore.open(store) as opened:
         got = tuning.tune(
-            Asker(network, source.tokenizer, opened),
+            Pipeline(network, source.tokenizer, opened),
             sample,
             candidates,
             leave,

@@ -108,7 +108,7 @@ def methods(config: BlendConfig, compare: bool) -> list[Method]:
 
 
 @dataclass(frozen=True)
-class Asker:
+class Pipeline:
     """Asks a model, whose chunks are in a store."""
 
     model: nn.Module
@@ -252,13 +252,12 @@ def prepare(
 class Chat:
     """A conversation."""
 
-    asker: Asker
+    pipeline: Pipeline
     source: ModelSource
     retriever: Retriever
     config: BlendConfig
     system: str | None = None
     max_new_tokens: int = 256
-    is_fixed: bool = False
     turns: list[Turn] = field(default_factory=list)
 
     def prepare(self, question: str) -> Question:
@@ -273,12 +272,10 @@ class Chat:
                     raise
                 del kept[0]
         self.turns = kept
-        if self.is_fixed and not self.turns:
-            self.retriever = Retriever(made.sources)
         return made
 
     def answer(self, question: Question, tell: Callable[[str], None] | None = None) -> Answer:
         """Answer, and remember question and answer."""
-        got = self.asker.answer(question.request, self.config, self.max_new_tokens, tell=tell)
+        got = self.pipeline.answer(question.request, self.config, self.max_new_tokens, tell=tell)
         self.turns.append(Turn(question.name, got.text))
         return got

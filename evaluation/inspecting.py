@@ -9,7 +9,6 @@ the tokens, and the rank correlation of that deviation between neighbouring laye
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig
-from hf_blend.errors import PromptError, import_extra
+from hf_blend.errors import PromptError
 from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.selectors.attention import Attention
 
@@ -142,44 +141,3 @@ def _sparsity(weights: Tensor) -> float:
     ordered = weights.sort(dim=-1, descending=True).values.cumsum(dim=-1)
     needed = (ordered < MASS).sum(dim=-1) + 1
     return float(needed.float().mean()) / weights.shape[-1]
-
-
-def draw(inspection: Inspection, path: Path) -> None:
-    """Draw five panels into a PNG."""
-    figures = import_extra("matplotlib.figure", extra="plot", wanted_by=f"drawing {str(path)!r}")
-    figure = figures.Figure(figsize=(14, 11), layout="constrained")
-    grid = figure.add_gridspec(3, 3)
-    _deviation(figure.add_subplot(grid[0, :]), figure, inspection)
-    _choices(figure.add_subplot(grid[1, :]), inspection)
-    _line(figure.add_subplot(grid[2, 0]), "rank correlation with the layer before", inspection.rank_correlation)
-    _line(figure.add_subplot(grid[2, 1]), "share of keys that holds 90 % of attention", inspection.sparsity)
-    _ratios(figure.add_subplot(grid[2, 2]), inspection)
-    figure.savefig(path, dpi=110)
-
-
-def _deviation(axes: Any, figure: Any, inspection: Inspection) -> None:
-    image = axes.imshow(inspection.deviation, aspect="auto", cmap="magma", interpolation="nearest")
-    axes.set(title="deviation of stored K and V from full prefill", ylabel="layer", xlabel="reusable token")
-    figure.colorbar(image, ax=axes)
-    if len(inspection.tokens) <= 160:
-        axes.set_xticks(
-            range(len(inspection.tokens)), [text.strip() or "⏎" for text in inspection.tokens], rotation=90, size=6
-        )
-
-
-def _choices(axes: Any, inspection: Inspection) -> None:
-    grid = [list(map(float, row)) for row in inspection.chosen.values()]
-    axes.imshow(grid, aspect="auto", cmap="Greys", vmin=0, vmax=1.3)
-    axes.set_yticks(range(len(inspection.chosen)), list(inspection.chosen), size=8)
-    axes.set(title=f"tokens that are taken at a ratio of {inspection.ratio:g}", xlabel="reusable token")
-
-
-def _line(axes: Any, title: str, values: list[Any]) -> None:
-    axes.plot(range(len(values)), [float("nan") if value is None else value for value in values], marker="o")
-    axes.set(title=title, xlabel="layer", ylim=(min(0, axes.get_ylim()[0]), 1.02))
-
-
-def _ratios(axes: Any, inspection: Inspection) -> None:
-    ratios = [float(ratio) for ratio in inspection.attention_deviation]
-    axes.plot(ratios, list(inspection.attention_deviation.values()), marker="o")
-    axes.set(title=f"attention deviation, {inspection.selector}", xlabel="recompute ratio", ylim=(0, None))

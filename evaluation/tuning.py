@@ -22,7 +22,7 @@ from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.anatomy import default_sink
 
 from .answering import FULL_PREFILL, FULL_REUSE, REUSE, blend_config, build_request, ids_of
-from .asking import FORCED_TOKENS, Asker, Loss, Question
+from .asking import FORCED_TOKENS, Loss, Pipeline, Question
 from .blending import ways
 from .bundled import handbook_questions
 from .rows import ANSWERS, CHUNKS, QUESTION, read_rows
@@ -114,7 +114,7 @@ def candidates(
 
 
 def tune(
-    asker: Asker,
+    pipeline: Pipeline,
     prompts: Sequence[Question],
     candidates: Sequence[Candidate],
     leave: float = LEAVE,
@@ -136,14 +136,14 @@ def tune(
     reuse = Candidate(FULL_REUSE.name, replace(REUSE, allow_unverified=candidates[0].config.allow_unverified))
     ways = [reuse, *candidates]
     unit, units = unit or reuse, [unit] if unit else []
-    losses = _losses(asker, watch(shuffled[:middle], "prompts, choosing"), [*units, *ways], seed)
+    losses = _losses(pipeline, watch(shuffled[:middle], "prompts, choosing"), [*units, *ways], seed)
     points = [_point(way.name, losses[way.name], losses[unit.name]) for way in ways]
     points.sort(key=lambda point: point.charged)
     best, leaves_enough = choose(points, leave)
     chosen = next(way for way in ways if way.name == best.candidate)
     others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
     said: dict[str, list[str]] | None = {} if all(prompt.answers for prompt in prompts) else None
-    again = _losses(asker, watch(others, "prompts, reporting"), [*units, *compared], seed, said)
+    again = _losses(pipeline, watch(others, "prompts, reporting"), [*units, *compared], seed, said)
     return Tuning(
         _point(chosen.name, again[chosen.name], again[unit.name]),
         {name: value for name, value in chosen.config.to_dict().items() if name in SETTINGS},
@@ -190,7 +190,7 @@ def scored(texts: Sequence[str], prompts: Sequence[Question]) -> dict[str, float
 
 
 def _losses(
-    asker: Asker,
+    pipeline: Pipeline,
     prompts: Iterable[Question],
     candidates: Sequence[Candidate],
     seed: int,
@@ -200,14 +200,14 @@ def _losses(
     losses: dict[str, list[Loss]] = {candidate.name: [] for candidate in candidates}
     for prompt in prompts:
         for candidate in {candidate.config.chunk_prefix_ids: candidate for candidate in candidates}.values():
-            asker.store_chunks(prompt, candidate.config)
-        full = asker.full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
+            pipeline.store_chunks(prompt, candidate.config)
+        full = pipeline.full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
         for candidate in Random(f"{seed} {prompt.name}").sample(candidates, len(candidates)):
-            losses[candidate.name].append(asker.loss(prompt, full, candidate.config))
+            losses[candidate.name].append(pipeline.loss(prompt, full, candidate.config))
         if said is not None:
             said.setdefault(FULL_PREFILL.name, []).append(full.text)
             for candidate in candidates:
-                own = asker.answer(prompt.request, candidate.config, ANSWER_TOKENS)
+                own = pipeline.answer(prompt.request, candidate.config, ANSWER_TOKENS)
                 said.setdefault(candidate.name, []).append(own.text)
     return losses
 

@@ -91,14 +91,14 @@ def test_a_controller_says_what_it_decided(store, first, monkeypatch, run):
 
 @pytest.mark.slow
 def test_compared_methods_are_timed_in_turns_and_the_median_counts(store, first, monkeypatch):
-    taken, answer = [], asking.Asker.answer
+    taken, answer = [], asking.Pipeline.answer
 
     def timed(asker, given, config, *args):
         name = "full prefill" if config is None else "full reuse" if config.selector == "none" else "blend"
         taken.append((name, 100.0 * len(taken) ** 2))  # the mean is another
         return replace(answer(asker, given, config, *args), ttft_ms=taken[-1][1])
 
-    monkeypatch.setattr(asking.Asker, "answer", timed)
+    monkeypatch.setattr(asking.Pipeline, "answer", timed)
     rows = asked(store, "--compare", "--rounds", "3")["rows"]
     names = [row["method"] for row in rows[:3]]
     assert [name for name, _ in taken[1:10]] == 3 * names, "behind the one that stores the chunks"
@@ -131,7 +131,7 @@ def test_the_kl_is_that_of_two_forced_answers(source, model, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
     made = asking.Question("", build_request(tokenizer, chunks, "Who keeps the light?", None))
     ways, opened = asking.methods(BlendConfig(0.15), compare=True), ChunkStore.open("memory://")
-    asker = asking.Asker(model, tokenizer, opened)
+    asker = asking.Pipeline(model, tokenizer, opened)
     replies = [asker.ask(made, way, 12) for way in ways]
     asker.diverge(made, replies)
     full, reused, _ = replies
@@ -170,7 +170,7 @@ def make(source, model):
         encode = source.tokenizer.encode
         found = [Piece(name, 0, text, tuple(encode(text, add_special_tokens=False))) for name, text in TEXTS.items()]
         source.tokenizer.chat_template = template
-        asker = asking.Asker(model, source.tokenizer, ChunkStore.open("memory://"))
+        asker = asking.Pipeline(model, source.tokenizer, ChunkStore.open("memory://"))
         retriever, config = Retriever(found, top_k), BlendConfig(recompute_ratio=1.0)
         return Chat(asker, source, retriever, config, max_new_tokens=new_tokens, **settings)
 
@@ -218,17 +218,11 @@ def test_documents_are_retrieved_for_each_turn_and_computed_once(make):
     assert third.report.computed_chunks == 0
 
 
-def test_fixed_documents_stay_those_of_the_first_turn(make):
-    talk = make(top_k=1, is_fixed=True)
-    talk.answer(talk.prepare("light?"))
-    assert talk.prepare("Who repairs boats?").source_names == ["a.txt"]
-
-
 def test_what_was_said_is_never_stored(make):
     talk = make()
     for number in range(3):
         talk.answer(talk.prepare(f"Who keeps the light, number {number}?"))
-    assert len(talk.asker.store) <= 1 + len(TEXTS)
+    assert len(talk.pipeline.store) <= 1 + len(TEXTS)
 
 
 def test_the_oldest_turns_leave_when_there_is_no_room(make):

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from hf_blend import BlendCache, PromptError
 from hf_blend.config import BlendConfig
 from hf_blend.evaluation.answering import FULL_PREFILL, INSTRUCTION, Turn, build_request
-from hf_blend.evaluation.asking import Asker, Method, Question
+from hf_blend.evaluation.asking import Method, Pipeline, Question
 from tests.asking import memory
 from tests.chat_templates import (
     ASKED,
@@ -258,7 +258,7 @@ def test_asking_gives_the_answer_of_a_full_prefill_at_ratio_1_and_marks_document
     model, tokenizer = plain
     asked = Question(QUESTION, build_request(tokenizer, [f"{text}\n\n" for text in DOCUMENTS], QUESTION, None))
     ways = (FULL_PREFILL, Method("blend", BlendConfig(1.0)))
-    full, blend = (Asker(model, tokenizer, store).ask(asked, way, 6) for way in ways)
+    full, blend = (Pipeline(model, tokenizer, store).ask(asked, way, 6) for way in ways)
     assert torch.equal(full.answer.input_ids, blend.answer.input_ids)
     assert full.row["answer"] == blend.row["answer"]
     shown = tokenizer.decode(full.answer.input_ids[: len(full.tokens)])

@@ -14,7 +14,7 @@ from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, PluginNotFoundError, PromptError
 from hf_blend.evaluation import tuning
 from hf_blend.evaluation.answering import REUSE
-from hf_blend.evaluation.asking import Answer, Asker, Loss, Question
+from hf_blend.evaluation.asking import Answer, Loss, Pipeline, Question
 from hf_blend.evaluation.summary import share_interval
 from hf_blend.evaluation.tuning import Point, candidates, choose, read_prompts, scored, tune
 from tests.asking import jsonl
@@ -44,7 +44,7 @@ def test_the_interval_of_a_share_is_that_of_paired_sums():
 
 
 class Told:
-    """Stands in for `Asker`: a candidate at ratio r loses 1 - 2r of full reuse's; what was asked is noted."""
+    """Stands in for `Pipeline`: a candidate at ratio r loses 1 - 2r of full reuse's; what was asked is noted."""
 
     def __init__(self):
         self.asked, self.stored = [], []
@@ -123,7 +123,7 @@ def test_too_little_to_choose_from_is_refused():
 
 @pytest.fixture
 def asker(shared_model, tokenizer):
-    return Asker(shared_model(), tokenizer, ChunkStore.open("memory://"))
+    return Pipeline(shared_model(), tokenizer, ChunkStore.open("memory://"))
 
 
 def test_the_loss_is_the_divergence_of_the_answer_that_full_prefill_gives(asker, pieces):

@@ -12,7 +12,7 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.errors import PromptError
 
 from ..answering import FULL_PREFILL, FULL_REUSE, Method, spans_of
-from ..asking import Asker, Question, Reply
+from ..asking import Pipeline, Question, Reply
 from ..documents import unknown_words
 from ..inspecting import Inspector
 from .model_cache import Loaded
@@ -57,10 +57,10 @@ def compare(loaded: Loaded, store: ChunkStore, query: DemoRequest, limits: Limit
     kept = yield from _store(loaded, store, question, state)
     state = replace(state, status="Asking three ways …")
     yield state
-    asker = Asker(loaded.model, loaded.tokenizer, store)
-    report = asker.answer(question.request, methods[-1].config, 1).report
+    pipeline = Pipeline(loaded.model, loaded.tokenizer, store)
+    report = pipeline.answer(question.request, methods[-1].config, 1).report
     for place, method in enumerate(methods):
-        for told in _one(asker, question, (place, method), limits, state):
+        for told in _one(pipeline, question, (place, method), limits, state):
             yield told
         state = told
     said = [_verdict(state), kept, "" if report is None else report.notice, strange]
@@ -71,9 +71,9 @@ def again(
     loaded: Loaded, store: ChunkStore, query: DemoRequest, limits: Limits, state: DemoState
 ) -> Iterator[DemoState]:
     """Answer once more by blending alone, after a slider was moved."""
-    asker = Asker(loaded.model, loaded.tokenizer, store)
+    pipeline = Pipeline(loaded.model, loaded.tokenizer, store)
     which = (len(state.panels) - 1, Method("blend", query.config()))
-    yield from _one(asker, prepare(loaded, query, limits), which, limits, state)
+    yield from _one(pipeline, prepare(loaded, query, limits), which, limits, state)
 
 
 def _store(loaded: Loaded, store: ChunkStore, question: Question, state: DemoState) -> Generator[DemoState, None, str]:
@@ -89,14 +89,14 @@ def _store(loaded: Loaded, store: ChunkStore, question: Question, state: DemoSta
 
 
 def _one(
-    asker: Asker, question: Question, which: tuple[int, Method], limits: Limits, state: DemoState
+    pipeline: Pipeline, question: Question, which: tuple[int, Method], limits: Limits, state: DemoState
 ) -> Iterator[DemoState]:
     """Let one method answer; the state with its panel growing."""
     place, method = which
     text = ""
 
     def run(tell: Callable[[str], None]) -> Reply:
-        return asker.ask(question, method, limits.new_tokens, tell)
+        return pipeline.ask(question, method, limits.new_tokens, tell)
 
     yield _with_panel(state, place, Panel(method.name, "writing"))
     for told in streamed(run):
