@@ -124,8 +124,6 @@ def serve(
     listed = _tenants(tenants, secret_file, api_key)
     blend = blend_config(selector, recompute_ratio=ratio, is_blind=True, allow_unverified=allow_unverified)
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
-    if access_log and not check:
-        _log_requests()
     from hf_blend.serving import run  # after the refusal that names a missing extra
 
     def announce(document: dict[str, Any]) -> None:
@@ -134,6 +132,8 @@ def serve(
 
     if upstream is not None:
         proxy = _proxy(upstream, model, blend, listed, limits)
+        if access_log:
+            _log_requests()
         run.listen(proxy, host, port, on_start=lambda url, _: announce({"url": url, "upstream": upstream}))
         return
     settings = {"allow_unverified": allow_unverified} | ({} if ratio is None else {"recompute_ratio": ratio})
@@ -157,6 +157,8 @@ def serve(
         else:
             announce({"url": url, "model": service.name})
 
+    if access_log and not check:
+        _log_requests()
     run.serve(service, host, port, on_start=started)
     if check and not (answers and answers[0].get("choices")):
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")

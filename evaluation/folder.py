@@ -35,7 +35,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise ConfigError(f"{str(self.path)!r} is a file, but a folder for results is wanted.") from None
+            raise ConfigError(f"{str(self.path)!r} is a file, expected a folder for results.") from None
         try:
             self._lock.acquire()
         except Timeout:

@@ -67,9 +67,9 @@ class EvalConfig:
             if not Path(path).is_file():
                 raise ConfigError(f"the data {path!r} of {task} is no file. Give a JSONL file.")
         if any(not 0 <= ratio <= 1 for ratio in self.ratios):
-            raise ConfigError(f"ratios are {self.ratios}, wanted numbers from 0 to 1.")
+            raise ConfigError(f"ratios are {self.ratios}, expected numbers from 0 to 1.")
         if self.batch < 1 or (self.limit is not None and self.limit < 1):
-            raise ConfigError(f"limit is {self.limit} and batch {self.batch}, wanted 1 or more.")
+            raise ConfigError(f"limit is {self.limit} and batch {self.batch}, expected 1 or more.")
         self.shape()
 
     def open_store(self) -> ChunkStore:

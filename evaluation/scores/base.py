@@ -31,7 +31,7 @@ class Score(ABC):
     def best(self, prediction: str, answers: Sequence[str]) -> float:
         """Score a prediction beside all right answers; the best counts."""
         if isinstance(answers, str) or not answers:
-            raise PromptError(f"the right answers are {answers!r}, but a list of at least one text is wanted.")
+            raise PromptError(f"the right answers are {answers!r}, expected a list of one text or more.")
         if not prediction.strip():
             return float(any(not answer.strip() for answer in answers))
         return max(self.score(prediction, answer) for answer in answers)

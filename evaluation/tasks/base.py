@@ -54,11 +54,10 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.chunk_order not in ORDERS:
-            raise ConfigError(f"chunk_order is {self.chunk_order!r}, wanted one of {', '.join(ORDERS)}.")
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens is {self.chunk_tokens}, wanted 1 or more.")
-        if self.most_chunks is not None and self.most_chunks < 1:
-            raise ConfigError(f"most_chunks is {self.most_chunks}, expected 1 or more.")
+            raise ConfigError(f"chunk_order is {self.chunk_order!r}, expected one of {', '.join(ORDERS)}.")
+        for name in ("chunk_tokens", "most_chunks"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ConfigError(f"{name} is {count}, expected 1 or more.")
 
     def applied(self, sample: Sample) -> Sample:
         """The same sample with its chunks cut and ordered."""
