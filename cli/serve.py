@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .calibrating import Calibrate, calibrate_once, say_recipe
-from .options import REAL, Device, Dtype, Model, Ratio, Store, Unverified, Weights
+from .options import REAL, Device, Dtype, Model, Ratio, Selector, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ AccessLog = Annotated[bool, typer.Option(help="Say a line of each request, with 
 Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it that servers share, such as redis://host.")]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for all who reach this machine.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 is any free one.")]
-Selector = Annotated[str | None, typer.Option(help="Which tokens are recomputed: a method, with its options.")]
 TenantsFile = Annotated[
     Path | None, typer.Option("--tenants", help="JSON file of tenants: name, api_key, secret of each.")
 ]

@@ -12,6 +12,7 @@ import typer
 
 from hf_blend.errors import ConfigError, StoreError
 
+from .options import Store
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "gc", "ls", "pin", "plan", "rm", "stats"]
 
-Store = Annotated[str | None, typer.Option("--store", help="Folder of the store; the default is that of the library.")]
 Namespace = Annotated[str, typer.Option(help="Look at the chunks of this namespace.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Show the newest N only.")]
 Names = Annotated[

@@ -19,7 +19,6 @@ from transformers import Cache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
-from hf_blend.model.anatomy import stock_cache
 from hf_blend.model.placement import input_device
 from hf_blend.prompt.pieces import Prompt, batch
 from hf_blend.prompt.tokenizer import front_ids
@@ -139,15 +138,6 @@ class EvalMethod(ABC):
             arguments = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
             parts.append(self.model(padded[:, :-1], **arguments, use_cache=True).logits.float())
         return [row[: len(ids)] for row, ids in zip(torch.cat(parts, dim=1), targets, strict=True)]
-
-
-class Plain(EvalMethod):
-    """Stock generation over the whole prompt; a method derives from it and says how it begins."""
-
-    def answer(self, samples: Sequence[Sample], targets: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
-        """Prefill everything."""
-        started = time.perf_counter()
-        return self.generate(self.inputs(samples), stock_cache(self.model), targets, started)
 
 
 class Blended(EvalMethod):
