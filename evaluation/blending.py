@@ -49,8 +49,8 @@ def takes_ratio(name: str) -> bool:
     return plain in plugins.describe("selectors")
 
 
-def ways(text: str, ratios: Sequence[float]) -> list[tuple[str, float | None]]:
-    """Every ratio that a method is asked at."""
+def variants(text: str, ratios: Sequence[float]) -> list[tuple[str, float | None]]:
+    """The method of a text with every ratio that it takes: pairs of name and ratio."""
     name, at, ratio = text.rpartition("@")
     if not at:
         return [(text, ratio) for ratio in (ratios if takes_ratio(text) else (None,))]

@@ -96,19 +96,19 @@ def calibrate(
         BlendCache(model, scratch, allow_unverified=allow_unverified)  # or refuses the model
         pipeline, prompts = Pipeline(model, tokenizer, scratch), bundled_prompts(model, tokenizer)
         reuse = replace(REUSE, allow_unverified=allow_unverified)
-        ways = {FULL_REUSE.name: reuse}
+        configs = {FULL_REUSE.name: reuse}
         losses: dict[str, list[Loss]] = {name: [] for name in (FULL_REUSE.name, *RULES)}
         for prompt in watch(prompts, "prompts, calibrating"):
             pipeline.store_chunks(prompt, reuse)
             if prompt is prompts[0]:
-                ways |= {name: _at_charge(pipeline, prompt, name, allow_unverified) for name in RULES}
+                configs |= {name: _at_charge(pipeline, prompt, name, allow_unverified) for name in RULES}
             full = pipeline.full(prompt)
-            for name in Random(prompt.name).sample(list(ways), len(ways)):
-                losses[name].append(pipeline.loss(prompt, full, ways[name]))
+            for name in Random(prompt.name).sample(list(configs), len(configs)):
+                losses[name].append(pipeline.loss(prompt, full, configs[name]))
     points = {name: tuning._point(name, own, losses[FULL_REUSE.name]) for name, own in losses.items()}
     reuse_kl = statistics.fmean(loss.kl for loss in losses[FULL_REUSE.name])
     choice, blind = (choose(points, reuse_kl, is_blind) for is_blind in (False, True))
-    recipe = Recipe(_settings(ways[choice]), said(points, choice, reuse_kl), _settings(ways[blind]))
+    recipe = Recipe(_settings(configs[choice]), said(points, choice, reuse_kl), _settings(configs[blind]))
     store.recipes.put(fingerprint(model), recipe)
     return Calibration(recipe, list(points.values()), reuse_kl)
 

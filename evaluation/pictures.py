@@ -78,7 +78,7 @@ class Eyes:
                 f"the processor made {size} bytes of {len(images)} images, expected at most "
                 f"{self._limits.image_bytes}. Send fewer, or smaller ones."
             )
-        spans = tuple(span for span in prompt.prompt if self._placeholders.isdisjoint(span.token_ids))
+        spans = tuple(span for span in prompt.known if self._placeholders.isdisjoint(span.token_ids))
         opening = prompt.opening if self._placeholders.isdisjoint(prompt.ids[: prompt.opening]) else 0
         return PicturePrompt(prompt.ids, spans, opening, arguments=arguments)
 

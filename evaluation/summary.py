@@ -47,7 +47,7 @@ Line = Mapping[str, Any]
 
 def summarised(settings: Mapping[str, Any], lines: Iterable[Line]) -> dict[str, Any]:
     """Make the table."""
-    groups, rows = _by_way(lines), []
+    groups, rows = _by_variant(lines), []
     for (task, model, method, ratio), answers in groups.items():
         full = groups.get((task, model, FULL, None), {})
         reuse = groups.get((task, model, REUSE, None), {})
@@ -104,11 +104,12 @@ def compared(first: Path, second: Path) -> list[dict[str, Any]]:
     answers = [_answers(first), _answers(second)]
     models = [{line["model"] for line in lines} for lines in answers]
     is_apart = models[0] != models[1] and all(len(names) == 1 for names in models)
-    ways = [_by_way(lines, is_apart) for lines in answers]
+    variants = [_by_variant(lines, is_apart) for lines in answers]
     rows = []
-    for way in ways[0]:
-        pairs = [(line, ways[1][way][name]) for name, line in ways[0][way].items() if name in ways[1].get(way, {})]
-        rows += [_compared_row(way, pairs)] if pairs else []
+    for variant in variants[0]:
+        others = variants[1].get(variant, {})
+        pairs = [(line, others[name]) for name, line in variants[0][variant].items() if name in others]
+        rows += [_compared_row(variant, pairs)] if pairs else []
     if not rows:
         raise ConfigError(
             f"the runs in {str(first)!r} and {str(second)!r} have no answer in common, expected some of the same "
@@ -127,16 +128,16 @@ def _answers(folder: Path) -> Sequence[Line]:
     return lines
 
 
-def _by_way(lines: Iterable[Line], is_apart: bool = False) -> dict[tuple[Any, ...], dict[str, Line]]:
+def _by_variant(lines: Iterable[Line], is_apart: bool = False) -> dict[tuple[Any, ...], dict[str, Line]]:
     groups: dict[tuple[Any, ...], dict[str, Line]] = {}
     for line in lines:
-        way = (line["task"], None if is_apart else line["model"], line["method"], line["ratio"])
-        groups.setdefault(way, {})[line["id"]] = line
+        variant = (line["task"], None if is_apart else line["model"], line["method"], line["ratio"])
+        groups.setdefault(variant, {})[line["id"]] = line
     return groups
 
 
-def _compared_row(way: tuple[Any, ...], pairs: list[tuple[Line, Line]]) -> dict[str, Any]:
-    task, model, method, ratio = way
+def _compared_row(variant: tuple[Any, ...], pairs: list[tuple[Line, Line]]) -> dict[str, Any]:
+    task, model, method, ratio = variant
     gaps = [second["score"] - first["score"] for first, second in pairs]
     low, high = interval(gaps)
     times = [(first.get("ttft_ms"), second.get("ttft_ms")) for first, second in pairs]

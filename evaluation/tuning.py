@@ -23,7 +23,7 @@ from hf_blend.model.anatomy import default_sink
 
 from .answering import FULL_PREFILL, FULL_REUSE, REUSE, blend_config, build_request, ids_of
 from .asking import FORCED_TOKENS, Loss, Pipeline, Question
-from .blending import ways
+from .blending import variants
 from .bundled import handbook_questions
 from .rows import ANSWERS, CHUNKS, QUESTION, read_rows
 from .summary import interval, share_interval
@@ -106,7 +106,7 @@ def candidates(
 ) -> list[Candidate]:
     """Every selector at every ratio, with every corrector."""
     rows = []
-    for name, ratio in (way for text in selectors for way in ways(text, ratios)):
+    for name, ratio in (variant for text in selectors for variant in variants(text, ratios)):
         for corrector in correctors:
             config = blend_config(name, recompute_ratio=ratio, corrector=corrector, **settings)
             rows.append(Candidate(f"{name}@{ratio:g}{f'+{corrector}' * (corrector != 'none')}", config))
@@ -134,13 +134,13 @@ def tune(
     shuffled = Random(seed).sample(list(prompts), len(prompts))
     middle = (len(prompts) + 1) // 2
     reuse = Candidate(FULL_REUSE.name, replace(REUSE, allow_unverified=candidates[0].config.allow_unverified))
-    ways = [reuse, *candidates]
+    contenders = [reuse, *candidates]
     unit, units = unit or reuse, [unit] if unit else []
-    losses = _losses(pipeline, watch(shuffled[:middle], "prompts, choosing"), [*units, *ways], seed)
-    points = [_point(way.name, losses[way.name], losses[unit.name]) for way in ways]
+    losses = _losses(pipeline, watch(shuffled[:middle], "prompts, choosing"), [*units, *contenders], seed)
+    points = [_point(candidate.name, losses[candidate.name], losses[unit.name]) for candidate in contenders]
     points.sort(key=lambda point: point.charged)
     best, leaves_enough = choose(points, leave)
-    chosen = next(way for way in ways if way.name == best.candidate)
+    chosen = next(candidate for candidate in contenders if candidate.name == best.candidate)
     others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
     said: dict[str, list[str]] | None = {} if all(prompt.answers for prompt in prompts) else None
     again = _losses(pipeline, watch(others, "prompts, reporting"), [*units, *compared], seed, said)

@@ -21,7 +21,7 @@ from hf_blend.errors import ConfigError
 from hf_blend.version import __version__
 
 from ..answering import AnswerStreamer, begun, blend_config, ids_of
-from ..blending import ways
+from ..blending import variants
 from ..bundled import open_model
 from ..tuning import read_prompts
 from .shapes import OWN, random_pieces, timed_model
@@ -70,7 +70,7 @@ def measure_break_even(
     plan: TtftPlan, lengths: Sequence[int], methods: Sequence[str], progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """Measure full prefill and selectors, each with @ and a ratio, at lengths of the documents."""
-    chosen = [way for text in methods for way in ways(text, (BlendConfig.recompute_ratio,))]
+    chosen = [variant for text in methods for variant in variants(text, (BlendConfig.recompute_ratio,))]
     configs = {f"{name}@{ratio or 0:g}": blend_config(name, recompute_ratio=ratio or 0.0) for name, ratio in chosen}
     plan, rows = replace(plan, chunks=4, question_tokens=16, decoded_tokens=1), list[dict[str, Any]]()
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
@@ -103,10 +103,10 @@ def _in_turns(
     about: str,
 ) -> dict[str, list[dict[str, Any]]]:
     """Prefill one prompt in full and with every config, in turns; a first round warms up and fills the store."""
-    store, ways = ChunkStore.open("memory://", memory_bytes=64 << 30), {FULL: None, **configs}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    store, all_configs = ChunkStore.open("memory://", memory_bytes=64 << 30), {FULL: None, **configs}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in all_configs}
     for number in range(plan.rounds + 1):
-        for name, config in ways.items():
+        for name, config in all_configs.items():
             if progress:
                 progress(f"{about}round {number} of {plan.rounds}: {name}")
             runs[name].append(run(model, store, request, plan, config, tokenizer))
