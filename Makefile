@@ -44,7 +44,7 @@ docs-site: $(STAMP) ## build docs/ as a site in build/site; a broken link is an 
 
 space: ## lay out build/space, all that a Hugging Face Space needs
 	rm -rf build/space && mkdir -p build/space
-	cp -r app/. hf_blend cli evaluation setup.cfg LICENSE build/space/
+	cp -rL app/. hf_blend setup.cfg LICENSE build/space/
 	find build/space -name __pycache__ -prune -exec rm -r {} +
 
 # One process for each core computes faster than several threads in one; which files lie beside the project is in

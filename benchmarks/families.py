@@ -17,8 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tiny_image_models import KINDS, Arguments, image_arguments, image_types, picture, tiny_image_model
-from tiny_models import NOT_JUDGED, WRONG_CONFIG, refused_by_config, tiny_types
 from torch import Tensor, nn
 
 from hf_blend import BlendCache, ChunkStore, UnsupportedModelError
@@ -26,9 +24,15 @@ from hf_blend.images.encoder import cannot_encode_ahead
 from hf_blend.model.anatomy import full_cache, text_config
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.checks import FAILURES
-from hf_blend.model_names import TINY, load_model
+from hf_blend.model_names import TINY, from_checkout, load_model
 from hf_blend.verify.model_under_test import FLOAT32_LOGITS, attending, distance
 from hf_blend.verify.runner import Verdict, verify
+
+images, models = from_checkout("tiny_image_models"), from_checkout("tiny_models")
+KINDS, image_arguments, image_types = images.KINDS, images.image_arguments, images.image_types
+picture, tiny_image_model = images.picture, images.tiny_image_model
+NOT_JUDGED, WRONG_CONFIG = models.NOT_JUDGED, models.WRONG_CONFIG
+refused_by_config, tiny_types = models.refused_by_config, models.tiny_types
 
 CHECKS = ("layer_0", "moved_chunk", "ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio", "causality", "untouched")
 MOVE = ("whole_shift", "closed_hole")
@@ -207,7 +211,7 @@ def _measured(kind: str, model: nn.Module) -> tuple[str, float]:
     return ("" if worst <= allowed else f"wrong: logits are off by {worst:.2g}, {allowed:.2g} is allowed"), worst
 
 
-def _stock(model: nn.Module, inputs: Arguments) -> Tensor:
+def _stock(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """The last logits of the model alone."""
     logits: Tensor = model(**inputs, past_key_values=full_cache(model), logits_to_keep=1, use_cache=True).logits
     return logits

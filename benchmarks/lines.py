@@ -114,7 +114,8 @@ def count(folder: Path, pattern: str = "**/*.py") -> int:
 def by_room() -> dict[str, int]:
     """Return the lines of each room of the package, and of what is installed beside it."""
     package = ROOT / "hf_blend"
-    folders = sorted(path for path in package.iterdir() if path.is_dir() and any(path.glob("**/*.py")))
+    rooms = [path for path in package.iterdir() if path.is_dir() and path.name not in BESIDE]
+    folders = sorted(path for path in rooms if any(path.glob("**/*.py")))
     found = {"top": count(package, "*.py"), **{path.name: count(path) for path in folders}}
     found["far tiers"] = sum(count(package, name) for name in FAR)
     found["store"] -= found["far tiers"]

@@ -12,7 +12,7 @@ from hf_blend.errors import ConfigError
 from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
-from .calibrating import Calibrate, chosen
+from .calibrating import Calibrate, choose_config
 from .output import Json, humanise, interruptible, marked, say, show
 from .reading import prepare, read_questions
 
@@ -76,38 +76,34 @@ def ask(
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.loading.controller import LoadingController
 
-    settings: dict[str, Any] = {"recompute_ratio": ratio, "allow_unverified": allow_unverified}
-    blend_config(selector, **settings)  # or refuses them, before the weights are read
+    blend_config(selector, recompute_ratio=ratio)  # refuses wrong settings before the weights are read
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
     limits = FileLimits(file_megabytes, file_seconds)
-    typed, read = read_questions(question, documents or [], questions, limits, verbose)
+    texts, corpus = read_questions(question, documents or [], questions, limits, verbose)
     source = open_model(model, device, dtype)
-    printed = _Shown(json, compare, is_listed=questions is not None or not typed)
-    asks: list[Question] = []
-    with (
-        ChunkStore.open(store, partial=partial) as opened,
-        interruptible(lambda: printed.kept(len(asks))),
-    ):
-        asks = prepare(source, typed, read, top_k, chunk_tokens, system, max_new_tokens, opened)
-        asker = asking.Asker(source.load(), source.tokenizer, opened)
-        config = chosen(asker, selector, calibrate=calibrate, **settings)
-        ways = asking.methods(config, compare)
-        opened.controller = LoadingController(asker.model, opened, config) if controller else None
-        for prepared in asks:
-            if compare and (report := asker.answer(prepared.given, config, 1).report):
-                printed.reports.append(report)
-            printed.begin(prepared)
-            replies = [asker.ask(prepared, way, max_new_tokens, printed.stream) for way in ways]
-            printed.end(prepared, replies)
+    printer = _Printer(json, compare, is_listed=questions is not None or not texts)
+    prompts: list[Question] = []
+    with ChunkStore.open(store, partial=partial) as opened, interruptible(lambda: printer.stopped(len(prompts))):
+        prompts = prepare(source, texts, corpus, top_k, chunk_tokens, system, max_new_tokens, opened)
+        pipeline = asking.Pipeline(source.load(), source.tokenizer, opened)
+        config = choose_config(pipeline, selector, ratio, allow_unverified, calibrate)
+        opened.controller = LoadingController(pipeline.model, opened, config) if controller else None
+        for prompt in prompts:
+            if compare and (report := pipeline.answer(prompt.request, config, 1).report):
+                printer.reports.append(report)
+            printer.begin(prompt)
+            methods = asking.methods(config, compare)
+            replies = [pipeline.ask(prompt, method, max_new_tokens, printer.stream) for method in methods]
+            printer.end(prompt, replies)
             if compare:
-                asker.time_again(prepared, replies, rounds)
-                asker.diverge(prepared, replies)
-        printed.result(opened, read.left_out)
+                pipeline.time_again(prompt, replies, rounds)
+                pipeline.diverge(prompt, replies)
+        printer.summarise(opened, corpus.left_out)
 
 
-class _Shown:
-    """What is printed, while answers come and behind them."""
+class _Printer:
+    """Prints answers while they come, and a summary at the end."""
 
     def __init__(self, json: bool, compare: bool, is_listed: bool) -> None:
         self.reports: list[BlendReport] = []
@@ -115,17 +111,17 @@ class _Shown:
         self._json, self._compare, self._is_listed = json, compare, is_listed
 
     def stream(self, text: str) -> None:
-        """Print a part of an answer as it comes."""
+        """Print new text of an answer."""
         if not (self._json or self._compare):
             typer.echo(text, nl=False)
 
     def begin(self, question: "Question") -> None:
-        """Before a question is answered."""
+        """Print the question."""
         if (self._is_listed or self._compare) and not self._json:
             typer.echo(typer.style(question.name, bold=True))
 
     def end(self, question: "Question", replies: "list[Reply]") -> None:
-        """When a question was answered."""
+        """Print what follows the answers to a question: sources, and what was cut or decided."""
         from hf_blend.prefill.report import Advice
 
         self._replies += replies
@@ -145,30 +141,32 @@ class _Shown:
         if sources or self._is_listed:
             typer.echo(sources, nl=self._is_listed)
 
-    def kept(self, count: int) -> str:
-        """What Ctrl-C leaves."""
-        done = sum(report.computed_chunks for report in self.reports)
+    def stopped(self, count: int) -> str:
+        """Say after Ctrl-C how many of the questions are answered, and what is stored."""
+        computed = sum(report.computed_chunks for report in self.reports)
         answered = len({reply.row["question"] for reply in self._replies})
         return (
-            f"{answered} of {count} questions are answered; the {done} chunks computed for them are stored. Run the "
-            "same command again: what is stored is loaded."
+            f"{answered} of {count} questions are answered; the {computed} chunks computed for them are stored. Run "
+            "the same command again: what is stored is loaded."
         )
 
-    def result(self, store: "ChunkStore", left_out: list[dict[str, str]]) -> None:
-        """When all is answered."""
+    def summarise(self, store: "ChunkStore", left_out: list[dict[str, str]]) -> None:
+        """Print the table of a comparison, and what the store holds."""
         sizes = [entry.nbytes for entry in store.entries()]
-        stored = f"the store holds {len(sizes)} chunks, {humanise('nbytes', sum(sizes))}"
-        names = ("computed", "loaded")
-        chunks = {name: sum(getattr(report, f"{name}_chunks") for report in self.reports) for name in names}
+        computed = sum(report.computed_chunks for report in self.reports)
+        loaded = sum(report.loaded_chunks for report in self.reports)
         rows = [reply.row for reply in self._replies]
         if self._json:
+            chunks = {"computed": computed, "loaded": loaded}
             show({"rows": rows, "chunks": chunks, "left_out": left_out}, as_json=True)
             return
         if self._compare:
-            show(_methods(rows), header=True)
-            say(_how(rows))
-        said = "the text before the documents counts as a chunk"
-        say(f"{chunks['loaded']} chunks loaded from the store, {chunks['computed']} computed ({said}); {stored}.")
+            show(_table(rows), header=True)
+            say(_how_measured(rows))
+        say(
+            f"{loaded} chunks loaded from the store, {computed} computed (the text before the documents counts as a "
+            f"chunk); the store holds {len(sizes)} chunks, {humanise('nbytes', sum(sizes))}."
+        )
 
 
 def _show_answers(replies: "list[Reply]") -> None:
@@ -181,8 +179,8 @@ def _show_answers(replies: "list[Reply]") -> None:
         typer.echo(f"Recomputed tokens stand out:\n{marked(tokens)}")
 
 
-def _methods(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each method over all questions."""
+def _table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each method over all questions."""
     times, table = dict[str, float](), list[dict[str, Any]]()
     for name in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == name]
@@ -202,8 +200,8 @@ def _methods(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
-def _how(rows: list[dict[str, Any]]) -> str:
-    """How the table was measured."""
+def _how_measured(rows: list[dict[str, Any]]) -> str:
+    """Say how the table was measured."""
     import torch
 
     from hf_blend.evaluation.asking import FORCED_TOKENS

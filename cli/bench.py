@@ -82,8 +82,8 @@ def ttft(
 
     shape, device = _timed(shape, model, device)
     plan = TtftPlan(
-        shape, chunks, chunk_tokens, question_tokens, (*ratios, *(more or ())), selector, rounds, dtype, device,
-        data=str(data) if data else None, limit=limit or None,
+        shape, chunks, chunk_tokens, question_tokens, (*ratios, *(more or ())), selector or SELECTOR, rounds, dtype,
+        device, data=str(data) if data else None, limit=limit or None,
     )  # fmt: skip
     measured = measure_ttft(plan, progress=say)
     title = f"{plan.shape}, full prefill {measured['full']['ttft_ms']:.0f} ms"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_blend import BlendConfig, ChunkStore
-    from hf_blend.evaluation.asking import Asker
+    from hf_blend.evaluation.asking import Pipeline
     from hf_blend.evaluation.calibration import Calibration
     from hf_blend.recipes import Recipe
 
@@ -55,17 +55,17 @@ def say_recipe(recipe: "Recipe") -> None:
         say(f"What is recomputed: {recipe.source}.")
 
 
-def chosen(
-    asker: "Asker", selector: str | None, *, calibrate: bool = False, recompute_ratio: float | None, **settings: Any
+def choose_config(
+    pipeline: "Pipeline", selector: str | None, ratio: float | None, allow_unverified: bool, calibrate: bool = False
 ) -> "BlendConfig":
-    """Give the config of a command: what its arguments say, and what they leave out from the model's recipe."""
+    """The config of a command: from its options, and from the model's recipe where no selector is named."""
     from hf_blend.evaluation.answering import blend_config
 
     if calibrate:
-        calibrate_once(asker.model, asker.tokenizer, asker.store, **settings)
+        calibrate_once(pipeline.model, pipeline.tokenizer, pipeline.store, allow_unverified)
     if selector is not None:
-        return blend_config(selector, recompute_ratio=recompute_ratio, **settings)
-    recipe = asker.store.recipe(asker.model)
+        return blend_config(selector, recompute_ratio=ratio, allow_unverified=allow_unverified)
+    recipe = pipeline.store.recipe(pipeline.model)
     say_recipe(recipe)
-    ratio = {} if recompute_ratio is None else {"recompute_ratio": recompute_ratio}
-    return recipe.config(is_blind=asker.store.loads_in_part, **ratio, **settings)
+    settings = {} if ratio is None else {"recompute_ratio": ratio}
+    return recipe.config(is_blind=pipeline.store.loads_in_part, allow_unverified=allow_unverified, **settings)

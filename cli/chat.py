@@ -4,7 +4,7 @@
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from hf_blend.errors import PromptError
 from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
-from .calibrating import chosen
+from .calibrating import choose_config
 from .output import Json, say, show
 from .reading import read, say_limits, split
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["chat"]
 
-Fixed = Annotated[bool, typer.Option("--fixed", help="Keep the pieces of the first question for all others.")]
 WORDS = "Ask something. /sources names what the last answer read, /reset forgets the conversation, /quit ends it."
 
 
@@ -30,7 +29,6 @@ def chat(
     model: options.Model = None,
     store: options.Store = None,
     top_k: options.TopK = 8,
-    fixed: Fixed = False,
     ratio: options.Ratio = None,
     selector: options.Selector = None,
     chunk_tokens: options.IndexedTokens = None,
@@ -51,26 +49,25 @@ def chat(
 
     Examples:
         hf-blend chat --store my-chunks
-        hf-blend chat --store my-chunks --fixed --json
+        hf-blend chat --store my-chunks --json
         hf-blend chat notes/ --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation.answering import blend_config
-    from hf_blend.evaluation.asking import Asker, Chat
+    from hf_blend.evaluation.asking import Chat, Pipeline
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.evaluation.retrieving import Retriever
 
-    settings: dict[str, Any] = {"recompute_ratio": ratio, "allow_unverified": allow_unverified}
-    blend_config(selector, **settings)  # or refuses them, before the weights are read
+    blend_config(selector, recompute_ratio=ratio)  # refuses wrong settings before the weights are read
     if "-" in (names := corpus or []):
         raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")
     documents = read(names, FileLimits(file_megabytes, file_seconds), verbose)
     source = open_model(model, device, dtype)
     with ChunkStore.open(store) as opened:
         retriever = Retriever(split(documents, source, chunk_tokens, store=opened), top_k)
-        asker = Asker(source.load(), source.tokenizer, opened)
-        config = chosen(asker, selector, **settings)
-        talk = Chat(asker, source, retriever, config, system, max_new_tokens, fixed)
+        pipeline = Pipeline(source.load(), source.tokenizer, opened)
+        config = choose_config(pipeline, selector, ratio, allow_unverified)
+        talk = Chat(pipeline, source, retriever, config, system, max_new_tokens)
         rows = list(_talk(talk, json))
     if json:
         show({"rows": rows, "left_out": documents.left_out}, as_json=True)

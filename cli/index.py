@@ -13,20 +13,8 @@ import typer
 
 from hf_blend.evaluation.parsing import FileLimits
 
+from . import options
 from .calibrating import Calibrate, calibrate_once, say_recipe
-from .options import (
-    MEGABYTES,
-    SECONDS,
-    ChunkTokens,
-    Corpus,
-    Device,
-    Dtype,
-    FileMegabytes,
-    FileSeconds,
-    Model,
-    Store,
-    Verbose,
-)
 from .output import Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
 from .reading import read, split
 
@@ -48,22 +36,22 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it takes, and 
 
 
 def index(
-    corpus: Corpus = None,
-    model: Model = None,
-    store: Store = None,
+    corpus: options.Corpus = None,
+    model: options.Model = None,
+    store: options.Store = None,
     remote: Remote = None,
     namespace: Namespace = "",
     secret_file: SecretFile = None,
-    chunk_tokens: ChunkTokens = 512,
+    chunk_tokens: options.ChunkTokens = 512,
     shard: ShardOption = None,
     ray: Ray = None,
     calibrate: Calibrate = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    file_megabytes: FileMegabytes = MEGABYTES,
-    file_seconds: FileSeconds = SECONDS,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    file_megabytes: options.FileMegabytes = options.MEGABYTES,
+    file_seconds: options.FileSeconds = options.SECONDS,
     dry_run: DryRun = False,
-    verbose: Verbose = False,
+    verbose: options.Verbose = False,
     json: Json = False,
 ) -> None:
     """Store every chunk of a corpus that is not stored yet; without a corpus, of the bundled handbook.

@@ -3,30 +3,12 @@
 """Look inside one prompt: what is stored, chosen and recomputed."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_blend.evaluation.parsing import FileLimits
-
-from .options import (
-    MEGABYTES,
-    RATIO,
-    SECONDS,
-    ChunkTokens,
-    Device,
-    Documents,
-    Dtype,
-    FileMegabytes,
-    FileSeconds,
-    Model,
-    Place,
-    Question,
-    TopK,
-    Verbose,
-)
-from .output import Json, marked, say, show
+from . import options
+from .output import Json, marked, show
 from .reading import prepare, read_questions
 
 if TYPE_CHECKING:
@@ -36,24 +18,19 @@ __all__ = ["inspect"]
 
 Selectors = Annotated[list[str] | None, typer.Option("--selector", help="A method, with options; may be repeated.")]
 At = Annotated[float, typer.Option("--ratio", min=0.0, max=1.0, help="At which the selectors are compared.")]
-Png = Annotated[Path | None, typer.Option(help="Draw the picture into this file; needs the extra plot.")]
 
 
 def inspect(
-    question: Question = None,
-    documents: Documents = None,
-    model: Model = None,
+    question: options.Question = None,
+    documents: options.Documents = None,
+    model: options.Model = None,
     selector: Selectors = None,
-    ratio: At = RATIO,
-    png: Png = None,
-    top_k: TopK = 8,
-    chunk_tokens: ChunkTokens = 512,
-    store: Place = "memory://",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    file_megabytes: FileMegabytes = MEGABYTES,
-    file_seconds: FileSeconds = SECONDS,
-    verbose: Verbose = False,
+    ratio: At = options.RATIO,
+    top_k: options.TopK = 8,
+    chunk_tokens: options.ChunkTokens = 512,
+    store: options.Place = "memory://",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
     json: Json = False,
 ) -> None:
     """Show, for one prompt, how far stored KV is from that of a full prefill, and what the selectors do about it.
@@ -66,19 +43,15 @@ def inspect(
     from hf_blend import ChunkStore
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import open_model
-    from hf_blend.evaluation.inspecting import Inspector, draw
+    from hf_blend.evaluation.inspecting import Inspector
 
     for name in selector or ():
         blend_config(name)  # refuses what is no selector
-    limits = FileLimits(file_megabytes, file_seconds)
-    questions, read = read_questions(question, documents or [], limits=limits, verbose=verbose)
+    questions, read = read_questions(question, documents or [])
     source = open_model(model, device, dtype)
-    pieces = prepare(source, questions, read, top_k, chunk_tokens)[0].given
+    pieces = prepare(source, questions, read, top_k, chunk_tokens)[0].request
     with ChunkStore.open(store) as opened:
         inspection = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)
-    if png is not None:
-        draw(inspection, png)
-        say(f"drawn into {png}")
     if json:
         show(asdict(inspection) | {"left_out": read.left_out}, as_json=True)
     else:

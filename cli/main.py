@@ -138,8 +138,8 @@ def _add(app: typer.Typer, name: str, line: str) -> None:
         target.command(command, help=text, epilog=epilog)(interruptible(STOPPED)(function))
 
 
-def _versions(wanted: bool) -> None:
-    if wanted:
+def _versions(is_set: bool) -> None:
+    if is_set:
         from .env import versions
 
         typer.echo("\n".join(f"{name} {version}" for name, version in versions().items()).replace("_", "-", 1))

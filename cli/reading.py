@@ -143,12 +143,12 @@ def prepare(
 ) -> "list[Question]":
     """Put each question into a prompt with what is retrieved for it; without any, the bundled questions."""
     from hf_blend.evaluation import asking, bundled
-    from hf_blend.evaluation.answering import request
+    from hf_blend.evaluation.answering import build_request
     from hf_blend.evaluation.retrieving import Retriever
 
     if not questions:
         pages = bundled.handbook_questions()
-        requests = [request(source.tokenizer, page["chunks"], page["question"], system) for page in pages]
+        requests = [build_request(source.tokenizer, page["chunks"], page["question"], system) for page in pages]
         return [asking.Question(page["question"], made) for page, made in zip(pages, requests, strict=True)]
     retriever = Retriever(split(documents, source, chunk_tokens, questions, store), top_k)
     asks = [asking.prepare(source, retriever, question, system, max_new_tokens) for question in questions]

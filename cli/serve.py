@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .calibrating import Calibrate, calibrate_once, say_recipe
-from .options import REAL, Device, Dtype, Model, Ratio, Store, Unverified, Weights
+from .options import REAL, Device, Dtype, Model, Ratio, Selector, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ AccessLog = Annotated[bool, typer.Option(help="Say a line of each request, with 
 Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it that servers share, such as redis://host.")]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for all who reach this machine.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 is any free one.")]
-Selector = Annotated[str | None, typer.Option(help="Which tokens are recomputed: a method, with its options.")]
 TenantsFile = Annotated[
     Path | None, typer.Option("--tenants", help="JSON file of tenants: name, api_key, secret of each.")
 ]
@@ -122,21 +121,27 @@ def serve(
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import open_model
 
-    rows = _tenants(tenants, secret_file, api_key)
+    listed = _tenants(tenants, secret_file, api_key)
     blend = blend_config(selector, recompute_ratio=ratio, is_blind=True, allow_unverified=allow_unverified)
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
+    from hf_blend.serving import run  # after the refusal that names a missing extra
+
+    def announce(document: dict[str, Any]) -> None:
+        show(document, as_json=json)
+        say("Press Ctrl-C to end it.")
+
     if upstream is not None:
-        app = _proxy(upstream, model, blend, rows, limits)
+        proxy = _proxy(upstream, model, blend, listed, limits)
         if access_log:
             _log_requests()
-        _stand_before(app, upstream, host, port, json)
+        run.listen(proxy, host, port, on_start=lambda url, _: announce({"url": url, "upstream": upstream}))
         return
-    settings = {} if ratio is None else {"recompute_ratio": ratio}
+    settings = {"allow_unverified": allow_unverified} | ({} if ratio is None else {"recompute_ratio": ratio})
     plan = {
         "name": served_model_name or _name(model), "location": store, "remote": remote,
-        "secret": read_secret(secret_file), "tenants": rows, "cache_tokens": cache_tokens,
+        "secret": read_secret(secret_file), "tenants": listed, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
-        "blend": blend if selector else {"allow_unverified": allow_unverified, **settings},
+        "blend": blend if selector else settings,
     }  # fmt: skip
     before = partial(calibrate_once, allow_unverified=allow_unverified) if calibrate else None
     service = _service(open_model(model, device, dtype, weights), plan, limits, before)
@@ -147,22 +152,19 @@ def serve(
 
     def started(url: str, stop: Callable[[], None]) -> None:
         if check:
-            asking = (url, stop, service.name, rows[0].api_key if rows else "", json, answers)
-            threading.Thread(target=_ask, args=asking, daemon=True).start()
-            return
-        show({"url": url, "model": service.name}, as_json=json)
-        say("Press Ctrl-C to end it.")
+            arguments = (url, stop, service.name, listed[0].api_key if listed else "", json, answers)
+            threading.Thread(target=_ask, args=arguments, daemon=True).start()
+        else:
+            announce({"url": url, "model": service.name})
 
     if access_log and not check:
         _log_requests()
-    from hf_blend.serving.run import serve as serve_over_http  # behind the words about an extra that is missing
-
-    serve_over_http(service, host, port, on_start=started)
+    run.serve(service, host, port, on_start=started)
     if check and not (answers and answers[0].get("choices")):
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
 
 
-def _proxy(upstream: str, model: str | None, config: Any, rows: "list[Tenant]", limits: dict[str, int]) -> "Guard":
+def _proxy(upstream: str, model: str | None, config: Any, tenants: "list[Tenant]", limits: dict[str, int]) -> "Guard":
     """The application in front of vLLM, which has the model's tokenizer."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -172,18 +174,8 @@ def _proxy(upstream: str, model: str | None, config: Any, rows: "list[Tenant]", 
     if model is None:
         raise typer.BadParameter("--upstream needs --model, as vLLM has it: its tokenizer is used")
     tokens = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
-    return make_proxy(upstream, Proxy(AutoTokenizer.from_pretrained(model), config, rows, Limits(**limits), tokens))
-
-
-def _stand_before(app: "Guard", upstream: str, host: str, port: int, json: bool) -> None:
-    """Serve as a proxy in front of vLLM."""
-    from hf_blend.serving.run import listen
-
-    def started(url: str, stop: Callable[[], None]) -> None:
-        show({"url": url, "upstream": upstream}, as_json=json)
-        say("Press Ctrl-C to end it.")
-
-    listen(app, host, port, on_start=started)
+    proxy = Proxy(AutoTokenizer.from_pretrained(model), config, tenants, Limits(**limits), tokens)
+    return make_proxy(upstream, proxy)
 
 
 def _name(model: str | None) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from hf_blend.errors import ConfigError, StoreError
 
+from .options import Store
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "gc", "ls", "pin", "plan", "rm", "stats"]
 
-Store = Annotated[str | None, typer.Option("--store", help="Folder of the store; the default is that of the library.")]
 Namespace = Annotated[str, typer.Option(help="Look at the chunks of this namespace.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Show the newest N only.")]
 Names = Annotated[
@@ -166,45 +166,41 @@ def ls(
     if not entries and not json:
         say("The store holds no chunks.")
         return
-    rows = _chunk_rows(entries, sources) if chunks else _document_rows(entries, sources)
-    show(rows[:limit], as_json=json, header=True)
-
-
-def _chunk_rows(entries: "list[EntryInfo]", sources: "list[Source]") -> list[dict[str, Any]]:
     names = {digest: source.name for source in sources for digest in source.digests}
-    return [{**asdict(entry), "name": names.get(entry.digest)} for entry in entries]
+    by_chunk = [{**asdict(entry), "name": names.get(entry.digest)} for entry in entries]
+    show((by_chunk if chunks else _document_rows(entries, sources))[:limit], as_json=json, header=True)
 
 
 def _document_rows(entries: "list[EntryInfo]", sources: "list[Source]") -> list[dict[str, Any]]:
-    """A row for each document, the newest first, and one for the chunks of none."""
+    """A row for each document, the newest first, and one for each model's chunks of no document."""
     by_digest = {entry.digest: entry for entry in entries}
+    rows = []
+    for source in sorted(sources, key=lambda source: -source.created):
+        stored = [by_digest[digest] for digest in source.digests if digest in by_digest]
+        missing = len(source.digests) - len(stored)
+        rows.append(_document_row(source.name, source.model, source.fingerprint, stored, missing))
+    models = {source.fingerprint: source.model for source in reversed(sources)}
     in_sources = {digest for source in sources for digest in source.digests}
-    rows = [
-        {
-            "name": source.name,
-            "model": source.model,
-            **_sums([by_digest[digest] for digest in source.digests if digest in by_digest]),
-        }
-        | {
-            "missing_chunks": sum(digest not in by_digest for digest in source.digests),
-            "fingerprint": source.fingerprint,
-        }
-        for source in sorted(sources, key=lambda source: -source.created)
-    ]
-    for fingerprint in dict.fromkeys(entry.fingerprint for entry in entries if entry.digest not in in_sources):
-        rest = [entry for entry in entries if entry.digest not in in_sources and entry.fingerprint == fingerprint]
-        model = next((source.model for source in sources if source.fingerprint == fingerprint), None)
-        rows.append({"name": None, "model": model, **_sums(rest), "missing_chunks": 0, "fingerprint": fingerprint})
+    rest = [entry for entry in entries if entry.digest not in in_sources]
+    for fingerprint in dict.fromkeys(entry.fingerprint for entry in rest):
+        own = [entry for entry in rest if entry.fingerprint == fingerprint]
+        rows.append(_document_row(None, models.get(fingerprint), fingerprint, own, 0))
     return rows
 
 
-def _sums(entries: "list[EntryInfo]") -> dict[str, Any]:
+def _document_row(
+    name: str | None, model: str | None, fingerprint: str, entries: "list[EntryInfo]", missing: int
+) -> dict[str, Any]:
     newest = max((entry.created for entry in entries), default=None)
     return {
+        "name": name,
+        "model": model,
         "chunks": len(entries),
         "tokens": sum(entry.tokens for entry in entries),
         "nbytes": sum(entry.nbytes for entry in entries),
         "age_s": None if newest is None else round(time.time() - newest),
+        "missing_chunks": missing,
+        "fingerprint": fingerprint,
     }
 
 
@@ -269,20 +265,16 @@ def plan(
 def _opened(
     location: str | None, namespace: str, secret_file: Path | None, ttl_s: float | None = None
 ) -> "ChunkStore":
+    """Open a store; a folder that is not there is refused, not made."""
     from hf_blend.store import ChunkStore
 
-    _check_folder(location)
-    settings: dict[str, Any] = {"namespace": namespace, "ttl_s": ttl_s, "secret": read_secret(secret_file)}
-    return ChunkStore.open(location, memory_bytes=0, **settings)
-
-
-def _check_folder(location: str | None) -> None:
-    """Refuse a folder that is not there, instead of making it."""
     if location is not None and "://" not in location and not Path(location).expanduser().is_dir():
         raise StoreError(
             f"there is no store at {location!r}: no such folder. Give the folder that ChunkStore.open was given, or "
             "leave --store out for the default one."
         )
+    secret = read_secret(secret_file)
+    return ChunkStore.open(location, memory_bytes=0, namespace=namespace, ttl_s=ttl_s, secret=secret)
 
 
 def _chosen(store: "ChunkStore", digests: list[str] | None, everything: bool, model: str | None) -> list[str]:
@@ -293,16 +285,15 @@ def _chosen(store: "ChunkStore", digests: list[str] | None, everything: bool, mo
             "or --all; hf-blend store ls shows what there is."
         )
     entries = list(store.entries())
-    if digests:
-        return [_completed(digest, [entry.digest for entry in entries]) for digest in digests]
-    return [entry.digest for entry in entries if everything or entry.fingerprint.startswith(model or "")]
-
-
-def _completed(beginning: str, digests: list[str]) -> str:
-    names = [digest for digest in digests if digest.startswith(beginning)]
-    if len(names) != 1:
-        raise StoreError(
-            f"{len(names)} stored documents or chunks are called {beginning!r}, expected one. hf-blend store ls shows "
-            "the documents, with --chunks also the digests."
-        )
-    return names[0]
+    if not digests:
+        return [entry.digest for entry in entries if everything or entry.fingerprint.startswith(model or "")]
+    chosen = []
+    for beginning in digests:
+        names = [entry.digest for entry in entries if entry.digest.startswith(beginning)]
+        if len(names) != 1:
+            raise StoreError(
+                f"{len(names)} stored documents or chunks are called {beginning!r}, expected one. hf-blend store ls "
+                "shows the documents, with --chunks also the digests."
+            )
+        chosen += names
+    return chosen

@@ -76,7 +76,7 @@ def tune(
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation import tuning
-    from hf_blend.evaluation.asking import Asker
+    from hf_blend.evaluation.asking import Pipeline
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.model.fingerprint import fingerprint
     from hf_blend.recipes import Recipe
@@ -86,9 +86,11 @@ def tune(
             raise typer.BadParameter("--quick has its own: leave --prompts, --selector and --ratio out")
         source = open_model(model, device, dtype)
         with ChunkStore.open(store) as opened:
-            got = calibrated(source.load(), source.tokenizer, opened, quiet=json, allow_unverified=allow_unverified)
+            measured = calibrated(
+                source.load(), source.tokenizer, opened, quiet=json, allow_unverified=allow_unverified
+            )
         if json:
-            show({**asdict(got), "is_kept": store != "memory://"}, as_json=True)
+            show({**asdict(measured), "is_kept": store != "memory://"}, as_json=True)
         return
     candidates = tuning.candidates(
         selector or tuning.SELECTORS, ratio or tuning.RATIOS, corrector, allow_unverified=allow_unverified
@@ -101,7 +103,7 @@ def tune(
     network = source.load()
     with ChunkStore.open(store) as opened:
         got = tuning.tune(
-            Asker(network, source.tokenizer, opened),
+            Pipeline(network, source.tokenizer, opened),
             sample,
             candidates,
             leave,

@@ -30,7 +30,7 @@ class Turn:
     answer: str
 
 
-def request(
+def build_request(
     tokenizer: Any, chunks: Sequence[Any], question: str, system: str | None, history: Sequence[Turn] = ()
 ) -> dict[str, Any]:
     """Put a question and its chunks into the model's own form of a prompt.
@@ -39,8 +39,8 @@ def request(
     """
     if not getattr(tokenizer, "chat_template", None):
         said = "".join(f"Question: {turn.question}\nAnswer: {turn.answer}\n" for turn in history)
-        asked = f"{said}Question: {question}\nAnswer:" if history else question
-        return {"prefix": system or None, "chunks": list(chunks), "question": asked}
+        question_text = f"{said}Question: {question}\nAnswer:" if history else question
+        return {"prefix": system or None, "chunks": list(chunks), "question": question_text}
     texts = [chunk if isinstance(chunk, str) else tokenizer.decode(chunk) for chunk in chunks]
     told = INSTRUCTION if system is None else system
     has_system = bool(told) and _has_system_role(tokenizer, told)
@@ -48,41 +48,41 @@ def request(
     content = f"{''.join(texts).rstrip()}\n\nQuestion: {questions[0]}"
     messages = [{"role": "system", "content": told}] if has_system else []
     messages.append({"role": "user", "content": f"{told}\n\n{content}" if told and not has_system else content})
-    for turn, asked in zip(history, questions[1:], strict=True):
+    for turn, question_text in zip(history, questions[1:], strict=True):
         messages.append({"role": "assistant", "content": turn.answer})
-        messages.append({"role": "user", "content": asked})
+        messages.append({"role": "user", "content": question_text})
     return {"messages": messages, "documents": [text for text in texts if text.strip()]}
 
 
-def inputs_of(cache: BlendCache, tokenizer: Any, given: dict[str, Any]) -> BatchEncoding:
+def inputs_of(cache: BlendCache, tokenizer: Any, request: dict[str, Any]) -> BatchEncoding:
     """Arguments of `generate` for a request, as `request` gives it."""
-    make = cache.inputs_from_messages if "messages" in given else cache.inputs
-    return make(tokenizer, **given)
+    make = cache.inputs_from_messages if "messages" in request else cache.inputs
+    return make(tokenizer, **request)
 
 
 def begun(
-    model: nn.Module, tokenizer: Any, store: ChunkStore, given: dict[str, Any], config: BlendConfig | None
+    model: nn.Module, tokenizer: Any, store: ChunkStore, request: dict[str, Any], config: BlendConfig | None
 ) -> tuple[BlendCache | None, Any]:
     """The cache and the ids that `generate` answers a request with; no cache, for a full prefill, without a config."""
     if config is None:
-        ids = torch.tensor([ids_of(tokenizer, given)], device=input_device(model))
+        ids = torch.tensor([ids_of(tokenizer, request)], device=input_device(model))
         return None, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     cache = BlendCache(model, store, config)
-    return cache, inputs_of(cache, tokenizer, given)
+    return cache, inputs_of(cache, tokenizer, request)
 
 
-def ids_of(tokenizer: Any, given: dict[str, Any]) -> list[int]:
+def ids_of(tokenizer: Any, request: dict[str, Any]) -> list[int]:
     """Token ids of a request; those that `inputs_of` gives too."""
-    if "messages" in given:
-        return list(build_messages(tokenizer, given["messages"], (), {}).ids)
-    return list(build(tokenizer, given.get("prefix"), given["chunks"], given["question"]).ids)
+    if "messages" in request:
+        return list(build_messages(tokenizer, request["messages"], (), {}).ids)
+    return list(build(tokenizer, request.get("prefix"), request["chunks"], request["question"]).ids)
 
 
-def spans_of(tokenizer: Any, given: dict[str, Any]) -> list[Span]:
+def spans_of(tokenizer: Any, request: dict[str, Any]) -> list[Span]:
     """Where the chunks of a request are, from left to right."""
-    if "messages" in given:
-        return build_messages(tokenizer, given["messages"], given["documents"], {}).spans()
-    return build(tokenizer, given.get("prefix"), given["chunks"], given["question"]).spans()
+    if "messages" in request:
+        return build_messages(tokenizer, request["messages"], request["documents"], {}).spans()
+    return build(tokenizer, request.get("prefix"), request["chunks"], request["question"]).spans()
 
 
 def _has_system_role(tokenizer: Any, told: str) -> bool:
@@ -115,12 +115,12 @@ def blend_config(
         settings["recompute_ratio"] = recompute_ratio
     if selector is None:
         return default_config(is_blind=is_blind, **settings)
-    name, given = _named("selectors", selector)
-    if "check_layers" in given:
-        settings["check_layers"] = tuple(_layer(part) for part in given.pop("check_layers").split("+"))
+    name, options = _named("selectors", selector)
+    if "check_layers" in options:
+        settings["check_layers"] = tuple(_layer(layer) for layer in options.pop("check_layers").split("+"))
     if "corrector" in settings:
         settings["corrector"], settings["corrector_options"] = _named("correctors", settings["corrector"])
-    return BlendConfig(selector=name, selector_options=given, **settings)
+    return BlendConfig(selector=name, selector_options=options, **settings)
 
 
 def _named(kind: str, text: str) -> tuple[str, dict[str, str]]:
@@ -145,7 +145,7 @@ def divergence(logits: Tensor, full: Tensor) -> Tensor:
 
     Shapes: `[tokens, vocabulary]` → `[tokens]`.
     """
-    got, expected = (part.double().log_softmax(-1) for part in (logits, full))
+    got, expected = (values.double().log_softmax(-1) for values in (logits, full))
     each = nn.functional.kl_div(got, expected, reduction="none", log_target=True)
     return each.masked_fill(expected.isneginf(), 0.0).sum(-1).clamp(min=0)  # of what full prefill never says, nothing
 

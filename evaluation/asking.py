@@ -30,10 +30,10 @@ from .answering import (
     Method,
     Turn,
     begun,
+    build_request,
     divergence,
     ends_of,
     ids_of,
-    request,
     spans_of,
 )  # fmt: skip
 from .bundled import ModelSource
@@ -53,7 +53,7 @@ class Question:
     """A question with its documents: `given` is the request that `answering.request` makes of them."""
 
     name: str
-    given: dict[str, Any]
+    request: dict[str, Any]
     answers: tuple[str, ...] = ()
     sources: tuple[Piece, ...] = ()
     squeezed_out: int = 0
@@ -109,7 +109,7 @@ def methods(config: BlendConfig, compare: bool) -> list[Method]:
 
 
 @dataclass(frozen=True)
-class Asker:
+class Pipeline:
     """Asks a model, whose chunks are in a store."""
 
     model: nn.Module
@@ -118,7 +118,7 @@ class Asker:
 
     def answer(
         self,
-        given: dict[str, Any],
+        request: dict[str, Any],
         config: BlendConfig | None,
         max_new_tokens: int,
         first_logits: int = 0,
@@ -126,10 +126,10 @@ class Asker:
     ) -> Answer:
         """Answer a request greedily, by a full prefill if there is no config; with the logits of its first tokens."""
         streamer = AnswerStreamer(self.tokenizer, tell)
-        cache, inputs = begun(self.model, self.tokenizer, self.store, given, config)
+        cache, inputs = begun(self.model, self.tokenizer, self.store, request, config)
         output = self.model.generate(
-            **inputs, **cache_argument(self.model, cache), streamer=streamer, do_sample=False, max_new_tokens=max_new_tokens,
-            return_dict_in_generate=True, output_logits=first_logits > 0,
+            **inputs, **cache_argument(self.model, cache), streamer=streamer, do_sample=False,
+            max_new_tokens=max_new_tokens, return_dict_in_generate=True, output_logits=first_logits > 0,
         )  # fmt: skip
         prompt = inputs["input_ids"][0]
         ids = output.sequences[0, len(prompt) :].cpu()
@@ -143,7 +143,7 @@ class Asker:
     ) -> Reply:
         """Answer one question by one method."""
         kept = FORCED_TOKENS if method.config is None else 0
-        got = self.answer(question.given, method.config, max_new_tokens, kept, tell)
+        got = self.answer(question.request, method.config, max_new_tokens, kept, tell)
         row: dict[str, Any] = {
             "method": method.name,
             "question": question.name,
@@ -151,7 +151,7 @@ class Asker:
             "is_cut": got.is_cut,
             "ttft_ms": got.ttft_ms,
             "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
-            "sources": [{"name": one.name, "start": one.start, "stop": one.stop} for one in question.sources],
+            "sources": [{"name": piece.name, "start": piece.start, "stop": piece.stop} for piece in question.sources],
         }
         if self.store.loads_in_part:
             partial = (got.report and got.report.partial) or {}
@@ -159,7 +159,7 @@ class Asker:
         if got.report and got.report.advice:
             row["advice"] = got.report.advice
         chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
-        end = max((span.stop for span in spans_of(self.tokenizer, question.given)), default=0)
+        end = max((span.stop for span in spans_of(self.tokenizer, question.request)), default=0)
         ids = got.input_ids.tolist()[:end]
         tokens = [(self.tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids)]
         return Reply(method, row, tokens, got)
@@ -170,7 +170,7 @@ class Asker:
             reply.row["rounds_ms"] = [reply.row["ttft_ms"]]
         for _ in range(rounds - 1):
             for reply in replies:
-                reply.row["rounds_ms"].append(self.answer(question.given, reply.method.config, 1).ttft_ms)
+                reply.row["rounds_ms"].append(self.answer(question.request, reply.method.config, 1).ttft_ms)
         for reply in replies:
             reply.row["ttft_ms"] = statistics.median(reply.row["rounds_ms"])
 
@@ -189,12 +189,12 @@ class Asker:
 
     def full(self, question: Question, max_new_tokens: int = FORCED_TOKENS) -> Answer:
         """Answer by a full prefill, with the logits that `loss` compares."""
-        return self.answer(question.given, None, max_new_tokens, FORCED_TOKENS)
+        return self.answer(question.request, None, max_new_tokens, FORCED_TOKENS)
 
     def store_chunks(self, question: Question, config: BlendConfig) -> None:
         """Compute the chunks of a prompt that the store lacks, as a config captures them; not timed."""
         self.answer(
-            question.given,
+            question.request,
             replace(REUSE, chunk_prefix_ids=config.chunk_prefix_ids, allow_unverified=config.allow_unverified),
             1,
         )
@@ -202,7 +202,7 @@ class Asker:
     @torch.no_grad()
     def loss(self, question: Question, full: Answer, config: BlendConfig) -> Loss:
         """Blend a prompt and force full prefill's answer on it: the KL divergence of the next tokens, and the time."""
-        got = self.answer(question.given, config, 1, 1)
+        got = self.answer(question.request, config, 1, 1)
         report, forced = got.report, full.ids[: len(full.logits) - 1]
         if report is None or report.fallback_reason or not report.reusable_tokens:
             why = (report and report.fallback_reason) or "no token of it is reusable. Two chunks or more are expected"
@@ -214,10 +214,9 @@ class Asker:
             )
         logits = got.logits
         if len(forced):
-            given = forced[None].to(input_device(self.model))
-            logits = torch.cat(
-                [logits, self.model(given, **cache_argument(self.model, got.cache)).logits[0].float().cpu()]
-            )
+            answer_ids = forced[None].to(input_device(self.model))
+            more = self.model(answer_ids, **cache_argument(self.model, got.cache)).logits[0]
+            logits = torch.cat([logits, more.float().cpu()])
         kl = divergence(logits, full.logits)
         return Loss(float(kl.mean()), float(kl[0]), report.charged_budget, got.ttft_ms / full.ttft_ms)
 
@@ -234,7 +233,7 @@ def prepare(
     searched = " ".join([*(turn.question for turn in history[-SEARCHED_TURNS:]), question])
     ranked = retriever.rank(searched)
     tokenizer = source.tokenizer
-    rest = len(ids_of(tokenizer, request(tokenizer, [STUB], question, system, history)))
+    rest = len(ids_of(tokenizer, build_request(tokenizer, [STUB], question, system, history)))
     room = math.inf if source.positions is None else source.positions - rest - max_new_tokens
     taken: list[Piece] = []
     for piece in ranked:
@@ -247,7 +246,7 @@ def prepare(
             f"tokens do not fit into the model's {source.positions} positions. Take smaller --chunk-tokens or "
             "--max-new-tokens, or a model that reads more."
         )
-    made = request(tokenizer, [piece.prompt_text for piece in taken], question, system, history)
+    made = build_request(tokenizer, [piece.prompt_text for piece in taken], question, system, history)
     return Question(question, made, sources=tuple(taken), squeezed_out=len(ranked) - len(taken))
 
 
@@ -255,13 +254,12 @@ def prepare(
 class Chat:
     """A conversation."""
 
-    asker: Asker
+    pipeline: Pipeline
     source: ModelSource
     retriever: Retriever
     config: BlendConfig
     system: str | None = None
     max_new_tokens: int = 256
-    is_fixed: bool = False
     turns: list[Turn] = field(default_factory=list)
 
     def prepare(self, question: str) -> Question:
@@ -276,12 +274,10 @@ class Chat:
                     raise
                 del kept[0]
         self.turns = kept
-        if self.is_fixed and not self.turns:
-            self.retriever = Retriever(made.sources)
         return made
 
     def answer(self, question: Question, tell: Callable[[str], None] | None = None) -> Answer:
         """Answer, and remember question and answer."""
-        got = self.asker.answer(question.given, self.config, self.max_new_tokens, tell=tell)
+        got = self.pipeline.answer(question.request, self.config, self.max_new_tokens, tell=tell)
         self.turns.append(Turn(question.name, got.text))
         return got

@@ -18,8 +18,8 @@ WITHOUT_RATIO = ("none", "full", "explicit")  # selectors that are no methods of
 class Blending(Blended):
     """A selector at a ratio; options may stand behind its name, such as `kv-deviation:on=k`."""
 
-    def __init__(self, selector: str, ratio: float, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, selector: str, ratio: float, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.config = blend_config(selector, recompute_ratio=ratio)
 
 
@@ -49,11 +49,11 @@ def takes_ratio(name: str) -> bool:
     return plain in plugins.describe("selectors")
 
 
-def ways(text: str, ratios: Sequence[float]) -> list[tuple[str, float | None]]:
-    """Every ratio that a method is asked at."""
+def variants(text: str, ratios: Sequence[float]) -> list[tuple[str, float | None]]:
+    """The method of a text with every ratio that it takes: pairs of name and ratio."""
     name, at, ratio = text.rpartition("@")
     if not at:
-        return [(text, one) for one in (ratios if takes_ratio(text) else (None,))]
+        return [(text, ratio) for ratio in (ratios if takes_ratio(text) else (None,))]
     try:
         own = float(ratio)
     except ValueError:
@@ -63,9 +63,9 @@ def ways(text: str, ratios: Sequence[float]) -> list[tuple[str, float | None]]:
     return [(name, own)]
 
 
-def make_method(name: str, ratio: float | None, *given: Any) -> EvalMethod:
+def make_method(name: str, ratio: float | None, *arguments: Any) -> EvalMethod:
     """Make a method ready."""
     if takes_ratio(name):
-        return Blending(name, 0.0 if ratio is None else ratio, *given)
-    made: EvalMethod = plugins.load("evaluation.methods", name)(*given)
+        return Blending(name, 0.0 if ratio is None else ratio, *arguments)
+    made: EvalMethod = plugins.load("evaluation.methods", name)(*arguments)
     return made

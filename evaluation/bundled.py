@@ -51,17 +51,17 @@ class ModelSource:
     def positions(self) -> int | None:
         """How many tokens a prompt and its answer may have together; None if there is no limit, or none is known."""
         config = self.config.get_text_config(decoder=True)
-        found = getattr(config, "max_position_embeddings", None)
-        return found if isinstance(found, int) and not stretches(config) else None
+        positions = getattr(config, "max_position_embeddings", None)
+        return positions if isinstance(positions, int) and not stretches(config) else None
 
     def load(self) -> nn.Module:
         """Read the weights."""
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         kind = AutoModelForImageTextToText if _reads_images(self.config) else AutoModelForCausalLM
-        given = {"dtype": self.dtype, "local_files_only": self.is_local_only, **self.quantised}
+        options = {"dtype": self.dtype, "local_files_only": self.is_local_only, **self.quantised}
         try:
-            model: nn.Module = kind.from_pretrained(self.folder, **given)
+            model: nn.Module = kind.from_pretrained(self.folder, **options)
         except (OSError, ValueError) as error:
             raise _unreadable(self.name, "weights", error) from error
         return (model if self.quantised else model.to(self.device)).eval()
@@ -112,22 +112,22 @@ def choose_device(name: str = AUTO) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
-        found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
         raise ConfigError(
             f"the device {name!r} cannot be used: {first_line(error)} Give auto, or one of those found here: "
-            f"{', '.join(found)}."
+            f"{', '.join(devices)}."
         ) from error
     return device
 
 
-def choose_dtype(name: str = AUTO, known: Sequence[str] = (AUTO, *DTYPES)) -> torch.dtype | str:
+def choose_dtype(name: str = AUTO, names: Sequence[str] = (AUTO, *DTYPES)) -> torch.dtype | str:
     """Find a dtype by its name."""
-    if name not in known:
-        raise ConfigError(f"no dtype named {name!r}. {suggest(name, known)}")
+    if name not in names:
+        raise ConfigError(f"no dtype named {name!r}. {suggest(name, names)}")
     if name == AUTO:
         return AUTO
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _quantised(weights: str, config: Any, name: str, device: torch.device, dtype: torch.dtype | str) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _tokenizer(folder: str, name: str | None, config: Any, is_local_only: bool) 
         why = "" if os.path.isdir(folder) else f"{first_line(error)} "  # of a folder it says nothing that helps
         raise _without_tokenizer(folder, name, why) from error
     names = {"tokenizer.json", *getattr(tokenizer, "vocab_files_names", {}).values()}
-    if os.path.isdir(folder) and not any(Path(folder, one).exists() for one in names):
+    if os.path.isdir(folder) and not any(Path(folder, file).exists() for file in names):
         raise _without_tokenizer(folder, name, f"None of {', '.join(sorted(names))} is there. ")
     vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if isinstance(vocabulary, int) and tokenizer.vocab_size > vocabulary:

@@ -33,15 +33,9 @@ class LayerSize:
         """How many of `context` tokens are kept."""
         return context if self.window_tokens is None else min(context, self.window_tokens)
 
-    @property
-    def token_width(self) -> int:
-        """Numbers that one token takes."""
-        return self.kv_heads * (self.key_width + self.value_width)
-
-    @property
-    def ungrouped_width(self) -> int:
-        """Numbers that it would take if every query head had keys and values of its own."""
-        return self.query_heads * (self.key_width + self.value_width)
+    def width(self, heads: int) -> int:
+        """Numbers that one token takes with so many heads of keys and values."""
+        return heads * (self.key_width + self.value_width)
 
 
 @dataclass(frozen=True)
@@ -60,18 +54,18 @@ class CacheSize:
 def cache_size(config: Any, *, context_tokens: int, batch: int = 1, dtype: torch.dtype | None = None) -> CacheSize:
     """Compute the size of a cache."""
     if context_tokens < 1 or batch < 1:
-        raise ConfigError(f"context is {context_tokens} and batch {batch}, but numbers from 1 on are wanted.")
+        raise ConfigError(f"context is {context_tokens} and batch {batch}, expected numbers from 1 on.")
     text = config.get_text_config(decoder=True)
     dtype = dtype or getattr(text, "dtype", None) or torch.float32
     kept = [(layer, layer.tokens(context_tokens)) for layer in _layers(text)]
-    width, each = sum(layer.token_width for layer, _ in kept), batch * dtype.itemsize
+    width, each = sum(layer.width(layer.kv_heads) for layer, _ in kept), batch * dtype.itemsize
     return CacheSize(
         num_layers=len(kept),
         dtype=dtype,
         bytes_per_token=dtype.itemsize * width,
-        nbytes=each * sum(layer.token_width * tokens for layer, tokens in kept),
+        nbytes=each * sum(layer.width(layer.kv_heads) * tokens for layer, tokens in kept),
         without_windows_nbytes=each * width * context_tokens,
-        without_groups_nbytes=each * sum(layer.ungrouped_width * tokens for layer, tokens in kept),
+        without_groups_nbytes=each * sum(layer.width(layer.query_heads) * tokens for layer, tokens in kept),
         int8_nbytes=batch * sum(_int8_bytes(layer, tokens) for layer, tokens in kept),
     )
 
@@ -81,7 +75,7 @@ def _layers(config: Any) -> list[LayerSize]:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     kept: list[Any] = DynamicCache(config=config).layers
-    found = []
+    sizes = []
     for index, layer in enumerate(kept):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             if getattr(layer, "is_dummy", False):
@@ -91,8 +85,8 @@ def _layers(config: Any) -> list[LayerSize]:
                 "state, not K and V of tokens, so its size does not follow from the context. Measure it instead."
             )
         window = layer.sliding_window - 1 if layer.is_sliding else None
-        found.append(LayerSize(*_widths(config, index, len(kept)), window))
-    return found
+        sizes.append(LayerSize(*_widths(config, index, len(kept)), window))
+    return sizes
 
 
 def _widths(config: Any, index: int, layers: int) -> tuple[int, int, int, int]:

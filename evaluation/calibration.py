@@ -22,8 +22,8 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.recipes import SETTINGS, Recipe, needs_question
 
 from . import tuning
-from .answering import FULL_REUSE, REUSE, ids_of, request
-from .asking import FORCED_TOKENS, Asker, Loss, Question
+from .answering import FULL_REUSE, REUSE, build_request, ids_of
+from .asking import FORCED_TOKENS, Loss, Pipeline, Question
 from .bundled import handbook_pages
 
 RULES = {"expected-error": 0.12, "ramp": 0.15, "query-attention": 0.12}  # at which ratio the first prompt tries each
@@ -94,21 +94,21 @@ def calibrate(
     """
     with ChunkStore.open("memory://") as scratch:
         BlendCache(model, scratch, allow_unverified=allow_unverified)  # or refuses the model
-        asker, prompts = Asker(model, tokenizer, scratch), bundled_prompts(model, tokenizer)
+        pipeline, prompts = Pipeline(model, tokenizer, scratch), bundled_prompts(model, tokenizer)
         reuse = replace(REUSE, allow_unverified=allow_unverified)
-        ways = {FULL_REUSE.name: reuse}
+        configs = {FULL_REUSE.name: reuse}
         losses: dict[str, list[Loss]] = {name: [] for name in (FULL_REUSE.name, *RULES)}
         for prompt in watch(prompts, "prompts, calibrating"):
-            asker.store_chunks(prompt, reuse)
+            pipeline.store_chunks(prompt, reuse)
             if prompt is prompts[0]:
-                ways |= {name: _at_charge(asker, prompt, name, allow_unverified) for name in RULES}
-            full = asker.full(prompt)
-            for name in Random(prompt.name).sample(list(ways), len(ways)):
-                losses[name].append(asker.loss(prompt, full, ways[name]))
+                configs |= {name: _at_charge(pipeline, prompt, name, allow_unverified) for name in RULES}
+            full = pipeline.full(prompt)
+            for name in Random(prompt.name).sample(list(configs), len(configs)):
+                losses[name].append(pipeline.loss(prompt, full, configs[name]))
     points = {name: tuning._point(name, own, losses[FULL_REUSE.name]) for name, own in losses.items()}
     reuse_kl = statistics.fmean(loss.kl for loss in losses[FULL_REUSE.name])
     choice, blind = (choose(points, reuse_kl, is_blind) for is_blind in (False, True))
-    recipe = Recipe(_settings(ways[choice]), said(points, choice, reuse_kl), _settings(ways[blind]))
+    recipe = Recipe(_settings(configs[choice]), said(points, choice, reuse_kl), _settings(configs[blind]))
     store.recipes.put(fingerprint(model), recipe)
     return Calibration(recipe, list(points.values()), reuse_kl)
 
@@ -143,8 +143,8 @@ def bundled_prompts(model: nn.Module, tokenizer: Any) -> list[Question]:
         drawn = Random(number).sample([page for page in pages if page is not pages[number - 1]], PAGES - 1)
         for count in range(PAGES, FEWEST_PAGES - 1, -1):
             chunks = Random(number).sample([pages[number - 1], *drawn[: count - 1]], count)
-            given = request(tokenizer, chunks, text, None)
-            tokens = len(ids_of(tokenizer, given)) + FORCED_TOKENS
+            prompt = build_request(tokenizer, chunks, text, None)
+            tokens = len(ids_of(tokenizer, prompt)) + FORCED_TOKENS
             if not isinstance(most, int) or tokens <= most:
                 break
         else:
@@ -152,14 +152,14 @@ def bundled_prompts(model: nn.Module, tokenizer: Any) -> list[Question]:
                 f"the model reads {most:,} tokens, but {FEWEST_PAGES} bundled pages, a question and its answer have "
                 f"{tokens:,}. Tune it on shorter prompts of yours: hf-blend tune --prompts."
             )
-        prompts.append(Question(f"bundled prompt {number}", given))
+        prompts.append(Question(f"bundled prompt {number}", prompt))
     return prompts
 
 
-def _at_charge(asker: Asker, prompt: Question, selector: str, allow_unverified: bool) -> BlendConfig:
+def _at_charge(pipeline: Pipeline, prompt: Question, selector: str, allow_unverified: bool) -> BlendConfig:
     """Set the ratio of a selector so that a prompt is charged `CHARGE`; both grow nearly by as much."""
     config = BlendConfig(RULES[selector], selector, allow_unverified=allow_unverified)
-    report = asker.answer(prompt.given, config, 1).report
+    report = pipeline.answer(prompt.request, config, 1).report
     charged = report.charged_budget if report else CHARGE
     return replace(config, recompute_ratio=round(max(0.01, config.recompute_ratio + CHARGE - charged), 3))
 

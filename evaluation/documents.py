@@ -126,7 +126,7 @@ class Corpus:
         target = Path(os.path.realpath(path))
         if not target.is_relative_to(root):
             reason = "a link out of the folder"
-        elif any(part.startswith(".") for part in (*below.parts, *target.relative_to(root).parts)):
+        elif any(component.startswith(".") for component in (*below.parts, *target.relative_to(root).parts)):
             reason = "hidden"
         elif not os.path.isfile(target):
             reason = _why_no_file(path)
@@ -154,14 +154,14 @@ def _why_no_file(path: Path) -> str:
 
 def _entries(root: Path) -> list[Path]:
     """List all that is in a folder and in its folders, which are not listed themselves unless they cannot be read."""
-    found, folders = list[Path](), [root]
+    files, folders = list[Path](), [root]
     for folder in folders:  # which grows meanwhile: os.walk calls itself in Python 3.11, and folders may be deep
         try:
             for entry in list(os.scandir(folder)):
-                (folders if entry.is_dir(follow_symlinks=False) else found).append(Path(entry))
+                (folders if entry.is_dir(follow_symlinks=False) else files).append(Path(entry))
         except OSError:
-            found.append(folder)
-    return sorted(found)
+            files.append(folder)
+    return sorted(files)
 
 
 def read_file(path: Path, name: str, reader: FileReader | None = None) -> list[Document]:
@@ -172,24 +172,26 @@ def read_file(path: Path, name: str, reader: FileReader | None = None) -> list[D
             return read_file(path, name, reader)
     try:
         text = reader.read(path)
-        found = _lines(path, name, text) if ending == ".jsonl" else [Document(name, text, path, ending in MARKDOWN)]
+        documents = (
+            _lines(path, name, text) if ending == ".jsonl" else [Document(name, text, path, ending in MARKDOWN)]
+        )
     except HfBlendError:
         raise
     except Exception as error:  # a crafted file leads to whatever it likes
         raise unreadable(repr(str(path)), why(error)) from error
-    if not any(one.text.strip() for one in found):
+    if not any(document.text.strip() for document in documents):
         raise unreadable(repr(str(path)), NO_TEXT)
-    _refuse_surrogates(repr(str(path)), found)
-    return found
+    _refuse_surrogates(repr(str(path)), documents)
+    return documents
 
 
 def _refuse_surrogates(what: str, documents: Iterable[Document]) -> None:
     """Refuse text with half a character, which JSON can write: no tokenizer takes it."""
-    for one in documents:
+    for document in documents:
         try:
-            one.text.encode()
+            document.text.encode()
         except UnicodeEncodeError as error:
-            raise unreadable(what, f"it holds U+{ord(one.text[error.start]):X}, half a character") from error
+            raise unreadable(what, f"it holds U+{ord(document.text[error.start]):X}, half a character") from error
 
 
 def _lines(path: Path, name: str, text: str) -> list[Document]:

@@ -35,7 +35,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise ConfigError(f"{str(self.path)!r} is a file, but a folder for results is wanted.") from None
+            raise ConfigError(f"{str(self.path)!r} is a file, expected a folder for results.") from None
         try:
             self._lock.acquire()
         except Timeout:
@@ -62,14 +62,14 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Put a file into the folder, whole or not at all."""
-        part = self.path / f".{name}.part"
-        part.write_text(text, "utf-8")
-        os.replace(part, self.path / name)
+        partial = self.path / f".{name}.part"
+        partial.write_text(text, "utf-8")
+        os.replace(partial, self.path / name)
 
     def _check(self) -> None:
         path = self.path / SETTINGS
         if not path.exists():
-            others = sorted(one.name for one in self.path.iterdir() if one.name != ".lock")
+            others = sorted(path.name for path in self.path.iterdir() if path.name != ".lock")
             if others:
                 raise ConfigError(
                     f"{str(self.path)!r} holds {', '.join(others[:3])} and no run. Give a new or empty folder."
@@ -77,13 +77,13 @@ class RunFolder:
             self.write(SETTINGS, json.dumps(self._settings, indent=1) + "\n")
             return
         try:
-            known = json.loads(path.read_text("utf-8"))
+            recorded = json.loads(path.read_text("utf-8"))
         except ValueError as error:
             raise ConfigError(f"{str(path)!r} is damaged: {error}. Give another folder.") from error
-        for name in sorted({*known, *self._settings}):
-            if known.get(name) != self._settings.get(name):
+        for name in sorted({*recorded, *self._settings}):
+            if recorded.get(name) != self._settings.get(name):
                 raise ConfigError(
-                    f"{str(self.path)!r} holds a run with {name} {known.get(name)!r}, not "
+                    f"{str(self.path)!r} holds a run with {name} {recorded.get(name)!r}, not "
                     f"{self._settings.get(name)!r}. Give another folder, or the same settings to go on."
                 )
 

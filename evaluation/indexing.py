@@ -33,10 +33,10 @@ class Shard:
     @classmethod
     def find(cls, text: str | None = None) -> "Shard":
         """Find out which share is this process's."""
-        given = text or f"{os.environ.get('RANK', 0)}/{os.environ.get('WORLD_SIZE', 1)}"
-        number, _, count = given.partition("/")
+        shard = text or f"{os.environ.get('RANK', 0)}/{os.environ.get('WORLD_SIZE', 1)}"
+        number, _, count = shard.partition("/")
         if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-            raise ConfigError(f"the shard {given!r} is not NUMBER/COUNT with a number from 0 on, such as 0/4.")
+            raise ConfigError(f"the shard {shard!r} is not NUMBER/COUNT with a number from 0 on, such as 0/4.")
         return cls(int(number), int(count))
 
     def owns(self, key: ChunkKey) -> bool:
@@ -116,13 +116,13 @@ class Indexer:
 
     def name_sources(self, documents: Iterable[Document], model: str, chunk_tokens: int) -> None:
         """Write down beside the store which document each chunk came from."""
-        paths = {one.name: str(one.path.resolve()) if one.path else "" for one in documents}
+        paths = {document.name: str(document.path.resolve()) if document.path else "" for document in documents}
         digests: dict[str, dict[str, None]] = {}
         for name, key in self._names:
             digests.setdefault(name, {})[key.digest] = None
         about = (model, self.fingerprint, chunk_tokens, time.time())
         Sources(self.store).add(
-            Source(name, paths.get(name, ""), *about, tuple(found)) for name, found in digests.items()
+            Source(name, paths.get(name, ""), *about, tuple(chunk_digests)) for name, chunk_digests in digests.items()
         )
 
 

@@ -9,7 +9,6 @@ the tokens, and the rank correlation of that deviation between neighbouring laye
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig
-from hf_blend.errors import PromptError, import_extra
+from hf_blend.errors import PromptError
 from hf_blend.model.cache_keyword import cache_argument
 from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.selectors.attention import Attention
@@ -87,7 +86,7 @@ class Inspector:
             [_sparsity(weights) for weights in self._full.attention],
             {name: [column in taken for column in self.columns] for name, taken in chosen.items()},
             ratio,
-            {str(one): self._attention_deviation(blend_config(first, recompute_ratio=one)) for one in ratios},
+            {str(value): self._attention_deviation(blend_config(first, recompute_ratio=value)) for value in ratios},
             first,
         )
 
@@ -109,15 +108,15 @@ class Inspector:
 
     def deviation(self) -> list[list[float]]:
         """By layer, for each reusable token, how far its stored K and V are from those of a full prefill."""
-        found = []
+        rows = []
         for full, reuse in zip(self._full.states, self._reuse.states, strict=True):
             total = torch.zeros(len(self.columns))
             for true, stored in zip(full, reuse, strict=True):
-                true, stored = (part[0, :, self.columns].float().cpu() for part in (true, stored))
+                true, stored = (state[0, :, self.columns].float().cpu() for state in (true, stored))
                 size = true.square().sum(dim=(0, 2)).mean().clamp_min(1e-20)
                 total += (true - stored).square().sum(dim=(0, 2)) / size
-            found.append(total.sqrt().tolist())
-        return found
+            rows.append(total.sqrt().tolist())
+        return rows
 
     def _attention_deviation(self, config: BlendConfig) -> float:
         got = self._run(config).attention
@@ -143,42 +142,3 @@ def _sparsity(weights: Tensor) -> float:
     ordered = weights.sort(dim=-1, descending=True).values.cumsum(dim=-1)
     needed = (ordered < MASS).sum(dim=-1) + 1
     return float(needed.float().mean()) / weights.shape[-1]
-
-
-def draw(found: Inspection, path: Path) -> None:
-    """Draw five panels into a PNG."""
-    figures = import_extra("matplotlib.figure", extra="plot", wanted_by=f"drawing {str(path)!r}")
-    figure = figures.Figure(figsize=(14, 11), layout="constrained")
-    grid = figure.add_gridspec(3, 3)
-    _deviation(figure.add_subplot(grid[0, :]), figure, found)
-    _choices(figure.add_subplot(grid[1, :]), found)
-    _line(figure.add_subplot(grid[2, 0]), "rank correlation with the layer before", found.rank_correlation)
-    _line(figure.add_subplot(grid[2, 1]), "share of keys that holds 90 % of attention", found.sparsity)
-    _ratios(figure.add_subplot(grid[2, 2]), found)
-    figure.savefig(path, dpi=110)
-
-
-def _deviation(axes: Any, figure: Any, found: Inspection) -> None:
-    image = axes.imshow(found.deviation, aspect="auto", cmap="magma", interpolation="nearest")
-    axes.set(title="deviation of stored K and V from full prefill", ylabel="layer", xlabel="reusable token")
-    figure.colorbar(image, ax=axes)
-    if len(found.tokens) <= 160:
-        axes.set_xticks(range(len(found.tokens)), [text.strip() or "⏎" for text in found.tokens], rotation=90, size=6)
-
-
-def _choices(axes: Any, found: Inspection) -> None:
-    grid = [list(map(float, row)) for row in found.chosen.values()]
-    axes.imshow(grid, aspect="auto", cmap="Greys", vmin=0, vmax=1.3)
-    axes.set_yticks(range(len(found.chosen)), list(found.chosen), size=8)
-    axes.set(title=f"tokens that are taken at a ratio of {found.ratio:g}", xlabel="reusable token")
-
-
-def _line(axes: Any, title: str, values: list[Any]) -> None:
-    axes.plot(range(len(values)), [float("nan") if value is None else value for value in values], marker="o")
-    axes.set(title=title, xlabel="layer", ylim=(min(0, axes.get_ylim()[0]), 1.02))
-
-
-def _ratios(axes: Any, found: Inspection) -> None:
-    ratios = [float(ratio) for ratio in found.attention_deviation]
-    axes.plot(ratios, list(found.attention_deviation.values()), marker="o")
-    axes.set(title=f"attention deviation, {found.selector}", xlabel="recompute ratio", ylim=(0, None))

@@ -208,12 +208,12 @@ def _bytes(path: Path, most: int) -> bytes:
 def _size(path: Path) -> int:
     """The bytes of a file; what is none is refused before it is opened, and waited for."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError) as error:
         raise unreadable(repr(str(path)), getattr(error, "strerror", None) or str(error)) from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise unreadable(repr(str(path)), "it is a pipe, a socket or a device, for which nobody waits; - is stdin")
-    return found.st_size
+    return status.st_size
 
 
 def too_large(most: int) -> str:

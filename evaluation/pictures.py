@@ -27,7 +27,7 @@ class Eyes:
 
     def take(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
         """The messages with contents in parts, as chat templates read them, and the images in them, decoded."""
-        found, left = list[Any](), self._limits.image_bytes
+        images, left = list[Any](), self._limits.image_bytes
         for what, image in opened_images(messages, self._limits):
             left -= VALUE_BYTES * self._resized(image, what)
             if left < 0:
@@ -36,9 +36,9 @@ class Eyes:
                     f"{self._limits.image_bytes} bytes that are taken for a request. Send fewer, or one nearer to a "
                     "square."
                 )
-            found.append(_decoded(image, what))
+            images.append(_decoded(image, what))
         marked = [[MARK if is_picture(part) else part for part in parts_of(message)] for message in messages]
-        return [{**row, "content": parts} for row, parts in zip(messages, marked, strict=True)], found
+        return [{**row, "content": parts} for row, parts in zip(messages, marked, strict=True)], images
 
     def _resized(self, image: Any, what: str) -> int:
         try:
@@ -63,24 +63,24 @@ class Eyes:
         for row in rows:
             pieces += [text[end : row["span"][0]], row["replacement"]]
             end = row["span"][1]
-        known = build_text(
+        prompt = build_text(
             self.processor.tokenizer, "".join([*pieces, text[end:]]), documents, special=False, most=most
         )
-        if [*known.ids] != made["input_ids"][0].tolist():
+        if [*prompt.ids] != made["input_ids"][0].tolist():
             raise PromptError(
                 f"{type(self.processor).__name__} makes other tokens of the prompt than its tokenizer, expected the "
                 "same. Send it without images."
             )
-        given = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
-        size = sum(value.nbytes for value in given.values())
+        arguments = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
+        size = sum(value.nbytes for value in arguments.values())
         if size > self._limits.image_bytes:
             raise PromptError(
                 f"the processor made {size} bytes of {len(images)} images, expected at most "
                 f"{self._limits.image_bytes}. Send fewer, or smaller ones."
             )
-        spans = tuple(span for span in known.known if self._placeholders.isdisjoint(span.token_ids))
-        opening = known.opening if self._placeholders.isdisjoint(known.ids[: known.opening]) else 0
-        return PicturePrompt(known.ids, spans, opening, arguments=given)
+        spans = tuple(span for span in prompt.known if self._placeholders.isdisjoint(span.token_ids))
+        opening = prompt.opening if self._placeholders.isdisjoint(prompt.ids[: prompt.opening]) else 0
+        return PicturePrompt(prompt.ids, spans, opening, arguments=arguments)
 
 
 def resized_pixels(processor: Any, width: int, height: int) -> int:

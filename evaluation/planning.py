@@ -21,7 +21,7 @@ MEMORY = "memory"
 def planned(
     model: str,
     work: tuple[int, int, int, float],
-    given: Mapping[str, Sequence[str] | None],
+    options: Mapping[str, Sequence[str] | None],
     *,
     prefill_s: float | None,
     ratio: float,
@@ -29,8 +29,8 @@ def planned(
     dtype: str | None = None,
 ) -> dict[str, Any]:
     """Estimate every device and choose one."""
-    rates, prices = (_pairs(name, given.get(name), float) for name in ("rate", "price"))
-    places, workload = _pairs("at", given.get("at"), str), Workload(*work)
+    rates, prices = (_pairs(name, options.get(name), float) for name in ("rate", "price"))
+    places, workload = _pairs("at", options.get("at"), str), Workload(*work)
     for name in rates:
         if name not in prices:
             raise ConfigError(f"device {name!r} has a rate and no price, expected both. Give --price {name}=PRICE.")
@@ -45,31 +45,31 @@ def planned(
     rows = []
     for device in devices:
         is_held = device.name == MEMORY and device.name not in places  # chunks are ready to use: nothing is read
-        known = given_here | {"read_s": 0.0} if is_held else given_here
-        rows.append(place(device, workload, token_bytes, prefill, **known))
+        measures = given_here | {"read_s": 0.0} if is_held else given_here
+        rows.append(place(device, workload, token_bytes, prefill, **measures))
     chosen = choose(rows)
     return {
         "model": model,
         "bytes_per_token": token_bytes,
         "prefill_s": prefill,
-        "rows": [{**asdict(one), "total_month": one.total_month} for one in rows],
+        "rows": [{**asdict(row), "total_month": row.total_month} for row in rows],
         "chosen": chosen.device,
         "store": _settings(chosen, places),
     }
 
 
 def _pairs(option: str, texts: Sequence[str] | None, read: Callable[[str], Any]) -> dict[str, Any]:
-    found = {}
+    pairs = {}
     for text in texts or ():
         name, _, value = text.partition("=")
         try:
-            found[name] = read(value)
+            pairs[name] = read(value)
         except ValueError:
             name = ""
         if not name or not value:
             kind = "TEXT" if read is str else "NUMBER"
             raise ConfigError(f"--{option} is {text!r}, expected NAME={kind}, such as disk=4.8.")
-    return found
+    return pairs
 
 
 class _Machine:

@@ -42,13 +42,13 @@ NOTE = (
 
 def plots(summary: Mapping[str, Any]) -> dict[str, str]:
     """Draw quality against charged budget and against time to first token, for each task and model."""
-    groups, found = _groups(summary["rows"]), {}
+    groups, charts = _groups(summary["rows"]), {}
     for number, ((task, model), rows) in enumerate(groups.items(), 1):
         which = "" if len(groups) == 1 else f"-{number}-{_plain(task)}-{_plain(model)}"
         for key, label in AXES.items():
             if lines := _lines(rows, key):
-                found[f"quality-{key.replace('_', '-')}{which}"] = chart(lines, f"{label} ({task}, {model})")
-    return found
+                charts[f"quality-{key.replace('_', '-')}{which}"] = chart(lines, f"{label} ({task}, {model})")
+    return charts
 
 
 def chart(lines: Mapping[str, Sequence[Point]], x_label: str, y_label: str = "score") -> str:
@@ -59,8 +59,8 @@ def chart(lines: Mapping[str, Sequence[Point]], x_label: str, y_label: str = "sc
         axes = figure.subplots()
         for name, points in lines.items():
             x, y, low, high = zip(*points, strict=True)
-            reach = [[max(0.0, one - least) for one, least in zip(y, low, strict=True)]]
-            reach.append([max(0.0, most - one) for one, most in zip(y, high, strict=True)])
+            reach = [[max(0.0, value - least) for value, least in zip(y, low, strict=True)]]
+            reach.append([max(0.0, most - value) for value, most in zip(y, high, strict=True)])
             axes.errorbar(x, y, reach, marker="o", label=name)
             if name in ENDS:
                 side = "right" if x[-1] else "left"
@@ -85,7 +85,7 @@ def html(summary: Mapping[str, Any]) -> str:
 
 def html_table(rows: Sequence[Row]) -> str:
     """A table for each task and model, under a heading."""
-    return "".join(_section(task, model, found) for (task, model), found in _groups(rows).items())
+    return "".join(_section(task, model, group) for (task, model), group in _groups(rows).items())
 
 
 def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -97,13 +97,13 @@ def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 def page(title: str, content: str, settings: Mapping[str, Any]) -> str:
     """A whole HTML document."""
-    shown = escape(json.dumps(settings, indent=1, ensure_ascii=False, default=str))
+    settings_json = escape(json.dumps(settings, indent=1, ensure_ascii=False, default=str))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(title)}</h1><p>{escape(NOTE)}</p>{content}"
-        f"<h2>Settings</h2><pre>{shown}</pre></body></html>\n"
+        f"<h2>Settings</h2><pre>{settings_json}</pre></body></html>\n"
     )
 
 

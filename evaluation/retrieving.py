@@ -146,9 +146,9 @@ class Retriever:
 
     @cached_property
     def _index(self) -> Any:
-        found = import_extra("bm25s", extra="rag", wanted_by="retrieval").BM25()
-        found.index([words_of(piece.text) for piece in self.pieces], show_progress=False)
-        return found
+        index = import_extra("bm25s", extra="rag", wanted_by="retrieval").BM25()
+        index.index([words_of(piece.text) for piece in self.pieces], show_progress=False)
+        return index
 
 
 def words_of(text: str) -> list[str]:
@@ -162,7 +162,7 @@ def words_of(text: str) -> list[str]:
             words.append(run)
             continue
         letters = _pattern(r"\X").findall(run)
-        words += [one for one in letters if len(letters) == 1 or _pattern(rf"[{SYLLABLES}]").match(one)]
+        words += [letter for letter in letters if len(letters) == 1 or _pattern(rf"[{SYLLABLES}]").match(letter)]
         words += map("".join, pairwise(letters))
     return words
 

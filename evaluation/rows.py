@@ -52,19 +52,19 @@ def read_row(path: Path, number: int, line: str, needs: Sequence[str], *, may_be
 
 def _read(line: str, needs: Sequence[str], may_be_empty: bool) -> Row:
     """The row in a line; a `ValueError` says what is wrong with it."""
-    given = json.loads(line)
-    given = {CHUNKS: [given]} if isinstance(given, str) else given
-    if not isinstance(given, dict):
+    content = json.loads(line)
+    content = {CHUNKS: [content]} if isinstance(content, str) else content
+    if not isinstance(content, dict):
         raise ValueError(f"is {line.strip()[:60]!r}, expected an object with {', '.join(needs)}")
     row: Row = {}
-    for name, value in given.items():
+    for name, value in content.items():
         field = SAME.get(name, name)
         if field in row:
             raise ValueError(f"has {field} twice, as {name} and by another name, expected one of them")
         row[field] = [_checked(name, value)] if name == "answer" else _checked(name, value)
     if CHUNKS in row and "text" in row:
         raise ValueError("has text and chunks, expected one of them")
-    listed = row.get(CHUNKS, [given] if not row.keys().isdisjoint(FIELDS) else [])
+    listed = row.get(CHUNKS, [content] if not row.keys().isdisjoint(FIELDS) else [])
     texts = [
         text_of(chunk, f"holds no document: chunk {number}", may_be_empty=may_be_empty)
         for number, chunk in enumerate(listed)
@@ -75,7 +75,7 @@ def _read(line: str, needs: Sequence[str], may_be_empty: bool) -> Row:
         if field not in row:
             others = (*(other for other, same in SAME.items() if same == field), *(FIELDS if field == CHUNKS else ()))
             names = " or ".join([field, *others])
-            raise ValueError(f"has no {names}, expected {_expected(field)[0]}; it has {sorted(given)!r:.80}")
+            raise ValueError(f"has no {names}, expected {_expected(field)[0]}; it has {sorted(content)!r:.80}")
     return row
 
 
@@ -88,15 +88,15 @@ def _checked(name: str, value: Any) -> Any:
 
 def _expected(name: str) -> tuple[str, Callable[[Any], bool]]:
     """What a field holds, in words and as a test; a field that is not in the schema may hold anything."""
-    found: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    fields: dict[str, tuple[str, Callable[[Any], bool]]] = {
         CHUNKS: ("a list of documents", lambda value: isinstance(value, list) and bool(value)),
         ANSWERS: ("a list of texts", _are_texts),
         QUESTION: ("a text", lambda value: isinstance(value, str)),
         "answer": ("a text", lambda value: isinstance(value, str)),
         "prefix": ("a text or null", lambda value: value is None or isinstance(value, str)),
     }
-    return {**found, "documents": found[CHUNKS]}.get(name, ("anything", lambda value: True))
+    return {**fields, "documents": fields[CHUNKS]}.get(name, ("anything", lambda value: True))
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)

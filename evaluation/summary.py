@@ -27,13 +27,13 @@ def interval(scores: ArrayLike, *, of_median: bool = False) -> tuple[float, floa
 
 def share_interval(parts: ArrayLike, wholes: ArrayLike) -> tuple[float, float]:
     """Percentile bootstrap interval of the sum of some figures over that of others, paired by example."""
-    sums = _resampled(np.stack([np.asarray(one, dtype=float) for one in (parts, wholes)], axis=1)).sum(axis=1)
+    sums = _resampled(np.stack([np.asarray(values, dtype=float) for values in (parts, wholes)], axis=1)).sum(axis=1)
     return _ends(sums[:, 0] / sums[:, 1])
 
 
 def _resampled(values: np.ndarray) -> np.ndarray:
-    found: np.ndarray = values[np.random.default_rng(0).integers(0, len(values), size=(RESAMPLES, len(values)))]
-    return found
+    samples: np.ndarray = values[np.random.default_rng(0).integers(0, len(values), size=(RESAMPLES, len(values)))]
+    return samples
 
 
 def _ends(centres: np.ndarray) -> tuple[float, float]:
@@ -47,11 +47,11 @@ Line = Mapping[str, Any]
 
 def summarised(settings: Mapping[str, Any], lines: Iterable[Line]) -> dict[str, Any]:
     """Make the table."""
-    groups, rows = _by_way(lines), []
-    for (task, model, method, ratio), found in groups.items():
+    groups, rows = _by_variant(lines), []
+    for (task, model, method, ratio), answers in groups.items():
         full = groups.get((task, model, FULL, None), {})
         reuse = groups.get((task, model, REUSE, None), {})
-        paired = [(line, full[name]) for name, line in found.items() if name in full]
+        paired = [(line, full[name]) for name, line in answers.items() if name in full]
         rows.append({"task": task, "model": model, "method": method, "ratio": ratio, **_row(paired, reuse)})
     return {"settings": dict(settings), "rows": rows}
 
@@ -90,29 +90,30 @@ def _normalised(paired: Sequence[tuple[Line, Line]], reuse: Mapping[str, Line]) 
     both = [(line, right, reuse[line["id"]]) for line, right in paired if line["id"] in reuse]
     if not both:
         return None
-    score, right, least = (statistics.fmean(one["score"] for one in column) for column in zip(*both, strict=True))
+    score, right, least = (statistics.fmean(line["score"] for line in column) for column in zip(*both, strict=True))
     return (score - least) / (right - least) if abs(right - least) > 1e-9 else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return statistics.fmean(numbers) if numbers else None
 
 
-def compared(one: Path, other: Path) -> list[dict[str, Any]]:
+def compared(first: Path, second: Path) -> list[dict[str, Any]]:
     """Pair the answers of two runs."""
-    found = [_answers(one), _answers(other)]
-    models = [{line["model"] for line in lines} for lines in found]
+    answers = [_answers(first), _answers(second)]
+    models = [{line["model"] for line in lines} for lines in answers]
     is_apart = models[0] != models[1] and all(len(names) == 1 for names in models)
-    ways = [_by_way(lines, is_apart) for lines in found]
+    variants = [_by_variant(lines, is_apart) for lines in answers]
     rows = []
-    for way in ways[0]:
-        pairs = [(line, ways[1][way][name]) for name, line in ways[0][way].items() if name in ways[1].get(way, {})]
-        rows += [_compared_row(way, pairs)] if pairs else []
+    for variant in variants[0]:
+        others = variants[1].get(variant, {})
+        pairs = [(line, others[name]) for name, line in variants[0][variant].items() if name in others]
+        rows += [_compared_row(variant, pairs)] if pairs else []
     if not rows:
         raise ConfigError(
-            f"the runs in {str(one)!r} and {str(other)!r} have no answer in common, expected some of the same task, "
-            "method, ratio and sample. Run both with the same arguments but one."
+            f"the runs in {str(first)!r} and {str(second)!r} have no answer in common, expected some of the same "
+            "task, method, ratio and sample. Run both with the same arguments but one."
         )
     return rows
 
@@ -127,28 +128,28 @@ def _answers(folder: Path) -> Sequence[Line]:
     return lines
 
 
-def _by_way(lines: Iterable[Line], is_apart: bool = False) -> dict[tuple[Any, ...], dict[str, Line]]:
+def _by_variant(lines: Iterable[Line], is_apart: bool = False) -> dict[tuple[Any, ...], dict[str, Line]]:
     groups: dict[tuple[Any, ...], dict[str, Line]] = {}
     for line in lines:
-        way = (line["task"], None if is_apart else line["model"], line["method"], line["ratio"])
-        groups.setdefault(way, {})[line["id"]] = line
+        variant = (line["task"], None if is_apart else line["model"], line["method"], line["ratio"])
+        groups.setdefault(variant, {})[line["id"]] = line
     return groups
 
 
-def _compared_row(way: tuple[Any, ...], pairs: list[tuple[Line, Line]]) -> dict[str, Any]:
-    task, model, method, ratio = way
-    gaps = [two["score"] - one["score"] for one, two in pairs]
+def _compared_row(variant: tuple[Any, ...], pairs: list[tuple[Line, Line]]) -> dict[str, Any]:
+    task, model, method, ratio = variant
+    gaps = [second["score"] - first["score"] for first, second in pairs]
     low, high = interval(gaps)
-    times = [(one.get("ttft_ms"), two.get("ttft_ms")) for one, two in pairs]
-    ratios = [one / two for one, two in times if one and two]
+    times = [(first.get("ttft_ms"), second.get("ttft_ms")) for first, second in pairs]
+    ratios = [first / second for first, second in times if first and second]
     return {
         "task": task,
         "model": model,
         "method": method,
         "ratio": ratio,
         "n": len(pairs),
-        "first_score": statistics.fmean(one["score"] for one, _ in pairs),
-        "second_score": statistics.fmean(two["score"] for _, two in pairs),
+        "first_score": statistics.fmean(first["score"] for first, _ in pairs),
+        "second_score": statistics.fmean(second["score"] for _, second in pairs),
         "difference": statistics.fmean(gaps),
         "low": low,
         "high": high,

@@ -23,7 +23,7 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
 
 from .answering import divergence
-from .blending import make_method, ways
+from .blending import make_method, variants
 from .bundled import REAL, load_model
 from .folder import RunFolder, place_of
 from .methods.base import EvalMethod, Outcome
@@ -60,16 +60,16 @@ class EvalConfig:
         """Refuse what cannot run, before anything is loaded."""
         for task in self.tasks:
             plugins.load("evaluation.tasks", task)
-        self.ways()
+        self.variants()
         for task, path in self.data:
             if task not in self.tasks:
                 raise ConfigError(f"data is given for {task!r}, which is not asked for: {', '.join(self.tasks)}.")
             if not Path(path).is_file():
                 raise ConfigError(f"the data {path!r} of {task} is no file. Give a JSONL file.")
         if any(not 0 <= ratio <= 1 for ratio in self.ratios):
-            raise ConfigError(f"ratios are {self.ratios}, wanted numbers from 0 to 1.")
+            raise ConfigError(f"ratios are {self.ratios}, expected numbers from 0 to 1.")
         if self.batch < 1 or (self.limit is not None and self.limit < 1):
-            raise ConfigError(f"limit is {self.limit} and batch {self.batch}, wanted 1 or more.")
+            raise ConfigError(f"limit is {self.limit} and batch {self.batch}, expected 1 or more.")
         self.shape()
 
     def open_store(self) -> ChunkStore:
@@ -86,14 +86,15 @@ class EvalConfig:
         versions = {"hf_blend": hf_blend.__version__, "torch": torch.__version__}
         settings = {name: value for name, value in asdict(self).items() if name not in ADDED or value}
         record = {**settings, "threads": torch.get_num_threads(), "versions": versions}
-        named = (*self.tasks, *(name.partition(":")[0] for name, _ in self.ways()))
+        named = (*self.tasks, *(name.partition(":")[0] for name, _ in self.variants()))
         paths = [name for name in named if name.endswith(plugins.FILE)]
         digests = {path: hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16] for path in paths}
         return {**record, "files": digests} if digests else record
 
-    def ways(self) -> list[tuple[str, float | None]]:
+    def variants(self) -> list[tuple[str, float | None]]:
         """Every method with every ratio that it takes, full prefill first."""
-        return list(dict.fromkeys(way for name in (FULL, *self.methods) for way in ways(name, self.ratios)))
+        names = (FULL, *self.methods)
+        return list(dict.fromkeys(variant for name in names for variant in variants(name, self.ratios)))
 
 
 def run(
@@ -120,9 +121,9 @@ def _is_complete(config: EvalConfig, model: str, folder: RunFolder) -> bool:
     """Whether nothing is left to answer, known without loading the model; only where the number is known."""
     if config.limit is None:
         return False
-    wanted = config.limit * len(config.ways())
+    expected = config.limit * len(config.variants())
     counts = [sum(place[:2] == (task, model) for place in folder.lines) for task in config.tasks]
-    return all(count >= wanted for count in counts)
+    return all(count >= expected for count in counts)
 
 
 def load_task(config: EvalConfig, name: str, tokenizer: Any) -> Task:
@@ -145,8 +146,8 @@ class _Bench:
         self._config, self._names, self._folder = config, names, folder
         store = config.open_store()
         setting = (model, tokenizer, store, task.max_new_tokens)
-        self._ways: list[tuple[str, float | None, EvalMethod]] = [
-            (name, ratio, make_method(name, ratio, *setting)) for name, ratio in config.ways()
+        self._variants: list[tuple[str, float | None, EvalMethod]] = [
+            (name, ratio, make_method(name, ratio, *setting)) for name, ratio in config.variants()
         ]
         self._warm = make_method(WARM, None, model, tokenizer, store, 1)
         rules = dict.fromkeys((task.score, *task.also))
@@ -154,12 +155,12 @@ class _Bench:
         self._score, self._done = task.score, 0
 
     def answer(self, samples: Sequence[Sample]) -> None:
-        """Answer some samples by every way that has not answered them yet."""
+        """Answer some samples by every method that has not answered them yet."""
         stored = self._folder.lines
         missing = [
             sample
             for sample in samples
-            if any((*self._names, *way[:2], sample.id) not in stored for way in self._ways)
+            if any((*self._names, *variant[:2], sample.id) not in stored for variant in self._variants)
         ]
         is_timed_alone = len(missing) > 1 and not self._config.times_batches
         alone = {sample.id for sample in samples[: max(0, TIMED - self._done)] if is_timed_alone}
@@ -167,25 +168,27 @@ class _Bench:
         if not missing:
             return
         counted = self._warm.answer(missing)
-        for *_, way in self._ways:
-            way.warm(missing)
-        full = self._ways[0][2].answer(missing)
+        for *_, method in self._variants:
+            method.warm(missing)
+        full = self._variants[0][2].answer(missing)
         full_ids = [outcome.ids for outcome in full]
         lines = []
-        for name, ratio, way in self._ways:
-            outcomes = self._answered(way, missing, full_ids)
-            again = way.answers_together  # the others answered alone just now, and a beginning that they keep is known
-            times = [way.answer([sample])[0].ttft_ms if again and sample.id in alone else None for sample in missing]
+        for name, ratio, method in self._variants:
+            outcomes = self._answered(method, missing, full_ids)
+            # a method that answers samples alone did so just now, and knows the beginning that it keeps
+            timed = alone if method.answers_together else ()
+            times = [method.answer([sample])[0].ttft_ms if sample.id in timed else None for sample in missing]
             if name == FULL:
                 full = outcomes
             for sample, outcome, right, time_ms, warm in zip(missing, outcomes, full, times, counted, strict=True):
                 lines.append(self._line(name, ratio, sample, outcome, right, time_ms, warm))
         self._folder.add([line for line in lines if place_of(line) not in self._folder.lines])
 
-    def _answered(self, way: EvalMethod, samples: Sequence[Sample], wanted: list[tuple[int, ...]]) -> list[Outcome]:
-        if way.answers_together:
-            return way.answer(samples, wanted)
-        return [way.answer([sample], [ids])[0] for sample, ids in zip(samples, wanted, strict=True)]
+    @staticmethod
+    def _answered(method: EvalMethod, samples: Sequence[Sample], targets: list[tuple[int, ...]]) -> list[Outcome]:
+        if method.answers_together:
+            return method.answer(samples, targets)
+        return [method.answer([sample], [ids])[0] for sample, ids in zip(samples, targets, strict=True)]
 
     def _line(
         self,

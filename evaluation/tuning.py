@@ -21,9 +21,9 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.anatomy import default_sink
 
-from .answering import FULL_PREFILL, FULL_REUSE, REUSE, blend_config, ids_of, request
-from .asking import FORCED_TOKENS, Asker, Loss, Question
-from .blending import ways
+from .answering import FULL_PREFILL, FULL_REUSE, REUSE, blend_config, build_request, ids_of
+from .asking import FORCED_TOKENS, Loss, Pipeline, Question
+from .blending import variants
 from .bundled import handbook_questions
 from .rows import ANSWERS, CHUNKS, QUESTION, read_rows
 from .summary import interval, share_interval
@@ -82,7 +82,7 @@ def bundled_prompts(count: int, seed: int, tokenizer: Any) -> list[Question]:
     for number in range(count):
         row = questions[number % len(questions)]
         pages = Random(f"{seed} {number}").sample(row["chunks"], BUNDLED_PAGES)
-        prompts.append(Question(f"question {number + 1}", request(tokenizer, pages, row["question"], None)))
+        prompts.append(Question(f"question {number + 1}", build_request(tokenizer, pages, row["question"], None)))
     return prompts
 
 
@@ -91,7 +91,7 @@ def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions
     prompts = []
     for row in read_rows(path, (CHUNKS, QUESTION))[:limit]:
         chunks = [chunk if chunk[-1].isspace() else f"{chunk}\n\n" for chunk in row[CHUNKS]]
-        made = request(tokenizer, chunks, row[QUESTION], row.get("prefix"))
+        made = build_request(tokenizer, chunks, row[QUESTION], row.get("prefix"))
         if positions is not None and (tokens := len(ids_of(tokenizer, made)) + ANSWER_TOKENS) > positions:
             raise PromptError(
                 f"row {row['id']!r} of {str(path)!r} has {tokens:,} tokens with its answer, expected at most the "
@@ -106,7 +106,7 @@ def candidates(
 ) -> list[Candidate]:
     """Every selector at every ratio, with every corrector."""
     rows = []
-    for name, ratio in (way for text in selectors for way in ways(text, ratios)):
+    for name, ratio in (variant for text in selectors for variant in variants(text, ratios)):
         for corrector in correctors:
             config = blend_config(name, recompute_ratio=ratio, corrector=corrector, **settings)
             rows.append(Candidate(f"{name}@{ratio:g}{f'+{corrector}' * (corrector != 'none')}", config))
@@ -114,9 +114,9 @@ def candidates(
 
 
 def tune(
-    asker: Asker,
+    pipeline: Pipeline,
     prompts: Sequence[Question],
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     leave: float = LEAVE,
     *,
     unit: Candidate | None = None,
@@ -129,21 +129,21 @@ def tune(
     """
     if len(prompts) < 2:
         raise PromptError(f"got {len(prompts)} prompts, expected 2 or more: one half chooses, the other reports.")
-    if not found:
-        raise ConfigError(f"got {len(found)} candidates, expected 1 or more. Name a selector and a ratio.")
+    if not candidates:
+        raise ConfigError(f"got {len(candidates)} candidates, expected 1 or more. Name a selector and a ratio.")
     shuffled = Random(seed).sample(list(prompts), len(prompts))
     middle = (len(prompts) + 1) // 2
-    reuse = Candidate(FULL_REUSE.name, replace(REUSE, allow_unverified=found[0].config.allow_unverified))
-    ways = [reuse, *found]
+    reuse = Candidate(FULL_REUSE.name, replace(REUSE, allow_unverified=candidates[0].config.allow_unverified))
+    contenders = [reuse, *candidates]
     unit, units = unit or reuse, [unit] if unit else []
-    losses = _losses(asker, watch(shuffled[:middle], "prompts, choosing"), [*units, *ways], seed)
-    points = [_point(way.name, losses[way.name], losses[unit.name]) for way in ways]
+    losses = _losses(pipeline, watch(shuffled[:middle], "prompts, choosing"), [*units, *contenders], seed)
+    points = [_point(candidate.name, losses[candidate.name], losses[unit.name]) for candidate in contenders]
     points.sort(key=lambda point: point.charged)
     best, leaves_enough = choose(points, leave)
-    chosen = next(way for way in ways if way.name == best.candidate)
+    chosen = next(candidate for candidate in contenders if candidate.name == best.candidate)
     others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
     said: dict[str, list[str]] | None = {} if all(prompt.answers for prompt in prompts) else None
-    again = _losses(asker, watch(others, "prompts, reporting"), [*units, *compared], seed, said)
+    again = _losses(pipeline, watch(others, "prompts, reporting"), [*units, *compared], seed, said)
     return Tuning(
         _point(chosen.name, again[chosen.name], again[unit.name]),
         {name: value for name, value in chosen.config.to_dict().items() if name in SETTINGS},
@@ -190,24 +190,24 @@ def scored(texts: Sequence[str], prompts: Sequence[Question]) -> dict[str, float
 
 
 def _losses(
-    asker: Asker,
+    pipeline: Pipeline,
     prompts: Iterable[Question],
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     seed: int,
     said: dict[str, list[str]] | None = None,
 ) -> dict[str, list[Loss]]:
     """What candidates lose on prompts, by name; their answers go to `said`, if it is given."""
-    losses: dict[str, list[Loss]] = {candidate.name: [] for candidate in found}
+    losses: dict[str, list[Loss]] = {candidate.name: [] for candidate in candidates}
     for prompt in prompts:
-        for candidate in {candidate.config.chunk_prefix_ids: candidate for candidate in found}.values():
-            asker.store_chunks(prompt, candidate.config)
-        full = asker.full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
-        for candidate in Random(f"{seed} {prompt.name}").sample(found, len(found)):
-            losses[candidate.name].append(asker.loss(prompt, full, candidate.config))
+        for candidate in {candidate.config.chunk_prefix_ids: candidate for candidate in candidates}.values():
+            pipeline.store_chunks(prompt, candidate.config)
+        full = pipeline.full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
+        for candidate in Random(f"{seed} {prompt.name}").sample(candidates, len(candidates)):
+            losses[candidate.name].append(pipeline.loss(prompt, full, candidate.config))
         if said is not None:
             said.setdefault(FULL_PREFILL.name, []).append(full.text)
-            for candidate in found:
-                own = asker.answer(prompt.given, candidate.config, ANSWER_TOKENS)
+            for candidate in candidates:
+                own = pipeline.answer(prompt.request, candidate.config, ANSWER_TOKENS)
                 said.setdefault(candidate.name, []).append(own.text)
     return losses
 

@@ -7,7 +7,6 @@ Public names are imported when first used, so that `import hf_blend` costs nothi
 
 import importlib
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .version import __version__
@@ -69,10 +68,6 @@ _HOMES = {  # the others live in errors
     "self_extend": "context.self_extend",
     "sparse_decoding": "sparse.decoding",
 }
-
-_root = Path(__file__).resolve().parent.parent
-if (_root / "setup.cfg").is_file():  # a source checkout, not site-packages
-    __path__.append(str(_root))  # lets hf_blend.cli and hf_blend.evaluation be found beside us
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 

@@ -7,9 +7,7 @@ once into an ordinary folder of the user's cache, which loads in a second or two
 small random model of any causal type of transformers.
 """
 
-import importlib
 import shutil
-import sys
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -17,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from . import plugins
 from .errors import ConfigError, MissingExtraError, UnsupportedModelError
 
 TINY = "tiny:"
@@ -87,9 +86,7 @@ def from_checkout(program: str) -> ModuleType:
             f"tiny models of every type are built by benchmarks/{program}.py of a source checkout, which is not at "
             f"{CHECKOUT}. Clone the repository and `pip install -e .`, or name a folder or a hub id."
         )
-    if str(CHECKOUT) not in sys.path:
-        sys.path.append(str(CHECKOUT))
-    return importlib.import_module(program)
+    return plugins.imported(CHECKOUT / f"{program}.py")
 
 
 def load_config(name: str) -> Any:

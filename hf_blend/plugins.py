@@ -31,10 +31,9 @@ FROM_FILES = ("selectors", "correctors", "evaluation.tasks", "evaluation.methods
 
 def kinds() -> list[str]:
     """List the kinds of plugin that exist: the sub-packages with a `base.py`."""
-    package, *checkout = map(Path, sys.modules["hf_blend"].__path__)
-    folders = {base.parent.relative_to(package) for base in package.glob("**/base.py")}
-    folders |= {base.parent.relative_to(root) for root in checkout for base in root.glob("evaluation/**/base.py")}
-    return sorted(".".join(folder.parts) for folder in folders)
+    patterns = ("**/base.py", "evaluation/**/base.py")  # in a checkout evaluation is a link, which ** does not follow
+    bases = [(root, path) for root in _roots() for pattern in patterns for path in root.glob(pattern)]
+    return sorted({".".join(path.parent.relative_to(root).parts) for root, path in bases})
 
 
 def describe(kind: str) -> dict[str, str]:
@@ -47,7 +46,7 @@ def describe(kind: str) -> dict[str, str]:
 def load(kind: str, name: str) -> type:
     """Import one plugin, and none of its siblings."""
     if kind in FROM_FILES and name.endswith(FILE):
-        return _only_plugin(_imported(Path(name).expanduser()), importlib.import_module(f"hf_blend.{kind}.base"))
+        return _only_plugin(imported(Path(name).expanduser()), importlib.import_module(f"hf_blend.{kind}.base"))
     dashed = name.replace("_", "-")
     files = _files(kind)
     base = importlib.import_module(f"hf_blend.{kind}.base")
@@ -73,11 +72,18 @@ def room(name: str) -> ModuleType:
 
 def extensions(name: str) -> list[ModuleType]:
     """Import what every room adds to a part of the core: its module of this name, such as `checks`."""
-    paths = sorted(path for root in sys.modules["hf_blend"].__path__ for path in Path(root).glob(f"*/{name}.py"))
+    paths = sorted(path for root in _roots() for path in root.glob(f"*/{name}.py"))
     return [importlib.import_module(f"hf_blend.{path.parent.name}.{name}") for path in paths]
 
 
-def _imported(path: Path) -> ModuleType:
+def _roots() -> list[Path]:
+    """The folders whose sub-folders are sub-packages; some installs have evaluation/ elsewhere."""
+    spec = importlib.util.find_spec("hf_blend.evaluation")
+    beside = [Path(folder).parent for folder in (spec and spec.submodule_search_locations) or ()]
+    return list(dict.fromkeys([*map(Path, sys.modules["hf_blend"].__path__), *beside]))
+
+
+def imported(path: Path) -> ModuleType:
     """The module in a file that no package has; once for each state of the file, so that its class is one class."""
     if not path.is_file():
         raise PluginNotFoundError(f"there is no file {str(path)!r}. Give a Python file that defines one plugin.")
@@ -108,7 +114,7 @@ def _files(kind: str) -> dict[str, tuple[str, str]]:
     """Name → (module name, first docstring line) of the files of a kind that hold a plugin."""
     if kind not in kinds():
         raise PluginNotFoundError(f"hf_blend has no kind of plugin named {kind!r}. {suggest(kind, kinds())}")
-    folders = [Path(root, *kind.split(".")) for root in sys.modules["hf_blend"].__path__]
+    folders = [Path(root, *kind.split(".")) for root in _roots()]
     paths = [path for folder in folders for path in sorted(folder.glob("[!_]*.py"))]
     texts = {path.stem: path.read_text("utf-8") for path in paths}
     return {

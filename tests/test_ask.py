@@ -18,7 +18,7 @@ from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.cli.main import main
 from hf_blend.errors import PromptError
 from hf_blend.evaluation import asking
-from hf_blend.evaluation.answering import Turn, request
+from hf_blend.evaluation.answering import Turn, build_request
 from hf_blend.evaluation.asking import Chat
 from hf_blend.evaluation.bundled import handbook_questions, open_model
 from hf_blend.evaluation.retrieving import Piece, Retriever
@@ -91,14 +91,14 @@ def test_a_controller_says_what_it_decided(store, first, monkeypatch, run):
 
 @pytest.mark.slow
 def test_compared_methods_are_timed_in_turns_and_the_median_counts(store, first, monkeypatch):
-    taken, answer = [], asking.Asker.answer
+    taken, answer = [], asking.Pipeline.answer
 
     def timed(asker, given, config, *args):
         name = "full prefill" if config is None else "full reuse" if config.selector == "none" else "blend"
         taken.append((name, 100.0 * len(taken) ** 2))  # the mean is another
         return replace(answer(asker, given, config, *args), ttft_ms=taken[-1][1])
 
-    monkeypatch.setattr(asking.Asker, "answer", timed)
+    monkeypatch.setattr(asking.Pipeline, "answer", timed)
     rows = asked(store, "--compare", "--rounds", "3")["rows"]
     names = [row["method"] for row in rows[:3]]
     assert [name for name, _ in taken[1:10]] == 3 * names, "behind the one that stores the chunks"
@@ -129,15 +129,15 @@ def test_an_answer_that_was_cut_is_said_to_be(store, first, run):
 def test_the_kl_is_that_of_two_forced_answers(source, model, monkeypatch):
     tokenizer, chunks = source.tokenizer, ["The light of Skerry is kept by Una Moss.\n\n", "A lantern is dear.\n\n"]
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
-    made = asking.Question("", request(tokenizer, chunks, "Who keeps the light?", None))
+    made = asking.Question("", build_request(tokenizer, chunks, "Who keeps the light?", None))
     ways, opened = asking.methods(BlendConfig(0.15), compare=True), ChunkStore.open("memory://")
-    asker = asking.Asker(model, tokenizer, opened)
+    asker = asking.Pipeline(model, tokenizer, opened)
     replies = [asker.ask(made, way, 12) for way in ways]
     asker.diverge(made, replies)
     full, reused, _ = replies
     ids, prompt = full.answer.ids[:10], full.answer.input_ids
     cache = BlendCache(model, opened, recompute_ratio=0.0, selector="none")
-    inputs = cache.inputs_from_messages(tokenizer, made.given["messages"], made.given["documents"])
+    inputs = cache.inputs_from_messages(tokenizer, made.request["messages"], made.request["documents"])
     with torch.no_grad():
         stock = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
@@ -170,7 +170,7 @@ def make(source, model):
         encode = source.tokenizer.encode
         found = [Piece(name, 0, text, tuple(encode(text, add_special_tokens=False))) for name, text in TEXTS.items()]
         source.tokenizer.chat_template = template
-        asker = asking.Asker(model, source.tokenizer, ChunkStore.open("memory://"))
+        asker = asking.Pipeline(model, source.tokenizer, ChunkStore.open("memory://"))
         retriever, config = Retriever(found, top_k), BlendConfig(recompute_ratio=1.0)
         return Chat(asker, source, retriever, config, max_new_tokens=new_tokens, **settings)
 
@@ -185,7 +185,7 @@ def test_an_answer_in_any_turn_is_that_of_a_full_prefill_of_the_same_prompt(make
         got = talk.answer(asked)
         ids = got.input_ids[None]
         if template:
-            messages = asked.given["messages"]
+            messages = asked.request["messages"]
             stock = source.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
             assert got.input_ids.tolist() == stock["input_ids"]
             assert [one["content"] for one in messages if one["role"] == "assistant"] == [
@@ -218,17 +218,11 @@ def test_documents_are_retrieved_for_each_turn_and_computed_once(make):
     assert third.report.computed_chunks == 0
 
 
-def test_fixed_documents_stay_those_of_the_first_turn(make):
-    talk = make(top_k=1, is_fixed=True)
-    talk.answer(talk.prepare("light?"))
-    assert talk.prepare("Who repairs boats?").source_names == ["a.txt"]
-
-
 def test_what_was_said_is_never_stored(make):
     talk = make()
     for number in range(3):
         talk.answer(talk.prepare(f"Who keeps the light, number {number}?"))
-    assert len(talk.asker.store) <= 1 + len(TEXTS)
+    assert len(talk.pipeline.store) <= 1 + len(TEXTS)
 
 
 def test_the_oldest_turns_leave_when_there_is_no_room(make):

@@ -51,8 +51,8 @@ def test_each_prompt_has_the_page_that_answers_it_and_about_500_tokens(models):
     pages = list(handbook_pages().values())
     assert len(prompts) == len(calibration.QUESTIONS) == 10
     for (number, text), prompt in zip(calibration.QUESTIONS, prompts, strict=True):
-        said = str(prompt.given)
-        chunks = prompt.given.get("documents") or prompt.given["chunks"]
+        said = str(prompt.request)
+        chunks = prompt.request.get("documents") or prompt.request["chunks"]
         assert text in said
         assert pages[number - 1] in chunks
         assert len({*chunks}) == len(chunks) >= 2

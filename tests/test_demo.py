@@ -15,7 +15,7 @@ from worlds import REFERENCE, reference_questions
 
 from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError, UnsupportedModelError
-from hf_blend.evaluation.asking import Asker
+from hf_blend.evaluation.asking import Pipeline
 from hf_blend.evaluation.bundled import REAL
 from hf_blend.evaluation.demo import drawing, model_cache, page
 from hf_blend.evaluation.demo.compare import DemoState, Panel, again, compare, streamed
@@ -71,7 +71,7 @@ def test_what_is_stored_before_is_what_the_answers_use(bundled, store, query):
     *_, first = compare(bundled, store, query, Limits())
     entries = len(list(store.entries()))
     asked = prepare(bundled, query, Limits())
-    report = Asker(bundled.model, bundled.tokenizer, store).answer(asked.given, query.config(), 1).report
+    report = Pipeline(bundled.model, bundled.tokenizer, store).answer(asked.request, query.config(), 1).report
     assert (report.computed_chunks, report.loaded_chunks) == (0, entries)
     *_, second = compare(bundled, store, query, Limits())
     assert len(list(store.entries())) == entries
@@ -142,7 +142,7 @@ def test_a_prompt_is_no_longer_than_what_a_visitors_store_holds(model_folder, mo
     with ChunkStore.open("memory://", memory_bytes=limits.store_bytes) as store:
         list(compare(own, store, largest, limits))
         asked = prepare(own, largest, limits)
-        report = Asker(own.model, own.tokenizer, store).answer(asked.given, largest.config(), 1).report
+        report = Pipeline(own.model, own.tokenizer, store).answer(asked.request, largest.config(), 1).report
     assert (report.computed_chunks, report.notice) == (0, "")
 
 

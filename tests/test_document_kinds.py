@@ -201,20 +201,13 @@ MANY = [chat, completed, chat_blend, blend_llm, generator]  # it is left out
 SERVED = [served_chat, served_text]
 
 
-@pytest.mark.parametrize("door", [*NAMED, *MANY, rows])
+@pytest.mark.parametrize("door", [*NAMED, *MANY, *SERVED, rows])
 def test_a_document_of_any_kind_is_its_text_at_every_door(door, asker):
-    model, tokenizer, _ = asker
-    expected = door(model, tokenizer, ChunkStore.open("memory://"), [TEXT, OTHER])
-    found = {
-        kind: door(model, tokenizer, ChunkStore.open("memory://"), [make(TEXT), OTHER]) for kind, make in KINDS.items()
-    }
-    assert not [kind for kind in KINDS if found[kind] != expected]
+    def result(document):
+        return door(*asker[:2], ChunkStore.open("memory://"), [document, OTHER])
 
-
-@pytest.mark.parametrize("door", SERVED)
-def test_a_document_of_any_kind_in_json_is_its_text_to_the_server(door, asker):
-    expected = door(*asker, [TEXT, OTHER])
-    assert not [kind for kind, make in JSON_KINDS.items() if door(*asker, [make(TEXT), OTHER]) != expected]
+    expected, kinds = result(TEXT), JSON_KINDS if door in SERVED else KINDS
+    assert not [kind for kind, make in kinds.items() if result(make(TEXT)) != expected]
 
 
 @pytest.mark.parametrize("door", [*NAMED, *MANY, rows, text_prompt])

@@ -152,12 +152,9 @@ def test_every_task_reads_every_real_file_or_says_why_not(published, mistral_tok
         assert all([sample.chunks, *sample.chunks, sample.question, sample.answers]), path
 
 
-@pytest.mark.parametrize(
-    ("question", "wanted"),
-    [("Who is it?", "who is it?"), ("Who is it", "who is it?"), ("É ele?", "é ele?"), ("who?", "who?"), ("A", "a?")],
-)
-def test_a_question_ends_in_its_mark_and_begins_small(question, wanted):
-    assert polished(question) == wanted
+def test_a_question_ends_in_its_mark_and_begins_small():
+    questions = ("Who is it?", "Who is it", "É ele?", "who?", "A")
+    assert [*map(polished, questions)] == ["who is it?", "who is it?", "é ele?", "who?", "a?"]
 
 
 def test_other_tokenizers_get_what_their_template_puts_around_a_users_turn(tmp_path):
@@ -203,13 +200,12 @@ def test_shape_cuts_chunks_over_their_seams_behind_turning_or_shuffling_them():
     assert orders[0] == Shape(None, "shuffled", 0).applied(SAMPLE).chunks
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"chunk_order": "sorted"}, "'sorted'.*given, shuffled, reversed"), ({"chunk_tokens": 0}, "0, wanted 1 or more")],
-)
-def test_a_shape_that_makes_no_sense_is_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        Shape(**settings)
+def test_a_shape_that_makes_no_sense_is_refused():
+    with pytest.raises(ConfigError, match=r"'sorted'.*given, shuffled, reversed"):
+        Shape(chunk_order="sorted")
+    for settings in ({"chunk_tokens": 0}, {"most_chunks": 0}):
+        with pytest.raises(ConfigError, match="0, expected 1 or more"):
+            Shape(**settings)
 
 
 # Rows of the hub in their own columns, files of one object per line, and what is no good.
@@ -327,10 +323,10 @@ def test_a_file_that_is_no_good_is_refused_with_file_line_and_remedy(tmp_path, k
     assert re.search(r"bad\.jsonl", str(raised.value))
 
 
-@pytest.mark.parametrize("name", ["", "absent.jsonl"])
-def test_a_folder_or_a_file_that_is_not_there_is_refused(tmp_path, name):
-    with pytest.raises(PromptError, match="cannot be read"):
-        task("musique", data=tmp_path / name).samples()
+def test_a_folder_or_a_file_that_is_not_there_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "absent.jsonl"):
+        with pytest.raises(PromptError, match="cannot be read"):
+            task("musique", data=path).samples()
 
 
 def test_read_rows_takes_odd_line_breaks_a_mark_and_other_names_of_a_field(tmp_path):

@@ -15,7 +15,7 @@ from hf_blend import BlendConfig, ChunkStore, ConfigError
 from hf_blend.errors import PromptError
 from hf_blend.evaluation import answering, asking
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
-from hf_blend.evaluation.inspecting import Inspector, draw, rank_correlation
+from hf_blend.evaluation.inspecting import Inspector, rank_correlation
 from hf_blend.evaluation.summary import interval
 
 
@@ -41,7 +41,7 @@ def test_a_reply_is_streamed_as_it_is_returned_and_marks_the_recomputed_tokens_a
     question = reference_questions()[0]
     asked = asking.Question("?", {name: question[name] for name in ("prefix", "chunks", "question")})
     blend, heard = answering.Method("blend", BlendConfig(recompute_ratio=0.2)), list[str]()
-    reply = asking.Asker(*reference, store).ask(asked, blend, 8, heard.append)
+    reply = asking.Pipeline(*reference, store).ask(asked, blend, 8, heard.append)
     assert "".join(heard).strip() == reply.answer.text != ""
     marked = sum(chosen for _, chosen in reply.tokens)
     assert marked == len(reply.answer.report.chosen_columns[0]) > 0
@@ -114,9 +114,3 @@ def test_a_prompt_of_which_nothing_is_reused_is_refused(shared_model, pieces):
     one = {**pieces(), "chunks": pieces()["chunks"][:1], "prefix": [1]}
     with pytest.raises(PromptError, match="two chunks"):
         Inspector(shared_model(), None, ChunkStore.open("memory://"), one)
-
-
-def test_the_picture_is_drawn(found, tmp_path):
-    pytest.importorskip("matplotlib")
-    draw(found, tmp_path / "inside.png")
-    assert (tmp_path / "inside.png").read_bytes().startswith(b"\x89PNG")

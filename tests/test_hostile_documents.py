@@ -414,7 +414,10 @@ def test_what_may_not_be_entered_is_left_out_by_name():
         shutil.rmtree(folder)
 
 
-INDEX = ("-P", "-m", "hf_blend.cli.main", "index")
+def index_command(document):
+    """The words that index a document in a process of its own, into a store beside it."""
+    where = ["--model", REFERENCE, "--store", str(document.parent / "kv")]
+    return [sys.executable, "-P", "-m", "hf_blend.cli.main", "index", str(document), *where]
 
 
 @pytest.mark.slow
@@ -422,15 +425,7 @@ def test_ctrl_c_ends_index_with_130_keeps_what_is_stored_and_leaves_no_process(t
     words, chance = reference_questions()[0]["chunks"][0].split(), random.Random(1)
     texts = [" ".join(chance.sample(words, len(words))) for _ in range(60)]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    command = [
-        sys.executable,
-        *INDEX,
-        str(tmp_path / "many.jsonl"),
-        "--model",
-        REFERENCE,
-        "--store",
-        str(tmp_path / "kv"),
-    ]
+    command = index_command(tmp_path / "many.jsonl")
     running = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -455,15 +450,7 @@ def test_ctrl_c_ends_index_with_130_keeps_what_is_stored_and_leaves_no_process(t
 @pytest.mark.slow
 def test_ctrl_c_ends_index_while_a_file_is_parsed(tmp_path):
     (tmp_path / "pages.pdf").write_bytes(ENDLESS["pages.pdf"])
-    command = [
-        sys.executable,
-        *INDEX,
-        str(tmp_path / "pages.pdf"),
-        "--model",
-        REFERENCE,
-        "--store",
-        str(tmp_path / "kv"),
-    ]
+    command = index_command(tmp_path / "pages.pdf")
     running = subprocess.Popen(
         [*command, "--file-seconds", "600"], stderr=subprocess.PIPE, text=True, start_new_session=True
     )

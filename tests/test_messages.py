@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from hf_blend import BlendCache, PromptError
 from hf_blend.config import BlendConfig
-from hf_blend.evaluation.answering import FULL_PREFILL, INSTRUCTION, Turn, request
-from hf_blend.evaluation.asking import Asker, Method, Question
+from hf_blend.evaluation.answering import FULL_PREFILL, INSTRUCTION, Turn, build_request
+from hf_blend.evaluation.asking import Method, Pipeline, Question
 from tests.asking import memory
 from tests.chat_templates import (
     ASKED,
@@ -228,7 +228,7 @@ BOTH = ["system", "user"]
 def test_the_instruction_is_a_system_message_where_the_template_has_one(plain, template, roles):
     tokenizer = plain[1]
     tokenizer.chat_template = template
-    given = request(tokenizer, DOCUMENTS, QUESTION, None)
+    given = build_request(tokenizer, DOCUMENTS, QUESTION, None)
     assert [message["role"] for message in given["messages"]] == roles
     text = tokenizer.apply_chat_template(given["messages"], tokenize=False)
     assert text.count(INSTRUCTION) == 1
@@ -238,23 +238,23 @@ def test_the_instruction_is_a_system_message_where_the_template_has_one(plain, t
 def test_a_turn_is_rendered_as_the_template_renders_the_whole_conversation(plain):
     tokenizer = plain[1]
     history = [Turn("Who?", "Mara."), Turn("Where?", "There.")]
-    made = request(tokenizer, ["DOC\n"], "When?", "Be short.", history)
+    made = build_request(tokenizer, ["DOC\n"], "When?", "Be short.", history)
     assert tokenizer.apply_chat_template(made["messages"], tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nDOC\n\nQuestion: Who?<|im_end|>\n"
         "<|im_start|>assistant\nMara.<|im_end|>\n<|im_start|>user\nWhere?<|im_end|>\n"
         "<|im_start|>assistant\nThere.<|im_end|>\n<|im_start|>user\nWhen?<|im_end|>\n<|im_start|>assistant\n"
     )
     tokenizer.chat_template = None
-    made = request(tokenizer, ["DOC\n"], "When?", None, history)
+    made = build_request(tokenizer, ["DOC\n"], "When?", None, history)
     said = "Question: Who?\nAnswer: Mara.\nQuestion: Where?\nAnswer: There.\n"
     assert made["question"] == f"{said}Question: When?\nAnswer:"
 
 
 def test_asking_gives_the_answer_of_a_full_prefill_at_ratio_1_and_marks_documents_only(plain, store):
     model, tokenizer = plain
-    asked = Question(QUESTION, request(tokenizer, [f"{text}\n\n" for text in DOCUMENTS], QUESTION, None))
+    asked = Question(QUESTION, build_request(tokenizer, [f"{text}\n\n" for text in DOCUMENTS], QUESTION, None))
     ways = (FULL_PREFILL, Method("blend", BlendConfig(1.0)))
-    full, blend = (Asker(model, tokenizer, store).ask(asked, way, 6) for way in ways)
+    full, blend = (Pipeline(model, tokenizer, store).ask(asked, way, 6) for way in ways)
     assert torch.equal(full.answer.input_ids, blend.answer.input_ids)
     assert full.row["answer"] == blend.row["answer"]
     shown = tokenizer.decode(full.answer.input_ids[: len(full.tokens)])

@@ -165,7 +165,7 @@ def test_the_space_brings_all_that_the_library_needs_in_the_tested_versions():
 def test_the_layout_starts_without_an_installation(tmp_path):
     pytest.importorskip("gradio", reason="gradio is not installed: pip install hf-blend[demo]")
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    (line,) = re.findall(r"^\tcp -r app/\. (.+) build/space/$", makefile, re.MULTILINE)
+    (line,) = re.findall(r"^\tcp -rL app/\. (.+) build/space/$", makefile, re.MULTILINE)
     for name in [*line.split(), *(path.name for path in (ROOT / "app").iterdir())]:
         source = ROOT / name if (ROOT / name).exists() else ROOT / "app" / name
         (tmp_path / name).symlink_to(source)
@@ -202,16 +202,30 @@ def run(command, folder, **settings):
     return done.stdout
 
 
+def copied(folder):
+    """A copy of all of this checkout that is shipped."""
+    folder.mkdir()
+    for name in SHIPPED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def clean_environment(home):
+    """The Python of a new environment without hf_blend; what that needs is borrowed from this one."""
+    run([sys.executable, "-m", "venv", "--without-pip", home], home.parent)
+    (own,) = (home / "lib").glob("python*/site-packages")
+    (own / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return home / "bin" / "python"
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Wheel and sdist of this checkout, built by `python -m build` from a copy."""
     pytest.importorskip("build", reason="build is not installed: pip install build")
-    source = tmp_path_factory.mktemp("source")
-    for name in SHIPPED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, source / name)
+    source = copied(tmp_path_factory.mktemp("built") / "source")
     run([*BUILD, "--outdir", source / "dist", source], source)
     return {path.suffix: path for path in (source / "dist").iterdir()}
 
@@ -220,13 +234,9 @@ def built(tmp_path_factory):
 def installed(built, tmp_path_factory):
     """The folder of the programs of a new environment; what hf_blend needs is borrowed from this one."""
     home = tmp_path_factory.mktemp("clean")
-    run([sys.executable, "-m", "venv", "--without-pip", home / "venv"], home)
-    bin_folder = home / "venv" / "bin"
-    (own,) = (home / "venv" / "lib").glob("python*/site-packages")
-    pip = [sys.executable, "-m", "pip", "--python", bin_folder / "python"]
-    run([*pip, "install", "-q", "--no-deps", built[".whl"]], home)
-    (own / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    return bin_folder
+    python = clean_environment(home / "venv")
+    run([sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", built[".whl"]], home)
+    return python.parent
 
 
 @pytest.mark.slow
@@ -245,6 +255,34 @@ def test_the_sdist_makes_the_same_wheel(built, tmp_path):
         assert {str(home / path.relative_to(ROOT / folder)) for path in (ROOT / folder).rglob("*.py")} <= modules
     assert "hf_blend/py.typed" in held[0]
     assert {"hf_blend/evaluation/demo/page.css", "hf_blend/evaluation/demo/quality.svg"} <= set(held[0])
+
+
+SUBPACKAGES = """
+import hf_blend.cli.main, hf_blend.evaluation.tasks.needle, hf_blend.plugins
+from importlib.util import find_spec
+print([name for name in ("app", "benchmarks", "docs", "examples", "tests") if find_spec(f"hf_blend.{name}")])
+print("evaluation.tasks" in hf_blend.plugins.kinds(), "needle" in hf_blend.plugins.describe("evaluation.tasks"))
+"""
+
+
+def test_of_a_clone_only_cli_and_evaluation_are_subpackages(tmp_path):
+    command = [sys.executable, "-P", "-c", SUBPACKAGES]
+    assert run(command, tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}).split("\n")[:2] == ["[]", "True True"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_links", [True, False])
+def test_of_an_editable_install_only_cli_and_evaluation_are_subpackages(has_links, tmp_path):
+    source, home = copied(tmp_path / "source"), tmp_path / "venv"
+    for name in () if has_links else ("cli", "evaluation"):  # as git writes a link on Windows
+        (source / "hf_blend" / name).unlink()
+        (source / "hf_blend" / name).write_text(f"../{name}")
+    python = clean_environment(home)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation"]
+    run([*pip, "-e", source], tmp_path)
+    code = f"{SUBPACKAGES}\nassert hf_blend.__file__.startswith({str(source)!r}), hf_blend.__file__"
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    assert run([python, "-P", "-c", code], tmp_path, env=outside).split("\n")[:2] == ["[]", "True True"]
 
 
 @pytest.mark.slow

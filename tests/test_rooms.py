@@ -70,8 +70,6 @@ def copy_without(folder: Path, rooms: tuple[str, ...]) -> Path:
             shutil.copytree(path, copy / "hf_blend" / path.name)
     for name in lines.FAR if FAR in rooms else ():
         (copy / "hf_blend" / name).unlink()
-    for name in ("cli", "evaluation"):
-        (copy / "hf_blend" / name).symlink_to(ROOT / name)
     return copy
 
 

@@ -14,7 +14,7 @@ from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, PluginNotFoundError, PromptError
 from hf_blend.evaluation import tuning
 from hf_blend.evaluation.answering import REUSE
-from hf_blend.evaluation.asking import Answer, Asker, Loss, Question
+from hf_blend.evaluation.asking import Answer, Loss, Pipeline, Question
 from hf_blend.evaluation.summary import share_interval
 from hf_blend.evaluation.tuning import Point, candidates, choose, read_prompts, scored, tune
 from tests.asking import jsonl
@@ -44,7 +44,7 @@ def test_the_interval_of_a_share_is_that_of_paired_sums():
 
 
 class Told:
-    """Stands in for `Asker`: a candidate at ratio r loses 1 - 2r of full reuse's; what was asked is noted."""
+    """Stands in for `Pipeline`: a candidate at ratio r loses 1 - 2r of full reuse's; what was asked is noted."""
 
     def __init__(self):
         self.asked, self.stored = [], []
@@ -123,13 +123,13 @@ def test_too_little_to_choose_from_is_refused():
 
 @pytest.fixture
 def asker(shared_model, tokenizer):
-    return Asker(shared_model(), tokenizer, ChunkStore.open("memory://"))
+    return Pipeline(shared_model(), tokenizer, ChunkStore.open("memory://"))
 
 
 def test_the_loss_is_the_divergence_of_the_answer_that_full_prefill_gives(asker, pieces):
     prompt = Question("one", pieces(seed=1))
-    given = [1, *prompt.given["prefix"][1:], *(t for chunk in prompt.given["chunks"] for t in chunk)]
-    ids = torch.tensor([[*given, *prompt.given["question"]]])
+    given = [1, *prompt.request["prefix"][1:], *(t for chunk in prompt.request["chunks"] for t in chunk)]
+    ids = torch.tensor([[*given, *prompt.request["question"]]])
     full = asker.full(prompt)
     stock = asker.model.generate(
         ids, max_new_tokens=10, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None
@@ -137,7 +137,7 @@ def test_the_loss_is_the_divergence_of_the_answer_that_full_prefill_gives(asker,
     assert full.ids.tolist() == stock.sequences[0, ids.shape[1] :].tolist()
     asker.store_chunks(prompt, REUSE)
     cache = BlendCache(asker.model, asker.store, REUSE)  # and the same answer, forced token by token
-    inputs = cache.inputs(asker.tokenizer, **prompt.given)
+    inputs = cache.inputs(asker.tokenizer, **prompt.request)
     with torch.no_grad():
         steps = [asker.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[0, -1]]
         for token in full.ids[:-1].tolist():
@@ -158,7 +158,7 @@ def test_a_prompt_with_nothing_to_choose_among_and_a_store_that_is_too_small_are
     full = asker.full(prompt, 2)
     with pytest.raises(ConfigError, match=r"dropped [0-9]+ chunks of row 'x'.*--store"):
         asker.loss(prompt, full, REUSE)
-    alone = Question("row 'y'", {"chunks": prompt.given["chunks"][:1], "question": prompt.given["question"]})
+    alone = Question("row 'y'", {"chunks": prompt.request["chunks"][:1], "question": prompt.request["question"]})
     with pytest.raises(PromptError, match=r"row 'y' cannot be blended.*[Tt]wo chunks or more.*Leave it out"):
         asker.loss(alone, full, REUSE)
 
@@ -181,12 +181,12 @@ class Chat:
 def test_prompts_are_what_a_chat_model_is_asked_and_keep_their_passages_apart(tmp_path, tokenizer):
     path = jsonl(tmp_path / "rows.jsonl", {**ROW, "answers": ["Ann", "Anna"]}, {**ROW, "id": "b", "answer": "Ann"})
     first, second = read_prompts(path, Chat())
-    assert first.given["documents"] == ["The mill is old.\n\n", "Ann owns it. ", "Bob left.\n\n"]
-    assert [one["role"] for one in first.given["messages"]] == ["system", "user"]
-    assert first.given["messages"][1]["content"].endswith("Bob left.\n\nQuestion: Who owns it?")
+    assert first.request["documents"] == ["The mill is old.\n\n", "Ann owns it. ", "Bob left.\n\n"]
+    assert [one["role"] for one in first.request["messages"]] == ["system", "user"]
+    assert first.request["messages"][1]["content"].endswith("Bob left.\n\nQuestion: Who owns it?")
     assert (first.name, first.answers, second.answers) == ("row 'a'", ("Ann", "Anna"), ("Ann",))
     (plain,) = read_prompts(path, tokenizer, limit=1)
-    assert plain.given == {"prefix": None, "chunks": first.given["documents"], "question": "Who owns it?"}
+    assert plain.request == {"prefix": None, "chunks": first.request["documents"], "question": "Who owns it?"}
 
 
 def test_a_prompt_that_is_too_long_is_refused_by_name(tmp_path, tokenizer):
@@ -197,9 +197,9 @@ def test_a_prompt_that_is_too_long_is_refused_by_name(tmp_path, tokenizer):
 def test_bundled_prompts_ask_in_turn_over_pages_that_are_drawn(tokenizer):
     made, again, other = (tuning.bundled_prompts(4, seed, tokenizer) for seed in (1, 1, 2))
     assert made == again != other
-    assert made[0].given["question"] == made[3].given["question"] != made[1].given["question"]
-    assert made[0].given["chunks"] != made[3].given["chunks"]
-    assert {len(set(one.given["chunks"])) for one in made} == {tuning.BUNDLED_PAGES}
+    assert made[0].request["question"] == made[3].request["question"] != made[1].request["question"]
+    assert made[0].request["chunks"] != made[3].request["chunks"]
+    assert {len(set(one.request["chunks"])) for one in made} == {tuning.BUNDLED_PAGES}
 
 
 def test_the_command_prints_one_document_for_a_model_of_ones_own(tmp_path, model_folder, run):

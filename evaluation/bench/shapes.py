@@ -19,8 +19,8 @@ OWN = "model:"  # before the path or id of a model that is no shape
 def llama(sizes: str, vocabulary: int, positions: int, **more: Any) -> dict[str, Any]:
     """Return settings of a llama from "hidden, MLP, layers, heads, KV heads"."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    given = dict(zip(names, map(int, sizes.split()), strict=True))
-    return {"model_type": "llama", **given, "vocab_size": vocabulary, "max_position_embeddings": positions, **more}
+    settings = dict(zip(names, map(int, sizes.split()), strict=True))
+    return {"model_type": "llama", **settings, "vocab_size": vocabulary, "max_position_embeddings": positions, **more}
 
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from hf_blend.model.cache_keyword import cache_argument
 from hf_blend.version import __version__
 
 from ..answering import AnswerStreamer, begun, blend_config, ids_of
-from ..blending import ways
+from ..blending import variants
 from ..bundled import open_model
 from ..tuning import read_prompts
 from .shapes import OWN, random_pieces, timed_model
@@ -59,10 +59,10 @@ def measure_ttft(plan: TtftPlan, progress: Callable[[str], None] | None = None) 
     prompts = prompts or [made_up(model, plan)]
     configs = {f"{ratio:g}": blend_config(plan.selector, recompute_ratio=ratio) for ratio in plan.ratios}
     runs: dict[str, list[dict[str, Any]]] = {FULL: [], **{name: [] for name in configs}}
-    for count, given in enumerate(prompts, 1):
+    for count, request in enumerate(prompts, 1):
         about = f"prompt {count} of {len(prompts)}, "
-        for name, found in _in_turns(model, given, plan, configs, tokenizer, progress, about).items():
-            runs[name] += found
+        for name, rounds in _in_turns(model, request, plan, configs, tokenizer, progress, about).items():
+            runs[name] += rounds
     rows = [_row(ratio, runs[FULL], runs[f"{ratio:g}"]) for ratio in plan.ratios]
     return {"machine": machine(plan), "full": _median(runs[FULL]), "prompts": len(prompts), "rows": rows}
 
@@ -71,21 +71,21 @@ def measure_break_even(
     plan: TtftPlan, lengths: Sequence[int], methods: Sequence[str], progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """Measure full prefill and selectors, each with @ and a ratio, at lengths of the documents."""
-    chosen = [way for text in methods for way in ways(text, (BlendConfig.recompute_ratio,))]
+    chosen = [variant for text in methods for variant in variants(text, (BlendConfig.recompute_ratio,))]
     configs = {f"{name}@{ratio or 0:g}": blend_config(name, recompute_ratio=ratio or 0.0) for name, ratio in chosen}
     plan, rows = replace(plan, chunks=4, question_tokens=16, decoded_tokens=1), list[dict[str, Any]]()
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     for tokens in lengths:
-        given = made_up(model, replace(plan, chunk_tokens=tokens // plan.chunks))
-        runs = _in_turns(model, given, plan, configs, None, progress, f"{tokens} tokens, ")
-        times = {name: _median(found)["ttft_ms"] for name, found in runs.items()}
-        shared = {"prompt_tokens": len(ids_of(None, given)), "full_ms": times[FULL]}
+        request = made_up(model, replace(plan, chunk_tokens=tokens // plan.chunks))
+        runs = _in_turns(model, request, plan, configs, None, progress, f"{tokens} tokens, ")
+        times = {name: _median(rounds)["ttft_ms"] for name, rounds in runs.items()}
+        shared = {"prompt_tokens": len(ids_of(None, request)), "full_ms": times[FULL]}
         for name in configs:
             rows.append({**shared, "method": name, "ttft_ms": times[name], "speedup": times[FULL] / times[name]})
-    found = {name: _break_even([row for row in rows if row["method"] == name]) for name in configs}
+    lengths_needed = {name: _break_even([row for row in rows if row["method"] == name]) for name in configs}
     about = machine(replace(plan, selector=", ".join(configs)))
     settings = {"shape": plan.shape, "tokens": list(lengths), "methods": [*configs], "rounds": plan.rounds}
-    return {"machine": about, "plan": settings, "rows": rows, "break_even_tokens": found}
+    return {"machine": about, "plan": settings, "rows": rows, "break_even_tokens": lengths_needed}
 
 
 def _break_even(rows: Sequence[dict[str, Any]]) -> int | None:
@@ -96,7 +96,7 @@ def _break_even(rows: Sequence[dict[str, Any]]) -> int | None:
 
 def _in_turns(
     model: nn.Module,
-    given: dict[str, Any],
+    request: dict[str, Any],
     plan: TtftPlan,
     configs: Mapping[str, BlendConfig],
     tokenizer: Any,
@@ -104,14 +104,14 @@ def _in_turns(
     about: str,
 ) -> dict[str, list[dict[str, Any]]]:
     """Prefill one prompt in full and with every config, in turns; a first round warms up and fills the store."""
-    store, ways = ChunkStore.open("memory://", memory_bytes=64 << 30), {FULL: None, **configs}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    store, all_configs = ChunkStore.open("memory://", memory_bytes=64 << 30), {FULL: None, **configs}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in all_configs}
     for number in range(plan.rounds + 1):
-        for name, config in ways.items():
+        for name, config in all_configs.items():
             if progress:
                 progress(f"{about}round {number} of {plan.rounds}: {name}")
-            runs[name].append(run(model, store, given, plan, config, tokenizer))
-    return {name: found[1:] for name, found in runs.items()}
+            runs[name].append(run(model, store, request, plan, config, tokenizer))
+    return {name: rounds[1:] for name, rounds in runs.items()}
 
 
 def _real_prompts(plan: TtftPlan) -> tuple[Any, list[dict[str, Any]]]:
@@ -122,8 +122,8 @@ def _real_prompts(plan: TtftPlan) -> tuple[Any, list[dict[str, Any]]]:
             "with --model."
         )
     source = open_model(plan.shape.removeprefix(OWN), plan.device, plan.dtype)
-    found = read_prompts(Path(str(plan.data)), source.tokenizer, plan.limit, source.positions)
-    return source.tokenizer, [one.given for one in found]
+    prompts = read_prompts(Path(str(plan.data)), source.tokenizer, plan.limit, source.positions)
+    return source.tokenizer, [prompt.request for prompt in prompts]
 
 
 def made_up(model: nn.Module, plan: TtftPlan) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def made_up(model: nn.Module, plan: TtftPlan) -> dict[str, Any]:
 def run(
     model: nn.Module,
     store: ChunkStore,
-    given: dict[str, Any],
+    request: dict[str, Any],
     plan: TtftPlan,
     config: BlendConfig | None,
     tokenizer: Any = None,
@@ -143,7 +143,7 @@ def run(
     if _is_cuda(plan):
         torch.cuda.reset_peak_memory_stats()
     streamer = AnswerStreamer()
-    cache, inputs = begun(model, tokenizer, store, given, config)
+    cache, inputs = begun(model, tokenizer, store, request, config)
     model.generate(
         **inputs, **cache_argument(model, cache), streamer=streamer, do_sample=False, eos_token_id=None,
         min_new_tokens=plan.decoded_tokens, max_new_tokens=plan.decoded_tokens,
@@ -158,7 +158,7 @@ def run(
 
 def _median(rounds: list[dict[str, Any]]) -> dict[str, float]:
     names = [name for name in ("ttft_ms", "decode_tokens_s", "peak_bytes") if name in rounds[0]]
-    return {name: statistics.median(one[name] for one in rounds) for name in names}
+    return {name: statistics.median(figures[name] for figures in rounds) for name in names}
 
 
 def _is_cuda(plan: TtftPlan) -> bool:
@@ -170,9 +170,9 @@ def _row(ratio: float, full: list[dict[str, Any]], rounds: list[dict[str, Any]])
     pairs = list(zip(full, rounds, strict=True))
     speedup = statistics.median(other["ttft_ms"] / own["ttft_ms"] for other, own in pairs)
     decoding = statistics.median(own["decode_tokens_s"] / other["decode_tokens_s"] for other, own in pairs)
-    known = {name: statistics.median(getattr(one["report"], name) for one in rounds) for name in REPORTED}
-    ends = {"ratio": ratio, **_median(rounds), "speedup": speedup, "bound_share": speedup / known["flop_bound"]}
-    return {**ends, **known, "decode_vs_dynamic": decoding}
+    medians = {name: statistics.median(getattr(figures["report"], name) for figures in rounds) for name in REPORTED}
+    ends = {"ratio": ratio, **_median(rounds), "speedup": speedup, "bound_share": speedup / medians["flop_bound"]}
+    return {**ends, **medians, "decode_vs_dynamic": decoding}
 
 
 def machine(plan: TtftPlan) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.errors import PromptError
 
 from ..answering import FULL_PREFILL, FULL_REUSE, Method, spans_of
-from ..asking import Asker, Question, Reply
+from ..asking import Pipeline, Question, Reply
 from ..documents import unknown_words
 from ..inspecting import Inspector
 from .model_cache import Loaded
@@ -47,38 +47,38 @@ class DemoState:
 
 def compare(loaded: Loaded, store: ChunkStore, query: DemoRequest, limits: Limits) -> Iterator[DemoState]:
     """Answer three ways, and tell the state again and again while the answers are written."""
-    asked = prepare(loaded, query, limits)
-    texts = "\n".join([query.question, query.documents, *(piece.text for piece in asked.sources)])
+    question = prepare(loaded, query, limits)
+    texts = "\n".join([query.question, query.documents, *(piece.text for piece in question.sources)])
     strange = unknown_words(loaded.tokenizer, texts)
     if strange and query.files:
         raise PromptError(f"{strange} Name a model that knows them, such as smollm2.")
     methods = (FULL_PREFILL, FULL_REUSE, Method("blend", query.config()))
-    state = DemoState(tuple(Panel(method.name) for method in methods), sources=tuple(asked.source_names))
-    kept = yield from _store(loaded, store, asked, state)
+    state = DemoState(tuple(Panel(method.name) for method in methods), sources=tuple(question.source_names))
+    kept = yield from _store(loaded, store, question, state)
     state = replace(state, status="Asking three ways …")
     yield state
-    asker = Asker(loaded.model, loaded.tokenizer, store)
-    report = asker.answer(asked.given, methods[-1].config, 1).report
+    pipeline = Pipeline(loaded.model, loaded.tokenizer, store)
+    report = pipeline.answer(question.request, methods[-1].config, 1).report
     for place, method in enumerate(methods):
-        for told in _one(asker, asked, (place, method), limits, state):
+        for told in _one(pipeline, question, (place, method), limits, state):
             yield told
         state = told
     said = [_verdict(state), kept, "" if report is None else report.notice, strange]
-    yield replace(_looked_into(loaded, store, asked, state), status=" ".join(filter(None, said)))
+    yield replace(_looked_into(loaded, store, question, state), status=" ".join(filter(None, said)))
 
 
 def again(
     loaded: Loaded, store: ChunkStore, query: DemoRequest, limits: Limits, state: DemoState
 ) -> Iterator[DemoState]:
     """Answer once more by blending alone, after a slider was moved."""
-    asker = Asker(loaded.model, loaded.tokenizer, store)
+    pipeline = Pipeline(loaded.model, loaded.tokenizer, store)
     which = (len(state.panels) - 1, Method("blend", query.config()))
-    yield from _one(asker, prepare(loaded, query, limits), which, limits, state)
+    yield from _one(pipeline, prepare(loaded, query, limits), which, limits, state)
 
 
-def _store(loaded: Loaded, store: ChunkStore, asked: Question, state: DemoState) -> Generator[DemoState, None, str]:
+def _store(loaded: Loaded, store: ChunkStore, question: Question, state: DemoState) -> Generator[DemoState, None, str]:
     """Store the pieces that are missing, one by one, and say so; the result is a sentence."""
-    chunks = [span.token_ids for span in spans_of(loaded.tokenizer, asked.given)]
+    chunks = [span.token_ids for span in spans_of(loaded.tokenizer, question.request)]
     keys = list(dict.fromkeys(store.keys(loaded.model, loaded.tokenizer, chunks)))
     missing = [key for key in keys if not store.contains(key)]
     present = len(keys) - len(missing)
@@ -89,21 +89,21 @@ def _store(loaded: Loaded, store: ChunkStore, asked: Question, state: DemoState)
 
 
 def _one(
-    asker: Asker, asked: Question, which: tuple[int, Method], limits: Limits, state: DemoState
+    pipeline: Pipeline, question: Question, which: tuple[int, Method], limits: Limits, state: DemoState
 ) -> Iterator[DemoState]:
     """Let one method answer; the state with its panel growing."""
     place, method = which
     text = ""
 
     def run(tell: Callable[[str], None]) -> Reply:
-        return asker.ask(asked, method, limits.new_tokens, tell)
+        return pipeline.ask(question, method, limits.new_tokens, tell)
 
     yield _with_panel(state, place, Panel(method.name, "writing"))
     for told in streamed(run):
         if isinstance(told, Reply):
             row, marks = told.row, tuple(told.tokens) if told.answer.report else state.tokens
             rule = plugins.load("evaluation.scores", "containment")()
-            correct = bool(rule.best(row["answer"], asked.answers)) if asked.answers else None
+            correct = bool(rule.best(row["answer"], question.answers)) if question.answers else None
             done = Panel(method.name, "done", row["answer"], row["ttft_ms"], row["charged_budget"], correct)
             yield replace(_with_panel(state, place, done), tokens=marks)
         else:
@@ -127,18 +127,18 @@ def _verdict(state: DemoState) -> str:
     return f"Blending began its answer {speed}, {kept}; {lost}."
 
 
-def _words(one: Panel, full: Panel) -> str:
-    return "the same words" if one.text == full.text else "other words"
+def _words(panel: Panel, full: Panel) -> str:
+    return "the same words" if panel.text == full.text else "other words"
 
 
 def _with_panel(state: DemoState, place: int, panel: Panel) -> DemoState:
     return replace(state, panels=(*state.panels[:place], panel, *state.panels[place + 1 :]))
 
 
-def _looked_into(loaded: Loaded, store: ChunkStore, asked: Question, state: DemoState) -> DemoState:
+def _looked_into(loaded: Loaded, store: ChunkStore, question: Question, state: DemoState) -> DemoState:
     """The state with the deviation of stored KV; without it where nothing can be reused."""
     try:
-        inspector = Inspector(loaded.model, loaded.tokenizer, store, asked.given, with_attention=False)
+        inspector = Inspector(loaded.model, loaded.tokenizer, store, question.request, with_attention=False)
     except PromptError:
         return state
     rows = tuple(tuple(row) for row in inspector.deviation())

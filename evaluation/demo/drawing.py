@@ -20,21 +20,22 @@ OTHER = '<span class="hb-other">other words</span>'
 RIGHT = {True: '<span class="hb-right">right</span>', False: '<span class="hb-wrong">wrong</span>', None: ""}
 
 
-def panel(shown: Panel, full: Panel | None = None) -> str:
+def panel(answer: Panel, full: Panel | None = None) -> str:
     """One answer."""
-    dots = '<span class="hb-caret">▍</span>' if shown.state == "writing" else ""
-    text = escape(shown.text) or {"done": "<i>(nothing)</i>", "writing": ""}.get(shown.state, "<i>not asked yet</i>")
+    dots = '<span class="hb-caret">▍</span>' if answer.state == "writing" else ""
+    text = escape(answer.text) or {"done": "<i>(nothing)</i>", "writing": ""}.get(answer.state, "<i>not asked yet</i>")
     return (
-        f'<section class="hb-panel" data-method="{escape(shown.method)}" data-state="{shown.state}" '
-        f'aria-label="{escape(shown.method)}">'
-        f"<h2>{escape(shown.method)} {_judged(shown, full)}</h2><p class='hb-note'>{NOTES.get(shown.method, '')}</p>"
-        f'<p class="hb-answer">{text}{dots}</p><p class="hb-figures">{_figures(shown, full)}</p></section>'
+        f'<section class="hb-panel" data-method="{escape(answer.method)}" data-state="{answer.state}" '
+        f'aria-label="{escape(answer.method)}">'
+        f"<h2>{escape(answer.method)} {_judged(answer, full)}</h2>"
+        f"<p class='hb-note'>{NOTES.get(answer.method, '')}</p>"
+        f'<p class="hb-answer">{text}{dots}</p><p class="hb-figures">{_figures(answer, full)}</p></section>'
     )
 
 
 def panels(state: DemoState) -> tuple[str, ...]:
     """All answers, side by side."""
-    return tuple(panel(one, state.panels[0]) for one in state.panels)
+    return tuple(panel(answer, state.panels[0]) for answer in state.panels)
 
 
 def status(text: str, kind: str = "info", sources: Sequence[str] = ()) -> str:
@@ -51,14 +52,14 @@ def documents(state: DemoState) -> str:
     worst = [max(column) for column in zip(*state.deviation, strict=True)]
     largest = max(worst, default=0.0) or 1.0
     off = {column: value / largest for column, value in zip(state.columns, worst, strict=True)}
-    shown = "".join(_token(place, *pair, off.get(place)) for place, pair in enumerate(state.tokens[:MOST_TOKENS]))
+    tokens = "".join(_token(place, *pair, off.get(place)) for place, pair in enumerate(state.tokens[:MOST_TOKENS]))
     more = len(state.tokens) - MOST_TOKENS
     taken = sum(chosen for _, chosen in state.tokens)
     left = f"<p>… and {more:,} tokens more</p>" if more > 0 else ""
     return (
         f'<p class="hb-legend"><b class="hb-chosen">framed</b>: recomputed, {taken} of {len(state.tokens)} tokens. '
         f"The darker, the further its stored KV is from that of a full prefill.</p>"
-        f'<div class="hb-tokens">{shown}</div>{left}'
+        f'<div class="hb-tokens">{tokens}</div>{left}'
     )
 
 
@@ -66,25 +67,25 @@ def heat(share: float) -> str:
     """A colour from pale yellow (0) over orange to dark red (1)."""
     share = min(max(share, 0.0), 1.0)
     stops = ((255, 251, 235), (251, 191, 36), (153, 27, 27))
-    first, second, part = (stops[0], stops[1], share * 2) if share < 0.5 else (stops[1], stops[2], share * 2 - 1)
-    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(first, second, strict=True))
+    first, second, between = (stops[0], stops[1], share * 2) if share < 0.5 else (stops[1], stops[2], share * 2 - 1)
+    return "#" + "".join(f"{round(a + (b - a) * between):02x}" for a, b in zip(first, second, strict=True))
 
 
-def _judged(shown: Panel, full: Panel | None) -> str:
+def _judged(answer: Panel, full: Panel | None) -> str:
     """Right or wrong; where the right answer is not known, whether the words are those of a full prefill."""
-    if shown.correct is not None or full is None or full is shown or {shown.state, full.state} != {"done"}:
-        return RIGHT[shown.correct]
-    return SAME if shown.text == full.text else OTHER
+    if answer.correct is not None or full is None or full is answer or {answer.state, full.state} != {"done"}:
+        return RIGHT[answer.correct]
+    return SAME if answer.text == full.text else OTHER
 
 
-def _figures(shown: Panel, full: Panel | None) -> str:
-    if shown.ttft_ms is None:
+def _figures(answer: Panel, full: Panel | None) -> str:
+    if answer.ttft_ms is None:
         return "&nbsp;"
-    parts = [f"first token after <b>{_duration(shown.ttft_ms)}</b>"]
-    if full and full.ttft_ms and full.method != shown.method:
-        parts.append(f"{full.ttft_ms / shown.ttft_ms:.1f} x as fast")
-        if shown.charged is not None:
-            parts.append(f'<span title="{WORK}">{shown.charged:.0%} of the work</span>')
+    parts = [f"first token after <b>{_duration(answer.ttft_ms)}</b>"]
+    if full and full.ttft_ms and full.method != answer.method:
+        parts.append(f"{full.ttft_ms / answer.ttft_ms:.1f} x as fast")
+        if answer.charged is not None:
+            parts.append(f'<span title="{WORK}">{answer.charged:.0%} of the work</span>')
     return " · ".join(parts)
 
 

@@ -62,14 +62,14 @@ class ModelCache:
 
     def take(self, name: str) -> Loaded:
         """Give a model, loading and verifying it if it is not held."""
-        wanted = name.strip() or REAL
+        name = name.strip() or REAL
         with self._lock:
-            if wanted not in self._held:
-                self._held[wanted] = self._load(wanted)
-            self._held.move_to_end(wanted)
+            if name not in self._held:
+                self._held[name] = self._load(name)
+            self._held.move_to_end(name)
             while len(self._held) > self.most_models:
                 self._held.popitem(last=False)
-            return self._held[wanted]
+            return self._held[name]
 
     def _load(self, name: str) -> Loaded:
         folder = _located(name) if name in PACKAGED else self._checked(name)

@@ -73,21 +73,21 @@ class Demo:
 
     def read(self, paths: Sequence[str]) -> tuple[tuple[Document, ...], str]:
         """Read files that were uploaded."""
-        found, left = list[Document](), list[str]()
+        documents, left = list[Document](), list[str]()
         most = self.visitors.limits.file_bytes
         with FileReader() as reader:
             for path in map(Path, paths):
                 try:
                     if path.stat().st_size > most:
                         raise PromptError(f"it has more than {most >> 20} MB")
-                    documents = read_file(path, path.name, reader)
-                    found += [one for one in documents if one.text.strip()]
-                    left += [f"{one.name} ({NO_TEXT})" for one in documents if not one.text.strip()]
+                    contents = read_file(path, path.name, reader)
+                    documents += [document for document in contents if document.text.strip()]
+                    left += [f"{document.name} ({NO_TEXT})" for document in contents if not document.text.strip()]
                 except HfBlendError as error:
                     left.append(printable(f"{path.name} ({short_reason(error)})"))
-        letters = sum(map(len, (one.text for one in found)))
-        said = f"{len(found)} documents with {letters:,} letters." if paths else ""
-        return tuple(found), said + (f" Left out: {'; '.join(left)}." if left else "")
+        letters = sum(map(len, (document.text for document in documents)))
+        said = f"{len(documents)} documents with {letters:,} letters." if paths else ""
+        return tuple(documents), said + (f" Left out: {'; '.join(left)}." if left else "")
 
     def ask(self, request: Any, model: str, query: DemoRequest) -> Iterator[DemoState]:
         """Answer three ways."""
@@ -180,10 +180,10 @@ class _Form:
             self._button = gradio.Button(
                 "Ask three ways", variant="primary", elem_id=f"{prefix}-ask", scale=1, min_width=150
             )
-        shown = _shown(state)
-        said = gradio.HTML(shown[1], elem_id=f"{prefix}-status", padding=False)
+        values = _shown(state)
+        said = gradio.HTML(values[1], elem_id=f"{prefix}-status", padding=False)
         with gradio.Row(elem_id=f"{prefix}-panels", elem_classes="hb-panels"):
-            answers = [gradio.HTML(one, min_width=220, padding=False) for one in shown[2:5]]
+            answers = [gradio.HTML(answer, min_width=220, padding=False) for answer in values[2:5]]
         with gradio.Row():
             self.ratio = gradio.Slider(
                 0, 1, query.recompute_ratio, step=0.01, label="Recompute ratio", elem_id=f"{prefix}-ratio"
@@ -197,7 +197,7 @@ class _Form:
             )  # fmt: skip
         gradio.HTML(WORK, padding=False)
         with gradio.Accordion("Which tokens were computed again", open=False, elem_id=f"{prefix}-marked"):
-            marked = gradio.HTML(shown[5], elem_id=f"{prefix}-documents", padding=False)
+            marked = gradio.HTML(values[5], elem_id=f"{prefix}-documents", padding=False)
         self.outputs = [gradio.State(state), said, *answers, marked]
 
     def inputs(self, documents: Any, *more: Any) -> list[Any]:
@@ -213,8 +213,8 @@ class _Form:
         def move(request: gradio.Request, state: DemoState, *values: Any) -> Iterator[tuple[Any, ...]]:
             yield from map(_shown, self._demo.move(request, *_asked(*values), state))
 
-        moved, given = [self.ratio.input, self.selector.input], [self.outputs[0], *inputs]
-        gradio.on(moved, move, given, self.outputs, trigger_mode="always_last", **PRIVATE, **QUEUE)
+        moved, moved_inputs = [self.ratio.input, self.selector.input], [self.outputs[0], *inputs]
+        gradio.on(moved, move, moved_inputs, self.outputs, trigger_mode="always_last", **PRIVATE, **QUEUE)
         pressed = [self._button.click, self.question.submit]
         return gradio.on(pressed, ask, inputs, self.outputs, **api, **QUEUE)
 
@@ -277,15 +277,15 @@ def _own(gradio: Any, demo: Demo) -> None:
         top_k = gradio.Slider(
             1, 16, DemoRequest.top_k, step=1, label="Pieces retrieved", elem_id="own-top-k", min_width=160
         )
-    held, read = gradio.State(()), gradio.HTML(elem_id="own-read", padding=False)
+    documents, read = gradio.State(()), gradio.HTML(elem_id="own-read", padding=False)
     form = _Form(gradio, demo, "own", DemoRequest("", ""), EMPTY)
 
     def take(paths: list[str] | None) -> tuple[Any, ...]:
         documents, said = demo.read((paths or [])[: limits.files])
         return documents, drawing.status(said)
 
-    uploaded.change(take, [uploaded], [held, read], **PRIVATE)
-    form.connect(gradio, form.inputs(held, top_k), **PRIVATE)
+    uploaded.change(take, [uploaded], [documents, read], **PRIVATE)
+    form.connect(gradio, form.inputs(documents, top_k), **PRIVATE)
 
 
 def _followed(query: Mapping[str, str], skip: Any) -> Iterator[Any]:
@@ -293,12 +293,12 @@ def _followed(query: Mapping[str, str], skip: Any) -> Iterator[Any]:
     story = query.get("story", "")
     for name in LINKED:
         value: Any = query.get(name)
-        known = {"selector": selectors(), "story": (*stories(), OWN)}.get(name)
+        choices = {"selector": selectors(), "story": (*stories(), OWN)}.get(name)
         if name == "ratio":
             value = _share(value)
         elif name == "documents" and story in stories():
             value = stories()[story]["documents"]
-        yield skip if value is None or (known and value not in known) else value
+        yield skip if value is None or (choices and value not in choices) else value
 
 
 def asks_at_once(query: Mapping[str, str], model: str = "") -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from hf_blend import BlendConfig, plugins
 from hf_blend.errors import PluginNotFoundError, PromptError, import_extra, suggest
 
-from ..answering import blend_config, ids_of, request
+from ..answering import blend_config, build_request, ids_of
 from ..asking import Question
 from ..bundled import handbook_questions
 from ..documents import Document
@@ -48,7 +48,7 @@ def stories() -> dict[str, dict[str, Any]]:
     """The bundled documents: name → text, and questions with their answers."""
     pages = handbook_questions()
     text = "\n\n".join(page.strip().replace("\n\n", "\n") for page in pages[0]["chunks"])
-    answers = {one["question"]: one["answer"] for one in pages}
+    answers = {page["question"]: page["answer"] for page in pages}
     return {HANDBOOK: {"documents": text, "questions": answers}}
 
 
@@ -69,21 +69,22 @@ def documents_of(text: str) -> list[str]:
     if all(line.strip() for line in lines):
         return [f"{line}\n" for line in lines]
     parts = "\n".join(line.rstrip() for line in lines).split("\n\n")
-    return [f"{part.strip()}\n" for part in parts if part.strip()]
+    return [f"{paragraph.strip()}\n" for paragraph in parts if paragraph.strip()]
 
 
 def prepare(loaded: Loaded, query: DemoRequest, limits: Limits) -> Question:
     """Make a prompt of what was asked for."""
-    text = query.documents or "".join(one.text for one in query.files)
+    text = query.documents or "".join(file.text for file in query.files)
     limits.check_letters(text, query.question, bool(query.files))
-    given = query.files or [Document(f"document {n}", text) for n, text in enumerate(documents_of(query.documents), 1)]
-    pieces = Splitter(loaded.tokenizer, limits.chunk_tokens).split_all(given)
+    boxed = enumerate(documents_of(query.documents), 1)
+    documents = query.files or [Document(f"document {number}", text) for number, text in boxed]
+    pieces = Splitter(loaded.tokenizer, limits.chunk_tokens).split_all(documents)
     most = limits.most_tokens(loaded.token_bytes)
     room = min(most, loaded.source.positions or most) - limits.new_tokens
     if query.files:
         pieces = Retriever(pieces, query.top_k).rank(query.question)
     while True:
-        made = request(loaded.tokenizer, [piece.prompt_text for piece in pieces], query.question, None)
+        made = build_request(loaded.tokenizer, [piece.prompt_text for piece in pieces], query.question, None)
         if (tokens := len(ids_of(loaded.tokenizer, made))) <= room:
             return Question(query.question, made, _known_answers(query), tuple(pieces) if query.files else ())
         if not query.files or len(pieces) < 2:
@@ -97,8 +98,8 @@ def prepare(loaded: Loaded, query: DemoRequest, limits: Limits) -> Question:
 
 def _known_answers(query: DemoRequest) -> tuple[str, ...]:
     text, question = query.documents.replace("\r\n", "\n").strip(), query.question.strip()
-    found = (story["questions"].get(question) for story in stories().values() if story["documents"] == text)
-    return tuple(filter(None, found))
+    answers = (story["questions"].get(question) for story in stories().values() if story["documents"] == text)
+    return tuple(filter(None, answers))
 
 
 ANSWER = re.compile(r'data-method="([^"]+)" data-state="done".*?class="hb-answer">(.*?)</p>', re.DOTALL)
@@ -109,5 +110,5 @@ def first_answers(url: str, model: str) -> dict[str, str]:
     client = import_extra("gradio_client", extra="demo", wanted_by="checking the page").Client(url, verbose=False)
     query = first_request()
     how = (query.recompute_ratio, query.selector)
-    shown = client.predict(model, query.documents, query.question, *how, api_name="/ask")
-    return {method: unescape(text) for value in shown for method, text in ANSWER.findall(str(value))}
+    outputs = client.predict(model, query.documents, query.question, *how, api_name="/ask")
+    return {method: unescape(text) for value in outputs for method, text in ANSWER.findall(str(value))}

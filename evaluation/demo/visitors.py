@@ -74,13 +74,13 @@ class Visitors:
         with self._lock:
             now = self.now()
             self._forget(now)
-            asked = self._asked.setdefault(visitor, deque())
-            if len(asked) >= self.limits.answers_per_minute:
+            times = self._asked.setdefault(visitor, deque())
+            if len(times) >= self.limits.answers_per_minute:
                 raise PromptError(
-                    f"you had {len(asked)} answers in the last minute, and others want some too. Ask again in "
-                    f"{asked[0] + WINDOW_S - now:.0f} seconds."
+                    f"you had {len(times)} answers in the last minute, and others want some too. Ask again in "
+                    f"{times[0] + WINDOW_S - now:.0f} seconds."
                 )
-            asked.append(now)
+            times.append(now)
 
     def store(self, session: str) -> ChunkStore:
         """The store of one session; nobody else sees what is in it."""
@@ -94,8 +94,8 @@ class Visitors:
 
     def _forget(self, now: float) -> None:
         """Drop what is older than the window, and visitors of whom nothing is left."""
-        for visitor, asked in list(self._asked.items()):
-            while asked and asked[0] <= now - WINDOW_S:
-                asked.popleft()
-            if not asked:
+        for visitor, times in list(self._asked.items()):
+            while times and times[0] <= now - WINDOW_S:
+                times.popleft()
+            if not times:
                 del self._asked[visitor]

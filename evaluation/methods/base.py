@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,6 @@ from transformers import Cache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
-from hf_blend.model.anatomy import stock_cache
 from hf_blend.model.cache_keyword import cache_argument
 from hf_blend.model.placement import input_device
 from hf_blend.prompt.pieces import Prompt, batch
@@ -56,7 +55,7 @@ class EvalMethod(ABC):
         self.model, self.tokenizer, self.store, self.max_new_tokens = model, tokenizer, store, max_new_tokens
 
     @abstractmethod
-    def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
+    def answer(self, samples: Sequence[Sample], targets: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
         """Answer samples side by side, greedily."""
 
     def warm(self, samples: Sequence[Sample]) -> None:  # noqa: B027
@@ -81,38 +80,39 @@ class EvalMethod(ABC):
 
     @torch.no_grad()
     def generate(
-        self, inputs: dict[str, Tensor], cache: Cache, wanted: Sequence[Sequence[int]] | None, started: float
+        self, inputs: dict[str, Tensor], cache: Cache, targets: Sequence[Sequence[int]] | None, started: float
     ) -> list[Outcome]:
         """Generate greedily with a cache, then run the wanted answers through the same cache.
 
         Shapes: inputs `[batch, tokens]`.
         """
         width, streamer = inputs["input_ids"].shape[1], AnswerStreamer(started=started)
-        if wanted is not None:
+        if targets is not None:
             cache.activate_past_recording()  # or windows could not be cropped
         made = self.model.generate(
-            **inputs, **cache_argument(self.model, cache), do_sample=False, max_new_tokens=self.max_new_tokens, streamer=streamer,
-            output_logits=True, return_dict_in_generate=True, pad_token_id=self._pad,
+            **inputs, **cache_argument(self.model, cache), do_sample=False, max_new_tokens=self.max_new_tokens,
+            streamer=streamer, output_logits=True, return_dict_in_generate=True, pad_token_id=self._pad,
         )  # fmt: skip
         logits: list[Any] = [None] * width
-        if wanted is not None:
-            logits = self._over(inputs, cache, wanted, made.logits[0])
+        if targets is not None:
+            logits = self._over(inputs, cache, targets, made.logits[0])
         outcomes = []
         for row, ids in enumerate(made.sequences[:, width:].tolist()):
             own = self._until_end(ids)
             text = self._text(int(inputs["input_ids"][row, -1]), own)
             tokens = int(inputs["attention_mask"][row].sum())
             time_ms = streamer.ttft_ms if len(made.sequences) == 1 else None
-            given = {"logits": logits[row], "batch_ttft_ms": streamer.ttft_ms}
-            outcomes.append(Outcome(text, tuple(own), time_ms, 1.0, tokens, **given))
+            outcome = Outcome(text, tuple(own), time_ms, 1.0, tokens, logits=logits[row])
+            outcomes.append(replace(outcome, batch_ttft_ms=streamer.ttft_ms))
         return outcomes
 
     def _text(self, last: int, ids: list[int]) -> str:
         """What an answer adds to a prompt that ends in a token, a space in front included; blank lines left out."""
-        before, whole = (self.tokenizer.decode(one, skip_special_tokens=True) for one in ([last], [last, *ids]))
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        before, whole = decode([last]), decode([last, *ids])
         text = whole.removeprefix(before)
         if not whole.startswith(before):
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            text = decode(ids)
         return re.sub(r"^\s*\n", "", text).rstrip()
 
     @property
@@ -126,28 +126,19 @@ class EvalMethod(ABC):
         return ids[: min(places, default=len(ids))]
 
     def _over(
-        self, inputs: dict[str, Tensor], cache: Cache, wanted: Sequence[Sequence[int]], first: Tensor
+        self, inputs: dict[str, Tensor], cache: Cache, targets: Sequence[Sequence[int]], first: Tensor
     ) -> list[Tensor]:
         """Logits of each wanted answer's tokens: the first ones are known, the others take one more forward."""
-        width, most = inputs["input_ids"].shape[1], max(map(len, wanted))
+        width, most = inputs["input_ids"].shape[1], max(map(len, targets))
         cache.crop(width - cache.get_seq_length())
-        padded = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in wanted], device=first.device)
+        padded = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in targets], device=first.device)
         parts = [first.float()[:, None]]
         if most > 1:
             mask = torch.cat([inputs["attention_mask"], torch.ones_like(padded[:, :-1])], dim=1)
             positions = (mask.cumsum(-1) - 1)[:, width:]
-            given = {"attention_mask": mask, "position_ids": positions, **cache_argument(self.model, cache)}
-            parts.append(self.model(padded[:, :-1], **given, use_cache=True).logits.float())
-        return [row[: len(ids)] for row, ids in zip(torch.cat(parts, dim=1), wanted, strict=True)]
-
-
-class Plain(EvalMethod):
-    """Stock generation over the whole prompt; a method derives from it and says how it begins."""
-
-    def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
-        """Prefill everything."""
-        started = time.perf_counter()
-        return self.generate(self.inputs(samples), stock_cache(self.model), wanted, started)
+            arguments = {"attention_mask": mask, "position_ids": positions, **cache_argument(self.model, cache)}
+            parts.append(self.model(padded[:, :-1], **arguments, use_cache=True).logits.float())
+        return [row[: len(ids)] for row, ids in zip(torch.cat(parts, dim=1), targets, strict=True)]
 
 
 class Blended(EvalMethod):
@@ -155,15 +146,15 @@ class Blended(EvalMethod):
 
     config: BlendConfig
 
-    def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
+    def answer(self, samples: Sequence[Sample], targets: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
         """Reuse the chunks and recompute what the config says."""
         started = time.perf_counter()
         cache = BlendCache(self.model, self.keeper(), self.config)
         prompts = [self.prompt(sample) for sample in samples]
         pieces: dict[str, Any] = {
-            name: [getattr(one, name) for one in prompts] for name in ("prefix", "chunks", "question")
+            name: [getattr(prompt, name) for prompt in prompts] for name in ("prefix", "chunks", "question")
         }
-        found = self.generate(cache.inputs(self.tokenizer, **pieces), cache, wanted, started)
+        outcomes = self.generate(cache.inputs(self.tokenizer, **pieces), cache, targets, started)
         report, count = cache.report, len(samples)  # the figures of a batch are shared out evenly
         reused = (report.reusable_tokens + report.exact_tokens) // count
         figures: dict[str, Any] = {
@@ -173,7 +164,7 @@ class Blended(EvalMethod):
             "computed_chunks": report.computed_chunks // count,
             "loaded_chunks": report.loaded_chunks // count,
         }
-        return [replace(one, **figures) for one in found]
+        return [replace(prompt, **figures) for prompt in outcomes]
 
     def keeper(self) -> Any:
         """The store that the cache reads; a method may put something in front of it."""

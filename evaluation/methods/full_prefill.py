@@ -2,8 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything is computed for every prompt: the end of the scale that is right."""
 
-from .base import Plain
+import time
+from collections.abc import Sequence
+
+from hf_blend.model.anatomy import stock_cache
+
+from ..tasks.base import Sample
+from .base import EvalMethod, Outcome
 
 
-class FullPrefill(Plain):
+class FullPrefill(EvalMethod):
     """Stock `generate`."""
+
+    def answer(self, samples: Sequence[Sample], targets: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
+        """Prefill everything."""
+        started = time.perf_counter()
+        return self.generate(self.inputs(samples), stock_cache(self.model), targets, started)

@@ -32,18 +32,18 @@ class PrefixCaching(EvalMethod):
 
     answers_together = False
 
-    def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
+    def answer(self, samples: Sequence[Sample], targets: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
         """Continue the longest kept beginning, then keep those of this prompt."""
         (sample,) = samples
         prompt, inputs = self.prompt(sample), self.inputs(samples)
-        known = next((one for one in self._beginnings(sample) if one in self._kept), ())
+        beginning = next((kept for kept in self._beginnings(sample) if kept in self._kept), ())
         started = time.perf_counter()
-        (found,) = self.generate(inputs, self._cache(known), wanted, started)
+        (outcome,) = self.generate(inputs, self._cache(beginning), targets, started)
         self.warm(samples)
         chunk_tokens = sum(map(len, prompt.chunks))
-        reused = max(0, len(known) - len(prompt.prefix))
-        held = {"reused_tokens": len(known), "read_bytes": len(known) * self.token_bytes}
-        return [replace(found, charged_budget=1 - reused / chunk_tokens, **held)]
+        reused = max(0, len(beginning) - len(prompt.prefix))
+        counts = {"reused_tokens": len(beginning), "read_bytes": len(beginning) * self.token_bytes}
+        return [replace(outcome, charged_budget=1 - reused / chunk_tokens, **counts)]
 
     def warm(self, samples: Sequence[Sample]) -> None:
         """Keep the beginnings of these prompts, as if each first chunk had stood first before."""
@@ -56,10 +56,10 @@ class PrefixCaching(EvalMethod):
         prompt = self.prompt(sample)
         return [(*prompt.prefix, *prompt.chunks[0]), prompt.prefix]
 
-    def _cache(self, known: tuple[int, ...]) -> DynamicCache:
+    def _cache(self, beginning: tuple[int, ...]) -> DynamicCache:
         """A cache that holds a kept beginning."""
         cache = DynamicCache(config=self.model.config)
-        for index, (keys, values) in enumerate(self._kept.get(known, ())):
+        for index, (keys, values) in enumerate(self._kept.get(beginning, ())):
             cache.update(keys, values, index)
         return cache
 

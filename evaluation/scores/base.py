@@ -25,16 +25,16 @@ class Score(ABC):
         self.tokenizer = tokenizer
 
     @abstractmethod
-    def one(self, prediction: str, answer: str) -> float:
+    def score(self, prediction: str, answer: str) -> float:
         """Score a prediction beside one right answer, 0 to 1."""
 
     def best(self, prediction: str, answers: Sequence[str]) -> float:
         """Score a prediction beside all right answers; the best counts."""
         if isinstance(answers, str) or not answers:
-            raise PromptError(f"the right answers are {answers!r}, but a list of at least one text is wanted.")
+            raise PromptError(f"the right answers are {answers!r}, expected a list of one text or more.")
         if not prediction.strip():
             return float(any(not answer.strip() for answer in answers))
-        return max(self.one(prediction, answer) for answer in answers)
+        return max(self.score(prediction, answer) for answer in answers)
 
 
 class Rouge(Score):

@@ -8,6 +8,6 @@ from .base import Score, normalised
 class Containment(Score):
     """1 or 0; fair to a model that answers in whole sentences. All lines of the prediction count."""
 
-    def one(self, prediction: str, answer: str) -> float:
+    def score(self, prediction: str, answer: str) -> float:
         """Whether the answer is in there."""
         return float(f" {normalised(answer)} " in f" {normalised(prediction)} ")

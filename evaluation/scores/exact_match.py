@@ -8,6 +8,6 @@ from .base import Score, normalised, short_answer
 class ExactMatch(Score):
     """1 or 0."""
 
-    def one(self, prediction: str, answer: str) -> float:
+    def score(self, prediction: str, answer: str) -> float:
         """Whether both are the same."""
         return float(short_answer(prediction, answer) == normalised(answer))

@@ -11,6 +11,6 @@ class RougeL(Rouge):
     A first line of nothing but spaces counts as published: it scores 0. Answers of a run come without such lines.
     """
 
-    def one(self, prediction: str, answer: str) -> float:
+    def score(self, prediction: str, answer: str) -> float:
         """Longest common subsequence of stems."""
         return self.f_measure(first_line(prediction), answer)

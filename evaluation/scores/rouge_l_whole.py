@@ -8,6 +8,6 @@ from .base import Rouge
 class RougeLWhole(Rouge):
     """F-measure, for long summaries."""
 
-    def one(self, prediction: str, answer: str) -> float:
+    def score(self, prediction: str, answer: str) -> float:
         """Longest common subsequence of stems."""
         return self.f_measure(prediction, answer)

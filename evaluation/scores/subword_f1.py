@@ -13,13 +13,13 @@ class SubwordF1(Score):
     which the published script ends, scores 0.
     """
 
-    def one(self, prediction: str, answer: str) -> float:
+    def score(self, prediction: str, answer: str) -> float:
         """Overlap of tokens."""
         return f1(self._tokens(_published(first_line(prediction))), self._tokens(answer))
 
     def _tokens(self, text: str) -> list[int]:
-        found: list[int] = self.tokenizer.encode(normalised(text), add_special_tokens=False)
-        return found
+        ids: list[int] = self.tokenizer.encode(normalised(text), add_special_tokens=False)
+        return ids
 
 
 def _published(text: str) -> str:

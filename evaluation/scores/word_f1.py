@@ -8,6 +8,6 @@ from .base import Score, f1, normalised, short_answer
 class WordF1(Score):
     """The default for short answers; 3 to 5.5 points below the subword variant on the same texts."""
 
-    def one(self, prediction: str, answer: str) -> float:
+    def score(self, prediction: str, answer: str) -> float:
         """Overlap of words."""
         return f1(short_answer(prediction, answer).split(), normalised(answer).split())

@@ -54,11 +54,10 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.chunk_order not in ORDERS:
-            raise ConfigError(f"chunk_order is {self.chunk_order!r}, wanted one of {', '.join(ORDERS)}.")
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens is {self.chunk_tokens}, wanted 1 or more.")
-        if self.most_chunks is not None and self.most_chunks < 1:
-            raise ConfigError(f"most_chunks is {self.most_chunks}, expected 1 or more.")
+            raise ConfigError(f"chunk_order is {self.chunk_order!r}, expected one of {', '.join(ORDERS)}.")
+        for name in ("chunk_tokens", "most_chunks"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ConfigError(f"{name} is {count}, expected 1 or more.")
 
     def applied(self, sample: Sample) -> Sample:
         """The same sample with its chunks cut and ordered."""
@@ -118,19 +117,19 @@ class Task(ABC):
         """The first samples."""
         if limit is None and self.data is None and self.hub is None:
             raise ConfigError(f"{type(self).__name__} makes samples without end, but no limit is set. Set a limit.")
-        found = (self.sample(self._checked(row)) for row in self.rows())
-        return [shape.applied(one) for one in islice((one for one in found if one is not None), limit)]
+        samples = (self.sample(self._checked(row)) for row in self.rows())
+        return [shape.applied(sample) for sample in islice(filter(None, samples), limit)]
 
     def _checked(self, row: Row) -> Row:
         if self.asks and not row["question"].strip():
             raise PromptError(f"the sample {row['id']} has no question. Ask one, or use a task that needs none.")
         return row
 
-    def made(self, row: Row, chunks: Iterable[str], asked: str) -> Sample:
+    def made(self, row: Row, chunks: Iterable[str], question_text: str) -> Sample:
         """A prompt in a user's turn."""
         before, after = self.tags
         pieces = tuple(self.ids(chunk) for chunk in chunks)
-        prefix, question = (*before, *self.ids(self.prefix)), (*self.ids(asked), *after)
+        prefix, question = (*before, *self.ids(self.prefix)), (*self.ids(question_text), *after)
         return Sample(str(row["id"]), prefix, pieces, question, tuple(row["answers"]))
 
     def ids(self, text: str) -> tuple[int, ...]:

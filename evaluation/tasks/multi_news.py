@@ -25,7 +25,7 @@ class MultiNews(Task):
 
     def from_hub(self, row: Row) -> Row:
         """The articles of a row become chunks."""
-        chunks = [part.strip() for part in row["document"].split(SEPARATOR) if part.strip()]
+        chunks = [article.strip() for article in row["document"].split(SEPARATOR) if article.strip()]
         name = hashlib.sha256(row["document"].encode()).hexdigest()[:16]
         return {"id": name, "chunks": chunks, "question": "", "answers": [row["summary"]]}
 
@@ -33,5 +33,5 @@ class MultiNews(Task):
         """Articles, then the order to summarise; None where a row holds no article."""
         if not row["chunks"]:
             return None
-        asked = "\n\nNow, write a one-page summary of all the news.\n\nSummary:"
-        return self.made(row, [f"{chunk}\n\n" for chunk in row["chunks"]], asked)
+        instruction = "\n\nNow, write a one-page summary of all the news.\n\nSummary:"
+        return self.made(row, [f"{chunk}\n\n" for chunk in row["chunks"]], instruction)

@@ -20,6 +20,6 @@ class Musique(QuestionTask):
 
     def from_hub(self, row: Row) -> Row:
         """Titles and paragraphs become passages; aliases are answers too."""
-        chunks = [f"{one['title']}\n\n{one['paragraph_text']}" for one in row["paragraphs"]]
+        chunks = [f"{paragraph['title']}\n\n{paragraph['paragraph_text']}" for paragraph in row["paragraphs"]]
         answers = [row["answer"], *row.get("answer_aliases", [])]
         return {"id": row["id"], "chunks": chunks, "question": row["question"], "answers": answers}
