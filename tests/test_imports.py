@@ -15,7 +15,7 @@ import pytest
 
 import hf_blend
 from hf_blend import plugins
-from tests.source import ROOT, nodes_of, tree_of
+from tests.source import ROOT, tree_of
 
 HOMES = {"hf_blend": ROOT / "hf_blend", "hf_blend.cli": ROOT / "cli", "hf_blend.evaluation": ROOT / "evaluation"}
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; whence it imports, beside "common"
