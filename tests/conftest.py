@@ -168,6 +168,22 @@ def shared_tiny_model(model_type: str = "llama", attention: str = "sdpa", **conf
     return build_tiny_model(model_type, attn_implementation=attention, **config)
 
 
+SHARED_ZOO: dict[str, PreTrainedModel] = {}
+
+
+def shared_zoo_model(model_type: str, attention: str = "", **config: Any) -> PreTrainedModel:
+    """Build a small model of any type once for all tests that leave it as they found it."""
+    from tiny_models import tiny_model
+
+    name = repr((model_type, attention, config))
+    if name not in SHARED_ZOO:
+        model = tiny_model(model_type, **config)
+        if attention:
+            model.set_attn_implementation(attention)
+        SHARED_ZOO[name] = model
+    return SHARED_ZOO[name]
+
+
 @pytest.fixture(scope="session")
 def shared_model() -> Iterator[Callable[..., PreTrainedModel]]:
     """Give `shared_tiny_model`: `shared_model("qwen2", "eager")` is the same model at each call; do not change it."""
