@@ -69,9 +69,9 @@ def says_as_dynamic(model, inputs, cache, ways=None):
 
 @pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_to_static_lets_a_step_be_compiled_once_for_all_tokens_and_requests(
-    tiny_model, pieces, compiler, implementation
+    shared_model, pieces, compiler, implementation
 ):
-    model, store = tiny_model(num_hidden_layers=2, attn_implementation=implementation), memory()
+    model, store = shared_model("llama", implementation, num_hidden_layers=2), memory()
     for seed, chunks in enumerate([(17, 23), (17, 23), (9, 30, 12)]):
         cache, inputs = prepared(model, pieces(chunks, seed=seed), store=store, recompute_ratio=1.0)
         says_as_dynamic(model, inputs, cache, compiling(compiler))
@@ -80,8 +80,8 @@ def test_to_static_lets_a_step_be_compiled_once_for_all_tokens_and_requests(
 
 
 @torch.no_grad()
-def test_to_static_holds_what_the_blend_left_and_a_compiled_step_continues_it(tiny_model, pieces, compiler):
-    model, found = tiny_model(num_hidden_layers=2), []
+def test_to_static_holds_what_the_blend_left_and_a_compiled_step_continues_it(shared_model, pieces, compiler):
+    model, found = shared_model(num_hidden_layers=2), []
     step = torch.compile(model, backend=compiler.backend)
     for is_static in (False, True):
         cache, logits, _ = prefilled(model, pieces(), recompute_ratio=0.15)
@@ -189,8 +189,8 @@ def test_to_static_refuses_what_another_model_computed(tiny_model, pieces):
 
 
 @torch.no_grad()
-def test_a_compiled_prefill_and_a_compiled_sparse_step_are_refused_by_name(tiny_model, pieces, compiler):
-    model = tiny_model(num_hidden_layers=2)
+def test_a_compiled_prefill_and_a_compiled_sparse_step_are_refused_by_name(shared_model, pieces, compiler):
+    model = shared_model(num_hidden_layers=2)
     compiled = torch.compile(model, backend=compiler.backend)
     cache, inputs = prepared(model, pieces())
     with pytest.raises(ConfigError, match="prefill came from compiled code"):
@@ -204,8 +204,8 @@ def test_a_compiled_prefill_and_a_compiled_sparse_step_are_refused_by_name(tiny_
         compiled(torch.tensor([[5]]), past_key_values=cache)
 
 
-def test_a_blend_cache_is_not_compiled_by_generate(tiny_model, pieces, compiler):
-    model = tiny_model(num_hidden_layers=2, num_key_value_heads=4)
+def test_a_blend_cache_is_not_compiled_by_generate(shared_model, pieces, compiler):
+    model = shared_model(num_hidden_layers=2)
     cache, inputs = prepared(model, pieces(), recompute_ratio=1.0)
     assert isinstance(cache, BlendCache)
     generated(model, inputs, cache, **compiling(compiler))

@@ -19,7 +19,7 @@ from hf_blend.errors import ConfigError, PromptError
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import verify
 from tests.asking import prompt
-from tests.conftest import shared_zoo_model, skip_in_the_oldest
+from tests.conftest import shared_zoo_model, skip_in_the_oldest, slow_but
 from tests.sequences import fed, filled
 
 TOLERANCE = 2e-5
@@ -35,7 +35,7 @@ KEPT = {  # what is not extended, and why
 }
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", slow_but("llama", "deepseek_v3", "gptj", "gemma3_text", among=MOVED))
 def test_a_moved_sequence_is_what_the_stock_model_computes_there(name):
     if name == "cohere_compass_text":
         skip_in_the_oldest("no tiny model of this type can be built")
@@ -45,7 +45,7 @@ def test_a_moved_sequence_is_what_the_stock_model_computes_there(name):
         assert result.error <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", EXTENDED)
+@pytest.mark.parametrize("name", slow_but("llama", "deepseek_v3", among=EXTENDED))
 def test_every_layer_extended_is_the_stock_layer_at_the_grouped_positions(name):
     result = checks.self_extend(ModelUnderTest(shared_zoo_model(name)))  # fails where the distances change nothing
     assert result.passed

@@ -29,9 +29,9 @@ BATCH = {
 LOADED = ("loaded_blocks", "prefetched_blocks", "loaded_bytes")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build_tiny_model()
+@pytest.fixture
+def model(shared_model):
+    return shared_model()
 
 
 def decoded(model, pieces=PIECES, ways=GREEDY, sparse=SMALL, draft=None, **settings):
