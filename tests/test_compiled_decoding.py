@@ -204,8 +204,8 @@ def test_a_compiled_prefill_and_a_compiled_sparse_step_are_refused_by_name(share
         compiled(torch.tensor([[5]]), past_key_values=cache)
 
 
-def test_a_blend_cache_is_not_compiled_by_generate(shared_model, pieces, compiler):
-    model = shared_model(num_hidden_layers=2)
+def test_a_blend_cache_is_not_compiled_by_generate(tiny_model, pieces, compiler):
+    model = tiny_model(num_hidden_layers=2, num_key_value_heads=4)
     cache, inputs = prepared(model, pieces(), recompute_ratio=1.0)
     assert isinstance(cache, BlendCache)
     generated(model, inputs, cache, **compiling(compiler))

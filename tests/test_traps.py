@@ -4,7 +4,8 @@
 
 Traps with tests elsewhere: KV-sharing layers and a norm behind the rotation (`test_families`), arguments by place
 (`test_hooks`), windows that drop what a chunk needs (`test_capture`), scaling factors and short-regime chunks at layer
-0 (`test_realign`), assisted decoding on a filled cache (`test_decoding`), casts and repacked weights of bitsandbytes
+0 (`test_realign`), a scale by positions (`test_positions`), assisted decoding on a filled cache (`test_decoding`), the
+tensor by which it crops in transformers 5.17 (`test_stock_cache`), casts and repacked weights of bitsandbytes
 (`test_quantised`, `test_fingerprint`).
 """
 
@@ -149,14 +150,6 @@ def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_a_cache
     assert [layer.keys.shape[2] for layer in cache.layers] == [held[kind] for kind in model.config.layer_types]
 
 
-def test_a_scale_by_position_ids_follows_the_rows():
-    rope = {
-        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 60,
-        "llama_4_scaling_beta": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-    }  # fmt: skip
-    assert error(shared_zoo_model("ministral3", rope_parameters=rope), PIECES) <= 1e-5
-
-
 def test_a_prefix_computed_by_short_factors_is_not_exact_in_a_long_prompt():
     model, store = phi3(), ChunkStore.open("memory://")
     short = {**PIECES, "chunks": [PIECES["chunks"][0]]}
@@ -190,15 +183,3 @@ def test_prompts_beyond_the_trained_length_are_taken_only_where_frequencies_adap
     assert not stretches(longrope)
     by_kind = zoo_model("gemma3_text", rope_parameters={"full_attention": DYNAMIC, "sliding_attention": LONGROPE})
     assert frequency_regime(by_kind.config, 600) == (600, 1)
-
-
-@pytest.mark.parametrize("kv_bits", [None, 8])
-def test_a_number_of_tokens_that_is_a_tensor_leaves_numbers_in_the_cache(kv_bits):
-    model = shared_zoo_model("llama")
-    cache, inputs = prepared(model, PIECES, kv_bits=kv_bits)
-    logits(model, inputs, cache)
-    tokens = inputs["input_ids"].shape[1]
-    cache.crop(torch.tensor(-3))  # as assisted decoding of transformers 5.17 does
-    assert type(cache.get_seq_length()) is int
-    assert cache.get_seq_length() == tokens - 3
-    assert bool(cache) is True
