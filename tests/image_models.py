@@ -27,9 +27,13 @@ needs_encoding = pytest.mark.skipif(
 
 
 @functools.cache
+def _build(kind, attention, dtype):
+    return tiny_image_model(kind, attention).to(dtype)
+
+
 def build(kind, attention="sdpa", dtype=torch.float32):
     """A small random model that reads images, the same at each call."""
-    return tiny_image_model(kind, attention).to(dtype)
+    return _build(kind, attention, dtype)
 
 
 def prompt(kind, *pieces):
