@@ -1,12 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What every test may use: tiny random models, and the promise that a model is left as it was found."""
+"""What every test may use: tiny random models, requests made of ids, stores, folders and the command line."""
 
-import copy
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,8 @@ import transformers
 from huggingface_hub import constants
 from hypothesis import HealthCheck, settings
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.untouched import assert_same, leaves_untouched, snapshot
 
 TINY = {
     "vocab_size": 128,
@@ -37,7 +37,6 @@ HUB_CACHE = constants.HF_HUB_CACHE
 IS_OLDEST = transformers.__version__.startswith("5.17.")
 collect_ignore = ["serving", "vllm/test_proxy.py"] if IS_OLDEST else []
 PUBLISHED = Path(os.environ.get("HF_BLEND_DATA") or ROOT.parent / "shared" / "data")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
 
 # a busy machine is no failure; `make test-slow` loads the long profile
@@ -48,9 +47,9 @@ settings.load_profile("short")
 
 def pytest_report_header() -> list[str]:
     """Say where the published files are looked for, since what they lack is skipped, and what is left out."""
-    found = "" if PUBLISHED.is_dir() else ", which is no folder, so their tests are skipped"
+    missing = "" if PUBLISHED.is_dir() else ", which is no folder, so their tests are skipped"
     left_out = ["left out: tests of serving, which needs transformers 5.23"] if IS_OLDEST else []
-    return [f"published files: {PUBLISHED}{found}", *left_out]
+    return [f"published files: {PUBLISHED}{missing}", *left_out]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -67,10 +66,13 @@ def skip_in_the_oldest(why: str) -> None:
 
 def slow_but(*fast: Any, among: Iterable[Any]) -> list[Any]:
     """Give the parameters of a sweep: all of `among`, those that are not in `fast` with the mark `slow`."""
-    among = [*among]
-    assert {*fast} <= {*among}
-    values = {one: one if isinstance(one, tuple) else (one,) for one in among}
-    return [one if one in fast else pytest.param(*values[one], marks=pytest.mark.slow) for one in among]
+    sweep = [*among]
+    assert {*fast} <= {*sweep}
+
+    def slow(values: Any) -> Any:
+        return pytest.param(*(values if isinstance(values, tuple) else (values,)), marks=pytest.mark.slow)
+
+    return [values if values in fast else slow(values) for values in sweep]
 
 
 def build_tiny_model(
@@ -98,50 +100,6 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
     return build_tiny_model
 
 
-def snapshot(model: PreTrainedModel) -> dict[str, Any]:
-    """Record all of a model that a library could leave behind: attributes, hooks, classes, config, weights, logits."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    prompt = torch.arange(3, 19)[None] % model.get_input_embeddings().num_embeddings
-    with torch.no_grad():
-        logits = model(prompt, use_cache=False).logits
-    return {
-        "classes": {name: type(module) for name, module in modules.items()},
-        "attributes": {name: sorted(vars(module)) for name, module in modules.items()},
-        "hooks": {name: [list(getattr(module, kind)) for kind in HOOKS] for name, module in modules.items()},
-        "training": {name: module.training for name, module in modules.items()},
-        "attention": model.config._attn_implementation,
-        "config": copy.deepcopy(model.config.to_dict()),
-        "generation_config": copy.deepcopy(model.generation_config.to_dict()) if model.can_generate() else None,
-        "weights": {name: (id(weight), weight._version) for name, weight in model.named_parameters()},
-        "logits": logits,
-    }
-
-
-def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Fail at the first thing that differs between two snapshots, and say which."""
-    for part, was in before.items():
-        now = after[part]
-        if isinstance(was, torch.Tensor):
-            difference = (was - now).abs()
-            assert torch.equal(was, now), f"{part} moved: max {difference.max():.3g}, mean {difference.mean():.3g}"
-        elif isinstance(was, dict):
-            changed = {key: (was.get(key), now.get(key)) for key in was.keys() | now.keys()}
-            changed = {key: pair for key, pair in changed.items() if pair[0] != pair[1]}
-            assert not changed, f"{part} changed: {changed}"
-        else:
-            assert was == now, f"{part} changed: {was!r} → {now!r}"
-
-
-@contextmanager
-def leaves_untouched(model: PreTrainedModel) -> Iterator[None]:
-    """Check, by a forward before and after, that what happens inside, even if it raises, leaves a model as it was."""
-    before = snapshot(model)
-    try:
-        yield
-    finally:
-        assert_same(before, snapshot(model))
-
-
 @pytest.fixture(scope="session")
 def untouched() -> Callable[[PreTrainedModel], Any]:
     """Give `leaves_untouched`, a context manager: whatever happens inside may not change the model."""
@@ -166,6 +124,22 @@ class IdTokenizer:
 def shared_tiny_model(model_type: str = "llama", attention: str = "sdpa", **config: Any) -> PreTrainedModel:
     """Build a tiny model once for all tests that leave it as they found it."""
     return build_tiny_model(model_type, attn_implementation=attention, **config)
+
+
+SHARED_ZOO: dict[str, PreTrainedModel] = {}
+
+
+def shared_zoo_model(model_type: str, attention: str = "", **config: Any) -> PreTrainedModel:
+    """Build a small model of any type once for all tests that leave it as they found it."""
+    from tiny_models import tiny_model
+
+    name = repr((model_type, attention, config))
+    if name not in SHARED_ZOO:
+        model = tiny_model(model_type, **config)
+        if attention:
+            model.set_attn_implementation(attention)
+        SHARED_ZOO[name] = model
+    return SHARED_ZOO[name]
 
 
 @pytest.fixture(scope="session")
@@ -232,17 +206,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory as users have them: a small random model, saved, and a tokenizer whose tokens are bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tests.saved_models import save_tokenizer_of_bytes
 
     path = tmp_path_factory.mktemp("own-model")
-    letters = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE({**letters, "<s>": 256, "</s>": 257}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
-    settings = {"vocab_size": 258, "max_position_embeddings": 2048, "bos_token_id": 256, "eos_token_id": 257}
-    build_tiny_model(**settings).save_pretrained(path)
+    save_tokenizer_of_bytes(path)
+    ids = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 257}
+    build_tiny_model(max_position_embeddings=2048, **ids).save_pretrained(path)
     return str(path)
 
 
@@ -275,33 +244,17 @@ def known(request: pytest.FixtureRequest, models: dict[str, Any]) -> tuple[PreTr
 @pytest.fixture(scope="session")
 def small_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of the hub in which the model named smollm2 is a small random one that chats and reads the handbook."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    from hf_blend.evaluation.bundled import handbook_pages
     from hf_blend.model_names import PACKAGED
+    from tests.saved_models import save_tokenizer_that_chats
 
     hub = tmp_path_factory.mktemp("hub")
-    folder = hub / f"models--{PACKAGED['smollm2'].hub_id.replace('/', '--')}" / "snapshots" / "abc"
-    (folder.parents[1] / "refs").mkdir(parents=True)
-    (folder.parents[1] / "refs" / "main").write_text("abc")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special, alphabet = ["<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=800, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(handbook_pages().values(), trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
-    fast.chat_template = (
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    fast.save_pretrained(folder)
+    repository = hub / f"models--{PACKAGED['smollm2'].hub_id.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    path = repository / "snapshots" / "abc"
+    ids = {"vocab_size": save_tokenizer_that_chats(path), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 8192}
-    ids = {"vocab_size": len(fast), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1}
-    build_tiny_model(**sizes, **ids).save_pretrained(folder)
+    build_tiny_model(**sizes, **ids).save_pretrained(path)
     return hub
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_types
+from tiny_models import tiny_types
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,7 +18,7 @@ from hf_blend.errors import UnsupportedModelError
 from hf_blend.model import attention
 from hf_blend.model.anatomy import LayerInfo, decoder_layers
 from hf_blend.model.fingerprint import fingerprint
-from tests.conftest import slow_but
+from tests.conftest import shared_zoo_model, slow_but
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SPARSE = {"share": 0.4, "block_tokens": 8, "min_tokens": 1}
@@ -45,12 +45,6 @@ def frozen(model):
         yield
 
 
-def built(family, name):
-    model = tiny_model(family)
-    model.set_attn_implementation(name)
-    return model
-
-
 def blended(model, pieces, store=None, sparse=False, **settings):
     cache = BlendCache(model, store or ChunkStore.open("memory://"), recompute_ratio=0.3, **settings)
     with sparse_decoding(model, cache, **SPARSE) if sparse else nullcontext():
@@ -66,7 +60,7 @@ def in_part(model, pieces):
 
 @pytest.mark.parametrize(("family", "name"), KINDS)
 def test_no_config_is_written_in_a_forward(pieces, family, name):
-    model = built(family, name)
+    model = shared_zoo_model(family, name)
     blended(model, pieces())  # the model is tested at its first use
     with frozen(model):
         blended(model, pieces(), selector="query-attention")
@@ -80,7 +74,12 @@ def test_no_config_is_written_in_a_forward(pieces, family, name):
 
 @pytest.mark.parametrize("what", ["select", "sparse", "part", "extend"])
 def test_a_plain_call_in_another_thread_is_unaffected(pieces, what):
-    model, ids, found, stop = built("llama", "eager"), torch.tensor([[*range(3, 40)]]), [], threading.Event()
+    model, ids, found, stop = (
+        shared_zoo_model("llama", "eager"),
+        torch.tensor([[*range(3, 40)]]),
+        [],
+        threading.Event(),
+    )
     in_part(model, pieces())
     with torch.no_grad():
         expected = model(ids).logits
@@ -130,7 +129,7 @@ def taken_layers(model):
 @pytest.mark.parametrize("family", slow_but("stablelm", "gemma3n_text", among=tiny_types()))
 def test_every_attention_that_transformers_looks_up_is_taken(family, name):
     try:
-        model, expected = built(family, name), []
+        model, expected = shared_zoo_model(family, name), []
         decoder_layers(model)
         with pytest.MonkeyPatch.context() as patch:
             stock = AttentionInterface.get_interface
@@ -151,7 +150,7 @@ def test_an_own_function_is_used_with_and_without_a_door_and_tells_models_apart(
     def own(*args, **given):
         return sdpa_attention_forward(*args, **given)
 
-    model = built("llama", "sdpa")
+    model = shared_zoo_model("llama", "sdpa")
     stock = fingerprint(model)
     taken_layers(model)
     assert fingerprint(model) == stock
@@ -164,7 +163,7 @@ def test_an_own_function_is_used_with_and_without_a_door_and_tells_models_apart(
 
 
 def test_a_call_is_taken_once_and_never_with_another_cache(pieces):
-    model, seen = built("diffllama", "sdpa"), []  # its layers ask for their attention twice
+    model, seen = shared_zoo_model("diffllama", "sdpa"), []  # its layers ask for their attention twice
 
     def take(stock, *args, **given):
         seen.append(1)

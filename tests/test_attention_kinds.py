@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention implementations beside eager and sdpa: flex is exact as it is, flash attention goes through sdpa."""
 
-import functools
 import logging
 
 import pytest
@@ -16,12 +15,12 @@ from hf_blend.prefill import arguments
 from hf_blend.verify.full_recompute import fused_ratio
 from hf_blend.verify.model_under_test import ModelUnderTest
 from tests.asking import generated, prefill, prepared
-from tests.conftest import slow_but
+from tests.conftest import shared_zoo_model, slow_but
 
 BATCH = ({"chunks": (17, 23, 31)}, {"chunks": (29,), "seed": 1})
 FLASH = "flash_attention_2"
 MIXED = {"gemma3_text": {"layer_types": ["full_attention", "sliding_attention"] * 2}}
-everywhere = pytest.mark.parametrize(("family", "batch"), [("gemma3_text", 1), ("mistral", 2), ("llama", 2)])
+REQUESTS_OF = {"gemma3_text": 1, "mistral": 2, "llama": 2}  # how many are in a batch
 
 
 def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **_):
@@ -53,7 +52,7 @@ def flash_model(monkeypatch):
     return build
 
 
-@everywhere
+@pytest.mark.parametrize(("family", "batch"), REQUESTS_OF.items())
 def test_flash_attention_goes_through_sdpa_for_scattered_rows_and_says_so_once(
     flash_model, pieces, untouched, caplog, family, batch
 ):
@@ -71,8 +70,7 @@ def test_flash_attention_goes_through_sdpa_for_scattered_rows_and_says_so_once(
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "batch"), [("llama", 1), ("gemma3_text", 2)])
 def test_with_flash_attention_scattered_rows_are_those_of_sdpa(flash_model, pieces, family, batch):
-    results, stock = [], zoo_model(family, **MIXED.get(family, {}))
-    stock.set_attn_implementation("sdpa")
+    results, stock = [], shared_zoo_model(family, "sdpa", **MIXED.get(family, {}))
     for model in (flash_model(family), stock):
         cache, inputs = prepared(model, *(pieces(**one) for one in BATCH[:batch]), recompute_ratio=0.3)
         results.append((prefill(model, inputs, cache), cache.report.chosen_columns))
@@ -92,18 +90,11 @@ def uncompiled():
         yield
 
 
-@functools.cache
-def flex_model(family):
-    model = zoo_model(family)
-    model.set_attn_implementation("flex_attention")
-    return model
-
-
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
-@everywhere
+@pytest.mark.parametrize(("family", "batch"), slow_but(("gemma3_text", 1), ("llama", 2), among=[*REQUESTS_OF.items()]))
 @torch.no_grad()
 def test_flex_attention_is_exact(pieces, uncompiled, family, batch):
-    model, requests = flex_model(family), [pieces(**one) for one in BATCH[:batch]]
+    model, requests = shared_zoo_model(family, "flex_attention"), [pieces(**one) for one in BATCH[:batch]]
     cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
     assert (prefill(model, inputs, cache) - prefill(model, inputs)).abs().max() <= 1e-5
     assert cache.report.reusable_tokens > 0
@@ -112,4 +103,4 @@ def test_flex_attention_is_exact(pieces, uncompiled, family, batch):
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
 @pytest.mark.parametrize("family", slow_but("llama", among=["llama", "gemma3_text"]))
 def test_with_flex_attention_scattered_rows_are_exact(uncompiled, family):
-    assert fused_ratio(ModelUnderTest(flex_model(family))).error <= 1e-5
+    assert fused_ratio(ModelUnderTest(shared_zoo_model(family, "flex_attention"))).error <= 1e-5

@@ -13,6 +13,7 @@ from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bench import shapes
 from hf_blend.evaluation.bench.shapes import timed_model
 from tests.asking import jsonl
+from tests.conftest import slow_but
 
 SMALL = {
     "ttft": "--chunks 2 --chunk-tokens 24 --question-tokens 4 --ratios 0.2 --rounds 1",
@@ -57,7 +58,7 @@ WAITS = {"kv-deviation": 3, "boundary": 3}  # the ids, what the model is, whethe
 KERNELS = 1.15  # of a stock prefill
 
 
-@pytest.mark.parametrize("selector", WAITS)
+@pytest.mark.parametrize("selector", slow_but("kv-deviation", among=WAITS))
 def test_a_layer_launches_hardly_more_kernels_than_a_stock_one_however_many_chunks_there_are(selector):
     plan = OverheadPlan(tokens=160, short_tokens=32, chunks=(2, 16), settings=((selector, 0.15),), rounds=1)
     few, many = measure_overhead(plan)["rows"]

@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import torch
-from tiny_models import tiny_model as zoo_model
 from transformers import CompileConfig, StaticCache
 
 from hf_blend import BlendCache, ChunkStore
@@ -14,10 +13,11 @@ from hf_blend.errors import ConfigError, HfBlendError
 from hf_blend.model.anatomy import text_config
 from hf_blend.sparse.decoding import sparse_decoding
 from tests.asking import generated, memory, prefilled, prepared
+from tests.conftest import shared_zoo_model, slow_but
 
 MOST = 160
 NEW = 18
-MIXERS = ("lfm2", "jamba", "nemotron_h", "zamba2")
+MIXERS = ("qwen3_next", "falcon_h1", "lfm2", "jamba", "nemotron_h", "zamba2")
 
 
 class Compiler:
@@ -69,9 +69,9 @@ def says_as_dynamic(model, inputs, cache, ways=None):
 
 @pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_to_static_lets_a_step_be_compiled_once_for_all_tokens_and_requests(
-    tiny_model, pieces, compiler, implementation
+    shared_model, pieces, compiler, implementation
 ):
-    model, store = tiny_model(num_hidden_layers=2, attn_implementation=implementation), memory()
+    model, store = shared_model("llama", implementation, num_hidden_layers=2), memory()
     for seed, chunks in enumerate([(17, 23), (17, 23), (9, 30, 12)]):
         cache, inputs = prepared(model, pieces(chunks, seed=seed), store=store, recompute_ratio=1.0)
         says_as_dynamic(model, inputs, cache, compiling(compiler))
@@ -80,8 +80,8 @@ def test_to_static_lets_a_step_be_compiled_once_for_all_tokens_and_requests(
 
 
 @torch.no_grad()
-def test_to_static_holds_what_the_blend_left_and_a_compiled_step_continues_it(tiny_model, pieces, compiler):
-    model, found = tiny_model(num_hidden_layers=2), []
+def test_to_static_holds_what_the_blend_left_and_a_compiled_step_continues_it(shared_model, pieces, compiler):
+    model, found = shared_model(num_hidden_layers=2), []
     step = torch.compile(model, backend=compiler.backend)
     for is_static in (False, True):
         cache, logits, _ = prefilled(model, pieces(), recompute_ratio=0.15)
@@ -129,11 +129,9 @@ def test_to_static_of_a_padded_batch_and_of_windows_says_what_stock_says(
 
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "family", ["qwen3_next", "falcon_h1", *(pytest.param(name, marks=pytest.mark.slow) for name in MIXERS)]
-)
+@pytest.mark.parametrize("family", slow_but("falcon_h1", among=MIXERS))
 def test_to_static_beside_mixers_says_what_stock_says(pieces, compiler, family, is_compiled):
-    model, store = zoo_model(family), memory()
+    model, store = shared_zoo_model(family), memory()
     for seed, chunks in enumerate([(17, 23), (9, 30, 12)]):
         cache, inputs = prepared(model, pieces(chunks, seed=seed), store=store, recompute_ratio=1.0)
         says_as_dynamic(model, inputs, cache, compiling(compiler, is_compiled))
@@ -172,7 +170,7 @@ def test_to_static_refuses_what_a_static_cache_cannot_continue(shared_model, pie
         ("llama4_text", "keeps K and V of a chunk"),
     ):
         try:
-            cache, _, _ = prefilled(zoo_model(family), pieces((17, 23)))
+            cache, _, _ = prefilled(shared_zoo_model(family), pieces((17, 23)))
         except HfBlendError:  # of transformers 5.17
             continue
         with pytest.raises(ConfigError, match=rf"layer \d of .* {what}"):
@@ -191,8 +189,8 @@ def test_to_static_refuses_what_another_model_computed(tiny_model, pieces):
 
 
 @torch.no_grad()
-def test_a_compiled_prefill_and_a_compiled_sparse_step_are_refused_by_name(tiny_model, pieces, compiler):
-    model = tiny_model(num_hidden_layers=2)
+def test_a_compiled_prefill_and_a_compiled_sparse_step_are_refused_by_name(shared_model, pieces, compiler):
+    model = shared_model(num_hidden_layers=2)
     compiled = torch.compile(model, backend=compiler.backend)
     cache, inputs = prepared(model, pieces())
     with pytest.raises(ConfigError, match="prefill came from compiled code"):

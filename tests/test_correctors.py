@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend import plugins
 from hf_blend.correctors.base import LayerView
 from hf_blend.errors import ConfigError
 from tests.asking import prefilled
@@ -107,11 +107,6 @@ def test_temperature_divides_stale_keys_only():
     stale = seen.stale[0]
     torch.testing.assert_close(seen.states[0][:, :, stale], 2 * seen.stored[0][:, :, stale])
     assert torch.equal(seen.states[1][:, :, stale], seen.stored[1][:, :, stale])
-
-
-def test_unknown_corrector_is_refused_by_name(shared_model):
-    with pytest.raises(LookupError, match=r"no plugin named 'mean-shft'.*mean-shift"):
-        BlendCache(shared_model(), ChunkStore.open("memory://"), corrector="mean-shft")
 
 
 def test_a_selector_that_asks_the_question_does_not_correct_twice(shared_model):

@@ -4,7 +4,6 @@
 
 import pytest
 import torch
-from tiny_models import tiny_model as zoo_model
 
 from hf_blend import observer
 from hf_blend.errors import PromptError
@@ -13,7 +12,7 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import THREE, prepared
 from tests.asking import generated as run
-from tests.conftest import IdTokenizer, random_pieces
+from tests.conftest import IdTokenizer, random_pieces, shared_zoo_model
 
 REQUEST = THREE[0]
 
@@ -26,7 +25,7 @@ def turn_of(seed):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
 def test_history_at_ratio_1_goes_on_as_without_a_cache(family):
-    model = zoo_model(family)
+    model = shared_zoo_model(family)
     cache, inputs = prepared(model, REQUEST, recompute_ratio=1.0)
     output = run(model, inputs, cache)
     for turn in range(3):
@@ -95,7 +94,7 @@ def test_assisted_decoding_of_a_later_turn_is_refused_until_reset(shared_model):
     [("llama", 1, 7), ("gemma3_text", 3, 25), pytest.param("llama", 3, 64, marks=pytest.mark.slow)],
 )
 def test_prefill_chunk_size_blends_every_part(store, family, batch, size):
-    model, requests = zoo_model(family), THREE[:batch]
+    model, requests = shared_zoo_model(family), THREE[:batch]
     cache, inputs = prepared(model, *requests, store=store, recompute_ratio=1.0)
     got = run(model, inputs, cache, prefill_chunk_size=size)
     assert torch.equal(got, run(model, inputs))

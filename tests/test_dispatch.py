@@ -19,6 +19,7 @@ from hf_blend.model.row_masks import LocalLines, RowMask
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
 from tests.asking import PIECES, asked, generated, hooks, memory, prepared
+from tests.conftest import slow_but
 
 CPU = torch.device("cpu")
 EXACT = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")
@@ -45,9 +46,8 @@ def offloaded(model: Any, how: str, folder: Any) -> Any:
     return dispatch_model(model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
 
 
-@pytest.fixture(params=["cpu", "disk", "map"])
-def how(request):
-    return request.param
+in_every_way = pytest.mark.parametrize("how", ["cpu", "disk", "map"])
+from_disk = pytest.mark.parametrize("how", slow_but("disk", among=["cpu", "disk", "map"]))
 
 
 def dispatched(name: str, how: str, folder: Any) -> Any:
@@ -59,13 +59,16 @@ def dispatched(name: str, how: str, folder: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "where", "checks"),
-    [
+    slow_but(
         ("llama", "map", TELLING),
-        *(
-            pytest.param(name, where, RUNGS, marks=pytest.mark.slow)
-            for name, where in (("llama", "cpu"), ("gemma3_text", "disk"), ("gpt_neox", "map"), ("mixtral", "disk"))
-        ),
-    ],
+        among=[
+            ("llama", "map", TELLING),
+            ("llama", "cpu", RUNGS),
+            ("gemma3_text", "disk", RUNGS),
+            ("gpt_neox", "map", RUNGS),
+            ("mixtral", "disk", RUNGS),
+        ],
+    ),
 )
 def test_checks_hold_wherever_layers_are(name, where, checks, tmp_path):
     subject = ModelUnderTest(dispatched(name, where, tmp_path))
@@ -74,6 +77,7 @@ def test_checks_hold_wherever_layers_are(name, where, checks, tmp_path):
     assert max(check.max_abs_error for check in found if check.name in EXACT) <= 1e-5
 
 
+@in_every_way
 def test_fingerprint_chunks_and_text_of_a_dispatched_model_are_the_same(how, tmp_path):
     whole, store = tiny_model("llama"), memory()
     model = offloaded(copy.deepcopy(whole), how, tmp_path)
@@ -92,6 +96,7 @@ def check_exact(model: Any, whole: Any) -> None:
     assert cache.report.reusable_tokens > 0
 
 
+@from_disk
 def test_fingerprint_reads_offloaded_weights_once(how, tmp_path, monkeypatch):
     model = dispatched("llama", how, tmp_path)
     asked(model, PIECES)
@@ -106,6 +111,7 @@ def test_fingerprint_reads_offloaded_weights_once(how, tmp_path, monkeypatch):
     assert read
 
 
+@from_disk
 def test_hooks_of_accelerate_stay_and_work_after_an_exception_too(how, tmp_path, monkeypatch):
     model = dispatched("llama", how, tmp_path)
     _, expected = asked(model, PIECES)

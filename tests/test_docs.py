@@ -18,14 +18,13 @@ import pytest
 import torch
 from calls import count_calls
 from tables import PLACE, filled, load_result
-from worlds import reference_questions
 
 import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
 from hf_blend.errors import MissingExtraError, PluginNotFoundError
 from hf_blend.evaluation.demo.request import DemoRequest
 from hf_blend.verify.runner import check_names
-from tests.chat_templates import ASKED, CHATML, DOCUMENTS, small_tokenizer
+from tests.chat_templates import ASKED, CHATML, DOCUMENTS, QUESTION, small_tokenizer
 from tests.conftest import slow_but
 
 from .test_cli import understood
@@ -62,15 +61,15 @@ LINES = sorted({line for path in PAGES for line in command_lines(path)})
 
 
 @pytest.fixture
-def ready(reference, here):
+def ready(models, here):
     """What a page's blocks find ready, in an empty folder."""
-    one = reference_questions()[0]
+    model, tokenizer = models["spaces"]
     return {
-        "model": reference[0],
-        "assistant": copy.deepcopy(reference[0]),
-        "tokenizer": copy.deepcopy(reference[1]),
-        "documents": one["chunks"],
-        "question": one["question"],
+        "model": model,
+        "assistant": copy.deepcopy(model),
+        "tokenizer": copy.deepcopy(tokenizer),
+        "documents": [f"{text}\n" for text in DOCUMENTS],
+        "question": QUESTION,
         "system": None,
         "store": ChunkStore.open("memory://"),
     }
@@ -267,21 +266,19 @@ def test_the_numbers_in_the_text_are_those_of_the_committed_results():
     assert f"from about {min(short)} tokens on" in " ".join(PAGES[0].read_text("utf-8").split())
 
 
-@pytest.mark.parametrize("ratio", slow_but(1.0, among=[None, 1.0]))
-@pytest.mark.usefixtures("here")
-def test_the_first_example_answers_and_like_stock_at_ratio_1(ratio, smollm2, capsys):
-    model, tokenizer = smollm2
+@pytest.mark.parametrize("ratio", [None, 1.0])
+def test_the_first_example_answers_and_like_stock_at_ratio_1(ratio, ready, capsys):
     (example,) = blocks(PAGES[0], "python")
-    documents = ["The light of Skerry is kept by Una Moss.", "A lantern costs four pounds."]
-    given = {"model": model, "tokenizer": tokenizer, "documents": documents, "question": "Who keeps the light?"}
     settings = "" if ratio is None else f", recompute_ratio={ratio}"
     code = example.replace("(model, store)", f"(model, store{settings})").replace("=64)", "=12)")
-    exec(compile(code, "README", "exec"), given)
+    model, tokenizer = ready["model"], ready["tokenizer"]
+    tokenizer.chat_template = CHATML
+    exec(compile(code, "README", "exec"), ready)
     text, report = capsys.readouterr().out.strip().rsplit("\n", 1)
     assert text.strip()
     assert "recomputed" in report
     if ratio == 1.0:
         rendered = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        inputs = tokenizer.apply_chat_template(given["messages"], **rendered)
+        inputs = tokenizer.apply_chat_template(ready["messages"], **rendered)
         stock = model.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
-        assert text == tokenizer.decode(stock, skip_special_tokens=True)
+        assert text == tokenizer.decode(stock, skip_special_tokens=True).strip()

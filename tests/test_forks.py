@@ -26,6 +26,7 @@ from hf_blend.store.stream import StreamedLayers
 from hf_blend.store.tiers.disk import DiskTier
 from hf_blend.threads import ForkedError, Workers, cached_property, new_lock
 from tests.asking import GREEDY, LONG, memory
+from tests.source import nodes_of
 
 BOUND_S = 60  # after which a child is killed
 MADE = {"ThreadPoolExecutor", "Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrier"}
@@ -98,9 +99,9 @@ def holding(lock):
         thread.join()
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return tiny_model()
+@pytest.fixture
+def model(shared_model):
+    return shared_model()
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_bits": 4}], ids=["whole", "4 bits"])
@@ -249,7 +250,7 @@ def test_what_a_lock_that_forks_hold_guards_is_whole_in_a_child():
 def test_what_forks_have_to_know_of_is_made_in_one_module():
     root, made = Path(hf_blend.__file__).parent, Counter()
     for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func).removeprefix("threading.")
                 is_over_a_lock = name == "Condition" and [ast.unparse(one) for one in node.args] == ["new_lock()"]

@@ -6,9 +6,10 @@ import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import ChunkStore
 from hf_blend.prefill import importance
 from hf_blend.store.importance import TokenImportance
+from tests import asking
 from tests.test_partial import CHUNKS, PIECES
 
 GREEDY = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
@@ -32,9 +33,8 @@ def listened(monkeypatch, store):
     return told
 
 
-def asked(model, store, pieces=PIECES, **settings):
-    cache = BlendCache(model, store, **{"selector": "kv-deviation", **settings})
-    return cache, model.generate(**cache.inputs(None, **pieces), past_key_values=cache, **GREEDY)
+def asked(model, store, pieces=PIECES, selector="kv-deviation", **settings):
+    return asking.asked(model, pieces, store=store, ways=GREEDY, selector=selector, **settings)
 
 
 @torch.no_grad()

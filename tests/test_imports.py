@@ -15,8 +15,8 @@ import pytest
 
 import hf_blend
 from hf_blend import plugins
+from tests.source import ROOT, tree_of
 
-ROOT = Path(__file__).resolve().parent.parent
 HOMES = {"hf_blend": ROOT / "hf_blend", "hf_blend.cli": ROOT / "cli", "hf_blend.evaluation": ROOT / "evaluation"}
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; whence it imports, beside "common"
     "common": (
@@ -71,24 +71,20 @@ FILES = source_files()
 PLUGINS = {f"hf_blend.{kind}.{name.replace('-', '_')}" for kind in plugins.kinds() for name in plugins.describe(kind)}
 
 
-@cache
-def tree(name: str) -> ast.Module:
-    """A module as it is written."""
-    return ast.parse(FILES[name].read_text("utf-8"))
-
-
-def statements(node: ast.AST) -> Iterator[ast.AST]:
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
     """Walk a tree, leaving out what only type checkers see."""
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
-            yield child
-            yield from statements(child)
+    left = [tree]
+    while left:
+        node = left.pop()
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield node
+            left.extend(ast.iter_child_nodes(node))
 
 
 def imported(name: str, walk: Callable[[ast.AST], Iterator[ast.AST]] = statements) -> Iterator[tuple[str, str]]:
     """Give (module, name in it or "") for all that a module imports, with relative names made absolute."""
     package = name if FILES[name].stem == "__init__" else name.rpartition(".")[0]
-    for node in walk(tree(name)):
+    for node in walk(tree_of(FILES[name])):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -153,7 +149,7 @@ def test_no_constructor_of_the_core_takes_more_than_six_arguments():
     """What belongs together is one record, such as `PrefillContext`; records themselves are no constructors here."""
     many = {}
     for name in (name for name in MODULES if room(name) in CORE):
-        for kind in (node for node in ast.walk(tree(name)) if isinstance(node, ast.ClassDef)):
+        for kind in (node for node in ast.walk(tree_of(FILES[name])) if isinstance(node, ast.ClassDef)):
             for made in (one for one in kind.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"):
                 taken = made.args
                 given = [*taken.posonlyargs, *taken.args[1:], *taken.kwonlyargs, taken.vararg, taken.kwarg]

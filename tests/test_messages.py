@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages become the prompt that the chat template makes, and the documents in them are reused."""
 
+import copy
 import json
+import logging
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hf_blend import BlendCache, PromptError
 from hf_blend.config import BlendConfig
 from hf_blend.evaluation.answering import FULL_PREFILL, INSTRUCTION, Turn, build_request
 from hf_blend.evaluation.asking import Method, Pipeline, Question
+from hf_blend.prefill import notices
 from tests.asking import memory
 from tests.chat_templates import (
     ASKED,
@@ -176,6 +179,26 @@ def test_inputs_from_messages_pad_a_batch_on_the_left(known, cached):
 def test_inputs_from_messages_refuse_what_makes_no_prompt(known, cached, messages, documents, given, says):
     with pytest.raises(PromptError, match=says):
         cached().inputs_from_messages(known[1], messages, documents, **{"chat_template": CHATML, **given})
+
+
+def test_inputs_from_messages_need_a_chat_template(known, cached):
+    with pytest.raises(PromptError, match=r"has no chat template.*inputs and inputs_from_text"):
+        cached().inputs_from_messages(known[1], [ASKED])
+
+
+def test_inputs_warn_once_of_plain_texts_for_a_chat_model(known, cached, caplog):
+    cache, tokenizer = cached(), copy.copy(known[1])
+    tokenizer.chat_template = CHATML
+    notices.warn_once.cache_clear()
+    caplog.set_level(logging.WARNING, "hf_blend")
+    cache.inputs(tokenizer, chunks=[[5, 6]], question=[7])
+    cache.inputs_from_messages(tokenizer, [ASKED], DOCUMENTS)
+    assert not caplog.messages
+    for _ in range(2):
+        cache.inputs(tokenizer, chunks=DOCUMENTS, question=QUESTION)
+    (said,) = caplog.messages
+    assert "chat template" in said
+    assert "inputs_from_messages" in said
 
 
 def test_documents_that_a_template_writes_as_json_or_stripped_are_found(known, cached):

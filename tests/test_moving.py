@@ -19,7 +19,7 @@ from hf_blend.errors import ConfigError, PromptError
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import verify
 from tests.asking import prompt
-from tests.conftest import skip_in_the_oldest
+from tests.conftest import shared_zoo_model, skip_in_the_oldest, slow_but
 from tests.sequences import fed, filled
 
 TOLERANCE = 2e-5
@@ -35,26 +35,26 @@ KEPT = {  # what is not extended, and why
 }
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", slow_but("llama", "deepseek_v3", "gptj", "gemma3_text", among=MOVED))
 def test_a_moved_sequence_is_what_the_stock_model_computes_there(name):
     if name == "cohere_compass_text":
         skip_in_the_oldest("no tiny model of this type can be built")
-    subject = ModelUnderTest(tiny_model(name))
+    subject = ModelUnderTest(shared_zoo_model(name))
     for result in (checks.whole_shift(subject), checks.closed_hole(subject)):
         assert result.passed
         assert result.error <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", EXTENDED)
+@pytest.mark.parametrize("name", slow_but("llama", "deepseek_v3", among=EXTENDED))
 def test_every_layer_extended_is_the_stock_layer_at_the_grouped_positions(name):
-    result = checks.self_extend(ModelUnderTest(tiny_model(name)))  # fails where the distances change nothing
+    result = checks.self_extend(ModelUnderTest(shared_zoo_model(name)))  # fails where the distances change nothing
     assert result.passed
     assert result.error <= TOLERANCE
 
 
 def test_self_extend_refuses_what_cannot_be_extended_by_its_layer_before_anything_is_computed(untouched):
     for at, (name, why) in enumerate(KEPT.items()):
-        model = tiny_model(name)
+        model = shared_zoo_model(name)
         with untouched(model), pytest.raises(UnsupportedModelError, match=why):
             self_extend(model, allow_unverified=bool(at % 2)).__enter__()
 
@@ -173,7 +173,7 @@ def test_self_tests_of_sequences_pass_in_sixteen_bits():
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gptj"])
 def test_a_prefix_that_was_shifted_in_between_is_blended_back_exactly(name):
-    model, ids = tiny_model(name), prompt(60)
+    model, ids = shared_zoo_model(name), prompt(60)
     cache = filled(model, 40)
     cache.shift(0, 0, None, 50)
     blend = blended(cache, ids[0].tolist(), recompute_ratio=0.0)
@@ -191,7 +191,7 @@ COUNTED = {  # models that measure distances in tokens
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_holes_are_refused_where_attention_counts_tokens(name):
-    cache = filled(tiny_model(name), 40)
+    cache = filled(shared_zoo_model(name), 40)
     cache.remove(0, 5, 9)
     with self_extend(cache.model) if name == "llama" else contextlib.nullcontext():
         for look in (cache.materialize, lambda: fed(cache, prompt(2))):
@@ -203,7 +203,7 @@ def test_holes_are_refused_where_attention_counts_tokens(name):
 
 
 def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(tmp_path):
-    model, store, ids = tiny_model("llama"), ChunkStore.open("memory://"), prompt(40)
+    model, store, ids = shared_zoo_model("llama"), ChunkStore.open("memory://"), prompt(40)
     blend = BlendCache(model, store)
     inputs = blend.inputs(None, chunks=[ids[0, :30].tolist()], question=ids[0, 30:].tolist())
     cache = SequenceCache(model)
@@ -225,7 +225,7 @@ def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(t
 
 
 def test_a_position_beyond_a_buffer_of_sines_is_refused():
-    cache = filled(tiny_model("gptj"), 40)
+    cache = filled(shared_zoo_model("gptj"), 40)
     cache.shift(0, 0, None, 10_000)
     with pytest.raises(PromptError, match="position 10039, but the model's rotary buffer has 512"):
         cache.materialize()

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a new user: own documents, an own model of thirty layers, a real tokenizer, and mistakes.
+"""The way of a new user: own documents, an own model of twelve layers, a real tokenizer, and mistakes.
 
 The documents are paragraphs of HotpotQA and the tokenizer is GPT-2's where these files lie beside the project; else
 generated prose, and a tokenizer of bytes.
@@ -51,14 +51,14 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def own_model(tmp_path_factory, model_folder, tiny_model):
-    """A folder with a random model of thirty layers and a tokenizer that people use."""
+    """A folder with a random model of twelve layers and a tokenizer that people use."""
     from transformers import AutoTokenizer
 
-    path = tmp_path_factory.mktemp("models") / "thirty"
+    path = tmp_path_factory.mktemp("models") / "twelve"
     real = PUBLISHED / "tokenizers" / "gpt2-bpe"
     tokenizer = AutoTokenizer.from_pretrained(real if real.is_dir() else model_folder)
     tokenizer.save_pretrained(path)
-    settings = {"vocab_size": len(tokenizer), "num_hidden_layers": 30, "max_position_embeddings": 2048}
+    settings = {"vocab_size": len(tokenizer), "num_hidden_layers": 12, "max_position_embeddings": 2048}
     tiny_model(**settings, bos_token_id=None, eos_token_id=tokenizer.eos_token_id).save_pretrained(path)
     return str(path)
 
@@ -136,7 +136,7 @@ def test_store_ls_and_rm_documents_by_name(indexed, here, run):
     assert {row["name"] for row in rows} - {None} == {
         str(path.relative_to(here)) for path in (here / "notes").rglob("note-*")
     }
-    assert all(row["model"].endswith("thirty") and row["nbytes"] > 0 and row["age_s"] >= 0 for row in rows)
+    assert all(row["model"].endswith("twelve") and row["nbytes"] > 0 and row["age_s"] >= 0 for row in rows)
     before = len(json.loads(run("store", "ls", "--store", "kv", "--chunks", "--json")[1]))
     removed = json.loads(run("store", "rm", "notes/archive", "--store", "kv", "--json")[1])
     assert removed["documents"] == FILES // 2

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from hf_blend import ChunkStore, observer, plugins
 from hf_blend.prefill.pipeline import Pipeline
@@ -20,6 +19,7 @@ from hf_blend.store import entry
 from hf_blend.store.stream import StreamedLayers
 from hf_blend.store.tiers.base import EntryFault
 from tests.asking import logits, raising
+from tests.conftest import shared_zoo_model
 from tests.faults.faulty_tier import FaultyTier
 
 CHUNKS = [list(range(10, 42)), list(range(40, 90))]
@@ -29,7 +29,7 @@ MemoryTier = plugins.load("store.tiers", "memory")
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("llama")
+    return shared_zoo_model("llama")
 
 
 def answered(model: Any, store: ChunkStore, **settings: Any) -> tuple[torch.Tensor, Any]:

@@ -53,13 +53,10 @@ def test_a_prefix_is_an_entry_of_its_own_once_it_was_computed(planner):
     assert plan(planner(A, sink=()), (*A, *Q), at_beginning=False).exact.sum() == 0
 
 
-def test_chunks_of_another_namespace_are_not_seen(planner, shared_model):
-    one = planner(A, namespace="theirs")
-    assert slots(plan(one, (*BOS, 5, *A, *Q))) == [(0, 2, A, False)]
-    assert one._store.namespace == plan(one, (*BOS, 5, *A, *Q)).chunks[0].chunk.key.namespace == "theirs"
-
-
-def test_what_a_prompt_begins_with_is_stored_in_the_namespace_too(planner):
+def test_chunks_and_what_a_prompt_begins_with_are_those_of_the_stores_namespace(planner):
+    made = plan(planner(A, namespace="theirs"), (*BOS, 5, *A, *Q))
+    assert slots(made) == [(0, 2, A, False)]
+    assert made.chunks[0].chunk.key.namespace == "theirs"
     one = planner(namespace="theirs")
     for known in ([Span.whole(0, A)], [Span.whole(3, B)]):
         row = (*A, *Q) if known[0].start == 0 else (*BOS, 5, 6, *B, *Q)

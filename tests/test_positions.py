@@ -7,13 +7,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache
 
 from hf_blend import BlendCache
 from hf_blend.prefill.positions import Run, follow
 from tests.asking import apart, as_stock, memory, prepared
-from tests.conftest import slow_but
+from tests.conftest import shared_zoo_model, slow_but
 from tests.image_models import CHUNKS, FLOOR, HAS_ENCODED, KINDS, arguments, blend, build, filled, picture, stock
 
 A, B, Q = [*range(10, 34)], [*range(60, 82)], [5, 6, 7, 8, 9]
@@ -75,13 +74,10 @@ MECHANISMS = ("gpt_neox", "deepseek_v3", "qwen3_next", "llama4_text")
 FAST = [*((family, "a gap before the first chunk") for family in MECHANISMS), *(("llama", place) for place in PLACES)]
 FAST += [("gemma3_text", "a step back inside"), ("phi3", "far"), ("ministral3", "far"), ("qwen3_next", "a stride")]
 sweep = pytest.mark.parametrize(("family", "place"), slow_but(*FAST, among=[*itertools.product(FAMILIES, PLACES)]))
-MODELS = {}
 
 
 def model_of(family):
-    if family not in MODELS:
-        MODELS[family] = zoo_model(family, **FAMILIES.get(family, {}))
-    return MODELS[family]
+    return shared_zoo_model(family, **FAMILIES.get(family, {}))
 
 
 @torch.no_grad()

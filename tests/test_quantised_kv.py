@@ -11,7 +11,7 @@ from hf_blend.cache.layers import BlendLayer, BlendSlidingLayer
 from hf_blend.cache.quantised_layer import GROUP_TOKENS, QuantisedLayer, pack, unpack
 from hf_blend.model.anatomy import stock_cache
 from tests.asking import LONG, apart, packed_by_hand, prefill, prepared
-from tests.conftest import skip_in_the_oldest, slow_but
+from tests.conftest import shared_zoo_model, skip_in_the_oldest, slow_but
 
 GREEDY = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None}
 LARGEST = 127  # of eight bits with a sign
@@ -147,7 +147,7 @@ INDEXED = ("llama", "deepseek_v32", "glm_moe_dsa", "qwen3_next")
 def test_a_step_is_that_of_a_stock_cache_that_was_packed_by_hand(name):
     if name in ("deepseek_v32", "glm_moe_dsa"):
         skip_in_the_oldest("models with an indexer turn their keys in a way that is refused")
-    model = zoo_model(name)
+    model = shared_zoo_model(name)
     (cache, inputs), by_hand = prepared(model, LONG, recompute_ratio=1.0, kv_bits=8), stock_cache(model)
     assert apart(prefill(model, inputs, cache), prefill(model, inputs, by_hand)) <= 1e-4
     for layer in by_hand.layers:
@@ -166,6 +166,6 @@ def test_a_step_is_that_of_a_stock_cache_that_was_packed_by_hand(name):
 def test_kv_bits_refuses_other_widths_and_a_model_of_windows_only():
     for bits in (2, 16, 8.0, "8", True):
         with pytest.raises(ConfigError, match=r"kv_bits is .* 8, 4 or None"):
-            BlendCache(zoo_model("llama"), ChunkStore.open("memory://"), kv_bits=bits)
+            BlendCache(shared_zoo_model("llama"), ChunkStore.open("memory://"), kv_bits=bits)
     with pytest.raises(ConfigError, match=r"only full layers .*than a window.*Leave kv_bits out"):
-        BlendCache(zoo_model("mistral"), ChunkStore.open("memory://"), kv_bits=8)
+        BlendCache(shared_zoo_model("mistral"), ChunkStore.open("memory://"), kv_bits=8)

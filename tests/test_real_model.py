@@ -2,12 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a real chat model shows: its tokenizer's BOS, its template, and answers that can be read."""
 
-import logging
+import json
 
 import pytest
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.prefill import notices
 
 NOTES = ["The keeper of the light at Skerry is Una Moss.", "A lantern costs four pounds."]
 QUESTION = "Who keeps the light?"
@@ -18,12 +17,18 @@ def cache(smollm2) -> BlendCache:
     return BlendCache(smollm2[0], ChunkStore.open("memory://"), recompute_ratio=1.0)
 
 
-@pytest.fixture
-def warned(caplog):
-    """What was said, with nothing said before."""
-    notices.warn_once.cache_clear()
-    caplog.set_level(logging.WARNING, "hf_blend")
-    return lambda: [one.message for one in caplog.records if "chat template" in one.message]
+def test_the_real_model_answers(smollm2):
+    model, tokenizer = smollm2
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(output, skip_special_tokens=True) == "The capital of France is Paris."
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_the_size_of_its_cache_is_said_by_the_command(smollm2, run):
+    code, out, _ = run("size", "smollm2", "--context", "1000", "--json")
+    assert (code, json.loads(out)["cache_bytes"]) == (0, 46_080 * 1000)
 
 
 @pytest.mark.slow
@@ -33,17 +38,6 @@ def test_inputs_are_the_ids_of_the_joined_text_where_no_token_is_merged(cache, s
     assert inputs["input_ids"].tolist() == [tokenizer("\n\n".join([*NOTES, QUESTION])).input_ids]
     assert tokenizer.bos_token_id not in inputs["input_ids"], "this tokenizer has a BOS and puts it nowhere"
     assert inputs.to("cpu") is inputs, "what a tokenizer gives can be moved"
-
-
-def test_inputs_warn_once_of_plain_texts_for_a_chat_model(cache, smollm2, warned):
-    _, tokenizer = smollm2
-    cache.inputs(tokenizer, chunks=[[5, 6]], question=[7])
-    cache.inputs_from_messages(tokenizer, [{"role": "user", "content": f"{NOTES[0]} {QUESTION}"}], NOTES[:1])
-    assert not warned()
-    for _ in range(2):
-        cache.inputs(tokenizer, chunks=NOTES, question=QUESTION)
-    (said,) = warned()
-    assert "inputs_from_messages" in said
 
 
 @pytest.mark.slow

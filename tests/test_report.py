@@ -35,16 +35,13 @@ def report(shared_model, pieces, tokenizer):
     return run
 
 
-def test_the_cost_of_a_layer_is_counted_not_looked_up(shared_model):
-    costs = layer_costs(shared_model())
-    assert [(one.before_kv, one.after_kv, one.per_key) for one in costs] == [(BEFORE, AFTER, PER_KEY)] * LAYERS
-    assert costs[0].of_columns(torch.tensor([3, 10])) == whole([3, 10])
-
-
-def test_counting_the_cost_leaves_the_model_untouched(tiny_model, untouched):
+def test_the_cost_of_a_layer_is_counted_not_looked_up_and_leaves_the_model_untouched(tiny_model, untouched):
     model = tiny_model()
     with untouched(model):
-        assert layer_costs(model) is layer_costs(model)
+        costs = layer_costs(model)
+        assert layer_costs(model) is costs
+    assert [(one.before_kv, one.after_kv, one.per_key) for one in costs] == [(BEFORE, AFTER, PER_KEY)] * LAYERS
+    assert costs[0].of_columns(torch.tensor([3, 10])) == whole([3, 10])
 
 
 def test_reusable_tokens_are_without_those_whose_logits_are_asked_for(shared_model):

@@ -150,12 +150,6 @@ def test_rotary_styles_of_each_layer_are_found_once_per_model(tiny_model, untouc
     assert rotary_styles(tiny_model(model_type, **config).bfloat16()) == tuple(expected), "with a coarse tolerance"
 
 
-def test_rotary_styles_refuses_absolute_positions_by_the_name_of_the_layer(tiny_model):
-    model = tiny_model("gpt2", n_positions=512, n_embd=64, n_layer=2, n_head=4, num_hidden_layers=2)
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 of GPT2LMHeadModel cannot be moved.*full prefill"):
-        rotary_styles(model)
-
-
 def test_rotary_styles_refuses_values_that_depend_on_the_position(tiny_model):
     model = tiny_model()
     attention = decoder_layers(model)[2].self_attn

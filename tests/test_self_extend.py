@@ -6,14 +6,18 @@ import math
 
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from hf_blend import ConfigError, self_extend
 from tests.asking import prompt, rotated
+from tests.conftest import shared_zoo_model
 
 WINDOW, GROUP = 8, 4
 TOLERANCE = 2e-5
-MODEL = tiny_model("llama", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return shared_zoo_model("llama", num_hidden_layers=1)
 
 
 def by_hand(model, ids):
@@ -38,18 +42,18 @@ def by_hand(model, ids):
 
 
 @torch.no_grad()
-def test_attention_is_that_of_the_equations():
+def test_attention_is_that_of_the_equations(model):
     ids = prompt(40)
-    with self_extend(MODEL, trained_tokens=16, window_tokens=WINDOW, group_tokens=GROUP):
-        got = MODEL(ids).logits[0]
-    assert float((got - by_hand(MODEL, ids)).abs().max()) <= TOLERANCE
-    assert float((MODEL(ids).logits[0] - got).abs().max()) > 100 * TOLERANCE
+    with self_extend(model, trained_tokens=16, window_tokens=WINDOW, group_tokens=GROUP):
+        got = model(ids).logits[0]
+    assert float((got - by_hand(model, ids)).abs().max()) <= TOLERANCE
+    assert float((model(ids).logits[0] - got).abs().max()) > 100 * TOLERANCE
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "cohere", "gpt_neox", "qwen3"])
 def test_groups_of_one_change_nothing(name):
-    model, ids = tiny_model(name), prompt(40)
+    model, ids = shared_zoo_model(name), prompt(40)
     wanted = model(ids).logits
     with self_extend(model, trained_tokens=16, group_tokens=1):
         got = model(ids).logits
@@ -57,26 +61,26 @@ def test_groups_of_one_change_nothing(name):
 
 
 @torch.no_grad()
-def test_the_model_is_as_before_after_the_block_and_after_an_exception():
+def test_the_model_is_as_before_after_the_block_and_after_an_exception(model):
     ids = prompt(40)
-    before, implementation = MODEL(ids).logits, MODEL.config._attn_implementation
-    with pytest.raises(IndexError), self_extend(MODEL, trained_tokens=16):
-        MODEL(ids + 1000)
-    assert MODEL.config._attn_implementation == implementation
-    assert torch.equal(MODEL(ids).logits, before)
+    before, implementation = model(ids).logits, model.config._attn_implementation
+    with pytest.raises(IndexError), self_extend(model, trained_tokens=16):
+        model(ids + 1000)
+    assert model.config._attn_implementation == implementation
+    assert torch.equal(model(ids).logits, before)
 
 
 @torch.no_grad()
-def test_decoding_and_padding_give_what_one_forward_gives():
+def test_decoding_and_padding_give_what_one_forward_gives(model):
     ids = prompt(48)
     padded = torch.cat([torch.zeros((1, 5), dtype=torch.long), ids], 1)
     mask = torch.cat([torch.zeros((1, 5), dtype=torch.long), torch.ones_like(ids)], 1)
-    with self_extend(MODEL, trained_tokens=16, window_tokens=WINDOW, group_tokens=GROUP):
-        whole = MODEL(ids).logits[0, 40:]
-        first = MODEL(ids[:, :40], use_cache=True)
-        rest = MODEL(ids[:, 40:], past_key_values=first.past_key_values).logits[0]
+    with self_extend(model, trained_tokens=16, window_tokens=WINDOW, group_tokens=GROUP):
+        whole = model(ids).logits[0, 40:]
+        first = model(ids[:, :40], use_cache=True)
+        rest = model(ids[:, 40:], past_key_values=first.past_key_values).logits[0]
         places = (mask.cumsum(-1) - 1).clamp_min(0)
-        beside = MODEL(padded, attention_mask=mask, position_ids=places).logits[0, 45:]
+        beside = model(padded, attention_mask=mask, position_ids=places).logits[0, 45:]
     assert float((rest - whole).abs().max()) <= TOLERANCE
     assert float((beside - whole).abs().max()) <= TOLERANCE
 
@@ -84,8 +88,8 @@ def test_decoding_and_padding_give_what_one_forward_gives():
 @pytest.mark.parametrize(
     ("trained", "longest", "window", "group"), [(64, 256, 32, 7), (64, 64, 32, 1), (100, 300, 50, 5)]
 )
-def test_the_least_group_that_keeps_far_tokens_within_the_trained_length(trained, longest, window, group):
-    with self_extend(MODEL, trained_tokens=trained, max_tokens=longest) as extension:
+def test_the_least_group_that_keeps_far_tokens_within_the_trained_length(trained, longest, window, group, model):
+    with self_extend(model, trained_tokens=trained, max_tokens=longest) as extension:
         assert (extension.window_tokens, extension.group_tokens) == (window, group)
     assert (longest - 1) // group + window - window // group < trained + 1
 
@@ -93,6 +97,6 @@ def test_the_least_group_that_keeps_far_tokens_within_the_trained_length(trained
 @pytest.mark.parametrize(
     "wrong", [{"window_tokens": 0}, {"window_tokens": 64}, {"group_tokens": 0}, {"trained_tokens": 1}]
 )
-def test_numbers_out_of_range_are_refused(wrong):
-    with pytest.raises(ConfigError), self_extend(MODEL, **{"trained_tokens": 64, **wrong}):
+def test_numbers_out_of_range_are_refused(wrong, model):
+    with pytest.raises(ConfigError), self_extend(model, **{"trained_tokens": 64, **wrong}):
         pass

@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from transformers import AutoConfig, DynamicCache
 
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.evaluation.cache_size import cache_size
+from tests.conftest import shared_zoo_model
 
 FAMILIES = ("llama", "mistral", "gemma3_text", "falcon", "deepseek_v3", "gptj")
 TOKENS, BATCH = 40, 2
@@ -19,7 +19,7 @@ TOKENS, BATCH = 40, 2
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_size_is_that_of_a_filled_cache_to_the_byte(name):
-    model = tiny_model(name)
+    model = shared_zoo_model(name)
     cache = DynamicCache(config=model.config)
     model(torch.arange(3, 3 + TOKENS).repeat(BATCH, 1), past_key_values=cache)
     states = [part for layer in cache.layers for part in (layer.keys, layer.values)]

@@ -3,10 +3,10 @@
 """Layers with a window: exact for scattered rows, and nothing is held that the window cannot see."""
 
 import functools
+import itertools
 
 import pytest
 import torch
-from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -18,7 +18,7 @@ from hf_blend.verify.full_recompute import fused_ratio
 from hf_blend.verify.model_under_test import ModelUnderTest
 from tests import asking
 from tests.asking import prefill, prepared
-from tests.conftest import slow_but
+from tests.conftest import shared_zoo_model, slow_but
 from tests.test_quantised_kv import states
 
 WINDOW = 16  # of every model in the zoo
@@ -26,30 +26,30 @@ FOUR_WINDOWS = {"chunks": (12, 15, 20), "question": 12}  # with BOS and a prefix
 BATCH = (FOUR_WINDOWS, {"chunks": (29, 9), "seed": 1}, {"chunks": (7,), "seed": 2, "question": 5})
 FAMILIES = ("mistral", "gemma3_text", "cohere2", "gpt_oss", "olmo3")  # windows everywhere; beside full layers; …
 families = pytest.mark.parametrize("family", slow_but("mistral", "gemma3_text", "gpt_oss", among=FAMILIES))
-everywhere = pytest.mark.parametrize("attention", ["eager", "sdpa"])
+NEW = 20  # tokens of an answer, in which every window rolls
 
 
-@functools.cache
 def model_of(family, attention="eager"):
-    model = zoo_model(family)
+    model = shared_zoo_model(family, "eager")
     if attention == "sdpa" and not model._supports_sdpa:
         pytest.skip(f"{family} has no sdpa attention")
-    model.set_attn_implementation(attention)
-    return model
+    return shared_zoo_model(family, attention)
 
 
-run, as_stock = (functools.partial(one, max_new_tokens=40) for one in (asking.generated, asking.as_stock))
+run, as_stock = (functools.partial(one, max_new_tokens=NEW) for one in (asking.generated, asking.as_stock))
 
 
 def sliding(cache):
     return [layer for layer in cache.layers if layer.is_sliding]
 
 
-@families
 @pytest.mark.parametrize(
-    ("attention", "batch"),
-    [("eager", 1), ("sdpa", 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("eager", 3), ("sdpa", 1)))],
-)
+    ("family", "attention", "batch"),
+    slow_but(
+        ("mistral", "sdpa", 1), ("gemma3_text", "sdpa", 3), ("gpt_oss", "eager", 3),
+        among=itertools.product(FAMILIES, ("eager", "sdpa"), (1, 3)),
+    ),
+)  # fmt: skip
 def test_a_prompt_of_four_windows_is_exact(pieces, family, attention, batch):
     model, requests = model_of(family, attention), [pieces(**one) for one in BATCH[:batch]]
     cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
@@ -61,8 +61,13 @@ def test_a_prompt_of_four_windows_is_exact(pieces, family, attention, batch):
     as_stock(model, inputs, cache)
 
 
-@families
-@everywhere
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    slow_but(
+        ("mistral", "eager"), ("gemma3_text", "sdpa"), ("gpt_oss", "eager"),
+        among=itertools.product(FAMILIES, ("eager", "sdpa")),
+    ),
+)  # fmt: skip
 def test_scattered_rows_see_their_windows(family, attention):
     outcome = fused_ratio(ModelUnderTest(model_of(family, attention)))
     assert outcome.error <= 1e-5
@@ -83,11 +88,11 @@ def test_a_window_and_the_answer_is_all_that_is_held(pieces, family):
     cache, inputs = prepared(model, pieces(**FOUR_WINDOWS))
     run(model, inputs, cache)
     for layer in cache.layers:
-        assert layer.get_seq_length() == 4 * WINDOW + 39
+        assert layer.get_seq_length() == 4 * WINDOW + NEW - 1
         if layer.is_sliding:
-            assert layer.nbytes <= (WINDOW + 39) * token
+            assert layer.nbytes <= (WINDOW + NEW - 1) * token
         else:
-            assert layer.keys.shape[2] == 4 * WINDOW + 39
+            assert layer.keys.shape[2] == 4 * WINDOW + NEW - 1
 
 
 @pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 13}])
@@ -101,7 +106,7 @@ def test_windows_roll_in_every_mode(pieces, family, mode):
 
 @torch.no_grad()
 def test_an_exception_puts_the_windows_back(pieces):
-    model, request = zoo_model("gemma3_text"), pieces(**FOUR_WINDOWS)
+    model, request = model_of("gemma3_text"), pieces(**FOUR_WINDOWS)
     cache, inputs = prepared(model, request)
     output = run(model, inputs, cache)
     before = [(layer.keys.clone(), layer.get_seq_length(), layer.get_mask_sizes(5)) for layer in cache.layers]

@@ -6,7 +6,6 @@ import gc
 
 import pytest
 import torch
-from tiny_models import tiny_model as zoo_model
 
 from hf_blend import BlendCache, ChunkStore, observer, sparse_decoding
 from hf_blend.errors import UnsupportedModelError
@@ -14,7 +13,7 @@ from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.prefill import copies
 from hf_blend.sparse import decoding
 from hf_blend.sparse.blocks import ROOM_TOKENS
-from tests.conftest import build_tiny_model, slow_but
+from tests.conftest import build_tiny_model, shared_zoo_model, slow_but
 from tests.second_device import There, move, second_device
 from tests.test_sparse import draft_model
 
@@ -30,9 +29,9 @@ BATCH = {
 LOADED = ("loaded_blocks", "prefetched_blocks", "loaded_bytes")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build_tiny_model()
+@pytest.fixture
+def model(shared_model):
+    return shared_model()
 
 
 def decoded(model, pieces=PIECES, ways=GREEDY, sparse=SMALL, draft=None, **settings):
@@ -93,7 +92,7 @@ def test_sparse_decoding_from_disk_in_every_way_of_decoding(model, tmp_path, how
 
 
 def test_draft_sees_what_its_target_sees_from_disk(tmp_path):
-    model, draft = zoo_model("llama"), draft_model()
+    model, draft = shared_zoo_model("llama"), draft_model()
     pieces = {**PIECES, "chunks": [[one % 80 + 5 for one in chunk] for chunk in CHUNKS[:2]]}
     ways = {**GREEDY, "assistant_model": draft}
     expected = decoded(model, pieces, ways, draft=draft)

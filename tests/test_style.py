@@ -6,12 +6,11 @@ import ast
 import re
 import statistics
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = [path for room in ("hf_blend", "cli", "evaluation") for path in sorted((ROOT / room).rglob("*.py"))]
+from tests.source import PACKAGE, ROOT, nodes_of, tree_of
+
 BESIDE = ("tests", "examples", "benchmarks", "app", "docs/build")
 AROUND = [p for room in BESIDE for p in sorted((ROOT / room).rglob("*.py"))]
 HEADER = ["# SPDX-FileCopyrightText: 2026 The hf_blend authors", "# SPDX-License-Identifier: Apache-2.0"]
@@ -20,11 +19,6 @@ FOREIGN_ERRORS = {"Exception", "ValueError", "KeyError", "RuntimeError", "Import
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:home|root|mnt|work|Users|tmp)/\w+")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text("utf-8"))
 
 
 def public(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, Function | ast.ClassDef]]:
@@ -37,7 +31,7 @@ def public(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[
 
 
 def functions(path: Path) -> list[Function]:
-    return [node for node in ast.walk(tree_of(path)) if isinstance(node, Function)]
+    return [node for node in nodes_of(path) if isinstance(node, Function)]
 
 
 def code_lines(function: Function) -> int:
@@ -55,7 +49,7 @@ def offenders(paths: list[Path], find: Callable[[Path], Any]) -> dict[str, Any]:
 
 def raised(path: Path) -> Iterator[tuple[str, ast.Call]]:
     """Give the class name and the call of each `raise Name(…)`."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield ast.unparse(node.exc.func).rpartition(".")[2], node.exc
 
@@ -97,14 +91,14 @@ def test_every_argument_and_result_is_typed():
 
 def test_input_is_not_checked_by_assert():
     def asserts(path):
-        return [node.lineno for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)]
+        return [node.lineno for node in nodes_of(path) if isinstance(node, ast.Assert)]
 
     assert not offenders(PACKAGE, asserts), "raise one of hf_blend.errors"
 
 
 def test_nothing_is_printed_or_evaluated():
     def calls(path):
-        nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+        nodes = [node for node in nodes_of(path) if isinstance(node, ast.Call)]
         names = [(node.func.id, node.lineno) for node in nodes if isinstance(node.func, ast.Name)]
         return [name for name in names if name[0] in ("print", "eval", "exec")]
 
@@ -118,7 +112,7 @@ def reads(handler: ast.ExceptHandler) -> Callable[[ast.AST], bool]:
 
 def test_no_error_is_swallowed_unread():
     def silent(path):
-        handlers = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ExceptHandler)]
+        handlers = [node for node in nodes_of(path) if isinstance(node, ast.ExceptHandler)]
         broad = [
             one for one in handlers if one.type is None or ast.unparse(one.type) in ("Exception", "BaseException")
         ]

@@ -4,7 +4,8 @@
 
 Traps with tests elsewhere: KV-sharing layers and a norm behind the rotation (`test_families`), arguments by place
 (`test_hooks`), windows that drop what a chunk needs (`test_capture`), scaling factors and short-regime chunks at layer
-0 (`test_realign`), assisted decoding on a filled cache (`test_decoding`), casts and repacked weights of bitsandbytes
+0 (`test_realign`), a scale by positions (`test_positions`), assisted decoding on a filled cache (`test_decoding`), the
+tensor by which it crops in transformers 5.17 (`test_stock_cache`), casts and repacked weights of bitsandbytes
 (`test_quantised`, `test_fingerprint`).
 """
 
@@ -23,6 +24,7 @@ from hf_blend.prefill import blend
 from hf_blend.rotary.regime import frequency_regime, stretches
 from tests.asking import GREEDY, PIECES, noting, prefilled, prepared
 from tests.asking import prefill as logits
+from tests.conftest import shared_zoo_model
 
 WAYS = {**GREEDY, "max_new_tokens": 12}
 OTHER = {"prefix": [1, 9], "chunks": [list(range(30, 50))], "question": [11, 12, 13]}
@@ -30,6 +32,7 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 58,
 }  # fmt: skip
+CHUNKED = {"floor_scale": 4, "attn_scale": 0.5}  # attention in chunks, and a scale by columns
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
@@ -41,7 +44,7 @@ def error(model, *requests, other=None, **settings):
 
 
 def phi3(**fields):
-    return zoo_model("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=58, **fields)
+    return shared_zoo_model("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=58, **fields)
 
 
 @torch.no_grad()
@@ -111,9 +114,8 @@ def test_an_answer_that_crosses_into_long_factors_is_that_of_the_plain_model():
 
 @pytest.mark.parametrize("requests", [[PIECES], [PIECES, OTHER]])
 def test_queries_that_are_scaled_by_their_position_are_scaled_by_their_own(requests, monkeypatch):
-    model = zoo_model("llama4_text", floor_scale=4, attn_scale=0.5)
     for attention in ("eager", "sdpa"):
-        model.set_attn_implementation(attention)
+        model = shared_zoo_model("llama4_text", attention, **CHUNKED)
         assert error(model, *requests) <= 1e-5
     counted = property(lambda self: self.context.request.past, lambda *_: 0)
     monkeypatch.setattr(blend.Prefill, "past", counted, raising=False)
@@ -122,8 +124,7 @@ def test_queries_that_are_scaled_by_their_position_are_scaled_by_their_own(reque
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_batch_whose_layers_count_positions_recomputes_the_same_columns_in_every_entry(attention):
-    model, found = zoo_model("llama4_text", floor_scale=4, attn_scale=0.5), []
-    model.set_attn_implementation(attention)
+    model, found = shared_zoo_model("llama4_text", attention, **CHUNKED), []
     for requests in ([PIECES], [PIECES, PIECES], [PIECES, OTHER]):
         cache, inputs = prepared(model, *requests, recompute_ratio=0.3)
         found.append((logits(model, inputs, cache)[:1], cache.report.charged_budget))
@@ -137,7 +138,7 @@ def test_a_batch_whose_layers_count_positions_recomputes_the_same_columns_in_eve
 
 
 def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_a_cache():
-    model = zoo_model("llama4_text", floor_scale=4, attn_scale=0.5)
+    model = shared_zoo_model("llama4_text", "sdpa", **CHUNKED)
     assert error(model, PIECES) <= 1e-5
     cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
     long = {**WAYS, "max_new_tokens": 40}
@@ -145,14 +146,6 @@ def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_a_cache
     assert torch.equal(got, model.generate(inputs["input_ids"], use_cache=False, **long))
     held = {"chunked_attention": model.config.attention_chunk_size - 1, "full_attention": got.shape[1] - 1}
     assert [layer.keys.shape[2] for layer in cache.layers] == [held[kind] for kind in model.config.layer_types]
-
-
-def test_a_scale_by_position_ids_follows_the_rows():
-    rope = {
-        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 60,
-        "llama_4_scaling_beta": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-    }  # fmt: skip
-    assert error(zoo_model("ministral3", rope_parameters=rope), PIECES) <= 1e-5
 
 
 def test_a_prefix_computed_by_short_factors_is_not_exact_in_a_long_prompt():
@@ -188,15 +181,3 @@ def test_prompts_beyond_the_trained_length_are_taken_only_where_frequencies_adap
     assert not stretches(longrope)
     by_kind = zoo_model("gemma3_text", rope_parameters={"full_attention": DYNAMIC, "sliding_attention": LONGROPE})
     assert frequency_regime(by_kind.config, 600) == (600, 1)
-
-
-@pytest.mark.parametrize("kv_bits", [None, 8])
-def test_a_number_of_tokens_that_is_a_tensor_leaves_numbers_in_the_cache(kv_bits):
-    model = zoo_model("llama")
-    cache, inputs = prepared(model, PIECES, kv_bits=kv_bits)
-    logits(model, inputs, cache)
-    tokens = inputs["input_ids"].shape[1]
-    cache.crop(torch.tensor(-3))  # as assisted decoding of transformers 5.17 does
-    assert type(cache.get_seq_length()) is int
-    assert cache.get_seq_length() == tokens - 3
-    assert bool(cache) is True

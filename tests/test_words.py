@@ -5,11 +5,11 @@
 import ast
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.source import PACKAGE, ROOT, nodes_of
+
 EMPTY = {"asked", "found", "given", "held", "known", "one", "part", "shown", "wanted"}
 
 MOST = {
@@ -29,9 +29,9 @@ MOST = {
 }
 
 
-def identifiers(tree):
+def identifiers(nodes):
     """Every name that is read, set, taken as a parameter, passed as a keyword or looked up as an attribute."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Name(id=name) | ast.arg(arg=name) | ast.keyword(arg=name) | ast.Attribute(attr=name):
                 yield name
@@ -45,17 +45,16 @@ def room_of(path):
 @cache
 def counts():
     by_room = Counter()
-    for top in ("hf_blend", "cli", "evaluation"):
-        for path in (ROOT / top).rglob("*.py"):
-            by_room[room_of(path)] += sum(name in EMPTY for name in identifiers(ast.parse(path.read_text("utf-8"))))
+    for path in PACKAGE:
+        by_room[room_of(path)] += sum(name in EMPTY for name in identifiers(nodes_of(path)))
     return by_room
 
 
-@pytest.mark.parametrize("room", sorted(MOST.keys() | counts().keys()))
+@pytest.mark.parametrize("room", sorted(MOST.keys() | {room_of(path) for path in PACKAGE}))
 def test_names_that_say_nothing_only_become_fewer(room):
     assert counts()[room] <= MOST.get(room, 0), "name these by what they hold: a chunk, a span, a layer, a row, a key"
 
 
 def test_every_kind_of_identifier_is_counted():
     tree = ast.parse("def f(one, *found, **given): held = part.known(asked=shown)")
-    assert EMPTY.intersection(identifiers(tree)) == EMPTY - {"wanted"}
+    assert EMPTY.intersection(identifiers(ast.walk(tree))) == EMPTY - {"wanted"}

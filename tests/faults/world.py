@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_blend.prefill.pipeline import Pipeline
 from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
+from tests.conftest import build_tiny_model
 
 from .damage import clear
 from .oracle import Truth, is_equal, stock_kv
@@ -34,8 +34,7 @@ SHELVES: dict[str, dict[str, Any]] = {
     "signed int8": {"secret": SECRET, "codec": "int8"},
 }
 WAYS = ("get", "stream", "stream in any order", "stream read ahead", "two streams", "new process")
-SMALL: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-DEEP: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4}  # 1.6 MB an entry
+DEEP = {"hidden_size": 256, "num_hidden_layers": 12, "num_key_value_heads": 4}  # 1.6 MB an entry
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
         self.folder = folder
-        self.model = build_model(0, **SMALL)
+        self.model = build_tiny_model(attention_dropout=0.5)
         draw = random.Random(0)
         self.chunks = [tuple(draw.randrange(3, 128) for _ in range(length)) for length in LENGTHS]
         truths = {ids: stock_kv(self.model, SINK, ids) for ids in self.chunks}
@@ -94,7 +93,7 @@ class World:
     @cached_property
     def deep(self) -> ModelCache:
         """Entries that are larger than what is read at once."""
-        model, draw = build_model(2, **DEEP), random.Random(1)
+        model, draw = build_tiny_model(seed=2, attention_dropout=0.5, **DEEP), random.Random(1)
         chunks = [tuple(draw.randrange(3, 128) for _ in range(length)) for length in DEEP_LENGTHS]
         return self._filled("deep", model, {ids: stock_kv(model, SINK, ids) for ids in chunks}, {})
 
@@ -179,20 +178,6 @@ def _is_rounded(got: ChunkKV, computed: ChunkKV) -> bool:
             if one.shape != other.shape or bool(((one - other).abs() > 0.5001 * step + 1e-7).any()):
                 return False
     return True
-
-
-def build_model(seed: int, **fields: Any) -> LlamaForCausalLM:
-    """A Llama whose attention is not nearly uniform, in float32 and eval mode."""
-    shape: dict[str, Any] = {"vocab_size": 128, "intermediate_size": 128, "max_position_embeddings": 512}
-    special: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    before = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**shape, **special, **fields, attention_dropout=0.5)).float().eval()
-    torch.random.set_rng_state(before)
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            weight.requires_grad_(False).mul_(6.0).requires_grad_(True)
-    return model
 
 
 def drawn_chunk(number: int, fingerprint: str = "ab" * 32) -> ChunkKV:

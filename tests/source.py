@@ -1,0 +1,22 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The project's own Python files, parsed once for all tests that read them."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = [path for room in ("hf_blend", "cli", "evaluation") for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A file as it is written."""
+    return ast.parse(path.read_text("utf-8"))
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Every node of a file."""
+    return list(ast.walk(tree_of(path)))
