@@ -203,37 +203,42 @@ def _calibrated(document: dict[str, Any]) -> list[str]:
 
 
 def _families(document: dict[str, Any]) -> list[str]:
-    """Every model type, and whether it is blended, moved and extended exactly."""
+    """Every model type, by whether it is blended, moved and extended exactly."""
     rows = document["models"]
     exact = [sum(_mark(row, name) == YES for row in rows) for name in ("reason", "move", "extend")]
     unknown = sum(not judged(row) for row in rows)
     apart = f"; of {unknown} no tiny model can be built, and they are not judged" if unknown else ""
-    lines = [
+    return [
         f"Of {len(rows)} model types {exact[0]} blend, {exact[1]} move and {exact[2]} extend exactly{apart}.",
         "",
-        "| type | blend | move | extend | rotary style | windows |",
-        "|---|---|---|---|---|---|",
+        *_by_marks(rows, ("reason", "move", "extend"), "blend | move | extend"),
+        "",
+        *_legend(rows),
     ]
-    for row in sorted(rows, key=lambda row: not row["supported"]):
-        marks = [_mark(row, name) for name in ("reason", "move", "extend")]
-        lines.append(f"| {' | '.join([row['model'], *marks, row['rotary'], row['window']])} |")
-    return [*lines, "", *_legend(rows)]
 
 
 def _images_read(document: dict[str, Any]) -> list[str]:
-    """Every type that reads images, and whether these are chunks."""
+    """Every type that reads images, by whether these are chunks."""
     rows = document["images"]
-    exact, unknown = sum(row["supported"] for row in rows), [_unknown(row) for row in rows if not judged(row)]
-    lines = [
-        f"Of {len(rows)} types that read images {exact} blend them exactly; {len(unknown)} are not judged.",
+    exact, unknown = sum(row["supported"] for row in rows), sum(not judged(row) for row in rows)
+    return [
+        f"Of {len(rows)} types that read images {exact} blend them exactly; {unknown} are not judged.",
         "",
-        "| type | images as chunks |",
-        "|---|---|",
+        *_by_marks(rows, ("reason",), "images as chunks"),
+        "",
+        *_legend(rows),
     ]
-    for row in sorted(filter(judged, rows), key=lambda row: not row["supported"]):
-        lines.append(f"| {row['model']} | {_mark(row, 'reason')} |")
-    lines += ["", *_legend(rows)]
-    return [*lines, "", f"Not judged, for want of a tiny model: {', '.join(unknown)}."] if unknown else lines
+
+
+def _by_marks(rows: list[dict[str, Any]], names: Iterable[str], head: str) -> list[str]:
+    """A line for each combination of marks, with its types; what is exact comes first."""
+    types: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        types.setdefault(tuple(_mark(row, name) for name in names), []).append(_type(row))
+    lines = _head(head, ["types"])
+    for marks in sorted(types, key=lambda marks: ([mark != YES for mark in marks], -len(types[marks]), marks)):
+        lines.append(f"| {' | '.join(marks)} | {', '.join(types[marks])} |")
+    return lines
 
 
 def _mark(row: dict[str, Any], name: str) -> str:
@@ -256,8 +261,8 @@ def _legend(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{YES} exact · {UNJUDGED} not judged · {NO} refused, because:", "", *meanings]
 
 
-def _unknown(row: dict[str, Any]) -> str:
-    return f"{row['model']} (its tower is timm's)" if "timm" in row["reason"] else str(row["model"])
+def _type(row: dict[str, Any]) -> str:
+    return f"{row['model']} (its tower is timm's)" if not judged(row) and "timm" in row["reason"] else row["model"]
 
 
 def _support(document: dict[str, Any]) -> list[str]:
