@@ -42,11 +42,9 @@ LEGEND = list(dict.fromkeys(meaning for _, meaning in REASONS))
 SOURCES = {
     "support": "families",
     "images_read": "families",
-    "choosing": "real_selectors",
     "scored": "real_selectors",
     "front": "robust",
 }
-CHARGES = (0.0, 0.05, 0.15, 0.3, 1.15)  # at which selectors are compared on the page; 1.15: behind a full prefill
 DEFAULT = f"{BlendConfig.selector}@text", 0.15  # a method of `robust.py`, and the charge that was asked for
 REUSE, REUSE_BEHIND_BOS = ("none@text", 0.0), ("none", 0.0)
 MODELS = {  # of `robust.py`
@@ -56,22 +54,6 @@ MODELS = {  # of `robust.py`
     "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
 }
 TASKS = {"hotpotqa": "HotpotQA", "musique": "MuSiQue"}
-FRONTIER = (  # rows of the table of what chunks are computed behind: name, selector, the charge that was asked for
-    ("full reuse", "none@text", 0.0),
-    ("`boundary`, behind BOS alone", "boundary", 0.05),
-    ("`boundary`", "boundary@text", 0.05),
-    ("`ramp`", "ramp@text", 0.05),
-    ("`boundary`, behind BOS alone", "boundary", 0.1),
-    ("`boundary`", "boundary@text", 0.1),
-    ("`ramp`", "ramp@text", 0.1),
-    ("`boundary`, behind BOS alone", "boundary", 0.15),
-    ("`kv-deviation`, behind BOS alone", "kv-deviation", 0.15),
-    ("`query-attention`, behind BOS alone", "query-attention", 0.15),
-    ("`boundary`", "boundary@text", 0.15),
-    ("`ramp`, the default", "ramp@text", 0.15),
-    ("`boundary`", "boundary@text", 0.3),
-    ("`ramp`", "ramp@text", 0.3),
-)
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
     "full reuse, behind BOS alone": "none=0",
@@ -83,7 +65,6 @@ ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "`ramp`, 15 %": "ramp@text=0.15",
     "`expected-error`, the default's rule": "expected-error@text=0.1",
 }
-RULES = {"greedy": "the search", "ramp": "`ramp`", "random": "tokens at random"}
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
 
 
@@ -123,64 +104,9 @@ def _kl(row: dict[str, Any]) -> str:
     return f"{row['kl']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
 
 
-def _kl_and_first(row: dict[str, Any] | None) -> str:
-    """The same, and that of the first token; nothing where it was not measured."""
-    return f"{_kl(row)}, first {row['kl_first']:.2f}" if row else ""
-
-
 def _of(name: str) -> str:
     """What a selector is called in a table."""
     return "full reuse" if name == "none" else f"`{name}`"
-
-
-def _choosing(document: dict[str, Any]) -> list[str]:
-    """What selectors leave of full reuse's KL divergence on real text: a line for each, a column for each task."""
-    rows = [row for row in document["rows"] if row["half"] == "both" and row["target"] in CHARGES]
-    rows = [row for row in rows if "score" not in row]  # of ten passages, as the text says
-    asked = list(dict.fromkeys((row["model"], row["task"], row["n"]) for row in rows))
-    found: dict[tuple[float, str], dict[tuple[str, str, int], dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: (row["target"], row["kl"])):
-        found.setdefault((row["target"], row["selector"]), {})[row["model"], row["task"], row["n"]] = row
-    lines = _head("selector | charged", (f"{model}, {task}, n = {n}" for model, task, n in asked))
-    for (_, name), own in found.items():
-        charges = sorted(round(100 * row["charged"]) for row in own.values())
-        charged = " to ".join(map(str, dict.fromkeys((charges[0], charges[-1]))))
-        cells = [
-            f"{_kl_and_first(own[one])}; {own[one]['ttft_ms'] / 1e3:.1f} s" if one in own else "" for one in asked
-        ]
-        lines.append(f"| {_of(name)} | {charged} % | {' | '.join(cells)} |")
-    return lines
-
-
-def _frontier(document: dict[str, Any]) -> list[str]:
-    """What is left of full reuse's KL divergence by what chunks are computed behind."""
-    found = {
-        (row["model"], row["task"], row["selector"], row["target"]): row
-        for row in document["rows"]
-        if row["half"] == "both"
-    }
-    selectors = {name for _, name, _ in FRONTIER}
-    asked = list(dict.fromkeys((model, task) for model, task, name, _ in found if name in selectors))
-    lines = _head("chunks, selector | charged", (f"{model}, {task}" for model, task in asked))
-    for name, *key in FRONTIER:
-        own = [found.get((*one, *key)) for one in asked]
-        cells = [f"{_kl_and_first(row)}; n = {row['n']}" if row else "" for row in own]
-        lines.append(f"| {name} | {100 * key[1]:.0f} % | {' | '.join(cells)} |")
-    return lines
-
-
-def _limit(document: dict[str, Any]) -> list[str]:
-    """What a search that knows the answer leaves, and what rules leave on the same prompts."""
-    found = {(row["model"], row["task"], row["way"], row["rule"], row["share"]): row for row in document["rows"]}
-    asked = list(dict.fromkeys((row["model"], row["task"], row["n"]) for row in document["rows"] if row["share"]))
-    lines = _head("recomputed | charged", (f"{model}, {task}, n = {n}" for model, task, n in asked))
-    for share in dict.fromkeys(row["share"] for row in document["rows"]):
-        for rule, name in RULES.items():
-            own = [found.get((model, task, "text", rule, share)) for model, task, _ in asked]
-            if any(own):
-                cells = " | ".join(map(_kl_and_first, own))
-                lines.append(f"| {name if share else 'nothing'} | {100 * share:.0f} % | {cells} |")
-    return lines
 
 
 def _scored(document: dict[str, Any]) -> list[str]:
@@ -240,28 +166,25 @@ def _front(document: dict[str, Any]) -> list[str]:
 
 
 def _robust(document: dict[str, Any]) -> list[str]:
-    """What every rule leaves on every model and task, and of tokens at random at the same charge."""
+    """What rules leave on every model and task without a charge and at the default's; * beats tokens at random."""
     found = robust_rows(document)
     heads = [f"{MODELS[model]}, {TASKS[task]}, n = {rows[REUSE]['n']}" for (model, task), rows in found.items()]
-    methods = sorted({key for rows in found.values() for key in rows}, key=lambda key: (key[1], key[0]))
+    methods = {key for rows in found.values() for key in rows if key[1] in (0.0, DEFAULT[1])}
     lines = _head("rule | charged", heads)
-    for method, target in methods:
+    for method, target in sorted(methods, key=lambda key: (key[1], key[0])):
         own = [rows.get((method, target)) for rows in found.values()]
         name, _, behind = method.partition("@")
         name = _of(name) + ("" if behind else ", behind BOS alone")
-        lines.append(f"| {name} | {100 * target:.0f} % | {' | '.join(map(_kl_of_random, own))} |")
+        lines.append(f"| {name} | {100 * target:.0f} % | {' | '.join(map(_kl_and_star, own))} |")
     return lines
 
 
-def _kl_of_random(row: Row | None) -> str:
-    """The error that is left, its median, and what that is of the error of tokens at random."""
+def _kl_and_star(row: Row | None) -> str:
+    """The error that is left, and a star where it is told to be less than that of tokens at random."""
     if not row:
         return ""
-    text = f"{_kl(row)}, median {row['kl_median']:.2f}"
-    if row["of_random"] and not row["method"].startswith("random"):
-        share, low, high, _ = row["of_random"]
-        text += f"; of random {share:.2f} [{low:.2f}, {high:.2f}]"
-    return text
+    beats_random = row["of_random"] and row["of_random"][2] < 1 and not row["method"].startswith("random")
+    return _kl(row) + ("*" if beats_random else "")
 
 
 def _calibrated(document: dict[str, Any]) -> list[str]:
@@ -280,37 +203,42 @@ def _calibrated(document: dict[str, Any]) -> list[str]:
 
 
 def _families(document: dict[str, Any]) -> list[str]:
-    """Every model type, and whether it is blended, moved and extended exactly."""
+    """Every model type, by whether it is blended, moved and extended exactly."""
     rows = document["models"]
     exact = [sum(_mark(row, name) == YES for row in rows) for name in ("reason", "move", "extend")]
     unknown = sum(not judged(row) for row in rows)
     apart = f"; of {unknown} no tiny model can be built, and they are not judged" if unknown else ""
-    lines = [
+    return [
         f"Of {len(rows)} model types {exact[0]} blend, {exact[1]} move and {exact[2]} extend exactly{apart}.",
         "",
-        "| type | blend | move | extend | rotary style | windows |",
-        "|---|---|---|---|---|---|",
+        *_by_marks(rows, ("reason", "move", "extend"), "blend | move | extend"),
+        "",
+        *_legend(rows),
     ]
-    for row in sorted(rows, key=lambda row: not row["supported"]):
-        marks = [_mark(row, name) for name in ("reason", "move", "extend")]
-        lines.append(f"| {' | '.join([row['model'], *marks, row['rotary'], row['window']])} |")
-    return [*lines, "", *_legend(rows)]
 
 
 def _images_read(document: dict[str, Any]) -> list[str]:
-    """Every type that reads images, and whether these are chunks."""
+    """Every type that reads images, by whether these are chunks."""
     rows = document["images"]
-    exact, unknown = sum(row["supported"] for row in rows), [_unknown(row) for row in rows if not judged(row)]
-    lines = [
-        f"Of {len(rows)} types that read images {exact} blend them exactly; {len(unknown)} are not judged.",
+    exact, unknown = sum(row["supported"] for row in rows), sum(not judged(row) for row in rows)
+    return [
+        f"Of {len(rows)} types that read images {exact} blend them exactly; {unknown} are not judged.",
         "",
-        "| type | images as chunks |",
-        "|---|---|",
+        *_by_marks(rows, ("reason",), "images as chunks"),
+        "",
+        *_legend(rows),
     ]
-    for row in sorted(filter(judged, rows), key=lambda row: not row["supported"]):
-        lines.append(f"| {row['model']} | {_mark(row, 'reason')} |")
-    lines += ["", *_legend(rows)]
-    return [*lines, "", f"Not judged, for want of a tiny model: {', '.join(unknown)}."] if unknown else lines
+
+
+def _by_marks(rows: list[dict[str, Any]], names: Iterable[str], head: str) -> list[str]:
+    """A line for each combination of marks, with its types; what is exact comes first."""
+    types: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        types.setdefault(tuple(_mark(row, name) for name in names), []).append(_type(row))
+    lines = _head(head, ["types"])
+    for marks in sorted(types, key=lambda marks: ([mark != YES for mark in marks], -len(types[marks]), marks)):
+        lines.append(f"| {' | '.join(marks)} | {', '.join(types[marks])} |")
+    return lines
 
 
 def _mark(row: dict[str, Any], name: str) -> str:
@@ -333,8 +261,8 @@ def _legend(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{YES} exact · {UNJUDGED} not judged · {NO} refused, because:", "", *meanings]
 
 
-def _unknown(row: dict[str, Any]) -> str:
-    return f"{row['model']} (its tower is timm's)" if "timm" in row["reason"] else str(row["model"])
+def _type(row: dict[str, Any]) -> str:
+    return f"{row['model']} (its tower is timm's)" if not judged(row) and "timm" in row["reason"] else row["model"]
 
 
 def _support(document: dict[str, Any]) -> list[str]:
@@ -363,14 +291,11 @@ def _healing(document: dict[str, Any]) -> list[str]:
 
 
 TABLES = {
-    "choosing": _choosing,
     "healing": _healing,
     "front": _front,
     "robust": _robust,
     "calibrated": _calibrated,
     "families": _families,
-    "frontier": _frontier,
-    "frontier_limit": _limit,
     "real_answers": _answers,
     "scored": _scored,
     "images_read": _images_read,
