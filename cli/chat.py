@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["chat"]
 
-WORDS = "Ask something. /sources names what the last answer read, /reset forgets the conversation, /quit ends it."
+WORDS = (
+    "Ask something. /sources names what the last answer read, /stats what it cost, /reset forgets the conversation, "
+    "/quit ends it."
+)
 
 
 def chat(
@@ -80,7 +83,9 @@ def _talk(talk: "Chat", json: bool) -> Iterator[dict[str, Any]]:
         say(WORDS)
     while (question := _next()) is not None:
         if question == "/reset":
-            talk.turns.clear()
+            talk.reset()
+        elif question == "/stats":
+            say(talk.stats())
         elif question == "/sources":
             say("\n".join(said) or "Nothing was asked yet.")
         elif question.startswith("/"):
@@ -122,4 +127,7 @@ def _answer(talk: "Chat", question: str, json: bool) -> dict[str, Any]:
         typer.echo(f"\nSources: {', '.join(prepared.source_names)}\n")
     sources = [{"name": source.name, "start": source.start, "stop": source.stop} for source in prepared.sources]
     chunks = {name: getattr(got.report, f"{name}_chunks", 0) for name in ("loaded", "computed")}
-    return {"question": question, "answer": got.text, "ttft_ms": got.ttft_ms, "sources": sources, "chunks": chunks}
+    return {
+        "question": question, "answer": got.text, "ttft_ms": got.ttft_ms, "sources": sources, "chunks": chunks,
+        "past_tokens": getattr(got.report, "past_tokens", 0),
+    }  # fmt: skip

@@ -24,10 +24,11 @@ INSTRUCTION = "Answer the question from the documents, in as few words as possib
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer, earlier in a conversation."""
+    """A question and its answer, earlier in a conversation, and the documents that came with the question."""
 
     question: str
     answer: str
+    documents: tuple[str, ...] = ()
 
 
 def build_request(
@@ -35,23 +36,24 @@ def build_request(
 ) -> dict[str, Any]:
     """Put a question and its chunks into the model's own form of a prompt.
 
-    The documents are in the first turn, so that what precedes them is the same in every turn and is stored once.
+    The documents of a question are in its own turn, so that a conversation only grows, and a cache keeps it.
     """
+    earlier = [text for turn in history for text in turn.documents]
     if not getattr(tokenizer, "chat_template", None):
         said = "".join(f"Question: {turn.question}\nAnswer: {turn.answer}\n" for turn in history)
         question_text = f"{said}Question: {question}\nAnswer:" if history else question
-        return {"prefix": system or None, "chunks": list(chunks), "question": question_text}
-    texts = [chunk if isinstance(chunk, str) else tokenizer.decode(chunk) for chunk in chunks]
+        return {"prefix": system or None, "chunks": [*earlier, *chunks], "question": question_text}
+    texts = tuple(chunk if isinstance(chunk, str) else tokenizer.decode(chunk) for chunk in chunks)
     told = INSTRUCTION if system is None else system
     has_system = bool(told) and _has_system_role(tokenizer, told)
-    questions = [*(turn.question for turn in history), question]
-    content = f"{''.join(texts).rstrip()}\n\nQuestion: {questions[0]}"
     messages = [{"role": "system", "content": told}] if has_system else []
-    messages.append({"role": "user", "content": f"{told}\n\n{content}" if told and not has_system else content})
-    for turn, question_text in zip(history, questions[1:], strict=True):
+    for number, turn in enumerate((*history, Turn(question, "", texts))):
+        read = "".join(turn.documents).rstrip()
+        content = f"{read}\n\nQuestion: {turn.question}" if read else turn.question
+        is_told = bool(told) and not has_system and not number
+        messages.append({"role": "user", "content": f"{told}\n\n{content}" if is_told else content})
         messages.append({"role": "assistant", "content": turn.answer})
-        messages.append({"role": "user", "content": question_text})
-    return {"messages": messages, "documents": [text for text in texts if text.strip()]}
+    return {"messages": messages[:-1], "documents": [text for text in (*earlier, *texts) if text.strip()]}
 
 
 def inputs_of(cache: BlendCache, tokenizer: Any, request: dict[str, Any]) -> BatchEncoding:
@@ -61,13 +63,21 @@ def inputs_of(cache: BlendCache, tokenizer: Any, request: dict[str, Any]) -> Bat
 
 
 def begun(
-    model: nn.Module, tokenizer: Any, store: ChunkStore, request: dict[str, Any], config: BlendConfig | None
+    model: nn.Module,
+    tokenizer: Any,
+    store: ChunkStore,
+    request: dict[str, Any],
+    config: BlendConfig | None,
+    cache: BlendCache | None = None,
 ) -> tuple[BlendCache | None, Any]:
-    """The cache and the ids that `generate` answers a request with; no cache, for a full prefill, without a config."""
+    """The cache and the ids that `generate` answers a request with; no cache, for a full prefill, without a config.
+
+    A cache that is given keeps what it holds of the beginning of the request.
+    """
     if config is None:
         ids = torch.tensor([ids_of(tokenizer, request)], device=input_device(model))
         return None, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    cache = BlendCache(model, store, config)
+    cache = BlendCache(model, store, config) if cache is None else cache
     return cache, inputs_of(cache, tokenizer, request)
 
 

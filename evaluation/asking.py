@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_blend import BlendCache, ChunkStore
+from hf_blend.cache.idle_healing import IdleHealing
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.cache_keyword import cache_argument
@@ -57,6 +58,7 @@ class Question:
     answers: tuple[str, ...] = ()
     sources: tuple[Piece, ...] = ()
     squeezed_out: int = 0
+    documents: tuple[str, ...] = ()  # of the sources those that no earlier turn brought
 
     @property
     def source_names(self) -> list[str]:
@@ -123,10 +125,14 @@ class Pipeline:
         max_new_tokens: int,
         first_logits: int = 0,
         tell: Callable[[str], None] | None = None,
+        cache: BlendCache | None = None,
     ) -> Answer:
-        """Answer a request greedily, by a full prefill if there is no config; with the logits of its first tokens."""
+        """Answer a request greedily, by a full prefill if there is no config; with the logits of its first tokens.
+
+        A cache of earlier turns keeps what it holds of the beginning of the request.
+        """
         streamer = AnswerStreamer(self.tokenizer, tell)
-        cache, inputs = begun(self.model, self.tokenizer, self.store, request, config)
+        cache, inputs = begun(self.model, self.tokenizer, self.store, request, config, cache)
         output = self.model.generate(
             **inputs, **cache_argument(self.model, cache), streamer=streamer, do_sample=False,
             max_new_tokens=max_new_tokens, return_dict_in_generate=True, output_logits=first_logits > 0,
@@ -229,30 +235,36 @@ def prepare(
     max_new_tokens: int,
     history: Sequence[Turn] = (),
 ) -> Question:
-    """Retrieve for a question, and put as much into a prompt as the model has room for."""
+    """Retrieve for a question, and put as much into a prompt as the model has room for.
+
+    What came with an earlier turn is not repeated.
+    """
     searched = " ".join([*(turn.question for turn in history[-SEARCHED_TURNS:]), question])
-    ranked = retriever.rank(searched)
+    ranked, said = retriever.rank(searched), {text for turn in history for text in turn.documents}
     tokenizer = source.tokenizer
     rest = len(ids_of(tokenizer, build_request(tokenizer, [STUB], question, system, history)))
     room = math.inf if source.positions is None else source.positions - rest - max_new_tokens
-    taken: list[Piece] = []
+    sources, texts = list[Piece](), list[str]()
     for piece in ranked:
-        if len(piece.ids) <= room:
-            taken.append(piece)
+        is_new = piece.prompt_text not in said
+        if not is_new or len(piece.ids) <= room:
+            sources.append(piece)
+        if is_new and len(piece.ids) <= room:
+            texts.append(piece.prompt_text)
             room -= len(piece.ids)
-    if not taken:
+    if not sources:
         raise NoRoomError(
             f"the question, an answer of {max_new_tokens} tokens and a piece of {len(ranked[0].ids) if ranked else 0} "
             f"tokens do not fit into the model's {source.positions} positions. Take smaller --chunk-tokens or "
             "--max-new-tokens, or a model that reads more."
         )
-    made = build_request(tokenizer, [piece.prompt_text for piece in taken], question, system, history)
-    return Question(question, made, sources=tuple(taken), squeezed_out=len(ranked) - len(taken))
+    made = build_request(tokenizer, texts, question, system, history)
+    return Question(question, made, (), tuple(sources), len(ranked) - len(sources), tuple(texts))
 
 
 @dataclass
 class Chat:
-    """A conversation."""
+    """A conversation over one cache, which only grows and is healed while nobody asks."""
 
     pipeline: Pipeline
     source: ModelSource
@@ -261,6 +273,8 @@ class Chat:
     system: str | None = None
     max_new_tokens: int = 256
     turns: list[Turn] = field(default_factory=list)
+    cache: BlendCache | None = None
+    healing: IdleHealing = field(default_factory=IdleHealing)
 
     def prepare(self, question: str) -> Question:
         """Retrieve for a question, forgetting the oldest turns that leave no room; none if it cannot be asked."""
@@ -278,6 +292,26 @@ class Chat:
 
     def answer(self, question: Question, tell: Callable[[str], None] | None = None) -> Answer:
         """Answer, and remember question and answer."""
-        got = self.pipeline.answer(question.request, self.config, self.max_new_tokens, tell=tell)
-        self.turns.append(Turn(question.name, got.text))
+        self.healing.stop()
+        got = self.pipeline.answer(question.request, self.config, self.max_new_tokens, tell=tell, cache=self.cache)
+        self.turns.append(Turn(question.name, got.text, question.documents))
+        if "messages" in question.request and got.cache is not None:  # other prompts do not begin as the last one did
+            self.cache = got.cache
+            self.healing.start(self.cache)  # but not the answer: the next prompt has it in the template's tokens
         return got
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.healing.stop()
+        self.turns.clear()
+        self.cache = None
+
+    def stats(self) -> str:
+        """What the last answer cost, and how much of its prompt is exact by now."""
+        self.healing.stop()
+        if self.cache is None:
+            return "Nothing was asked yet."
+        report, tokens = self.cache.report, self.cache.get_seq_length()
+        exact = tokens - self.cache.heal(0)
+        self.healing.start(self.cache)
+        return f"{report}\n{report.healed_tokens} tokens were healed, {exact} of {tokens} are exact."
