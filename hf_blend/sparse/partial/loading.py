@@ -375,6 +375,6 @@ def open_partial(settings: Mapping[str, Any], *args: Any, **named: Any) -> Parti
 
     The settings are those of `partial` in `hf_blend.ChunkStore.open`.
     """
-    config = from_settings(PartialConfig, settings, "partial")
+    config: PartialConfig = from_settings(PartialConfig, settings, "partial")
     loader = partial(PartialLoading, share=config.share, alpha=config.alpha, fallback=config.fallback)
     return PartialStore(*args, **named).load_in_part(config.block_tokens, loader, config.reorder)
