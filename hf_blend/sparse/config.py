@@ -4,12 +4,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from ..config import Options
 from ..errors import ConfigError, suggest
-
-Config = TypeVar("Config", bound=Any)
 
 MOST_STEP_TOKENS = 64  # a forward with more new tokens is a prefill, and sees everything
 AUTO_TOKENS = 16384  # the shortest context where a quarter of the blocks was clearly faster with every shape measured
@@ -54,11 +52,13 @@ def parsed(sparse: float | str | Mapping[str, Any] | SparseConfig, is_away: bool
         if sparse != "auto":
             raise ConfigError(f'sparse is {sparse!r}, expected "auto", a share such as 0.25, or settings by name.')
         return SparseConfig(min_tokens=AUTO_AWAY_TOKENS if is_away else AUTO_TOKENS)
-    return from_settings(SparseConfig, sparse if isinstance(sparse, Mapping) else {"share": sparse}, "sparse")
+    settings = sparse if isinstance(sparse, Mapping) else {"share": sparse}
+    config: SparseConfig = from_settings(SparseConfig, settings, "sparse")
+    return config
 
 
-def from_settings(config: type[Config], settings: Mapping[str, Any], argument: str) -> Config:
-    """Make a config of the settings in an argument of that name; an unknown setting is refused."""
+def from_settings(config: Any, settings: Mapping[str, Any], argument: str) -> Any:
+    """Make a config, of a dataclass, from the settings in an argument of that name; an unknown one is refused."""
     names = [entry.name for entry in fields(config)]
     for name in settings:
         if name not in names:
