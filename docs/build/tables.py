@@ -169,7 +169,7 @@ def _robust(document: dict[str, Any]) -> list[str]:
     """What rules leave on every model and task without a charge and at the default's; * beats tokens at random."""
     found = robust_rows(document)
     heads = [f"{MODELS[model]}, {TASKS[task]}, n = {rows[REUSE]['n']}" for (model, task), rows in found.items()]
-    methods = {key for rows in found.values() for key in rows if key[1] in (0.0, DEFAULT[1])}
+    methods = {key for rows in found.values() for key in rows if key == REUSE or key[1] == DEFAULT[1]}
     lines = _head("rule | charged", heads)
     for method, target in sorted(methods, key=lambda key: (key[1], key[0])):
         own = [rows.get((method, target)) for rows in found.values()]
