@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from .generate import blended
     from .model.identity.canonical import observer
+    from .model_names import load
     from .sparse.decoding import sparse_decoding
     from .store import ChunkStore
 
@@ -50,6 +51,7 @@ __all__ = [
     "__version__",
     "blended",
     "calibrate",
+    "load",
     "observer",
     "self_extend",
     "sparse_decoding",
@@ -64,6 +66,7 @@ _HOMES = {  # the others live in errors
     "StateCache": "context.state_cache",
     "blended": "generate",
     "calibrate": "evaluation.calibration",
+    "load": "model_names",
     "observer": "model.identity.canonical",
     "self_extend": "context.self_extend",
     "sparse_decoding": "sparse.decoding",
@@ -81,4 +84,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -117,6 +117,27 @@ def load_model(name: str, dtype: Any = None, device: str = "cpu") -> Any:
     return model.to(device).eval()
 
 
+def load(name: str, dtype: Any = None, device: str = "cpu") -> tuple[Any, Any]:
+    """Load a model and its tokenizer: `model, tokenizer = hf_blend.load("smollm2")`.
+
+    Args:
+        name: `smollm2`, a folder, an id of the hub, or `tiny:TYPE` in a source checkout, which has no tokenizer.
+        dtype: of the weights; float32 where it is left out.
+        device: where the model goes.
+
+    Returns:
+        The model, in evaluation mode, and its tokenizer; None where it has none.
+
+    Raises:
+        UnsupportedModelError: the model is no causal language model.
+        MissingExtraError: `smollm2` is neither in the cache of the hub nor installed as a package.
+    """
+    from transformers import AutoTokenizer
+
+    model = load_model(name, dtype, device)
+    return model, None if name.startswith(TINY) else AutoTokenizer.from_pretrained(locate(name))
+
+
 def _convert(source: Path, folder: Path) -> None:
     """Write a GGUF file as an ordinary folder; one process does, and the folder is there when it is complete."""
     from filelock import FileLock

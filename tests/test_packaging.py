@@ -184,6 +184,7 @@ SHIPPED = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "hf_blend", "c
 REDUCED = {  # what would take many minutes or never end, in little
     "hf-blend bench ttft": "--shape tiny --chunks 3 --chunk-tokens 64 --question-tokens 8 --rounds 1",
     "hf-blend demo": "--check",
+    "hf-blend serve": "--help",
 }
 BUILD = (sys.executable, "-P", "-m", "build", "-q", "--no-isolation")
 README = (ROOT / "README.md").read_text("utf-8")
