@@ -46,7 +46,7 @@ SOURCES = {
     "front": "robust",
 }
 DEFAULT = f"{BlendConfig.selector}@text", 0.15  # a method of `robust.py`, and the charge that was asked for
-REUSE, REUSE_BEHIND_BOS = ("none@text", 0.0), ("none", 0.0)
+REUSE = "none@text", 0.0
 MODELS = {  # of `robust.py`
     "smollm2": "SmolLM2-135M",
     "gemma3": "Gemma 3 270M",
