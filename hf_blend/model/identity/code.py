@@ -91,8 +91,10 @@ def _find_patches(space: type | ModuleType, members: dict[str, Any]) -> dict[str
     put = dict[str, Any]()
     for name, member in members.items():
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if not isinstance(function, FunctionType):
+            continue
         is_moved = name == "forward" and not function.__qualname__.endswith((prefix + name, "_unimplemented"))
-        if isinstance(function, FunctionType) and (is_moved or not is_stock(function, home)):
+        if is_moved or not is_stock(function, home):
             put[f"{home}.{prefix}{name}" if is_library(home) else prefix + name] = function_name(function)
     return put
 
