@@ -151,13 +151,15 @@ class Structure:
                 f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
                 "Give hf_blend the model as it is before torch.compile or model.compile()."
             )
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and id(tensor) not in self._met:
-                self._describe_object(tensor, f"{path}.{name}")
-        names = sorted(attributes.keys() - SKIPPED)
-        if self._moving_tables:
-            names = [name for name in names if not name.endswith("inv_freq")]
-        described = {name: self._describe(attributes[name], f"{path}.{name}") for name in names}
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in self._met:
+                    self._describe_object(tensor, f"{path}.{name}")
+        described = {}
+        for name, value in attributes.items():
+            if name in SKIPPED or (self._moving_tables and name.endswith("inv_freq")):
+                continue
+            described[name] = value if type(value) in _PLAIN else self._describe(value, f"{path}.{name}")
         forward = attributes.get("_old_forward", forward)  # of accelerate, whose own calls it
         if forward is not None and forward != MethodType(type(module).forward, module):
             described["forward"] = self._describe(forward, f"{path}.forward")
