@@ -80,8 +80,8 @@ class Corpus:
             raise refusal
         if self.names and not count:
             raise PromptError(
-                f"no document was found in {', '.join(map(repr, self.names))}. {self.said()} Give files or folders "
-                f"with texts: {', '.join(sorted(ENDINGS))}."
+                f"no document was found in {', '.join(map(repr, self.names))}. {self.said()}".rstrip()
+                + f" Give files or folders with texts: {', '.join(sorted(ENDINGS))}."
             )
 
     def leave_out(self, name: str, reason: str) -> None:

@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     ),
     "verify": (("verify",), ("rotary", "selectors", "prompt", "model", "store", "prefill", "cache")),
     "serving": (("serving",), ("prompt", "model", "store", "tiers", "prefill", "cache")),
-    "integrations": (("integrations",), ("prompt", "store", "cache")),
+    "integrations": (("integrations",), ("prompt", "model", "store", "cache")),
     "vllm": (("integrations.vllm",), ("prompt", "model", "store", "cache", "serving")),
     "evaluation": (("evaluation",), ("*",)),
     "cli": (("cli", "__main__"), ("*", "evaluation")),

@@ -71,15 +71,11 @@ class ModelTraits:
 
 
 class ForwardPlanning:
-    """Plans the forwards of one cache, by its settings.
-
-    Attributes:
-        selector: chooses the tokens that are recomputed.
-        corrector: corrects the K and V of the others.
-    """
+    """Plans the forwards of one cache, by its settings."""
 
     def __init__(self, config: BlendConfig, recipe: str) -> None:
         """Load the plugins that the settings name; `recipe` says in words where the settings come from."""
+        # the selector chooses the tokens that are recomputed, the corrector changes the K and V of the others
         self.selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
         self.corrector = plugins.load("correctors", config.corrector)(config.corrector_options)
         self._recipe = recipe
@@ -128,11 +124,7 @@ class ForwardPlanning:
 
 
 class BlendedForward:
-    """One blended forward of a cache: made when it begins, dropped when it ends.
-
-    Attributes:
-        prefill: what the hooks and the cache call; while a probe runs, the probe's own.
-    """
+    """One blended forward of a cache: made when it begins, dropped when it ends."""
 
     def __init__(self, cache: Any, plan: Plan, request: Request, pending: PendingPrompt, report: BlendReport) -> None:
         """Begin a forward by a plan; after a failure `pending` and `report` are the cache's again.
@@ -160,7 +152,7 @@ class BlendedForward:
         if first := [placed.start for placed in plan.chunks if not placed.exact]:
             is_padded = plan.has_padding or any(before != request.past for before in request.before)
             self._kv.frontier.blend(request.past + min(first), is_padded)
-        self.prefill: Any = Prefill(context)
+        self.prefill: Any = Prefill(context)  # what hooks and cache call; while a probe runs, the probe's own
 
     def end(self, failed: bool) -> None:
         """Settle the layers; after a failure the cache is as it was before."""

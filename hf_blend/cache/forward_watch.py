@@ -45,19 +45,13 @@ class State(Enum):
 
 
 class ForwardWatch:
-    """Notices the forwards that carry one cache. It goes with the cache, and does not keep it alive.
-
-    Attributes:
-        state: where the cache is between, or in, its forwards.
-        blended: the forward that runs, in the state BLENDED; else None.
-        hooks: those in the model.
-    """
+    """Notices the forwards that carry one cache. It goes with the cache, and does not keep it alive."""
 
     def __init__(self, cache: Any, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._cache: Callable[[], Any] = weakref.ref(cache)
         self.hooks = ForwardHooks(cache, model, layers, listener=self)
         self.state = State.IDLE
-        self.blended: BlendedForward | None = None
+        self.blended: BlendedForward | None = None  # the forward that runs, in the state BLENDED
         self._last_layer = len(layers)  # that handed over K and V
         self._masked_tokens = 0  # for which `generate` made masks before it called the model
         self._advice: tuple[Advice, float] | None = None  # of the store's controller, and when its forward began

@@ -18,19 +18,12 @@ from .identity.canonical import DEVICE_TYPES
 
 
 class Author(NamedTuple):
-    """A model at one moment: all that its K and V depend on in this process.
+    """A model at one moment: all that its K and V depend on in this process."""
 
-    Attributes:
-        fingerprint: weights, adapter, dtype, structure and code; see `fingerprint`.
-        attention: the name of the attention implementation, which a fingerprint leaves out.
-        dtype: of the model.
-        autocast: the dtype of `torch.autocast` where it was on; else empty.
-    """
-
-    fingerprint: str
-    attention: str
+    fingerprint: str  # weights, adapter, dtype, structure and code; see `fingerprint`
+    attention: str  # name of the attention implementation, which a fingerprint leaves out
     dtype: str
-    autocast: str
+    autocast: str  # the dtype of `torch.autocast` where it was on; else empty
 
     @property
     def form(self) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from ..model.capture import packs
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime, scales_by_position
 from ..store import ChunkStore
-from ..store.chunk import ChunkKey, ChunkKV, Found
+from ..store.chunk import ChunkKey, ChunkKV, ChunkSpan
 from ..store.stream import StreamedLayers
 from .layout import layout_of
 from .pipeline import Pipeline
@@ -265,12 +265,12 @@ class Planner:
             plan.config = replace(plan.config, recompute_ratio=plan.advice.ratio)
         return {*chunks} - {chunks[number] for number in plan.advice.loaded}
 
-    def _spans(self, row: PromptRow) -> list[Found]:
+    def _spans(self, row: PromptRow) -> list[ChunkSpan]:
         """The chunks of one prompt, from left to right."""
-        expected, spans = list(row.spans or ()), list[Found]()
+        expected, spans = list(row.spans or ()), list[ChunkSpan]()
         for span in expected:
             key = _known_key(self._fingerprint, self._origin.prefix_ids, span.token_ids, self._store.namespace)
-            spans.append(Found(span.start, key, span.first, span.tokens))
+            spans.append(ChunkSpan(span.start, key, span.first, span.tokens))
         if row.spans is None or row.is_searched:
             stored = self._store.find(self._fingerprint, self._origin.prefix_ids, row.ids)
             new = [hit for hit in stored if not any(map(Span(hit.start, (), 0, hit.tokens).overlaps, expected))]
@@ -284,7 +284,7 @@ class Planner:
             prefix = first
         if prefix:  # an entry of its own, computed behind nothing
             key = _known_key(self._fingerprint, (), tuple(prefix), self._store.namespace)
-            spans = [Found(0, key, 0, len(prefix)), *spans]
+            spans = [ChunkSpan(0, key, 0, len(prefix)), *spans]
         elif first:  # as much of it as one entry has
             stored = self._store.find(self._fingerprint, (), first)[:1]
             spans = [hit for hit in stored if hit.start == hit.first == 0] + spans
@@ -293,7 +293,7 @@ class Planner:
         return [span for span in fitting if self._origin.placeholders.isdisjoint(span.key.token_ids)]
 
     def _placed_chunks(
-        self, plan: Plan, number: int, row: PromptRow, spans: list[Found]
+        self, plan: Plan, number: int, row: PromptRow, spans: list[ChunkSpan]
     ) -> list[tuple[ChunkKey, Callable[..., PlacedChunk]]]:
         """The chunks of one row that are needed, and what makes the placed chunk of each."""
         exact_until, placed = 0 if row.is_first else -1, list[tuple[ChunkKey, Callable[..., PlacedChunk]]]()

@@ -28,7 +28,7 @@ from ..model.canary import compute_chunk
 from ..model.modality import KINDS_OF_TOKENS
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
-from ..store.chunk import ChunkKey, Found
+from ..store.chunk import ChunkKey, ChunkSpan
 from .paged import BlendedPagedCache, salted
 from .turns import Turns
 
@@ -36,7 +36,7 @@ __all__ = ["Blender", "Prefilled", "Request", "Reuse"]
 
 FETCH_S = 2.0  # how long to wait for a chunk on another machine before it is computed
 
-Spans = Sequence[Found]
+Spans = Sequence[ChunkSpan]
 
 
 @dataclass(frozen=True)

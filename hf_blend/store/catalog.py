@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from .budget import BoundedTier
-from .chunk import ChunkKey, Found
+from .chunk import ChunkKey, ChunkSpan
 from .content import Run, pack_tokens, unpack_tokens, without_overlap
 from .entry import read_key
 from .format import hash_namespace
@@ -85,14 +85,16 @@ class Catalog:
         key = tier.index.key(name, self.namespace)
         return key if key is not None and self.name(key.digest) == name else None
 
-    def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
+    def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[ChunkSpan]:
         """Find the stored chunks of one model and prefix, from left to right, also where first or last tokens differ.
 
         Of chunks that overlap the longest is whole.
         """
         ids, prefix = np.frombuffer(pack_tokens(token_ids), np.int32), tuple(chunk_prefix_ids)
         runs = self._settled(lambda: self._match(fingerprint, prefix, ids), thorough=False)
-        return [Found(run.start, self._key(fingerprint, prefix, run.packed), run.first, run.tokens) for run in runs]
+        return [
+            ChunkSpan(run.start, self._key(fingerprint, prefix, run.packed), run.first, run.tokens) for run in runs
+        ]
 
     def _key(self, fingerprint: str, chunk_prefix_ids: Sequence[int], packed: bytes) -> ChunkKey:
         return ChunkKey(fingerprint, tuple(chunk_prefix_ids), unpack_tokens(packed), self.namespace)

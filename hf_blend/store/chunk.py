@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError, StoreError
 from ..threads import cached_property
 
-__all__ = ["ChunkKV", "ChunkKey", "Found", "Layout", "has_usable_values", "kinds_of"]
+__all__ = ["ChunkKV", "ChunkKey", "ChunkSpan", "Layout", "has_usable_values", "kinds_of"]
 
 _KEY_FORMAT = b"hf_blend.key/1"
 _MAX_TOKEN_ID = 2**31 - 1
@@ -53,12 +53,12 @@ class ChunkKey:
         return str(state.hexdigest())
 
 
-class Found(NamedTuple):
-    """Tokens of a stored chunk that are in a prompt."""
+class ChunkSpan(NamedTuple):
+    """A run of a prompt that has the tokens of a stored chunk, or of a part of it."""
 
-    start: int
+    start: int  # number in the prompt of its first token
     key: ChunkKey
-    first: int
+    first: int  # number in the chunk of the same token
     tokens: int
 
 

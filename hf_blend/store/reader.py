@@ -2,13 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads chunks: finds them in memories and tiers, opens and verifies their entries, and promotes what was read.
 
-    get      a chunk from wherever it is
-    cached   those of several chunks that are in a memory
-    ready    a chunk that is in a memory, or in the queue of a tier
-    fetch    a chunk from the nearest tier that has it; counts the hit or the miss
-    load     open its entry in one tier and decode it: by `read`, or by the `_Stream` of `stream`
-    read     all of an entry, verified
-    promote  take what was read into memory, and its bytes into the nearer tiers
+`get` asks the memories and queues (`ready`), then one tier after the other (`fetch`). It opens an entry there (`load`)
+and decodes it: whole (`read`), or layer by layer (`stream.StreamReader`). What was read is promoted to nearer tiers.
 
 A fault costs time, never correctness: whatever is missing, damaged, foreign or unreadable is a miss with a reason.
 """

@@ -34,10 +34,7 @@ class PendingWrite(NamedTuple):
 
 
 class Storage:
-    """The memories and tiers of one namespace, the nearest first, and what is counted and known of them.
-
-    `index` is a folder for copies of the index and of the order of eviction.
-    """
+    """The memories and tiers of one namespace, the nearest first, and what is counted and known of them."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import StoreError
 from .admin import FLUSH_S, CheckResult, EntryInfo, StoreAdmin
-from .chunk import ChunkKey, ChunkKV, Found, Layout
+from .chunk import ChunkKey, ChunkKV, ChunkSpan, Layout
 from .memory import MemoryCache
 from .opening import Limits
 from .reader import Reader
@@ -125,7 +125,7 @@ class BaseStore:
         """
         return self.writer.put(chunk)
 
-    def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[Found]:
+    def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[ChunkSpan]:
         """Find stored chunks inside any tokens, by content and at any offset, also where a few tokens differ.
 
         A tokenizer makes other tokens where two texts are joined. A chunk of 16 tokens or more is found all the same
@@ -159,17 +159,7 @@ class BaseStore:
         return key.namespace == self.namespace and self.tier_of(key) is not None
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove a chunk from every tier.
-
-        Args:
-            key: which chunk.
-
-        Returns:
-            False if there was nothing to remove.
-
-        Raises:
-            StoreError: the disk refuses.
-        """
+        """Remove a chunk from every tier; False if there was none. Raises StoreError if a disk refuses."""
         return key.namespace == self.namespace and bool(self.remove([key.digest]))
 
     def reject(self, key: ChunkKey, reason: str) -> None:

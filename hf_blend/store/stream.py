@@ -68,10 +68,7 @@ class ComputeTimes:
 
     @contextlib.contextmanager
     def timed(self, *keys: ChunkKey) -> Iterator[None]:
-        """Learn from a block that computes chunks of one model and puts them.
-
-        The copy to the CPU is when a device has finished.
-        """
+        """Learn from a block that computes chunks of one model and puts them: by then a device has finished."""
         began_s = self._clock()
         yield
         took_s = (self._clock() - began_s) / sum(len(key.token_ids) for key in keys)

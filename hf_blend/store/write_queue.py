@@ -53,10 +53,7 @@ class WriteQueue(Generic[Item]):
     def put(
         self, digest: str, item: Item, nbytes: int = 1, wait_s: float | None = 0.0, key: ChunkKey | None = None
     ) -> bool:
-        """Queue an item under a digest, unless one is there; `key` lists it in the index.
-
-        Waits up to `wait_s` for room; returns False if there is none, or no thread can be started.
-        """
+        """Queue an item, unless its digest is there; False if no room comes in `wait_s`, or no thread can start."""
         with self._own():
             if digest in self._items:
                 return True

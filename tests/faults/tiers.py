@@ -16,7 +16,7 @@ from hf_blend import plugins
 from hf_blend.errors import StoreError
 from hf_blend.store import ChunkKV, ChunkStore
 from hf_blend.store.tiers.base import ObjectStat
-from hf_blend.store.tiers.remote import Found, RemoteTier
+from hf_blend.store.tiers.remote import RemoteObject, RemoteTier
 
 from .damage import clear, damaged
 from .entries import asked
@@ -41,13 +41,13 @@ class FaultyServer(RemoteTier):
     def ask_ping(self) -> object:
         return self.objects
 
-    def ask_stat(self, name: str) -> Found | None:
+    def ask_stat(self, name: str) -> RemoteObject | None:
         content = self.objects.get(name)
         if content is None or self._is_over(content):
             return None if content is None or self.way.startswith("gone") else self._found(content)
         return self._found(content)
 
-    def ask_bytes(self, name: str, found: Found, start: int, stop: int) -> bytes:
+    def ask_bytes(self, name: str, found: RemoteObject, start: int, stop: int) -> bytes:
         content = self.objects[name]
         is_over = self._is_over(content)
         answer = bytearray(content[start:stop])
@@ -71,8 +71,8 @@ class FaultyServer(RemoteTier):
             name: ObjectStat(len(content), 0.0) for name, content in self.objects.items() if name.startswith(space)
         }
 
-    def _found(self, content: bytes) -> Found:
-        return Found(ObjectStat(len(content), 0.0), hash(content))
+    def _found(self, content: bytes) -> RemoteObject:
+        return RemoteObject(ObjectStat(len(content), 0.0), hash(content))
 
     def _is_over(self, content: bytes) -> bool:
         return self.way in AFTERWARDS and self.sent >= len(content)

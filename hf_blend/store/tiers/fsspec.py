@@ -16,7 +16,7 @@ import fsspec
 from ...errors import ConfigError, MissingExtraError
 from ...threads import PerProcess
 from .base import EntryFault, ObjectStat, Tier, is_name
-from .remote import Found, RefusedError, RemoteTier
+from .remote import RefusedError, RemoteObject, RemoteTier
 
 __all__ = ["FsspecTier"]
 
@@ -76,16 +76,16 @@ class FsspecTier(RemoteTier, Tier):
         """Look for a file that is never there."""
         return self._info(f"{self._root}/objects/ping")
 
-    def ask_stat(self, name: str) -> Found | None:
+    def ask_stat(self, name: str) -> RemoteObject | None:
         """Ask for size, time and tag of a file."""
         info = self._info(self._path(name))
         if info is None:
             return None
         if not _is_file(info):
             raise EntryFault("foreign", f"a {info['type']} is in the place of an object", corrupt=False)
-        return Found(_stat(info), tuple(str(info.get(field)) for field in _IDENTITY))
+        return RemoteObject(_stat(info), tuple(str(info.get(field)) for field in _IDENTITY))
 
-    def ask_bytes(self, name: str, entry: Found, start: int, stop: int) -> bytes:
+    def ask_bytes(self, name: str, entry: RemoteObject, start: int, stop: int) -> bytes:
         """Read a range of a file."""
         return bytes(self._files.cat_file(self._path(name), start=start, end=stop))
 

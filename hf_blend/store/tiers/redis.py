@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import ConfigError, import_extra
 from .base import EntryFault, ObjectStat, Tier, is_name
-from .remote import PIECE_BYTES, Found, RefusedError, RemoteTier
+from .remote import PIECE_BYTES, RefusedError, RemoteObject, RemoteTier
 
 __all__ = ["RedisTier"]
 
@@ -61,12 +61,12 @@ class RedisTier(RemoteTier, Tier):
         with self._translated():
             return self._client.ping()
 
-    def ask_stat(self, name: str) -> Found | None:
+    def ask_stat(self, name: str) -> RemoteObject | None:
         """Read the value that names the pieces."""
         value = self._value(name)
         return None if value is None else _parse(value)
 
-    def ask_bytes(self, name: str, entry: Found, start: int, stop: int) -> bytes:
+    def ask_bytes(self, name: str, entry: RemoteObject, start: int, stop: int) -> bytes:
         """Read parts of pieces."""
         parts = []
         for number in range(start // PIECE_BYTES, -(-stop // PIECE_BYTES)):
@@ -160,7 +160,7 @@ class RedisTier(RemoteTier, Tier):
             raise ConnectionError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
-def _parse(value: bytes) -> Found:
+def _parse(value: bytes) -> RemoteObject:
     try:
         form, nbytes, created, _ = value.split(b" ")
         stat = ObjectStat(int(nbytes), float(created))
@@ -168,7 +168,7 @@ def _parse(value: bytes) -> Found:
         raise EntryFault("format", f"the value is not one of this library: {value!r:.40}") from None
     if form != _FORMAT or not 0 <= stat.nbytes < 1 << 40:
         raise EntryFault("format", f"the value is of the format {form!r:.40}")
-    return Found(stat, value)
+    return RemoteObject(stat, value)
 
 
 def _piece(name: str, value: object, number: int) -> str:

@@ -18,7 +18,7 @@ from ...threads import new_lock, start
 from . import base
 from .base import EntryFault, ObjectStat, Source, check_name
 
-__all__ = ["PIECE_BYTES", "Circuit", "Found", "RefusedError", "RemoteTier"]
+__all__ = ["PIECE_BYTES", "Circuit", "RefusedError", "RemoteObject", "RemoteTier"]
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +119,8 @@ def _within(limit_s: float, act: Callable[[], Answer]) -> Answer:
 
 
 @dataclass(frozen=True)
-class Found:
-    """One object as the server knows it; `identity` is equal for equal generations of it, never for different ones."""
+class RemoteObject:
+    """An object as the server describes it; `identity` differs between two versions of it, and only then."""
 
     stat: ObjectStat
     identity: object
@@ -129,7 +129,7 @@ class Found:
 class RemoteSource:
     """An opened object, of which a piece is in memory."""
 
-    def __init__(self, entry: Found, head: bytes, fetch: Callable[[int, int], bytes]) -> None:
+    def __init__(self, entry: RemoteObject, head: bytes, fetch: Callable[[int, int], bytes]) -> None:
         self.stat, self.identity = entry.stat, entry.identity
         self._piece, self._fetch = (0, head), fetch
 
@@ -231,11 +231,11 @@ class RemoteTier(base.Tier):
         """Ask the server anything; raises OSError if it does not answer."""
 
     @abstractmethod
-    def ask_stat(self, name: str) -> Found | None:
+    def ask_stat(self, name: str) -> RemoteObject | None:
         """Look an object up."""
 
     @abstractmethod
-    def ask_bytes(self, name: str, entry: Found, start: int, stop: int) -> bytes:
+    def ask_bytes(self, name: str, entry: RemoteObject, start: int, stop: int) -> bytes:
         """Read the bytes from `start` to `stop` of an object that was looked up; fewer if there are fewer."""
 
     @abstractmethod
