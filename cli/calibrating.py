@@ -49,10 +49,8 @@ def say_recipe(recipe: "Recipe") -> None:
     """Say where the rule is from that is used, or how to find one."""
     from hf_blend.recipes import DEFAULT
 
-    if recipe is DEFAULT:
-        say("No rule was measured for this model or its family, so the default is used: --calibrate finds one, once.")
-    else:
-        say(f"Rule for the tokens to recompute: {recipe.source}.")
+    no_rule = "No rule was measured for this model or its family, so the default is used: --calibrate finds one, once."
+    say(no_rule if recipe is DEFAULT else f"Rule for the tokens to recompute: {recipe.source}.")
 
 
 def choose_config(

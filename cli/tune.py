@@ -126,8 +126,9 @@ def tune(
         show([rounded(document["choice"])], header=True, title=f"the choice, on the other {got.choice.n}")
         for line in (*_said(got), tuning.bought(got.points)):
             say(line)
-        if is_kept:
-            say(f"Kept in {store}: BlendCache(model, store) takes it where no selector is named.")
+        if got.leaves_enough:
+            place = f"Kept in {store}" if is_kept else "Not kept; with --store it is"
+            say(f"{place}: BlendCache(model, store) takes it where no selector is named.")
     if not got.leaves_enough:
         fail(f"No candidate leaves at most {leave:g}: the nearest is shown. Raise --leave, or give a higher --ratio.")
 

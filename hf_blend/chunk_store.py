@@ -93,9 +93,6 @@ class ChunkStore(BaseStore):
                 beside requests). Chunks are then stored in blocks, without a codec, which any store reads whole; None
                 loads chunks whole.
 
-        Returns:
-            The store.
-
         Raises:
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.
             StoreError: nothing can be kept at the location.
@@ -135,9 +132,7 @@ class ChunkStore(BaseStore):
     def recipe(self, model: nn.Module, *, is_blind: bool = False) -> Recipe:
         """Give the settings that a model is blended with where a caller says nothing, and where they are from.
 
-        Args:
-            model: the model.
-            is_blind: the choice may not depend on the question, as never over a store that loads chunks in part.
+        With `is_blind` the choice does not depend on the question; over a store that loads in part it never does.
         """
         from .model.anatomy import text_config
         from .model.fingerprint import fingerprint
@@ -221,19 +216,10 @@ class ChunkStore(BaseStore):
         """Bring the chunks of a coming request into memory on another thread, from whatever tier has them.
 
         They are read and verified as by `get`, one after the other, and leave memory by its eviction as others do. A
-        request need not wait for it: a chunk that is not there yet is read by the request itself.
-
-        Args:
-            model: the model that will use them.
-            tokenizer: for chunks that are text; None if all are ids.
-            chunks: documents or token ids; those that are not stored stay so.
-            chunk_prefix_ids: as in `add`.
+        request need not wait: it reads what is not there yet. What is not stored stays so. Arguments are as in `add`.
 
         Returns:
             How many chunks were brought, once it is known; those that were in memory already are not counted.
-
-        Raises:
-            PromptError: `chunks` is not a list.
         """
         keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)
         return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))

@@ -95,7 +95,11 @@ def load_config(name: str) -> Any:
         return from_checkout("tiny_models").tiny_model(name.removeprefix(TINY)).config
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(locate(name))
+    folder = locate(name)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise _refused(name, error) from error
 
 
 def load_model(name: str, dtype: Any = None, device: str = "cpu") -> Any:
@@ -106,15 +110,24 @@ def load_model(name: str, dtype: Any = None, device: str = "cpu") -> Any:
     dtype = torch.float32 if dtype is None else dtype
     if name.startswith(TINY):
         return from_checkout("tiny_models").tiny_model(name.removeprefix(TINY)).to(dtype=dtype, device=device)
+    folder = locate(name)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(locate(name), dtype=dtype)
-    except ValueError as error:
-        line = " ".join(str(error).split())
-        raise UnsupportedModelError(
-            f"{name} does not load as a causal language model: {line[:200] + '…' if len(line) > 200 else line} "
-            "Blending needs a decoder-only model."
-        ) from error
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise _refused(name, error) from error
     return model.to(device).eval()
+
+
+def _refused(name: str, error: Exception) -> ConfigError | UnsupportedModelError:
+    """What to raise for an error of `from_pretrained`: an OSError says that there is no such model."""
+    line = " ".join(str(error).split())
+    line = line[:200] + "…" if len(line) > 200 else line
+    if isinstance(error, OSError):
+        place = "Give smollm2, a folder that a model was saved in, or the id of one on the hub"
+        return ConfigError(f"the model {name!r} cannot be loaded. {place}. The hub's client says: {line}")
+    return UnsupportedModelError(
+        f"{name} does not load as a causal language model: {line} Blending needs a decoder-only model."
+    )
 
 
 def load(name: str, dtype: Any = None, device: str = "cpu") -> tuple[Any, Any]:
@@ -129,7 +142,8 @@ def load(name: str, dtype: Any = None, device: str = "cpu") -> tuple[Any, Any]:
         The model, in evaluation mode, and its tokenizer; None where it has none.
 
     Raises:
-        UnsupportedModelError: the model is no causal language model.
+        ConfigError: there is no such model.
+        UnsupportedModelError: it is no causal language model.
         MissingExtraError: `smollm2` is neither in the cache of the hub nor installed as a package.
     """
     from transformers import AutoTokenizer
