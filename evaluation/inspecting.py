@@ -95,10 +95,10 @@ class Inspector:
         cache = BlendCache(self._model, self._store, config)
         attention: list[Tensor] = []
 
-        def hear(layer: int, seen: Attention, weights: Tensor) -> None:
+        def receive(layer: int, seen: Attention, weights: Tensor) -> None:
             attention.append(weights[0, :, -self._rows :])
 
-        cache.observer = AttentionObserver(hear) if self._rows else None
+        cache.observer = AttentionObserver(receive) if self._rows else None
         inputs = inputs_of(cache, self._tokenizer, self._pieces)
         self._model(**inputs, **cache_argument(self._model, cache), logits_to_keep=1)
         self._ids = inputs["input_ids"][0].tolist()

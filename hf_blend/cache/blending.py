@@ -32,7 +32,7 @@ from ..prefill.plan import ChunkOrigin, Plan, Planner
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
-from ..selectors.base import Hear
+from ..selectors.base import Receive
 
 
 class ModelTraits:
@@ -167,7 +167,7 @@ class BlendedForward:
             cache.prompts.pending, cache.report = self._pending, self._report
 
     def _probe(
-        self, hear: Hear, layers: Sequence[int], anchors: Tensor | None = None, rows: int | None = None
+        self, receive: Receive, layers: Sequence[int], anchors: Tensor | None = None, rows: int | None = None
     ) -> None:
         """Run the question alone, in the middle of the forward."""
         cache, prefill, kv_layers = self._cache, self.prefill, self._kv.of_tokens
@@ -175,7 +175,7 @@ class BlendedForward:
         pairs = zip(kv_layers, self._snapshots, strict=True)
         suspended = [layer.suspend(snapshot, request.past) for layer, snapshot in pairs]
         self.prefill = probe = prefill.probe(
-            AttentionObserver(hear, layers, anchors, rows), lambda: self._kv.spare(self._snapshots)
+            AttentionObserver(receive, layers, anchors, rows), lambda: self._kv.spare(self._snapshots)
         )
         try:
             with cache.watch.hooks.inside():

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import EXTENDED, LayerInfo, decoder_layers, is_extended, other_states, text_config, windowed_layer
-from ..model.attention import AttentionFn, Take, hook_attention
+from ..model.attention import AttentionFn, AttentionOverride, hook_attention
 from ..model.checks import CheckedModel, Use, ensure_passed
 from .tables import TableSource
 
@@ -82,7 +82,7 @@ def self_extend(
     ensure_passed(CheckedModel(model), EXTEND, allow_unverified)
     take = partial(attend, extension)
 
-    def choose(_: tuple[Any, ...]) -> Take | None:
+    def choose(_: tuple[Any, ...]) -> AttentionOverride | None:
         return take if is_extended(model) else None
 
     modules = [module for layer in decoder_layers(model) for module in LayerInfo.of(layer).attention]

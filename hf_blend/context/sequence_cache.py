@@ -30,7 +30,7 @@ from ..cache.layers import ROOM_TOKENS, SPARE_SHARE, Pair, as_indices, check_neg
 from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
-from ..model.attention import STOCK, open_door
+from ..model.attention import STOCK, register_attention
 from ..model.author import Author, author_of, refuse_other_author
 from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.hooks import ForwardHooks, asking_generate, is_assisting
@@ -556,7 +556,7 @@ class SequenceCache(Cache):
         """The mask of a forward, in the form that the model's attention takes."""
         mask = mask_of(visible, real)
         if self._attention == STOCK:
-            open_door(STOCK)
+            register_attention(STOCK)
             return RowMask.of(mask)
         hidden = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
         return hidden.masked_fill_(~mask, float("-inf"))

@@ -3,14 +3,14 @@
 """The attention function that is registered in place of a stock one.
 
 transformers looks up the function of a layer's attention by the name in the model's config. Under each name that a
-blended model uses, `open_door` registers a function that calls the stock one, once per process and for good. It does
-something else in two cases. Both travel with the call, so no other call is affected:
+blended model uses, `register_attention` registers a function that calls the stock one, once per process and for good.
+It does something else in two cases. Both travel with the call, so no other call is affected:
 
 * The mask is a `RowMask`: scattered rows are attended by blocks. Stock sdpa would copy K and V once per query head,
   and flash attention has no such mask.
-* The call carries a function that takes it in place of the stock one: as the keyword `TAKER`, which `hook_attention`
-  adds by forward pre-hooks on the attention modules, since these hand all keywords on; or as an attribute of the keys,
-  where a cache has just handed them over (`with_taker`).
+* The call carries an override, a function that is called in place of the stock one. It is the keyword `OVERRIDE`,
+  which `hook_attention` adds by forward pre-hooks on the attention modules, since these pass all keywords on. Or it is
+  an attribute of the keys, where a cache has just returned them (`with_override`).
 
 No attribute of a config or module is written.
 """
@@ -32,9 +32,9 @@ from ..errors import UnsupportedModelError
 from .anatomy import LayerInfo
 from .row_masks import PackedLines, RowMask, attend
 
-STOCK, TAKER = "sdpa", "hf_blend_taker"
+STOCK, OVERRIDE = "sdpa", "hf_blend_override"
 AttentionFn = Callable[..., tuple[Tensor, Tensor | None]]  # what an attention function of transformers is
-Take = Callable[..., Any]  # the same, with the function whose place it takes before all other arguments
+AttentionOverride = Callable[..., Any]  # the same, with the stock function before all other arguments
 
 
 class StopForward(Exception):
@@ -46,20 +46,20 @@ def is_flash(implementation: str) -> bool:
     return "flash" in implementation
 
 
-def open_door(name: str) -> None:
-    """Make the function that transformers has under a name one that takes rows and takers too."""
+def register_attention(name: str) -> None:
+    """Wrap the function that transformers has under a name, so that it takes row masks and overrides too."""
     stock = ALL_ATTENTION_FUNCTIONS.get(name)
     if hasattr(stock, "stock"):
         return
-    door = partial(_attend, stock)
-    door.stock = stock  # type: ignore[attr-defined]
-    AttentionInterface.register(name, door)
-    if ALL_ATTENTION_FUNCTIONS.get(name) is not door:  # the user's own function is there
-        ALL_ATTENTION_FUNCTIONS[name] = door
+    function = partial(_attend, stock)
+    function.stock = stock  # type: ignore[attr-defined]
+    AttentionInterface.register(name, function)
+    if ALL_ATTENTION_FUNCTIONS.get(name) is not function:  # the user's own function is there
+        ALL_ATTENTION_FUNCTIONS[name] = function
 
 
 def stock_function(name: str) -> AttentionFn | None:
-    """The function under a name of transformers as it is without a door; None where models bring their own."""
+    """The function that transformers or the user has under a name; None where models bring their own."""
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     return getattr(function, "stock", function)
 
@@ -88,17 +88,17 @@ def _attend(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with a `RowMask`; packed chunks each alone; with any other mask, by the stock function or a taker.
+    """Attend with a `RowMask`; packed chunks each alone; with any other mask, by the stock function or an override.
 
     Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
     keys, value_dim]` → `[batch, rows, heads, value_dim]`.
     """
     stock = stock or eager_function(type(module))  # type: ignore[arg-type]
-    take = kwargs.pop(TAKER, None)
-    take = getattr(key, TAKER, None) if take is None else take
-    if take:  # what it hands on is taken by nobody
-        again = partial(_attend, stock, **{TAKER: False})
-        return take(again, module, query, key, value, attention_mask, **kwargs)
+    override = kwargs.pop(OVERRIDE, None)
+    override = getattr(key, OVERRIDE, None) if override is None else override
+    if override:  # what it passes on is not overridden again
+        again = partial(_attend, stock, **{OVERRIDE: False})
+        return override(again, module, query, key, value, attention_mask, **kwargs)
     if not isinstance(attention_mask, RowMask):
         return stock(module, query, key, value, attention_mask, **kwargs)
     lines = attention_mask.lines
@@ -123,24 +123,24 @@ def _attend(
     return attend(query, key, value, lines, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
-def with_taker(keys: Tensor, take: Take) -> Tensor:
-    """Keys that a cache hands to a layer's attention, with the function that takes its call."""
+def with_override(keys: Tensor, override: AttentionOverride) -> Tensor:
+    """Keys that a cache returns to a layer's attention, with the function that is called in its place."""
     keys = keys.view_as(keys)  # the cache's own tensor is left as it is
-    setattr(keys, TAKER, take)
+    setattr(keys, OVERRIDE, override)
     return keys
 
 
 def hook_attention(
-    modules: Iterable[nn.Module], choose: Callable[[tuple[Any, ...]], Take | None]
+    modules: Iterable[nn.Module], choose: Callable[[tuple[Any, ...]], AttentionOverride | None]
 ) -> list[RemovableHandle]:
-    """Let a function choose, by the arguments of an attention module, who takes its call; None: the stock function."""
+    """Let `choose` name the override of each call, by the attention module's arguments; None: the stock function."""
 
     def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        take = None if kwargs is None else choose((*args, *kwargs.values()))
-        if take is None:
+        override = None if kwargs is None else choose((*args, *kwargs.values()))
+        if override is None:
             return None
-        open_door(module.config._attn_implementation)
-        return args, {**kwargs, TAKER: take}  # type: ignore[dict-item]
+        register_attention(module.config._attn_implementation)
+        return args, {**kwargs, OVERRIDE: override}  # type: ignore[dict-item]
 
     return [module.register_forward_pre_hook(begins, with_kwargs=True) for module in modules]
 
@@ -148,15 +148,15 @@ def hook_attention(
 class AttentionCapture:
     """Gives the next attention call of a layer to a function, in this thread and with one cache."""
 
-    def __init__(self, layer: nn.Module, take: Take) -> None:
+    def __init__(self, layer: nn.Module, take: AttentionOverride) -> None:
         self._modules, self._take = LayerInfo.of(layer).attention, take
         self._handles: list[RemovableHandle] = []
 
     def open(self, cache: Any = None) -> bool:
-        """Take the next call; False for a layer whose attention is not found, which goes its own way."""
+        """AttentionOverride the next call; False for a layer whose attention is not found, which goes its own way."""
         thread = threading.get_ident()
 
-        def choose(arguments: tuple[Any, ...]) -> Take | None:
+        def choose(arguments: tuple[Any, ...]) -> AttentionOverride | None:
             is_other = any(isinstance(value, Cache) and value is not cache for value in arguments)
             return None if is_other or threading.get_ident() != thread else self._taken
 
@@ -165,7 +165,7 @@ class AttentionCapture:
         return bool(self._handles)
 
     def close(self) -> None:
-        """Take no call any more."""
+        """AttentionOverride no call any more."""
         while self._handles:
             self._handles.pop().remove()
 

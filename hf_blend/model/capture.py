@@ -26,7 +26,7 @@ from ..rotary.regime import frequency_regime
 from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
-from .attention import STOCK, open_door
+from .attention import STOCK, register_attention
 from .cache_keyword import cache_argument, without_cache
 from .checks import KV, CheckResult, allowed_of, finding, relative_error
 from .extras import extras_of
@@ -205,7 +205,7 @@ def _watched(
             return None
         mask = call.arguments.get(call.mask_name)
         if id(mask) not in masks:  # the model's is kept alive, or its id would be used again
-            open_door(STOCK)
+            register_attention(STOCK)
             lines = PackedLines(mask, starts, tokens, call.hidden.device, shared)
             masks[id(mask)] = RowMask.of(lines), mask
         call.arguments[call.mask_name] = masks[id(mask)][0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, LayerInfo, gather_rows
-from ..model.attention import STOCK, is_flash, open_door
+from ..model.attention import STOCK, is_flash, register_attention
 from ..model.row_masks import RowMask, row_mask
 from .rows import Rows
 
@@ -38,7 +38,7 @@ class RowArguments:
                 last[kind] = layer
             self._sources.append(last.get(kind, layer))
         self._past, self._width, self._is_flash = past, width, is_flash(self._implementation)
-        open_door(self._implementation)
+        register_attention(self._implementation)
         self._cut: dict[tuple[object, ...], tuple[Any, ...]] = {}  # with what its key names by id, which stays alive
 
     def cut(self, index: int, call: LayerCall, rows: Rows, mask: Any, attends: bool, taken: Taken) -> None:

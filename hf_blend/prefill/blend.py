@@ -98,7 +98,7 @@ class Prefill:
 
     def take_over(self, probe: "Prefill") -> None:
         """End a probe: it is charged for, and what it wrote to shared layers stays."""
-        probe.close_doors()
+        probe.remove_hooks()
         self._kind.resume()
         report = probe.context.report
         self.context.report.charge(lambda: report.flops)
@@ -110,7 +110,7 @@ class Prefill:
         if self._buffers.settles:
             self._buffers.settle(index)
         if self._kind.has_hooks or self._capture is not None:
-            self.close_doors()
+            self.remove_hooks()
         self._kind, self._model_mask = self._kinds[index], call.arguments.get(call.mask_name)
         embeddings = call.arguments.get("position_embeddings")
         if embeddings is None or id(embeddings) not in self._tables:
@@ -190,7 +190,7 @@ class Prefill:
     def end(self) -> None:
         """Remove every hook inside a layer, also after a failure, and settle the cache's layers."""
         plan = self.context.plan
-        self.close_doors()
+        self.remove_hooks()
         self.context.realigner.close()
         if self._buffers.settles:
             self._buffers.settle(len(self._kinds))
@@ -203,7 +203,7 @@ class Prefill:
         if plan.pipeline is not None:
             plan.pipeline.close()
 
-    def close_doors(self) -> None:
+    def remove_hooks(self) -> None:
         """Take the hooks out of the layer that runs and of its attention."""
         if self._kind.has_hooks:
             self._kind.leave()

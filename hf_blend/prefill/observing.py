@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..model.attention import StopForward
 from ..model.cache_keyword import cache_argument, without_cache
 from ..selectors.attention import Attention
-from ..selectors.base import Hear
+from ..selectors.base import Receive
 from .request import Request
 
 
@@ -25,7 +25,7 @@ class AttentionObserver:
 
     def __init__(
         self,
-        hear: Hear,
+        receive: Receive,
         layers: Sequence[int] | None = None,
         anchors: Tensor | None = None,
         rows: int | None = None,
@@ -34,7 +34,7 @@ class AttentionObserver:
 
         A probe that listens computes no more than `rows` of the question's rows; the others are looked at by none.
         """
-        self._hear, self._layers, self._anchors, self.rows = hear, layers, anchors, rows
+        self._receive, self._layers, self._anchors, self.rows = receive, layers, anchors, rows
         self.computed: Tensor | None = None  # `[batch, columns]`: False on the question's columns that are left out
         self.last = None if layers is None else layers[-1]
 
@@ -50,7 +50,7 @@ class AttentionObserver:
         if self._layers is None or index in self._layers:
             charged = own if self._anchors is None and index != self.last else attended
             weights = charged.weights(slice(None), self._seen(attended, self.computed))
-            self._hear(index, attended, weights)
+            self._receive(index, attended, weights)
         if index == self.last:
             raise StopForward
         if weights is None or self._anchors is not None:

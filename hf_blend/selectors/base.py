@@ -20,7 +20,7 @@ from ..errors import ConfigError, suggest
 from .attention import Attention
 
 KV = tuple[Tensor, Tensor]
-Hear = Callable[[int, Attention, Tensor], None]  # receives a layer, what the question's rows see there, their weights
+Receive = Callable[[int, Attention, Tensor], None]  # index of a layer, what the question sees there, weights
 
 
 def _unavailable(*_: Any) -> Any:
@@ -50,9 +50,9 @@ class TokenView:
         stored_alone: stored (K, V) of a layer at the tokens of this view, K rotated for where each chunk was computed,
             zero where nothing is stored; needs nothing computed.
         probe: for selectors with `needs_question`: runs the question alone over the stored KV of all chunks, charged.
-            `probe(hear, layers, anchors, rows)` tells `hear` of some layers, increasing, and runs no further; with
-            `anchors`, `[batch, columns]`, the question itself looks at those only, while `hear` receives all; with
-            `rows`, no more than so many of the question's rows are computed, half of them its last.
+            `probe(receive, layers, anchors, rows)` calls `receive` for some layers, increasing, and runs no further.
+            With `anchors`, `[batch, columns]`, the question itself looks at those only, while `receive` is given all;
+            with `rows`, no more than so many of the question's rows are computed, half of them its last.
         num_layers: how many layers the model has.
         images: `[batch, tokens]`, True for tokens of an image's chunk; None where nothing is known of images.
     """

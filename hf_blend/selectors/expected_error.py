@@ -32,10 +32,10 @@ class ExpectedError(Selector):
         """What the question takes from each token, mean over the layers, times its likely error, `[batch, tokens]`."""
         taken: list[Tensor] = []
 
-        def hear(layer: int, seen: Attention, weights: Tensor) -> None:
+        def receive(layer: int, seen: Attention, weights: Tensor) -> None:
             taken.append(_taken(seen, weights, view.is_question(seen.columns)).to(view.columns.device))
 
-        view.probe(hear, range(view.num_layers), rows=ROWS)
+        view.probe(receive, range(view.num_layers), rows=ROWS)
         likely_error = plugins.load("selectors", "ramp")({}).score(view) ** POWER
         if not taken:  # the model attends without transformers' AttentionInterface
             return likely_error

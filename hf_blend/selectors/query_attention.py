@@ -44,11 +44,11 @@ class QueryAttention(Selector):
         anchors = self._anchors(view) if self.choice("probe", ("full", "anchors")) == "anchors" else None
         scores: list[Tensor] = []
 
-        def hear(layer: int, seen: Attention, weights: Tensor) -> None:
+        def receive(layer: int, seen: Attention, weights: Tensor) -> None:
             asking = view.is_question(seen.columns)
             scores.append(received(seen, weights, asking, reduce, self.options["by_value"]))
 
-        view.probe(hear, layers, anchors)
+        view.probe(receive, layers, anchors)
         return view.take(torch.stack([score.to(view.columns.device) for score in scores]).mean(dim=0))
 
     def _anchors(self, view: TokenView) -> Tensor:

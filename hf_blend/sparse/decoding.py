@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import LayerInfo, decoder_layers, has_indexer, stock_layers, text_config
-from ..model.attention import TAKER, AttentionFn, Take, hook_attention
+from ..model.attention import OVERRIDE, AttentionFn, AttentionOverride, hook_attention
 from ..model.cache_keyword import cache_among
 from .config import SparseConfig
 from .session import SparseSession
@@ -158,7 +158,7 @@ class SparseHooks:
             self._thread = None
             self._session.end(failed=output is None)
 
-    def _choose(self, args: tuple[Any, ...]) -> Take | None:
+    def _choose(self, args: tuple[Any, ...]) -> AttentionOverride | None:
         return self._attend if self._thread == threading.get_ident() else None
 
     def _attend(
@@ -181,7 +181,7 @@ class SparseHooks:
         if all(kwargs.get(special) is None for special in ("position_bias", "sliding_window")):
             name = module.config._attn_implementation
             selected = self._session.select_kv(index, query, key, value, mask, name, scaling)
-        if selected is None and (take := getattr(key, TAKER, None)) is not None:  # a layer that was loaded in part
+        if selected is None and (take := getattr(key, OVERRIDE, None)) is not None:  # a layer that was loaded in part
             return take(stock, module, query, key, value, mask, scaling=scaling, **kwargs)
         if selected is None and key.shape[2] > 1 and key.stride(2) == 0:
             raise UnsupportedModelError(

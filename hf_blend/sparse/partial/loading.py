@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ...cache.blend_cache import BlendCache
 from ...errors import ConfigError, UnsupportedModelError, suggest
 from ...model.anatomy import LayerInfo, decoder_layers
-from ...model.attention import AttentionCapture, AttentionFn, open_door, with_taker
+from ...model.attention import AttentionCapture, AttentionFn, register_attention, with_override
 from ...prefill.importance import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
@@ -208,12 +208,12 @@ class PartialLoading:
         """Allow new K and V in a layer that was loaded in part, if its attention can be replaced."""
         modules = self._attention(index)
         for module in modules:
-            open_door(module.config._attn_implementation)
+            register_attention(module.config._attn_implementation)
         self._layers[index].is_guarded = bool(modules)
 
     def taken(self, index: int, keys: Tensor) -> Tensor:
         """Mark the keys of a layer, so that its attention runs over the loaded columns only."""
-        return with_taker(keys, partial(attend_step, self._layers[index]))
+        return with_override(keys, partial(attend_step, self._layers[index]))
 
     def _attention(self, index: int) -> Sequence[nn.Module]:
         """The attention modules of a layer that can be replaced: some models look up no function for theirs."""
