@@ -321,6 +321,14 @@ def test_a_turn_stops_healing_within_a_block_and_loses_nothing(monkeypatch):
     assert is_exact(chat)
 
 
+def test_healing_ends_before_the_process_which_would_abort_while_a_thread_is_inside_torch(monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(idle_healing.atexit, "register", at_exit.append)
+    future = conversation(heal="idle")._healing._future
+    at_exit[0]()
+    assert future.done()
+
+
 def test_healing_that_fails_in_its_thread_loses_nothing(caplog):
     chat = conversation()
     tokens, before = chat.cache.tokens(), [layer.keys.clone() for layer in chat.cache.materialize()]

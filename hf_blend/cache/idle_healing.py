@@ -9,6 +9,7 @@ question = input()
 healing.stop()                      # within one block; then the cache is this thread's again
 """
 
+import atexit
 import logging
 from concurrent.futures import Future
 from threading import Event
@@ -36,9 +37,11 @@ class IdleHealing:
         self.stop()
         self._is_stopped = is_stopped = Event()
         self._future = threads.start(lambda: _heal(cache, history, is_stopped), "hf_blend-heal")
+        atexit.register(self.stop)  # a process that ends while one of its threads is inside torch aborts
 
     def stop(self) -> None:
         """Wait until the block under way is done. A failure is logged: the cache stays blended from there on."""
+        atexit.unregister(self.stop)
         future, self._future = self._future, None
         self._is_stopped.set()
         if future is not None and not threads.is_lost(future):
