@@ -52,7 +52,7 @@ def say_recipe(recipe: "Recipe") -> None:
     if recipe is DEFAULT:
         say("No rule was measured for this model or its family, so the default is used: --calibrate finds one, once.")
     else:
-        say(f"What is recomputed: {recipe.source}.")
+        say(f"Rule for the tokens to recompute: {recipe.source}.")
 
 
 def choose_config(

@@ -172,10 +172,10 @@ def _config(folder: str, name: str | None, is_local_only: bool) -> Any:
             raise _unreadable(name, "config", error) from error
         near = difflib.get_close_matches(folder, [path for path in os.listdir() if os.path.isdir(path)], n=1)
         meant = f" (but {near[0]!r} is)" if near else ""
-        why = "The hub cannot be reached, and it is not in the cache." if is_local_only else first_line(error)
+        why = "the hub cannot be reached, and its cache lacks it." if is_local_only else f"hub: {first_line(error)}"
         raise ConfigError(
-            f"the model {name!r} cannot be loaded: it is no folder here{meant}. From the hub: {why} Give a folder "
-            "that a model was saved in, or the id of one."
+            f"the model {name!r} cannot be loaded: it is no folder here{meant}; {why} Give a folder that a model was "
+            "saved in, the id of one on the hub, or smollm2."
         ) from error
 
 

@@ -120,7 +120,7 @@ class ChunkStore(BaseStore):
         opened = cls(memories, tiers, namespace=namespace, index=index, limits=limits, secret=secret, codec=codec)
         opened.recipes = Recipes(root / "recipes" if root else None)
         if partial is not None:
-            plugins.room("sparse.partial.loading").PartialConfig.of(partial).apply(opened)
+            plugins.extension("sparse.partial.loading").PartialConfig.of(partial).apply(opened)
         return opened
 
     @property

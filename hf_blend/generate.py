@@ -59,7 +59,7 @@ class Blended:
         kwargs = {**without_cache(kwargs), **cache_argument(model, cache)}
         decoding: Any = nullcontext()
         if self.sparse is not None:
-            decoding = plugins.room("sparse.decoding").sparse_decoding(model, cache, self.sparse)
+            decoding = plugins.extension("sparse.decoding").sparse_decoding(model, cache, self.sparse)
         with decoding as session:
             output = method(model, input_ids, generation_config=generation_config, **kwargs)
         self.report, self.sparse_metrics = cache.report, session and session.metrics
@@ -93,5 +93,5 @@ def blended(
     merged = BlendConfig.from_dict({**config.to_dict(), **settings})
     chosen = None
     if sparse is not None:
-        chosen = plugins.room("sparse.config").parsed(sparse, is_away=merged.kv_device_map is not None)
+        chosen = plugins.extension("sparse.config").parsed(sparse, is_away=merged.kv_device_map is not None)
     return Blended(store, merged, chosen)

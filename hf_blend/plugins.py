@@ -58,8 +58,8 @@ def load(kind: str, name: str) -> type:
     raise PluginNotFoundError(f"hf_blend.{kind} has no plugin named {name!r}. {suggest(dashed, describe(kind))}")
 
 
-def room(name: str) -> ModuleType:
-    """Import a module of a room: a part of the package that the core does without, such as `sparse.decoding`."""
+def extension(name: str) -> ModuleType:
+    """Import a module of an extension, a sub-package that the core does without, such as `sparse.decoding`."""
     try:
         return importlib.import_module(f"hf_blend.{name}")
     except ModuleNotFoundError as error:
@@ -71,7 +71,7 @@ def room(name: str) -> ModuleType:
 
 
 def extensions(name: str) -> list[ModuleType]:
-    """Import what every room adds to a part of the core: its module of this name, such as `checks`."""
+    """Import what every extension adds to one part of the core: its module of this name, such as `checks`."""
     paths = sorted(path for root in _roots() for path in root.glob(f"*/{name}.py"))
     return [importlib.import_module(f"hf_blend.{path.parent.name}.{name}") for path in paths]
 

@@ -89,8 +89,8 @@ class MeasuredFamily:
 
     def recipe(self) -> Recipe:
         """Give the settings and their source."""
-        what = "chose it" if self.settings else "found no rule that leaves less than the default"
-        return Recipe(self.settings, f"the measurement of {self.model} {what}")
+        what = "the rule that measured best" if self.settings else "the default, as no measured rule was better"
+        return Recipe(self.settings, f"{what} on {self.model}")
 
 
 MEASURED = (  # `python benchmarks/robust.py recommend` says what its rows support

@@ -112,7 +112,7 @@ def test_a_model_of_a_measured_family_and_width_is_blended_as_measured(shared_mo
     store = memory()
     cache = prefilled(model, PIECES, store=store)[0]
     assert cache.config == BlendConfig(0.2, "ramp")
-    assert cache.report.recipe == "the measurement of toy chose it"
+    assert cache.report.recipe == "the rule that measured best on toy"
     assert BlendCache(model, store, recompute_ratio=0.4).config == BlendConfig(0.4, "ramp")
     assert BlendCache(model, store, selector="boundary").config == BlendConfig(selector="boundary")
     assert BlendCache(other, store).config == BlendConfig()
@@ -122,7 +122,7 @@ def test_a_model_of_a_measured_family_and_width_is_blended_as_measured(shared_mo
     assert memory().recipe(model) is DEFAULT
     monkeypatch.setattr(recipes, "MEASURED", (replace(ramp, settings={}),))
     assert BlendCache(model, memory()).config == BlendConfig()
-    assert memory().recipe(model).source == "the measurement of toy found no rule that leaves less than the default"
+    assert memory().recipe(model).source == "the default, as no measured rule was better on toy"
 
 
 def test_where_the_question_may_not_be_asked_no_recipe_that_asks_it_is_taken(shared_model):
@@ -219,6 +219,6 @@ def test_commands_calibrate_once_and_else_say_that_they_can(run, model_folder, t
     ask = ("ask", "Who owns it?", document, *words, "--max-new-tokens", 2)
     code, _, err = run(*ask, "--calibrate")
     assert (code, "Calibrating" in err) == (0, False), err
-    assert "What is recomputed: calibrated on 2 bundled prompts" in err
+    assert "Rule for the tokens to recompute: calibrated on 2 bundled prompts" in err
     code, _, err = run(*ask, "--selector", "ramp")
-    assert (code, "What is recomputed" in err, "--calibrate" in err) == (0, False, False), err
+    assert (code, "Rule for the tokens" in err, "--calibrate" in err) == (0, False, False), err

@@ -5,6 +5,7 @@
 import copy
 import importlib
 import json
+import operator
 import re
 import runpy
 import shlex
@@ -193,10 +194,18 @@ def test_stability_lists_every_path_that_a_page_imports():
     assert {*imported("\n".join(texts))} <= {*listed}
 
 
+def named_calls(page):
+    return [(file, name) for file, names in STEP.findall(page) for name in re.findall(r"`([\w.]+)`", names)]
+
+
 def test_the_page_names_what_is_called_in_the_order_in_which_it_is_called():
     page = (ROOT / "docs" / "life_of_a_request.md").read_text("utf-8")
-    assert page.count("\n## ") == 8
-    named = [(file, name) for file, names in STEP.findall(page) for name in re.findall(r"`([\w.]+)`", names)]
+    steps = re.search(r"^## 1\..*?(?=^## After)", page, re.MULTILINE | re.DOTALL)[0]
+    assert len(re.findall(r"^## \d\.", steps, re.MULTILINE)) == 8
+    for file, name in named_calls(page):  # those before and after the eight steps too
+        module = importlib.import_module(f"hf_blend.{file.removesuffix('.py').replace('/', '.')}")
+        assert operator.attrgetter(name)(module)
+    named = named_calls(steps)
     called = list(count_calls(selector="kv-deviation").counts)  # which the page follows, in the order of first calls
     assert not [entry for entry in named if entry not in called]
     places = [called.index(entry) for entry in named]

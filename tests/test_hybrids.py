@@ -358,7 +358,7 @@ def test_what_a_mixer_or_an_indexer_does_not_allow_is_refused_by_name():
 
 
 def test_without_the_room_other_models_are_blended_and_hybrids_are_refused(monkeypatch):
-    monkeypatch.setattr(anatomy, "rooms", list)
+    monkeypatch.setattr(anatomy, "layer_extensions", list)
     with pytest.raises(UnsupportedModelError, match="state of another kind"):
         BlendCache(tiny_model("lfm2"), ChunkStore.open("memory://"))
     assert subject_of("llama").blend(subject_of("llama").prompts[:1], 0.3).cache.report.reusable_tokens

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache
-from hf_blend.prefill.positions import Run, follow
+from hf_blend.prefill.positions import Run, find_runs
 from tests.asking import apart, as_stock, memory, prepared
 from tests.conftest import shared_zoo_model, slow_but
 from tests.image_models import CHUNKS, FLOOR, HAS_ENCODED, KINDS, arguments, blend, build, filled, picture, stock
@@ -313,13 +313,13 @@ def test_position_ids_of_another_shape_are_the_models_alone(shape):
     assert str(outcomes[0]) == str(outcomes[1])
 
 
-def test_follow_finds_the_first_token_of_each_run_over_the_borders_of_parts():
+def test_find_runs_finds_the_first_token_of_each_run_over_the_borders_of_parts():
     columns = np.arange(4)
-    new, run = follow(np.stack((columns, columns + 2)), 0, 0)
+    new, run = find_runs(np.stack((columns, columns + 2)), 0, 0)
     assert (new.starts.tolist(), new.is_moved, new.has_axes, new.in_order, run.start) == ([0] * 4, True, False, 0, 0)
-    new, run = follow(np.stack((columns + 4, columns + 6)), 4, 4, run)
+    new, run = find_runs(np.stack((columns + 4, columns + 6)), 4, 4, run)
     assert (new.starts.tolist(), run.start, new.in_order) == ([0] * 4, 0, 4)
-    new, run = follow(np.stack((columns + 8, [10, 11, 13, 14])), 8, 8, run)
+    new, run = find_runs(np.stack((columns + 8, [10, 11, 13, 14])), 8, 8, run)
     assert (new.starts.tolist(), run.start, run.last.tolist()) == ([0, 0, 10, 10], 10, [11, 14])
-    new, _ = follow(np.stack((columns + 4, columns + 4)), 4, 4, Run(0, np.array([3, 3])))
+    new, _ = find_runs(np.stack((columns + 4, columns + 4)), 4, 4, Run(0, np.array([3, 3])))
     assert (new.starts.tolist(), new.is_moved, new.in_order) == ([0] * 4, False, 8)

@@ -106,5 +106,7 @@ def test_the_tests_of_the_core_pass_without_a_room(room, tmp_path):
 
 
 def test_a_setting_of_an_absent_room_is_refused_with_its_name(tmp_path):
-    done = run_in(copy_without(tmp_path, ("offload",)), "from hf_blend import plugins; plugins.room('offload.layer')")
+    done = run_in(
+        copy_without(tmp_path, ("offload",)), "from hf_blend import plugins; plugins.extension('offload.layer')"
+    )
     assert "ConfigError: this needs hf_blend.offload, which is not installed here." in done.stderr

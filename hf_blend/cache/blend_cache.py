@@ -283,7 +283,7 @@ class BlendCache(Cache):
             PromptError: the images do not fit the prompt, came with a video, or behind a prompt that is in the cache
                 without `inputs(history=…)`.
         """
-        arguments: dict[str, Any] = plugins.room("images.prompts").expect_images(self, inputs)
+        arguments: dict[str, Any] = plugins.extension("images.prompts").expect_images(self, inputs)
         return arguments
 
     def expect(
@@ -328,7 +328,7 @@ class BlendCache(Cache):
         if (blended := self.watch.blended) is not None:
             return blended.prefill.update(layer_idx, key_states, value_states)
         if not torch.compiler.is_compiling():
-            self.watch.layer_comes(layer_idx, key_states)
+            self.watch.layer_updates(layer_idx, key_states)
         if getattr(self.kv.all[layer_idx], "visible", None) is not None:
             self.loader = self.loader or self.store.loader(self)
             if self.loader is not None:

@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Blended forwards of one cache: what they need to know of the model, how each is planned, run and undone."""
+"""The blended forwards of one cache.
+
+`ModelTraits` is what is read of the model once, `ForwardPlanning` finds the chunks of each forward, and a
+`BlendedForward` lasts from the model's first hook to its last.
+"""
 
 import copy
 import time
@@ -42,7 +46,7 @@ class ModelTraits:
         allow_unverified: bool,
         digest: str,
     ) -> None:
-        """Read a model whose structure has this digest; at its first use test that it can be blended.
+        """Read a model; at its first use test that it can be blended. `digest` is of its structure.
 
         Raises:
             UnsupportedModelError: it cannot be blended exactly, and `allow_unverified` is False.
@@ -56,7 +60,7 @@ class ModelTraits:
         self.ignores_states = ignores_states(model, digest)  # wherever several tokens come at a time
 
     def refuse_tokens(self, width: int, past: int) -> None:
-        """Refuse `width` new tokens that the model would compute as if the cache of `past` tokens were empty."""
+        """Raise ConfigError if the model would compute `width` new tokens as if no `past` ones were cached."""
         if self.ignores_states and width > 1 and past:
             raise ConfigError(
                 f"{width} tokens came behind the {past} that the cache holds, but the code of "
@@ -75,18 +79,18 @@ class ForwardPlanning:
     """
 
     def __init__(self, config: BlendConfig, recipe: str) -> None:
-        """Load the plugins that the settings name; `recipe` says where the settings are from."""
+        """Load the plugins that the settings name; `recipe` says in words where the settings come from."""
         self.selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
         self.corrector = plugins.load("correctors", config.corrector)(config.corrector_options)
         self._recipe = recipe
         self._check_ms = 0.0  # until a report says it
 
     def checked_since(self, began_s: float) -> None:
-        """Note that the model was checked until now, for the next report."""
+        """Add the time since `began_s`, in which the model was checked, to the next report's `check_ms`."""
         self._check_ms += 1e3 * (time.perf_counter() - began_s)
 
     def plan(self, cache: Any, request: Request) -> Plan:
-        """Plan which columns have stored KV; the report is new, or continues if a prompt comes in parts."""
+        """Find the chunks of a forward and compute missing ones; writes the cache's `report` and `prompts`."""
         began_s, prompts, expected = time.perf_counter(), cache.prompts, cache.prompts.pending
         refuse_request_state(cache.model, cache.traits.layers)
         if EXTENDED.get():  # some model is inside `self_extend`
@@ -119,15 +123,15 @@ class ForwardPlanning:
         texts = [notices.OTHER_IDS] if expected.batch and pending.is_other else []
         if prompts.notice and expected.batch and not expected.is_begun:
             texts.append(prompts.notice)
-        _warn(cache, plan, identity, texts)
+        _report_mismatches(cache, plan, identity, texts)
         return plan
 
 
 class BlendedForward:
-    """A cache in one blended forward: made when it begins, gone when it ends.
+    """One blended forward of a cache: made when it begins, dropped when it ends.
 
     Attributes:
-        prefill: what runs; for the time of a probe the probe's.
+        prefill: what the hooks and the cache call; while a probe runs, the probe's own.
     """
 
     def __init__(self, cache: Any, plan: Plan, request: Request, pending: PendingPrompt, report: BlendReport) -> None:
@@ -193,8 +197,11 @@ class BlendedForward:
                 layer.resume(states)
 
 
-def _warn(cache: Any, plan: Plan, identity: str, texts: list[str]) -> None:
-    """Warn, once of each kind, where the prompt does not fit the store or the expected prompt."""
+def _report_mismatches(cache: Any, plan: Plan, identity: str, texts: list[str]) -> None:
+    """Warn, and write to the report, where the prompt fits neither the store nor the expected prompt.
+
+    Sets `report.fallback_reason` where nothing of a whole prompt is reused.
+    """
     report, tokenizer = cache.report, cache.prompts.tokenizer
     if tokenizer and (others := plan.tokenizers - {tokenizer}):
         texts.append(notices.other_tokenizers(others, tokenizer))

@@ -14,7 +14,7 @@ from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError
 from ..model.anatomy import has_indexer, stock_layers, text_config
-from ..model.extras import rooms
+from ..model.extras import layer_extensions
 from ..model.fingerprint import PerStructure
 from .healing import Frontier
 from .indexed_layer import IndexedLayer, QuantisedIndexedLayer
@@ -45,9 +45,10 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str 
 
 
 def _like(stock: Any, full: Callable[[], BlendLayer]) -> Any:
-    added = next((made for room in rooms() if (made := room.make_layer(stock)) is not None), None)
-    if added is not None:
-        return added
+    """The layer of a blend cache in the place of a stock one; `full` makes one that keeps all tokens."""
+    for extension in layer_extensions():
+        if (layer := extension.make_layer(stock)) is not None:
+            return layer
     if getattr(stock, "is_sliding", False):
         return BlendSlidingLayer(stock.sliding_window)
     return stock if isinstance(stock, getattr(cache_utils, "DummyLayer", ())) else full()
@@ -74,7 +75,7 @@ class KVLayers:
         layers = cache_layers(model, count, config, digest)
         if config.kv_device_map is None:
             return cls(layers)
-        memory = plugins.room("offload.layer").offload(layers, config)  # replaces some of the layers
+        memory = plugins.extension("offload.layer").offload(layers, config)  # replaces some of the layers
         return cls(layers, memory)
 
     @property

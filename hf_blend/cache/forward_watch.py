@@ -2,17 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a cache notices the forwards of its model, and what becomes of each.
 
-transformers tells a cache nothing about a forward but what it asks and hands over. In this order:
+transformers does not tell a cache that a forward begins or ends. The cache sees these calls, in this order:
 
 1. `generate` asks for the length. Where chunks may be reused, a hook is put on the model: WATCHED.
 2. `generate` asks for mask sizes, only if it makes the masks before it calls the model.
 3. The hook announces the forward with all of its arguments: BLENDED if stored chunks are reused, else PLAIN.
 4. The model asks for length and mask sizes.
-5. Each layer hands over its K and V. The first one ends PLAIN: IDLE.
-6. The hook behind the model ends BLENDED, also after an exception: IDLE.
+5. Each layer hands over its K and V (`update`). In the state PLAIN the first layer ends it: IDLE.
+6. After the model, its hook ends BLENDED, also after an exception: IDLE.
 
-A step of decoding, as any forward without a hook, shows itself by 5 alone. Between the parts of a prompt the state is
-WATCHED in the place of IDLE.
+A decoding step has no hook: only 5 shows it. Where a prompt comes in several forwards (`prefill_chunk_size`), the
+state between them is WATCHED instead of IDLE.
 """
 
 import time
@@ -74,7 +74,7 @@ class ForwardWatch:
             self.state = State.WATCHED
 
     def mask_is_made(self, tokens: int) -> None:
-        """Somebody asks for the mask sizes of new tokens: `generate` before it calls the model, or the model."""
+        """Mask sizes for new tokens were asked for: by `generate` before it calls the model, or by the model."""
         self._masked_tokens = tokens if self.state in (State.IDLE, State.WATCHED) else 0
 
     def forward_begins(self, arguments: dict[str, Any]) -> None:
@@ -84,8 +84,8 @@ class ForwardWatch:
         masked_tokens, self._masked_tokens, self.state = self._masked_tokens, 0, State.PLAIN
         request = Request.parse(arguments, cache.traits.config, past, prompts.pending, masked_tokens)
         cache.traits.refuse_tokens(request.width, past)
-        rooms = plugins.extensions("extra_inputs") if request.others else []  # these know what is no text
-        if request.others and not rooms:
+        extensions = plugins.extensions("extra_inputs") if request.others else []  # they know inputs besides text
+        if request.others and not extensions:
             names = ", ".join(request.others)
             reason = f"{names} came with the prompt, but only text is known without hf_blend.images."
             request = replace(request, rows=[], fallback_reason=reason)
@@ -97,7 +97,7 @@ class ForwardWatch:
         if request.others and prompts.images is not None:
             request = prompts.images.name(request)
         before = prompts.pending, cache.report
-        if not all(room.can_blend(cache, request) for room in rooms):
+        if not all(extension.can_blend(cache, request) for extension in extensions):  # and has said why
             prompts.note_unexpected(request)
             cache.turns.claim(cache.model, past)
             prompts.pending = PendingPrompt()
@@ -109,8 +109,8 @@ class ForwardWatch:
         if not plan.chunks:
             self.hooks.leave(watching=prompts.pending.is_begun)
             return
-        for room in rooms:
-            room.ensure_tested(cache, plan, request)
+        for extension in extensions:
+            extension.ensure_tested(cache, plan, request)
         self.blend(plan, request, *before)
         self._advice = None if plan.advice is None or plan.computed else (plan.advice, began_s)
 
@@ -119,9 +119,9 @@ class ForwardWatch:
         self.blended, self.state = BlendedForward(self._cache(), plan, request, pending, report), State.BLENDED
         self.hooks.enter_layers(request.width, between=bool(request.others))
 
-    def layer_comes(self, index: int, keys: Tensor) -> None:
+    def layer_updates(self, index: int, keys: Tensor) -> None:
         """A layer hands over its keys, `[batch, kv_heads, new, head_dim]`, in a forward that is not blended."""
-        is_first, self._last_layer = index <= self._last_layer, index
+        is_first, self._last_layer = index <= self._last_layer, index  # the first need not be 0: some keep no K and V
         if not is_first:
             return
         cache, is_announced = self._cache(), self.state is State.PLAIN
@@ -164,7 +164,7 @@ class ForwardWatch:
         self.state = State.WATCHED if watching else State.IDLE
 
     def _compute_all(self, request: Request) -> None:
-        """Note that every token of a forward is computed, and report why if chunks might have been reused."""
+        """A forward computes every token: note its author and ids, expect no prompt, report why nothing is reused."""
         cache, reason = self._cache(), request.fallback_reason
         prompts, turns = cache.prompts, cache.turns
         is_begun = prompts.pending.is_begun

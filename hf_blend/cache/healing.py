@@ -7,9 +7,9 @@ model behind the exact part of the cache, and their K and V take the place of th
 one prefill the cache holds what stock's chunked prefill of the same ids leaves. At any moment before it can be used:
 exact on the left, blended on the right.
 
-The model sees a twin of each layer, which ends at the frontier. The twin of a layer that keeps all tokens overwrites
-them in place. A window or a mixer's state has forgotten what stood at the left: its twin begins with the first token
-and walks along with the frontier.
+The frontier is the first column that is not exact. The model is given a cache of twins: the twin of a layer shows only
+what is before the frontier, and writes what comes to the layer itself. A window or a mixer's state no longer has its
+first tokens, so its twin computes them again, from the first token on.
 """
 
 from dataclasses import dataclass, field
@@ -101,20 +101,20 @@ class WindowTwin(BlendSlidingLayer):
 
 @dataclass
 class Frontier:
-    """Up to which column a cache is exact, and the twins of its layers, which have seen the first `reached` tokens."""
+    """Up to which column the K and V of a cache are exact."""
 
     column: int | None = None  # the first one that is not exact; None: all are
-    is_padded: bool = False
-    twins: list[Any] = field(default_factory=list)
-    reached: int = 0
+    is_padded: bool = False  # there is padding among the columns, which cannot be healed
+    twins: list[Any] = field(default_factory=list)  # the layers that the model is given, once healing has begun
+    reached: int = 0  # how many tokens have gone through the twins
 
     def blend(self, column: int, is_padded: bool) -> None:
-        """A prompt with stored K and V that are not exact came, the first of them at `column`."""
+        """Note that a prompt is blended: its first token without exact K and V is at `column`."""
         self.column = column if self.column is None else min(self.column, column)
         self.is_padded = self.is_padded or is_padded
 
     def crop(self, tokens: int) -> None:
-        """The cache holds its first tokens only, by now."""
+        """Note that the cache was cropped to its first `tokens`."""
         if self.column is not None and tokens <= self.column:
             self.column, self.is_padded, self.twins, self.reached = None, False, [], 0
 
@@ -124,7 +124,7 @@ class Frontier:
 
 
 def heal(cache: Any, ids: Tensor, tokens: int | None) -> int:
-    """Make further tokens of a cache exact, all where `tokens` is None; gives how many became so.
+    """Make more tokens of a cache exact, all of them if `tokens` is None; returns how many became exact.
 
     Shapes: ids `[batch, columns]`, of the first columns of the cache; what is behind them stays as it is.
     """

@@ -50,5 +50,5 @@ def _heal(cache: BlendCache, history: Tensor | None, is_stopped: Event) -> None:
     try:
         while not is_stopped.is_set() and (left := cache.heal(STEP_TOKENS, history)) and left != before:
             before = left
-    except Exception:
-        logger.exception("healing ended; the cache stays as it is, exact on the left and blended on the right")
+    except Exception as error:
+        logger.exception("healing ended (%s); the cache stays exact on the left and blended on the right", error)

@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What stays of a blend cache when a further turn begins: the first tokens of its prompt, if this model computed them.
+"""What a blend cache keeps when another turn begins: the tokens that both prompts begin with.
 
-K and V belong to their author. Where the model is another one by now, cached K and V are set aside, and what this one
-held before comes back; the rest of the prompt is computed again.
+K and V belong to their author, the model as it was when it computed them. If the model has changed since, the cached K
+and V are set aside. What the model as it is now had computed before is used again, and the rest of the prompt is
+computed.
 """
 
 from collections.abc import Container, Sequence
@@ -33,19 +34,19 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass
 class KnownPrompts:
-    """The prompts that a cache expects, and what is known of those that it holds."""
+    """The prompts that a cache expects in the next forwards, and what is known of the tokens that it holds."""
 
     pending: PendingPrompt = field(default_factory=PendingPrompt)
     history: History = field(default_factory=History)  # to which `generate` adds an answer
-    beginnings: Rows = ()  # ids that each row begins with, held or expected, where they are known
+    beginnings: Rows = ()  # of each row the ids of its first tokens, cached or expected, as far as they are known
     tokenizer: str = ""  # digest of the one that made the prompts
     images: Any = None  # of the prompts that are expected, by their names; see `hf_blend.images`
     notice: str = ""  # for the report of the prompts that are expected
 
     def note_unexpected(self, request: Request) -> None:
-        """Note what each row begins with behind a forward that the expected prompts did not come in, where known.
+        """Update `beginnings` for a forward that brought other tokens than the expected prompts.
 
-        No more than what is at the positions 0, 1, 2 …
+        They end before the first token that is not at the position of its number: 0, 1, 2 …
         """
         if request.others:
             self.beginnings = ()
@@ -64,9 +65,10 @@ class KnownPrompts:
             self.beginnings = ()
 
     def ids_to_heal(self, history: Any, tokens: int, placeholders: Container[int]) -> Tensor:
-        """The ids of a cache's first columns, `[batch, columns]`, as far as they are known and stand for text.
+        """The ids of a cache's first columns, `[batch, columns]`, up to the first that is unknown or a placeholder.
 
-        `history` has the ids of its first `tokens` columns, or is None; `placeholders` are tokens that are no text.
+        `history` has the ids of all `tokens` columns; None: those of the prompt are taken. Raises PromptError if it is
+        not what the cache holds, or has a placeholder.
         """
         rows = self.beginnings
         if history is None:
@@ -102,7 +104,7 @@ class SetAside:
 
 @dataclass
 class Turns:
-    """Whose K and V a cache holds, and which of them stay when a turn begins."""
+    """Who computed the K and V of a cache, and which of them stay when a turn begins."""
 
     author: Author | None = None  # of the cached tokens; None while unknown
     aside: SetAside | None = None  # what another author computed
@@ -122,7 +124,7 @@ class Turns:
         refuse_other_prompt(call.ids, call.mask, cached, prompts.beginnings, ASK_AGAIN)
 
     def claim(self, model: nn.Module, past: int) -> Author:
-        """Note who computes new K and V; refuse to compute behind `past` tokens of another author."""
+        """Make the model as it is now the author of new K and V; ConfigError if another computed the `past` tokens."""
         author, self.is_new = author_of(model), False
         if past:
             refuse_other_author(self.author, author, past, ASK_AGAIN)
@@ -130,9 +132,9 @@ class Turns:
         return author
 
     def keep_beginning(self, cache: Any, prompts: Sequence[TextPrompt]) -> tuple[Sequence[TextPrompt], History, str]:
-        """Keep the tokens of a cache that some prompts begin with.
+        """Crop a cache to the tokens that it and some prompts begin with.
 
-        Gives the prompts behind these tokens, the tokens as a history, and a notice.
+        Returns the prompts without these tokens, these tokens as a history, and a notice of another author.
         """
         check_lengths(prompts, 0, cache.traits.config)
         cached = Cache.get_seq_length(cache)
@@ -152,7 +154,7 @@ class Turns:
         return [prompts[0].behind(common)], History(kept_ids, torch.ones_like(kept_ids)), notice
 
     def keep_history(self, cache: Any, history: History) -> str:
-        """Keep the tokens of a cache that a history has and this author computed; gives a notice of other authors."""
+        """Crop a cache to the tokens that a history has and this author computed; returns a notice of another."""
         cached, author = Cache.get_seq_length(cache), author_of(cache.model)
         if history.input_ids is None:
             refuse_other_author(self.author if cached else None, author, cached, ASK_AGAIN)
@@ -172,7 +174,7 @@ class Turns:
         return other_author(cached, cached - common) if is_other else ""
 
     def _recall(self, cache: Any, author: Author) -> bool:
-        """Set K and V of another author aside, and hold what this author computed; gives whether there were any."""
+        """Return True if another author computed the cached K and V; they are set aside, this author's come back."""
         if self.author in (None, author):
             return False
         aside, self.aside = self.aside, None
@@ -189,7 +191,7 @@ class Turns:
 
 
 def _keep(cache: Any, columns: int) -> int:
-    """Keep the first columns, or none if a window has forgotten what was before them. Gives how many stay."""
+    """Crop a cache to its first columns, to none if a layer cannot be cropped so far; returns how many stay."""
     cached = Cache.get_seq_length(cache)
     if columns < cached:
         try:

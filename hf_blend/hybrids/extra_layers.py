@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What this room adds to the core: layers of a blend cache that hold the state of a mixer.
+"""What this extension adds to the core: layers of a blend cache that hold the state of a mixer.
 
 The state is the last inputs of a convolution, that of a scan, or both.
 """
@@ -15,7 +15,7 @@ from ..cache.healing import RewritingTwin, WindowTwin
 from ..cache.layers import BatchOfRequests, BlendLayer, BlendSlidingLayer
 from ..errors import ConfigError
 from ..model.anatomy import LayerCall
-from ..model.extras import LayerRoom, Spans, register
+from ..model.extras import LayerExtension, Spans, register
 from ..prefill.layer_kind import LayerKind
 from ..prefill.rows import Rows
 from ..selectors.base import KV
@@ -322,4 +322,4 @@ def _copied(state: Tensor | None) -> Tensor | None:
     return None if state is None else state.clone()
 
 
-register(LayerRoom(KINDS, mixers_of, make_layer))
+register(LayerExtension(KINDS, mixers_of, make_layer))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What this room adds to the core: forwards that bring more than text, of which the first of each kind is tested.
+"""What this extension adds to the core: forwards that bring more than text, of which the first of each kind is tested.
 
 The other checks have only text to show, so that forward is run twice beforehand: plainly, and blended with the plain
 forward's own K and V as if they had been stored. With these any share of recomputed tokens gives what the plain

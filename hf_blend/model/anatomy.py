@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from .extras import rooms
+from .extras import layer_extensions
 from .identity.canonical import canonical
 from .own_cache import fitted
 from .placement import input_device
@@ -83,7 +83,7 @@ def refuse_other_states(model: nn.Module, only_keys: bool = False) -> None:
 
 def other_states(config: Any, only_keys: bool = False) -> str:
     """Why not every layer of a config keeps K and V of each token; empty if all do."""
-    added = () if only_keys else ("Indexed", *(kind for room in rooms() for kind in room.states))
+    added = () if only_keys else ("Indexed", *(kind for extension in layer_extensions() for kind in extension.states))
     supported = (*TOKEN_STATES, *added)
     moved = "and only these can be moved. Use a BlendCache, or plain generate."
     blended = "which cannot stand behind other tokens. Use full prefill."

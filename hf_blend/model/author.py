@@ -59,7 +59,7 @@ class Author(NamedTuple):
 
 
 def author_of(model: nn.Module) -> Author:
-    """Say who a model is now; as dear as `fingerprint`.
+    """The author of what a model computes now; costs as much as `fingerprint`.
 
     Raises:
         UnsupportedModelError: a forward hook of others was put into the model.

@@ -298,7 +298,7 @@ def _complaint(subject: CheckedModel, use: Use) -> tuple[str, bool] | None:
 
     None: nothing could be tried.
     """
-    importlib.import_module(use.module)  # a room registers its checks when it is imported
+    importlib.import_module(use.module)  # an extension registers its checks when it is imported
     what = use.refusal.format(subject.name)
     for trial in [check for check in CHECKS.values() if check.first_use == use.name]:
         try:

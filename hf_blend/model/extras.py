@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that keep something else than K and V of each token, which rooms add.
+"""Layers that keep something else than K and V of each token; extensions add them.
 
-A room has a module `extra_layers`, which registers what it adds, and is imported at the first call of `rooms`. A model
-with a layer that no room knows is refused.
+An extension has a module `extra_layers`, which registers what it adds. It is imported at the first call of
+`layer_extensions`. A model with a layer that no extension knows is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +37,8 @@ class LayerExtra(Protocol):
 
 
 @dataclass(frozen=True)
-class LayerRoom:
-    """What one room adds.
+class LayerExtension:
+    """The layers that one extension adds.
 
     Attributes:
         states: the kinds of transformers' cache layers that it knows, less "Dynamic" and "Layer".
@@ -51,17 +51,17 @@ class LayerRoom:
     make_layer: Callable[[Any], Any]
 
 
-_registered: list[LayerRoom] = []
+_registered: list[LayerExtension] = []
 
 
-def register(room: LayerRoom) -> None:
-    """Add what a room brings; called by its module `extra_layers`."""
-    _registered.append(room)
+def register(extension: LayerExtension) -> None:
+    """Add the layers of an extension; called by its module `extra_layers`."""
+    _registered.append(extension)
 
 
 @cache
-def rooms() -> list[LayerRoom]:
-    """The rooms that are there."""
+def layer_extensions() -> list[LayerExtension]:
+    """The extensions that are installed."""
     plugins.extensions("extra_layers")
     return _registered
 
@@ -69,6 +69,6 @@ def rooms() -> list[LayerRoom]:
 def extras_of(model: nn.Module, layers: int, digest: str = "") -> list[LayerExtra | None]:
     """By decoder layer, the part that keeps something beside K and V; None for most."""
     extras: list[LayerExtra | None] = [None] * layers
-    for room in rooms():
-        extras = [mine or other for mine, other in zip(extras, room.find(model, digest), strict=True)]
+    for extension in layer_extensions():
+        extras = [mine or other for mine, other in zip(extras, extension.find(model, digest), strict=True)]
     return extras

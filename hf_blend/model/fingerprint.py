@@ -34,14 +34,14 @@ T = TypeVar("T")
 
 @dataclass
 class _Record:
-    """What was found out about a live model, and what shows that it changed."""
+    """The identity of a live model, and what a change of the model is noticed by."""
 
-    parts: dict[str, Any] = field(default_factory=dict)  # of its structure
-    digest: str = ""  # of them
-    weights: str = ""  # a digest of them
-    sample: WeightSample | None = None
-    fingerprint: str = ""
-    state: int = 0  # counts the changes that were noticed
+    parts: dict[str, Any] = field(default_factory=dict)  # `Structure.parts`, when last compared
+    digest: str = ""  # of the parts
+    weights: str = ""  # digest of all weights, when last read
+    sample: WeightSample | None = None  # of the weights, taken before they were read
+    fingerprint: str = ""  # of both digests; empty while it has to be made again
+    state: int = 0  # how many changes were noticed
 
 
 _records: WeakKeyDictionary[nn.Module, _Record] = WeakKeyDictionary()
@@ -49,7 +49,7 @@ _lock = new_lock()
 
 
 def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
-    """Say who a model is, in 64 hex digits; equal across processes, devices and machines.
+    """The identity of a model in 64 hex digits; equal across processes, devices and machines.
 
     Args:
         model: a causal language model.
@@ -77,15 +77,15 @@ def identity_of(model: nn.Module, reread: bool = False) -> str:
 
 
 class PerStructure(Generic[T]):
-    """Something that is found out about a model, remembered while the model lives and has the same structure."""
+    """A function of a model, whose result is kept while the model lives and its structure stays the same."""
 
     def __init__(self, find: Callable[[nn.Module], T]) -> None:
-        """Remember what a function gives."""
+        """Wrap a function."""
         self._find = find
         self._results: WeakKeyDictionary[nn.Module, tuple[str, T]] = WeakKeyDictionary()
 
     def __call__(self, model: nn.Module, digest: str = "") -> T:
-        """What was found, or is found now."""
+        """The kept result, or a new one; `digest` is the structure's, where the caller has it already."""
         digest = digest or structure_digest(model)
         result = self._results.get(model)
         if result is None or result[0] != digest:
@@ -105,7 +105,7 @@ def state_of(model: nn.Module) -> int:
 
 
 def _look_at(model: nn.Module) -> tuple[_Record, Tensors]:
-    """A model's record, whose digest of the structure is that of now, and its tensors."""
+    """A model's record, updated to the structure that the model has now, and its tensors."""
     refuse_wrapper(model)
     structure, record = Structure(model), _records.setdefault(model, _Record())
     if structure.parts != record.parts:

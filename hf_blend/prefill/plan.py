@@ -30,21 +30,21 @@ from .report import Advice, BlendReport
 
 @dataclass(frozen=True)
 class PlacedChunk:
-    """A stored chunk at its place in one row of the batch."""
+    """A stored chunk in one row of the batch, or the part of it that the prompt has."""
 
     row: int
-    start: int
+    start: int  # column of its first token, among the new columns
     chunk: ChunkKV
-    exact: bool
-    number: int
-    first: int = 0
-    count: int | None = None
-    is_image: bool = False  # as the room of images says
+    exact: bool  # its K and V are those of a full prefill of this prompt
+    number: int  # of the chunk, among those of its row
+    first: int = 0  # number in the chunk of its first token that is used
+    count: int | None = None  # how many are used; None: all from `first` on
+    is_image: bool = False
 
-    tokens: int = field(init=False, compare=False)
+    tokens: int = field(init=False, compare=False)  # how many are used
     is_whole: bool = field(init=False, compare=False)
-    columns: slice = field(init=False, compare=False)
-    inside: slice = field(init=False, compare=False)
+    columns: slice = field(init=False, compare=False)  # where they are among the new columns
+    inside: slice = field(init=False, compare=False)  # where they are in the chunk
 
     def __post_init__(self) -> None:
         stored = self.chunk.tokens
@@ -62,36 +62,34 @@ class PlacedChunk:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """New tokens of one batch entry, which begin at column `start`, and the prompt that they continue.
+    """The new tokens of one batch entry, and the prompt that they are a part of."""
 
-    They are its tokens from `before` to `end`; `columns` are those of tokens that padding separates, `positions` where
-    they are, where it is not as stored tokens are. The chunks are at `spans`, where they are known, and an entry of
-    `prefix` tokens before them; None: all that is there. `is_first`: nothing is in front of the prompt.
-    """
-
-    ids: tuple[int, ...]
-    end: int
-    start: int
-    before: int = 0
-    columns: tuple[int, ...] = ()
-    positions: TokenPositions | None = None
-    spans: Sequence[Span] | None = None
-    prefix: int | None = None
-    is_searched: bool = False
-    is_first: bool = True
+    ids: tuple[int, ...]  # of the prompt, its earlier tokens included; a draft behind it has none
+    end: int  # one more than the number in the prompt of the last new token
+    start: int  # column of the first new token, among the new columns
+    before: int = 0  # how many of the prompt's tokens are in the cache already
+    columns: tuple[int, ...] = ()  # of each new token, where padding is between them; else empty
+    positions: TokenPositions | None = None  # None: each token is at the position of its number
+    spans: Sequence[Span] | None = None  # where the chunks are; None: they are searched for in the store
+    prefix: int | None = None  # how many tokens before the first chunk are an entry of their own; None: all of them
+    is_searched: bool = False  # stored chunks are searched for besides `spans`
+    is_first: bool = True  # no token is in front of the prompt
 
 
 @dataclass
 class Plan:
-    """What is known about the new tokens of one forward, before it runs."""
+    """What is known about the new tokens of one forward, before it runs.
+
+    Columns are counted from the first new one. `begin` makes the masks `exact` and `reusable`, `[batch, columns]`.
+    """
 
     chunks: list[PlacedChunk]
-    real: Tensor
-    counts: list[int]
+    real: Tensor  # `[batch, columns]`: no padding
+    counts: list[int]  # of each row, its new tokens without padding
     config: BlendConfig  # of this forward
-    computed: int = 0
-    tokenizers: set[str] = field(default_factory=set)
-    replaced: list[ChunkKey] = field(default_factory=list)
+    computed: int = 0  # chunks that the store lacked
+    tokenizers: set[str] = field(default_factory=set)  # digests of those that made the stored chunks
+    replaced: list[ChunkKey] = field(default_factory=list)  # computed after a fault while they were read
     pipeline: Pipeline | None = None
     store: ChunkStore | None = None
     advice: Advice | None = None
@@ -177,13 +175,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class ChunkOrigin:
-    """Of what the chunks of a prompt are made.
+    """What the chunks of a prompt are computed from, besides their tokens.
 
     Attributes:
-        prefix_ids: the ids behind which each is computed.
+        prefix_ids: the ids before each chunk while it is computed.
         tokenizer: digest of the one that made the prompt's ids; stored with what is computed.
-        placeholders: ids that stand for something else than text: no chunk that holds one is looked up or computed
-            alone, but those of `images`.
+        placeholders: ids that stand for something else than text; a chunk that holds one is neither looked up nor
+            computed alone, unless it is one of `images`.
         images: by the ids that name an image, the arguments with which it is computed alone.
     """
 
@@ -200,7 +198,7 @@ class Planner:
         model: which runs.
         store: where chunks are kept.
         fingerprint: of the model as it is now.
-        origin: of what chunks are made.
+        origin: what chunks are computed from.
         config: the settings of the blend.
         report: to which is added what planning costs.
     """

@@ -39,7 +39,7 @@ def is_readable(position_ids: Any, ids: Tensor) -> bool:
     return position_ids.shape[-1] == ids.shape[1] and position_ids.shape[-2] in (1, ids.shape[0])
 
 
-def read_together(
+def copy_to_host(
     ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, past: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Copy ids, positions and mask of a forward behind `past` tokens to the host, in one copy.
@@ -62,10 +62,11 @@ def read_together(
     return joined[:, :width].astype(np.int64), places, None if mask is None else joined[:, ends[1] :]
 
 
-def follow(places: np.ndarray, before: int, past: int, run: Run | None = None) -> tuple[TokenPositions, Run]:
-    """Take the new tokens of a prompt of which `before` are in the cache; gives where they are, and the last run.
+def find_runs(places: np.ndarray, before: int, past: int, run: Run | None = None) -> tuple[TokenPositions, Run]:
+    """Find the runs of new tokens that are one column and one position apart; returns them, and the last run.
 
-    Those that are there end in the last of the `past` columns, and are counted from 0 on where `run` does not say it.
+    `before` tokens of the prompt are in the last of the `past` cached columns. `run` is the last run of these; None:
+    it begins with token 0 of the prompt.
 
     Shapes: places `[1 + axes, tokens]`, columns and positions.
     """

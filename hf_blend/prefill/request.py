@@ -15,7 +15,7 @@ from ..model.anatomy import PER_TOKEN
 from ..model.modality import other_inputs
 from ..prompt.pieces import PromptBatch
 from .plan import PromptRow
-from .positions import Run, follow, is_readable, read_together
+from .positions import Run, copy_to_host, find_runs, is_readable
 
 ADAPTERS = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
 PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
@@ -27,37 +27,34 @@ UNSEEN = (
 
 @dataclass(frozen=True)
 class Request:
-    """What one forward of the model asks for: all that is read of its arguments, and why it is computed plainly.
+    """What one forward of the model brings, read once from its arguments.
 
-    It brings `width` columns behind the `past` tokens that the cache holds. `rows` has the new tokens of each entry
-    without padding, `starts` the column of the first, `before` how many tokens of its prompt are in the cache,
-    `columns` those of tokens that padding separates, `places` the columns and positions of all, `[1 + axes, tokens]`,
-    `others` the arguments that bring more than text; all are empty where `fallback_reason` says why no chunk can be
-    reused. `length` is one more than the largest of the positions, where the caller gives them.
+    Where no chunk can be reused, `fallback_reason` says why, and what follows `mask` is empty. The lists have an item
+    for each batch entry.
     """
 
-    arguments: Mapping[str, Any]
-    past: int
-    width: int
+    arguments: Mapping[str, Any]  # of the model, by name, without its caches
+    past: int  # how many tokens the cache holds
+    width: int  # how many columns come, padding included
     fallback_reason: str = ""
-    ids: Tensor | None = None
-    mask: Tensor | None = None
-    rows: Sequence[list[int]] = ()
-    starts: Sequence[int] = ()
-    before: Sequence[int] = ()
-    columns: Sequence[tuple[int, ...]] = ()
-    places: Sequence[np.ndarray] = ()
-    others: tuple[str, ...] = ()
-    logits_rows: int = 1
-    length: int | None = None
+    ids: Tensor | None = None  # `[batch, width]`
+    mask: Tensor | None = None  # of the columns, `[batch, past + width]`
+    rows: Sequence[list[int]] = ()  # the new ids, without padding
+    starts: Sequence[int] = ()  # the column of the first of them, among the new columns
+    before: Sequence[int] = ()  # how many tokens of the prompt are in the cache already
+    columns: Sequence[tuple[int, ...]] = ()  # of each token, where padding is between them; else empty
+    places: Sequence[np.ndarray] = ()  # column and positions of each token, `[1 + axes, tokens]`
+    others: tuple[str, ...] = ()  # names of the arguments that bring more than text, such as images
+    logits_rows: int = 1  # of how many last tokens the logits are asked for
+    length: int | None = None  # one more than the largest position, where the caller passed positions
 
     @classmethod
     def parse(
         cls, arguments: Mapping[str, Any], config: Any, past: int, pending: "PendingPrompt", masked_before: int = 0
     ) -> "Request":
-        """Read the arguments of a forward of a model whose text decoder has this config.
+        """Read the arguments of a forward; `config` is of the model's text decoder.
 
-        `masked_before` new tokens had their mask made of rows and columns before the model was called.
+        For `masked_before` new tokens `generate` made masks of four axes before it called the model.
         """
         _refuse(arguments, past)
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
@@ -70,7 +67,7 @@ class Request:
         if request.fallback_reason or width < 2 or ids is None:
             return request
         before, count, positions = max(0, past - pending.cached), ids.shape[0], arguments.get("position_ids")
-        new, everywhere, columns_mask = read_together(ids, positions, mask, past)
+        new, everywhere, columns_mask = copy_to_host(ids, positions, mask, past)
         length = None if positions is None else int(everywhere[:, 1:][:, -3:].max()) + 1  # a fourth is masks'
         filled = replace(request, others=other_inputs(arguments), logits_rows=int(arguments["logits_to_keep"]))
         filled = replace(filled, starts=[0] * count, before=[before] * count, columns=[()] * count, length=length)
@@ -90,11 +87,11 @@ class Request:
         return filled
 
     def in_order(self) -> int:
-        """How many first tokens of each prompt are at the positions 0, 1, 2 …, those in the cache taken for such."""
+        """How many first tokens of every prompt are at the positions 0, 1, 2 …; the cached ones are taken to be."""
         if not self.places:
             return self.past + (0 if self.arguments.get("position_ids") is not None else self.width)
         pairs = zip(self.places, self.before, strict=True)
-        return min(follow(places, before, self.past)[0].in_order for places, before in pairs)
+        return min(find_runs(places, before, self.past)[0].in_order for places, before in pairs)
 
     @classmethod
     def unseen(cls, keys: Tensor, past: int) -> "Request":
@@ -113,24 +110,24 @@ class Request:
 class PendingPrompt:
     """The prompts that `BlendCache.inputs` built, until their last tokens have come."""
 
-    batch: PromptBatch | None = None
-    cached: int = 0  # tokens that were in the cache before them
-    is_begun: bool = False  # a part of the prompts has come, and more will
-    runs: Sequence[Run] = ()  # of each row, what of it has come
-    is_other: bool = False  # none is expected: the last forward brought another than the expected
+    batch: PromptBatch | None = None  # None: no prompt is expected
+    cached: int = 0  # tokens that were in the cache when they were built, and are no part of them
+    is_begun: bool = False  # some of their tokens have come, and more will
+    runs: Sequence[Run] = ()  # for each row, the last of its tokens that came
+    is_other: bool = False  # the last forward brought another prompt than the expected one, which is dropped
 
     def is_of(self, input_ids: Tensor) -> bool:
         """Return True if the prompts that are expected are these, `[batch, tokens]`."""
         return self.batch is not None and torch.equal(self.batch.input_ids, input_ids.cpu())
 
     def rows(self, request: Request) -> tuple[list[PromptRow], "PendingPrompt"]:
-        """The prompts whose tokens a forward brings, one for each row; and what is expected after it."""
+        """For each row of a forward the prompt that it continues; and what is pending after this forward."""
         prompts = None if self.batch is None else self.batch.find(request.rows, request.before)
         is_other, count = prompts is None, len(request.rows)
         before = [0] * count if is_other else request.before
         runs: Sequence[Run | None] = self.runs if len(self.runs) == count and not is_other else [None] * count
         places = zip(request.places, before, runs, strict=True)
-        followed = [follow(own, tokens, request.past, run) for own, tokens, run in places]
+        followed = [find_runs(own, tokens, request.past, run) for own, tokens, run in places]
         new = zip(request.rows, request.starts, before, request.columns, followed, strict=True)
         behind = request.past if prompts is None else self.cached or any(prompt.history for prompt in prompts)
         rows = [

@@ -58,7 +58,7 @@ class ServerPlan:
 def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any = None) -> Service:
     """Open the stores and start the engine. With `evaluation.pictures.Eyes`, requests may have images."""
     if eyes is not None:
-        plugins.room("images.encoder").ImageEncoder(model)  # refuses a model whose images cannot be chunks
+        plugins.extension("images.encoder").ImageEncoder(model)  # refuses a model whose images cannot be chunks
     rows = list(plan.tenants) or [Tenant()]
     available = available_bytes()
     share, per_token = available // 4 // len(rows), _bytes_per_token(model)

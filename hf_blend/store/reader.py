@@ -2,6 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads chunks: finds them in memories and tiers, opens and verifies their entries, and promotes what was read.
 
+    get      a chunk from wherever it is
+    cached   those of several chunks that are in a memory
+    ready    a chunk that is in a memory, or in the queue of a tier
+    fetch    a chunk from the nearest tier that has it; counts the hit or the miss
+    load     open its entry in one tier and decode it: by `read`, or by the `_Stream` of `stream`
+    read     all of an entry, verified
+    promote  take what was read into memory, and its bytes into the nearer tiers
+
 A fault costs time, never correctness: whatever is missing, damaged, foreign or unreadable is a miss with a reason.
 """
 
@@ -88,7 +96,7 @@ class Reader:
         return None
 
     def load(self, tier: BoundedTier, key: ChunkKey, decode: Decode) -> tuple[ChunkKV | None, str]:
-        """Open and decode an entry of one tier. Gives a chunk and "", or None and the reason."""
+        """Open and decode an entry of one tier; returns a chunk and "", or None and the reason."""
         storage, source = self.storage, None
         name, deletions = storage.catalog.name(key.digest), storage.deletions
         with storage.stats.timed("load_seconds", tier.name), contextlib.ExitStack() as opened:
@@ -104,7 +112,7 @@ class Reader:
                 if storage.is_expired(source.stat):
                     raise EntryFault("expired", f"it was stored more than {storage.ttl_s} s ago")
                 chunk = decode(OpenEntry(tier, key, source, deletions))
-                opened.pop_all()
+                opened.pop_all()  # now `decode` closes the source
                 return chunk, ""
             except (EntryFault, OSError, MemoryError) as fault:
                 storage.refuse_entry(tier, key, source, fault)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the reader, the writer and the administration of a store share: its memories, its tiers, and their catalog."""
+"""What the reader, the writer and the administration of a store share: memories, tiers, queues, catalog and counts."""
 
 import contextlib
 import errno
@@ -80,11 +80,11 @@ class Storage:
         return [other for other in self.tiers[: self.tiers.index(tier)] if other.is_local]
 
     def is_expired(self, stat: ObjectStat | None) -> bool:
-        """Return True for an entry that is too old; one from the future is as old as it is far off: clocks differ."""
+        """Whether an entry is too old. Clocks differ: one from the future is as old as it lies ahead."""
         return self.ttl_s is not None and stat is not None and abs(time.time() - stat.created) > self.ttl_s
 
-    def use_share(self, level: MemoryCache | BoundedTier, name: str, digest: str) -> None:
-        """Tell an eviction policy that reads it which share of a chunk's tokens earlier requests found important."""
+    def restore_importance(self, level: MemoryCache | BoundedTier, name: str, digest: str) -> None:
+        """Tell a level's eviction policy which share of a chunk's tokens was important, if it ranks chunks by that."""
         if level.policy.reads_importance and (record := self.importance.get(digest)) is not None:
             level.use(name, record.share)
 

@@ -28,7 +28,7 @@ __all__ = ["BaseStore", "CheckResult", "EntryInfo"]
 
 
 class BaseStore:
-    """KV of chunks by what they were computed from; threads may share it.
+    """KV of chunks, by the key that says what they were computed from; threads may share it.
 
     Chunks are ready to use in `memories`, and behind them in `tiers` that keep bytes, the nearest first. A fault never
     leaves here: it is a miss, counted, and warned of once. A chunk that comes from a farther tier is taken into
@@ -55,8 +55,8 @@ class BaseStore:
         codec: str = "raw",
     ) -> None:
         self.namespace = namespace
-        # layers that a request reads ahead of their use; 0 reads chunks whole before it begins. Without a bound by
-        # default: what was read is held until the request ends, and the first layers, all tokens' own, hide the most
+        # how many layers a request reads ahead of their use; 0: it reads chunks whole before it begins. Unbounded by
+        # default: what was read is kept until the request ends anyway, and the first layers take longest to compute
         self.pipeline_depth: float = math.inf
         self.storage = Storage(memories, tiers, namespace, secret, index, limits)
         self.secret = self.storage.secret
@@ -87,16 +87,16 @@ class BaseStore:
         return self.reader.get(key, budget_s, layout) if self._is_ours(key) else None
 
     def at_hand(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
-        """Fetch those of some chunks that a request can use from memory as they are; the others are for `stream`."""
+        """Fetch those of some chunks that are in memory and can be used from there; `stream` fetches the others."""
         return self.reader.cached(keys, layout) if self.layer_reader.uses_memory else {}
 
     def stream(
         self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
     ) -> ChunkKV | None:
-        """Fetch a chunk as `get` does; its layers may still be on their way, and after a fault it is recomputed.
+        """Fetch a chunk as `get` does, but return before all layers were read; after a fault `recompute` gives it.
 
-        A tier on another machine is waited for as long as computing the chunk takes, as far as `timed` blocks of the
-        same model have shown, or for `budget_s`.
+        A tier on another machine is waited for `budget_s`; None: as long as computing the chunk takes, by the `timed`
+        blocks of the same model.
         """
         if not self._is_ours(key):
             return None
@@ -105,7 +105,7 @@ class BaseStore:
         return self.reader.get(key, self._compute_times.expect_s(key) if budget_s is None else budget_s, layout)
 
     def timed(self, *keys: ChunkKey) -> contextlib.AbstractContextManager[None]:
-        """Measure a block that computes and puts missing chunks: later requests wait no longer than that for one."""
+        """Measure a block that computes and puts missing chunks; `stream` waits no longer than that for one."""
         return self._compute_times.timed(*keys)
 
     def put(self, chunk: ChunkKV) -> ChunkKV:

@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk whose layers come one by one: each is verified when it is read, and waited for when it is used.
 
-A layer that is damaged, missing or late is no reason to begin the request again. What is stored is what the chunk
-alone computes, so the chunk is computed alone once more, and its layers take the place of those that have not come
-yet; the layers that were used already are the same.
+A `StreamReader` opens an entry (`_Stream`) and returns a `ChunkKV` whose `layers` are a `StreamedLayers`. The pipeline
+of a request reads layers ahead of their use, by `fetch_kv`. A layer that nobody reads ahead is read when it is used.
+
+A layer that is damaged, missing or late is no reason to begin the request again: the chunk is computed alone once
+more, as it was when it was stored. Its layers take the place of those that have not come; the layers that were used
+already are the same.
 """
 
 import contextlib
@@ -155,7 +158,11 @@ class _Stream:
 
 
 class StreamedLayers(Sequence[KV]):
-    """The states of each layer, `[kv_heads, tokens, head_dim]` each, as `ChunkKV.layers`."""
+    """The states of each layer, `[kv_heads, tokens, head_dim]` each, as `ChunkKV.layers`.
+
+    `read` reads a layer and possibly some after it, `recompute` gives the chunk after a fault, `complete` receives
+    all layers once they were read. One layer is waited for `patience_s` at most, all together for `budget_s`.
+    """
 
     def __init__(
         self,
@@ -169,8 +176,8 @@ class StreamedLayers(Sequence[KV]):
         self._read, self._recompute, self._complete, self._patience_s = read, recompute, complete, patience_s
         self._budget_s = budget_s
         self._layers: list[KV | None] = [None] * count
-        self._fault: BaseException | None = None
-        self._instead: ChunkKV | None = None
+        self._fault: BaseException | None = None  # of a read; no further layer is read
+        self._instead: ChunkKV | None = None  # the chunk computed again
         self._changed, self._reading = threading.Condition(new_lock()), new_lock()
         self.drivers: list[Any] = []  # pipelines that read ahead; told how far use has come
 
@@ -215,6 +222,7 @@ class StreamedLayers(Sequence[KV]):
             self._reading.release()
 
     def _take(self, index: int) -> None:
+        """Read a layer and wake those who wait for it; the last one completes the chunk."""
         layers: Sequence[KV] = ()
         try:
             layers, fault = self._read(index), None
@@ -228,6 +236,7 @@ class StreamedLayers(Sequence[KV]):
             self._complete(tuple(arrived))
 
     def _awaited(self, index: int) -> KV:
+        """Wait for a layer; after a fault, or too long, compute the chunk again and take its layer."""
         patience_s, reason = min((self._patience_s, "late"), (max(0.0, self._budget_s), "slow"))
         if not any(driver.is_running for driver in self.drivers):
             self._fetch_here(index)

@@ -21,13 +21,13 @@ Item = TypeVar("Item")
 
 
 class WriteQueue(Generic[Item]):
-    """What is to be written behind requests, such as entries on their way to one tier, the oldest first.
+    """Writes that requests do not wait for, such as entries on their way to one tier, the oldest first.
 
-    Threads may share it. `index` knows the chunks in it.
+    Threads may share it. `index` lists the chunks in it.
 
-    The thread that writes lives only while something is in the queue. A process that ends goes on writing for
-    `EXIT_S` and the call that is under way, and drops the rest. A forked child begins with an empty queue: what was in
-    it is written by the parent.
+    The thread that writes lives only while something is in the queue. When the process ends, it continues for
+    `EXIT_S`, finishes the write that is under way, and drops the rest. A forked child begins with an empty queue: the
+    parent writes what was in it.
     """
 
     name = "queue"
@@ -53,7 +53,10 @@ class WriteQueue(Generic[Item]):
     def put(
         self, digest: str, item: Item, nbytes: int = 1, wait_s: float | None = 0.0, key: ChunkKey | None = None
     ) -> bool:
-        """Take an entry, unless it is in the queue already; with a key it is listed."""
+        """Queue an item under a digest, unless one is there; `key` lists it in the index.
+
+        Waits up to `wait_s` for room; returns False if there is none, or no thread can be started.
+        """
         with self._own():
             if digest in self._items:
                 return True

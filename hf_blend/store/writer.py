@@ -54,7 +54,7 @@ class Writer:
         for memory in self._storage.memories:
             try:
                 memory.put(chunk)
-                self._storage.use_share(memory, digest, digest)
+                self._storage.restore_importance(memory, digest, digest)
             except (RuntimeError, MemoryError) as error:  # of a device that is full
                 stats.count("store_failures", type(error).__name__)
                 stats.warn_once(f"chunks cannot be held in the {memory.name} tier ({error})")
@@ -84,7 +84,7 @@ class Writer:
             self._storage.catalog.add(tier, chunk.key)
         except OSError as error:
             return self._storage.refuse_write(tier, error)
-        self._storage.use_share(tier, name, chunk.key.digest)
+        self._storage.restore_importance(tier, name, chunk.key.digest)
 
     def _write_pending(self, tier: BoundedTier, chunk: ChunkKV, guard: Guard, parts: Sequence[memoryview]) -> None:
         if guard.is_intact():
@@ -101,7 +101,7 @@ class Writer:
                 with storage.stats.timed("store_seconds", tier.name):
                     stored = tier.put_if_absent(name, encoded())
                 storage.stats.count("stored", tier.name, int(stored))
-                storage.use_share(tier, name, digest)
+                storage.restore_importance(tier, name, digest)
             storage.catalog.add(tier, chunk.key)
         except (OSError, MemoryError, EntryFault) as error:
             storage.refuse_write(tier, error)

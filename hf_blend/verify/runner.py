@@ -15,7 +15,7 @@ from torch import nn
 from .. import plugins
 from ..errors import ConfigError, UnsupportedModelError, suggest
 from ..model.checks import CHECKS, FAILURES
-from ..model.extras import rooms
+from ..model.extras import layer_extensions
 from ..model_names import load_model
 from .model_under_test import ModelUnderTest, attending, attentions
 
@@ -89,7 +89,7 @@ def check_names() -> dict[str, str]:
     for name in MODULES:
         importlib.import_module(f".{name}", __package__)
     plugins.extensions("checks")
-    rooms()
+    layer_extensions()
     for point in entry_points(group=GROUP):
         point.load()
     return {name: check.claim for name, check in sorted(CHECKS.items()) if issubclass(ModelUnderTest, check.needs)}

@@ -16,7 +16,7 @@ from tests.test_second_device import Recorder
 
 ON_HOST = {  # the functions that bring tensors of more than one number to the host, or make them there
     "attention._spans", "engine._generation_loop_body", "sampling.check",  # a step: its requests, and their tokens
-    "positions.read_together", "report.chosen_columns",  # a blend: its prompt, and its figures
+    "positions.copy_to_host", "report.chosen_columns",  # a blend: its prompt, and its figures
     "sampling.draw", "sampling.prepare_tensor_args",  # an answer that is drawn: its log probabilities
     "capture.capture_chunks", "chunk.of", "chunk._dense_copy", "chunk.has_usable_values",  # a chunk to be stored
 }  # fmt: skip

@@ -1,3 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a model computes, as far as it can be known without running it: weights, structure, code, hooks."""
+"""What a model computes, as far as it can be known without running it.
+
+The door is `hf_blend.model.fingerprint`. `structure` walks over config, modules and attributes, `code` names functions
+and classes, `weights` digests and samples tensors, `canonical` refuses hooks and wrappers that nothing can compare.
+"""

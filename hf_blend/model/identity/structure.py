@@ -118,7 +118,8 @@ class Structure:
         modules = dict(model.named_modules())
         refuse_foreign_hooks(modules.values())
         self.tensors: list[tuple[str, nn.Module, Tensor]] = []
-        self._met = {id(module): f"@{path}" for path, module in modules.items()}  # what is described by a name, by id
+        # by the id of an object how it is described when it is met again: a module by its path
+        self._described = {id(module): f"@{path}" for path, module in modules.items()}
         self._depth = 0  # of objects inside objects
         self._attention = set[str]()  # names of the implementations in use
         config = config_part(model.config.to_dict())
@@ -132,7 +133,9 @@ class Structure:
             "format": FORMAT,
             "model_class": type(model).__name__,
             "config": config,
-            "modules": [[path, type(module).__qualname__, self._of(path, module)] for path, module in modules.items()],
+            "modules": [
+                [path, type(module).__qualname__, self._fields(path, module)] for path, module in modules.items()
+            ],
             "classes": [class_name(kind) for kind in kinds],
             "patches": {name: patch for home in homes for name, patch in patches(home).items()},
         }
@@ -141,8 +144,8 @@ class Structure:
             name: self._describe(function, name) for name, function in functions.items() if not is_stock(function)
         }
 
-    def _of(self, path: str, module: nn.Module) -> dict[str, Any]:
-        """The attributes of a module that count."""
+    def _fields(self, path: str, module: nn.Module) -> dict[str, Any]:
+        """The attributes of a module that count; its tensors are added to `tensors`."""
         attributes, self._owner = vars(module), module
         forward = attributes.get("forward")
         is_compiled = "_orig_mod" in module._modules or attributes.get("_compiled_call_impl") is not None
@@ -153,7 +156,7 @@ class Structure:
             )
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in self._met:
+                if tensor is not None and id(tensor) not in self._described:
                     self._describe_object(tensor, f"{path}.{name}")
         described = {}
         for name, value in attributes.items():
@@ -172,8 +175,8 @@ class Structure:
         """Anything that a module holds, as a value of JSON; the same in every process where that can be said."""
         if type(value) in _PLAIN:
             return value
-        if id(value) in self._met:
-            return self._met[id(value)]
+        if id(value) in self._described:
+            return self._described[id(value)]
         if isinstance(value, Enum):
             return self._describe(value.value, path)
         if isinstance(value, (int, float, str)):
@@ -197,17 +200,17 @@ class Structure:
         return self._describe_object(value, path)
 
     def _describe_object(self, value: Any, path: str) -> Any:
-        """An object that is met for the first time; a config counts by its digest, here and again."""
-        self._met[id(value)] = type(value).__qualname__
+        """An object that was not described before. A tensor is added to `tensors`, a config counts by its digest."""
+        self._described[id(value)] = type(value).__qualname__
         if isinstance(value, Tensor):
             if not (self._moving_tables and path.endswith("inv_freq")):
                 self.tensors.append((path, self._owner, value))
-            self._met[id(value)] = "Tensor"
+            self._described[id(value)] = "Tensor"
             return "Tensor"
         if hasattr(value, "to_dict"):
             self._attention |= {getattr(value, "_attn_implementation", None)} - {None}
-            self._met[id(value)] = digest_of(config_part(value.to_dict()))
-            return self._met[id(value)]
+            self._described[id(value)] = digest_of(config_part(value.to_dict()))
+            return self._described[id(value)]
         if isinstance(value, ModuleType) or type(value).__name__ in OPAQUE:
             return type(value).__qualname__
         fields, self._depth = getattr(value, "__dict__", {}), self._depth + 1
