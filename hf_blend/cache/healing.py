@@ -34,7 +34,6 @@ class RewritingTwin(DynamicLayer):
     """The twin of a layer that keeps all tokens: new K and V overwrite those of the layer, but for the exact ones."""
 
     begins_at_zero = False
-    is_croppable = True
 
     def __init__(self, own: Any) -> None:
         super().__init__()
