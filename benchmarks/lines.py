@@ -52,6 +52,8 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
         "a stock static cache, for compiled steps": ("cache/static_copy.py",),
         "attention by an indexer": ("cache/indexed_layer.py",),
         "further turns keep what the same model computed of them": ("cache/turns.py",),
+        "a blended cache becomes exact while nobody waits": ("cache/healing.py", "cache/idle_healing.py"),
+        "forwards are noticed however they come, and undone": ("cache/forward_watch.py", "cache/blending.py"),
     },
     "store": {
         "processes share a folder: one index, caps, quotas, eviction, listings": (

@@ -20,7 +20,18 @@ from tests.source import ROOT, tree_of
 HOMES = {"hf_blend": ROOT / "hf_blend", "hf_blend.cli": ROOT / "cli", "hf_blend.evaluation": ROOT / "evaluation"}
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; whence it imports, beside "common"
     "common": (
-        tuple("errors threads version plugins config recipes model_names store.chunk store.nibbles".split()),
+        (
+            "errors",
+            "threads",
+            "version",
+            "plugins",
+            "config",
+            "recipes",
+            "model_names",
+            "store.chunk",
+            "store.nibbles",
+            "model.cache_keyword",
+        ),
         (),
     ),
     "rotary": (("rotary",), ()),

@@ -10,7 +10,7 @@ import pytest
 
 MOST = {
     "top": 1_527,
-    "cache": 2_504,
+    "cache": 2_510,
     "context": 3_227,
     "correctors": 171,
     "far tiers": 628,
@@ -18,19 +18,19 @@ MOST = {
     "images": 652,
     "integrations": 2_000,
     "loading": 453,
-    "model": 3_677,
+    "model": 3_685,
     "offload": 881,
-    "prefill": 2_745,
+    "prefill": 2_741,
     "prompt": 963,
     "rotary": 331,
     "selectors": 713,
     "serving": 4_418,
     "sparse": 2_165,
-    "store": 5_330,
+    "store": 5_350,
     "verify": 1_353,
     "cli": 2_430,
     "evaluation": 5_547,
-    "tests": 35_466,
+    "tests": 35_494,
 }
 
 

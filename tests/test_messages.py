@@ -260,15 +260,17 @@ def test_the_instruction_is_a_system_message_where_the_template_has_one(plain, t
 
 def test_a_turn_is_rendered_as_the_template_renders_the_whole_conversation(plain):
     tokenizer = plain[1]
-    history = [Turn("Who?", "Mara."), Turn("Where?", "There.")]
-    made = build_request(tokenizer, ["DOC\n"], "When?", "Be short.", history)
+    history = [Turn("Who?", "Mara.", ("DOC\n",)), Turn("Where?", "There.")]
+    made = build_request(tokenizer, ["NEW\n"], "When?", "Be short.", history)
     assert tokenizer.apply_chat_template(made["messages"], tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nDOC\n\nQuestion: Who?<|im_end|>\n"
         "<|im_start|>assistant\nMara.<|im_end|>\n<|im_start|>user\nWhere?<|im_end|>\n"
-        "<|im_start|>assistant\nThere.<|im_end|>\n<|im_start|>user\nWhen?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>assistant\nThere.<|im_end|>\n<|im_start|>user\nNEW\n\nQuestion: When?<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
     tokenizer.chat_template = None
-    made = build_request(tokenizer, ["DOC\n"], "When?", None, history)
+    made = build_request(tokenizer, ["NEW\n"], "When?", None, history)
+    assert made["chunks"] == ["DOC\n", "NEW\n"]
     said = "Question: Who?\nAnswer: Mara.\nQuestion: Where?\nAnswer: There.\n"
     assert made["question"] == f"{said}Question: When?\nAnswer:"
 

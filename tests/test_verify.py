@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
-from hf_blend.cache import layers
+from hf_blend.cache import healing, layers
 from hf_blend.cache.blend_cache import BlendCache
 from hf_blend.context import self_extend, sequence_cache, tables
 from hf_blend.hybrids import mixer
@@ -235,6 +235,13 @@ COMPUTE_CHUNKS, BEGIN = plan.compute_chunks, blend.Prefill._begin
 CUT = arguments.RowArguments.cut
 WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.ForwardHooks._ended, layers.BlendLayer.update
 
+
+def one_column_on(twin, start, exact):
+    """Tokens are healed, and all but the first of a block are written."""
+    twin._start = twin._length = start
+    twin._exact = max(exact, start + 1)
+
+
 BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attribute, what is put in its place
     ("realign_identity", realign, "compose", wrong_turn),
     ("moved_chunk", realign, "compose", turn_by_half),
@@ -276,6 +283,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("packed_chunks", capture, "PackedLines", all_before_seen),
     ("shared_prefix", capture, "PackedLines", all_before_seen),
     ("mixers_of", mixer.MixerPass, "enter", hold),
+    ("heal", healing.RewritingTwin, "begin", one_column_on),
     ("ignores_states", calibrate, "HELD_TOKENS", calibrate.HELD_TOKENS),  # jamba's own code is the break
 ]  # fmt: skip
 

@@ -36,8 +36,8 @@ and on MuSiQue reuse alone is nearly as good.**
 <!--end-->
 
 The error is the KL divergence from full prefill over ten tokens of its answer, as a share of what reuse of chunks
-behind BOS alone leaves, with its 95 % interval. A star: the rule is told to be better than tokens at random at the
-same charge. The first column is where the default does worst: there it does not beat random tokens, and a few prompts
+behind BOS alone leaves, with its 95 % interval. A star: the rule beats tokens at random at the same charge, with 95 %
+confidence. The first column is where the default does worst: there it does not beat random tokens, and a few prompts
 on which the model wavers between two answers hold most of the mean.
 
 Prompts have six passages, of which one holds the answer; weights are float32, Qwen2.5's bfloat16. Prompts, rules and
@@ -267,9 +267,9 @@ def _first_token(
         result,
         question,
         lambda found: (
-            f"Charged {_share(_first(found, ratio=ratio)['charged_budget'])} of a prefill, "
+            f"At a charge of {_share(_first(found, ratio=ratio)['charged_budget'])} "
             f"{_first(found, ratio=ratio)['speedup']:.1f} times, "
-            f"{_share(_first(found, ratio=ratio)['bound_share'])} of what the saved FLOPs allow."
+            f"{_share(_first(found, ratio=ratio)['bound_share'])} of the speed-up that the saved FLOPs allow."
         ),
         lambda found: (
             f"`hf-blend bench ttft`: {_setting(found['machine'])}, a prompt of "
@@ -350,10 +350,10 @@ SECTIONS = (
         lambda found: (
             f"At 32,768 tokens {_first(found, context=32768, way='0.25 locked')['vs_dense']:.2f} times with a "
             "quarter of the "
-            f"blocks, at 4,096 {_first(found, context=4096, way='0.25 locked')['vs_dense']:.2f} times; a selection "
-            "that is made again in every step costs most of it."
+            f"blocks, at 4,096 {_first(found, context=4096, way='0.25 locked')['vs_dense']:.2f} times, if the "
+            "selection is held over steps. Selecting again in every step costs most of it."
         ),
-        lambda found: f"`benchmarks/bench.py sparse-decode`: {_setting(found)}; locked: a selection kept over steps.",
+        lambda found: f"`benchmarks/bench.py sparse-decode`: {_setting(found)}.",
         {},
         "Not measured: text; random K and V are attended to evenly.",
     ),

@@ -155,7 +155,7 @@ def robust_rows(document: dict[str, Any], chunks: int = 6) -> dict[tuple[str, st
 def _front(document: dict[str, Any]) -> list[str]:
     """Full reuse and the default beside full prefill, a line for each model and task, the worst first."""
     lines = [
-        "| model, prompts | full reuse: error, first token | default: error, first token | full prefill's answer |",
+        "| model, prompts | full reuse: error, first token | default: error, first token | answer of full prefill |",
         "|---|---|---|---|",
     ]
     for (model, task), rows in robust_rows(document).items():

@@ -49,7 +49,6 @@ from .blending import ForwardPlanning, ModelTraits
 from .cache_layers import KVLayers
 from .forward_watch import ForwardWatch
 from .healing import heal
-from .layers import as_indices
 from .static_copy import static_copy
 from .turns import ASK_AGAIN, KnownPrompts, Turns
 
@@ -434,10 +433,6 @@ class BlendCache(Cache):
         """
         refuse_other_author(self.turns.author, author_of(self.model), super().get_seq_length(), ASK_AGAIN)
         return static_copy(self.model, self.kv.all, max_cache_len)
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """Keep only some requests; `indices` is `[kept]`, or a boolean for each."""
-        super().batch_select_indices(as_indices(indices))
 
     def reset(self) -> None:
         """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""

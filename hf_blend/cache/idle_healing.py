@@ -54,4 +54,4 @@ def _heal(cache: BlendCache, history: Tensor | None, is_stopped: Event) -> None:
         while not is_stopped.is_set() and (left := cache.heal(STEP_TOKENS, history)) and left != before:
             before = left
     except Exception as error:
-        logger.exception("healing ended (%s); the cache stays exact on the left and blended on the right", error)
+        logger.warning("healing ended (%r), and the cache stays exact on the left and blended on the right", error)

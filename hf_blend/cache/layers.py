@@ -62,9 +62,10 @@ class BatchOfRequests:
         """Repeat every batch entry `repeats` times in a row."""
         self._map(lambda states: states.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some batch entries; `indices` is `[kept]`."""
-        self._map(lambda states: states.index_select(0, indices.to(states.device)))
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep only some batch entries; `indices` is `[kept]`, or a boolean for each."""
+        rows = as_indices(indices)
+        self._map(lambda states: states.index_select(0, rows.to(states.device)))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change all that is held along its first axis, the batch."""

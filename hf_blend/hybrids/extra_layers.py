@@ -262,7 +262,7 @@ class MixerTwin(MixerLayer):
         """Expect tokens behind those that came."""
 
 
-class MixerAttentionTwin(MixerTwin, RewritingTwin):
+class MixerAttentionTwin(MixerTwin, RewritingTwin):  # type: ignore[override]
     """The state behind the healed tokens, and K and V that are overwritten in the layer itself."""
 
     has_only_state = False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.layers import BlendLayer, MadeStates
+from ..cache.layers import BlendLayer, MadeStates, as_indices
 from ..cache.quantised_layer import GROUP_TOKENS, QuantisedLayer
 from ..config import BlendConfig
 from ..errors import ConfigError
@@ -201,9 +201,9 @@ class OffloadedLayer(MadeStates, BlendLayer):
         self.away_tokens = self._held = 0
         self.memory.remove(self.index)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Any) -> None:
         """Keep only some batch entries; nothing is read if all stay in their order."""
-        if not torch.equal(indices.cpu(), torch.arange(self.batch_size)):
+        if not torch.equal(as_indices(indices).cpu(), torch.arange(self.batch_size)):
             super().batch_select_indices(indices)
 
     def _like(self) -> tuple[Tensor, Tensor]:

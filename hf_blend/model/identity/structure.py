@@ -208,7 +208,8 @@ class Structure:
             self._described[id(value)] = "Tensor"
             return "Tensor"
         if hasattr(value, "to_dict"):
-            self._attention |= {getattr(value, "_attn_implementation", None)} - {None}
+            if name := getattr(value, "_attn_implementation", None):
+                self._attention.add(name)
             self._described[id(value)] = digest_of(config_part(value.to_dict()))
             return self._described[id(value)]
         if isinstance(value, ModuleType) or type(value).__name__ in OPAQUE:
