@@ -4,6 +4,7 @@
 
 import asyncio
 import gc
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -28,7 +29,7 @@ from .service import Service
 from .tenants import Tenant, Tenants
 from .wire import Limits
 
-__all__ = ["ServerPlan", "listen", "make_service", "serve"]
+__all__ = ["ServerPlan", "check_port", "listen", "make_service", "serve"]
 
 OnStart: TypeAlias = Callable[[str, Callable[[], None]], None]
 
@@ -103,6 +104,14 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any =
         f"requests and {share_gb} for the chunks of each of {len(rows)} tenants, of {all_gb} of memory available"
     )
     return Service(engine, tokenizer, tenants, plan.limits, plan.name, memory, plan.metrics_by_tenant, eyes)
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that cannot be listened at, before a model is read for it."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ConfigError(f"port {port} of {host} cannot be listened at. Choose another with --port.") from error
 
 
 def serve(service: Service, host: str, port: int, patience_s: int = 30, on_start: OnStart | None = None) -> None:

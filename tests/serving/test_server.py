@@ -35,7 +35,7 @@ from hf_blend.recipes import Recipe
 from hf_blend.serving import app, service
 from hf_blend.serving.guard import Connections, Guard, Refused
 from hf_blend.serving.prompts import chat_prompt, text_prompt
-from hf_blend.serving.run import ServerPlan, make_service, serve
+from hf_blend.serving.run import ServerPlan, check_port, make_service, serve
 from hf_blend.serving.tenants import Tenant, read_tenants
 from hf_blend.serving.wire import Limits
 from tests.asking import noting
@@ -563,8 +563,10 @@ def test_a_file_of_tenants_that_makes_no_sense_is_refused(content, words, tmp_pa
 def test_a_port_that_is_taken_is_refused(reference, tmp_path, server):
     model, tokenizer = reference
     service = make_service(model, tokenizer, ServerPlan(location=str(tmp_path), blend=BlendConfig(), cache_tokens=256))
-    with pytest.raises(ConfigError, match="cannot be listened at"):
-        serve(service, "127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    taken = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
+    for attempt in (check_port, lambda host, port: serve(service, host, port)):
+        with pytest.raises(ConfigError, match="cannot be listened at"):
+            attempt(*taken)
     assert not service.engine.is_running()
 
 
