@@ -125,6 +125,7 @@ def serve(
     blend = blend_config(selector, recompute_ratio=ratio, is_blind=True, allow_unverified=allow_unverified)
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
     from hf_blend.serving import run  # after the refusal that names a missing extra
+
     run.check_port(host, port)
 
     def announce(document: dict[str, Any]) -> None:
