@@ -11,7 +11,9 @@ from torch import nn
 from transformers import GenerationMixin
 
 KEYWORDS = ("cache", "past_key_values")
-KEYWORD = next(name for name in KEYWORDS if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters)
+KEYWORD = next(
+    name for name in KEYWORDS if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
 
 
 @lru_cache(maxsize=256)
