@@ -25,10 +25,13 @@ STYLES = {
     "gpt_oss": "half narrow",
     "deepseek_v3": "half in values",
     "llama4_text": "interleaved narrow + unrotated",
-    "gptj": "interleaved narrow reversed" if KEYWORD == "cache" else "interleaved narrow",  # since 5.24
+    "gptj": "interleaved narrow",
     "nanochat": "half reversed",
 }
-EXTENDED = ("deepseek_v3", "nanochat")  # the others attend within windows, or never ask for their attention
+EXTENDED = ["deepseek_v3", "nanochat"]  # the others attend within windows, or never ask for their attention
+if KEYWORD == "cache":  # GPT-J of transformers 5.24 receives a table, and asks for its attention
+    STYLES["gptj"] = "interleaved narrow reversed"
+    EXTENDED.append("gptj")
 
 
 def unproved(subject, *rungs):

@@ -226,7 +226,7 @@ def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(t
 def test_a_position_beyond_a_buffer_of_sines_is_refused():
     cache = filled(shared_zoo_model("gptj"), 40)
     cache.shift(0, 0, None, 10_000)
-    with pytest.raises(PromptError, match="position 10039, but the model's rotary (buffer|table).* 512"):
+    with pytest.raises(PromptError, match=r"position 10039, but the model's rotary (buffer|table).* 512"):
         cache.materialize()
 
 
