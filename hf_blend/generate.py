@@ -9,7 +9,7 @@
 `kv_device_map="disk"` beside it the other blocks are not on the device.
 
 Greedy search, sampling and beam search run as without it. transformers does not hand a streamer or an assistant to a
-callable: for those make a `BlendCache` and pass it as `past_key_values`.
+callable: for those make a `BlendCache` and pass it to `generate` itself.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from . import plugins
 from .cache.blend_cache import BlendCache
 from .config import BlendConfig, default_config
 from .errors import ConfigError
-from .model.cache_keyword import cache_among, cache_argument, without_cache
+from .model.cache_keyword import KEYWORD, cache_among, cache_argument, without_cache
 from .prefill.report import BlendReport
 from .store import ChunkStore
 
@@ -49,7 +49,7 @@ class Blended:
         if past is not None and past.get_seq_length() > 0:
             raise ConfigError(
                 f"the cache has {past.get_seq_length()} tokens, but custom_generate=blended(...) begins with "
-                "none. Pass a BlendCache as past_key_values, and no custom_generate."
+                f"none. Pass a BlendCache as {KEYWORD}, and no custom_generate."
             )
         mode = generation_config.get_generation_mode(kwargs.get("assistant_model"))
         method = getattr(type(model), GENERATION_MODES_MAPPING[mode], None)

@@ -10,6 +10,7 @@ import torch
 
 from hf_blend import BlendCache, ConfigError, observer
 from hf_blend.cache.forward_watch import State
+from hf_blend.model.cache_keyword import cache_among
 from tests.asking import GREEDY, PIECES, as_stock, hooks, memory, prepared
 
 BLENDED, IDLE, PLAIN, WATCHED = State.BLENDED, State.IDLE, State.PLAIN, State.WATCHED
@@ -27,7 +28,7 @@ def states(model):
 
     @observer
     def look(layer, args, kwargs):
-        if isinstance(cache := kwargs["past_key_values"], BlendCache):
+        if isinstance(cache := cache_among(kwargs), BlendCache):
             seen.append(cache.watch.state)
 
     handle = model.model.layers[0].register_forward_pre_hook(look, with_kwargs=True)

@@ -353,7 +353,7 @@ def test_what_makes_no_sense_is_refused(which):
         ChunkStore.open("memory://", partial=partial)
 
 
-@pytest.mark.parametrize("family", ["gptj", "falcon", "bloom"])
+@pytest.mark.parametrize("family", ["falcon", "bloom"])
 @torch.no_grad()
 def test_chunks_are_loaded_whole_for_attention_that_no_function_can_take(family):
     model, found = zoo_model(family), []

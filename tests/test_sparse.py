@@ -331,7 +331,7 @@ def test_draft_that_is_missing_or_has_another_vocabulary_is_refused_by_name(mode
             sparsely(model, draft=other, draft_selects=selects)
 
 
-@pytest.mark.parametrize("kind", ["gptj", "jetmoe"])  # in its own code; of keys that it repeats itself
+@pytest.mark.parametrize("kind", ["falcon", "jetmoe"])  # in its own code; of keys that it repeats itself
 def test_sparse_decoding_refuses_attention_that_no_function_can_take(kind):
     with pytest.raises(UnsupportedModelError, match=rf"(?i)layer 0 of {kind}.*code of its own.*that it repeats"):
         sparsely(tiny_model(kind))

@@ -8,6 +8,8 @@
     output = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
     print(cache.report)
 
+From transformers 5.24 on the keyword is `cache=cache`; the older one works there with a warning.
+
 One object carries a request. It knows a prompt either from `inputs` or from the ids that `generate` passes to the
 model, enters the model's layers for the one forward that is the prefill, and behaves as any dynamic cache afterwards.
 """

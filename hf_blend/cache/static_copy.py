@@ -11,6 +11,7 @@ from transformers import StaticCache
 
 from ..errors import ConfigError
 from ..model.anatomy import has_indexer, text_config
+from ..model.cache_keyword import KEYWORD
 
 __all__ = ["static_copy"]
 
@@ -24,7 +25,7 @@ def static_copy(model: nn.Module, layers: Sequence[Any], max_cache_len: int) -> 
     if not cached:
         raise ConfigError(
             "a BlendCache without tokens was to be copied into a StaticCache, expected one behind a prefill. Call "
-            "generate(**inputs, past_key_values=cache, max_new_tokens=1) first."
+            f"generate(**inputs, {KEYWORD}=cache, max_new_tokens=1) first."
         )
     if type(max_cache_len) is not int or max_cache_len <= cached:
         raise ConfigError(

@@ -3,7 +3,7 @@
 """`SequenceCache`: a cache for stock `generate` whose tokens can be removed, shared, moved and divided.
 
     cache = SequenceCache(model)
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, past_key_values=cache)  # cache=cache from transformers 5.24 on
     cache.copy(0, 1)                  # a second sequence over the same storage
     cache.remove(1, 100, 200)         # without the tokens at positions 100 … 199
     cache.shift(1, 200, None, -100)   # the rest closes up; its keys are rotated when they are next needed

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedModelError
+from ..errors import PromptError, UnsupportedModelError
 from ..model.anatomy import (
     LayerCall,
     decoder_layers,
@@ -101,7 +101,13 @@ def counted_in_tokens(model: nn.Module, source: TableSource) -> str:
 
 @torch.no_grad()
 def _made(maker: Maker, positions: Tensor) -> Table:
-    table = rotary_table({"position_embeddings": maker(positions[None])})
+    try:
+        table = rotary_table({"position_embeddings": maker(positions[None])})
+    except IndexError as error:
+        raise PromptError(
+            f"a key is at position {int(positions.max())}, but the model's rotary table ends before it ({error}). "
+            "Keep the sequence below that length."
+        ) from error
     if table is None:
         raise UnsupportedModelError(
             f"a rotary module returned no (cos, sin) for {positions.numel()} positions, but these are expected to "

@@ -132,7 +132,7 @@ def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Modu
         raise UnsupportedModelError(message) from error
     for index, layer in enumerate(stock_layers(text_config(model))):
         if hasattr(layer, "recurrent_states") and index not in owners:
-            raise _refusal(model, index, "none of it came to the cache that the model was given as past_key_values")
+            raise _refusal(model, index, "none of it came to the cache with which the model was called")
     return {index: _innermost(model, index, paths) for index, paths in owners.items()}
 
 

@@ -11,12 +11,15 @@ from torch import nn
 from transformers import GenerationMixin
 
 KEYWORDS = ("cache", "past_key_values")
+KEYWORD = next(
+    name for name in KEYWORDS if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
 
 
 @lru_cache(maxsize=256)
 def _keyword(forward: Any) -> str:
-    named = [name for name in KEYWORDS if name in inspect.signature(forward).parameters]
-    return named[0] if named else _keyword(GenerationMixin.prepare_inputs_for_generation)
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in KEYWORDS if name in parameters), KEYWORD)
 
 
 def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ On a CPU, copying K and V out of the blocks is half of a decoding step. There a 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ..model.anatomy import LayerInfo, decoder_layers
-from ..model.attention import STOCK, hook_attention
+from ..model.attention import STOCK, TAKER, open_door
 from .paged import BlendedPagedCache
 
 __all__ = ["attend_by_request", "walk_requests"]
@@ -118,10 +119,14 @@ def _slices(reads: Tensor) -> list[slice]:
 def walk_requests(model: nn.Module) -> list[RemovableHandle]:
     """Let continuous batching of a model attend request by request, until the handles are removed."""
 
-    def choose(arguments: tuple[Any, ...]) -> AttentionFn | None:
-        is_step = any(isinstance(argument, PagedAttentionCache) for argument in arguments)
-        return attend_by_request if is_step and model.config._attn_implementation == STOCK else None
+    def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """Take the cache from a step's arguments: transformers 5.24 would update it before the attention function."""
+        cache = next((value for value in (kwargs or {}).values() if isinstance(value, PagedAttentionCache)), None)
+        if cache is None or model.config._attn_implementation != STOCK:
+            return None
+        open_door(STOCK)
+        others = {name: value for name, value in kwargs.items() if value is not cache}  # type: ignore[union-attr]
+        return args, {**others, TAKER: partial(attend_by_request, cache=cache)}
 
-    return hook_attention(
-        (module for layer in decoder_layers(model) for module in LayerInfo.of(layer).attention), choose
-    )
+    modules = (module for layer in decoder_layers(model) for module in LayerInfo.of(layer).attention)
+    return [module.register_forward_pre_hook(begins, with_kwargs=True) for module in modules]

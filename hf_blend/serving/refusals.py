@@ -66,7 +66,7 @@ def check_names() -> None:
     if missing:
         raise UnsupportedModelError(
             f"continuous batching of transformers {transformers.__version__} lacks {', '.join(missing)}, but blended "
-            "requests need that. Install transformers 5.23, or use a BlendCache for each request."
+            "requests need that. Install transformers 5.23 or 5.24, or use a BlendCache for each request."
         )
 
 

@@ -157,10 +157,10 @@ def test_blocks_of_a_prompt_are_in_a_row_between_those_that_are_kept_of_others(s
 
 def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, cache=None, **kwargs):
     """What flash attention computes: no mask, causal at the bottom right, each request of a step for itself."""
-    if cache is None:
-        ends = [(0, query.shape[2], 0, key.shape[2])]
-    else:
+    if cache is not None:  # transformers 5.24 has updated it before
         key, value = cache.update(key, value, module.layer_idx, kwargs)
+    ends = [(0, query.shape[2], 0, key.shape[2])]
+    if "read_index" in kwargs:  # a step
         rows, keys = kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"].tolist()
         ends = list(zip(rows, rows[1:], keys, keys[1:], strict=False))
     assert attention_mask is None

@@ -6,6 +6,7 @@ from itertools import islice
 
 import pytest
 import torch
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from tests.serving.processes import wait_for
 
@@ -17,7 +18,7 @@ def model(tiny_model):
 
 def adapters(model):
     """Two adapters that differ; the call switches from the first to the second, or back."""
-    peft = pytest.importorskip("peft", reason="peft is not installed")
+    peft = pytest.importorskip("peft", MIN_PEFT_VERSION, "this transformers needs a newer peft")
     settings = peft.LoraConfig(
         target_modules=["q_proj", "k_proj", "v_proj"], r=4, lora_alpha=32, init_lora_weights=False
     )

@@ -3,6 +3,7 @@
 """A folder for `generate(custom_generate=...)`: documents and a question in, an answer out, KV of documents reused."""
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend.model.cache_keyword import cache_argument
 
 
 def generate(
@@ -43,4 +44,4 @@ def generate(
         arguments |= cache.inputs_from_messages(tokenizer, messages, documents)
     elif chunks:
         arguments |= cache.inputs(tokenizer, prefix=prefix, chunks=chunks, question=question)
-    return model.generate(**arguments, past_key_values=cache)
+    return model.generate(**arguments, **cache_argument(model, cache))

@@ -38,6 +38,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from ...cache.blend_cache import BlendCache
 from ...config import BlendConfig
 from ...errors import ConfigError, HfBlendError, UnsupportedModelError
+from ...model.anatomy import stock_cache
 from ...model.cache_keyword import cache_argument
 from ...model.canary import COARSE_TOLERANCE, TOLERANCE
 from ...model.context import default_prefix
@@ -374,7 +375,8 @@ class Worker(BlendConnector):
         try:
             with torch.inference_mode(False), torch.no_grad():
                 row = torch.tensor([ids], device=self.model.device)
-                cache: Any = self.model(input_ids=row, use_cache=True, logits_to_keep=1).past_key_values
+                cache: Any = stock_cache(self.model)
+                self.model(input_ids=row, **cache_argument(self.model, cache), use_cache=True, logits_to_keep=1)
             worst = max(map(self._distance, self._layers, cache.layers, [blocks] * len(self._layers)))
             most = TOLERANCE.get(self.model.dtype, COARSE_TOLERANCE)
             if worst > most:
