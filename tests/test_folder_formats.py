@@ -40,7 +40,7 @@ def book(chapters: dict[str, str], spine: str, entities: str = "") -> bytes:
     )
     references = "".join(f'<itemref idref="{identifier}"/>' for identifier in spine.split())
     return zipped({
-        "META-INF/container.xml": '<container><rootfiles><rootfile full-path="OEBPS/book.opf"/></rootfiles></container>',
+        "META-INF/container.xml": '<container><rootfile full-path="OEBPS/book.opf"/></container>',
         "OEBPS/book.opf": f"{entities}<package><manifest>{items}</manifest><spine>{references}</spine></package>",
         **{f"OEBPS/text/{name}": text for name, text in chapters.items()},
     })  # fmt: skip
