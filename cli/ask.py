@@ -14,7 +14,7 @@ from hf_blend.evaluation.parsing import FileLimits
 from . import options
 from .calibrating import Calibrate, choose_config
 from .output import Json, humanise, interruptible, marked, say, show
-from .reading import prepare, read_questions
+from .reading import choose_files, prepare, read_questions
 
 if TYPE_CHECKING:
     from hf_blend import ChunkStore
@@ -51,6 +51,8 @@ def ask(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     allow_unverified: options.Unverified = False,
+    include: options.Include = None,
+    exclude: options.Exclude = None,
     file_megabytes: options.FileMegabytes = options.MEGABYTES,
     file_seconds: options.FileSeconds = options.SECONDS,
     verbose: options.Verbose = False,
@@ -80,7 +82,8 @@ def ask(
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
     limits = FileLimits(file_megabytes, file_seconds)
-    texts, corpus = read_questions(question, documents or [], questions, limits, verbose)
+    files = choose_files(include, exclude)
+    texts, corpus = read_questions(question, documents or [], questions, limits, files, verbose)
     source = open_model(model, device, dtype)
     printer = _Printer(json, compare, is_listed=questions is not None or not texts)
     prompts: list[Question] = []

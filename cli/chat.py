@@ -14,7 +14,7 @@ from hf_blend.evaluation.parsing import FileLimits
 from . import options
 from .calibrating import choose_config
 from .output import Json, say, show
-from .reading import read, say_limits, split
+from .reading import choose_files, read, say_limits, split
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.asking import Chat
@@ -40,6 +40,8 @@ def chat(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     allow_unverified: options.Unverified = False,
+    include: options.Include = None,
+    exclude: options.Exclude = None,
     file_megabytes: options.FileMegabytes = options.MEGABYTES,
     file_seconds: options.FileSeconds = options.SECONDS,
     verbose: options.Verbose = False,
@@ -64,7 +66,7 @@ def chat(
     blend_config(selector, recompute_ratio=ratio)  # refuses wrong settings before the weights are read
     if "-" in (names := corpus or []):
         raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")
-    documents = read(names, FileLimits(file_megabytes, file_seconds), verbose)
+    documents = read(names, FileLimits(file_megabytes, file_seconds), choose_files(include, exclude), verbose)
     source = open_model(model, device, dtype)
     with ChunkStore.open(store) as opened:
         retriever = Retriever(split(documents, source, chunk_tokens, store=opened), top_k)

@@ -15,8 +15,8 @@ from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
 from .calibrating import Calibrate, calibrate_once, say_recipe
-from .output import Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
-from .reading import read, split
+from .output import Cost, Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
+from .reading import choose_files, read, split
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.bundled import ModelSource
@@ -48,6 +48,8 @@ def index(
     calibrate: Calibrate = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    include: options.Include = None,
+    exclude: options.Exclude = None,
     file_megabytes: options.FileMegabytes = options.MEGABYTES,
     file_seconds: options.FileSeconds = options.SECONDS,
     dry_run: DryRun = False,
@@ -80,7 +82,7 @@ def index(
             raise ConfigError(
                 f"--ray came with the shard {share.number}/{share.count}. Leave it out: Ray shares all out."
             )
-    documents = read(corpus or [], FileLimits(file_megabytes, file_seconds), verbose)
+    documents = read(corpus or [], FileLimits(file_megabytes, file_seconds), choose_files(include, exclude), verbose)
     source = open_model(model, device, dtype)
     pieces = split(documents, source, chunk_tokens)
     estimate = indexing.Estimate.of(pieces, source)
@@ -110,7 +112,8 @@ def index(
             if ray:
                 done = _run_on_ray(indexer, ray, source, place)
             else:
-                done = indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
+                cost = Cost(lambda key: len(key.token_ids), estimate.nbytes // max(1, estimate.tokens))
+                done = indexer.run(lambda keys: progress(keys, "chunks", cost=cost, quiet=not is_first))
         if is_first:
             if calibrate:
                 calibrate_once(indexer.model, source.tokenizer, opened)

@@ -28,7 +28,7 @@ Question = Annotated[
 ]
 Documents = Annotated[
     list[str] | None,
-    typer.Argument(metavar="DOCUMENT", help="Files or folders: text, Markdown, HTML, PDF, JSONL; - is stdin."),
+    typer.Argument(metavar="DOCUMENT", help="Files or folders, of text and of many formats; - is stdin."),
 ]
 Device = Annotated[str, typer.Option(help="Where the model runs, such as cuda:1; auto is a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16; auto is as they were saved.")]
@@ -46,6 +46,12 @@ Controller = Annotated[
 FileMegabytes = Annotated[int, typer.Option(min=1, help="Most MB of a file of documents; of HTML an eighth.")]
 FileSeconds = Annotated[
     float, typer.Option(min=0.001, help="Most seconds to read a file, and as many to split it, for each of its MB.")
+]
+Include = Annotated[
+    list[str] | None, typer.Option("--include", help="Read only these files of folders: a line of .gitignore.")
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", help="Leave these files of folders out: a line of .gitignore.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Name every file that is left out, however many.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a piece that a document is split into.")]

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -105,30 +106,79 @@ def interruptible(what: str | Callable[[], str]) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def progress(items: Iterable[Item], what: str, *, total: int | None = None, quiet: bool = False) -> Iterator[Item]:
+@dataclass(frozen=True)
+class Cost:
+    """What a loop's items cost: the tokens of an item, and the bytes of a token."""
+
+    tokens: Callable[[Any], int]
+    bytes_per_token: int
+
+
+def progress(
+    items: Iterable[Item], what: str, *, total: int | None = None, cost: Cost | None = None, quiet: bool = False
+) -> Iterator[Item]:
     """Show on stderr how far a loop is: a bar on a terminal, and elsewhere a line every few seconds."""
     forbids_bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") and sys.stderr.isatty()  # `main` sets it in pipes
-    quiet = bool(quiet or forbids_bars or os.environ.get("TQDM_DISABLE"))
-    total = len(items) if total is None and isinstance(items, Sized) else total
-    if quiet:
+    if quiet or forbids_bars or os.environ.get("TQDM_DISABLE"):
         yield from items
-    elif sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import track
-
-        yield from track(items, what, total, console=Console(stderr=True), transient=True)
-    else:
-        yield from _lines(items, what, total)
+        return
+    total = len(items) if total is None and isinstance(items, Sized) else total
+    show_pace = _bar if sys.stderr.isatty() else _lines
+    yield from show_pace(items, _Pace(what, total, cost, sum(map(cost.tokens, items)) if cost else 0))
 
 
-def _lines(items: Iterable[Item], what: str, total: int | None) -> Iterator[Item]:
-    """Say now and then how far a loop is, and when it will end at this rate; nothing about a short one."""
-    started = last = time.monotonic()
-    for done, item in enumerate(items):
-        if (now := time.monotonic()) - last >= LINE_S and done:
-            last, rest = now, (now - started) / done * ((total or done) - done)
-            say(f"{done:,} of {total:,} {what}, about {duration(rest)} left" if total else f"{done:,} {what}")
+@dataclass
+class _Pace:
+    """How far a loop is: items, and tokens and bytes where they are counted."""
+
+    what: str
+    total: int | None
+    cost: Cost | None
+    total_tokens: int
+    items: int = 0
+    tokens: int = 0
+    started: float = field(default_factory=lambda: time.monotonic())
+
+    def count(self, item: Any) -> None:
+        """Count an item that is done."""
+        self.items += 1
+        self.tokens += self.cost.tokens(item) if self.cost else 0
+
+    def __str__(self) -> str:
+        if not self.total:
+            return f"{self.items:,} {self.what}"
+        texts, seconds = [f"{self.items:,} of {self.total:,} {self.what}"], time.monotonic() - self.started
+        done, rest = self.items, self.total - self.items
+        if self.cost:
+            done, rest = self.tokens, self.total_tokens - self.tokens
+            nbytes = humanise("nbytes", self.tokens * self.cost.bytes_per_token)
+            texts += [f"{self.tokens / max(seconds, 1e-9):,.0f} tokens/s", nbytes]
+        return ", ".join([*texts, *([f"about {duration(seconds / done * rest)} left"] if done else [])])
+
+
+def _bar(items: Iterable[Item], pace: _Pace) -> Iterator[Item]:
+    """Show a bar while a loop runs."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = BarColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(str(pace), total=pace.total)
+        for item in items:
+            yield item
+            pace.count(item)
+            bar.update(task, completed=pace.items, description=str(pace))
+
+
+def _lines(items: Iterable[Item], pace: _Pace) -> Iterator[Item]:
+    """Say now and then how far a loop is; nothing about a short one."""
+    last = time.monotonic()
+    for item in items:
+        if (now := time.monotonic()) - last >= LINE_S and pace.items:
+            last = now
+            say(str(pace))
         yield item
+        pace.count(item)
 
 
 def duration(seconds: float) -> str:

@@ -4,13 +4,15 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_blend.errors import PromptError
+from hf_blend.evaluation.folder_files import ALL_FILES, FileFilter
 from hf_blend.evaluation.parsing import LIMITS, FileLimits, short_reason
 
-from .output import say
+from .output import progress, say
 
 if TYPE_CHECKING:
     from hf_blend import ChunkStore
@@ -61,11 +63,18 @@ class Documents:
         return pieces
 
 
-def read(names: Sequence[str], limits: FileLimits = LIMITS, verbose: bool = False) -> Documents:
+def read(
+    names: Sequence[str], limits: FileLimits = LIMITS, file_filter: FileFilter = ALL_FILES, verbose: bool = False
+) -> Documents:
     """Read documents, and say what was left out."""
     from hf_blend.evaluation.documents import Corpus
 
-    return Documents(Corpus(names, sys.stdin, limits), verbose)
+    return Documents(Corpus(names, sys.stdin, limits, file_filter, partial(progress, what="files")), verbose)
+
+
+def choose_files(include: Sequence[str] | None, exclude: Sequence[str] | None) -> FileFilter:
+    """The files of folders that `--include` and `--exclude` choose."""
+    return FileFilter(tuple(include or ()), tuple(exclude or ()))
 
 
 def split(
@@ -106,6 +115,7 @@ def read_questions(
     files: Sequence[str],
     listed: Path | None = None,
     limits: FileLimits = LIMITS,
+    file_filter: FileFilter = ALL_FILES,
     verbose: bool = False,
 ) -> tuple[list[str], Documents]:
     """Read the questions, a line each, and the documents; neither for the bundled ones."""
@@ -128,7 +138,7 @@ def read_questions(
         raise PromptError(
             f"the question {questions[0]!r} came without documents. {told}, or give - for standard input."
         )
-    return questions, read(names, limits, verbose)
+    return questions, read(names, limits, file_filter, verbose)
 
 
 def prepare(

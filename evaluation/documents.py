@@ -5,10 +5,9 @@
 A file may come from a stranger: what is wrong with it is a refusal of that file, and names are escaped.
 """
 
-import errno
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ from typing import Any
 from hf_blend.errors import HfBlendError, PromptError
 from hf_blend.prompt.pieces import tokenize
 
+from .folder_files import ALL_FILES, FileFilter, Folder
+from .formats import FORMATS
 from .parsing import LIMITS, FileLimits, FileReader, printable, short_reason, unreadable, why
 from .rows import CHUNKS, read_row
 
 NAMES = ("title", "name", "id")  # of a row in a JSONL file, the first that it has
 UNKNOWN_SHARE = 0.2  # of the words, from which on it is said
 MOST_NAMED = 5  # files that are named one by one
-MARKDOWN = (".md", ".markdown", ".html", ".htm", ".xhtml")  # endings of what is Markdown, or is made into it
-ENDINGS = (".txt", ".text", ".rst", ".log", *MARKDOWN, ".pdf", ".jsonl")  # of what is read in folders
 MAX_TITLE = 200  # characters of a title that are part of a name
 NO_TEXT = "it holds no text"
 
@@ -45,12 +44,15 @@ class Document:
 class Corpus:
     """Documents in files, in folders, and one by one in the lines of JSONL files.
 
-    Iterating reads them, and fills `left_out`: names with their reasons.
+    Iterating reads them, and fills `left_out`: names with their reasons. `watch` receives the files of each folder and
+    yields them again, which shows how far reading is.
     """
 
     names: Sequence[str]
     stdin: Iterable[str] = ()
     limits: FileLimits = LIMITS
+    file_filter: FileFilter = ALL_FILES
+    watch: Callable[[Sequence[str]], Iterable[str]] = iter
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ class Corpus:
         if self.names and not count:
             raise PromptError(
                 f"no document was found in {', '.join(map(repr, self.names))}. {self.said()}".rstrip()
-                + f" Give files or folders with texts: {', '.join(sorted(ENDINGS))}."
+                + f" Give files or folders with texts: {', '.join(sorted(FORMATS))}."
             )
 
     def leave_out(self, name: str, reason: str) -> None:
@@ -108,9 +110,14 @@ class Corpus:
         if not os.path.isdir(path):
             yield from read_file(path, path.name, reader)
             return
-        root = Path(os.path.realpath(path))
-        for inner in _entries(root):
-            yield from self._read_inner(inner, inner.relative_to(root), root, reader)
+        folder = Folder(path, self.file_filter, reader)
+        for file in self.watch(folder.files()):
+            try:
+                yield from read_file(folder.root / file, folder.name_of(file), reader)
+            except HfBlendError as error:
+                self.leave_out(folder.name_of(file), short_reason(error))
+        for name, reason in folder.left_out:
+            self.leave_out(name, reason)
 
     def _read_stdin(self) -> Document:
         try:
@@ -120,61 +127,18 @@ class Corpus:
         _refuse_surrogates("standard input", [document])
         return document
 
-    def _read_inner(self, path: Path, below: Path, root: Path, reader: FileReader) -> Iterator[Document]:
-        """Read a file of a folder, or note why not."""
-        name, documents = str(Path(root.name, below)), list[Document]()
-        target = Path(os.path.realpath(path))
-        if not target.is_relative_to(root):
-            reason = "a link out of the folder"
-        elif any(component.startswith(".") for component in (*below.parts, *target.relative_to(root).parts)):
-            reason = "hidden"
-        elif not os.path.isfile(target):
-            reason = _why_no_file(path)
-        elif path.suffix.lower() not in ENDINGS:
-            reason = f"{path.suffix.lower() or 'a name without ending'} is not read in folders"
-        else:
-            try:
-                documents, reason = read_file(path, name, reader), ""
-            except HfBlendError as error:
-                reason = short_reason(error)
-        if reason:
-            self.leave_out(name, reason)
-        yield from documents
-
-
-def _why_no_file(path: Path) -> str:
-    """Why something in a folder cannot be read as a file."""
-    try:
-        os.stat(path)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ELOOP):
-            return f"it cannot be read: {error.strerror}"
-    return "a link to no file" if path.is_symlink() else "no file that can be read"
-
-
-def _entries(root: Path) -> list[Path]:
-    """List all that is in a folder and in its folders, which are not listed themselves unless they cannot be read."""
-    files, folders = list[Path](), [root]
-    for folder in folders:  # which grows meanwhile: os.walk calls itself in Python 3.11, and folders may be deep
-        try:
-            for entry in list(os.scandir(folder)):
-                (folders if entry.is_dir(follow_symlinks=False) else files).append(Path(entry))
-        except OSError:
-            files.append(folder)
-    return sorted(files)
-
 
 def read_file(path: Path, name: str, reader: FileReader | None = None) -> list[Document]:
-    """Read the documents of one file, some of which may be empty; of an unknown ending, as plain text."""
-    ending = path.suffix.lower()
+    """Read the documents of one file, some of which may be empty."""
     if reader is None:
         with FileReader() as reader:
             return read_file(path, name, reader)
     try:
         text = reader.read(path)
-        documents = (
-            _lines(path, name, text) if ending == ".jsonl" else [Document(name, text, path, ending in MARKDOWN)]
-        )
+        if text.kind == "rows":
+            documents = _lines(path, name, text.content)
+        else:
+            documents = [Document(name, text.content, path, text.kind == "markdown")]
     except HfBlendError:
         raise
     except Exception as error:  # a crafted file leads to whatever it likes

@@ -18,7 +18,7 @@ from hf_blend.errors import import_extra
 from hf_blend.prompt.pieces import tokenize
 
 from .documents import Document
-from .parsing import LIMITS, FileLimits, too_slow
+from .parsing import LIMITS, FileLimits, too_slow, unreadable
 
 CHUNK_TOKENS = 512
 END = "\n\n"
@@ -76,7 +76,7 @@ class Splitter:
         started = time.monotonic()
         while start < len(text):
             if time.monotonic() - started > seconds:
-                raise too_slow(repr(document.name), seconds)
+                raise unreadable(repr(document.name), too_slow(seconds))
             cut, is_last = splitter.chunk_indices(text[start : start + window]), start + window >= len(text)
             if not is_last and len(cut) < WINDOW_PIECES:
                 window *= 2

@@ -225,6 +225,15 @@ def test_a_log_gets_a_line_of_progress_now_and_then(capsys, monkeypatch):
     assert re.fullmatch(r"(\d of 9 chunks, about \d+ s left\n){2,}", err), err
 
 
+def test_progress_counts_tokens_and_bytes_and_says_what_is_left_by_tokens(capsys, monkeypatch):
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr(output.time, "monotonic", lambda: float(next(clock)))
+    list(output.progress([10, 10, 980, 1000], "chunks", cost=output.Cost(tokens=int, bytes_per_token=1000)))
+    line = capsys.readouterr().err.splitlines()[0]
+    expected = r"1 of 4 chunks, 1 tokens/s, 10 kB, about \d+ min left"
+    assert re.fullmatch(expected, line), "two long chunks are left"
+
+
 @pytest.mark.parametrize("quiet_by", [{"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, {"TQDM_DISABLE": "1"}, {}])
 def test_a_bar_is_drawn_on_stderr_unless_the_environment_forbids_it(capsys, monkeypatch, quiet_by):
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):

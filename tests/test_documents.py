@@ -59,6 +59,7 @@ def folder(tmp_path):
         ".git/config": "hidden",
         "table.csv": "a,b",
         "script.py": "pass",
+        "Makefile": "all:\n",
     }
     for name, text in files.items():
         (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -66,15 +67,19 @@ def folder(tmp_path):
     (tmp_path / "notes" / "d.pdf").write_bytes(pdf("The mill stands on the river."))
     (tmp_path / "notes" / "old.txt").write_bytes("Grüße".encode("latin-1"))
     (tmp_path / "notes" / "empty.md").write_text(" \n")
+    (tmp_path / "notes" / "mill.png").write_bytes(b"\x89PNG\r\n\x1a\n\0")
+    (tmp_path / "notes" / "data").write_bytes(b"\1\2\3\4")
     return tmp_path / "notes"
 
 
-def test_text_markdown_html_pdf_and_lines_are_read_whatever_the_case_of_their_endings(folder):
+def test_text_of_any_ending_html_pdf_and_lines_are_read_whatever_the_case_of_their_endings(folder):
     pytest.importorskip("markdownify")
     pytest.importorskip("pypdf")
     read = {document.name: document.text for document in Corpus([str(folder)])}
     assert set(read) == {"notes/a.txt", "notes/sub/B.MD", "notes/c.HTML", "notes/d.pdf", "notes/x.jsonl:1",
-                         "notes/x.jsonl:Fifth"}  # fmt: skip
+                         "notes/x.jsonl:Fifth", "notes/table.csv", "notes/script.py", "notes/Makefile",
+                         "notes/old.txt"}  # fmt: skip
+    assert read["notes/old.txt"] == "Grüße"
     assert read["notes/a.txt"] == "Mara keeps the light.\n"
     assert read["notes/c.HTML"] == "# Keepers\n\nMara keeps the **light**.\n\nTomas *repairs* boats.\n"
     assert read["notes/d.pdf"].strip() == "The mill stands on the river."
@@ -85,10 +90,12 @@ def test_whatever_is_left_out_of_a_folder_is_named_with_its_reason(folder):
     corpus = Corpus([str(folder)])
     list(corpus)
     reasons = {name: reason for name, reason in corpus.left_out if not name.endswith((".pdf", ".HTML"))}
-    assert set(reasons) == {"notes/.git/config", "notes/table.csv", "notes/script.py", "notes/old.txt",
-                            "notes/empty.md"}  # fmt: skip
-    assert reasons["notes/old.txt"] == "it is not UTF-8 (byte 2)"
-    assert reasons["notes/empty.md"] == "it holds no text"
+    assert reasons == {
+        "notes/.git/config": "hidden",
+        "notes/data": "it is not text",
+        "notes/empty.md": "it holds no text",
+        "notes/mill.png": "it is image/png, not text",
+    }
     assert all(name in corpus.said() for name in reasons)
 
 
@@ -97,36 +104,31 @@ def test_many_files_that_are_left_out_are_counted_by_reason_and_all_named_on_dem
     notes.mkdir()
     (notes / "a.txt").write_text("the drum")
     for number in range(7):
-        (notes / f"{number}.py").write_text("pass")
+        (notes / f"{number}.png").write_bytes(b"\0")
     corpus = Corpus([str(notes)])
     list(corpus)
-    assert corpus.said() == "Left out: 7 files (.py is not read in folders)."
-    names = [f"notes/{number}.py" for number in range(7)]
+    assert corpus.said() == "Left out: 7 files (it is image/png, not text)."
+    names = [f"notes/{number}.png" for number in range(7)]
     for command in (["index", notes], ["ask", "where is the drum ?", notes]):
         code, out, err = run(*command, "--model", REFERENCE, "--store", tmp_path / "kv", "--json", "--verbose")
         assert (code, [one["name"] for one in json.loads(out)["left_out"]]) == (0, names)
-        assert {one["reason"] for one in json.loads(out)["left_out"]} == {".py is not read in folders"}
-        assert all(f"{name} (.py is not read in folders)" in err for name in names)
+        assert {one["reason"] for one in json.loads(out)["left_out"]} == {"it is image/png, not text"}
+        assert all(f"{name} (it is image/png, not text)" in err for name in names)
 
 
 def test_a_file_that_is_named_and_cannot_be_read_fails_no_others(folder):
-    named = [folder / name for name in ("empty.md", "a.txt", "old.txt", "table.csv")]
+    named = [folder / name for name in ("empty.md", "a.txt", "mill.png", "script.py")]
     corpus = Corpus([*map(str, named)])
-    assert [one.name for one in corpus] == ["a.txt", "table.csv"]
-    assert corpus.left_out == [("empty.md", "it holds no text"), ("old.txt", "it is not UTF-8 (byte 2)")]
+    assert [one.name for one in corpus] == ["a.txt", "script.py"]
+    assert corpus.left_out == [("empty.md", "it holds no text"), ("mill.png", "it is image/png, not text")]
     corpus = Corpus(["-", str(folder / "a.txt")], [" \n"])
     assert [one.name for one in corpus] == ["a.txt"]
     assert corpus.left_out == [("stdin", "it holds no text")]
 
 
-def test_a_file_that_is_named_is_read_as_text_whatever_its_ending(folder):
-    (document,) = Corpus([str(folder / "script.py")])
-    assert (document.name, document.text) == ("script.py", "pass")
-
-
 def test_a_folder_without_documents_is_refused_with_what_was_left_out(tmp_path):
-    (tmp_path / "a.py").write_text("pass")
-    with pytest.raises(PromptError, match=r"no document was found in .*a\.py.*\.txt"):
+    (tmp_path / "a.gif").write_bytes(b"\0")
+    with pytest.raises(PromptError, match=r"no document was found in .*a\.gif.*\.txt"):
         list(Corpus([str(tmp_path)]))
 
 

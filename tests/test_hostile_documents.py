@@ -27,7 +27,8 @@ from hf_blend.errors import PromptError
 from hf_blend.evaluation.bundled import open_model
 from hf_blend.evaluation.demo.page import Demo
 from hf_blend.evaluation.documents import Corpus
-from hf_blend.evaluation.parsing import FileLimits, FileReader, _answer, _pdf, printable
+from hf_blend.evaluation.formats import _pdf
+from hf_blend.evaluation.parsing import FileLimits, FileReader, _answer, printable
 from hf_blend.evaluation.retrieving import Splitter
 from hf_blend.evaluation.sources import Sources
 
@@ -201,9 +202,10 @@ def test_uploaded_files_are_each_read_or_named_without_a_folder_of_the_server(cr
 def test_names_that_are_no_utf8_or_escape_sequences_are_indexed_asked_about_and_printed_escaped(tmp_path, run):
     folder, store = tmp_path / "notes", tmp_path / "kv"
     folder.mkdir()
-    for name in (b"caf\xe9.txt", b"\x1b[31mred.txt", b"bad\x1b.py"):
+    for name in (b"caf\xe9.txt", b"\x1b[31mred.txt", b"bad\x1b.gif"):
         try:
-            Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_text("the drum")
+            path = Path(os.fsdecode(os.fsencode(folder) + b"/" + name))
+            path.write_bytes(b"\0" if path.suffix == ".gif" else b"the drum")
         except OSError:
             pytest.skip("this file system takes no such names")
     common = ("--model", REFERENCE, "--store", store)
@@ -219,7 +221,7 @@ def test_names_that_are_no_utf8_or_escape_sequences_are_indexed_asked_about_and_
     for _, out, _ in said[1:]:
         assert "caf\\xe9.txt" in out.replace("\\\\", "\\")
         assert "\\x1b[31mred.txt" in out.replace("\\\\", "\\")
-    assert "bad\\x1b.py" in said[0][2]
+    assert "bad\\x1b.gif" in said[0][2]
     code, out, _ = run("store", "rm", "notes/caf\\xe9.txt", "--store", store, "--json")
     assert (code, json.loads(out)["documents"]) == (0, 1)
 
@@ -282,7 +284,7 @@ def test_folders_deeper_than_python_calls_itself_are_read(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(("name", "megabytes"), [("large.txt", 64), ("large.pdf", 64), ("large.html", 8)])
 def test_a_file_that_is_too_large_is_not_read_whole(name, megabytes, tmp_path):
-    (tmp_path / name).touch()
+    (tmp_path / name).write_bytes(b"a" * 10_000)
     os.truncate(tmp_path / name, 1 << 40)
     with pytest.raises(PromptError, match=f"more than {megabytes} MB, see --file-megabytes"):
         list(Corpus([str(tmp_path / name)]))
@@ -328,20 +330,21 @@ def test_a_parser_that_was_killed_is_started_again(tmp_path):
     (tmp_path / "a.html").write_text("<p>good")
     here = psutil.Process()
     with FileReader(FileLimits(seconds=600)) as reader:
-        assert reader.read(tmp_path / "a.html") == "good\n"
+        assert reader.read(tmp_path / "a.html").content == "good\n"
         (process,) = here.children()
         process.kill()
         with pytest.raises(PromptError, match="its parser ended without an answer"):
             reader.read(tmp_path / "a.html")
-        assert reader.read(tmp_path / "a.html") == "good\n"
+        assert reader.read(tmp_path / "a.html").content == "good\n"
     assert not here.children()
 
 
 def test_a_text_that_grows_beyond_its_limit_is_left_out(tmp_path):
-    (tmp_path / "grows.pdf").write_bytes(pages_over_one_stream(20, 100))
-    assert len(_pdf(tmp_path / "grows.pdf", 1 << 20)) > 8_000
-    assert _answer(tmp_path / "grows.pdf", 5_000)["why"].endswith("MB, see --file-megabytes")
-    assert 5_000 < len(_pdf(tmp_path / "grows.pdf", 5_000)) < 6_000, "the other pages are not read"
+    content, path = pages_over_one_stream(20, 100), tmp_path / "grows.pdf"
+    path.write_bytes(content)
+    assert len(_pdf(content, 1 << 20).content) > 8_000
+    assert _answer("read", str(path), 5_000)["why"].endswith("MB, see --file-megabytes")
+    assert 5_000 < len(_pdf(content, 5_000).content) < 6_000, "the other pages are not read"
 
 
 @pytest.fixture

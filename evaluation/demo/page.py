@@ -14,8 +14,9 @@ from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, PromptError, import_extra
 
 from ..bundled import REAL
-from ..documents import ENDINGS, NO_TEXT, Document, read_file
-from ..parsing import FileReader, printable, short_reason
+from ..documents import NO_TEXT, Document, read_file
+from ..formats import FORMATS
+from ..parsing import FileLimits, FileReader, printable, short_reason
 from . import drawing
 from .compare import DemoState, Panel, again, compare
 from .model_cache import ModelCache
@@ -75,7 +76,7 @@ class Demo:
         """Read files that were uploaded."""
         documents, left = list[Document](), list[str]()
         most = self.visitors.limits.file_bytes
-        with FileReader() as reader:
+        with FileReader(FileLimits(megabytes=max(1, most >> 20))) as reader:
             for path in map(Path, paths):
                 try:
                     if path.stat().st_size > most:
@@ -271,8 +272,8 @@ def _own(gradio: Any, demo: Demo) -> None:
     limits = demo.visitors.limits
     with gradio.Row():
         uploaded = gradio.File(
-            file_count="multiple", file_types=sorted(ENDINGS), height=130, elem_id="own-files", scale=3,
-            label=f"Files: text, Markdown, HTML, PDF, JSONL; at most {limits.file_bytes >> 20} MB each",
+            file_count="multiple", file_types=sorted([*FORMATS, ".gz"]), height=130, elem_id="own-files", scale=3,
+            label=f"Files: text, HTML, PDF, Word, EPUB, tables, JSON; at most {limits.file_bytes >> 20} MB each",
         )  # fmt: skip
         top_k = gradio.Slider(
             1, 16, DemoRequest.top_k, step=1, label="Pieces retrieved", elem_id="own-top-k", min_width=160
