@@ -82,6 +82,7 @@ class Request:
     logits: Tensor | None = None  # `[1, vocabulary]` behind a blended prompt
     error: BaseException | None = None  # with which its prefill ended
     filled_tokens: int = 0  # of its prompt that are in its blocks, until the scheduler finds them there
+    chunks_end: int = 0  # tokens of its prompt up to the end of the last chunk
 
     @property
     def tenant(self) -> str:
@@ -132,6 +133,7 @@ class Blender:
         if not spans and not reuse.images:
             return 0
         exact, least = (spans[0].start, spans[-1].start + spans[-1].tokens) if spans else (0, 0)
+        request.chunks_end = least
         ids = salted(state.initial_tokens, reuse.salt)
         root = self._root(spans, reuse, state.initial_tokens) if spans else 0
         chunks = []  # kept in memory until they are blended
