@@ -143,7 +143,7 @@ class Blender:
         turns.checkpoint()
         may_share = paged.shares and not reuse.images  # ids do not tell which images are in blocks
         if may_share:
-            if paged.count_exact(ids) >= least:
+            if paged.count_exact(ids) > max(exact, least - paged.page):  # the rest is less than a block
                 request.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
                 return 0
             if shared := paged.share_blended(state, ids[:-1], exact, root, least):

@@ -97,7 +97,8 @@ class Healing:
         earlier = [row for row in self._conversations if row.tenant == tenant and row.begins(state.initial_tokens)]
         if earlier:
             self.next_turns += 1
-            self.healed_turns += outcome.how == "plain" and outcome.prefix_tokens >= earlier[-1].chunks_end
+            has_chunks = outcome.prefix_tokens > earlier[-1].chunks_end - self._paged.page
+            self.healed_turns += outcome.how == "plain" and has_chunks
         if self.author is None or outcome.how not in ("blended", "shared") or reuse.images:
             return
         ids = (*state.initial_tokens, *state.generated_tokens)
