@@ -139,7 +139,7 @@ def serve(
         say("Press Ctrl-C to end it.")
 
     if upstream is not None:
-        proxy = _proxy(upstream, model, blend, listed, limits)
+        proxy = _proxy(upstream, model, blend, listed, limits, heal is True)
         if access_log:
             _log_requests()
         run.listen(proxy, host, port, on_start=lambda url, _: announce({"url": url, "upstream": upstream}))
@@ -172,7 +172,9 @@ def serve(
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
 
 
-def _proxy(upstream: str, model: str | None, config: Any, tenants: "list[Tenant]", limits: dict[str, int]) -> "Guard":
+def _proxy(
+    upstream: str, model: str | None, config: Any, tenants: "list[Tenant]", limits: dict[str, int], heal: bool
+) -> "Guard":
     """The application in front of vLLM, which has the model's tokenizer."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -182,7 +184,7 @@ def _proxy(upstream: str, model: str | None, config: Any, tenants: "list[Tenant]
     if model is None:
         raise typer.BadParameter("--upstream needs --model, as vLLM has it: its tokenizer is used")
     tokens = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
-    proxy = Proxy(AutoTokenizer.from_pretrained(model), config, tenants, Limits(**limits), tokens)
+    proxy = Proxy(AutoTokenizer.from_pretrained(model), config, tenants, Limits(**limits), tokens, heal)
     return make_proxy(upstream, proxy)
 
 
