@@ -96,11 +96,13 @@ class Blender:
     Attributes:
         paged: the cache of these blocks; set when the engine starts.
         stream: the stream on which the engine computes; set when the engine starts.
+        spared_tokens: of the last chunk that an exact prefix may lack: so few are not blended.
         may_grow: whether another prompt may take blocks; set before each turn.
     """
 
     paged: BlendedPagedCache
     stream: Any = None
+    spared_tokens = 0
     may_grow = True
 
     def __init__(self, model: nn.Module, config: BlendConfig) -> None:
@@ -143,7 +145,7 @@ class Blender:
         turns.checkpoint()
         may_share = paged.shares and not reuse.images  # ids do not tell which images are in blocks
         if may_share:
-            if paged.count_exact(ids) > max(exact, least - paged.page):  # the rest is less than a block
+            if paged.count_exact(ids) >= max(exact + 1, least - self.spared_tokens):
                 request.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
                 return 0
             if shared := paged.share_blended(state, ids[:-1], exact, root, least):

@@ -329,7 +329,8 @@ class BlendedBatching(ContinuousBatchingManager):
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
         )
-        self.prefills.use(cache, processor.inputs_and_outputs.compute_stream)
+        spared_tokens = cache.page - 1 if self._heals else 0  # only whole blocks are healed
+        self.prefills.use(cache, processor.inputs_and_outputs.compute_stream, spared_tokens)
         return processor
 
     def _generation_loop_body(self, processor: Any, bootstrapping: bool) -> bool:

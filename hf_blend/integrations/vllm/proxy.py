@@ -163,10 +163,10 @@ class Relay:
             make = partial(self._content, fields, body, tenant)
             del body
             async with asyncio.timeout_at(until):
-                asked = await while_connected(request, self._asked(request, make, stack))
-            if asked is None:
+                response = await while_connected(request, self._send(request, make, stack))
+            if response is None:
                 return Response(status_code=CLIENT_GONE)
-            answer, conversation = asked
+            answer, conversation = response
             kind = answer.headers.get("content-type", "")
             if not kind.startswith(EVENTS):
                 if conversation is not None and answer.is_success:
@@ -200,7 +200,7 @@ class Relay:
             ) from error
         return content, self._proxy.conversation(rewritten, tenant)
 
-    async def _asked(
+    async def _send(
         self, request: Request, make: Callable[[], tuple[bytes, Conversation | None]], stack: AsyncExitStack
     ) -> tuple[httpx.Response, Conversation | None]:
         content, conversation = await self._workers.make(request.state.tenant.name, make)
