@@ -70,6 +70,13 @@ CacheTokens = Annotated[
 ]
 BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens of one step of the engine.")]
 StallMs = Annotated[float | None, typer.Option(min=0, help="How long a blend may hold a step up; else as steps take.")]
+Heal = Annotated[
+    bool | None,
+    typer.Option(
+        "--heal/--no-heal",
+        help="While nobody waits, compute blended conversations in full; by default, but not with --upstream.",
+    ),
+]
 ByTenant = Annotated[
     bool, typer.Option("--metrics-by-tenant", help="Say in /metrics, which asks for no key, what each tenant stores.")
 ]
@@ -102,6 +109,7 @@ def serve(
     cache_tokens: CacheTokens = None,
     batch_tokens: BatchTokens = 512,
     stall_ms: StallMs = None,
+    heal: Heal = None,
     metrics_by_tenant: ByTenant = False,
     allow_unverified: Unverified = False,
     access_log: AccessLog = True,
@@ -133,7 +141,7 @@ def serve(
         say("Press Ctrl-C to end it.")
 
     if upstream is not None:
-        proxy = _proxy(upstream, model, blend, listed, limits)
+        proxy = _proxy(upstream, model, blend, listed, limits, heal is True)
         if access_log:
             _log_requests()
         run.listen(proxy, host, port, on_start=lambda url, _: announce({"url": url, "upstream": upstream}))
@@ -143,7 +151,7 @@ def serve(
         "name": served_model_name or _name(model), "location": store, "remote": remote,
         "secret": read_secret(secret_file), "tenants": listed, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
-        "blend": blend if selector else settings,
+        "heal": heal is not False, "blend": blend if selector else settings,
     }  # fmt: skip
     before = partial(calibrate_once, allow_unverified=allow_unverified) if calibrate else None
     service = _service(open_model(model, device, dtype, weights), plan, limits, before)
@@ -166,7 +174,9 @@ def serve(
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
 
 
-def _proxy(upstream: str, model: str | None, config: Any, tenants: "list[Tenant]", limits: dict[str, int]) -> "Guard":
+def _proxy(
+    upstream: str, model: str | None, config: Any, tenants: "list[Tenant]", limits: dict[str, int], heal: bool
+) -> "Guard":
     """The application in front of vLLM, which has the model's tokenizer."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -176,7 +186,7 @@ def _proxy(upstream: str, model: str | None, config: Any, tenants: "list[Tenant]
     if model is None:
         raise typer.BadParameter("--upstream needs --model, as vLLM has it: its tokenizer is used")
     tokens = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
-    proxy = Proxy(AutoTokenizer.from_pretrained(model), config, tenants, Limits(**limits), tokens)
+    proxy = Proxy(AutoTokenizer.from_pretrained(model), config, tenants, Limits(**limits), tokens, heal)
     return make_proxy(upstream, proxy)
 
 

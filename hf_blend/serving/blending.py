@@ -82,6 +82,7 @@ class Request:
     logits: Tensor | None = None  # `[1, vocabulary]` behind a blended prompt
     error: BaseException | None = None  # with which its prefill ended
     filled_tokens: int = 0  # of its prompt that are in its blocks, until the scheduler finds them there
+    chunks_end: int = 0  # tokens of its prompt up to the end of the last chunk
 
     @property
     def tenant(self) -> str:
@@ -95,11 +96,13 @@ class Blender:
     Attributes:
         paged: the cache of these blocks; set when the engine starts.
         stream: the stream on which the engine computes; set when the engine starts.
+        spared_tokens: of the last chunk that an exact prefix may lack: so few are not blended.
         may_grow: whether another prompt may take blocks; set before each turn.
     """
 
     paged: BlendedPagedCache
     stream: Any = None
+    spared_tokens = 0
     may_grow = True
 
     def __init__(self, model: nn.Module, config: BlendConfig) -> None:
@@ -132,6 +135,7 @@ class Blender:
         if not spans and not reuse.images:
             return 0
         exact, least = (spans[0].start, spans[-1].start + spans[-1].tokens) if spans else (0, 0)
+        request.chunks_end = least
         ids = salted(state.initial_tokens, reuse.salt)
         root = self._root(spans, reuse, state.initial_tokens) if spans else 0
         chunks = []  # kept in memory until they are blended
@@ -141,7 +145,7 @@ class Blender:
         turns.checkpoint()
         may_share = paged.shares and not reuse.images  # ids do not tell which images are in blocks
         if may_share:
-            if paged.count_exact(ids) >= least:
+            if paged.count_exact(ids) >= max(exact + 1, least - self.spared_tokens):
                 request.outcome.reason = "all chunks lie in an exact prefix that is in the engine's cache"
                 return 0
             if shared := paged.share_blended(state, ids[:-1], exact, root, least):

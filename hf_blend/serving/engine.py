@@ -56,6 +56,7 @@ from transformers.generation.continuous_batching.utils import drain_queue, strea
 
 from .attention import walk_requests  # noqa: E402
 from .blending import Prefilled, Request, Reuse  # noqa: E402
+from .healing import HEALING, Healing  # noqa: E402
 from .paged import BlendedPagedCache  # noqa: E402
 from .prefills import BlendedPrefills  # noqa: E402
 from .sampling import NotNumbers, Watch  # noqa: E402
@@ -87,13 +88,15 @@ class BlendedBatching(ContinuousBatchingManager):
         generation_config: GenerationConfig | None = None,
         batching: ContinuousBatchingConfig | None = None,
         stall_s: float | None = None,
+        heal: bool = False,
         **settings: Any,
     ) -> None:
         """Prepare an engine; `start`, or a `with` block, starts it.
 
         `config` are the settings of blends, by default those of the model's recipe in the store; `settings` replace
         some of them. `generation_config` and `batching` are as in transformers. `stall_s` is how long, in seconds, a
-        blended prefill may hold up a step; None is in proportion to the steps.
+        blended prefill may hold up a step; None is in proportion to the steps. With `heal` an idle engine computes
+        exact blocks of the conversations that it has blended, which their next turns use.
         """
         config = config or store.recipe(model, is_blind=True).config(is_blind=True)
         self.blend_config = BlendConfig.from_dict({**config.to_dict(), **settings})
@@ -110,6 +113,8 @@ class BlendedBatching(ContinuousBatchingManager):
         canary_of(model)
         self.on_stall: Callable[[float], Any] = lambda seconds: None  # how long the requests that decode have waited
         self.store, self._share = store, Share(stall_s)
+        self._heals = heal
+        self.healing: Healing | None = None  # until it starts, and without `heal`
         self._author: Author | None = None  # of the K and V in the blocks; None if it cannot be said
         self._failures, self._begun = 0, time.monotonic()
         self._hooks: list[RemovableHandle] = []
@@ -307,6 +312,8 @@ class BlendedBatching(ContinuousBatchingManager):
             safety_margin=settings.safety_margin,
             max_requests_per_batch=settings.max_requests_per_batch,
         )
+        if self._heals:
+            self.healing = scheduler.healing = Healing(cache, self.prefills, scheduler.safety_margin)
         processor = ContinuousBatchProcessor(
             cache=cache,
             config=config,
@@ -322,7 +329,8 @@ class BlendedBatching(ContinuousBatchingManager):
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
         )
-        self.prefills.use(cache, processor.inputs_and_outputs.compute_stream)
+        spared_tokens = cache.page - 1 if self._heals else 0  # only whole blocks are healed
+        self.prefills.use(cache, processor.inputs_and_outputs.compute_stream, spared_tokens)
         return processor
 
     def _generation_loop_body(self, processor: Any, bootstrapping: bool) -> bool:
@@ -333,10 +341,13 @@ class BlendedBatching(ContinuousBatchingManager):
         try:
             self._read_queues(scheduler)
             turn_s, begun = self._advance(scheduler, is_decoding), time.monotonic()
+            self._begin_healing(scheduler)
             continues = super()._generation_loop_body(processor, bootstrapping)
         except Exception as error:
             self._recover(processor, error)
+            self._end_healing(scheduler, error)
             return True
+        self._end_healing(scheduler)
         self._share.note(turn_s, time.monotonic() - begun, is_decoding)
         scheduler.passed()
         if scheduler.in_step:
@@ -344,6 +355,27 @@ class BlendedBatching(ContinuousBatchingManager):
             if any(request.state.request_id == PROBE for request in scheduler.in_step):
                 self.output_router.result_handlers.pop(PROBE, None)
         return bool(continues) or not self.input_queue.empty()
+
+    def _begin_healing(self, scheduler: BlendedScheduler) -> None:
+        """If nobody waits, let the step that comes heal some tokens of a conversation."""
+        status = self.background_thread_status
+        is_idle = not scheduler.has_pending_requests() and self.input_queue.empty()
+        is_asked = status.local_status != status.DONT_STOP or status.is_pause_requested()
+        if self.healing is None or not is_idle or is_asked:
+            return
+        step, author = self.healing.next_step(), self._author
+        if step is None:
+            return
+        self._note_author(scheduler)
+        if self._author == author:
+            self._ignore_output(HEALING)
+            scheduler.add_waiting_request(self.healing.begin(step))
+
+    def _end_healing(self, scheduler: BlendedScheduler, error: Exception | None = None) -> None:
+        """Let the blocks of a step that healed go to the prefix cache."""
+        if self.healing is not None and self.healing.is_running:
+            scheduler.drop(HEALING)
+            self.healing.end(error)
 
     def _read_queues(self, scheduler: BlendedScheduler) -> None:
         """Take new requests and cancellations from their queues."""
@@ -365,6 +397,8 @@ class BlendedBatching(ContinuousBatchingManager):
         if author == self._author:
             return
         self._author = author
+        if self.healing is not None:
+            self.healing.author = author
         for state in [*scheduler.active_requests.values(), *scheduler.waiting_requests.values()]:
             scheduler.put_back(state)
         self.paged.evict_cached_blocks()
@@ -479,9 +513,13 @@ class BlendedBatching(ContinuousBatchingManager):
 
     def _probe(self, scheduler: BlendedScheduler) -> None:
         """Queue a request of one token, to be computed alone; its result goes nowhere."""
-        loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *output: call(*output))
-        self.output_router.result_handlers[PROBE] = (lambda output: None, loop)
+        self._ignore_output(PROBE)
         scheduler.put_back(RequestState(PROBE, [0], max_new_tokens=1), is_suspect=True)
+
+    def _ignore_output(self, request_id: str) -> None:
+        """Let nobody receive the output of a request of the engine's own."""
+        loop: Any = SimpleNamespace(call_soon_threadsafe=lambda call, *output: call(*output))
+        self.output_router.result_handlers[request_id] = (lambda output: None, loop)
 
 
 class _Untouched(TorchFunctionMode):

@@ -86,5 +86,17 @@ class Meters:
             yield GaugeMetricFamily(f"hf_blend_{name}", text, value=value)
         failed = engine.prefills.failures
         yield CounterMetricFamily("hf_blend_prefill_failures", "Blended prefills that failed.", value=failed)
+        if engine.healing is not None:
+            yield CounterMetricFamily(
+                "hf_blend_healed_tokens", "Tokens healed while idle.", value=engine.healing.tokens
+            )
+            turns = CounterMetricFamily(
+                "hf_blend_next_turns",
+                "Turns behind a blended one, by whether their chunks were healed.",
+                labels=["found"],
+            )
+            turns.add_metric(["healed"], engine.healing.healed_turns)
+            turns.add_metric(["blended"], engine.healing.next_turns - engine.healing.healed_turns)
+            yield turns
         steps = getattr(engine, "current_batch", 0)  # it has none before its first step
         yield CounterMetricFamily("hf_blend_steps", "Steps of the engine that did not fail.", value=steps)

@@ -8,7 +8,7 @@ things. A tenant's token ids are salted before they are hashed: the time of a fi
 tenant has asked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +139,27 @@ class BlendedPagedCache(PagedAttentionCache):
             self.pool.try_to_free_sectors()
             return bool(self.can_store_request_tokens(state, tokens))
         return False
+
+    def has_room(self, tokens: int, margin: float) -> bool:
+        """Return whether blocks for so many tokens are free, and a share of `margin` of all blocks besides."""
+        self.pool.try_to_free_sectors()
+        needed = -(-tokens // self.page) * self.allocator.bytes_per_block
+        return self.compute_free_capacity(relative=False) - needed >= margin * self.num_sectors * self.bytes_per_sector
+
+    def blended_hashes(self, request_id: str) -> list[int]:
+        """Return the hashes of a request's blocks with blended K and V, as far as they have any."""
+        table, hashes = self.allocator.block_table.get(request_id, []), self.allocator.ledger.block_to_hash
+        first = self.blended.get(request_id, len(table))
+        return [hashes[block] for block in table[first:] if block in hashes]
+
+    def discard(self, hashes: Iterable[int]) -> None:
+        """Free the blocks of these hashes that no request holds."""
+        ledger = self.allocator.ledger
+        for block_hash in hashes:
+            block = ledger.hash_to_block.get(block_hash)
+            if block in ledger.cached_blocks:
+                del ledger.cached_blocks[block], ledger.hash_to_block[block_hash], ledger.block_to_hash[block]
+                self.pool.free_blocks(self.allocator.index, [block])
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return K and V of a layer in all blocks, `[rows, kv_heads, head_dim]` each."""

@@ -48,8 +48,12 @@ class BlendedPrefills:
         self._rounds = Rounds()
         self._finder = Workers("hf_blend-find")
 
-    def use(self, paged: BlendedPagedCache, stream: Any) -> None:
-        """Fill the blocks of this cache, on this stream, from now on."""
+    def use(self, paged: BlendedPagedCache, stream: Any, spared_tokens: int = 0) -> None:
+        """Fill the blocks of this cache, on this stream, from now on.
+
+        Nothing is blended if all of its chunks but `spared_tokens` lie in an exact prefix.
+        """
+        self._blender.spared_tokens = spared_tokens
         self._blender.paged, self._blender.stream = paged, stream
         paged.requests = self.requests
 

@@ -54,6 +54,7 @@ class ServerPlan:
     batch_tokens: int = 512
     page_tokens: int = 32
     stall_s: float | None = None
+    heal: bool = True
 
 
 def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any = None) -> Service:
@@ -91,6 +92,7 @@ def make_service(model: nn.Module, tokenizer: Any, plan: ServerPlan, eyes: Any =
             model, store, blend,
             chunk_prefix_ids=store.default_prefix(model, tokenizer) if prefix is None else prefix,
             generation_config=greedy(model, plan.limits.new_tokens), batching=batching, stall_s=plan.stall_s,
+            heal=plan.heal,
         )  # fmt: skip
         add_sampling(engine.logit_processor)
         engine.start()

@@ -7,6 +7,7 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
+from .healing import HEALING, Healing
 from .prefills import BlendedPrefills
 from .turns import Rounds
 
@@ -18,6 +19,7 @@ class BlendedScheduler(FIFOScheduler):
 
     in_step: list[FutureRequestState]  # what the last step ran, or was about to run
     suspects: set[str]  # requests of a step that failed: each is computed alone until it has a token
+    healing: Healing | None = None  # what remembers blended answers
 
     def __init__(self, prefills: BlendedPrefills, **settings: Any) -> None:
         """Make a scheduler from which `prefills` hold requests back; `settings` are as in transformers."""
@@ -36,6 +38,9 @@ class BlendedScheduler(FIFOScheduler):
 
     def finish_request(self, request_id: str) -> None:
         """Free the blocks of a request, and forget its chunks."""
+        state = self.active_requests.get(request_id)
+        if state is not None and state.status == RequestStatus.FINISHED:
+            self._note_answer(request_id)
         super().finish_request(request_id)
         self.suspects.discard(request_id)
         self.prefills.finish(request_id)
@@ -74,9 +79,16 @@ class BlendedScheduler(FIFOScheduler):
             cancelled = set(self._requests_to_cancel)
         self.suspects -= cancelled
         for request_id in cancelled:
+            self._note_answer(request_id)  # as it is so far: a stop text in it cancels its request, too
             self.prefills.finish(request_id)
         states: list[Any] = super().clear_cancelled_requests()
         return states
+
+    def _note_answer(self, request_id: str) -> None:
+        """Let what heals conversations know of an answer."""
+        request = self.prefills.requests.get(request_id)
+        if self.healing is not None and request is not None and request.state.generated_tokens:
+            self.healing.note(request)
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """Choose the requests of the next step, as the base class does.
@@ -88,7 +100,8 @@ class BlendedScheduler(FIFOScheduler):
             self.block_new_requests = False
         batch = super().schedule_batch(token_budget, cache_budget)
         self.in_step = batch[0] or []
-        prompts = [request.state for request in self.in_step if not request.state.generated_tokens]
+        states = [request.state for request in self.in_step if request.state.request_id != HEALING]
+        prompts = [state for state in states if not state.generated_tokens]
         for tenant in {self._tenant_of(state) for state in prompts}:
             self._rounds.serve(tenant)
         return batch

@@ -31,6 +31,7 @@ def server_process(folder, *words):
     log = (folder / "log").open("wb")
     command = [*COMMAND, "--store", str(folder / "store"), "--port", "0", "--json", "--cache-tokens", "8192", *words]
     command += [] if "--model" in words else ["--model", REFERENCE]
+    command += [] if "--heal" in words else ["--no-heal"]  # answers and steps do not depend on when requests come
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)
     try:
@@ -57,8 +58,8 @@ def running(reference, folder, patience_s=20, eyes=None, **settings):
     from hf_blend.serving.run import ServerPlan, make_service, serve
 
     model, tokenizer = reference
-    given = {"cache_tokens": 8192, "page_tokens": 16, "blend": BlendConfig(selector="kv-deviation"), **settings}
-    service = make_service(model, tokenizer, ServerPlan(location=str(folder), **given), eyes)
+    given = {"cache_tokens": 8192, "page_tokens": 16, "heal": False, "blend": BlendConfig(selector="kv-deviation")}
+    service = make_service(model, tokenizer, ServerPlan(location=str(folder), **given | settings), eyes)
     up, ends = threading.Event(), []
 
     def started(url, stop):

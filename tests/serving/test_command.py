@@ -83,6 +83,10 @@ def test_options_come_from_the_line_then_the_environment_then_a_file(name, text,
     assert (plan.limits.requests, plan.name) == (9, "x")
 
 
+def test_a_server_heals_unless_it_is_told_not_to(reached):
+    assert [reached(*words)["plan"].heal for words in ([], ["--heal"], ["--no-heal"])] == [True, True, False]
+
+
 @pytest.mark.parametrize("text", ["prot = 1", "port = ", "max-requests = 'many'"])
 def test_a_file_of_options_that_makes_no_sense_is_refused(text, reached, tmp_path, capsys):
     (tmp_path / "a.toml").write_text(text)

@@ -197,3 +197,111 @@ def test_calls_and_tools_beside_documents_are_those_of_apply_chat_template(monke
     given = {"tools": TOOLS, "add_generation_prompt": True, "return_dict": False}
     assert got["kv_transfer_params"]["prompt_token_ids"] == TOKENIZER.apply_chat_template(read, **given)
     assert got["messages"] == [*messages, asked]
+
+
+class FakeVllm:
+    """Answers, and notes what it receives; a request that heals waits until it may go on."""
+
+    def __init__(self, status=200):
+        self.received, self.status, self.may_heal = [], status, asyncio.Event()
+
+    async def handle(self, request):
+        body = json.loads(request.content)
+        self.received.append((request.url.path, body))
+        if "priority" in body:
+            await self.may_heal.wait()
+            return httpx.Response(self.status, json={"choices": [{"text": "x"}]})
+        if body.get("stream"):
+            parts = ("The", " keeper")
+            name = "delta" if "messages" in body else "text"
+            rows = [
+                {"choices": [{"index": 0, name: {"content": part} if name == "delta" else part}]} for part in parts
+            ]
+            events = "".join(f"data: {json.dumps(row)}\n\n" for row in rows) + "data: [DONE]\n\n"
+            return httpx.Response(200, headers={"content-type": "text/event-stream"}, text=events)
+        choice = {"message": {"content": "The keeper"}} if "messages" in body else {"text": "The keeper"}
+        return httpx.Response(200, json={"choices": [choice]})
+
+
+def healed_by(vllm, bodies, heal=True, tenants=(), key=None, path=CHAT):
+    """Send requests one after the other, each when vLLM has healed what is behind the one before."""
+    proxy = Proxy(TOKENIZER, BlendConfig(), tenants, heal=heal)
+    app = make_proxy("http://vllm", proxy, httpx.MockTransport(vllm.handle))
+    headers = {"authorization": f"Bearer {key}"} if key else None
+
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+            for body in bodies:
+                vllm.may_heal = asyncio.Event()
+                answer = await asyncio.wait_for(client.post(path, json=body, headers=headers), 10)
+                assert answer.status_code == 200, answer.text
+                if proxy.healing is not None:
+                    assert len(proxy.healing._tasks) <= 1, "the answer has come, and vLLM has healed nothing yet"
+                    vllm.may_heal.set()
+                    await asyncio.gather(*proxy.healing._tasks)
+        return proxy
+
+    return asyncio.run(run())
+
+
+INLINE = {"role": "user", "content": "\n\n".join([*DOCUMENTS, QUESTION])}
+NEXT = [INLINE, {"role": "assistant", "content": "The keeper"}, {"role": "user", "content": "Since when?"}]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("tenants", [(), (TENANT,)])
+def test_behind_a_blended_answer_vllm_is_asked_for_the_whole_conversation(path, is_stream, tenants):
+    asked = {"messages": [INLINE]} if path == CHAT else {"prompt": INLINE["content"]}
+    key = TENANT.api_key if tenants else None
+    vllm = FakeVllm()
+    healed_by(vllm, [{"model": "m", "stream": is_stream, "documents": DOCUMENTS, **asked}], True, tenants, key, path)
+    (_, first), (heals, body) = vllm.received
+    ids = first["kv_transfer_params"]["prompt_token_ids"] if path == CHAT else first["prompt"]
+    assert heals == COMPLETIONS
+    assert body.pop("priority") > 1 << 30, "vLLM serves smaller ones first"
+    plain = {"cache_salt": plan_salt((), (), BlendConfig(), tenant="a", secret=SECRET)} if tenants else {}
+    answer = TOKENIZER("The keeper", add_special_tokens=False)["input_ids"]
+    assert body == {"model": "m", "prompt": [*ids, *answer], "max_tokens": 1, "temperature": 0, **plain}
+
+
+def test_the_next_turn_of_a_healed_conversation_has_the_salt_of_plain_requests():
+    first, second = {"messages": [INLINE], "documents": DOCUMENTS}, {"messages": NEXT, "documents": DOCUMENTS}
+    for heal, tenants in ((False, ()), (True, ()), (True, (TENANT,))):
+        vllm = FakeVllm()
+        healed_by(vllm, [first, second], heal, tenants, TENANT.api_key if tenants else None)
+        body = [row for _, row in vllm.received if "priority" not in row][1]
+        told = body["kv_transfer_params"]
+        ids = TOKENIZER.apply_chat_template(NEXT, add_generation_prompt=True, return_dict=False)
+        assert told["prompt_token_ids"] == ids
+        assert len([row for _, row in vllm.received if "priority" in row]) == heal, "a plain turn is exact as it is"
+        assert bool(told["documents"]) != heal
+        plain = plan_salt((), (), BlendConfig(), tenant="a", secret=SECRET) if tenants else None
+        assert (body.get("cache_salt") == plain) == heal
+
+
+def test_a_turn_with_further_documents_and_that_of_another_tenant_are_blended():
+    key, other = TENANT.api_key, Tenant("b", "b" * 20, SECRET)
+    first, second = {"messages": [INLINE], "documents": DOCUMENTS}, {"messages": NEXT, "documents": DOCUMENTS}
+    vllm = FakeVllm()
+    proxy = healed_by(vllm, [first, {**second, "documents": [*DOCUMENTS, "Since when?"]}], True, [TENANT, other], key)
+    assert vllm.received[2][1]["kv_transfer_params"]["documents"]
+    ids = vllm.received[0][1]["kv_transfer_params"]["prompt_token_ids"]
+    assert proxy.healing.has_healed("a", ids, len(ids))
+    assert not proxy.healing.has_healed("a", ids, len(ids) + 500)
+    assert not proxy.healing.has_healed("b", ids, 1)
+
+
+def test_requests_that_heal_are_bounded_and_their_errors_are_logged_once(caplog, monkeypatch):
+    body = {"messages": [INLINE], "documents": DOCUMENTS}
+    vllm = FakeVllm(400)
+    proxy = healed_by(vllm, [body, body])
+    assert len([row for _, row in vllm.received if "priority" in row]) == 2
+    assert caplog.text.count("vLLM did not heal a conversation: 400") == 1
+    assert not proxy.healing.has_healed("", [1] * 999, 0)
+    monkeypatch.setattr("hf_blend.integrations.vllm.healing.MOST_UNDER_WAY", 0)
+    vllm = FakeVllm()
+    healed_by(vllm, [body])
+    assert len(vllm.received) == 1
+    healed_by(vllm, [{"messages": [INLINE]}])
+    assert len(vllm.received) == 2, "nothing is blended without documents"

@@ -43,6 +43,7 @@ from ...serving.prompts import chat_prompt, check_arguments, check_chat, check_t
 from ...serving.tenants import Tenant, Tenants, admitted
 from ...serving.wire import ChatRequest, Generation, Limits, Message, error_body, read_request
 from .fields import UpstreamChat, UpstreamCompletion
+from .healing import Conversation, UpstreamHealing, noted
 from .plan import plan_salt
 
 __all__ = ["make_proxy"]
@@ -66,10 +67,12 @@ class Proxy:
         tenants: Sequence[Tenant] = (),
         limits: Limits | None = None,
         tokens: int | None = None,
+        heal: bool = False,
     ) -> None:
-        """No prompt of more than `tokens` is made, if that is given."""
+        """No prompt of more than `tokens` is made, if that is given; with `heal`, vLLM heals what was blended."""
         self._tokenizer, self._config, self._tokens = tokenizer, config, tokens
         self.limits, self.running = limits or Limits(), Counter[str]()
+        self.healing = UpstreamHealing(tokenizer, tokens, self.limits.request_s) if heal else None
         self.tenants = Tenants(list(tenants) or [Tenant()], lambda tenant: None)  # type: ignore[arg-type,return-value]
 
     def rewrite(self, fields: Generation, body: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
@@ -78,16 +81,30 @@ class Proxy:
         if isinstance(fields, ChatRequest):
             rewritten["messages"] = [_for_vllm(*row) for row in zip(fields.messages, body["messages"], strict=True)]
         salt = partial(plan_salt, config=self._config, tenant=tenant.name, secret=tenant.secret)
+        plain = {"cache_salt": salt((), ())} if tenant.name else {}  # no blended block has the salt of an empty plan
         prompt = self._chat(fields) if isinstance(fields, ChatRequest) else self._text(fields)
-        if prompt is None:  # no blended block has the salt of an empty plan
-            return rewritten | ({"cache_salt": salt((), ())} if tenant.name else {})
+        if prompt is None:
+            return rewritten | plain
         ids, spans = list(prompt.ids), [list(span) for span in prompt.spans()]
         told: dict[str, Any] = {"documents": spans, "tenant": tenant.name}
         if isinstance(fields, ChatRequest):
             told["prompt_token_ids"] = ids
         else:
             rewritten["prompt"] = ids
+        stop = max((span.stop for span in prompt.spans()), default=0)
+        if self.healing is not None and self.healing.has_healed(tenant.name, ids, stop):
+            return rewritten | plain | {"kv_transfer_params": {**told, "documents": []}}
         return rewritten | {"kv_transfer_params": told, "cache_salt": salt(ids, spans)}
+
+    def conversation(self, body: dict[str, Any], tenant: Tenant) -> Conversation | None:
+        """What is healed behind the answer to a body for vLLM; None where nothing is blended."""
+        told = body.get("kv_transfer_params") or {}
+        if self.healing is None or not told.get("documents") or body.get("echo"):
+            return None
+        salt = plan_salt((), (), self._config, tenant=tenant.name, secret=tenant.secret)
+        fields = {"model": body.get("model"), "cache_salt": salt if tenant.name else None}
+        ids = told.get("prompt_token_ids") or body["prompt"]
+        return Conversation(tenant.name, ids, {name: value for name, value in fields.items() if value is not None})
 
     def _chat(self, fields: ChatRequest) -> TextPrompt | None:
         """The prompt of a chat with documents; what vLLM makes of others is within the same limits."""
@@ -146,37 +163,54 @@ class Relay:
             make = partial(self._content, fields, body, tenant)
             del body
             async with asyncio.timeout_at(until):
-                answer = await while_connected(request, self._asked(request, make, stack))
-            if answer is None:
+                response = await while_connected(request, self._send(request, make, stack))
+            if response is None:
                 return Response(status_code=CLIENT_GONE)
+            answer, conversation = response
             kind = answer.headers.get("content-type", "")
             if not kind.startswith(EVENTS):
+                if conversation is not None and answer.is_success:
+                    self._heal(conversation, answer.content)
                 return Response(answer.content, answer.status_code, media_type=kind or None)
-            return _Relayed(_events(request, answer, until), answer.status_code, kind, stack.pop_all())
+            events = _events(request, answer, until)
+            if conversation is not None and answer.is_success:
+                events = noted(events, partial(self._heal, conversation))
+            return _Relayed(events, answer.status_code, kind, stack.pop_all())
 
     async def close(self) -> None:
         """Close all connections to vLLM."""
+        if self._proxy.healing is not None:
+            await self._proxy.healing.close()
         await self._client.aclose()
         await self._probes.aclose()
 
-    def _content(self, fields: Generation, body: dict[str, Any], tenant: Tenant) -> bytes:
+    def _heal(self, conversation: Conversation, answer: bytes) -> None:
+        if self._proxy.healing is not None:
+            self._proxy.healing.start(self._client, COMPLETIONS, conversation, answer)
+
+    def _content(self, fields: Generation, body: dict[str, Any], tenant: Tenant) -> tuple[bytes, Conversation | None]:
+        """The body for vLLM, and what is healed behind its answer."""
+        rewritten = self._proxy.rewrite(fields, body, tenant)
         try:
-            return json.dumps(self._proxy.rewrite(fields, body, tenant), ensure_ascii=False).encode()
+            content = json.dumps(rewritten, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise PromptError(
                 f"the body has the character {error.object[error.start]!r}, which is half of a surrogate pair. Leave "
                 "it out."
             ) from error
+        return content, self._proxy.conversation(rewritten, tenant)
 
-    async def _asked(self, request: Request, make: Callable[[], bytes], stack: AsyncExitStack) -> httpx.Response:
-        content = await self._workers.make(request.state.tenant.name, make)
+    async def _send(
+        self, request: Request, make: Callable[[], tuple[bytes, Conversation | None]], stack: AsyncExitStack
+    ) -> tuple[httpx.Response, Conversation | None]:
+        content, conversation = await self._workers.make(request.state.tenant.name, make)
         headers = {"content-type": "application/json", "accept": request.headers.get("accept", "*/*")}
         sent = self._client.build_request("POST", request.url.path, content=content, headers=headers)
         answer = await self._client.send(sent, stream=True)
         stack.push_async_callback(answer.aclose)
         if not answer.headers.get("content-type", "").startswith(EVENTS):
             await answer.aread()
-        return answer
+        return answer, conversation
 
 
 class _Relayed(StreamingResponse):
