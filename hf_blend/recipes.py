@@ -96,6 +96,7 @@ class MeasuredFamily:
 MEASURED = (  # `python benchmarks/robust.py recommend` says what its rows support
     MeasuredFamily("smollm2", "llama", range(512, 769)),
     MeasuredFamily("qwen2.5-coder-1.5b", "qwen2", range(1280, 1793)),
+    MeasuredFamily("qwen2.5-coder-0.5b", "qwen2", range(769, 1025)),
     MeasuredFamily("gemma3", "gemma3_text", range(512, 769)),
 )
 DEFAULT = Recipe({}, "the default")
