@@ -130,7 +130,7 @@ def tune(
             place = f"Kept in {store}" if is_kept else "Not kept; with --store it is"
             say(f"{place}: BlendCache(model, store) takes it where no selector is named.")
     if not got.leaves_enough:
-        fail(f"No candidate leaves at most {leave:g}: the nearest is shown. Raise --leave, or give a higher --ratio.")
+        fail(f"None leaves at most {leave:g} on the choosing half; the nearest is shown. Raise --leave or --ratio.")
 
 
 def _said(got: "Tuning") -> list[str]:

@@ -220,7 +220,7 @@ def test_the_command_says_where_answers_cannot_choose_and_where_nothing_is_near_
     code, out, err = run("tune", "--model", model_folder, *words)
     assert code == 1
     assert "full prefill answers 0 of 1: nothing to keep by answers" in err
-    assert "No candidate leaves at most 0: the nearest is shown." in err
+    assert "None leaves at most 0 on the choosing half; the nearest is shown." in err
     assert out.count("random@0.01") >= 1
     assert "of the KL divergence of reuse behind BOS" in err
 
