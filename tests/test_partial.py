@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ConfigError, observer, plugins
+from hf_blend.model.cache_keyword import cache_among
 from hf_blend.model.capture import capture_chunk
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.sparse.partial.blocked import BlockReader
@@ -135,7 +136,7 @@ def masked(model: Any, store: Any, hidden: list[torch.Tensor], settings: Any) ->
     def shut(index: int) -> Any:
         def before(module: Any, args: Any, kwargs: Any) -> Any:
             mask = kwargs["attention_mask"]
-            rows, keys = kwargs["hidden_states"].shape[1], kwargs["past_key_values"].get_seq_length(index)
+            rows, keys = kwargs["hidden_states"].shape[1], cache_among(kwargs).get_seq_length(index)
             if mask is None:
                 mask = torch.ones(1, 1, rows, keys + rows, dtype=torch.bool)
             plain = mask.as_subclass(torch.Tensor).clone()

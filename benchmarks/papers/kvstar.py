@@ -30,6 +30,7 @@ from hf_blend.evaluation.summary import interval
 from hf_blend.evaluation.tasks.base import Sample
 from hf_blend.evaluation.trial import EvalConfig, load_task
 from hf_blend.model.anatomy import decoder_layers
+from hf_blend.model.cache_keyword import cache_among
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.session import SparseSession, block_shares
 from papers.paper_page import Groups, by_way, write_paper
@@ -146,7 +147,7 @@ class _Rounds:
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the model begins."""
-        if kwargs.get("past_key_values") is self.cache:
+        if cache_among(kwargs) is self.cache:
             self.given.append(kwargs["input_ids"].shape[1])
 
     @property

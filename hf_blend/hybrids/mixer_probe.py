@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import (
@@ -130,7 +131,10 @@ def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Modu
     except FAILURES as error:
         message = f"{type(model).__name__} cannot be blended: {type(error).__name__}: {error} Use full prefill."
         raise UnsupportedModelError(message) from error
-    for index, layer in enumerate(stock_layers(text_config(model))):
+    stock = stock_layers(text_config(model))
+    if stock and not any(isinstance(layer, CacheLayerMixin) for layer in stock):
+        raise _refusal(model, 0, "no layer keeps K and V of its tokens, which could be reused")
+    for index, layer in enumerate(stock):
         if hasattr(layer, "recurrent_states") and index not in owners:
             raise _refusal(model, index, "none of it came to the cache with which the model was called")
     return {index: _innermost(model, index, paths) for index, paths in owners.items()}
