@@ -110,7 +110,7 @@ class Corpus:
         if not os.path.isdir(path):
             yield from read_file(path, path.name, reader)
             return
-        folder = Folder(path, self.file_filter, reader)
+        folder = Folder(path, self.file_filter, reader.ignored)
         for file in self.watch(folder.files()):
             try:
                 yield from read_file(folder.root / file, folder.name_of(file), reader)

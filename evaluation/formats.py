@@ -61,6 +61,10 @@ class Text(NamedTuple):
     kind: Kind = "plain"
 
 
+class NoTextError(ValueError):
+    """Why a file gives no text, in a few words."""
+
+
 @dataclass(frozen=True)
 class Format:
     """How the bytes of a file become text; `read` takes them and how many bytes of text there may be."""
@@ -90,7 +94,7 @@ def read_file_text(path: Path, most: int) -> Text:
         content = file.read(HEAD_BYTES) or b""
         if kind.is_text and is_binary(content):
             media_type = mimetypes.guess_type(path.name)[0] or "text"
-            raise ValueError("it is not text" if media_type.startswith("text") else f"it is {media_type}, not text")
+            raise NoTextError("it is not text" if media_type.startswith("text") else f"it is {media_type}, not text")
         content += file.read(most_bytes + 1 - len(content)) or b""
     return kind.read(_at_most(content, most_bytes), most)
 
@@ -99,7 +103,7 @@ def file_size(path: Path) -> int:
     """The bytes of a file; what is none is refused before it is opened, and waited for."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is a pipe, a socket or a device, for which nobody waits; - is stdin")
+        raise NoTextError("it is a pipe, a socket or a device, for which nobody waits; - is stdin")
     return status.st_size
 
 
@@ -118,7 +122,7 @@ def too_large(most: int) -> str:
 
 def _at_most(content: bytes, most: int) -> bytes:
     if len(content) > most:
-        raise ValueError(too_large(most))
+        raise NoTextError(too_large(most))
     return content
 
 
@@ -133,7 +137,7 @@ def decode(content: bytes) -> str:
         try:
             return content.decode(_older_encoding(content))
         except ValueError:
-            raise ValueError(f"it is not UTF-8 (byte {error.start}), and no other encoding fits") from error
+            raise NoTextError(f"it is not UTF-8 (byte {error.start}), and no other encoding fits") from error
 
 
 def _older_encoding(content: bytes) -> str:
@@ -143,7 +147,7 @@ def _older_encoding(content: bytes) -> str:
     matches = charset_normalizer.from_bytes(lines[:SAMPLE_BYTES], cp_isolation=ENCODINGS)
     best = matches.best()
     if best is None:
-        raise ValueError("no encoding fits")
+        raise NoTextError("no encoding fits")
     for match in matches:
         is_as_good = (match.chaos, match.coherence) == (best.chaos, best.coherence)
         if is_as_good and COMMONEST in match.could_be_from_charset:
@@ -197,7 +201,7 @@ def _notebook(content: bytes, most: int) -> Text:
             for output in cell.get("outputs", ()):
                 texts.append("".join(output.get("text") or output.get("data", {}).get("text/plain", "")))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError("no notebook of Jupyter's format 4") from error
+        raise NoTextError("no notebook of Jupyter's format 4") from error
     return Text("\n\n".join(text for text in texts if text.strip()), "markdown")
 
 
@@ -216,7 +220,7 @@ def _table(content: bytes, most: int) -> Text:
         lines.append("; ".join(f"{name.strip()}: {cell}" if name else cell for name, cell in cells))
         room -= len(lines[-1]) + 1
         if room < 0:  # long names may be repeated in many short rows
-            raise ValueError(too_large(most))
+            raise NoTextError(too_large(most))
     return Text("\n".join([", ".join(names), *lines]) + "\n")
 
 
@@ -263,7 +267,7 @@ class _Archive:
             content = file.read(self._room + 1)
         self._room -= len(content)
         if self._room < 0:
-            raise ValueError(too_large(self._most))
+            raise NoTextError(too_large(self._most))
         return _parse_html(decode(content))
 
 
@@ -271,7 +275,7 @@ def _word(content: bytes, most: int) -> Text:
     """The paragraphs, headings and tables of a Word document, and its notes."""
     archive, texts = _Archive(content, most // HTML_SHARE), list[str]()
     if "word/document.xml" not in archive:
-        raise ValueError("no Word document: it has no word/document.xml")
+        raise NoTextError("no Word document: it has no word/document.xml")
     for name in ("word/document.xml", "word/footnotes.xml", "word/endnotes.xml"):
         if name in archive:
             texts.append(_from_html(_as_html(archive.parse(name))))
@@ -300,7 +304,7 @@ def _epub(content: bytes, most: int) -> Text:
     archive = _Archive(content, most // HTML_SHARE)
     root = archive.parse("META-INF/container.xml").find("rootfile")
     if root is None:
-        raise ValueError("no EPUB: it names no package")
+        raise NoTextError("no EPUB: it names no package")
     package = archive.parse(root["full-path"])
     items = {item["id"]: item for item in package("item")}
     chapters = (items[reference["idref"]] for reference in package("itemref"))
@@ -326,11 +330,11 @@ def _pdf(content: bytes, most: int) -> Text:
             if room < 0:
                 break
     except Exception as error:  # of a crafted file not only its own
-        raise ValueError(f"no PDF that pypdf understands: {error or type(error).__name__}") from error
+        raise NoTextError(f"no PDF that pypdf understands: {error or type(error).__name__}") from error
     if not is_open:
-        raise ValueError("it is encrypted")
+        raise NoTextError("it is encrypted")
     if not "".join(pages).strip():
-        raise ValueError("its pages hold no text, only pictures")
+        raise NoTextError("its pages hold no text, only pictures")
     return Text("\n\n".join(pages))
 
 
