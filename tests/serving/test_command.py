@@ -87,6 +87,18 @@ def test_a_server_heals_unless_it_is_told_not_to(reached):
     assert [reached(*words)["plan"].heal for words in ([], ["--heal"], ["--no-heal"])] == [True, True, False]
 
 
+def test_vllm_heals_only_where_it_is_asked_for(monkeypatch):
+    from hf_blend.integrations.vllm import proxy
+
+    plans = []
+    monkeypatch.setattr(proxy, "make_proxy", lambda upstream, made: plans.append(made.healing is not None))
+    monkeypatch.setattr(run, "listen", lambda *settings, **more: None)
+    for words in ([], ["--heal"], ["--no-heal"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(["serve", "--no-access-log", "--upstream", "http://vllm", "--model", REFERENCE, *words])
+    assert plans == [False, True, False]
+
+
 @pytest.mark.parametrize("text", ["prot = 1", "port = ", "max-requests = 'many'"])
 def test_a_file_of_options_that_makes_no_sense_is_refused(text, reached, tmp_path, capsys):
     (tmp_path / "a.toml").write_text(text)
