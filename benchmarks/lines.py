@@ -97,6 +97,7 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
             "serving/pictures.py",
         ),
         "sampling as each request asks": ("serving/sampling.py",),
+        "conversations become exact while nobody asks": ("serving/healing.py",),
     },
     "integrations": {
         "vLLM": ("integrations/vllm",),

@@ -29,8 +29,8 @@ in [benchmarks/LOG.md](../benchmarks/LOG.md).
 
 ## How near is a blend to full prefill?
 
-**On SmolLM2, Gemma 3 and Qwen2.5-Coder-0.5B no rule leaves less error than the default. On the 1.5B few are told apart,
-and on MuSiQue reuse alone is nearly as good.**
+**On SmolLM2, Gemma 3 and Qwen2.5-Coder-0.5B no rule leaves less error than the default. On the 1.5B few are told
+apart, and on MuSiQue reuse alone is nearly as good.**
 
 <!--table:robust-->
 <!--end-->
@@ -40,8 +40,8 @@ behind BOS alone leaves, with its 95 % interval. A star: the rule beats tokens a
 confidence. The first column is where the default does worst: there it does not beat random tokens, and a few prompts
 on which the model wavers between two answers hold most of the mean.
 
-Prompts have six passages, of which one holds the answer; weights are float32, those of the 1.5B bfloat16. Prompts, rules and
-charges were fixed before the run. Not measured: larger models, other languages, code. File:
+Prompts have six passages, of which one holds the answer; weights are float32, those of the 1.5B bfloat16. Prompts,
+rules and charges were fixed before the run. Not measured: larger models, other languages, code. File:
 [robust.json](../benchmarks/results/robust.json), which also has charges of 5 and 10 %, medians and comparisons with
 the default.
 

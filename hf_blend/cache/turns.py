@@ -87,8 +87,8 @@ class KnownPrompts:
             )
         if any(token in placeholders for row in given for token in row):
             raise PromptError(
-                "a history with tokens that stand for images came to heal a cache, but their features do not come "
-                "with it. Only prompts of text can be healed."
+                f"a history of {tuple(ids.shape)} tokens, some of which stand for images, came to heal a cache, but "
+                "features do not come with it. Only prompts of text can be healed."
             )
         return ids
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ..model.anatomy import LayerInfo, decoder_layers
-from ..model.attention import STOCK, TAKER, open_door
+from ..model.attention import OVERRIDE, STOCK, register_attention
 from .paged import BlendedPagedCache
 
 __all__ = ["attend_by_request", "walk_requests"]
@@ -124,9 +124,9 @@ def walk_requests(model: nn.Module) -> list[RemovableHandle]:
         cache = next((value for value in (kwargs or {}).values() if isinstance(value, PagedAttentionCache)), None)
         if cache is None or model.config._attn_implementation != STOCK:
             return None
-        open_door(STOCK)
+        register_attention(STOCK)
         others = {name: value for name, value in kwargs.items() if value is not cache}  # type: ignore[union-attr]
-        return args, {**others, TAKER: partial(attend_by_request, cache=cache)}
+        return args, {**others, OVERRIDE: partial(attend_by_request, cache=cache)}
 
     modules = (module for layer in decoder_layers(model) for module in LayerInfo.of(layer).attention)
     return [module.register_forward_pre_hook(begins, with_kwargs=True) for module in modules]
