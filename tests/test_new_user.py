@@ -71,8 +71,8 @@ def written(tmp_path_factory):
         path = folder / "notes" / ("archive" if number % 2 else "") / f"note-{number:02d}.{('txt', 'MD')[number % 2]}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (folder / "notes" / "table.csv").write_text("a,b\n")
-    (folder / "latin.txt").write_bytes("Grüße".encode("latin-1"))
+    (folder / "notes" / "table.xlsx").write_bytes(b"PK\x03\x04\x00")
+    (folder / "binary.txt").write_bytes(b"\x00\xff\x00")
     (folder / "empty.txt").write_text("\n")
     (folder / "file").write_text("a file")
     return folder
@@ -103,7 +103,7 @@ def test_index_says_first_the_size_the_time_and_what_is_left_out(indexed):
     assert found["documents"] == FILES
     assert found["stored"] == found["chunks"] >= FILES
     lines = said.splitlines()
-    assert "Left out: notes/table.csv (.csv is not read in folders)." in lines[0]
+    assert lines[0].startswith("Left out: notes/table.xlsx (it is ")
     assert re.search(rf"^{FILES} documents in [\d,]+ chunks: [\d,]+ tokens, [\d.]+ MB of KV\.$", said, re.MULTILINE)
     assert re.search(r"to compute, about \d+ (s|min) on ", said)
 
@@ -175,7 +175,7 @@ def mistakes():
     yield ["ask", "Who?"], "came without documents"
     yield ["ask", "notes"], "is a path: write the question before it"
     yield ["ask", "Who?", "nowhere"], "there is no file or folder 'nowhere'"
-    yield ["ask", "Who?", "latin.txt"], "not UTF-8"
+    yield ["ask", "Who?", "binary.txt"], "it is not text"
     yield ["ask", "Who?", "notes", "--model", "noets"], "(but 'notes' is)"
     yield ["ask", "Who?", "notes", "--model", "./own"], "there is no folder './own'"
     yield ["ask", "Who?", "notes", "--model", "FOLDERS/bare"], "has no tokenizer"
@@ -193,7 +193,7 @@ def mistakes():
     yield ["ask", "Who?", "notes", "--chunk-tokens", "4000", "--top-k", "1", "--model", "MODEL", "--max-new-tokens",
            "2040"], "do not fit into the model's 2048 positions"  # fmt: skip
     yield ["ask", "Who?", "notes", "--model", REFERENCE, "--store", "file"], "file"
-    yield ["index", "latin.txt"], "not UTF-8"
+    yield ["index", "binary.txt"], "it is not text"
     yield ["index", "notes", "--shard", "4/4"], "NUMBER/COUNT"
     yield ["chat", "-"], "standard input brings the questions"
     yield ["inspect", "Who?", "notes/a.tx"], "a.tx"
