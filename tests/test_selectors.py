@@ -274,7 +274,7 @@ def test_expected_error_sees_what_stock_attention_of_some_rows_of_the_question_s
 
     def recorded(seen, shares, question):
         weights.append(shares)
-        columns.append(seen.columns[0, question[0]].tolist())
+        columns.append(seen.columns[0, question[0] > 0].tolist())
         return taken(seen, shares, question)
 
     monkeypatch.setattr(expected_error, "_taken", recorded)

@@ -179,7 +179,7 @@ class Prefill:
         computed = context.observer.computed if context.is_probe and context.observer is not None else None
         if self._rows is None or (computed is None and not context.plan.has_padding):
             return None
-        return context.plan.real if computed is None else context.plan.real & computed
+        return context.plan.real if computed is None else computed
 
     def update_indexer(self, index: int, keys: Tensor) -> Tensor:
         """Take an indexer's keys of the active rows, `[batch, rows, width]`, and give back those of all tokens."""
@@ -268,7 +268,8 @@ class Prefill:
         if context.is_probe and observer is not None and observer.rows is not None:
             fresh_mask = plan.sampled(observer.rows)
             total = fresh_mask.sum(axis=1).tolist()
-            observer.computed = torch.from_numpy(fresh_mask | ~plan.fresh(with_reusable=False)).to(device)
+            computed = torch.from_numpy(fresh_mask | ~plan.fresh(with_reusable=False))
+            observer.computed = computed.to(device) & plan.real
         is_known = min(total) == max(total) and counts in (plan.stored_counts, nothing)
         if is_known and not self._needs_same_columns:
             self._rows = Rows.at([np.flatnonzero(row).tolist() for row in fresh_mask], device)

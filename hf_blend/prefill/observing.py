@@ -37,6 +37,7 @@ class AttentionObserver:
         self._receive, self._layers, self._anchors, self.rows = receive, layers, anchors, rows
         self.computed: Tensor | None = None  # `[batch, columns]`: False on the question's columns that are left out
         self.last = None if layers is None else layers[-1]
+        self._masks: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def takes(self, index: int) -> bool:
         """Whether a layer's attention is taken; the others attend as they do without a listener."""
@@ -46,26 +47,32 @@ class AttentionObserver:
     def take(self, index: int, attended: Attention) -> tuple[Tensor, None]:
         """Tell of a layer, then give what its attention gives, `[batch, rows, heads, value_dim]`."""
         # what the layer does in any case is not charged again
-        weights, own = None, replace(attended, charge=lambda _: None)
+        weights, own = None, replace(attended, charge=None)
         if self._layers is None or index in self._layers:
             charged = own if self._anchors is None and index != self.last else attended
-            weights = charged.weights(slice(None), self._seen(attended, self.computed))
+            weights = charged.weights(slice(None), self._hidden(attended, self.computed))
             self._receive(index, attended, weights)
         if index == self.last:
             raise StopForward
         if weights is None or self._anchors is not None:
             is_seen = self.computed if self._anchors is None else self._anchors
-            weights = own.weights(slice(None), self._seen(attended, is_seen))
+            weights = own.weights(slice(None), self._hidden(attended, is_seen))
         return own.outputs(weights).to(attended.queries.dtype).transpose(1, 2).contiguous(), None
 
-    @staticmethod
-    def _seen(attended: Attention, columns: Tensor | None) -> Tensor | None:
-        """These columns, `[batch, columns]`, and all keys in the cache or without a place among the columns."""
+    def _hidden(self, attended: Attention, columns: Tensor | None) -> Tensor | None:
+        """Which keys the rows do not see, if they see no more than these columns, `[batch, columns]`, and the past.
+
+        Layers with the same mask and as many keys share it.
+        """
         if columns is None:
             return None
-        seen = attended.keys.new_ones(len(columns), 1, attended.keys.shape[2], dtype=torch.bool)
-        seen[:, 0, attended.past : attended.past + columns.shape[1]] = columns.to(seen.device)
-        return seen
+        shared = attended.mask, attended.columns, columns
+        key = (*map(id, shared), attended.keys.shape[2])
+        if key not in self._masks:
+            seen = columns.new_ones(len(columns), 1, attended.keys.shape[2], device=attended.keys.device)
+            seen[:, 0, attended.past : attended.past + columns.shape[1]] = columns
+            self._masks[key] = *shared, attended.hidden(slice(None), seen)
+        return self._masks[key][-1]
 
 
 def attention_of(

@@ -23,7 +23,7 @@ class Attention:
         mask: `[batch or 1, heads or 1, rows, keys]`, boolean or additive; None: each row sees the keys up to its own.
         scaling: of the scores.
         softcap: bound of the scores, if the model has one.
-        charge: receives the FLOPs of what is computed here.
+        charge: receives the FLOPs of what is computed here; None: they are not counted.
     """
 
     queries: Tensor
@@ -34,7 +34,7 @@ class Attention:
     mask: Tensor | None = None
     scaling: float = 1.0
     softcap: float | None = None
-    charge: Callable[[Any], None] = lambda flops: None
+    charge: Callable[[Any], None] | None = None
 
     def visible(self, rows: slice) -> Tensor:
         """Which keys some rows see: `[batch or 1, heads or 1, rows, keys]`."""
@@ -46,42 +46,50 @@ class Attention:
         mask = self.mask[:, :, rows] if lines is None else lines.cut(slice(*rows.indices(lines.shape[2])[:2]), whole)
         return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
-    def weights(self, rows: slice, only: Tensor | None = None) -> Tensor:
-        """Share of attention that each key, or each of `only` some, gets from some rows; 0 where a row does not look.
+    def hidden(self, rows: slice, only: Tensor | None = None) -> Tensor:
+        """Which keys some rows do not see: `[batch or 1, heads or 1, rows, keys]`.
 
-        Shapes: only `[batch or 1, rows or 1, keys]` → `[batch, heads, rows, keys]` float32, summing to 1.
+        Shapes: only `[batch or 1, rows or 1, keys]`: the other keys are seen by none.
         """
-        visible = self.visible(rows) if only is None else self.visible(rows) & only[:, None]
+        visible = self.visible(rows)
+        return ~(visible if only is None else visible & only[:, None])
+
+    def weights(self, rows: slice, hidden: Tensor | None = None) -> Tensor:
+        """Share of attention that each key gets from some rows; 0 where a row does not look.
+
+        Shapes: what `hidden` gave for these rows → `[batch, heads, rows, keys]` float32, summing to 1.
+        """
         batch, heads, _, width = self.queries.shape
         kv_heads, count = self.keys.shape[1:3]
-        queries = self.queries[:, :, rows].reshape(batch, kv_heads, -1, width).float()
-        scores = (queries @ self.keys.float().transpose(2, 3)).view(batch, heads, -1, count) * self.scaling
+        queries = self.queries[:, :, rows].reshape(batch, kv_heads, -1, width)
+        scores = (queries @ self.keys.transpose(2, 3)).float().view(batch, heads, -1, count) * self.scaling
         if self.softcap:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        if only is None and self.mask is None:  # counted by the columns, when it is asked for
-            columns, before, each = self.columns[:, rows], self.past + 1, 2.0 * width * self.queries.shape[1]
+        hides_later_ones = hidden is None and self.mask is None
+        hidden = self.hidden(rows) if hidden is None else hidden
+        if hides_later_ones and self.charge is not None:  # counted by the columns, when it is asked for
+            columns, before, each = self.columns[:, rows], self.past + 1, 2.0 * width * heads
             self.charge(lambda: float((columns + before).sum()) * each)
         else:
-            self._charge(visible, width)
-        scores = scores.masked_fill(~visible, torch.finfo(torch.float32).min)
-        return scores.softmax(dim=-1) * visible
+            self._charge(lambda: ~hidden, width)
+        return scores.masked_fill(hidden, torch.finfo(torch.float32).min).softmax(dim=-1).masked_fill(hidden, 0)
 
     def outputs(self, weights: Tensor) -> Tensor:
         """The output of attention: the values weighted by what `weights` gave.
 
-        Shapes: `[batch, heads, rows, keys]` → `[batch, heads, rows, value_dim]` float32.
+        Shapes: `[batch, heads, rows, keys]` → `[batch, heads, rows, value_dim]`.
         """
         batch, heads, rows, count = weights.shape
         kv_heads, width = self.values.shape[1], self.values.shape[3]
-        self._charge(weights > 0, width)
-        folded = weights.reshape(batch, kv_heads, -1, count)
-        return (folded @ self.values.float()).view(batch, heads, rows, width)
+        self._charge(lambda: weights > 0, width)
+        folded = weights.reshape(batch, kv_heads, -1, count).to(self.values.dtype)
+        return (folded @ self.values).view(batch, heads, rows, width)
 
-    def _charge(self, visible: Tensor, width: float) -> None:
+    def _charge(self, visible: Callable[[], Tensor], width: float) -> None:
         """Two FLOPs for each multiplied and added number, by head and by visible key."""
-        batch, heads = self.queries.shape[:2]
-        share = batch * heads / (visible.shape[0] * visible.shape[1])
-        self.charge(visible.sum() * (2.0 * width * share))
+        if self.charge is not None:
+            seen, (batch, heads) = visible(), self.queries.shape[:2]
+            self.charge(seen.sum() * (2.0 * width * batch * heads / (seen.shape[0] * seen.shape[1])))
 
 
 def received(

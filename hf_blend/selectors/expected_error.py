@@ -11,6 +11,8 @@ Source: ours, of ProphetKV (arXiv 2602.02579) for the pass of the question and V
 the length of the value. Measured in benchmarks/results/robust.json.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -31,9 +33,10 @@ class ExpectedError(Selector):
     def score(self, view: TokenView) -> Tensor:
         """What the question takes from each token, mean over the layers, times its likely error, `[batch, tokens]`."""
         taken: list[Tensor] = []
+        asking = cache(lambda columns: _equal_shares(view.is_question(columns)))  # most layers have the same columns
 
         def receive(layer: int, seen: Attention, weights: Tensor) -> None:
-            taken.append(_taken(seen, weights, view.is_question(seen.columns)).to(view.columns.device))
+            taken.append(_taken(seen, weights, asking(seen.columns)).to(view.columns.device))
 
         view.probe(receive, range(view.num_layers), rows=ROWS)
         likely_error = plugins.load("selectors", "ramp")({}).score(view) ** POWER
@@ -42,11 +45,17 @@ class ExpectedError(Selector):
         return view.take(torch.stack(taken).mean(dim=0)) * likely_error
 
 
-def _taken(seen: Attention, weights: Tensor, question: Tensor) -> Tensor:
-    """What the question's rows take from each column, on average over rows and heads.
+def _equal_shares(rows: Tensor) -> Tensor:
+    """`[batch, rows]` bool → float32: 1 over their number where True, else 0."""
+    return rows / rows.sum(dim=1, keepdim=True)
 
-    Shapes: weights `[batch, heads, rows, keys]`, question `[batch, rows]` → `[batch, columns]` float32.
+
+def _taken(seen: Attention, weights: Tensor, shares: Tensor) -> Tensor:
+    """What the question's rows take from each column, on average over the rows and the heads.
+
+    Shapes: weights `[batch, heads, rows, keys]`, shares `[batch, rows]` of each row → `[batch, columns]` float32.
     """
-    shares = (weights * question[:, None, :, None]).sum(dim=2) / question.sum(dim=1)[:, None, None]
-    lengths = seen.values.float().norm(dim=-1).repeat_interleave(weights.shape[1] // seen.values.shape[1], dim=1)
-    return (shares * lengths).mean(dim=1)[:, seen.past :]
+    values, batch, keys = seen.values, len(weights), weights.shape[-1]
+    by_kv_head = (weights * shares[:, None, :, None]).view(batch, values.shape[1], -1, keys).mean(dim=2)
+    lengths = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+    return (by_kv_head * lengths).mean(dim=1)[:, seen.past :]
