@@ -54,14 +54,14 @@ def test_a_name_says_whether_it_is_a_shape_and_a_dtype_is_known(model_folder):
         timed_model("tiny", "float23", "cpu")
 
 
-WAITS = {"kv-deviation": 3, "boundary": 3}  # the ids, what the model is, whether layer 0 fits what is stored
-KERNELS = 1.15  # of a stock prefill
+WAITS = {"kv-deviation": 3, "boundary": 3, "expected-error": 3}  # ids, what the model is, does layer 0 fit the store
+KERNELS = {"expected-error": 2.4}  # of a stock prefill; its probe is a second forward
 
 
-@pytest.mark.parametrize("selector", slow_but("kv-deviation", among=WAITS))
+@pytest.mark.parametrize("selector", slow_but("kv-deviation", "expected-error", among=WAITS))
 def test_a_layer_launches_hardly_more_kernels_than_a_stock_one_however_many_chunks_there_are(selector):
     plan = OverheadPlan(tokens=160, short_tokens=32, chunks=(2, 16), settings=((selector, 0.15),), rounds=1)
     few, many = measure_overhead(plan)["rows"]
-    assert many["kernels_per_layer"] <= KERNELS * many["stock_kernels_per_layer"]
+    assert many["kernels_per_layer"] <= KERNELS.get(selector, 1.15) * many["stock_kernels_per_layer"]
     assert many["kernels_per_layer"] == pytest.approx(few["kernels_per_layer"], rel=0.03)
     assert few["syncs"] == many["syncs"] <= many["stock_syncs"] + WAITS[selector]
