@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
+from transformers.cache_utils import CacheLayerMixin, StaticCache
 from transformers.tokenization_utils_base import BatchEncoding
 
 from .. import plugins
@@ -47,6 +47,7 @@ from ..prompt.pieces import SEPARATOR, History, Prompt, TextPrompt, batch, build
 from ..prompt.text import build_text
 from ..recipes import Recipe
 from ..store import ChunkStore
+from .batch_rows import BatchRows
 from .blending import ForwardPlanning, ModelTraits
 from .cache_layers import KVLayers
 from .forward_watch import ForwardWatch
@@ -66,7 +67,7 @@ def trial_cache(model: nn.Module, **settings: Any) -> "BlendCache":
     return BlendCache(model, ChunkStore.open("memory://"), **settings)
 
 
-class BlendCache(Cache):
+class BlendCache(BatchRows):
     """A `transformers.Cache` that brings stored KV into the prefill and has the model recompute a share of it.
 
     Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic
@@ -374,23 +375,6 @@ class BlendCache(Cache):
         super().activate_past_recording()
         self.kv.frontier.restart()
         self.watch.watch_model()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give every beam the past of the beam that it continues; `beam_idx` is `[batch]`."""
-        self.prompts.select_rows(beam_idx, self.batch_size)
-        super().reorder_cache(beam_idx)
-        self.kv.frontier.rows_changed()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some batch entries; `indices` is `[kept]`, or a boolean for each."""
-        self.prompts.select_rows(indices, self.batch_size)
-        super().batch_select_indices(indices)
-        self.kv.frontier.rows_changed()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch entry `repeats` times in a row."""
-        super().batch_repeat_interleave(repeats)
-        self.kv.frontier.rows_changed()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, in every layer or in none: a negative number; more than the cache holds empties it.

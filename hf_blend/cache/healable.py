@@ -80,10 +80,10 @@ def refuse_other_tokens(own: Any, start: int, keys: Tensor, values: Tensor) -> N
         return
     limit = MISMATCH_LIMIT * (2 if hasattr(own, "packed_tokens") else 1)  # packed here, and in the store before
     errors = list[Tensor]()
-    for new, held in ((keys, own_keys), (values, own_values)):
+    for new, own_states in ((keys, own_keys), (values, own_values)):
         new = new[:, :, first - start : stop - start].float()
         size = torch.linalg.vector_norm(new, dim=(1, 3))
-        error = torch.linalg.vector_norm(new - held[:, :, first - oldest : stop - oldest].float(), dim=(1, 3))
+        error = torch.linalg.vector_norm(new - own_states[:, :, first - oldest : stop - oldest].float(), dim=(1, 3))
         errors.append(error / size.maximum(size.mean()).clamp_min(1e-30))
     row, column = divmod(int(torch.stack(errors).amax(0).argmax()), stop - first)
     if not (error := float(max(share[row, column] for share in errors))) <= limit:
