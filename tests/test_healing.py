@@ -347,6 +347,28 @@ def test_healing_that_fails_in_its_thread_loses_nothing(caplog):
     assert is_exact(chat)
 
 
+def test_what_is_inexact_counts_for_the_model_that_computed_it():
+    """An adapter is switched on between two turns, and off again: what it has computed is healed with it."""
+    chat = conversation()
+    weight = chat.model.model.layers[0].mlp.down_proj.weight
+    before, left = weight.detach().clone(), chat.heal(1) + 1
+    with torch.no_grad():
+        weight.mul_(1.5)
+    chat.ask("And a goat?", **ANSWER)
+    assert chat.heal(1) == 0
+    assert is_exact(chat)
+    chat.ask("And a cat?", DOCUMENTS[:1], blend=REUSED, **ANSWER)
+    assert chat.heal() == 0
+    assert is_exact(chat)
+    with torch.no_grad():
+        weight.copy_(before)
+    chat.ask("And a cow?", **ANSWER)
+    assert chat.heal(1) >= left - 2
+    assert not is_exact(chat)
+    assert chat.heal() == 0
+    assert is_exact(chat)
+
+
 def test_another_word_than_idle_is_refused():
     with pytest.raises(ConfigError, match="'idle'"):
         conversation(heal="always")

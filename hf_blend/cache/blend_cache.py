@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
+from transformers.cache_utils import CacheLayerMixin, StaticCache
 from transformers.tokenization_utils_base import BatchEncoding
 
 from .. import plugins
@@ -47,9 +47,11 @@ from ..prompt.pieces import SEPARATOR, History, Prompt, TextPrompt, batch, build
 from ..prompt.text import build_text
 from ..recipes import Recipe
 from ..store import ChunkStore
+from .batch_rows import BatchRows
 from .blending import ForwardPlanning, ModelTraits
 from .cache_layers import KVLayers
 from .forward_watch import ForwardWatch
+from .healable import Obstacle, refuse
 from .healing import heal
 from .static_copy import static_copy
 from .turns import ASK_AGAIN, KnownPrompts, Turns
@@ -65,7 +67,7 @@ def trial_cache(model: nn.Module, **settings: Any) -> "BlendCache":
     return BlendCache(model, ChunkStore.open("memory://"), **settings)
 
 
-class BlendCache(Cache):
+class BlendCache(BatchRows):
     """A `transformers.Cache` that brings stored KV into the prefill and has the model recompute a share of it.
 
     Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic
@@ -371,6 +373,7 @@ class BlendCache(Cache):
     def activate_past_recording(self) -> None:
         """Called first by assisted decoding: from now on windows wait for `crop` before they forget."""
         super().activate_past_recording()
+        self.kv.frontier.restart()
         self.watch.watch_model()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -381,8 +384,10 @@ class BlendCache(Cache):
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         for layer in self.kv.of_tokens:
             layer.check_crop(tokens_to_remove)
+        before, frontier = super().get_seq_length(), self.kv.frontier
         super().crop(tokens_to_remove)
-        self.kv.frontier.crop(super().get_seq_length())
+        self.prompts.crop(before, super().get_seq_length(), Obstacle.PADDING in frontier.obstacles)
+        frontier.crop(super().get_seq_length())
 
     def heal(self, tokens: int | None = None, history: Tensor | Sequence[int] | None = None) -> int:
         """Compute blended K and V again behind the exact ones, from left to right, as a full prefill computes them.
@@ -401,18 +406,23 @@ class BlendCache(Cache):
             How many of the cached tokens are not exact. 0: all are.
 
         Raises:
-            ConfigError: padding is between the tokens, a layer is on another device or loaded in part, or another
-                model or adapter computed what the cache holds.
-            PromptError: `history` is not what the cache holds, or has a token that stands for an image.
+            ConfigError: the tokens have padding between them, rows in another order, or rotary frequencies that depend
+                on the length; a layer is on another device or loaded in part; or another model or adapter computed
+                what the cache holds, or came while a block was healed, which is then as before.
+            PromptError: `history` is not what the cache holds, by the ids that are known and by K and V of layer 0,
+                or has a token that stands for an image.
+            UnsupportedModelError: the model is inside `self_extend`.
         """
         frontier, length = self.kv.frontier, super().get_seq_length()
         if tokens == 0 or not frontier.left(length):
             return frontier.left(length)
-        refuse_other_author(self.turns.author, author_of(self.model), length, ASK_AGAIN)
+        author = author_of(self.model)
+        refuse_other_author(self.turns.author, author, length, ASK_AGAIN)
         refuse_request_state(self.model, self.traits.layers)
         self.traits.refuse_tokens(2, length)  # a block continues the states of the tokens before it
+        refuse(self)
         ids = self.prompts.ids_to_heal(history, length, self.traits.placeholders)
-        self.report.healed_tokens += heal(self, ids, tokens)
+        self.report.healed_tokens += heal(self, ids, tokens, author)
         return self.kv.frontier.left(length)
 
     def to_static(self, max_cache_len: int) -> StaticCache:

@@ -33,6 +33,7 @@ from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
 from ..selectors.base import Receive
+from .healable import Obstacle
 
 
 class ModelTraits:
@@ -149,9 +150,11 @@ class BlendedForward:
             self._probe, traits.extras, cache.observer, cache.loader,
         )  # fmt: skip
         self._snapshots = self._kv.snapshots()
+        frontier, self._obstacles = self._kv.frontier, {*self._kv.frontier.obstacles}
+        if request.may_be_padded(pending.cached):
+            frontier.obstacles.add(Obstacle.PADDING)
         if first := [placed.start for placed in plan.chunks if not placed.exact]:
-            is_padded = plan.has_padding or any(before != request.past for before in request.before)
-            self._kv.frontier.blend(request.past + min(first), is_padded)
+            frontier.blend(request.past + min(first))
         self.prefill: Any = Prefill(context)  # what hooks and cache call; while a probe runs, the probe's own
 
     def end(self, failed: bool) -> None:
@@ -164,6 +167,7 @@ class BlendedForward:
         if failed:
             self._kv.restore(self._snapshots)
             self._kv.frontier.crop(Cache.get_seq_length(cache))
+            self._kv.frontier.obstacles = self._obstacles
             cache.prompts.pending, cache.report = self._pending, self._report
 
     def _probe(

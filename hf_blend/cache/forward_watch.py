@@ -27,12 +27,14 @@ from transformers.cache_utils import Cache
 
 from .. import plugins
 from ..errors import HfBlendError
+from ..model.anatomy import EXTENDED, is_extended
 from ..model.hooks import ForwardHooks, is_assisting
 from ..prefill.notices import NOTHING_REUSED, warn_once
 from ..prefill.plan import Plan
 from ..prefill.report import Advice, BlendReport
 from ..prefill.request import PendingPrompt, Request
 from .blending import BlendedForward
+from .healable import Obstacle
 
 
 class State(Enum):
@@ -101,6 +103,8 @@ class ForwardWatch:
         if prompts.pending.is_other:
             prompts.note_unexpected(request)
         if not plan.chunks:
+            if request.may_be_padded(before[0].cached):
+                cache.kv.frontier.obstacles.add(Obstacle.PADDING)
             self.hooks.leave(watching=prompts.pending.is_begun)
             return
         for extension in extensions:
@@ -128,6 +132,8 @@ class ForwardWatch:
         except HfBlendError:
             self._rest(watching=cache.is_expecting)
             raise
+        if EXTENDED.get() and is_extended(cache.model):
+            cache.kv.frontier.obstacles.add(Obstacle.EXTENDED)
         if self._advice is not None:  # the next step: a device has answered by now
             advice, began_s = self._advice
             cache.store.controller.observe(advice, time.perf_counter() - began_s)
@@ -162,6 +168,8 @@ class ForwardWatch:
         cache, reason = self._cache(), request.fallback_reason
         prompts, turns = cache.prompts, cache.turns
         is_begun = prompts.pending.is_begun
+        if request.may_be_padded(prompts.pending.cached):
+            cache.kv.frontier.obstacles.add(Obstacle.PADDING)
         is_reported = bool(reason and (prompts.pending.batch or not request.past))
         if turns.is_new or not request.past or (request.width > 1 and not is_assisting()):
             turns.claim(cache.model, request.past)

@@ -12,6 +12,7 @@ what is before the frontier, and writes what comes to the layer itself. A window
 first tokens, so its twin computes them again, from the first token on.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..errors import ConfigError, PromptError
+from ..errors import ConfigError
 from ..model.anatomy import decoder_of
+from ..model.author import Author, author_of, refuse_other_author
 from ..model.cache_keyword import cache_argument
 from ..model.identity.canonical import canonical
 from ..model.own_cache import fitted
 from ..model.placement import input_device
+from .healable import Obstacle, refuse_other_rows, refuse_other_tokens
 from .layers import BlendLayer, BlendSlidingLayer, Pair
 
 BLOCK_TOKENS = 256  # in one forward; a multiple of the groups that share a scale in 8 and 4 bits
@@ -34,6 +37,7 @@ class RewritingTwin(DynamicLayer):
     """The twin of a layer that keeps all tokens: new K and V overwrite those of the layer, but for the exact ones."""
 
     begins_at_zero = False
+    compares = False  # what comes is compared with what the layer holds
 
     def __init__(self, own: Any) -> None:
         super().__init__()
@@ -52,6 +56,8 @@ class RewritingTwin(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Pair:
         """Write K and V, `[batch, kv_heads, rows, head_dim]`; gives all columns up to the last of them."""
+        if self.compares:
+            refuse_other_tokens(self._own, self._start, key_states, value_states)
         self._length = self._start + key_states.shape[2]
         pair: Pair = self._own.rewrite(self._start, key_states, value_states, self._exact)
         return pair
@@ -84,6 +90,7 @@ class WindowTwin(BlendSlidingLayer):
     """The twin of a window; what the layer itself still holds of its tokens is overwritten there, too."""
 
     begins_at_zero = True
+    compares = False
 
     def __init__(self, own: BlendSlidingLayer) -> None:
         super().__init__(own.sliding_window)
@@ -95,6 +102,8 @@ class WindowTwin(BlendSlidingLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Pair:
         """Append K and V, `[batch, kv_heads, rows, head_dim]`; gives all that the new tokens may look at."""
+        if self.compares:
+            refuse_other_tokens(self._own, self.length, key_states, value_states)
         self._own.rewrite(self.length, key_states, value_states, self._exact)
         return super().update(key_states, value_states)
 
@@ -104,44 +113,59 @@ class Frontier:
     """Up to which column the K and V of a cache are exact."""
 
     column: int | None = None  # the first one that is not exact; None: all are
-    is_padded: bool = False  # there is padding among the columns, which cannot be healed
+    obstacles: set[Obstacle] = field(default_factory=set)  # what makes that they cannot be healed
     twins: list[Any] = field(default_factory=list)  # the layers that the model is given, once healing has begun
     reached: int = 0  # how many tokens have gone through the twins
 
-    def blend(self, column: int, is_padded: bool) -> None:
+    def blend(self, column: int) -> None:
         """Note that a prompt is blended: its first token without exact K and V is at `column`."""
         self.column = column if self.column is None else min(self.column, column)
-        self.is_padded = self.is_padded or is_padded
 
     def crop(self, tokens: int) -> None:
         """Note that the cache was cropped to its first `tokens`."""
         if self.column is not None and tokens <= self.column:
-            self.column, self.is_padded, self.twins, self.reached = None, False, [], 0
+            self.column = None
+            self.restart()
+        if not tokens:
+            self.obstacles = set()
+
+    def restart(self) -> None:
+        """Begin with other twins: the layers no longer are as those that they were made for."""
+        self.twins, self.reached = [], 0
+
+    def rows_changed(self) -> None:
+        """Note that the rows of the batch are others than before."""
+        if self.column is not None:
+            self.obstacles.add(Obstacle.ROWS)
 
     def left(self, tokens: int) -> int:
         """How many of a cache's tokens are not exact."""
         return 0 if self.column is None else tokens - self.column
 
 
-def heal(cache: Any, ids: Tensor, tokens: int | None) -> int:
+def heal(cache: Any, ids: Tensor, tokens: int | None, author: Author) -> int:
     """Make more tokens of a cache exact, all of them if `tokens` is None; returns how many became exact.
 
-    Shapes: ids `[batch, columns]`, of the first columns of the cache; what is behind them stays as it is.
+    Shapes: ids `[batch, columns]`, of the first columns of the cache; what is behind them stays as it is. `author`: of
+    the tokens, which the model is expected to be still behind each block.
     """
     frontier, length = cache.kv.frontier, Cache.get_seq_length(cache)
-    _refuse(cache, ids)
+    refuse_other_rows(cache, ids)
     first: int = frontier.column
-    group = max(getattr(layer, "group_tokens", 1) for layer in cache.layers)
-    stop = min(length, ids.shape[1], length if tokens is None else first + tokens)
-    if stop < length:  # a group is packed once, of exact tokens
-        stop = min(-(-stop // group), ids.shape[1] // group) * group
+    group = max(getattr(layer, "group_tokens", 1) for layer in cache.layers)  # is packed once, of exact tokens
+    stop = length if tokens is None else min(length, -(-(first + tokens) // group) * group)
+    if ids.shape[1] < stop:
+        stop = ids.shape[1] // group * group
     if not frontier.twins:
         frontier.twins = [_twin(layer) for layer in cache.layers]
+        if hasattr(frontier.twins[0], "compares"):  # no corrector may have written to layer 0
+            frontier.twins[0].compares = not cache.planning.corrector.is_active
         begins_at_zero = any(getattr(twin, "begins_at_zero", False) for twin in frontier.twins)
         frontier.reached = 0 if begins_at_zero else first // group * group
     while frontier.column < stop:
         end = min(frontier.reached + BLOCK_TOKENS, stop)
-        _heal_block(cache, ids[:, frontier.reached : end])
+        with torch.inference_mode() if _is_inference(cache) else nullcontext():
+            _heal_block(cache, ids[:, frontier.reached : end], author)
         frontier.reached, frontier.column = end, max(frontier.column, end)
     healed: int = frontier.column - first
     if frontier.column == length:
@@ -152,7 +176,7 @@ def heal(cache: Any, ids: Tensor, tokens: int | None) -> int:
     return healed
 
 
-def _heal_block(cache: Any, ids: Tensor) -> None:
+def _heal_block(cache: Any, ids: Tensor, author: Author) -> None:
     """Run a block through the model behind the exact tokens; after a failure all is as it was before it."""
     frontier, model, device = cache.kv.frontier, cache.model, input_device(cache.model)
     start, stop = frontier.reached, frontier.reached + ids.shape[1]
@@ -165,6 +189,12 @@ def _heal_block(cache: Any, ids: Tensor) -> None:
     try:
         with canonical(model):
             decoder(input_ids=ids.to(device), position_ids=positions, use_cache=True, **cache_argument(decoder, exact))
+            if any(module.training for module in decoder.modules()):
+                raise ConfigError(
+                    f"tokens {start} to {stop} were healed while {type(model).__name__} was set to training mode, in "
+                    "which it may drop out, but evaluation mode is expected. Heal again."
+                )
+        refuse_other_author(author, author_of(model), stop, "Heal again when it is what it was.")
     except BaseException:
         for (own, twin), (columns, state) in zip(healable, before, strict=True):
             own.paste(columns)
@@ -181,28 +211,6 @@ def _twin(own: Any) -> Any:
     return RewritingTwin(own) if isinstance(own, BlendLayer) else own
 
 
-def _refuse(cache: Any, ids: Tensor) -> None:
-    """Refuse what cannot be made exact, by name."""
-    length = Cache.get_seq_length(cache)
-    if cache.kv.frontier.is_padded:
-        raise ConfigError(
-            f"heal() was asked of a cache whose {length} columns hold padding, but tokens without gaps are expected. "
-            "Pass prompts of equal length, or each prompt in a cache of its own."
-        )
-    for index, layer in enumerate(cache.layers):
-        if getattr(layer, "visible", None) is not None:
-            raise ConfigError(
-                f"heal() was asked of a cache of {length} tokens, but layer {index} loaded only a part of their K and "
-                "V. Open the store without partial."
-            )
-        if not getattr(layer, "is_healable", True):
-            raise ConfigError(
-                f"heal() was asked of a cache whose layer {index} is a {type(layer).__name__}, but K and V can be "
-                "written in the place of others only where they are on the model's device, in whole groups. Leave "
-                "kv_device_map out; with kv_bits do not crop before all is healed."
-            )
-    if len(ids) != cache.batch_size:
-        raise PromptError(
-            f"{len(ids)} rows of token ids are known to heal a cache of {cache.batch_size} requests. Pass what "
-            "generate returned: heal(history=output)."
-        )
+def _is_inference(cache: Any) -> bool:
+    """Whether K and V of a cache were made in inference mode, so that they are written in it alone."""
+    return any(getattr(layer, "is_inference", False) for layer in cache.layers)

@@ -98,14 +98,19 @@ class IndexedLayer(BlendLayer):
     def copy_columns(self, start: int, stop: int) -> Any:
         """A copy of some columns, which `paste` writes back."""
         keys = None if self.indexer_keys is None else self.indexer_keys[:, start:stop].clone()
-        return super().copy_columns(start, stop), keys
+        return super().copy_columns(start, stop), start, keys
 
     def paste(self, copied: Any) -> None:
         """Write columns back that `copy_columns` gave."""
-        columns, keys = copied
+        columns, start, keys = copied
         super().paste(columns)
         if keys is not None:
-            self.rewrite_indexer(columns[0], keys)
+            self.rewrite_indexer(start, keys)
+
+    @property
+    def is_inference(self) -> bool:
+        """See `BlendLayer.is_inference`."""
+        return super().is_inference or (self.indexer_keys is not None and self.indexer_keys.is_inference())
 
     @property
     def nbytes(self) -> int:

@@ -185,6 +185,11 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers or ())
 
     @property
+    def is_inference(self) -> bool:
+        """Whether something that is held was made in `torch.inference_mode`, so that it is written in it alone."""
+        return any(buffer.is_inference() for buffer in self._buffers or ())
+
+    @property
     def batch_size(self) -> int:
         """How many batch entries there are; 0 in an empty layer."""
         return self._buffers[0].shape[0] if self._buffers is not None else 0

@@ -106,7 +106,11 @@ class PackedCells:
     @property
     def nbytes(self) -> int:
         """Bytes of every buffer, spare room included."""
-        return sum(data.nbytes for data in (*(column.buffer for column in self.columns.values()), *self.state.recent))
+        return sum(data.nbytes for data in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Every buffer, and the tokens that are not packed."""
+        return [*(column.buffer for column in self.columns.values()), *self.state.recent]
 
     def like(self, tokens: int) -> Pair:
         """K and V for so many tokens, contents undefined."""
@@ -264,6 +268,11 @@ class QuantisedLayer(MadeStates, BlendLayer):
         """Bytes held."""
         packed = 0 if self._cells is None else self._cells.nbytes
         return super().nbytes + packed + sum(tensor.nbytes for tensor in self._opened or ())
+
+    @property
+    def is_inference(self) -> bool:
+        """See `BlendLayer.is_inference`."""
+        return self._cells is not None and any(tensor.is_inference() for tensor in self._cells.tensors())
 
     @property
     def batch_size(self) -> int:

@@ -24,6 +24,7 @@ from ..prefill.request import PendingPrompt, Request
 from ..prompt.history import History, refuse_other_prompt, shared_tokens
 from ..prompt.pieces import TextPrompt, check_lengths
 from .cache_layers import KVLayers
+from .layers import as_indices
 
 ASK_AGAIN = (
     "Pass the whole conversation by inputs(history=…), inputs_from_messages or inputs_from_text: what the cache "
@@ -63,6 +64,19 @@ class KnownPrompts:
             self.beginnings = (beginnings[0][: min(request.past, most)],)
         else:
             self.beginnings = ()
+
+    def select_rows(self, indices: Any, batch_size: int) -> None:
+        """Note that of the rows of a cache these are kept, in this order; see `batch_select_indices`."""
+        if len(self.beginnings) < 2:  # all rows begin so
+            return
+        repeats, odd = divmod(batch_size, len(self.beginnings))
+        rows = as_indices(indices).tolist()
+        self.beginnings = () if odd else tuple(self.beginnings[row // repeats] for row in rows)
+
+    def crop(self, before: int, tokens: int, is_padded: bool) -> None:
+        """Note that of `before` columns the first `tokens` stay; with padding a row may have fewer tokens there."""
+        removed = before - tokens
+        self.beginnings = tuple(row[: max(0, len(row) - removed) if is_padded else tokens] for row in self.beginnings)
 
     def ids_to_heal(self, history: Any, tokens: int, placeholders: Container[int]) -> Tensor:
         """The ids of a cache's first columns, `[batch, columns]`, up to the first that is unknown or a placeholder.

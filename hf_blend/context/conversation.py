@@ -26,7 +26,7 @@ from ..cache.idle_healing import IdleHealing
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError, StoreError
 from ..model.anatomy import other_states, refuse_extended, text_config
-from ..model.author import author_of
+from ..model.author import Author, author_of
 from ..model.cache_keyword import cache_argument
 from ..model.modality import placeholder_ids
 from ..model.placement import input_device
@@ -110,7 +110,7 @@ class Conversation:
         self.rewritten_tokens = 0
         self._healing = IdleHealing() if heal == "idle" else None
         self._healed: tuple[BlendCache, list[int]] | None = None  # a copy, healed until the next call, and its ids
-        self._inexact: int | None = None  # the first token whose K and V are not a full prefill's; None: all are
+        self._first_inexact: dict[Author, int] = {}  # by who computed them; see `_inexact`
         self._notice = ""  # of the last question
         self.report: BlendReport | None = None  # of the last question that came with documents, or has a notice
 
@@ -176,10 +176,26 @@ class Conversation:
         self._hold(cache)
         return 0 if self._inexact is None else self.cache.get_seq_length() - self._inexact
 
+    @property
+    def _inexact(self) -> int | None:
+        """The first token whose K and V are not a full prefill's; None: all are. Each adapter has its own."""
+        return self._first_inexact.get(self._computed_by())
+
+    @_inexact.setter
+    def _inexact(self, column: int | None) -> None:
+        if column is None:
+            self._first_inexact.pop(self._computed_by(), None)
+        else:
+            self._first_inexact[self._computed_by()] = column
+
+    def _computed_by(self) -> Author:
+        author: Author | None = self.cache.computed_by(getattr(self.cache, "active", None))
+        return author or author_of(self.model)
+
     def _to_heal(self) -> BlendCache:
         """A copy of what the conversation holds, exact up to the same token."""
         cache = continued(self.cache, ChunkStore.open("memory://"))
-        cache.kv.frontier.blend(self._inexact or 0, is_padded=False)
+        cache.kv.frontier.blend(self._inexact or 0)
         return cache
 
     def _hold(self, cache: BlendCache) -> None:
@@ -253,6 +269,7 @@ class Conversation:
         opening = self._opening_tokens(messages)
         check_window(self.cache.window_tokens, max(1, opening))
         session.restore()
+        self._first_inexact = {}
         self._messages, self.turns, self._said, self._inexact = messages, turns, said, inexact
         self._keep_opening(opening)
 
@@ -318,6 +335,8 @@ class Conversation:
     def _recompute(self) -> None:
         """Compute cached tokens again that the model computed before it changed, and say so in the report."""
         computed = self.cache.recompute()
+        if (self._inexact or 0) >= self.cache.get_seq_length() - computed:  # these are exact
+            self._inexact = None
         self._notice = other_author(self.cache.get_seq_length(), computed)
         if self._notice:
             self.report = BlendReport(notice=self._notice)

@@ -133,7 +133,12 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
 
     def make_twin(self) -> Any:
         """The layer that takes the place of this one while a cache is healed; it begins with the first token."""
-        return MixerTwin(self.number_of_states)
+        return self._recording(MixerTwin(self.number_of_states))
+
+    def _recording(self, twin: Any) -> Any:
+        """A twin that records the past if this layer does: it is adopted as a whole."""
+        twin.record_past = self.record_past
+        return twin
 
     def adopt(self, twin: Any) -> None:
         """Take the states of a twin that has seen all tokens."""
@@ -189,7 +194,7 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):
 
     def make_twin(self) -> Any:
         """See `MixerLayer.make_twin`; K and V are overwritten in this layer."""
-        return MixerAttentionTwin(self)
+        return self._recording(MixerAttentionTwin(self))
 
     def copy_columns(self, start: int, stop: int) -> Any:
         """A copy of some columns of K and V, which `paste` writes back."""
@@ -250,7 +255,7 @@ class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):
 
     def make_twin(self) -> Any:
         """See `MixerLayer.make_twin`."""
-        return MixerSlidingTwin(self)
+        return self._recording(MixerSlidingTwin(self))
 
 
 class MixerTwin(MixerLayer):

@@ -178,7 +178,9 @@ class MixerPass:
         return value
 
     def _take(self, projection: Projection, _: nn.Module, args: tuple[Any, ...]) -> Any:
-        self._is_taken = self._is_own_call() and args[0].shape[1] == self.rows.tokens
+        if threading.get_ident() != self._thread:
+            return None
+        self._is_taken = self._is_inside and args[0].shape[1] == self.rows.tokens
         if not self._is_taken or self.rows.columns is None:
             return None
         if self._hidden is None or not projection.reads_hidden:

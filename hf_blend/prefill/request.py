@@ -98,6 +98,18 @@ class Request:
         """A forward of which only the keys of its first layer are known, `[batch, kv_heads, tokens, head_dim]`."""
         return cls({}, past, keys.shape[2], UNSEEN if keys.shape[2] > 1 else "", keys[:, 0, :, 0])
 
+    def may_be_padded(self, cached: int) -> bool:
+        """Whether there is padding among all columns, or may be: no mask of columns is known of a batch.
+
+        Of `cached` first columns the prompts are no part.
+        """
+        if self.rows:
+            return any((*self.starts, *self.columns, *(before != self.past - cached for before in self.before)))
+        if isinstance(self.mask, Tensor) and self.mask.dim() == 2:
+            return not bool(self.mask.all())
+        is_unknown = self.mask is not None or not self.arguments
+        return is_unknown and self.width > 1 and self.ids is not None and self.ids.shape[0] > 1
+
     def real_tokens(self) -> int:
         """How many tokens are not padding, all batch entries; may ask the device."""
         states = self.arguments["inputs_embeds"] if self.ids is None else self.ids

@@ -176,6 +176,47 @@ def test_a_turn_of_another_tenant_with_the_same_ids_counts_as_no_next_turn(model
         assert (engine.healing.next_turns, engine.healing.healed_turns) == (1, 1)
 
 
+def test_a_next_turn_that_comes_before_its_conversation_is_healed_counts_as_blended(model, bench, store, first):
+    with healer(bench, model, store) as engine:
+        engine.healing.next_step = lambda: None
+        second = [*first, *bench.answer(engine, first)[0], *bench.draw(7, 4)]
+        bench.answer(engine, second)
+        assert (engine.healing.next_turns, engine.healing.healed_turns) == (1, 0)
+
+
+def test_no_step_begins_while_a_pause_is_asked_for(model, bench, store, first):
+    with healer(bench, model, store) as engine:
+        engine.healing.next_step = lambda: None
+        bench.answer(engine, first)
+        with engine.pause():
+            del engine.healing.next_step
+            engine._begin_healing(engine.batch_processor.scheduler)
+            assert not engine.healing.is_running
+        wait_until_healed(engine)
+        assert engine.healing.tokens
+
+
+def test_no_step_begins_that_was_chosen_for_another_model(tiny_model, bench, store, first, monkeypatch):
+    model = tiny_model("llama")
+    store.add(model, None, bench.workload.library[2:4])
+    with healer(bench, model, store) as engine:
+        steps, chosen, next_step = steps_of(engine, monkeypatch), [], engine.healing.next_step
+
+        def change_model():
+            if (step := next_step()) is not None:
+                chosen.append(step)
+                with torch.no_grad():
+                    model.get_input_embeddings().weight.mul_(1.5)
+            return step
+
+        engine.healing.next_step = change_model
+        bench.answer(engine, first)
+        wait_for(lambda: chosen, "a step")
+        bench.answer(engine, [1, 5, 6], blend=False)
+        assert not any(HEALING in step for step in steps)
+        assert len(chosen) == 1
+
+
 def test_nothing_is_healed_without_the_option(model, bench, store, first, monkeypatch):
     with healer(bench, model, store, heal=False) as engine:
         steps = steps_of(engine, monkeypatch)
@@ -221,8 +262,8 @@ def test_a_conversation_whose_step_fails_is_forgotten_and_the_engine_goes_on(
         bench.answer(engine, first)
         wait_for(lambda: not engine.healing._conversations, "the failure")
         assert engine.healing.tokens == 0
-        assert bench.answer(engine, [1, 5, 6], blend=False)[0] == stock_answer(model, bench, [1, 5, 6])
         assert engine.get_result(timeout=0.2) is None, "nobody receives what the engine asks itself"
+        assert bench.answer(engine, [1, 5, 6], blend=False)[0] == stock_answer(model, bench, [1, 5, 6])
     assert "a conversation is not healed: RuntimeError: no more" in caplog.text
 
 
