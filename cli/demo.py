@@ -9,7 +9,8 @@ import typer
 
 from hf_blend.errors import ConfigError, HfBlendError
 
-from .options import Device, Dtype
+from .choosing import open_encoder
+from .options import Device, Dtype, Meaning
 from .output import Json, fail, say, show
 
 __all__ = ["demo"]
@@ -28,6 +29,7 @@ def demo(
     port: Port = None,
     folders: Folders = True,
     most_parameters: Parameters = 2.0,
+    meaning: Meaning = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     check: Check = False,
@@ -44,8 +46,9 @@ def demo(
     from hf_blend.evaluation.demo.page import Demo, serve
 
     _refuse_taken(host, port)
+    encoder = open_encoder(meaning, device)
     limits: dict[str, Any] = {"most_parameters": int(most_parameters * 1e9), "takes_folders": folders}
-    made = Demo(ModelCache(**limits, device=device, dtype=dtype), model=model)
+    made = Demo(ModelCache(**limits, device=device, dtype=dtype, encoder=encoder), model=model)
     if made.model:
         made.models.take(made.model)
     else:

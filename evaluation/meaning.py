@@ -127,7 +127,7 @@ class Meaning:
         self._folder = folder / encoder.identity if folder is not None else None
 
     def rank(self, question: str) -> list[int]:
-        """The numbers of all pieces, those that mean most nearly what a question means first; of each its best part."""
+        """The numbers of all pieces, those nearest to what a question means first; of each its best part counts."""
         vectors = [self.vectors[digest_of(piece.text)] for piece in self._pieces]
         starts = np.cumsum([0, *(len(rows) for rows in vectors[:-1])])
         nearness = np.concatenate(vectors) @ self._encoder.embed_question(question)
@@ -208,6 +208,6 @@ def _folder(name: str) -> Path:
         return Path(snapshot_download(name, cache_dir=constants.HF_HUB_CACHE, local_files_only=True))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the encoder {name!r} is neither a folder here nor in the hub's cache. `hf download {name}` brings it, or "
-            "give a folder that sentence-transformers or model2vec saved one in."
+            f"the encoder {name!r} is neither a folder here nor in the hub's cache. `hf download {name}` brings it."
+            " Or give a folder that sentence-transformers or model2vec saved it in."
         ) from error

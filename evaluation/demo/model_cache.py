@@ -17,6 +17,7 @@ from hf_blend.model_names import PACKAGED, locate
 
 from ..bundled import ModelSource, first_line, open_model
 from ..cache_size import cache_size
+from ..meaning import Encoder
 from ..model_choice import ModelChoice, choose_model
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -30,6 +31,7 @@ class Loaded:
     name: str
     model: nn.Module
     source: ModelSource
+    encoder: Encoder | None = None  # what finds pieces of files by meaning
 
     @property
     def tokenizer(self) -> Any:
@@ -54,9 +56,10 @@ class ModelCache:
         takes_folders: bool = True,
         device: str = "auto",
         dtype: str = "auto",
+        encoder: Encoder | None = None,
     ) -> None:
         self.most_models, self.most_parameters, self.takes_folders = most_models, most_parameters, takes_folders
-        self._on = (device, dtype)
+        self._on, self._encoder = (device, dtype), encoder
         self._choice: ModelChoice | None = None
         self._held: OrderedDict[str, Loaded] = OrderedDict()
         self._lock = threading.Lock()
@@ -96,7 +99,7 @@ class ModelCache:
                 "the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct, or leave the box empty for the best one here."
             ) from error
         BlendCache(model, ChunkStore.open("memory://"))  # raises if it is not exact
-        return Loaded(name, model, source)
+        return Loaded(name, model, source, self._encoder)
 
     def _checked(self, name: str) -> str:
         """A folder where that is allowed, or what looks like a hub id."""

@@ -15,6 +15,7 @@ from ..answering import blend_config, build_request, ids_of
 from ..asking import Question
 from ..bundled import handbook_questions
 from ..documents import Document
+from ..meaning import Meaning
 from ..model_choice import choose_top_k
 from ..retrieving import Retriever, Splitter
 from .model_cache import Loaded
@@ -84,7 +85,8 @@ def prepare(loaded: Loaded, query: DemoRequest, limits: Limits) -> Question:
     room = min(most, loaded.source.positions or most) - limits.new_tokens
     if query.files:
         top_k = choose_top_k(loaded.source, pieces, limits.new_tokens) if query.top_k is None else query.top_k
-        pieces = Retriever(pieces, top_k).rank(query.question)
+        meaning = Meaning(loaded.encoder, pieces) if loaded.encoder else None
+        pieces = Retriever(pieces, top_k, meaning).rank(query.question)
     while True:
         made = build_request(loaded.tokenizer, [piece.prompt_text for piece in pieces], query.question, None)
         if (tokens := len(ids_of(loaded.tokenizer, made))) <= room:
