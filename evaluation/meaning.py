@@ -28,7 +28,6 @@ BATCH = 32
 SPARE_TOKENS = 16  # of what an encoder reads: its own special tokens and its prompt for documents
 READ = (".json", ".txt", ".model", ".safetensors", ".bin")  # files of an encoder that say what vectors it gives
 MOST_KEPT = 4096  # texts whose vectors an encoder remembers
-RRF_TERM = 60  # of reciprocal rank fusion, as its authors have it
 Watch = Callable[[Iterable[Any]], Iterable[Any]]
 
 
@@ -75,7 +74,7 @@ class Encoder:
         for start in watch(range(0, len(missing), BATCH)):
             batch = missing[start : start + BATCH]
             parts = [self._parts(text) for text in batch]
-            rows = self._encode(self._model.encode_document, [part for own in parts for part in own])
+            rows = self._encode(self._model.encode_document, [text for own in parts for text in own])
             ends = np.cumsum([len(own) for own in parts])[:-1]
             self._kept |= dict(zip(map(digest_of, batch), np.split(rows, ends), strict=True))
         vectors = {digest: self._kept[digest] for digest in map(digest_of, texts)}
@@ -182,19 +181,6 @@ class Meaning:
 def digest_of(text: str) -> str:
     """What a text is known by."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def fuse(*rankings: Sequence[int]) -> list[int]:
-    """Rank by the sum of 1 / (60 + rank) over rankings, which need not hold the same numbers.
-
-    Source: G. Cormack, C. Clarke and S. Büttcher, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank
-    Learning Methods", 2009.
-    """
-    sums: dict[int, float] = {}
-    for ranking in rankings:
-        for rank, number in enumerate(ranking, 1):
-            sums[number] = sums.get(number, 0.0) + 1 / (RRF_TERM + rank)
-    return sorted(sums, key=lambda number: -sums[number])
 
 
 def _folder(name: str) -> Path:

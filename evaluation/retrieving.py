@@ -117,6 +117,7 @@ class Splitter:
 
 TOP_K = 8
 FUSED = 100  # pieces of each of two rankings that are fused
+RRF_TERM = 60  # of reciprocal rank fusion, as its authors have it
 SYLLABLES = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Hangul}"  # scripts of which one character may be a word
 UNSPACED = rf"{SYLLABLES}\p{{Thai}}\p{{Lao}}\p{{Khmer}}\p{{Myanmar}}"  # scripts whose words run together
 LETTERS = r"[\p{L}\p{M}\p{N}]"
@@ -141,8 +142,6 @@ class Retriever:
         if self._meaning is None:
             numbers = self.rank_by_words(question, self.top_k) or range(self.top_k)
         else:
-            from .meaning import fuse
-
             numbers = fuse(self.rank_by_words(question, FUSED), self._meaning.rank(question)[:FUSED])[: self.top_k]
         return [self.pieces[number] for number in numbers]
 
@@ -166,6 +165,19 @@ class Retriever:
         index = import_extra("bm25s", extra="rag", wanted_by="retrieval").BM25()
         index.index([words_of(piece.text) for piece in self.pieces], show_progress=False)
         return index
+
+
+def fuse(*rankings: Sequence[int]) -> list[int]:
+    """Rank by the sum of 1 / (60 + rank) over rankings, which need not hold the same numbers.
+
+    Source: G. Cormack, C. Clarke and S. Büttcher, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank
+    Learning Methods", 2009.
+    """
+    sums: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, number in enumerate(ranking, 1):
+            sums[number] = sums.get(number, 0.0) + 1 / (RRF_TERM + rank)
+    return sorted(sums, key=lambda number: -sums[number])
 
 
 def words_of(text: str) -> list[str]:

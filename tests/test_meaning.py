@@ -15,8 +15,8 @@ from hf_blend.evaluation.demo.model_cache import ModelCache
 from hf_blend.evaluation.demo.request import DemoRequest, prepare
 from hf_blend.evaluation.demo.visitors import Limits
 from hf_blend.evaluation.documents import Document
-from hf_blend.evaluation.meaning import Encoder, Meaning, digest_of, fuse
-from hf_blend.evaluation.retrieving import Piece, Retriever
+from hf_blend.evaluation.meaning import Encoder, Meaning, digest_of
+from hf_blend.evaluation.retrieving import Piece, Retriever, fuse
 from hf_blend.evaluation.sources import Source, Sources
 from tests.asking import raising
 from tests.saved_models import save_tokenizer_of_bytes
