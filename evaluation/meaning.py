@@ -153,13 +153,14 @@ class Meaning:
 
     def _read(self, name: str) -> dict[str, np.ndarray]:
         """What is kept of a document; nothing if it cannot be read or holds something else."""
+        from safetensors import SafetensorError
         from safetensors.numpy import load
 
         if self._folder is None:
             return {}
         try:
             vectors: dict[str, np.ndarray] = load(vectors_file(self._folder, name).read_bytes())
-        except Exception:  # whatever is wrong with the file: it is made again
+        except (OSError, ValueError, SafetensorError):  # the file is made again
             return {}
         are_sound = all(
             rows.dtype == np.float32 and rows.ndim == 2 and len(rows) and rows.shape[1] == self._encoder.width

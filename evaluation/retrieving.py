@@ -12,16 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hf_blend.errors import import_extra
 from hf_blend.prompt.pieces import tokenize
 
 from .documents import Document
 from .parsing import LIMITS, FileLimits, too_slow, unreadable
-
-if TYPE_CHECKING:
-    from .meaning import Meaning
 
 CHUNK_TOKENS = 512
 END = "\n\n"
@@ -126,10 +123,17 @@ FIRST_UNSPACED = "\u0e00"  # no character of these scripts is before it
 UNREAD = r"[\p{Default_Ignorable_Code_Point}\u0640]+"  # soft hyphens, joiners, lengthened Arabic letters
 
 
+class Ranking(Protocol):
+    """An order of the same pieces for a question."""
+
+    def rank(self, question: str) -> list[int]:
+        """The numbers of all pieces, the best first."""
+
+
 class Retriever:
     """Ranks pieces for questions, by words and, where `meaning` is given, also by that: the two rankings are fused."""
 
-    def __init__(self, pieces: Sequence[Piece], top_k: int = TOP_K, meaning: "Meaning | None" = None) -> None:
+    def __init__(self, pieces: Sequence[Piece], top_k: int = TOP_K, meaning: Ranking | None = None) -> None:
         self.pieces, self.top_k, self._meaning = list(pieces), top_k or len(pieces), meaning
 
     def rank(self, question: str) -> list[Piece]:
