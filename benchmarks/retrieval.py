@@ -12,7 +12,7 @@ its best piece. Without an encoder, words alone are measured.
 import argparse
 import hashlib
 import json
-import time
+import subprocess
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -58,9 +58,7 @@ def measure(names: list[str], questions: list[dict[str, str]], encoder: str, sto
     if encoder:
         with ChunkStore.open(store) as opened:
             meaning = Meaning(Encoder(encoder, "cpu"), pieces, opened)
-            started = time.perf_counter()
-            result["vectors"] = len(meaning.vectors)
-            result["embed_s"] = round(time.perf_counter() - started, 1)
+            result["parts"] = sum(map(len, meaning.vectors.values()))
         both = Retriever(pieces, top_k, meaning)
         ways["meaning"] = lambda question: [pieces[number] for number in meaning.rank(question)]
         ways["both"] = both.rank
@@ -103,7 +101,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     fixed = json.loads(QUESTIONS.read_text("utf-8"))
     measured = measure(fixed["files"], fixed["questions"], options.meaning, options.store)
-    result = {"encoder": options.encoder_name or options.meaning, **measured}
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=QUESTIONS.parent, capture_output=True, text=True
+    )
+    result = {"encoder": options.encoder_name or options.meaning, "commit": done.stdout.strip(), **measured}
     text = json.dumps(result, indent=1, ensure_ascii=False)
     print(json.dumps(result["recall"], indent=1))
     if options.output:

@@ -146,7 +146,8 @@ class Meaning:
         vectors = self._encoder.embed(missing, self._watch)
         for name, texts in by_name.items():
             if kept[name].keys() != texts.keys():
-                kept[name] = {digest: kept[name].get(digest, vectors.get(digest)) for digest in texts}
+                own = kept[name]
+                kept[name] = {digest: own[digest] if digest in own else vectors[digest] for digest in texts}
                 self._write(name, kept[name])
             vectors |= kept[name]
         return vectors
