@@ -101,9 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     fixed = json.loads(QUESTIONS.read_text("utf-8"))
     measured = measure(fixed["files"], fixed["questions"], options.meaning, options.store)
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=QUESTIONS.parent, capture_output=True, text=True
-    )
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=QUESTIONS.parent, capture_output=True, text=True)
     result = {"encoder": options.encoder_name or options.meaning, "commit": done.stdout.strip(), **measured}
     text = json.dumps(result, indent=1, ensure_ascii=False)
     print(json.dumps(result["recall"], indent=1))
