@@ -13,6 +13,7 @@ from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
 from .calibrating import Calibrate, choose_config
+from .choosing import LOOP, open_encoder, open_source
 from .output import Json, humanise, interruptible, marked, say, show
 from .reading import choose_files, prepare, read_questions
 
@@ -37,7 +38,8 @@ def ask(
     questions: Questions = None,
     model: options.Model = None,
     store: options.Store = None,
-    top_k: options.TopK = 8,
+    top_k: options.TopK = None,
+    meaning: options.Meaning = None,
     ratio: options.Ratio = None,
     selector: options.Selector = None,
     calibrate: Calibrate = False,
@@ -75,20 +77,20 @@ def ask(
     from hf_blend import ChunkStore
     from hf_blend.evaluation import asking
     from hf_blend.evaluation.answering import blend_config
-    from hf_blend.evaluation.bundled import open_model
     from hf_blend.loading.controller import LoadingController
 
     blend_config(selector, recompute_ratio=ratio)  # refuses wrong settings before the weights are read
     if rounds > 1 and not compare:
         raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
+    encoder = open_encoder(meaning, device)
     limits = FileLimits(file_megabytes, file_seconds)
     files = choose_files(include, exclude)
     texts, corpus = read_questions(question, documents or [], questions, limits, files, verbose)
-    source = open_model(model, device, dtype)
+    source = open_source(model, device, dtype, verbose)
     printer = _Printer(json, compare, is_listed=questions is not None or not texts)
     prompts: list[Question] = []
     with ChunkStore.open(store, partial=partial) as opened, interruptible(lambda: printer.stopped(len(prompts))):
-        prompts = prepare(source, texts, corpus, top_k, chunk_tokens, system, max_new_tokens, opened)
+        prompts = prepare(source, texts, corpus, top_k, chunk_tokens, system, max_new_tokens, opened, encoder)
         pipeline = asking.Pipeline(source.load(), source.tokenizer, opened)
         config = choose_config(pipeline, selector, ratio, allow_unverified, calibrate)
         opened.controller = LoadingController(pipeline.model, opened, config) if controller else None
@@ -137,6 +139,8 @@ class _Printer:
             typer.echo()
         if cut := [reply.row["method"] for reply in replies if reply.answer.is_cut]:
             say(f"Cut at {len(replies[0].answer.ids)} tokens, set --max-new-tokens higher: {', '.join(cut)}.")
+        if loops := [reply.row["method"] for reply in replies if reply.answer.is_loop]:
+            say(LOOP.format(", ".join(loops)))
         for decided in (reply.answer.report.advice for reply in replies if reply.answer.report):
             if decided:
                 say(f"Controller: {Advice(**decided)}")

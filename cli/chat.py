@@ -13,6 +13,7 @@ from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
 from .calibrating import choose_config
+from .choosing import LOOP, meaning_of, open_encoder, open_source, top_k_or_default
 from .output import Json, say, show
 from .reading import choose_files, read, say_limits, split
 
@@ -31,7 +32,8 @@ def chat(
     corpus: options.Corpus = None,
     model: options.Model = None,
     store: options.Store = None,
-    top_k: options.TopK = 8,
+    top_k: options.TopK = None,
+    meaning: options.Meaning = None,
     ratio: options.Ratio = None,
     selector: options.Selector = None,
     chunk_tokens: options.IndexedTokens = None,
@@ -60,16 +62,18 @@ def chat(
     from hf_blend import ChunkStore
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.asking import Chat, Pipeline
-    from hf_blend.evaluation.bundled import open_model
     from hf_blend.evaluation.retrieving import Retriever
 
     blend_config(selector, recompute_ratio=ratio)  # refuses wrong settings before the weights are read
     if "-" in (names := corpus or []):
         raise PromptError(f"the documents are {names}, but standard input brings the questions here. Name files.")
+    encoder = open_encoder(meaning, device)
     documents = read(names, FileLimits(file_megabytes, file_seconds), choose_files(include, exclude), verbose)
-    source = open_model(model, device, dtype)
+    source = open_source(model, device, dtype, verbose)
     with ChunkStore.open(store) as opened:
-        retriever = Retriever(split(documents, source, chunk_tokens, store=opened), top_k)
+        pieces = split(documents, source, chunk_tokens, store=opened)
+        most = top_k_or_default(top_k, source, pieces, max_new_tokens)
+        retriever = Retriever(pieces, most, meaning_of(encoder, pieces, opened))
         pipeline = Pipeline(source.load(), source.tokenizer, opened)
         config = choose_config(pipeline, selector, ratio, allow_unverified)
         talk = Chat(pipeline, source, retriever, config, system, max_new_tokens)
@@ -125,11 +129,13 @@ def _answer(talk: "Chat", question: str, json: bool) -> dict[str, Any]:
     except PromptError as error:
         say(f"hf-blend: {error}")
         return {}
+    if got.is_loop:
+        say(f"\n{LOOP.format('blend')}")
     if not json:
         typer.echo(f"\nSources: {', '.join(prepared.source_names)}\n")
     sources = [{"name": source.name, "start": source.start, "stop": source.stop} for source in prepared.sources]
     chunks = {name: getattr(got.report, f"{name}_chunks", 0) for name in ("loaded", "computed")}
     return {
         "question": question, "answer": got.text, "ttft_ms": got.ttft_ms, "sources": sources, "chunks": chunks,
-        "past_tokens": getattr(got.report, "past_tokens", 0),
+        "is_loop": got.is_loop, "past_tokens": getattr(got.report, "past_tokens", 0),
     }  # fmt: skip

@@ -2,18 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show full prefill, full reuse and blending in a browser."""
 
+import contextlib
 from typing import Annotated, Any
 
 import typer
 
-from hf_blend.errors import ConfigError
+from hf_blend.errors import ConfigError, HfBlendError
 
-from .options import Device, Dtype
+from .choosing import open_encoder
+from .options import Device, Dtype, Meaning
 from .output import Json, fail, say, show
 
 __all__ = ["demo"]
 
-Model = Annotated[str, typer.Option(help="Hub id or folder to begin with; the default is smollm2.")]
+Model = Annotated[str, typer.Option(help="Hub id or folder to begin with; else the largest here that fits.")]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody who reaches this machine.")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="The first free one from 7860 on if left out.")]
 Folders = Annotated[bool, typer.Option("--folders/--no-folders", help="Whether visitors may name folders as models.")]
@@ -27,6 +29,7 @@ def demo(
     port: Port = None,
     folders: Folders = True,
     most_parameters: Parameters = 2.0,
+    meaning: Meaning = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     check: Check = False,
@@ -43,10 +46,13 @@ def demo(
     from hf_blend.evaluation.demo.page import Demo, serve
 
     _refuse_taken(host, port)
+    encoder = open_encoder(meaning, device)
     limits: dict[str, Any] = {"most_parameters": int(most_parameters * 1e9), "takes_folders": folders}
-    made = Demo(ModelCache(**limits, device=device, dtype=dtype), model=model)
+    made = Demo(ModelCache(**limits, device=device, dtype=dtype, encoder=encoder), model=model)
     if made.model:
         made.models.take(made.model)
+    else:
+        _say_choice(made.models)
     say("Answering the first question, so that the page opens with it.")
     blocks, url = serve(made, host=host, port=port, wait=False)
     try:
@@ -73,11 +79,17 @@ def _refuse_taken(host: str, port: int | None) -> None:
         ) from error
 
 
+def _say_choice(models: Any) -> None:
+    """Say which model is taken and why; the page itself says where there is none."""
+    with contextlib.suppress(HfBlendError):
+        say(models.choice.reason)
+
+
 def _checked(url: str, made: Any, json: bool) -> None:
     """Ask the question that the page opened with through its own interface."""
     from hf_blend.evaluation.demo.request import first_answers
 
-    answers = first_answers(url, made.model)
+    answers = first_answers(url, made.first)
     show({"url": url, "answers": answers}, as_json=json)
     if not all(answers.values()):
         fail(f"the page at {url} gave {answers}, but an answer by each method is expected. Run it with --debug.")

@@ -15,6 +15,7 @@ from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
 from .calibrating import Calibrate, calibrate_once, say_recipe
+from .choosing import meaning_of, open_encoder, open_source
 from .output import Cost, Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
 from .reading import choose_files, read, split
 
@@ -42,6 +43,7 @@ def index(
     remote: Remote = None,
     namespace: Namespace = "",
     secret_file: SecretFile = None,
+    meaning: options.Meaning = None,
     chunk_tokens: options.ChunkTokens = 512,
     shard: ShardOption = None,
     ray: Ray = None,
@@ -73,7 +75,6 @@ def index(
     from hf_blend import ChunkStore
     from hf_blend.errors import ConfigError, import_extra
     from hf_blend.evaluation import indexing
-    from hf_blend.evaluation.bundled import open_model
 
     share, secret = indexing.Shard.find(shard), read_secret(secret_file)
     if ray:
@@ -82,8 +83,9 @@ def index(
             raise ConfigError(
                 f"--ray came with the shard {share.number}/{share.count}. Leave it out: Ray shares all out."
             )
+    encoder = open_encoder(meaning, device)
     documents = read(corpus or [], FileLimits(file_megabytes, file_seconds), choose_files(include, exclude), verbose)
-    source = open_model(model, device, dtype)
+    source = open_source(model, device, dtype, verbose)
     pieces = split(documents, source, chunk_tokens)
     estimate = indexing.Estimate.of(pieces, source)
     is_first = share.number == 0
@@ -108,6 +110,8 @@ def index(
             return
         if is_first:
             indexer.name_sources(documents.listed, source.name, chunk_tokens)
+            if ranking := meaning_of(encoder, pieces, opened, quiet=json):
+                say(f"{len(ranking.vectors):,} texts have vectors for retrieval by meaning.")
         with interruptible(lambda: _kept(indexer.done, len(indexer.missing))):
             if ray:
                 done = _run_on_ray(indexer, ray, source, place)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import options
+from .choosing import open_source
 from .output import Json, marked, show
 from .reading import prepare, read_questions
 
@@ -26,7 +27,7 @@ def inspect(
     model: options.Model = None,
     selector: Selectors = None,
     ratio: At = options.RATIO,
-    top_k: options.TopK = 8,
+    top_k: options.TopK = None,
     chunk_tokens: options.ChunkTokens = 512,
     store: options.Place = "memory://",
     device: options.Device = "auto",
@@ -42,13 +43,12 @@ def inspect(
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation.answering import blend_config
-    from hf_blend.evaluation.bundled import open_model
     from hf_blend.evaluation.inspecting import Inspector
 
     for name in selector or ():
         blend_config(name)  # refuses what is no selector
     questions, read = read_questions(question, documents or [])
-    source = open_model(model, device, dtype)
+    source = open_source(model, device, dtype)
     pieces = prepare(source, questions, read, top_k, chunk_tokens)[0].request
     with ChunkStore.open(store) as opened:
         inspection = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)

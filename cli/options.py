@@ -16,7 +16,9 @@ REAL = "smollm2"  # the model of those who name none
 RATIO, SELECTOR = BlendConfig.recompute_ratio, BlendConfig.selector
 MEGABYTES, SECONDS = LIMITS.megabytes, LIMITS.seconds
 
-Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is smollm2.")]
+Model = Annotated[
+    str | None, typer.Option(help="Hub id or path; else the largest chat model here that fits the memory, or smollm2.")
+]
 Place = Annotated[str, typer.Option("--store", help="Where chunks are kept.")]
 Store = Annotated[str | None, typer.Option("--store", help="Folder of the chunk store; the default is the library's.")]
 Corpus = Annotated[
@@ -59,6 +61,13 @@ IndexedTokens = Annotated[
     int | None, typer.Option("--chunk-tokens", min=1, help="Most tokens of a piece; as indexed, or 512, if left out.")
 ]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
-TopK = Annotated[int, typer.Option(min=0, help="Most pieces of documents for a question; 0 is all that fit.")]
+TopK = Annotated[
+    int | None,
+    typer.Option(min=0, help="Most pieces of documents for a question; 0 is all that fit, else by the model's size."),
+]
+Meaning = Annotated[
+    str | None,
+    typer.Option(help="Sentence encoder, a folder or an id in the hub's cache: pieces are found by meaning, too."),
+]
 System = Annotated[str | None, typer.Option(help="Text before the documents.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut.")]

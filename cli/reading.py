@@ -12,6 +12,7 @@ from hf_blend.errors import PromptError
 from hf_blend.evaluation.folder_files import ALL_FILES, FileFilter
 from hf_blend.evaluation.parsing import LIMITS, FileLimits, short_reason
 
+from .choosing import meaning_of, top_k_or_default
 from .output import progress, say
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from hf_blend.evaluation.asking import Question
     from hf_blend.evaluation.bundled import ModelSource
     from hf_blend.evaluation.documents import Corpus
+    from hf_blend.evaluation.meaning import Encoder
     from hf_blend.evaluation.retrieving import Piece, Retriever, Splitter
 
 SAMPLE = 20_000  # letters that are looked at for words that a model does not know
@@ -145,11 +147,12 @@ def prepare(
     source: "ModelSource",
     questions: Sequence[str],
     documents: Documents,
-    top_k: int,
+    top_k: int | None,
     chunk_tokens: int | None,
     system: str | None = None,
     max_new_tokens: int = 1,
     store: "ChunkStore | None" = None,
+    encoder: "Encoder | None" = None,
 ) -> "list[Question]":
     """Put each question into a prompt with what is retrieved for it; without any, the bundled questions."""
     from hf_blend.evaluation import asking, bundled
@@ -160,7 +163,9 @@ def prepare(
         pages = bundled.handbook_questions()
         requests = [build_request(source.tokenizer, page["chunks"], page["question"], system) for page in pages]
         return [asking.Question(page["question"], made) for page, made in zip(pages, requests, strict=True)]
-    retriever = Retriever(split(documents, source, chunk_tokens, questions, store), top_k)
+    pieces = split(documents, source, chunk_tokens, questions, store)
+    most = top_k_or_default(top_k, source, pieces, max_new_tokens)
+    retriever = Retriever(pieces, most, meaning_of(encoder, pieces, store))
     asks = [asking.prepare(source, retriever, question, system, max_new_tokens) for question in questions]
     say_limits(retriever, asks, source)
     return asks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .calibrating import Calibrate, calibrate_once, say_recipe
-from .options import REAL, Device, Dtype, Model, Ratio, Selector, Store, Unverified, Weights
+from .options import REAL, Device, Dtype, Ratio, Selector, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, say, show
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ Config = Annotated[
     Path | None,
     typer.Option(callback=_configured, is_eager=True, help="TOML or JSON file of options, for those not given here."),
 ]
+Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is smollm2.")]
 ServedName = Annotated[str | None, typer.Option(help="Name of the model in requests; else that of --model.")]
 ApiKey = Annotated[
     str | None, typer.Option(help="Key that requests bear; better as HF_BLEND_SERVE_API_KEY, which ps does not show.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .calibrating import calibrated
+from .choosing import open_source
 from .options import Device, Dtype, Model, Place, Unverified
 from .output import Json, fail, progress, rounded, say, show
 
@@ -77,14 +78,13 @@ def tune(
     from hf_blend import ChunkStore
     from hf_blend.evaluation import tuning
     from hf_blend.evaluation.asking import Pipeline
-    from hf_blend.evaluation.bundled import open_model
     from hf_blend.model.fingerprint import fingerprint
     from hf_blend.recipes import Recipe
 
     if quick:
         if prompts or selector or ratio:
             raise typer.BadParameter("--quick has its own: leave --prompts, --selector and --ratio out")
-        source = open_model(model, device, dtype)
+        source = open_source(model, device, dtype)
         with ChunkStore.open(store) as opened:
             measured = calibrated(
                 source.load(), source.tokenizer, opened, quiet=json, allow_unverified=allow_unverified
@@ -95,7 +95,7 @@ def tune(
     candidates = tuning.candidates(
         selector or tuning.SELECTORS, ratio or tuning.RATIOS, corrector, allow_unverified=allow_unverified
     )
-    source = open_model(model, device, dtype)
+    source = open_source(model, device, dtype)
     if prompts:
         sample = tuning.read_prompts(prompts, source.tokenizer, limit or None, source.positions)
     else:

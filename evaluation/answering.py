@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BatchEncoding
+from transformers import BatchEncoding, StoppingCriteria
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig, default_config
@@ -19,6 +19,7 @@ from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.prompt.messages import build_messages, render
 from hf_blend.prompt.pieces import Span, build
 
+LOOP_TOKENS, LOOP_TIMES = 12, 4  # an answer that has so many tokens so often, the last time at its end, is a loop
 INSTRUCTION = "Answer the question from the documents, in as few words as possible."
 
 
@@ -200,3 +201,30 @@ def ends_of(model: nn.Module) -> list[int]:
     """The tokens that end an answer."""
     ends = model.generation_config.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
+
+
+class LoopStop(StoppingCriteria):
+    """Stops an answer that begins to repeat itself.
+
+    Shapes: ids `[1, tokens]`, of which the first `prompt_tokens` are the prompt's, → `[1]`.
+    """
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self.is_looping = False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        """Return True for an answer that is a loop."""
+        self.is_looping = is_loop(input_ids[0, self._prompt_tokens :].tolist())
+        return torch.full((len(input_ids),), self.is_looping, device=input_ids.device)
+
+
+def is_loop(ids: Sequence[int]) -> bool:
+    """Whether the last tokens of an answer were written again and again, without overlap."""
+    last, times, end = list(ids[-LOOP_TOKENS:]), 0, len(ids)
+    while end >= LOOP_TOKENS and times < LOOP_TIMES:
+        if list(ids[end - LOOP_TOKENS : end]) == last:
+            times, end = times + 1, end - LOOP_TOKENS
+        else:
+            end -= 1
+    return times == LOOP_TIMES

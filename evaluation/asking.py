@@ -28,6 +28,7 @@ from .answering import (
     FULL_REUSE,
     REUSE,
     AnswerStreamer,
+    LoopStop,
     Method,
     Turn,
     begun,
@@ -77,6 +78,7 @@ class Answer:
     is_cut: bool
     cache: BlendCache | None
     logits: Tensor
+    is_loop: bool = False
 
     @property
     def report(self) -> BlendReport | None:
@@ -133,16 +135,18 @@ class Pipeline:
         """
         streamer = AnswerStreamer(self.tokenizer, tell)
         cache, inputs = begun(self.model, self.tokenizer, self.store, request, config, cache)
+        prompt = inputs["input_ids"][0]
+        loop = LoopStop(len(prompt))
         output = self.model.generate(
             **inputs, **cache_argument(self.model, cache), streamer=streamer, do_sample=False,
             max_new_tokens=max_new_tokens, return_dict_in_generate=True, output_logits=first_logits > 0,
+            stopping_criteria=[loop],
         )  # fmt: skip
-        prompt = inputs["input_ids"][0]
         ids = output.sequences[0, len(prompt) :].cpu()
         text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
-        is_cut = len(ids) == max_new_tokens and int(ids[-1]) not in ends_of(self.model)
+        is_cut = len(ids) == max_new_tokens and int(ids[-1]) not in ends_of(self.model) and not loop.is_looping
         logits = torch.cat(output.logits[:first_logits]).float().cpu() if first_logits else torch.empty(0)
-        return Answer(text, streamer.ttft_ms, prompt.cpu(), ids, is_cut, cache, logits)
+        return Answer(text, streamer.ttft_ms, prompt.cpu(), ids, is_cut, cache, logits, loop.is_looping)
 
     def ask(
         self, question: Question, method: Method, max_new_tokens: int, tell: Callable[[str], None] | None = None
@@ -155,6 +159,7 @@ class Pipeline:
             "question": question.name,
             "answer": got.text,
             "is_cut": got.is_cut,
+            "is_loop": got.is_loop,
             "ttft_ms": got.ttft_ms,
             "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
             "sources": [{"name": piece.name, "start": piece.start, "stop": piece.stop} for piece in question.sources],

@@ -6,12 +6,14 @@ What can be known without the weights is known first: the folder, the type, the 
 answered before anything large is read.
 """
 
+import copy
 import difflib
 import json
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 WEIGHTS = (AUTO, "8bit", "4bit")
+NO_CODE = {"trust_remote_code": False}  # else transformers asks at the terminal whether to run a repository's code
 HUB_S = 5.0  # until the hub counts as out of reach
 
 
@@ -54,14 +57,24 @@ class ModelSource:
         positions = getattr(config, "max_position_embeddings", None)
         return positions if isinstance(positions, int) and not stretches(config) else None
 
-    def load(self) -> nn.Module:
-        """Read the weights."""
+    @cached_property
+    def parameters(self) -> int:
+        """How many parameters the model has, from its config."""
+        with torch.device("meta"):
+            empty = self._kind.from_config(copy.deepcopy(self.config), **NO_CODE)
+        return sum(weight.numel() for weight in empty.parameters())
+
+    @property
+    def _kind(self) -> Any:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        kind = AutoModelForImageTextToText if _reads_images(self.config) else AutoModelForCausalLM
-        options = {"dtype": self.dtype, "local_files_only": self.is_local_only, **self.quantised}
+        return AutoModelForImageTextToText if _reads_images(self.config) else AutoModelForCausalLM
+
+    def load(self) -> nn.Module:
+        """Read the weights."""
+        options = {"dtype": self.dtype, "local_files_only": self.is_local_only, **NO_CODE, **self.quantised}
         try:
-            model: nn.Module = kind.from_pretrained(self.folder, **options)
+            model: nn.Module = self._kind.from_pretrained(self.folder, **options)
         except (OSError, ValueError) as error:
             raise _unreadable(self.name, "weights", error) from error
         return (model if self.quantised else model.to(self.device)).eval()
@@ -73,16 +86,18 @@ class ModelSource:
         from transformers import AutoProcessor
 
         try:
-            return AutoProcessor.from_pretrained(self.folder, local_files_only=self.is_local_only)
+            return AutoProcessor.from_pretrained(self.folder, local_files_only=self.is_local_only, **NO_CODE)
         except (ImportError, OSError, ValueError) as error:
             raise _unreadable(self.name, "processor", error) from error
 
 
-def open_model(name: str | None = None, device: str = AUTO, dtype: str = AUTO, weights: str = AUTO) -> ModelSource:
-    """Find a model and read its config and tokenizer."""
+def open_model(
+    name: str | None = None, device: str = AUTO, dtype: str = AUTO, weights: str = AUTO, folder: str = ""
+) -> ModelSource:
+    """Find a model, unless its folder is known, and read its config and tokenizer."""
     where, kind = choose_device(device), choose_dtype(dtype)
     name = name or REAL
-    folder = os.path.expanduser(locate(name))
+    folder = os.path.expanduser(folder or locate(name))
     if folder.startswith((".", os.sep)) and not os.path.isdir(folder):
         raise ConfigError(
             f"there is no folder {name!r}. Give a folder that a model was saved in, or the id of one on the hub, such "
@@ -166,7 +181,7 @@ def _config(folder: str, name: str | None, is_local_only: bool) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=is_local_only)
+        return AutoConfig.from_pretrained(folder, local_files_only=is_local_only, **NO_CODE)
     except (OSError, ValueError) as error:
         if os.path.isdir(folder):
             raise _unreadable(name, "config", error) from error
@@ -212,7 +227,7 @@ def _tokenizer(folder: str, name: str | None, config: Any, is_local_only: bool) 
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_local_only)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_local_only, **NO_CODE)
     except (ImportError, OSError, ValueError) as error:
         why = "" if os.path.isdir(folder) else f"{first_line(error)} "  # of a folder it says nothing that helps
         raise _without_tokenizer(folder, name, why) from error

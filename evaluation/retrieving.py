@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces that a question is about, found by their words (BM25, by bm25s; no second model).
+"""The pieces that a question is about, found by their words (BM25, by bm25s), and by meaning with a second model.
 
 Source: S. Robertson and H. Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009; the variant is
 bm25s's default (Lucene's).
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from hf_blend.errors import import_extra
 from hf_blend.prompt.pieces import tokenize
@@ -113,6 +113,8 @@ class Splitter:
 
 
 TOP_K = 8
+FUSED = 100  # pieces of each of two rankings that are fused
+RRF_TERM = 60  # of reciprocal rank fusion, as its authors have it
 SYLLABLES = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Hangul}"  # scripts of which one character may be a word
 UNSPACED = rf"{SYLLABLES}\p{{Thai}}\p{{Lao}}\p{{Khmer}}\p{{Myanmar}}"  # scripts whose words run together
 LETTERS = r"[\p{L}\p{M}\p{N}]"
@@ -121,34 +123,65 @@ FIRST_UNSPACED = "\u0e00"  # no character of these scripts is before it
 UNREAD = r"[\p{Default_Ignorable_Code_Point}\u0640]+"  # soft hyphens, joiners, lengthened Arabic letters
 
 
-class Retriever:
-    """Ranks pieces for questions."""
+class Ranking(Protocol):
+    """An order of the same pieces for a question."""
 
-    def __init__(self, pieces: Sequence[Piece], top_k: int = TOP_K) -> None:
-        self.pieces, self.top_k = list(pieces), top_k or len(pieces)
+    def rank(self, question: str) -> list[int]:
+        """The numbers of all pieces, the best first."""
+
+
+class Retriever:
+    """Ranks pieces for questions, by words and, where `meaning` is given, also by that: the two rankings are fused."""
+
+    def __init__(self, pieces: Sequence[Piece], top_k: int = TOP_K, meaning: Ranking | None = None) -> None:
+        self.pieces, self.top_k, self._meaning = list(pieces), top_k or len(pieces), meaning
 
     def rank(self, question: str) -> list[Piece]:
-        """Give the pieces that share the most telling words with a question, the best first.
+        """Give the pieces that a question is about, the best first.
 
         All are given, in the order of the documents, if there are no more than `top_k`.
         """
         if len(self.pieces) <= self.top_k:
             return self.pieces
+        if self._meaning is None:
+            numbers = self.rank_by_words(question, self.top_k) or range(self.top_k)
+        else:
+            numbers = fuse(self.rank_by_words(question, FUSED), self._meaning.rank(question)[:FUSED])[: self.top_k]
+        return [self.pieces[number] for number in numbers]
+
+    def rank_by_words(self, question: str, most: int) -> list[int]:
+        """The numbers of the pieces that share the most telling words with a question, the best first."""
         words = [[word for word in words_of(question) if word in self._index.vocab_dict]]
         if not words[0]:
-            return self.pieces[: self.top_k]
-        places, _ = self._index.retrieve(words, k=self.top_k, show_progress=False)
-        return [self.pieces[place] for place in places[0].tolist()]
+            return []
+        numbers, scores = self._index.retrieve(words, k=min(most, len(self.pieces)), show_progress=False)
+        shares_a_word = scores[0] > 0 if self._meaning else scores[0] >= 0  # a fused ranking leaves the others out
+        ranked: list[int] = numbers[0][shares_a_word].tolist()
+        return ranked
 
     def knows(self, question: str) -> bool:
-        """Whether any word of a question is in any piece; True where nothing is chosen."""
-        return len(self.pieces) <= self.top_k or any(word in self._index.vocab_dict for word in words_of(question))
+        """Whether any word of a question is in any piece; True where nothing is chosen, or meaning chooses."""
+        is_known = len(self.pieces) <= self.top_k or self._meaning is not None
+        return is_known or any(word in self._index.vocab_dict for word in words_of(question))
 
     @cached_property
     def _index(self) -> Any:
         index = import_extra("bm25s", extra="rag", wanted_by="retrieval").BM25()
         index.index([words_of(piece.text) for piece in self.pieces], show_progress=False)
         return index
+
+
+def fuse(*rankings: Sequence[int]) -> list[int]:
+    """Rank by the sum of 1 / (60 + rank) over rankings, which need not hold the same numbers.
+
+    Source: G. Cormack, C. Clarke and S. Büttcher, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank
+    Learning Methods", 2009.
+    """
+    sums: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, number in enumerate(ranking, 1):
+            sums[number] = sums.get(number, 0.0) + 1 / (RRF_TERM + rank)
+    return sorted(sums, key=lambda number: -sums[number])
 
 
 def words_of(text: str) -> list[str]:

@@ -66,9 +66,7 @@ class Sources:
     """The documents of one namespace of a store."""
 
     def __init__(self, store: ChunkStore) -> None:
-        root = next((Path(tier.root) for tier in store.tiers() if hasattr(tier, "root") and tier.is_local), None)
-        keeps = root is not None and store.secret is None
-        self._folder = root / "sources" / hash_namespace(store.namespace)[:16] if root and keeps else None
+        self._folder, self._vectors = beside(store, "sources"), beside(store, "vectors")
 
     def add(self, sources: Iterable[Source]) -> None:
         """Write documents down, replacing what was known of the same ones."""
@@ -119,8 +117,25 @@ class Sources:
         gone = list(sources)
         for path in [path for path, source in self._read().items() if source in gone]:
             path.unlink(missing_ok=True)
+        for folder in self._vectors.glob("*") if self._vectors else ():
+            for source in gone:
+                vectors_file(folder, source.name).unlink(missing_ok=True)
         kept = {digest for source in self for digest in source.digests}
         return [digest for digest in dict.fromkeys(d for source in gone for d in source.digests) if digest not in kept]
+
+
+def beside(store: ChunkStore, kind: str) -> Path | None:
+    """The folder beside the chunks of a namespace for what is kept of their documents; None where nothing is kept.
+
+    Nothing is kept of a store that has a secret, or no folder on this machine.
+    """
+    root = next((Path(tier.root) for tier in store.tiers() if hasattr(tier, "root") and tier.is_local), None)
+    return root / kind / hash_namespace(store.namespace)[:16] if root and store.secret is None else None
+
+
+def vectors_file(folder: Path, name: str) -> Path:
+    """The file with the vectors of a document, in the folder of an encoder."""
+    return folder / f"{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}.safetensors"
 
 
 def _composed(text: str) -> str:

@@ -11,6 +11,7 @@ import gpu
 import kv_bits
 import mixed_folder
 import pytest
+import retrieval
 import torch
 from benches.joins import JOINS, JoinsPlan, measure_joins
 from benches.pipeline import PipelinePlan, measure_pipeline
@@ -26,6 +27,15 @@ def test_what_is_committed_of_the_mixed_folder_is_what_was_promised():
     assert kept["good"] >= 140
     assert [answer["file"] for answer in kept["questions"]] == list(mixed_folder.QUESTIONS)
     assert sum(answer["rank"] == 1 for answer in kept["questions"]) == kept["first"] >= 7
+
+
+def test_what_is_committed_of_retrieval_is_about_the_fixed_questions_and_says_what_their_ranks_say():
+    kept = json.loads((BENCHMARKS / "results" / "retrieval.json").read_text("utf-8"))
+    fixed = json.loads((BENCHMARKS / "retrieval_questions.json").read_text("utf-8"))
+    assert [{**row, "rank": 0} for row in kept["questions"]] == [{**row, "rank": 0} for row in fixed["questions"]]
+    assert {row["file"] for row in fixed["questions"]} <= {*fixed["files"]}
+    assert (kept["files"], len(fixed["questions"])) == (len(fixed["files"]), 40)
+    assert kept["recall"] == retrieval.recall(kept["questions"], ["words", "meaning", "both"])
 
 
 @pytest.mark.slow

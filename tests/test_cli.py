@@ -209,7 +209,7 @@ def test_a_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_an_error_that_is_not_ours_is_a_sentence_that_says_what_to_do(run, monkeypatch, error, code, says):
-    monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", raising(error))
+    monkeypatch.setattr("hf_blend.evaluation.model_choice.open_model", raising(error))
     ended, out, err = run("index")
     assert (ended, out) == (code, "")
     assert all(part in err for part in says)

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of the page, first its own and then those that visitors name; none that cannot be blended exactly."""
 
-import copy
 import os
 import re
 import threading
@@ -16,8 +15,10 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, HfBlendError, MissingExtraError
 from hf_blend.model_names import PACKAGED, locate
 
-from ..bundled import REAL, ModelSource, first_line, open_model
+from ..bundled import ModelSource, first_line, open_model
 from ..cache_size import cache_size
+from ..meaning import Encoder
+from ..model_choice import ModelChoice, choose_model
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 FAILURES = (ImportError, LookupError, OSError, RuntimeError, ValueError)
@@ -30,6 +31,7 @@ class Loaded:
     name: str
     model: nn.Module
     source: ModelSource
+    encoder: Encoder | None = None  # what finds pieces of files by meaning
 
     @property
     def tokenizer(self) -> Any:
@@ -54,15 +56,24 @@ class ModelCache:
         takes_folders: bool = True,
         device: str = "auto",
         dtype: str = "auto",
+        encoder: Encoder | None = None,
     ) -> None:
         self.most_models, self.most_parameters, self.takes_folders = most_models, most_parameters, takes_folders
-        self._on = (device, dtype)
+        self._on, self._encoder = (device, dtype), encoder
+        self._choice: ModelChoice | None = None
         self._held: OrderedDict[str, Loaded] = OrderedDict()
         self._lock = threading.Lock()
 
-    def take(self, name: str) -> Loaded:
+    @property
+    def choice(self) -> ModelChoice:
+        """The best model that is here, chosen once, for those who name none."""
+        with self._lock:
+            self._choice = self._choice or choose_model(*self._on, self.most_parameters)
+        return self._choice
+
+    def take(self, name: str = "") -> Loaded:
         """Give a model, loading and verifying it if it is not held."""
-        name = name.strip() or REAL
+        name = name.strip() or self.choice.source.name
         with self._lock:
             if name not in self._held:
                 self._held[name] = self._load(name)
@@ -72,20 +83,23 @@ class ModelCache:
             return self._held[name]
 
     def _load(self, name: str) -> Loaded:
-        folder = _located(name) if name in PACKAGED else self._checked(name)
         try:
-            source = open_model(folder, *self._on)
-            self._weigh(source.config, name)
+            if self._choice and name == self._choice.source.name:
+                source = self._choice.source
+            else:
+                folder = _located(name) if name in PACKAGED else self._checked(name)
+                source = open_model(folder, *self._on)
+            self._weigh(source, name)
             model = source.load()
         except HfBlendError:
             raise
         except FAILURES as error:
             raise ConfigError(
                 f"the model {name!r} cannot be loaded: {first_line(error)} Give the id of a causal language model on "
-                "the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct, or leave the box empty for smollm2."
+                "the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct, or leave the box empty for the best one here."
             ) from error
         BlendCache(model, ChunkStore.open("memory://"))  # raises if it is not exact
-        return Loaded(name, model, source)
+        return Loaded(name, model, source, self._encoder)
 
     def _checked(self, name: str) -> str:
         """A folder where that is allowed, or what looks like a hub id."""
@@ -99,17 +113,11 @@ class ModelCache:
             )
         return name
 
-    def _weigh(self, config: Any, name: str) -> None:
+    def _weigh(self, source: ModelSource, name: str) -> None:
         """Refuse what is too large, from the config alone."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-        parameters = sum(weight.numel() for weight in empty.parameters())
-        if parameters > self.most_parameters:
+        if source.parameters > self.most_parameters:
             raise ConfigError(
-                f"the model {name!r} has {parameters / 1e9:.1f} billion parameters, at most "
+                f"the model {name!r} has {source.parameters / 1e9:.1f} billion parameters, at most "
                 f"{self.most_parameters / 1e9:g} billion are taken here. Take a smaller one, or run hf-blend demo on "
                 "your own machine with --most-parameters."
             )

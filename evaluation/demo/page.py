@@ -55,11 +55,19 @@ COPY = "\n  navigator.clipboard?.writeText(location.href);"
 
 @dataclass
 class Demo:
-    """What the page does when something is pressed, without the page; it begins with `model`, or smollm2."""
+    """What the page does when something is pressed, without the page; it begins with `model`, or the best here."""
 
     models: ModelCache = field(default_factory=ModelCache)
     visitors: Visitors = field(default_factory=Visitors)
     model: str = ""
+
+    @property
+    def first(self) -> str:
+        """The name of the model that the page begins with."""
+        try:
+            return self.model or self.models.choice.source.name
+        except HfBlendError:  # there is none; `opening` says so
+            return REAL
 
     def opening(self) -> DemoState:
         """Answer what the page begins with, or say why there is no answer."""
@@ -193,7 +201,7 @@ class _Form:
                 list(selectors()), value=BlendConfig.selector, label="Selector", elem_id=f"{prefix}-selector"
             )
             self.model = gradio.Textbox(
-                demo.model or REAL, label="Model", placeholder="smollm2, or an id on the hub",
+                demo.first, label="Model", placeholder="smollm2, or an id on the hub",
                 elem_id=f"{prefix}-model", info="smollm2, or a hub id" + ", or a folder" * demo.models.takes_folders,
             )  # fmt: skip
         gradio.HTML(WORK, padding=False)
@@ -256,7 +264,7 @@ def _examples(gradio: Any, blocks: Any, demo: Demo, state: DemoState) -> None:
         return tuple(_followed(request.query_params, gradio.skip()))
 
     def ask_linked(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        is_asked = asks_at_once(request.query_params, demo.model)
+        is_asked = asks_at_once(request.query_params, demo.first)
         yield from form.ask(request, *values) if is_asked else [(gradio.skip(),) * len(form.outputs)]
 
     story.input(pick, [story], [documents, try_these, form.question], **PRIVATE)
@@ -276,7 +284,7 @@ def _own(gradio: Any, demo: Demo) -> None:
             label=f"Files: text, HTML, PDF, Word, EPUB, tables, JSON; at most {limits.file_bytes >> 20} MB each",
         )  # fmt: skip
         top_k = gradio.Slider(
-            1, 16, DemoRequest.top_k, step=1, label="Pieces retrieved", elem_id="own-top-k", min_width=160
+            0, 16, 0, step=1, label="Pieces retrieved; 0: as suits the model", elem_id="own-top-k", min_width=160
         )
     documents, read = gradio.State(()), gradio.HTML(elem_id="own-read", padding=False)
     form = _Form(gradio, demo, "own", DemoRequest("", ""), EMPTY)
@@ -322,7 +330,7 @@ def _asked(
     """The model that was named, and what is asked of it; documents are a text, or files that were read."""
     text, files = ("", documents) if isinstance(documents, tuple) else (documents or "", ())
     how = (float(ratio or 0.0), str(selector or BlendConfig.selector))
-    return str(model or ""), DemoRequest(text, question or "", *how, files, int(top_k or 0))
+    return str(model or ""), DemoRequest(text, question or "", *how, files, int(top_k or 0) or None)
 
 
 def _shown(state: DemoState) -> tuple[Any, ...]:

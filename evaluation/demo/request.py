@@ -15,7 +15,9 @@ from ..answering import blend_config, build_request, ids_of
 from ..asking import Question
 from ..bundled import handbook_questions
 from ..documents import Document
-from ..retrieving import TOP_K, Retriever, Splitter
+from ..meaning import Meaning
+from ..model_choice import choose_top_k
+from ..retrieving import Retriever, Splitter
 from .model_cache import Loaded
 from .visitors import Limits
 
@@ -33,7 +35,7 @@ class DemoRequest:
     recompute_ratio: float = BlendConfig.recompute_ratio
     selector: str = BlendConfig.selector
     files: tuple[Document, ...] = ()
-    top_k: int = TOP_K
+    top_k: int | None = None  # where left out, by the model's size
 
     def config(self) -> BlendConfig:
         """How to blend."""
@@ -82,7 +84,9 @@ def prepare(loaded: Loaded, query: DemoRequest, limits: Limits) -> Question:
     most = limits.most_tokens(loaded.token_bytes)
     room = min(most, loaded.source.positions or most) - limits.new_tokens
     if query.files:
-        pieces = Retriever(pieces, query.top_k).rank(query.question)
+        top_k = choose_top_k(loaded.source, pieces, limits.new_tokens) if query.top_k is None else query.top_k
+        meaning = Meaning(loaded.encoder, pieces) if loaded.encoder else None
+        pieces = Retriever(pieces, top_k, meaning).rank(query.question)
     while True:
         made = build_request(loaded.tokenizer, [piece.prompt_text for piece in pieces], query.question, None)
         if (tokens := len(ids_of(loaded.tokenizer, made))) <= room:
