@@ -37,7 +37,7 @@ def test_fingerprint_is_that_of_the_model_built_copied_loaded_or_in_inference_mo
     assert int(fingerprint(model), 16)
 
 
-KNOWN = "4e3ed3ac0304e14affbab8100d67bd9f2ab6e6a3bda54d6b1cd4fb75e90d116d"
+KNOWN = "1b35ae0003aff5b9a74f4bdc122046d6c6372ee63f077d576422673bdacf6895"
 
 
 def test_fingerprint_never_changes():
