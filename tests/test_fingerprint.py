@@ -260,3 +260,6 @@ def test_checksum_does_not_depend_on_strides_offsets_or_blocks(monkeypatch):
         changed[at] += 1
         sums.add(checksum(changed))
     assert len(sums) == 51
+    exchanged = values.clone()  # rows of 64 lanes, of two numbers each
+    exchanged[:128], exchanged[128:256] = values[128:256], values[:128]
+    assert checksum(exchanged) not in sums
