@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hf_blend.evaluation.parsing import FileLimits
+
 from . import options
 from .choosing import open_source
 from .output import Json, marked, show
-from .reading import prepare, read_questions
+from .reading import choose_files, prepare, read_questions
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.inspecting import Inspection
@@ -32,6 +34,11 @@ def inspect(
     store: options.Place = "memory://",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    file_megabytes: options.FileMegabytes = options.MEGABYTES,
+    file_seconds: options.FileSeconds = options.SECONDS,
+    verbose: options.Verbose = False,
     json: Json = False,
 ) -> None:
     """Show, for one prompt, how far stored KV is from that of a full prefill, and what the selectors do about it.
@@ -47,7 +54,8 @@ def inspect(
 
     for name in selector or ():
         blend_config(name)  # refuses what is no selector
-    questions, read = read_questions(question, documents or [])
+    limits, files = FileLimits(file_megabytes, file_seconds), choose_files(include, exclude)
+    questions, read = read_questions(question, documents or [], None, limits, files, verbose)
     source = open_source(model, device, dtype)
     pieces = prepare(source, questions, read, top_k, chunk_tokens)[0].request
     with ChunkStore.open(store) as opened:

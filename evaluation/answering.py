@@ -35,8 +35,9 @@ class Turn:
 def build_request(
     tokenizer: Any, chunks: Sequence[Any], question: str, system: str | None, history: Sequence[Turn] = ()
 ) -> dict[str, Any]:
-    """Put a question and its chunks into the model's own form of a prompt.
+    """Put a question and its chunks into the model's own form of a prompt: what a cache makes inputs of, by name.
 
+    It has `messages` and `documents` where the tokenizer has a chat template, else `prefix`, `chunks` and `question`.
     The documents of a question are in its own turn, so that a conversation only grows, and a cache keeps it.
     """
     earlier = [text for turn in history for text in turn.documents]
@@ -58,7 +59,7 @@ def build_request(
 
 
 def inputs_of(cache: BlendCache, tokenizer: Any, request: dict[str, Any]) -> BatchEncoding:
-    """Arguments of `generate` for a request, as `request` gives it."""
+    """What `generate` takes for a prompt that `build_request` made, with a cache: ids and mask, `[1, tokens]`."""
     make = cache.inputs_from_messages if "messages" in request else cache.inputs
     return make(tokenizer, **request)
 

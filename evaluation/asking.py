@@ -52,14 +52,14 @@ class NoRoomError(PromptError):
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its documents: `given` is the request that `answering.request` makes of them."""
+    """A question, and the prompt in which it is asked over documents."""
 
-    name: str
-    request: dict[str, Any]
-    answers: tuple[str, ...] = ()
-    sources: tuple[Piece, ...] = ()
-    squeezed_out: int = 0
-    documents: tuple[str, ...] = ()  # of the sources those that no earlier turn brought
+    name: str  # that people read: the question's own text, or its number
+    request: dict[str, Any]  # the prompt as `answering.build_request` makes it
+    answers: tuple[str, ...] = ()  # that are known to be right
+    sources: tuple[Piece, ...] = ()  # pieces that were retrieved for it and that the model has room for, best first
+    squeezed_out: int = 0  # pieces that were retrieved and for which there is no room
+    documents: tuple[str, ...] = ()  # texts of the sources that no earlier turn brought
 
     @property
     def source_names(self) -> list[str]:
@@ -129,9 +129,15 @@ class Pipeline:
         tell: Callable[[str], None] | None = None,
         cache: BlendCache | None = None,
     ) -> Answer:
-        """Answer a request greedily, by a full prefill if there is no config; with the logits of its first tokens.
+        """Answer a request greedily.
 
-        A cache of earlier turns keeps what it holds of the beginning of the request.
+        Args:
+            request: what `answering.build_request` made.
+            config: how the prompt is blended; None computes all of it.
+            max_new_tokens: most tokens of the answer.
+            first_logits: for so many tokens of the answer its logits are kept, `[first_logits, vocabulary]`.
+            tell: is given each piece of text as it comes.
+            cache: of the turns before, with whose tokens the prompt begins.
         """
         streamer = AnswerStreamer(self.tokenizer, tell)
         cache, inputs = begun(self.model, self.tokenizer, self.store, request, config, cache)

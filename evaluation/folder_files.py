@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -101,18 +101,35 @@ class Folder:
 
 
 def ignored_files(rules: dict[str, list[str]], files: Iterable[str]) -> list[bool]:
-    """Say which files are ignored by rules of folders, of which the deepest that says something decides."""
-    patterns = {folder: _patterns(tuple(filter(_is_pattern, lines))) for folder, lines in rules.items()}
-    return [_is_ignored(Path(file), patterns) for file in files]
+    """Say which files are ignored by rules of folders, of which the deepest that says something decides.
+
+    Below an ignored folder nothing is included again, as in git.
+    """
+    patterns = {folder: _patterns(tuple(filter(_is_pattern, lines))).patterns for folder, lines in rules.items()}
+    is_ignored = cache(partial(_is_ignored, patterns))
+    return [
+        any(is_ignored(f"{folder}/") for folder in [*Path(file).parents][-2::-1]) or is_ignored(file) for file in files
+    ]
 
 
-def _is_ignored(file: Path, patterns: dict[str, Any]) -> bool:
-    for folder in file.parents:
-        if rules := patterns.get(str(folder)):
-            verdict = rules.check_file(str(file.relative_to(folder))).include
-            if verdict is not None:
-                return bool(verdict)
+def _is_ignored(patterns: dict[str, Sequence[Any]], path: str) -> bool:
+    """Whether a file, or a folder with a slash behind it, is ignored itself."""
+    for folder in map(str, Path(path).parents):
+        name = path if folder == "." else path[len(folder) + 1 :]
+        for pattern in reversed(patterns.get(folder, ())):
+            if pattern.include is not None and any(_is_whole(match, name) for match in pattern.regex.finditer(name)):
+                return bool(pattern.include)
     return False
+
+
+def _is_whole(match: Any, name: str) -> bool:
+    """Whether a pattern matched a path itself, not a folder above it, whose end pathspec calls `ps_d`.
+
+    `a/**` is what is in a folder, but not the folder.
+    """
+    if match.groupdict().get("ps_d") is None:
+        return not name.endswith("/") or match.end() < len(name)
+    return bool(match.start("ps_d") == len(name) - 1)
 
 
 @cache
@@ -158,7 +175,9 @@ def _why_no_file(path: Path) -> str:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ELOOP):
             return f"it cannot be read: {error.strerror}"
-    return "a link to no file" if path.is_symlink() else "no file that can be read"
+    if not path.is_symlink():
+        return "no file that can be read"
+    return "a link to a folder" if path.is_dir() else "a link to no file"
 
 
 def _entries(root: Path) -> list[Path]:

@@ -16,8 +16,8 @@ import os
 import posixpath
 import stat
 import zipfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -206,10 +206,21 @@ def _notebook(content: bytes, most: int) -> Text:
 
 
 def _table(content: bytes, most: int) -> Text:
-    """A line for each row, in which every cell has its column's name; as it is without such names."""
+    """A line for each row, in which every cell has its column's name; as it is without such names.
+
+    In cells between tabs a quote may mean inches; elsewhere one that is not closed leaves no rows to tell.
+    """
     text = decode(content)
-    first_line = text.split("\n", 1)[0]
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t|", key=first_line.count))
+    delimiter = max(",;\t|", key=text.split("\n", 1)[0].count)
+    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONE)[: 2 if delimiter == "\t" else 1]:
+        lines = io.StringIO(text, newline="")
+        with suppress(csv.Error):
+            return _rows(text, csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True), most)
+    return Text(text)
+
+
+def _rows(text: str, rows: Iterator[list[str]], most: int) -> Text:
+    """The rows of a table as lines; its text where the first of them has no names."""
     names = next(rows, [])
     are_names = len({*names}) == len(names) > 1 and not any(map(_is_no_name, names))
     if not are_names:

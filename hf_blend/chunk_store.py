@@ -14,7 +14,7 @@ from . import plugins
 from .errors import ConfigError, suggest
 from .recipes import Recipe, Recipes
 from .store.chunk import ChunkKey
-from .store.opening import Limits, open_tiers
+from .store.opening import Limits, is_remote, open_tiers
 from .store.seal import check_secret
 from .store.store import BaseStore
 from .threads import Workers
@@ -103,21 +103,21 @@ class ChunkStore(BaseStore):
         if durability not in _DURABILITIES:
             raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")
         plugins.load("store.codecs", codec)
+        parts = None if partial is None else plugins.extension("sparse.partial.loading").PartialConfig.of(partial)
+        if parts is not None and is_remote(location):
+            raise ConfigError(
+                f"partial={partial!r} came with a location that is a URL, expected a directory: blocks are read from "
+                "a disk. Give a directory, and remote=URL."
+            )
         root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
         index, memories = root / "index" if root else None, limits.memories(device)
-        if partial is not None:
-            if root is None and any(not tier.is_local for tier in tiers):
-                raise ConfigError(
-                    f"partial={partial!r} came with a location that is a URL, expected a directory: blocks are read "
-                    "from a disk. Give a directory, and remote=URL."
-                )
-            if root is None:  # blocks are bytes, in memory too
-                limits, memories = replace(limits, tier_bytes=memories[-1].cap_bytes), []
-                tiers = [plugins.load("store.tiers", "memory")()]
+        if parts is not None and root is None:  # blocks are bytes, in memory too
+            limits, memories = replace(limits, tier_bytes=memories[-1].cap_bytes), []
+            tiers = [plugins.load("store.tiers", "memory")()]
         opened = cls(memories, tiers, namespace=namespace, index=index, limits=limits, secret=secret, codec=codec)
         opened.recipes = Recipes(root / "recipes" if root else None)
-        if partial is not None:
-            plugins.extension("sparse.partial.loading").PartialConfig.of(partial).apply(opened)
+        if parts is not None:
+            parts.apply(opened)
         return opened
 
     @property

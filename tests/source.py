@@ -7,7 +7,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = [path for room in ("hf_blend", "cli", "evaluation") for path in sorted((ROOT / room).rglob("*.py"))]
+ROOMS = {room: sorted((ROOT / room).rglob("*.py")) for room in ("hf_blend", "cli", "evaluation")}
+assert all(ROOMS.values()), f"a room has no files, so its tests read nothing: {ROOMS}"
+PACKAGE = [path for files in ROOMS.values() for path in files]
 
 
 @cache

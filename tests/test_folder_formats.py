@@ -7,6 +7,7 @@ import io
 import json
 import os
 import zipfile
+from urllib.parse import quote
 
 import pytest
 
@@ -34,9 +35,11 @@ def word(body: str, **parts: str) -> bytes:
 
 
 def book(chapters: dict[str, str], spine: str, entities: str = "") -> bytes:
-    """An EPUB whose spine names chapters by their ids, which are their names without the ending."""
+    """An EPUB whose spine names chapters by their ids, which are their names without spaces and the ending."""
     items = "".join(
-        f'<item id="{name.split(".")[0]}" href="text/{name}" media-type="application/xhtml+xml"/>' for name in chapters
+        f'<item id="{name.split(".")[0].replace(" ", "")}" href="text/{quote(name)}" '
+        f'media-type="{"image/svg+xml" if name.endswith("svg") else "application/xhtml+xml"}"/>'
+        for name in chapters
     )
     references = "".join(f'<itemref idref="{identifier}"/>' for identifier in spine.split())
     return zipped({
@@ -60,7 +63,11 @@ NOTEBOOK = {
         {"cell_type": "code", "source": [], "outputs": []},
     ]
 }
-CHAPTERS = {"two.xhtml": "<body><h1>Two</h1></body>", "one.xhtml": "<body><p>One</p></body>"}
+CHAPTERS = {
+    "two.xhtml": "<body><h1>Two</h1></body>", "one.xhtml": "<body><p>One</p></body>", "cover.svg": "<svg>title</svg>",
+    "a b.xhtml": "<body><p>Three</p></body>",
+}  # fmt: skip
+FOOTNOTES = '<w:footnotes xmlns:w="w"><w:p><w:r><w:t>a note</w:t></w:r></w:p></w:footnotes>'
 GERMAN = "Größe der Flöße, geprüft für die Hafenbehörde. Über die Brücke führt ein schöner Weg."
 FRENCH = "Il était une fois un très vieux gardien qui vivait là-bas, près de la forêt. Où êtes-vous allé?"
 FORMATS = {  # file → content and text
@@ -68,6 +75,13 @@ FORMATS = {  # file → content and text
     "semicolons.csv": (b"name;place\nMara;light, north\n", "name, place\nname: Mara; place: light, north\n"),
     "no names.csv": (b"1,2\n3,4\n", "1,2\n3,4\n"),
     "a.tsv": (b"name\tage\nMara\t4\textra\n", "name, age\nname: Mara; age: 4; extra\n"),
+    "inches.tsv": (
+        b'name\tsize\npipe\t3"\n"bolt\t4\nnut\t5\n',
+        'name, size\nname: pipe; size: 3"\nname: "bolt; size: 4\nname: nut; size: 5\n',
+    ),
+    "tabs.tsv": (b'name\tsize\n"a ""pipe"""\t"3\t4"\n', 'name, size\nname: a "pipe"; size: 3\t4\n'),
+    "open.csv": (b'name,age\nMara,"4\nTomas,5\n', 'name,age\nMara,"4\nTomas,5\n'),
+    "field.csv": (b"a,b\n" + b"x" * 200_000, "a,b\n" + "x" * 200_000),
     "a.json": (b'{"keeper": "Jos\\u00e9"}', '{\n "keeper": "José"\n}'),
     "lines.json": (b'{\n  "keeper": 1.10\n}', '{\n  "keeper": 1.10\n}'),
     "comments.json": (b"{} // no JSON", "{} // no JSON"),
@@ -76,12 +90,15 @@ FORMATS = {  # file → content and text
         "# Tides\nHigh at six.\n\n```\nprint(2)\n```\n\n2\n\n\n3\n\n```\n\n```",
     ),
     "a.docx": (word(PARAGRAPHS), "## Keepers\n\nMara keeps the light.\n\n|  |  |\n| --- | --- |\n| boat | 12 |\n"),
-    "a.epub": (book(CHAPTERS, "one two"), "One\n\n# Two\n"),
+    "notes.docx": (word("<w:p><w:t>Mara</w:t></w:p>", footnotes=FOOTNOTES), "Mara\n\na note\n"),
+    "a.epub": (book(CHAPTERS, "cover one two ab"), "One\n\n# Two\n\nThree\n"),
     "a.txt.gz": (gzip.compress(b"Mara"), "Mara"),
     "a.html.gz": (gzip.compress(b"<h1>Mara</h1>"), "# Mara\n"),
     "a.rst": (b"Keepers\n=======\n", "Keepers\n=======\n"),
     "LICENSE": (b"Do as you like.", "Do as you like."),
     "a.c": (b"int main;", "int main;"),
+    "déjà.txt": ("déjà vu".encode("cp1252"), "déjà vu"),
+    "unit.txt": ("Ångström".encode("cp1252"), "Ångström"),
     "german.txt": (GERMAN.encode("latin-1"), GERMAN),
     "french": (FRENCH.encode("cp1252"), FRENCH),
     "russian.txt": ("Ленинград стоит на реке Неве. Доброе утро".encode("cp1251"),) * 2,
@@ -100,7 +117,7 @@ def test_a_file_becomes_the_text_that_a_person_sees_in_it(name, tmp_path):
     (tmp_path / name).write_bytes(content)
     (document,) = Corpus([str(tmp_path)])
     assert document.text == TEXTS.get(name, text)
-    assert document.is_markdown == name.startswith(("a.ipynb", "a.docx", "a.epub", "a.html"))
+    assert document.is_markdown == name.removesuffix(".gz").endswith((".ipynb", ".docx", ".epub", ".html"))
 
 
 def test_a_list_of_documents_in_json_is_read_as_their_lines_are(tmp_path):
@@ -127,7 +144,6 @@ HOSTILE = {  # file → content and reason, within 1 MB
     "old.ipynb": (b'{"worksheets": []}', "no notebook of Jupyter's format 4"),
     "cells.ipynb": (b'{"cells": [5]}', "no notebook of Jupyter's format 4"),
     "deep.docx": (word("<w:p>" * 3000 + "<w:t>x"), "it is nested too deeply"),
-    "field.csv": (b"a,b\n" + b"x" * 200_000, "field larger than field limit"),
     "noise": (bytes(range(128, 256)) * 9, "it is not UTF-8 (byte 0), and no other encoding fits"),
 }
 
@@ -185,6 +201,34 @@ def test_a_folder_is_read_without_what_its_gitignore_files_and_programs_leave_ou
     }
 
 
+GITIGNORES = {  # rules by folder, and what git does not ignore of the files below
+    "below an ignored folder": ({"": "sub/\n!sub/c.md\n"}, {"a.md", "b.txt", "build/e.txt"}),
+    "in a folder of an ignored one": (
+        {"": "deep/\n", "sub/deep": "!d.txt\n"},
+        {"a.md", "b.txt", "build/e.txt", "sub/c.md"},
+    ),
+    "a folder beside ignored files": ({"": "sub/*\n!sub/deep/\n"}, {"a.md", "b.txt", "build/e.txt", "sub/deep/d.txt"}),
+    "all but some": ({"": "*\n!*/\n!*.md\n"}, {"a.md", "sub/c.md"}),
+    "what is in a folder": ({"": "sub/**\n", "sub": "!c.md\n"}, {"a.md", "b.txt", "build/e.txt", "sub/c.md"}),
+    "a folder that is included, not its files": (
+        {"": "*.md\n", "sub": "!/\n!deep/\n"},
+        {"b.txt", "build/e.txt", "sub/deep/d.txt"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GITIGNORES)
+def test_gitignore_files_say_what_they_say_to_git(name, tmp_path):
+    rules, read = GITIGNORES[name]
+    for file in ("a.md", "b.txt", "build/e.txt", "sub/c.md", "sub/deep/d.txt"):
+        path = tmp_path / "repo" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+    for folder, lines in rules.items():
+        (tmp_path / "repo" / folder / ".gitignore").write_text(lines)
+    assert names_in(tmp_path / "repo")[0] == read
+
+
 @pytest.mark.parametrize(
     ("patterns", "read"),
     [
@@ -206,7 +250,7 @@ def test_what_is_no_pattern_is_refused_before_anything_is_read():
         FileFilter(include=("!",))
 
 
-def test_a_gitignore_that_takes_too_long_or_leads_elsewhere_leaves_nothing_out_and_is_named(tmp_path):
+def test_a_gitignore_that_takes_too_long_is_too_long_or_leads_elsewhere_leaves_nothing_out_and_is_named(tmp_path):
     folder = tmp_path / "repo"
     folder.mkdir()
     (folder / ("a" * 200)).write_text("text")
@@ -214,6 +258,10 @@ def test_a_gitignore_that_takes_too_long_or_leads_elsewhere_leaves_nothing_out_a
     corpus = Corpus([str(folder)], limits=FileLimits(seconds=2))
     assert [document.text for document in corpus] == ["text"]
     assert dict(corpus.left_out)["the patterns of .gitignore in repo"] == "it takes more than 2 s, see --file-seconds"
+    (folder / ".gitignore").write_text("*\n" + "#" * (1 << 20))
+    read, left_out = names_in(folder)
+    assert read == {"a" * 200}
+    assert left_out["the patterns of repo/.gitignore"] == "it has more than 1 MB"
     (folder / ".gitignore").unlink()
     (folder / ".gitignore").symlink_to("/etc/passwd")
     assert names_in(folder)[1]["the patterns of repo/.gitignore"] == "Too many levels of symbolic links"
@@ -226,3 +274,11 @@ def test_a_command_takes_patterns(repository, run):
     assert reasons["repo/b.txt"] == "not in --include"
     assert reasons["repo/a.md"] == "in --exclude"
     assert "1 documents in 1 chunks" in err
+
+
+def test_inspect_takes_what_index_takes_for_files(tmp_path, run):
+    (tmp_path / "large.txt").write_text("Mara keeps the light. " * 100_000)
+    ways = ("--file-megabytes", 1, "--file-seconds", 30, "--include", "*.txt", "--exclude", "none", "--verbose")
+    code, _, err = run("inspect", "Who keeps the light?", tmp_path, *ways)
+    assert code == 2
+    assert "it has more than 1 MB, see --file-megabytes" in " ".join(err.split())

@@ -261,7 +261,7 @@ def test_links_out_of_a_folder_are_left_out_and_links_inside_are_read(tmp_path):
             "notes/out.txt": "a link out of the folder",
             "notes/dots.txt": "a link out of the folder",
             "notes/there": "a link out of the folder",
-            "notes/sub/up": "a link to no file",
+            "notes/sub/up": "a link to a folder",
             "notes/broken.txt": "a link to no file",
             "notes/loop.txt": "a link to no file",
         }

@@ -6,16 +6,23 @@ import base64
 import contextlib
 import copy
 import dataclasses
+import enum
 import functools
 import gc
+import operator
+import re
 import types
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from tiny_models import tiny_model as build
 from tiny_models import tiny_types
 from torch import nn
@@ -598,3 +605,187 @@ def test_what_has_the_address_of_what_it_replaced_is_another(model):
     assert id(other) == address
     layer.change = other
     assert structure_digest(model) != before
+
+
+class Slots:
+    __slots__ = ("by",)
+
+    def __init__(self, by: Any) -> None:
+        self.by = by
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+def nested(by: Any) -> Any:
+    for _ in range(40):
+        by = types.SimpleNamespace(inner=by)
+    return by
+
+
+def looped(by: Any) -> Any:
+    ring = types.SimpleNamespace(by=by, items=[])
+    ring.items.append(ring.items)
+    ring.own = ring
+    return ring
+
+
+READ_ALIKE = {  # pairs of values that an attribute may have, of which a forward makes something else
+    "slots": (Slots(1), Slots(2)),
+    "a partial of slots": (partial(torch.add, other=Slots(1)), partial(torch.add, other=Slots(2))),
+    "objects in objects": (nested(1), nested(2)),
+    "objects in a circle": (looped(1), looped(2)),
+    "numbers of numpy": (np.float32(1), np.float32(2)),
+    "kinds of numbers of numpy": (np.float32(3), np.float64(3)),
+    "arrays": (np.ones(3), np.zeros(3)),
+    "shapes of arrays": (np.ones((1, 4)), np.ones((2, 2))),
+    "arrays of objects": (np.array([1, None], object), np.array([2, None], object)),
+    "deques": (deque([1]), deque([2])),
+    "lengths of deques": (deque([1], 3), deque([1], 4)),
+    "patterns": (re.compile("a"), re.compile("b")),
+    "bytes that change": (bytearray(b"a"), bytearray(b"b")),
+    "fractions": (Fraction(1, 2), Fraction(1, 3)),
+    "getters": (operator.itemgetter(1), operator.itemgetter(2)),
+    "methods of numbers": ((2.0).__mul__, (3.0).__mul__),
+    "methods of tensors": (torch.tensor(2.0).mul, torch.tensor(3.0).mul),
+    "closures of torch": (torch.vmap(torch.sin, in_dims=0), torch.vmap(torch.sin, in_dims=1)),
+    "functions without names": (staticmethod(lambda x: x), staticmethod(lambda x: x)),
+    "iterators that cannot be read": ((x for x in [1]), (x for x in [2])),
+    "weak references": (weakref.ref(nn.Linear), weakref.ref(nn.Bilinear)),
+    "modules of Python": (operator, functools),
+    "lists of modules": ([nn.ReLU()], [nn.GELU()]),
+    "a list and a tuple": ([1, 2], (1, 2)),
+    "a list and a set": (["1"], {"1"}),
+    "a number and a member": (1, Mode.FAST),
+    "a dtype and its name": (torch.float32, "torch.float32"),
+    "names and numbers in a dict": ({1: 2}, {"1": 2}),
+    "dicts with an order": (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+}
+
+
+def test_fingerprint_of_attributes_that_compute_something_else_is_another(model):
+    mlp, seen, alike, moving = mlp_of(model), {fingerprint(model)}, [], []
+    for name, pair in READ_ALIKE.items():
+        for value in pair:
+            mlp.extra = value
+            digest = fingerprint(model)
+            alike += [name] if digest in seen else []
+            moving += [] if digest == fingerprint(model) else [name]
+            seen.add(digest)
+    assert not alike
+    assert not moving
+
+
+def test_what_cannot_be_read_nor_kept_apart_is_refused_by_its_path(model):
+    mlp_of(model).extra = [memoryview(b"a").__iter__()]
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp\.extra\.0 is a .*nothing can be read"):
+        fingerprint(model)
+    mlp_of(model).extra = functools.reduce(lambda inner, _: [inner], range(5000), 1)
+    with pytest.raises(UnsupportedModelError, match="nested too deeply"):
+        fingerprint(model)
+
+
+def test_fingerprint_does_not_depend_on_the_order_in_which_names_were_set(model):
+    def digest(order: int) -> str:
+        layer, shared = copy.deepcopy(model).model.layers[1], types.SimpleNamespace(by=1)
+        for name in ("first", "second", "third")[::order]:
+            setattr(layer, name, {"first": shared, "second": {"a": 1, "b": 2}, "third": shared}[name])
+            layer.register_buffer(f"{name}_buffer", torch.full((2,), float(len(name))))
+        layer.second = dict([*layer.second.items()][::order])
+        found = copy.deepcopy(model)
+        found.model.layers[1] = layer
+        return fingerprint(found)
+
+    assert digest(1) == digest(-1)
+
+
+def shared_modules(model: Any, source: int) -> None:
+    model.model.layers[2].mlp = model.model.layers[source].mlp
+
+
+def tied_weights(model: Any, source: int) -> None:
+    norms = [layer.input_layernorm for layer in model.model.layers]
+    norms[1].weight.data.mul_(2)
+    norms[2].weight = norms[source].weight
+
+
+def shared_tensors(model: Any, source: int) -> None:
+    tensors = torch.ones(2), torch.zeros(2)
+    model.model.first, model.model.second, model.model.third = *tensors, tensors[source]
+
+
+def shared_objects(model: Any, source: int) -> None:
+    objects = types.SimpleNamespace(by=1), types.SimpleNamespace(by=1)
+    model.model.first, model.model.second, model.model.third = *objects, objects[source]
+
+
+def swapped_order(model: Any, source: int) -> None:
+    names = ("0", "1") if source else ("1", "0")
+    model.model.norm = nn.Sequential(OrderedDict((name, nn.GELU() if name == "0" else nn.ReLU()) for name in names))
+
+
+def classes_of_one_name(model: Any, source: int) -> None:
+    named = [
+        type("Norm", (nn.Module,), {"__module__": "torch.nn"}),
+        type("Norm", (nn.Module,), {"__module__": "torch"}),
+    ]
+    model.model.norm = nn.Sequential(*(kind() for kind in (*named, named[source])))
+
+
+@pytest.mark.parametrize(
+    "change", [shared_modules, tied_weights, shared_tensors, shared_objects, swapped_order, classes_of_one_name]
+)
+def test_fingerprint_says_which_of_two_is_met_again(change, tiny_model):
+    model, seen = tiny_model("llama", num_hidden_layers=3), set()
+    for source in (0, 1):
+        changed = copy.deepcopy(model)
+        change(changed, source)
+        seen |= {fingerprint(changed), fingerprint(copy.deepcopy(changed))}
+    assert len(seen) == 2
+
+
+def test_weights_that_torch_packs_for_int8_are_known_in_this_process(model):
+    other = copy.deepcopy(model)
+    mlp_of(other).up_proj.weight.data.mul_(2)
+    first, second = (torch.ao.quantization.quantize_dynamic(twin, {nn.Linear}) for twin in (model, other))
+    assert fingerprint(first) != fingerprint(second)
+    assert fingerprint(first) == fingerprint(first)
+
+
+def test_hooks_of_others_behind_accelerates_door_are_seen(model):
+    class Doubling(ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return output * 2
+
+    before, states = fingerprint(model), kv(model)
+    add_hook_to_module(mlp_of(model), Doubling())
+    assert differs(kv(model), states), "nothing is tested"
+    assert fingerprint(model) != before
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_tables_that_stay_while_others_move_with_the_prompt_are_seen(kind, tiny_model):
+    factors = {"short_factor": [1.0] * 128, "long_factor": [2.0] * 128, "original_max_position_embeddings": 16}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **(factors if kind == "longrope" else {})}
+    layers = ["sliding_attention", "full_attention"]
+    parameters = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": rope}
+    model = tiny_model(
+        "gemma3_text", num_hidden_layers=2, rope_parameters=parameters, layer_types=layers, max_position_embeddings=16
+    )
+    before, tables = fingerprint(model), model.model.rotary_emb
+    for tokens in (30, 8):
+        model(torch.arange(tokens)[None] + 3)
+        assert fingerprint(model) == before
+    for name in ("sliding_attention_inv_freq", "full_attention_original_inv_freq"):
+        getattr(tables, name).mul_(0.5)
+        changed = fingerprint(model)
+        assert changed != before, name
+        before = changed
+
+
+def test_frequencies_are_seen_where_the_config_says_dynamic_of_something_else(model):
+    model.config.quantization_config = {"type": "dynamic"}
+    before = fingerprint(model)
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    assert fingerprint(model) != before

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunkStore.open(partial=0.25)`: what a loader made by hand gives, for every request, after a restart too."""
 
+import dataclasses
+import math
 import os
 import signal
 from contextlib import nullcontext
@@ -337,6 +339,35 @@ def test_chunks_in_blocks_are_read_whole_by_every_store_and_a_codec_rounds_them_
                     assert all(map(torch.equal, mine, theirs))
 
 
+def test_blocks_are_loaded_without_a_pipeline_too(model, tmp_path):
+    reports = []
+    for depth in (math.inf, 0):
+        with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
+            store.pipeline_depth = depth
+            asked(model, store)
+            cache, _ = asked(model, store)
+        reports.append(cache.report.partial)
+    assert reports[0] == reports[1]
+    assert reports[1]["partial_layers"] > 0
+
+
+def test_a_chunk_that_cannot_be_in_blocks_is_written_once(model, tmp_path):
+    with ChunkStore.open(tmp_path / "whole") as store:
+        [key] = store.add(model, None, [CHUNKS[0]])
+        chunk = store.get(key)
+    narrow = tuple(states[..., :8].contiguous() for states in chunk.layers[-1])
+    with ChunkStore.open(tmp_path / "parts", partial=ANYHOW, memory_bytes=0) as store:
+        store.put(dataclasses.replace(chunk, layers=(*chunk.layers[:-1], narrow)))
+        [path] = block_files(tmp_path / "parts")
+        written = path.stat()
+        for _ in range(2):
+            assert torch.equal(store.stream(key, lambda: pytest.fail("it is stored")).layers[-1][0], narrow[0])
+        store.layer_reader.note(key)
+        assert store.layer_reader.reorder() == 0
+        now = path.stat()
+    assert (now.st_ino, now.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+
+
 REFUSED = {
     "share": (0.0, r"share=0\.0.*expected a share above 0"),
     "a flag": (True, r"share=True"),
@@ -347,10 +378,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("which", REFUSED)
-def test_what_makes_no_sense_is_refused(which):
+def test_what_makes_no_sense_is_refused_before_anything_is_made(which, tmp_path):
     partial, message = REFUSED[which]
     with pytest.raises(ConfigError, match=message):
-        ChunkStore.open("memory://", partial=partial)
+        ChunkStore.open(tmp_path / "store", partial=partial)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("family", ["falcon", "bloom"])

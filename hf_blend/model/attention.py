@@ -1,18 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The attention function that is registered in place of a stock one.
+"""How blending gets into the attention of a layer without changing the model.
 
-transformers looks up the function of a layer's attention by the name in the model's config. Under each name that a
-blended model uses, `register_attention` registers a function that calls the stock one, once per process and for good.
-It does something else in two cases. Both travel with the call, so no other call is affected:
+A layer of transformers calls its attention by a name in the config, such as "sdpa". `register_attention` puts a
+function under that name, once per process. It calls the function that was there before (the stock one), except:
 
-* The mask is a `RowMask`: scattered rows are attended by blocks. Stock sdpa would copy K and V once per query head,
-  and flash attention has no such mask.
-* The call carries an override, a function that is called in place of the stock one. It is the keyword `OVERRIDE`,
-  which `hook_attention` adds by forward pre-hooks on the attention modules, since these pass all keywords on. Or it is
-  an attribute of the keys, where a cache has just returned them (`with_override`).
+* The mask is a `RowMask`: only some rows of a prompt are computed. They attend in blocks, since stock sdpa would copy
+  K and V once per query head, and flash attention has no such mask.
+* The call comes with an override, a function to call instead. Either a hook of `hook_attention` has added it to the
+  layer's keywords, or it is an attribute of the keys that a cache has just returned (`with_override`).
 
-No attribute of a config or module is written.
+Mask and override belong to one call, so calls of others are not affected. No config and no module is written to.
 """
 
 import inspect
@@ -66,7 +64,7 @@ def stock_function(name: str) -> AttentionFn | None:
 
 @lru_cache(maxsize=256)
 def eager_function(kind: type[nn.Module]) -> AttentionFn:
-    """The eager attention of a class of modules: the function in its file that its forward falls back on."""
+    """The function that a class of attention modules calls for "eager", which transformers has under no name."""
     forward = inspect.unwrap(kind.forward)
     names = (*forward.__code__.co_names, "eager_attention_forward")
     functions = (forward.__globals__.get(name) for name in names if name.endswith("eager_attention_forward"))
@@ -88,10 +86,21 @@ def _attend(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with a `RowMask`; packed chunks each alone; with any other mask, by the stock function or an override.
+    """What is called in place of a stock function: an override, blocks of a `RowMask`, or the stock function itself.
 
-    Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
-    keys, value_dim]` → `[batch, rows, heads, value_dim]`.
+    Chunks that are packed into one row see only themselves.
+
+    Args:
+        stock: the function that was under the name before; None where "eager" has none.
+        module: the attention module that calls.
+        query: `[batch, heads, rows, head_dim]`.
+        key: `[batch, kv_heads, keys, head_dim]`.
+        value: `[batch, kv_heads, keys, value_dim]`.
+        attention_mask: a `RowMask`, or whatever the stock function takes.
+        **kwargs: further arguments of the stock function, and `OVERRIDE`.
+
+    Returns:
+        The output `[batch, rows, heads, value_dim]`, and the attention weights if the function gives any.
     """
     stock = stock or eager_function(type(module))  # type: ignore[arg-type]
     override = kwargs.pop(OVERRIDE, None)
@@ -124,7 +133,7 @@ def _attend(
 
 
 def with_override(keys: Tensor, override: AttentionOverride) -> Tensor:
-    """Keys that a cache returns to a layer's attention, with the function that is called in its place."""
+    """A view of the keys that a cache returns, which makes the layer's attention call a function instead."""
     keys = keys.view_as(keys)  # the cache's own tensor is left as it is
     setattr(keys, OVERRIDE, override)
     return keys
@@ -133,7 +142,10 @@ def with_override(keys: Tensor, override: AttentionOverride) -> Tensor:
 def hook_attention(
     modules: Iterable[nn.Module], choose: Callable[[tuple[Any, ...]], AttentionOverride | None]
 ) -> list[RemovableHandle]:
-    """Let `choose` name the override of each call, by the attention module's arguments; None: the stock function."""
+    """Have attention modules call what `choose` returns for the arguments of each call, until the handles are removed.
+
+    Where it returns None, a call goes on as it would without.
+    """
 
     def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         override = None if kwargs is None else choose((*args, *kwargs.values()))
@@ -146,14 +158,18 @@ def hook_attention(
 
 
 class AttentionCapture:
-    """Gives the next attention call of a layer to a function, in this thread and with one cache."""
+    """Has a function called once in place of a layer's attention, in the thread that opens it."""
 
     def __init__(self, layer: nn.Module, take: AttentionOverride) -> None:
         self._modules, self._take = LayerInfo.of(layer).attention, take
         self._handles: list[RemovableHandle] = []
 
     def open(self, cache: Any = None) -> bool:
-        """AttentionOverride the next call; False for a layer whose attention is not found, which goes its own way."""
+        """Wait for the next call, of a forward with this cache or with none.
+
+        Returns:
+            False if no attention module is known in the layer: then nothing is called.
+        """
         thread = threading.get_ident()
 
         def choose(arguments: tuple[Any, ...]) -> AttentionOverride | None:
@@ -165,12 +181,12 @@ class AttentionCapture:
         return bool(self._handles)
 
     def close(self) -> None:
-        """AttentionOverride no call any more."""
+        """Leave all further calls as they are."""
         while self._handles:
             self._handles.pop().remove()
 
     def _taken(self, stock: AttentionFn, *args: Any, **kwargs: Any) -> Any:
-        """Pass the first call of a layer on; a layer that asks twice is taken once."""
+        """Call the function for the first call of a layer, which may attend twice, and the stock one after it."""
         if not self._handles:
             return stock(*args, **kwargs)
         self.close()

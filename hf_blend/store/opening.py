@@ -92,7 +92,7 @@ def open_tiers(
     location: str | Path | None, remote: str | None, *, durable: bool, deadline_s: float | None = None
 ) -> tuple[Path | None, list[Tier]]:
     """Open the tiers of a store that keep bytes."""
-    if _is_remote(location):
+    if is_remote(location):
         if remote:
             raise ConfigError(
                 "location and remote are both URLs, expected one of them (not shown: they may hold a password). Give "
@@ -121,7 +121,8 @@ def open_remote(url: str, deadline_s: float | None = None) -> Tier:
     )
 
 
-def _is_remote(location: str | Path | None) -> bool:
+def is_remote(location: str | Path | None) -> bool:
+    """Whether a location is a URL of something that is not this machine's memory."""
     match = _SCHEME.fullmatch(str(location))
     return match is not None and (match[1].lower() != "memory" or bool(match[2]))
 

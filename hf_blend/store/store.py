@@ -100,7 +100,7 @@ class BaseStore:
         """
         if not self._is_ours(key):
             return None
-        if self.pipeline_depth:
+        if self.pipeline_depth or not self.layer_reader.uses_memory:  # blocks are read when they are chosen, not ahead
             return self.layer_reader.stream(key, recompute, budget_s, layout)
         return self.reader.get(key, self._compute_times.expect_s(key) if budget_s is None else budget_s, layout)
 

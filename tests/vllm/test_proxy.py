@@ -202,8 +202,9 @@ def test_calls_and_tools_beside_documents_are_those_of_apply_chat_template(monke
 class FakeVllm:
     """Answers, and notes what it receives; a request that heals waits until it may go on."""
 
-    def __init__(self, status=200):
+    def __init__(self, status=200, answer_status=200):
         self.received, self.status, self.may_heal = [], status, asyncio.Event()
+        self.answer_status = answer_status
 
     async def handle(self, request):
         body = json.loads(request.content)
@@ -218,14 +219,14 @@ class FakeVllm:
                 {"choices": [{"index": 0, name: {"content": part} if name == "delta" else part}]} for part in parts
             ]
             events = "".join(f"data: {json.dumps(row)}\n\n" for row in rows) + "data: [DONE]\n\n"
-            return httpx.Response(200, headers={"content-type": "text/event-stream"}, text=events)
+            return httpx.Response(self.answer_status, headers={"content-type": "text/event-stream"}, text=events)
         choice = {"message": {"content": "The keeper"}} if "messages" in body else {"text": "The keeper"}
-        return httpx.Response(200, json={"choices": [choice]})
+        return httpx.Response(self.answer_status, json={"choices": [choice]})
 
 
-def healed_by(vllm, bodies, heal=True, tenants=(), key=None, path=CHAT):
+def healed_by(vllm, bodies, heal=True, tenants=(), key=None, path=CHAT, tokens=None):
     """Send requests one after the other, each when vLLM has healed what is behind the one before."""
-    proxy = Proxy(TOKENIZER, BlendConfig(), tenants, heal=heal)
+    proxy = Proxy(TOKENIZER, BlendConfig(), tenants, tokens=tokens, heal=heal)
     app = make_proxy("http://vllm", proxy, httpx.MockTransport(vllm.handle))
     headers = {"authorization": f"Bearer {key}"} if key else None
 
@@ -234,7 +235,7 @@ def healed_by(vllm, bodies, heal=True, tenants=(), key=None, path=CHAT):
             for body in bodies:
                 vllm.may_heal = asyncio.Event()
                 answer = await asyncio.wait_for(client.post(path, json=body, headers=headers), 10)
-                assert answer.status_code == 200, answer.text
+                assert answer.status_code == vllm.answer_status, answer.text
                 if proxy.healing is not None:
                     assert len(proxy.healing._tasks) <= 1, "the answer has come, and vLLM has healed nothing yet"
                     vllm.may_heal.set()
@@ -305,3 +306,27 @@ def test_requests_that_heal_are_bounded_and_their_errors_are_logged_once(caplog,
     assert len(vllm.received) == 1
     healed_by(vllm, [{"messages": [INLINE]}])
     assert len(vllm.received) == 2, "nothing is blended without documents"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_nothing_is_healed_behind_an_error_an_echo_or_a_stream_that_is_too_long(is_stream, monkeypatch):
+    chat = {"messages": [INLINE], "documents": DOCUMENTS, "stream": is_stream}
+    text = {"prompt": INLINE["content"], "documents": DOCUMENTS, "stream": is_stream}
+    for status, body, path in ((500, chat, CHAT), (200, {**text, "echo": True}, COMPLETIONS)):
+        vllm = FakeVllm(answer_status=status)
+        healed_by(vllm, [body], path=path)
+        assert len(vllm.received) == 1
+    monkeypatch.setattr("hf_blend.integrations.vllm.healing.MOST_BYTES", 20)
+    vllm = FakeVllm()
+    healed_by(vllm, [chat])
+    assert len(vllm.received) == (1 if is_stream else 2)
+
+
+def test_what_heals_leaves_vllm_room_for_one_token():
+    ids = TOKENIZER.apply_chat_template([INLINE], add_generation_prompt=True, return_dict=False)
+    answer = TOKENIZER("The keeper", add_special_tokens=False)["input_ids"]
+    assert len(answer) > 1
+    for room in range(len(answer) + 1):
+        vllm = FakeVllm()
+        healed_by(vllm, [{"messages": [INLINE], "documents": DOCUMENTS}], tokens=len(ids) + room + 1)
+        assert vllm.received[1][1]["prompt"] == [*ids, *answer[:room]]

@@ -16,12 +16,15 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, ModuleType
 from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
+
+from ...errors import UnsupportedModelError
 
 LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "torchao", "hf_blend")
 BUILTINS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, type(object.__init__))
 _PYTHON, _SITES = (f"{os.path.dirname(os.__file__)}{os.sep}", "<frozen"), ("site-packages", "dist-packages")
 _WITH_CODE = frozenset({FunctionType, property, classmethod, staticmethod})
+_own_names: dict[int, str] = {}  # by the ids of objects that live
 _names: MutableMapping[Any, list[str]] = WeakKeyDictionary()
 _patches: MutableMapping[Any, tuple[dict[str, Any], dict[str, Any]]] = WeakKeyDictionary()
 
@@ -72,6 +75,35 @@ def class_name(kind: type) -> list[Any]:
         elif base.__module__.partition(".")[0] not in sys.stdlib_module_names:
             described.append([*_foreign_name(base), patches(base)])
     return described
+
+
+def module_name(module: ModuleType) -> list[str]:
+    """A module as a value of JSON: its name and, if it is no library's and not Python's own, a digest of its file."""
+    file = getattr(module, "__file__", None)
+    is_known = is_library(module.__name__) or module.__name__.partition(".")[0] in sys.stdlib_module_names
+    return [
+        module.__name__,
+        *([] if is_known or file is None else [hashlib.sha256(Path(file).read_bytes()).hexdigest()]),
+    ]
+
+
+def own_name(value: Any, path: str) -> list[str]:
+    """An object that cannot be read, as a value of JSON: itself, which is known in this process alone.
+
+    Raises:
+        UnsupportedModelError: it cannot be kept apart from others either.
+    """
+    kind = qualified_name(type(value))
+    try:
+        if id(value) not in _own_names:
+            finalize(value, _own_names.pop, id(value))
+            _own_names[id(value)] = uuid4().hex
+        return [kind, _own_names[id(value)]]
+    except TypeError as error:
+        raise UnsupportedModelError(
+            f"{path} is a {kind}, in which nothing can be read, so the model cannot be told from another. Keep it "
+            "outside the model, or in a class with attributes."
+        ) from error
 
 
 def patches(space: type | ModuleType) -> dict[str, Any]:

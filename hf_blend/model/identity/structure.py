@@ -9,8 +9,10 @@ import functools
 import hashlib
 import json
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from enum import Enum
+from operator import itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,10 +21,12 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
 from ..attention import stock_function
+from ..placement import offload_hooks
 from .canonical import refuse_foreign_hooks
-from .code import BUILTINS, class_name, function_name, is_stock, patches
+from .code import BUILTINS, class_name, function_name, is_library, is_stock, module_name, own_name, patches
+from .objects import closed_over, digest_of_bytes, fields_of, parts_of
 
-FORMAT = "hf_blend.fingerprint/3"
+FORMAT = "hf_blend.fingerprint/4"
 IGNORED_CONFIG_FIELDS = frozenset({
     # where it came from, not what it computes
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map",
@@ -66,11 +70,15 @@ IGNORED_ATTRIBUTES = frozenset({
     "max_seq_len_cached", "compute_type_is_set", "compute_dtype", "_output_capturing_hooks_installed", "rope_deltas",
 })  # fmt: skip
 SKIPPED = IGNORED_ATTRIBUTES | vars(nn.Module()).keys()
-OPAQUE = ("MatmulLtState", "QuantState")  # of bitsandbytes: the config says how it quantises, the weights the rest
-MAX_DEPTH = 6  # of objects inside attributes
+OPAQUE = (
+    "MatmulLtState", "QuantState",  # of bitsandbytes: the config says how it quantises, the weights the rest
+    "lock", "RLock", "Generator", "Stream", "Event",  # with a state of its own, which no forward without dropout reads
+)  # fmt: skip
+MOVING = ("inv_freq", "long_inv_freq", "max_seq_len_cached")  # of rotary embeddings that change as prompts grow
 _COMPILED = "_torchdynamo_orig_callable"  # what torch.compile made of a function has it
 _PLAIN = (bool, int, float, str, type(None))
-_WRITTEN = (torch.dtype, torch.layout, torch.device, bytes, complex, range, slice)
+_WRITTEN = (torch.dtype, torch.layout, torch.device, complex, range, slice)
+TENSOR = ["tensor"]  # its values are among the weights
 
 
 def config_part(value: Any) -> Any:
@@ -103,6 +111,8 @@ def digest_of(value: object) -> str:
 class Structure:
     """What a model is at one moment besides the values in its tensors.
 
+    What is met again, be it a module, a tensor or another object, is described by the path where it was met first.
+
     Attributes:
         parts: all that counts, as values of JSON: two models, or two moments, are compared by it.
         tensors: parameters, buffers and tensors in plain attributes, with their paths and modules, each once. Never
@@ -113,29 +123,31 @@ class Structure:
         """Walk over a model.
 
         Raises:
-            UnsupportedModelError: a part of it is compiled, or has a forward hook of others.
+            UnsupportedModelError: a part of it is compiled, has a forward hook of others, or cannot be read.
         """
         modules = dict(model.named_modules())
-        refuse_foreign_hooks(modules.values())
         self.tensors: list[tuple[str, nn.Module, Tensor]] = []
-        # by the id of an object how it is described when it is met again: a module by its path
-        self._described = {id(module): f"@{path}" for path, module in modules.items()}
-        self._depth = 0  # of objects inside objects
+        self._described: dict[int, Any] = {id(module): path for path, module in modules.items()}  # a path, or a value
+        self._kept = list[Any]()  # so that no other object gets an id that was described
         self._attention = set[str]()  # names of the implementations in use
         config = config_part(model.config.to_dict())
-        written = json.dumps(config)
-        # dynamic and longrope models replace their frequencies as prompts grow; the config says all about them
-        self._moving_tables = 'type": "dynamic"' in written or 'type": "longrope"' in written
-        kinds = dict.fromkeys(map(type, modules.values()))
+        self._rope_types = _rope_types(config) & {"dynamic", "longrope"}
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(type, modules.values())))}
         names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ != "__main__")  # which grows
         homes = [sys.modules[name] for name in names if name in sys.modules]
+        refuse_foreign_hooks(modules.values())
+        try:
+            rows = [[path, kinds[type(module)], *self._row(path, module)] for path, module in modules.items()]
+        except RecursionError as error:
+            raise UnsupportedModelError(
+                f"an attribute of {type(model).__name__} holds objects that are nested too deeply to be compared. "
+                "Keep them outside the model."
+            ) from error
         self.parts: dict[str, Any] = {
             "format": FORMAT,
             "model_class": type(model).__name__,
             "config": config,
-            "modules": [
-                [path, type(module).__qualname__, self._fields(path, module)] for path, module in modules.items()
-            ],
+            "modules": rows,
             "classes": [class_name(kind) for kind in kinds],
             "patches": {name: patch for home in homes for name, patch in patches(home).items()},
         }
@@ -144,8 +156,11 @@ class Structure:
             name: self._describe(function, name) for name, function in functions.items() if not is_stock(function)
         }
 
-    def _fields(self, path: str, module: nn.Module) -> dict[str, Any]:
-        """The attributes of a module that count; its tensors are added to `tensors`."""
+    def _row(self, path: str, module: nn.Module) -> list[Any]:
+        """The attributes of a module that count, and where modules and tensors in it are if not below its path.
+
+        Its tensors are added to `tensors`.
+        """
         attributes, self._owner = vars(module), module
         forward = attributes.get("forward")
         is_compiled = "_orig_mod" in module._modules or attributes.get("_compiled_call_impl") is not None
@@ -154,68 +169,130 @@ class Structure:
                 f"{path or 'the model'} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. "
                 "Give hf_blend the model as it is before torch.compile or model.compile()."
             )
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in self._described:
-                    self._describe_object(tensor, f"{path}.{name}")
-        described = {}
-        for name, value in attributes.items():
-            if name in SKIPPED or (self._moving_tables and name.endswith("inv_freq")):
-                continue
+        tensors, shared, described = module._parameters | module._buffers, {}, {}
+        skipped = SKIPPED | self._moving(module) if "rope_type" in attributes or self._rope_types else SKIPPED
+        for name in sorted(tensors):
+            if tensors[name] is not None and name not in skipped:
+                state = self._describe(tensors[name], f"{path}.{name}")
+                if state is not TENSOR:
+                    shared[name] = state
+        for name in sorted(name for name in attributes if name not in skipped):
+            value = attributes[name]
             described[name] = value if type(value) in _PLAIN else self._describe(value, f"{path}.{name}")
         forward = attributes.get("_old_forward", forward)  # of accelerate, whose own calls it
         if forward is not None and forward != MethodType(type(module).forward, module):
             described["forward"] = self._describe(forward, f"{path}.forward")
+        for number, hook in enumerate(offload_hooks(module)):
+            if not is_library(type(hook).__module__):
+                described[f"_hf_hook.{number}"] = self._describe(hook, f"{path}._hf_hook.{number}")
         for name in ("active_adapter", "_active_adapter"):  # of PEFT: a name, or a list of them
             if isinstance(described.get(name), str):
-                described[name] = [described[name]]
-        return described
+                described[name] = ["list", described[name]]
+        children = module._modules
+        for name, child in children.items():
+            if child is None or self._described.get(id(child)) != (f"{path}.{name}" if path else name):
+                shared |= {"": [[name, self._describe(child, f"{path}.{name}")] for name, child in children.items()]}
+                break
+        return [described, shared] if shared else [described]
+
+    def _moving(self, module: nn.Module) -> set[str]:
+        """The tables of a module that a forward replaces as prompts grow; the config says all about them."""
+        own = () if is_library(type(module).__module__) else self._rope_types
+        kinds = getattr(module, "rope_type", own)
+        moving = set[str]()
+        for layers, kind in (kinds if isinstance(kinds, Mapping) else {"": kinds}).items():
+            if "dynamic" in (kind or ()) or "longrope" in (kind or ()):
+                moving |= {f"{layers}_{name}" for name in MOVING} | {"attention_scaling"} if layers else {*MOVING}
+        return moving
 
     def _describe(self, value: Any, path: str) -> Any:
-        """Anything that a module holds, as a value of JSON; the same in every process where that can be said."""
+        """Anything that a module holds, as a value of JSON; the same in every process where that can be said.
+
+        What is not plain is a list that begins with what it is.
+        """
         if type(value) in _PLAIN:
             return value
-        if id(value) in self._described:
-            return self._described[id(value)]
+        if (known := self._described.get(id(value))) is not None:
+            return ["@", known] if isinstance(known, str) else known
         if isinstance(value, Enum):
-            return self._describe(value.value, path)
-        if isinstance(value, (int, float, str)):
-            return value
+            is_plain = isinstance(value, (int, str))
+            return self._describe(value.value, path) if is_plain else [class_name(type(value)), value.name]
         if isinstance(value, _WRITTEN):
-            return type(value).__name__ if isinstance(value, torch.device) else str(value)
-        if isinstance(value, functools.partial):
-            return ["partial", *(self._describe(item, path) for item in (value.func, [*value.args], value.keywords))]
+            return [type(value).__name__, *([] if isinstance(value, torch.device) else [str(value)])]
+        if type(value) is bytes:
+            return ["bytes", digest_of_bytes(value)]
+        if type(value) is functools.partial:
+            return ["partial", *(self._describe(item, path) for item in (value.func, value.args, value.keywords))]
         if isinstance(value, MethodType):
-            return ["method", function_name(value.__func__), self._describe(value.__self__, path)]
+            return ["method", self._describe(value.__func__, path), self._describe(value.__self__, path)]
         if isinstance(value, (FunctionType, *BUILTINS)):
-            return function_name(value)
+            return self._describe_function(value, path)
         if isinstance(value, type):
-            return class_name(value)
-        if isinstance(value, (list, tuple)):
-            return [self._describe(item, path) for item in value]
-        if isinstance(value, (set, frozenset)):
-            return sorted(str(self._describe(item, path)) for item in value)
-        if isinstance(value, Mapping):
-            return {str(name): self._describe(item, f"{path}.{name}") for name, item in value.items()}
+            return ["class", class_name(value)]
+        if isinstance(value, (list, tuple, set, frozenset, Mapping)):
+            return self._describe_container(value, path)
         return self._describe_object(value, path)
+
+    def _describe_function(self, value: Any, path: str) -> list[Any]:
+        """A function by its name, with what an extension's method is bound to and what a library's closure holds."""
+        bound = getattr(value, "__self__", None)
+        inner = [] if bound is None or isinstance(bound, (ModuleType, type)) else [bound]
+        name = function_name(value)
+        inner += closed_over(value) if isinstance(name, str) else []
+        return ["function", name, *(self._describe(item, f"{path}.{at}") for at, item in enumerate(inner))]
+
+    def _describe_container(self, value: Any, path: str) -> list[Any]:
+        """A container by what is in it, not by where it was met first: configs share lists as they like."""
+        self._described[id(value)] = path  # for what is in it and leads back
+        kind = type(value)
+        is_builtin = kind in (list, tuple, set, frozenset, dict)
+        described: list[Any] = [kind.__name__ if is_builtin else class_name(kind)]
+        if isinstance(value, Mapping):
+            keys = [(json.dumps(self._describe(name, f"{path}.{at}")), value[name]) for at, name in enumerate(value)]
+            pairs = keys if kind is OrderedDict else sorted(keys, key=itemgetter(0))
+            described += [[key, self._describe(item, path + "." + key.strip('"'))] for key, item in pairs]
+        elif isinstance(value, (set, frozenset)):
+            described += sorted(json.dumps(self._describe(item, f"{path}.{at}")) for at, item in enumerate(value))
+        else:
+            described += [self._describe(item, f"{path}.{at}") for at, item in enumerate(value)]
+        if not is_builtin and isinstance(value, (list, tuple, set, frozenset, dict)):
+            described.append({name: self._describe(item, f"{path}.{name}") for name, item in fields_of(value).items()})
+        del self._described[id(value)]
+        return described
 
     def _describe_object(self, value: Any, path: str) -> Any:
         """An object that was not described before. A tensor is added to `tensors`, a config counts by its digest."""
-        self._described[id(value)] = type(value).__qualname__
+        self._described[id(value)] = path
+        self._kept.append(value)
         if isinstance(value, Tensor):
-            if not (self._moving_tables and path.endswith("inv_freq")):
-                self.tensors.append((path, self._owner, value))
-            self._described[id(value)] = "Tensor"
-            return "Tensor"
+            self.tensors.append((path, self._owner, value))
+            return TENSOR
+        if isinstance(value, nn.Module):  # in a list, where its model does not know of it
+            refuse_foreign_hooks([value])
+            owner, row = self._owner, self._row(path, value)
+            self._owner = owner
+            return [class_name(type(value)), *row]
         if hasattr(value, "to_dict"):
             if name := getattr(value, "_attn_implementation", None):
                 self._attention.add(name)
-            self._described[id(value)] = digest_of(config_part(value.to_dict()))
+            self._described[id(value)] = ["config", digest_of(config_part(value.to_dict()))]
             return self._described[id(value)]
-        if isinstance(value, ModuleType) or type(value).__name__ in OPAQUE:
-            return type(value).__qualname__
-        fields, self._depth = getattr(value, "__dict__", {}), self._depth + 1
-        names = sorted(fields) if self._depth <= MAX_DEPTH else ()
-        described = [class_name(type(value)), {name: self._describe(fields[name], f"{path}.{name}") for name in names}]
-        self._depth -= 1
-        return described
+        if isinstance(value, ModuleType):
+            return ["module", module_name(value)]
+        if type(value).__name__ in OPAQUE:
+            return [type(value).__qualname__]
+        parts = parts_of(value)
+        if parts is None:
+            return own_name(value, path)
+        return [
+            class_name(type(value)),
+            {name: self._describe(parts[name], f"{path}.{name}") for name in sorted(parts)},
+        ]
+
+
+def _rope_types(config: Any, is_rope: bool = False) -> set[str]:
+    """The types of rotary embeddings that a config has."""
+    if not isinstance(config, dict):
+        return set()
+    own = {config[name] for name in ("type", "rope_type") if is_rope and isinstance(config.get(name), str)}
+    return own.union(*(_rope_types(part, is_rope or name.startswith("rope")) for name, part in config.items()))

@@ -31,9 +31,7 @@ class BlockEncoder:
 
     def encode(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> Sequence[memoryview]:
         """Give the bytes of a chunk's entry, its tokens in an order; None is the most important first."""
-        forms = {*chunk.layout.layers}
-        form = forms.pop() if forms else ()
-        if forms or len(form) != 2 or form[0][::2] != form[1][::2]:  # more than K and V, or layers that differ
+        if not has_blocks(chunk):
             return encode_entry(chunk, self._secret, self._codec)
         order = self._order(chunk) if order is None else order
         return encode_entry(stored_as(chunk, self._codec), self._secret, "raw", order, self._block_tokens)
@@ -45,6 +43,13 @@ class BlockEncoder:
             return range(chunk.tokens)
         order: list[int] = torch.from_numpy(record.scores).argsort(descending=True, stable=True).tolist()
         return order
+
+
+def has_blocks(chunk: ChunkKV) -> bool:
+    """Whether a chunk can be in blocks: its layers are all alike and have K and V only."""
+    forms = {*chunk.layout.layers}
+    form = forms.pop() if forms else ()
+    return not forms and len(form) == 2 and form[0][::2] == form[1][::2]
 
 
 class BlockReader(EntryReader):

@@ -8,11 +8,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from ...store.chunk import ChunkKV
+from ...store.chunk import KV, ChunkKV
 from ...store.stream import FAULTS
 from .blocked import BlockReader
-
-KV = tuple[Tensor, Tensor]
 
 
 class PartialLayers(Sequence[KV]):

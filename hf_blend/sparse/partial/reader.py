@@ -13,7 +13,7 @@ from ...store.stream import LayerReader, Recompute
 from ...store.tiers.base import EntryFault
 from ...store.write_queue import WriteQueue
 from ...store.writer import Writer
-from .blocked import BLOCK_TOKENS, BlockEncoder, BlockReader
+from .blocked import BLOCK_TOKENS, BlockEncoder, BlockReader, has_blocks
 from .layers import PartialLayers
 
 NOTED_CHUNKS = 4096  # that `reorder` knows of
@@ -63,7 +63,8 @@ class PartialReader(LayerReader):
         contents = BlockReader(entry.source, entry.key, self._storage.secret, layout)
         if not contents.in_blocks:
             chunk = self._reader.read(entry, layout)
-            self.write_blocks(chunk)
+            if has_blocks(chunk):
+                self.write_blocks(chunk)
             return chunk
 
         def replace(fault: BaseException) -> ChunkKV:
@@ -99,9 +100,10 @@ class PartialReader(LayerReader):
         if self._storage.ttl_s is not None or not self._near.contains(self._storage.catalog.name(key.digest)):
             return False  # a file that is written again looks young
         chunk = self._reader.get(key)
-        if chunk is not None:
-            self.write_blocks(chunk)
-        return chunk is not None
+        if chunk is None or not has_blocks(chunk):
+            return False
+        self.write_blocks(chunk)
+        return True
 
     def close(self) -> None:
         """Finish the chunk that is being written in a new order, and drop those that wait."""
