@@ -96,7 +96,7 @@ class Answerer:
     def complete(self, text: str, documents: Any = (), stops: Sequence[str] = (), **settings: Any) -> "Answer":
         """Continue a text, as `chat` answers; documents that are not in it are put before it."""
         filled, notice = leave_out_empty(documents)
-        texts = texts_of(filled)
+        texts = texts_of(filled, [text])
         whole = BETWEEN.join([*absent(texts, [text]), text])
         answer = self._answer(lambda cache: cache.inputs_from_text(self.tokenizer, whole, texts), stops, settings)
         answer.notice = notice
@@ -142,8 +142,9 @@ class Answerer:
         self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Any], template: Mapping[str, Any]
     ) -> tuple[list[Mapping[str, Any]], Sequence[str | Mapping[str, Any]]]:
         """Return messages with all documents in them, or documents for a template that writes them itself."""
-        texts, chat = texts_of(documents), list(messages)
+        chat = list(messages)
         contents = [message["content"] for message in chat]
+        texts = texts_of(documents, contents)
         added = absent(texts, contents)
         if not added:
             return chat, texts
