@@ -14,7 +14,7 @@ from hf_blend.evaluation.parsing import FileLimits
 from . import options
 from .calibrating import choose_config
 from .output import Json, say, show
-from .reading import choose_files, read, say_limits, split
+from .reading import choose_files, load, read, say_limits, split
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.asking import Chat
@@ -70,7 +70,7 @@ def chat(
     source = open_model(model, device, dtype)
     with ChunkStore.open(store) as opened:
         retriever = Retriever(split(documents, source, chunk_tokens, store=opened), top_k)
-        pipeline = Pipeline(source.load(), source.tokenizer, opened)
+        pipeline = Pipeline(load(source), source.tokenizer, opened)
         config = choose_config(pipeline, selector, ratio, allow_unverified)
         talk = Chat(pipeline, source, retriever, config, system, max_new_tokens)
         rows = list(_talk(talk, json))

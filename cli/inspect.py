@@ -9,7 +9,7 @@ import typer
 
 from . import options
 from .output import Json, marked, show
-from .reading import prepare, read_questions
+from .reading import load, prepare, read_questions
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.inspecting import Inspection
@@ -51,7 +51,7 @@ def inspect(
     source = open_model(model, device, dtype)
     pieces = prepare(source, questions, read, top_k, chunk_tokens)[0].request
     with ChunkStore.open(store) as opened:
-        inspection = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)
+        inspection = Inspector(load(source), source.tokenizer, opened, pieces).look(selector, ratio)
     if json:
         show(asdict(inspection) | {"left_out": read.left_out}, as_json=True)
     else:
@@ -73,6 +73,14 @@ def _tables(inspection: "Inspection") -> None:
         {"ratio": ratio, "attention_deviation": value} for ratio, value in inspection.attention_deviation.items()
     ]
     show(ratios, header=True, title=f"the question's attention, tokens chosen by {inspection.selector}")
-    for name, taken in inspection.chosen.items():
-        typer.echo(typer.style(f"\n{name} at {inspection.ratio:g}", bold=True))
-        typer.echo(marked(zip(inspection.tokens, taken, strict=True)))
+    numbers = {
+        name: f" {number}" if len(inspection.chosen) > 1 else "" for number, name in enumerate(inspection.chosen, 1)
+    }
+    names = ", ".join(f"{number} {name}".strip() for name, number in numbers.items())
+    typer.echo(typer.style(f"\nTokens that stand out are recomputed at {inspection.ratio:g} by {names}", bold=True))
+    takers = [
+        [number for taken, number in zip(row, numbers.values(), strict=True) if taken]
+        for row in zip(*inspection.chosen.values(), strict=True)
+    ]
+    rows = zip(inspection.tokens, takers, strict=True)
+    typer.echo(marked((f"{token}{''.join(chosen)}", bool(chosen)) for token, chosen in rows))

@@ -119,8 +119,8 @@ class Answerer:
                 raise ConfigError(f"{name}={value!r:.40} came, but {NO_CALLS}")
             if name not in ("n", *SAME) and name not in (accepted := _arguments(self.model)):
                 near = difflib.get_close_matches(name, accepted, n=1)
-                meant = f" Did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"{name}={value!r:.40} is no argument of generate.{meant} Leave it out.")
+                advice = f"Write {near[0]}, or leave it out." if near else "Leave it out."
+                raise ConfigError(f"{name}={value!r:.40} is no argument of generate. {advice}")
             options[SAME.get(name, name)] = value
         own = options.get("generation_config") or self.model.generation_config
         for name in SINGLE:
@@ -226,7 +226,7 @@ class Answer:
     @property
     def report(self) -> dict[str, Any]:
         """What the prefill cost, as JSON values."""
-        figures = self._cache.report.as_dict()
+        figures = self._cache.report.to_dict()
         notice = " ".join(filter(None, (self.notice, figures["notice"])))
         return {name: value for name, value in figures.items() if name != "chosen_columns"} | {"notice": notice}
 
