@@ -15,7 +15,7 @@ from . import options
 from .calibrating import Calibrate, choose_config
 from .choosing import LOOP, open_encoder, open_source
 from .output import Json, humanise, interruptible, marked, say, show
-from .reading import choose_files, prepare, read_questions
+from .reading import choose_files, load, prepare, read_questions
 
 if TYPE_CHECKING:
     from hf_blend import ChunkStore
@@ -29,7 +29,7 @@ Questions = Annotated[
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Beside blending, also full prefill and full reuse.")]
 Rounds = Annotated[int, typer.Option(min=1, help="With --compare: times each method is timed; the median counts.")]
-MOST_SHOWN = 400  # tokens of a prompt in which the recomputed ones are marked
+Tokens = Annotated[bool, typer.Option("--tokens", help="With --compare: show which tokens were recomputed.")]
 
 
 def ask(
@@ -47,6 +47,7 @@ def ask(
     controller: options.Controller = False,
     compare: Compare = False,
     rounds: Rounds = 1,
+    tokens: Tokens = False,
     chunk_tokens: options.IndexedTokens = None,
     system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 256,
@@ -80,18 +81,21 @@ def ask(
     from hf_blend.loading.controller import LoadingController
 
     blend_config(selector, recompute_ratio=ratio)  # refuses wrong settings before the weights are read
-    if rounds > 1 and not compare:
-        raise ConfigError(f"got --rounds {rounds} without --compare. Methods are timed in turns only with it.")
+    if (rounds > 1 or tokens) and not compare:
+        option, what = (
+            ("--tokens", "Tokens are shown") if tokens else (f"--rounds {rounds}", "Methods are timed in turns")
+        )
+        raise ConfigError(f"got {option} without --compare. {what} only with it.")
     encoder = open_encoder(meaning, device)
     limits = FileLimits(file_megabytes, file_seconds)
     files = choose_files(include, exclude)
     texts, corpus = read_questions(question, documents or [], questions, limits, files, verbose)
     source = open_source(model, device, dtype, verbose)
-    printer = _Printer(json, compare, is_listed=questions is not None or not texts)
+    printer = _Printer(json, compare, tokens, is_listed=questions is not None or not texts)
     prompts: list[Question] = []
     with ChunkStore.open(store, partial=partial) as opened, interruptible(lambda: printer.stopped(len(prompts))):
         prompts = prepare(source, texts, corpus, top_k, chunk_tokens, system, max_new_tokens, opened, encoder)
-        pipeline = asking.Pipeline(source.load(), source.tokenizer, opened)
+        pipeline = asking.Pipeline(load(source), source.tokenizer, opened)
         config = choose_config(pipeline, selector, ratio, allow_unverified, calibrate)
         opened.controller = LoadingController(pipeline.model, opened, config) if controller else None
         for prompt in prompts:
@@ -110,10 +114,10 @@ def ask(
 class _Printer:
     """Prints answers while they come, and a summary at the end."""
 
-    def __init__(self, json: bool, compare: bool, is_listed: bool) -> None:
+    def __init__(self, json: bool, compare: bool, tokens: bool, is_listed: bool) -> None:
         self.reports: list[BlendReport] = []
         self._replies: list[Reply] = []
-        self._json, self._compare, self._is_listed = json, compare, is_listed
+        self._json, self._compare, self._tokens, self._is_listed = json, compare, tokens, is_listed
 
     def stream(self, text: str) -> None:
         """Print new text of an answer."""
@@ -134,7 +138,7 @@ class _Printer:
         if self._json:
             return
         if self._compare:
-            _show_answers(replies)
+            _show_answers(replies, self._tokens)
         else:
             typer.echo()
         if cut := [reply.row["method"] for reply in replies if reply.answer.is_cut]:
@@ -176,14 +180,14 @@ class _Printer:
         )
 
 
-def _show_answers(replies: "list[Reply]") -> None:
-    """Each answer once, with the methods that gave it; in short prompts the tokens that blending recomputed."""
+def _show_answers(replies: "list[Reply]", tokens: bool) -> None:
+    """Each answer once, with the methods that gave it; if asked for, the tokens that blending recomputed."""
     answers = list(dict.fromkeys(reply.row["answer"] for reply in replies))
     for text in answers:
         names = [reply.row["method"] for reply in replies if reply.row["answer"] == text]
         typer.echo(f"  {', '.join(names)}: {text or '(nothing)'}")
-    if len(tokens := replies[-1].tokens) <= MOST_SHOWN:
-        typer.echo(f"Recomputed tokens stand out:\n{marked(tokens)}")
+    if tokens:
+        typer.echo(f"Recomputed tokens stand out:\n{marked(replies[-1].tokens)}")
 
 
 def _table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

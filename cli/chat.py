@@ -15,7 +15,7 @@ from . import options
 from .calibrating import choose_config
 from .choosing import LOOP, meaning_of, open_encoder, open_source, top_k_or_default
 from .output import Json, say, show
-from .reading import choose_files, read, say_limits, split
+from .reading import choose_files, load, read, say_limits, split
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.asking import Chat
@@ -74,7 +74,7 @@ def chat(
         pieces = split(documents, source, chunk_tokens, store=opened)
         most = top_k_or_default(top_k, source, pieces, max_new_tokens)
         retriever = Retriever(pieces, most, meaning_of(encoder, pieces, opened))
-        pipeline = Pipeline(source.load(), source.tokenizer, opened)
+        pipeline = Pipeline(load(source), source.tokenizer, opened)
         config = choose_config(pipeline, selector, ratio, allow_unverified)
         talk = Chat(pipeline, source, retriever, config, system, max_new_tokens)
         rows = list(_talk(talk, json))

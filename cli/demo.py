@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_blend.errors import ConfigError, HfBlendError
+from hf_blend.errors import ConfigError, HfBlendError, import_extra
 
 from .choosing import open_encoder
 from .options import Device, Dtype, Meaning
@@ -42,6 +42,7 @@ def demo(
         hf-blend demo --check --no-folders --json  # slow
         hf-blend demo --model HuggingFaceTB/SmolLM2-135M-Instruct --port 7860  # network
     """
+    import_extra("gradio", extra="demo", wanted_by="hf-blend demo")
     from hf_blend.evaluation.demo.model_cache import ModelCache
     from hf_blend.evaluation.demo.page import Demo, serve
 

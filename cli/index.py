@@ -17,7 +17,7 @@ from . import options
 from .calibrating import Calibrate, calibrate_once, say_recipe
 from .choosing import meaning_of, open_encoder, open_source
 from .output import Cost, Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
-from .reading import choose_files, read, split
+from .reading import choose_files, load, read, split
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.bundled import ModelSource
@@ -102,7 +102,7 @@ def index(
     }
     with ChunkStore.open(**place) as opened:
         indexing.check_room(opened, estimate)
-        indexer = indexing.Indexer(source.load(), source.tokenizer, opened, pieces, share)
+        indexer = indexing.Indexer(load(source, blends=False), source.tokenizer, opened, pieces, share)
         if is_first and indexer.missing:
             say(f"{len(indexer.missing):,} to compute, about {duration(indexer.probe_s())} on {source.device}.")
         if dry_run:

@@ -12,7 +12,7 @@ from hf_blend.evaluation.parsing import FileLimits
 from . import options
 from .choosing import open_source
 from .output import Json, marked, show
-from .reading import choose_files, prepare, read_questions
+from .reading import choose_files, load, prepare, read_questions
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.inspecting import Inspection
@@ -56,10 +56,10 @@ def inspect(
         blend_config(name)  # refuses what is no selector
     limits, files = FileLimits(file_megabytes, file_seconds), choose_files(include, exclude)
     questions, read = read_questions(question, documents or [], None, limits, files, verbose)
-    source = open_source(model, device, dtype)
+    source = open_source(model, device, dtype, verbose)
     pieces = prepare(source, questions, read, top_k, chunk_tokens)[0].request
     with ChunkStore.open(store) as opened:
-        inspection = Inspector(source.load(), source.tokenizer, opened, pieces).look(selector, ratio)
+        inspection = Inspector(load(source), source.tokenizer, opened, pieces).look(selector, ratio)
     if json:
         show(asdict(inspection) | {"left_out": read.left_out}, as_json=True)
     else:
@@ -81,6 +81,14 @@ def _tables(inspection: "Inspection") -> None:
         {"ratio": ratio, "attention_deviation": value} for ratio, value in inspection.attention_deviation.items()
     ]
     show(ratios, header=True, title=f"the question's attention, tokens chosen by {inspection.selector}")
-    for name, taken in inspection.chosen.items():
-        typer.echo(typer.style(f"\n{name} at {inspection.ratio:g}", bold=True))
-        typer.echo(marked(zip(inspection.tokens, taken, strict=True)))
+    numbers = {
+        name: f" {number}" if len(inspection.chosen) > 1 else "" for number, name in enumerate(inspection.chosen, 1)
+    }
+    names = ", ".join(f"{number} {name}".strip() for name, number in numbers.items())
+    typer.echo(typer.style(f"\nTokens that stand out are recomputed at {inspection.ratio:g} by {names}", bold=True))
+    takers = [
+        [number for taken, number in zip(row, numbers.values(), strict=True) if taken]
+        for row in zip(*inspection.chosen.values(), strict=True)
+    ]
+    rows = zip(inspection.tokens, takers, strict=True)
+    typer.echo(marked((f"{token}{''.join(chosen)}", bool(chosen)) for token, chosen in rows))

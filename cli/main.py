@@ -11,6 +11,7 @@ help; the indented lines under `Examples:` become its epilog, and a test runs th
 import ast
 import importlib
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -76,9 +77,12 @@ def build(words: Sequence[str] = ()) -> typer.Typer:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 ok, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
+    """Run one command and exit: 0 ok, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C, 143 by SIGTERM."""
     if words is None and not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers draws bars into pipes too
+    converting = logging.getLogger("hf_blend.model_names")  # says what it leaves on the disk
+    converting.handlers = [logging.StreamHandler()]
+    converting.setLevel(logging.INFO)
     typed = list(sys.argv[1:] if words is None else words)
     arguments = [word for word in typed if word not in DEBUG]
     try:

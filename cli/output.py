@@ -9,7 +9,9 @@ a terminal, and left as they are in pipes and JSON.
 import contextlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -97,13 +99,38 @@ def fail(text: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def interruptible(what: str | Callable[[], str]) -> Iterator[None]:
-    """Answer Ctrl-C inside with a sentence and exit code 130."""
+def said_if_slow(text: str, after_s: float = 2.0) -> Iterator[None]:
+    """Say what is being done if it is not done after a while."""
+    timer = threading.Timer(after_s, say, [text])
+    timer.daemon = True
+    timer.start()
     try:
         yield
-    except KeyboardInterrupt:
+    finally:
+        timer.cancel()
+
+
+class Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def interruptible(what: str | Callable[[], str]) -> Iterator[None]:
+    """Answer Ctrl-C inside with a sentence and exit code 130, and SIGTERM with the same sentence and 143."""
+    is_main = threading.current_thread() is threading.main_thread()  # the only one that may set a handler
+    before = signal.signal(signal.SIGTERM, _terminate) if is_main else None
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as error:
         say(f"\nStopped. {what if isinstance(what, str) else what()}")
-        raise typer.Exit(130) from None
+        raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: Any) -> NoReturn:
+    raise Terminated
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions and documents for a command: read, split, retrieved, and said what was left out."""
 
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -13,9 +14,11 @@ from hf_blend.evaluation.folder_files import ALL_FILES, FileFilter
 from hf_blend.evaluation.parsing import LIMITS, FileLimits, short_reason
 
 from .choosing import meaning_of, top_k_or_default
-from .output import progress, say
+from .output import progress, said_if_slow, say
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_blend import ChunkStore
     from hf_blend.evaluation.asking import Question
     from hf_blend.evaluation.bundled import ModelSource
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from hf_blend.evaluation.meaning import Encoder
     from hf_blend.evaluation.retrieving import Piece, Retriever, Splitter
 
+CHECKING = "Checking which model this is, by all its weights, and whether it is exact: once for each run."
 SAMPLE = 20_000  # letters that are looked at for words that a model does not know
 
 
@@ -72,6 +76,22 @@ def read(
     from hf_blend.evaluation.documents import Corpus
 
     return Documents(Corpus(names, sys.stdin, limits, file_filter, partial(progress, what="files")), verbose)
+
+
+def load(source: "ModelSource", blends: bool = True) -> "nn.Module":
+    """Read a model's weights, and do what its first use takes: its identity, and a probe whether it can be blended."""
+    from hf_blend import BlendCache, BlendConfig, ChunkStore
+    from hf_blend.errors import HfBlendError
+    from hf_blend.model.canary import canary_of
+    from hf_blend.model.fingerprint import fingerprint
+
+    model = source.load()
+    with said_if_slow(CHECKING), contextlib.suppress(HfBlendError):  # what uses the model refuses it
+        fingerprint(model)
+        canary_of(model)
+        if blends:
+            BlendCache(model, ChunkStore.open("memory://"), BlendConfig(allow_unverified=True))
+    return model
 
 
 def choose_files(include: Sequence[str] | None, exclude: Sequence[str] | None) -> FileFilter:

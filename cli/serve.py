@@ -3,6 +3,7 @@
 """Serve a model over HTTP, as OpenAI's API, over stored documents."""
 
 import logging
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_blend.errors import suggest
+
 from .calibrating import Calibrate, calibrate_once, say_recipe
 from .options import REAL, Device, Dtype, Ratio, Selector, Store, Unverified, Weights
-from .output import Json, SecretFile, fail, read_secret, say, show
+from .output import Json, SecretFile, fail, read_secret, said_if_slow, say, show
+from .reading import CHECKING
 
 if TYPE_CHECKING:
     from hf_blend.serving.guard import Guard
@@ -37,11 +41,10 @@ def _configured(context: typer.Context, path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{str(path)!r} cannot be read ({error}); TOML or JSON is expected") from error
     options = {name.replace("-", "_"): value for name, value in content.items()} if isinstance(content, dict) else {}
     names = {option.name for option in context.command.params} - {"config", "help"}
-    odd = sorted(options.keys() - names)
-    if odd or not isinstance(content, dict):
-        raise typer.BadParameter(
-            f"{str(path)!r} has {odd or type(content).__name__}, expected options of this command"
-        )
+    if not isinstance(content, dict):
+        raise typer.BadParameter(f"{str(path)!r} is a {type(content).__name__}, expected options of this command")
+    if odd := sorted(options.keys() - names):
+        raise typer.BadParameter(f"{str(path)!r} has {odd[0]!r}. {suggest(odd[0], names)}")
     context.default_map = options
     return path
 
@@ -170,6 +173,7 @@ def serve(
 
     if access_log and not check:
         _log_requests()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # behind the last answer it ends by the signal: clean to systemd
     run.serve(service, host, port, on_start=started)
     if check and not (answers and answers[0].get("choices")):
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
@@ -239,7 +243,8 @@ def _service(
     if before is not None:
         with ChunkStore.open(server.location, secret=server.secret) as opened:
             before(model, source.tokenizer, opened)
-    return make_service(model, source.tokenizer, server, eyes)
+    with said_if_slow(CHECKING):
+        return make_service(model, source.tokenizer, server, eyes)
 
 
 def _ask(url: str, stop: Callable[[], None], model: str, key: str, json: bool, answers: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from .calibrating import calibrated
 from .choosing import open_source
 from .options import Device, Dtype, Model, Place, Unverified
 from .output import Json, fail, progress, rounded, say, show
+from .reading import load
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.tuning import Tuning
@@ -87,7 +88,7 @@ def tune(
         source = open_source(model, device, dtype)
         with ChunkStore.open(store) as opened:
             measured = calibrated(
-                source.load(), source.tokenizer, opened, quiet=json, allow_unverified=allow_unverified
+                load(source), source.tokenizer, opened, quiet=json, allow_unverified=allow_unverified
             )
         if json:
             show({**asdict(measured), "is_kept": store != "memory://"}, as_json=True)
@@ -100,7 +101,7 @@ def tune(
         sample = tuning.read_prompts(prompts, source.tokenizer, limit or None, source.positions)
     else:
         sample = tuning.bundled_prompts(limit or 24, seed, source.tokenizer)
-    network = source.load()
+    network = load(source)
     with ChunkStore.open(store) as opened:
         got = tuning.tune(
             Pipeline(network, source.tokenizer, opened),

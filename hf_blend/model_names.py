@@ -7,6 +7,7 @@ once into an ordinary folder of the user's cache, which loads in a second or two
 small random model of any causal type of transformers.
 """
 
+import logging
 import shutil
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,6 +18,8 @@ from typing import Any
 
 from . import plugins
 from .errors import ConfigError, MissingExtraError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 TINY = "tiny:"
 CHECKOUT = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -163,6 +166,8 @@ def _convert(source: Path, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was stopped
         _write(source, partial)
         partial.rename(folder)
+        size_mb = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+        logger.info(f"{source.name} was converted into {folder} ({size_mb:.0f} MB), once. Delete it for its room.")
 
 
 def _write(source: Path, folder: Path) -> None:

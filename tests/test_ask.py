@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend.cli import output
 from hf_blend.cli.main import main
 from hf_blend.errors import PromptError
 from hf_blend.evaluation import asking
@@ -116,9 +118,35 @@ def test_a_comparison_prints_each_answer_once_and_a_line_for_each_method(store, 
     assert table[0] == ["method", "first token", "speed-up", "work", "KL"]
     assert [line[0] for line in table[1:]] == ["full prefill", "full reuse", "blend"]
     assert [float(line[4]) > 0 for line in table[1:]] == [False, True, True]
+    assert "stand out" not in out
     assert "median of 2" in err
     assert "2 questions" in err
     assert re.search(r"the store holds \d+ chunks, [\d.]+ kB", err)
+
+
+def test_tokens_shows_which_were_recomputed_and_needs_a_comparison(store, first, run, monkeypatch):
+    few = handbook_questions()[:1]
+    monkeypatch.setattr("hf_blend.evaluation.bundled.handbook_questions", lambda: few)
+    _, out, _ = run("ask", "--compare", "--tokens", *SHORT, "--store", store)
+    assert "Recomputed tokens stand out:\n" in out
+    assert run("ask", "--tokens")[::2] == (
+        2,
+        "hf-blend: got --tokens without --compare. Tokens are shown only with it.\n",
+    )
+
+
+def test_inspect_prints_the_prompt_once_for_all_selectors(run, small_smollm2):
+    _, out, _ = run("inspect", "--selector", "boundary", "--selector", "ramp")
+    assert "\nTokens that stand out are recomputed at 0.12 by 1 boundary, 2 ramp\n" in out
+    assert re.search(r"\[[^]]* 1 2\]", out)
+    assert out.count(" .\n") == 1, "the last of the prompt"
+
+
+def test_a_check_of_the_model_is_said_where_it_takes_long(capsys):
+    for wait_s, said in ((0.3, "Checking.\n"), (0.0, "")):
+        with output.said_if_slow("Checking.", 0.1):
+            time.sleep(wait_s)
+        assert capsys.readouterr().err == said
 
 
 def test_an_answer_that_was_cut_is_said_to_be(store, first, run):

@@ -6,8 +6,10 @@ import importlib
 import inspect
 import io
 import json
+import logging
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +216,30 @@ def test_an_error_that_is_not_ours_is_a_sentence_that_says_what_to_do(run, monke
     assert (ended, out) == (code, "")
     assert all(part in err for part in says)
     assert "Traceback" not in err
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does_with_the_code_of_shells(run, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: signal.raise_signal(signal.SIGTERM))
+    code, out, err = run("index")
+    assert (code, out) == (143, "")
+    assert "Stopped. What is stored stays, and no entry is half-written. Run the same command again." in err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_where_a_converted_model_lies_is_said(run, monkeypatch):
+    say = logging.getLogger("hf_blend.model_names").info
+    monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: say("was converted into") or 1 / 0)
+    for _ in range(2):
+        assert run("index")[2].splitlines()[0] == "was converted into"
+
+
+def test_demo_names_its_extra_before_a_model_is_read(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.setattr("hf_blend.evaluation.demo.model_cache.open_model", raising(AssertionError()))
+    code, out, err = run("demo", "--model", "smollm2")
+    assert (code, out) == (2, "")
+    assert err.endswith('hf-blend demo needs gradio, which is not installed: pip install "hf-blend[demo]"\n')
 
 
 def test_a_log_gets_a_line_of_progress_now_and_then(capsys, monkeypatch):

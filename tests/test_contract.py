@@ -196,7 +196,7 @@ def test_fallback_reason_is_reported_and_logged_once_where_a_prompt_cannot_be_se
         assert apart(got[:, -1], model(**given, past_key_values=DynamicCache()).logits[:, -1]) <= 1e-5
         assert re.search(text, str(cache.report))
         assert len(caplog.records) == 1
-        assert cache.report.as_dict()["fallback_reason"] in caplog.text
+        assert cache.report.to_dict()["fallback_reason"] in caplog.text
         mask = given.get("attention_mask", four)
         assert cache.report.prompt_tokens == (85 if mask is four else int(mask.sum()))
 

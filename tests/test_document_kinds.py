@@ -63,7 +63,7 @@ def haystack_document(text):
 
 JSON_KINDS = {
     "text": lambda text: text,
-    "text of a dict": lambda text: {"title": LONG, "text": text, "source": LONG},
+    "text of a dict": lambda text: {"doc_id": LONG, "text": text, "source": LONG, "title": None},
     "content of a dict": lambda text: {"id": LONG, "content": text, "meta": {"text": LONG}},
     "page_content of a dict": lambda text: {"metadata": {"source": LONG}, "page_content": text},
     "the first of three": lambda text: {"page_content": LONG, "content": LONG, "text": text},
@@ -84,6 +84,7 @@ BAD = {
     "a number": 5,
     "no field with text": {"title": LONG, "body": LONG},
     "a number as text": {"text": 5, "content": LONG},
+    "a number as title": {"title": 5, "text": "the"},
     "bytes as text": {"text": b"the"},
     "a list as text": {"text": ["the"]},
     "a class": str,
@@ -210,6 +211,31 @@ def test_a_document_of_any_kind_is_its_text_at_every_door(door, asker):
     assert not [kind for kind, make in kinds.items() if result(make(TEXT)) != expected]
 
 
+@pytest.mark.parametrize("door", [*NAMED, *MANY, *SERVED, rows])
+def test_the_title_of_a_dict_stands_before_its_text_at_every_door_unless_the_prompt_lacks_it(door, asker):
+    def result(document):
+        return door(*asker[:2], ChunkStore.open("memory://"), [document, OTHER])
+
+    expected = TEXT if door in (messages, plain_text) else f"Mile 5\n\n{TEXT}"
+    for field in ("text", "content", "page_content"):
+        assert result({"title": "Mile 5", field: TEXT}) == result(expected), field
+    assert result({"title": " ", "text": TEXT}) == result(TEXT)
+
+
+def test_texts_of_is_what_the_messages_have(asker):
+    model, tokenizer, store = asker
+    titled, named = f"Mile 5\n\n{TEXT}", [{"title": "Mile 5", "content": TEXT}]
+    for inside in (TEXT, titled):
+        said = [{"role": "user", "content": f"{inside}\n\n{QUESTION}"}]
+        expected = chat_prompt(tokenizer, copy.deepcopy(said), [inside])
+        assert chat_prompt(tokenizer, copy.deepcopy(said), named) == expected
+        assert text_prompt(tokenizer, said[0]["content"], named).spans()[0].tokens >= len(tokenizer.encode(inside)) - 8
+        whole = Answerer(*asker, EVERYTHING, {"max_new_tokens": 1}).chat(said, named)
+        given = [whole._inputs(BlendCache(model, store))]
+        given.append(BlendCache(model, store).inputs_from_messages(tokenizer, said, named))
+        assert [prompt_of(one) for one in given] == [[list(expected.ids)]] * 2
+
+
 @pytest.mark.parametrize("door", [*NAMED, *MANY, rows, text_prompt])
 def test_what_is_no_document_is_refused_by_its_number_at_every_door(door, asker):
     def go(documents):
@@ -301,10 +327,18 @@ def test_a_template_that_takes_documents_is_given_titles_and_texts_of_objects(as
     assert whole.prompt_tokens == len(expected)
 
 
-@pytest.mark.parametrize("make", [*JSON_KINDS.values(), lambda text: {"chunks": [{"title": LONG, "text": text}]}])
+@pytest.mark.parametrize("make", [*JSON_KINDS.values(), lambda text: {"chunks": [text]}])
 def test_a_line_of_a_file_is_the_document_that_it_is_elsewhere(make, tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps(make(TEXT)) + "\n", "utf-8")
     assert [one.text for one in Corpus([str(tmp_path)])] == [TEXT]
+
+
+@pytest.mark.parametrize(
+    "line", [{"title": "Mile 5", "content": TEXT}, {"chunks": [{"title": "Mile 5", "text": TEXT}]}]
+)
+def test_the_title_of_a_line_stands_before_its_text(line, tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
+    assert [one.text for one in Corpus([str(tmp_path)])] == [f"Mile 5\n\n{TEXT}"]
 
 
 @pytest.mark.parametrize("bad", [{"title": LONG}, 5, None, {"text": 5}, {"chunks": [5]}, {"chunks": TEXT}])

@@ -226,7 +226,7 @@ def test_chat_blend_takes_stop_texts_counts_by_its_tokenizer_and_is_told_apart_i
 
 
 REFUSED = {  # when it is made, and with a call
-    "a typo": ({"max_new_token": 2}, "max_new_token=2 is no argument of generate. Did you mean max_new_tokens?"),
+    "a typo": ({"max_new_token": 2}, "max_new_token=2 is no argument of generate. Write max_new_tokens, or leave"),
     "something else": ({"nonsense": 2}, "nonsense=2 is no argument of generate. Leave it out"),
     "two answers": ({"n": 2}, "n is 2, expected 1"),
     "no length": ({"max_tokens": 0}, "max_new_tokens is 0, expected a whole number from 1 on"),

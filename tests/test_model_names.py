@@ -71,12 +71,15 @@ def test_without_either_the_ways_to_get_the_model_are_said(empty_caches, monkeyp
 
 
 @needs_package
-def test_two_processes_convert_once(empty_caches, monkeypatch):
+def test_two_processes_convert_once(empty_caches, monkeypatch, caplog):
     written: list[Path] = []
+    caplog.set_level("INFO", "hf_blend.model_names")
     monkeypatch.setattr(model_names, "_write", fake_writer(written))
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(locate, ["smollm2"] * 4))
     assert len(written) == 1
+    (said,) = caplog.messages
+    assert f"was converted into {empty_caches}" in said
     assert {Path(folder) for folder in found} == {empty_caches / metadata.version(SMOLLM2.distribution)}
 
 

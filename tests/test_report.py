@@ -113,7 +113,7 @@ def test_charged_budget_of_an_early_choice_a_full_prefill_and_of_exact_chunks(re
 
 def test_a_report_is_one_line_for_people_and_json_for_programs(report):
     got = report(recompute_ratio=0.15)
-    shown = json.loads(json.dumps(got.as_dict()))
+    shown = json.loads(json.dumps(got.to_dict()))
     assert shown["charged_budget"] == got.charged_budget
     assert shown["chosen_columns"] == got.chosen_columns
     assert not [name for name in shown if name.startswith("_")]

@@ -96,7 +96,7 @@ class Answerer:
     def complete(self, text: str, documents: Any = (), stops: Sequence[str] = (), **settings: Any) -> "Answer":
         """Continue a text, as `chat` answers; documents that are not in it are put before it."""
         filled, notice = leave_out_empty(documents)
-        texts = texts_of(filled)
+        texts = texts_of(filled, [text])
         whole = BETWEEN.join([*absent(texts, [text]), text])
         answer = self._answer(lambda cache: cache.inputs_from_text(self.tokenizer, whole, texts), stops, settings)
         answer.notice = notice
@@ -119,8 +119,8 @@ class Answerer:
                 raise ConfigError(f"{name}={value!r:.40} came, but {NO_CALLS}")
             if name not in ("n", *SAME) and name not in (accepted := _arguments(self.model)):
                 near = difflib.get_close_matches(name, accepted, n=1)
-                meant = f" Did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"{name}={value!r:.40} is no argument of generate.{meant} Leave it out.")
+                advice = f"Write {near[0]}, or leave it out." if near else "Leave it out."
+                raise ConfigError(f"{name}={value!r:.40} is no argument of generate. {advice}")
             options[SAME.get(name, name)] = value
         own = options.get("generation_config") or self.model.generation_config
         for name in SINGLE:
@@ -142,8 +142,9 @@ class Answerer:
         self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Any], template: Mapping[str, Any]
     ) -> tuple[list[Mapping[str, Any]], Sequence[str | Mapping[str, Any]]]:
         """Return messages with all documents in them, or documents for a template that writes them itself."""
-        texts, chat = texts_of(documents), list(messages)
+        chat = list(messages)
         contents = [message["content"] for message in chat]
+        texts = texts_of(documents, contents)
         added = absent(texts, contents)
         if not added:
             return chat, texts
@@ -225,7 +226,7 @@ class Answer:
     @property
     def report(self) -> dict[str, Any]:
         """What the prefill cost, as JSON values."""
-        figures = self._cache.report.as_dict()
+        figures = self._cache.report.to_dict()
         notice = " ".join(filter(None, (self.notice, figures["notice"])))
         return {name: value for name, value in figures.items() if name != "chosen_columns"} | {"notice": notice}
 

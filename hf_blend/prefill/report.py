@@ -186,7 +186,7 @@ class BlendReport:
         """How many tokens stand before each token, in its row and in the cache."""
         return tokens.nonzero()[:, 1] + work.past
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All figures as JSON values."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
         figures = {"scoring_flops": self.scoring_flops, "chosen_columns": self.chosen_columns}

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents: a text, or a dict or an object that has one.
 
-The text is the first of `FIELDS` that is there and not None; no other field is used. So documents of LangChain and
-Haystack can be passed, and their JSON too. A node of LlamaIndex has the text that LlamaIndex writes into prompts.
+The text is the first of `FIELDS` that is there and not None. A dict's `title` stands before it, an empty line between,
+unless a prompt has the text without it. No other field is used. So documents of LangChain and Haystack can be passed,
+and their JSON too. A node of LlamaIndex has the text that LlamaIndex writes into prompts.
 """
 
 import logging
@@ -16,6 +17,7 @@ from ..errors import PromptError
 logger = logging.getLogger(__name__)
 
 FIELDS = ("text", "content", "page_content")
+TITLE_END = "\n\n"
 TITLES = ("title", "source", "file_path")  # of an object's metadata, the first that it has
 EXPECTED = "a text, or a dict or an object that has one as text, content or page_content"
 MOST_NAMED = 5  # empty documents that are named one by one
@@ -42,16 +44,29 @@ def is_document(value: Any) -> bool:
 
 
 def text_of(document: Any, name: str = "the document", expected: str = EXPECTED, *, may_be_empty: bool = False) -> str:
-    """Return a document's text; errors call the document `name`."""
+    """Return a document's text, behind its title if it has one; errors call the document `name`."""
+    return forms_of(document, name, expected, may_be_empty=may_be_empty)[0]
+
+
+def forms_of(
+    document: Any, name: str = "the document", expected: str = EXPECTED, *, may_be_empty: bool = False
+) -> list[str]:
+    """Return the texts that a document may be in a prompt: behind its title if it has one, and alone."""
     text = _text(document, name, expected)
-    if not (may_be_empty or text.strip()):
+    title = document.get("title") if isinstance(document, Mapping) else None
+    if not isinstance(title, str | None):
+        raise PromptError(f"{name} has the title {title!r:.60}, expected a text there. Leave it out.")
+    if text.strip():
+        return [f"{title}{TITLE_END}{text}", text] if title and title.strip() else [text]
+    if not may_be_empty:
         raise PromptError(f"{name} is {document!r:.60} and has no text. Leave empty documents out.")
-    return text
+    return [text]
 
 
-def texts_of(documents: Any, name: str = "document") -> list[str]:
-    """Return the text of each document; empty ones are refused."""
-    return [text_of(document, f"{name} {number}") for number, document in enumerate(list_documents(documents))]
+def texts_of(documents: Any, contents: Sequence[str] = ()) -> list[str]:
+    """Return the text of each document, without its title where one of the contents has it so; no empty ones."""
+    forms = [forms_of(document, f"document {number}") for number, document in enumerate(list_documents(documents))]
+    return [next((text for text in row if not absent([text], contents)), row[0]) for row in forms]
 
 
 def leave_out_empty(documents: Any, least: int = 1) -> tuple[list[Any], str]:
@@ -78,7 +93,7 @@ def for_template(document: Any) -> Mapping[str, Any]:
         return document
     about = document if isinstance(document, Mapping) else _metadata(document)
     title = next((str(about[name]) for name in TITLES if about.get(name)), "")
-    return {**({"title": title} if title else {}), "text": text_of(document)}
+    return {**({"title": title} if title else {}), "text": forms_of(document)[-1]}
 
 
 def absent(texts: Sequence[str], contents: Sequence[str]) -> list[str]:

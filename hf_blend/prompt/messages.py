@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import PromptError
-from .documents import absent, for_template, list_documents, texts_of
+from .documents import absent, for_template, forms_of, list_documents
 from .text import TextPrompt, build_text
 
 _OURS = ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length", "tokenizer_kwargs")
@@ -23,11 +23,11 @@ def build_messages(
     """Render messages and find the documents in the text; documents that are no texts are passed to the template."""
     _check(tokenizer, messages, template)
     listed = list_documents(documents)
-    texts = texts_of(listed)
+    texts = [forms_of(document, f"document {number}")[-1] for number, document in enumerate(listed)]
     dicts = [doc if isinstance(doc, Mapping) else for_template(doc) for doc in listed if not isinstance(doc, str)]
     arguments = {"add_generation_prompt": not template.get("continue_final_message", False), **template}
     text = (renderer or render)(tokenizer, messages, **arguments, **({"documents": dicts} if dicts else {}))
-    return build_text(tokenizer, text, texts, special=False, opening=_is_opening(messages, texts), most=most)
+    return build_text(tokenizer, text, listed, special=False, opening=_is_opening(messages, texts), most=most)
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -91,12 +91,12 @@ def _is_opening(messages: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> 
     for message in messages:
         if message.get("role") not in ("system", "developer", "user"):
             return False
-        if len(absent([text.strip() for text in texts], [_content(message)])) < len(texts):
+        if len(absent([text.strip() for text in texts], [content_of(message)])) < len(texts):
             return True
     return True
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def content_of(message: Mapping[str, Any]) -> str:
     """The text of a message, which may be in parts."""
     content = message.get("content")
     items = content if isinstance(content, list) else [{"text": content}]

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from ..errors import PromptError
-from .documents import texts_of
+from .documents import forms_of, list_documents
 from .pieces import Span, TextPrompt, check_text, tokenize
 
 _SEAM_TOKENS = 8  # so many tokens at either end of a chunk may differ in a prompt
@@ -32,7 +32,7 @@ def build_text(
     tokenizer: Any, text: str, chunks: Any, *, special: bool, opening: bool = True, most: int | None = None
 ) -> TextPrompt:
     """Tokenise a prompt and find chunks in it."""
-    located = _located(text, texts_of(chunks))
+    located = _located(text, [forms_of(chunk, f"document {at}") for at, chunk in enumerate(list_documents(chunks))])
     if most is not None and len(located) > most:
         raise PromptError(
             f"documents are at {len(located)} places of the prompt, expected at most {most}. Send fewer."
@@ -86,27 +86,33 @@ def _remembering(tokenizer: Any) -> Callable[[str, int], tuple[int, ...]]:
     return _remembered[tokenizer]
 
 
-def _located(text: str, chunks: Sequence[str]) -> list[tuple[int, int, str]]:
-    """(first character, character behind the last, chunk) wherever a chunk is, longer ones first, without overlap."""
+def _located(text: str, chunks: Sequence[Sequence[str]]) -> list[tuple[int, int, str]]:
+    """(first character, character behind the last, chunk) wherever a chunk is, longer ones first, without overlap.
+
+    Of the forms of a chunk the first counts that is there.
+    """
     located, taken = list[tuple[int, int, str]](), bytearray(len(text))
     decomposed = cache(lambda: _decomposed(text))
-    for number, chunk in sorted(enumerate(chunks), key=lambda pair: -len(pair[1])):
-        check_text(chunk)
-        form = next((spelling for spelling in _forms(chunk) if spelling in text), None)
-        if form is not None:
-            places = [(at, at + len(form), chunk) for at in _occurrences(text, form)]
-        else:
-            places = [] if text.isascii() else _equivalent(text, chunk, *decomposed())
+    for number, forms in sorted(enumerate(chunks), key=lambda pair: -len(pair[1][0])):
+        places = next(filter(None, (_places(text, chunk, decomposed) for chunk in forms)), [])
         if not places:
             raise PromptError(
-                f"document {number} ({chunk!r:.40}) is not in the prompt. Put its text into a message as it is; for a "
-                "template that takes documents pass them as dicts: [{'title': …, 'text': …}]."
+                f"document {number} ({forms[-1]!r:.40}) is not in the prompt. Put its text into a message as it is; "
+                "for a template that takes documents pass them as dicts: [{'title': …, 'text': …}]."
             )
         for start, stop, same in places:
             if taken.find(1, start, stop) < 0:
                 located.append((start, stop, same))
                 taken[start:stop] = b"\1" * (stop - start)
     return sorted(located)
+
+
+def _places(text: str, chunk: str, decomposed: Callable[[], tuple[str, dict[int, int]]]) -> list[tuple[int, int, str]]:
+    check_text(chunk)
+    form = next((spelling for spelling in _forms(chunk) if spelling in text), None)
+    if form is not None:
+        return [(at, at + len(form), chunk) for at in _occurrences(text, form)]
+    return [] if text.isascii() else _equivalent(text, chunk, *decomposed())
 
 
 def _occurrences(text: str, fragment: str) -> Iterator[int]:

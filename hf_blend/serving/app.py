@@ -3,6 +3,7 @@
 """The HTTP server: OpenAI's endpoints around a `Service`."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import PromptError
 from ..prompt.pieces import TextPrompt
 from .answers import Answering, Question
-from .guard import Guard, PromptWorkers, add_errors, body_of
+from .guard import PAGES, Guard, PromptWorkers, add_errors, body_of
 from .meters import Meters
 from .prompts import chat_prompt, check_arguments, text_prompt
 from .sampling import make_sampling
@@ -25,6 +26,17 @@ from .structured import Follows
 from .wire import ChatRequest, CompletionRequest, Generation, Stopping, UnknownModelError, read_request
 
 __all__ = ["make_app"]
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>hf-blend serve</title>
+<h1>hf-blend serve</h1>
+<p>This address is for programs: clients of OpenAI's API take <code>URL/v1</code> as their base URL.</p>
+<pre>{}</pre>
+<pre>curl URL/v1/chat/completions -H 'content-type: application/json' -H 'authorization: Bearer KEY' \\
+  -d '{{"messages": [{{"role": "user", "content": "Who keeps the light?"}}], "documents": ["Una keeps the light."]}}'
+</pre>
+<p>docs/serving.md of hf_blend has every field and limit.</p></html>
+"""
 
 
 class Endpoints:
@@ -37,7 +49,8 @@ class Endpoints:
         self._renderers = [service.tokenizer, *([service.eyes.processor] if service.eyes is not None else [])]
         longest = getattr(service.engine.model.config.get_text_config(), "max_position_embeddings", None)
         self._model = {
-            "id": service.name, "object": "model", "created": 0, "owned_by": "hf-blend", "max_model_len": longest
+            "id": service.name, "object": "model", "created": int(time.time()), "owned_by": "hf-blend",
+            "max_model_len": longest,
         }  # fmt: skip
 
     async def chat(self, request: Request) -> Response:
@@ -142,6 +155,12 @@ def make_app(service: Service) -> Guard:
         Route("/health", endpoints.health),
         Route("/metrics", endpoints.metrics),
     ]
+    listed = "\n".join(f"{'POST' if 'POST' in route.methods else 'GET'} {route.path}" for route in routes)
+
+    def page(request: Request) -> Response:
+        return HTMLResponse(PAGE.format(listed))
+
+    routes += [Route(path, page) for path in PAGES]
     app = Starlette(routes=routes, lifespan=lifespan)
     add_errors(app)
     return Guard(app, service.tenants, service.limits, endpoints.meters.responded)

@@ -262,7 +262,7 @@ class BlendedBatching(ContinuousBatchingManager):
             if total > limit:
                 raise PromptError(
                     f"the prompt has {tokens} tokens and up to {new} are to come, but there are {limit} {what}. "
-                    "Shorten the prompt, or lower max_new_tokens."
+                    "Shorten the prompt, or ask for fewer tokens."
                 )
         if not tokens:
             raise PromptError("the prompt has 0 tokens, but at least one is expected. Give it some text.")

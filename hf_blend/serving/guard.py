@@ -25,13 +25,16 @@ from ..threads import Workers
 from .tenants import Tenants
 from .wire import Busy, Limits, ServiceError, Stopping, UnknownModelError, error_body
 
-__all__ = ["CLIENT_GONE", "Guard", "PromptWorkers", "add_errors", "body_of", "failed", "respond", "while_connected"]
+__all__ = [
+    "CLIENT_GONE", "PAGES", "Guard", "PromptWorkers", "add_errors", "body_of", "failed", "respond", "while_connected",
+]  # fmt: skip
 
 CLIENT_GONE = 499  # nginx's status of a request whose client went away; nobody reads it
 MOST_PATH = 200  # characters of a path in the log
 MOST_DIGITS = 18  # of a content-length; Python refuses to read thousands
 RETRY_S = "1"
-OPEN = ("/health", "/metrics")  # asked by machines that have no key
+PAGES = ("/", "/docs")  # opened by people, whose browsers have no key
+OPEN = ("/health", "/metrics", *PAGES)  # the first two are asked by machines that have none
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # of a client: it goes into logs
 JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json", re.IGNORECASE)
 

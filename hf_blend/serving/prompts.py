@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..prompt.documents import absent, leave_out_empty, texts_of
-from ..prompt.messages import build_messages, plain_messages
+from ..prompt.messages import build_messages, content_of, plain_messages
 from ..prompt.pieces import Span, TextPrompt, tokenize
 from ..prompt.text import build_text
 from ..prompt.tokenizer import front_ids
@@ -76,7 +76,7 @@ def chat_prompt(
         eyes: reads images, an `evaluation.pictures.Eyes`; without it they are refused.
         render_s: CPU seconds that the chat template may take.
     """
-    listed = _filled(documents)
+    listed = _filled(documents, [content_of(message) for message in messages])
     chat = check_chat(tokenizer, messages, listed, template or {}, tokens)
     if any(is_picture(item) for message in messages for item in parts_of(message)):
         if eyes is None:
@@ -160,7 +160,7 @@ def text_prompt(
     tokens: int | None = None,
 ) -> TextPrompt:
     """Make a prompt of text or ids; documents that are not in it are put before it."""
-    texts = _filled(documents)
+    texts = _filled(documents, [prompt] if isinstance(prompt, str) else [])
     check_text_prompt(tokenizer, prompt, texts, tokens)
     if isinstance(prompt, str):
         chunks, added = _added(texts, [prompt], "\n")
@@ -168,9 +168,9 @@ def text_prompt(
     return _before_ids(tokenizer, _added(texts, [], "\n")[0], tuple(map(int, prompt)))
 
 
-def _filled(documents: Any) -> list[str]:
-    """Return the texts of documents; empty ones among others are left out with a warning."""
-    return texts_of(leave_out_empty(documents)[0])
+def _filled(documents: Any, contents: Sequence[str]) -> list[str]:
+    """Return the texts of documents, as the contents have them; empty ones are left out with a warning."""
+    return texts_of(leave_out_empty(documents)[0], contents)
 
 
 def _check_fits(tokenizer: Any, most: int | None, *texts: str) -> None:

@@ -7,7 +7,7 @@ Its work is bounded for any schema. Other libraries take seconds, in a thread th
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..threads import new_lock
 
 __all__ = ["Follows", "Grammars"]
 
+COMBINED = {"allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties"}
 WHITE_SPACE = r"[ \n]{0,8}"  # a small model may else write nothing but spaces for ever
 
 
@@ -41,7 +42,7 @@ class Grammars:
                 self._table = self._tokens()
         try:
             grammar = guidance.LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), overrides={"whitespace_pattern": WHITE_SPACE}
+                json.dumps(_closed(schema)), overrides={"whitespace_pattern": WHITE_SPACE}
             )
             matcher = guidance.LLMatcher(self._table, grammar, log_level=0)
         except ValueError as error:
@@ -60,6 +61,34 @@ class Grammars:
                 f"{type(self._tokenizer).__name__} cannot follow a JSON schema ({error}), but a tokenizer of the "
                 "tokenizers library can. Leave response_format out, or serve the model with one."
             ) from error
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Allow the named keys alone where a schema says nothing of others, which the library would allow twice.
+
+    Where objects are put together of several schemas, all are left as they are.
+    """
+    closed: dict[str, Any] = json.loads(json.dumps(schema))
+    rows = [row for row in _subschemas(closed) if "properties" in row or "allOf" in row]
+    if not any(row.keys() & COMBINED for row in rows):
+        for row in rows:
+            names, required = row["properties"], row.get("required", [])
+            if isinstance(names, dict) and isinstance(required, list) and all(name in [*names] for name in required):
+                row.setdefault("additionalProperties", False)
+    return closed
+
+
+def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Iterate over a schema and those in it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    lists = [schema.get(name) for name in ("anyOf", "oneOf", "allOf", "prefixItems")]
+    named = [schema.get(name) for name in ("properties", "$defs", "definitions")]
+    inner = [row for rows in lists if isinstance(rows, list) for row in rows]
+    inner += [row for rows in named if isinstance(rows, dict) for row in rows.values()]
+    for row in (schema.get("items"), schema.get("additionalProperties"), *inner):
+        yield from _subschemas(row)
 
 
 class Follows(LogitsProcessor):

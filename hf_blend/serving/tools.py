@@ -3,6 +3,7 @@
 """Tools: whether a chat template writes them, and the calls in an answer."""
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,13 @@ HERMES = {  # for tokenizers without a response template: calls are <tool_call>{
         "content": {"content": "text"},
     },
 }
+
+BARE = re.compile(r"\s*(```(json)?\s*)?(?P<call>\{.*\})(?(1)\s*```)\s*", re.DOTALL)
+BARE_BEGINNING = re.compile(r"\s*((`{0,2}|```(j|js|jso|(json)?\s*))\Z|(```(json)?\s*)?\{)")
+KINDS: dict[str, tuple[type, ...]] = {  # what Python makes of a type of JSON
+    "object": (dict,), "array": (list,), "string": (str,), "number": (int, float), "integer": (int,),
+    "boolean": (bool,), "null": (type(None),),
+}  # fmt: skip
 
 
 def check_rendered(
@@ -54,11 +62,47 @@ def check_rendered(
             )
 
 
+def fits(value: Any, schema: Any) -> bool:
+    """Say whether a value has the types, keys and choices of a schema; its patterns and references are not looked at.
+
+    So it ends soon for any schema of a client, which a whole validator does not.
+    """
+    if not isinstance(schema, dict):
+        return schema is not False
+    kinds = schema.get("type", [])
+    names = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
+    if names and not any(_is_kind(value, name) for name in names):
+        return False
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(choices, list) and value not in choices:
+        return False
+    if isinstance(value, list):
+        return all(fits(item, schema.get("items")) for item in value)
+    if not isinstance(value, dict):
+        return True
+    fields, required = schema.get("properties"), schema.get("required")
+    fields, others = fields if isinstance(fields, dict) else {}, schema.get("additionalProperties")
+    return all(fits(item, fields.get(name, others)) for name, item in value.items()) and (
+        not isinstance(required, list) or all(name in value for name in required)
+    )
+
+
+def _is_kind(value: Any, name: Any) -> bool:
+    kinds = KINDS.get(name, (object,)) if isinstance(name, str) else (object,)
+    return isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds or object in kinds)
+
+
 class Parts:
-    """Cuts an answer, as it grows, into text, reasoning and calls, each as OpenAI's `delta` has it."""
+    """Cuts an answer, as it grows, into text, reasoning and calls, each as OpenAI's `delta` has it.
+
+    Some models write a call without the marks of their template: an answer that is the JSON of a call alone is one,
+    where the tool was given and the arguments fit it. What may become one is sent when it is whole.
+    """
 
     def __init__(self, tokenizer: Any, prompt: str, tools: Sequence[Mapping[str, Any]], is_forced: bool) -> None:
         self._is_forced, self._calls, self._unsent = is_forced, 0, ""
+        self._may_be_bare = bool(tools)
+        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         self._parser: Any = None
         if tools and not is_forced:
             own = getattr(tokenizer, "response_template", None)
@@ -77,6 +121,12 @@ class Parts:
             return self._call_or_text() if is_last else []
         if self._parser is None:
             return self._rest()
+        if self._may_be_bare:
+            if not is_last and BARE_BEGINNING.match(self._unsent):
+                return []
+            if is_last and (calls := self._bare_call()):
+                return calls
+            self._may_be_bare, text = False, self._unsent
         try:
             events = self._parser.feed(text)
             events += self._parser.finalize()[1] if is_last else []
@@ -96,6 +146,18 @@ class Parts:
             name = "content" if field == "content" else "reasoning_content"
             return [{name: event["text"]}]
         return []
+
+    def _bare_call(self) -> list[dict[str, Any]]:
+        """Return the call that all of the answer is, if it is one."""
+        whole = BARE.fullmatch(self._unsent)
+        try:
+            function = json.loads(whole["call"]) if whole else {}
+            arguments = function.get("arguments", function.get("parameters"))
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            is_call = len(function) == 2 and function.get("name") in self._schemas and isinstance(arguments, dict)
+            return [self._call(function)] if is_call and fits(arguments, self._schemas[function["name"]]) else []
+        except (ValueError, TypeError, RecursionError):  # no JSON, or a name that is no text
+            return []
 
     def _call(self, function: Any) -> dict[str, Any]:
         if not isinstance(function, dict):

@@ -99,11 +99,20 @@ def test_vllm_heals_only_where_it_is_asked_for(monkeypatch):
     assert plans == [False, True, False]
 
 
-@pytest.mark.parametrize("text", ["prot = 1", "port = ", "max-requests = 'many'"])
-def test_a_file_of_options_that_makes_no_sense_is_refused(text, reached, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prot = 1", "has 'prot'. Did you mean 'port'?"),
+        ("port = ", "cannot be read"),
+        ("max-requests = 'many'", "valid integer"),
+    ],
+)
+def test_a_file_of_options_that_makes_no_sense_is_refused(text, says, reached, tmp_path, capsys):
     (tmp_path / "a.toml").write_text(text)
     assert "plan" not in reached("--config", str(tmp_path / "a.toml"))
-    assert "Invalid value for '--" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "Invalid value for '--" in err
+    assert says in " ".join(err.split())
 
 
 def test_one_key_for_all_is_asked_for(reached, monkeypatch, tmp_path):

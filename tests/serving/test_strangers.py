@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -261,3 +262,14 @@ def test_a_model_that_is_not_served_is_404_with_the_one_that_is(bob):
         assert answer.status_code == 404
         assert f"'{MODEL}' is" in answer.json()["error"]["message"]
     assert bob.get("/v1/models").json()["data"] == [bob.get(f"/v1/models/{MODEL}").json()]
+    assert abs(bob.get(f"/v1/models/{MODEL}").json()["created"] - time.time()) < 3600, "when the server began"
+
+
+def test_a_browser_without_a_key_is_told_what_this_address_is_for(server):
+    for path in ("/", "/docs"):
+        page = httpx.get(f"{server[0]}{path}")
+        assert page.status_code == 200
+        assert page.headers["content-type"].startswith("text/html")
+        assert "POST /v1/chat/completions\nPOST /v1/completions\nGET /v1/models\n" in page.text
+        assert '{"messages": [{' in page.text
+        assert MODEL not in page.text

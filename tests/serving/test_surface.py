@@ -17,7 +17,7 @@ from hf_blend.errors import PromptError
 from hf_blend.serving.prompts import chat_prompt
 from hf_blend.serving.sampling import Sampling, make_sampling
 from hf_blend.serving.structured import Follows, Grammars
-from hf_blend.serving.tools import Parts
+from hf_blend.serving.tools import Parts, fits
 from hf_blend.serving.wire import CompletionRequest, Limits, read_request
 from tests.chat_templates import QWEN3, TOOLS, small_tokenizer
 from tests.serving.processes import running
@@ -295,6 +295,58 @@ def test_calls_are_found_in_what_a_model_writes_and_text_around_them_is_text():
     assert parts_of('{"name": "sea', is_forced=True) == ('{"name": "sea', [])
 
 
+BARE = '{"name": "search", "arguments": {"query": "clocks"}}'
+
+
+@pytest.mark.parametrize("form", ["{}", "\n{} \n", "```json\n{}\n```", "``` {} ```"])
+def test_bare_json_of_a_call_is_one(form):
+    expected = ("", [(0, "search", '{"query": "clocks"}')])
+    for size in (1, 3, 100):
+        assert parts_of(form.replace("{}", BARE), size=size) == expected
+    other = BARE.replace("arguments", "parameters")
+    assert parts_of(form.replace("{}", other)) == expected, "as Llama writes it"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BARE.replace("search", "delete"), BARE.replace('"clocks"', "5"), BARE.replace("query", "q"),
+        BARE.replace("}}", '}, "id": 1}'), f"Call: {BARE}", f"{BARE} It is done.", f"```python\n{BARE}\n```",
+        BARE[:-1], "{}", '{"name": ["search"], "arguments": {}}', "```", "`a` is a key", "[" * 50,
+    ],
+)  # fmt: skip
+def test_bare_json_that_is_no_call_of_a_tool_is_content(text):
+    closed = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+    tools = [{"type": "function", "function": {"name": "search", "parameters": closed}}]
+    for size in (1, 3, 100):
+        assert parts_of(text, tools, size=size) == (text, [])
+    assert parts_of(text, tools=[]) == (text, [])
+
+
+def test_text_that_begins_no_call_is_sent_at_once_where_tools_are_given():
+    fed = (
+        {"Let": "Let", " me": " me"},
+        {"``": "", "`js": "", "\n": "```js", "a": "\na"},
+        {" ": "", "[": " [", "{": "{"},
+    )
+    for pieces in fed:
+        parts = Parts(qwen(), "", TOOLS, False)
+        assert ["".join(part["content"] for part in parts.feed(text, False)) for text in pieces] == [*pieces.values()]
+
+
+def test_fits_looks_at_types_keys_and_choices():
+    kinds = {"type": ["string", "null"], "enum": ["a", None]}
+    schema = {"properties": {"a": kinds, "b": {"items": {"type": "integer"}}}, "additionalProperties": False}
+    good = [{}, {"a": "a"}, {"a": None, "b": [1, 2]}]
+    bad = [{"a": 1}, {"a": "b"}, {"b": [1, "x"]}, {"b": [True]}, {"c": 1}]
+    assert [fits(value, schema) for value in good + bad] == [True] * len(good) + [False] * len(bad)
+    assert fits({"a": 1}, None)
+    assert fits({"a": 1}, {"type": 5, "enum": 5, "properties": 5, "required": 5})
+    assert not fits(1, {"const": 2})
+    assert fits(1.5, {"type": "number"})
+    assert not fits(1.5, {"type": "integer"})
+
+
 def test_tokens_drawn_as_a_schema_allows_are_json_of_it(guidance):
     tokenizer = small_tokenizer("bytes")
     grammars = Grammars(tokenizer, len(tokenizer) + 5, [tokenizer.eos_token_id])
@@ -308,6 +360,30 @@ def test_tokens_drawn_as_a_schema_allows_are_json_of_it(guidance):
             ids.append(int(again[0]))
         jsonschema.validate(json.loads(tokenizer.decode(ids[2:], skip_special_tokens=True)), SCHEMA)
         assert not sampling.error
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"$ref": "#/$defs/c"}}, "required": ["a"]}
+OPEN["$defs"] = {"c": {"anyOf": [{"type": "null"}, {"properties": {"d": {"type": "object"}}}]}}
+
+
+def test_no_object_of_a_schema_has_a_key_twice_or_others_unless_it_allows_them(guidance):
+    tokenizer = small_tokenizer("bytes")
+    grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+
+    def takes(schema, text):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return grammars.compiled(schema).validate_tokens(ids) == len(ids)
+
+    assert takes(OPEN, '{"a": "x", "b": {"d": {"e": 1}}}')
+    for text in ('{"a": "x", "a"', '{"a": "x", "\\u0061"', '{"a": "x", "c"', '{"a": "x", "b": {"e"'):
+        assert not takes(OPEN, text), text
+    others = {"patternProperties": {"^c": {}}}, {"additionalProperties": True}, {"required": ["a", "c"]}
+    joined = {"anyOf": [{"properties": {"c": {}}}]}, {"allOf": [{"properties": {"c": {}}}]}
+    for odd in ({"properties": 5}, {"required": 5}, {"required": [{}]}, {"properties": {"a": {"type": "x"}}}):
+        with pytest.raises(PromptError, match="the JSON schema cannot be followed"):
+            grammars.compiled({**OPEN, **odd})
+    for more in (*others, *joined):
+        assert takes({**OPEN, **more}, '{"a": "x", "c": 1}'), more
 
 
 @pytest.mark.parametrize("schema", [{"type": "banana"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}])

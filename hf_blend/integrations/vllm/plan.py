@@ -17,7 +17,7 @@ from typing import Any
 
 from ...config import BlendConfig
 from ...errors import PromptError
-from ...prompt.documents import text_of
+from ...prompt.documents import forms_of
 from ...prompt.pieces import NamedPrompt, Span, tokenize
 from ...prompt.text import aligned
 
@@ -81,11 +81,10 @@ def _spans(documents: Sequence[Any], token_ids: Sequence[int], tokenizer: Callab
 def _span(text: Any, token_ids: Sequence[int], tokenizer: Callable[[], Any] | None) -> Span:
     """A document: its text; [start, stop]; or the fields of a `Span`, for one of which the prompt has a part."""
     size = len(token_ids)
-    text = text_of(text) if isinstance(text, Mapping) else text
     match text:
-        case str() if tokenizer is not None:
-            ids = tokenize(tokenizer(), text)
-            span = aligned(array("i", token_ids).tobytes(), 0, size, 0, ids) if ids else None
+        case str() | Mapping() if tokenizer is not None:
+            packed, forms = array("i", token_ids).tobytes(), (tokenize(tokenizer(), form) for form in forms_of(text))
+            span = next(filter(None, (aligned(packed, 0, size, 0, ids) for ids in forms if ids)), None)
         case [int(start), int(stop)] if 0 <= start < stop <= size:
             span = Span.whole(start, tuple(map(int, token_ids[start:stop])))
         case [int(start), [*ids], int(first), int(tokens)] if min(start, first) >= 0 < tokens:
