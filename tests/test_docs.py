@@ -23,7 +23,6 @@ import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
 from hf_blend.errors import MissingExtraError, PluginNotFoundError
 from hf_blend.evaluation.demo.request import DemoRequest
-from hf_blend.verify.runner import check_names
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, QUESTION, small_tokenizer
 from tests.conftest import slow_but
 
@@ -157,12 +156,14 @@ def test_the_reference_has_every_public_word_and_setting():
 
 
 def test_the_reference_names_no_method_that_is_not_there():
-    def known(kind):
-        return set(check_names() if kind == "verify" else plugins.describe(kind))
-
     page = (ROOT / "docs" / "reference.md").read_text("utf-8").partition("## Methods by name")[2]
     for kind, text in re.findall(r"^### `([\w.]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL):
-        assert set(re.findall(r"^\* `([^`]+)`", text, re.MULTILINE)) <= known(kind), kind
+        assert set(re.findall(r"^\* `([^`]+)`", text, re.MULTILINE)) <= set(plugins.describe(kind)), kind
+
+
+def test_every_selector_is_on_the_page_of_rules_once():
+    page = (ROOT / "docs" / "rules.md").read_text("utf-8")
+    assert sorted(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)) == sorted(plugins.describe("selectors"))
 
 
 STEP = re.compile(r"^\* `([\w/]+\.py)` (`[\w.]+`(?:, `[\w.]+`)*)", re.MULTILINE)

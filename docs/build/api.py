@@ -13,7 +13,6 @@ from typing import Any
 
 import hf_blend
 from hf_blend import plugins
-from hf_blend.verify.runner import check_names
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # public methods and properties that the page shows, beside the class itself
@@ -23,6 +22,8 @@ INNER = {  # public methods and properties that the page shows, beside the class
     "StateCache": ("prefill", "generate"),
     "BlendConfig": ("to_json", "from_dict"),
 }
+ELSEWHERE = ("rotary", "selectors")  # no one names a rotary style, and the selectors have a page of their own
+METHODS = "## Methods by name\n\nSelectors are on a page of their own: [all rules](rules.md).\n"
 HEAD = """# Reference
 
 Made from the docstrings by `python docs/build/api.py`. `import hf_blend` costs nothing: each name is
@@ -35,8 +36,12 @@ def reference() -> str:
     names = [name for name in hf_blend.__all__ if not name.startswith("__")]
     errors = [name for name in names if name.endswith("Error")]
     parts = [HEAD, *(_word(name) for name in names if name not in errors), "## Errors\n", _errors(errors)]
-    parts += ["## `cache.report`\n", _report(), "## Methods by name\n", *(_kind(kind) for kind in plugins.kinds())]
-    parts += ["### `verify`\n", *_list(check_names().items()), ""]
+    parts += [
+        "## `cache.report`\n",
+        _report(),
+        METHODS,
+        *(_kind(kind) for kind in plugins.kinds() if kind not in ELSEWHERE),
+    ]
     return "\n".join(parts).rstrip() + "\n"
 
 
