@@ -16,13 +16,21 @@ from hf_blend import plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # public methods and properties that the page shows, beside the class itself
-    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "to_static", "crop"),
+    "BlendCache": (
+        "inputs",
+        "inputs_from_messages",
+        "inputs_from_text",
+        "inputs_with_images",
+        "heal",
+        "to_static",
+        "crop",
+    ),
     "ChunkStore": ("open", "add", "find", "get", "put", "contains", "delete", "close"),
     "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
     "StateCache": ("prefill", "generate"),
     "BlendConfig": ("to_json", "from_dict"),
 }
-ELSEWHERE = ("rotary", "selectors")  # no one names a rotary style, and the selectors have a page of their own
+ELSEWHERE = ("rotary", "selectors", "evaluation.methods", "evaluation.scores")  # that no call names, or rules.md has
 METHODS = "## Methods by name\n\nSelectors are on a page of their own: [all rules](rules.md).\n"
 HEAD = """# Reference
 

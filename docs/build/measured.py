@@ -473,8 +473,8 @@ SECTIONS = (
         ),
         lambda found: (
             f"`benchmarks/bench.py store`: {_threads(found)}, median of {found['plan']['rounds']}. "
-            f"A store of {found['open_entries']:,} entries opens in {found['open_s']:.2f} s; with full durability it writes "
-            f"{found['put_mb_s']:.0f} MB/s."
+            f"A store of {found['open_entries']:,} entries opens in {found['open_s']:.2f} s; with full "
+            f"durability it writes {found['put_mb_s']:.0f} MB/s."
         ),
         {},
         "",
