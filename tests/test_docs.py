@@ -29,7 +29,10 @@ from tests.conftest import slow_but
 from .test_cli import understood
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{page}.md" for page in ("README", "CONTRIBUTING", "ARCHITECTURE")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDED = {  # page: packages of extras
     "frameworks.md": ("langchain_core", "llama_index", "haystack"),
@@ -85,7 +88,7 @@ def test_the_python_of_the_page_runs(path, ready, request):
     if path.name in CHATTING:
         model, tokenizer = request.getfixturevalue("smollm2")
         ready |= {"model": model, "tokenizer": copy.deepcopy(tokenizer), "documents": NOTES, "question": "Who is it?"}
-    if path.name == "life_of_a_request.md":
+    if path.name == "ARCHITECTURE.md":
         ready["tokenizer"].chat_template = CHATML
     for package in NEEDED.get(path.name, ()):
         pytest.importorskip(package, reason=f"{path.name} needs {package}: pip install hf-blend[dev]")
@@ -197,7 +200,7 @@ def test_stability_lists_every_path_that_a_page_imports():
 
 
 def test_the_page_names_what_is_called_in_the_order_in_which_it_is_called():
-    before, *steps, after = re.split(r"\n## (?=\d|After)", (ROOT / "docs" / "life_of_a_request.md").read_text("utf-8"))
+    before, *steps, after = re.split(r"\n## (?=\d|After)", (ROOT / "ARCHITECTURE.md").read_text("utf-8"))
     assert len(steps) == 8
     parts = (STEP.findall(text) for text in ("\n".join(steps), before + after))
     named, beside = ([(file, name.strip("`")) for file, row in step for name in row.split(", ")] for step in parts)
