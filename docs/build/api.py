@@ -30,8 +30,8 @@ INNER = {  # public methods and properties that the page shows, beside the class
     "StateCache": ("prefill", "generate"),
     "BlendConfig": ("to_json", "from_dict"),
 }
-ELSEWHERE = ("rotary", "selectors", "evaluation.methods", "evaluation.scores")  # that no call names, or rules.md has
-METHODS = "## Methods by name\n\nSelectors are on a page of their own: [all rules](rules.md).\n"
+ELSEWHERE = ("rotary", "selectors", "evaluation.methods", "evaluation.scores", "store.codecs", "store.tiers")
+METHODS = "## Methods by name\n\nSelectors: [all rules](rules.md). Codecs and tiers: `ChunkStore.open`.\n"
 HEAD = """# Reference
 
 Made from the docstrings by `python docs/build/api.py`. `import hf_blend` costs nothing: each name is
