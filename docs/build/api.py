@@ -15,19 +15,15 @@ import hf_blend
 from hf_blend import plugins
 
 ROOT = Path(__file__).resolve().parents[2]
-INNER = {  # public methods and properties that the page shows, beside the class itself
-    "BlendCache": (
-        "inputs",
-        "inputs_from_messages",
-        "inputs_from_text",
-        "inputs_with_images",
-        "heal",
-        "to_static",
-        "crop",
-    ),
-    "ChunkStore": ("open", "add", "find", "get", "put", "contains", "delete", "close"),
-    "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
+INNER = {  # methods that the page shows with their arguments
+    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "heal", "to_static"),
+    "ChunkStore": ("open", "add"),
     "StateCache": ("prefill", "generate"),
+}
+LISTED = {  # methods and properties that it shows in a line
+    "BlendCache": ("crop",),
+    "ChunkStore": ("find", "get", "put", "contains", "delete", "prefetch", "flush", "close"),
+    "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
     "BlendConfig": ("to_json", "from_dict"),
 }
 ELSEWHERE = ("rotary", "selectors", "evaluation.methods", "evaluation.scores", "store.codecs", "store.tiers")
@@ -76,6 +72,8 @@ def _word(name: str) -> str:
         lines += [*_list(found), ""]
     else:
         lines += _arguments(word.__init__)
+    if listed := LISTED.get(name, ()):
+        lines += ["Methods:\n", *_list((inner, summary(getattr(word, inner))) for inner in listed), ""]
     for inner in INNER.get(name, ()):
         lines += [f"### `{name}.{inner}`\n", f"{summary(getattr(word, inner))}\n", *_arguments(getattr(word, inner))]
     return "\n".join(lines)
