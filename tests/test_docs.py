@@ -29,10 +29,8 @@ from tests.conftest import slow_but
 from .test_cli import understood
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [
-    *(ROOT / f"{page}.md" for page in ("README", "CONTRIBUTING", "ARCHITECTURE")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+PAGES = [ROOT / f"{page}.md" for page in ("README", "CONTRIBUTING", "ARCHITECTURE")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDED = {  # page: packages of extras
     "frameworks.md": ("langchain_core", "llama_index", "haystack"),
