@@ -61,9 +61,8 @@ class ChunkStore(BaseStore):
         """Open a store, making it if it does not exist.
 
         Args:
-            location: a directory; "memory://" keeps nothing on disk; a URL such as "s3://bucket/folder" or
-                "redis://host" keeps chunks there and in memory; None is `$HF_BLEND_HOME`, or else the assets folder
-                of the Hugging Face cache.
+            location: a directory; "memory://"; a URL such as "s3://bucket/folder" or "redis://host"; None is
+                `$HF_BLEND_HOME`, or else the assets folder of the Hugging Face cache.
             memory_bytes: most that the memory tier may hold; None is a quarter of what is available.
             disk_bytes: most that the directory may hold, all namespaces together; None is what it holds now and half
                 of what is free.
@@ -73,25 +72,20 @@ class ChunkStore(BaseStore):
             remote_deadline_s: how long a call to it may take besides its transfer, before it is left alone until it
                 answers again; None is 1 for Redis and 5 for others.
             remote_queue_bytes: most that may wait to be written to it; what does not fit is dropped and counted. With
-                0 nothing waits there: `put` returns when the remote tier has the chunk, or has refused it.
+                0 `put` waits for the remote tier.
             eviction: name of the policy that says which chunk leaves a full tier.
             namespace: keeps tenants apart: no chunk is seen from another namespace.
             quota_bytes: most that this namespace may hold in each tier; None is up to the cap.
             ttl_s: age in seconds at which a chunk is no longer used; None is never.
             durability: "full" makes a stored chunk survive a power loss, "none" is for scratch; neither ever gives
                 wrong KV.
-            secret: where others may write to the store, bytes such as `secrets.token_bytes(32)`: signs what is
-                stored, hides its names, and refuses what is not signed so; see docs/security.md.
+            secret: bytes such as `secrets.token_bytes(32)`, for a store that others may write to: signs what is
+                stored and refuses what is not signed so; see docs/security.md.
             codec: "raw" keeps K and V bit for bit; "bf16" takes half the bytes of float32, "int8" half of bfloat16,
-                "int4" less than a third, and a chunk is then used as it was rounded, from memory too. Entries of any
-                are read.
-            partial: share of a chunk's blocks that a request loads, chosen by its question (IMPRESS); the columns of
-                the others are seen by nobody. A mapping sets `share` (0.25), `alpha` (0.6, the exponent of the
-                threshold above which probe heads agree), `fallback` ("whole" loads all of a layer whose heads do not
-                agree; "values" the keys of all heads, and of each head the values of the blocks that it looks at),
-                `block_tokens` (16) and `reorder` (True: tokens that get attention are written into blocks together,
-                beside requests). Chunks are then stored in blocks, without a codec, which any store reads whole; None
-                loads chunks whole.
+                "int4" less than a third. Entries of any are read.
+            partial: share of the chunks' blocks that a request loads, chosen by its question; or a mapping of
+                `share`, `alpha`, `fallback`, `block_tokens` and `reorder`, see docs/holding_less.md. None loads chunks
+                whole.
 
         Raises:
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.

@@ -23,20 +23,20 @@ import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
 from hf_blend.errors import MissingExtraError, PluginNotFoundError
 from hf_blend.evaluation.demo.request import DemoRequest
-from hf_blend.verify.runner import check_names
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, QUESTION, small_tokenizer
 from tests.conftest import slow_but
 
 from .test_cli import understood
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / f"{page}.md" for page in ("README", "CONTRIBUTING", "ARCHITECTURE")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDED = {  # page: packages of extras
     "frameworks.md": ("langchain_core", "llama_index", "haystack"),
     "indexing.md": ("datasets",),
 }
-CHATTING = ("rag_app.md", "first_model.md")  # pages whose prompts are messages; the README has a test of its own
+CHATTING = ("rag_app.md",)  # pages whose prompts are messages; the README has a test of its own
 NOTES = ["The light of Skerry is kept by Una Moss.", "A lantern costs four pounds.", "The boat is red.", "Tea is at 6"]
 MOST = 31899  # words of all pages in docs
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
@@ -86,7 +86,7 @@ def test_the_python_of_the_page_runs(path, ready, request):
     if path.name in CHATTING:
         model, tokenizer = request.getfixturevalue("smollm2")
         ready |= {"model": model, "tokenizer": copy.deepcopy(tokenizer), "documents": NOTES, "question": "Who is it?"}
-    if path.name == "life_of_a_request.md":
+    if path.name == "ARCHITECTURE.md":
         ready["tokenizer"].chat_template = CHATML
     for package in NEEDED.get(path.name, ()):
         pytest.importorskip(package, reason=f"{path.name} needs {package}: pip install hf-blend[dev]")
@@ -157,12 +157,14 @@ def test_the_reference_has_every_public_word_and_setting():
 
 
 def test_the_reference_names_no_method_that_is_not_there():
-    def known(kind):
-        return set(check_names() if kind == "verify" else plugins.describe(kind))
-
     page = (ROOT / "docs" / "reference.md").read_text("utf-8").partition("## Methods by name")[2]
     for kind, text in re.findall(r"^### `([\w.]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL):
-        assert set(re.findall(r"^\* `([^`]+)`", text, re.MULTILINE)) <= known(kind), kind
+        assert set(re.findall(r"^\* `([^`]+)`", text, re.MULTILINE)) <= set(plugins.describe(kind)), kind
+
+
+def test_every_selector_is_on_the_page_of_rules_once():
+    page = (ROOT / "docs" / "rules.md").read_text("utf-8")
+    assert sorted(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)) == sorted(plugins.describe("selectors"))
 
 
 STEP = re.compile(r"^\* `([\w/]+\.py)` (`[\w.]+`(?:, `[\w.]+`)*)", re.MULTILINE)
@@ -196,7 +198,7 @@ def test_stability_lists_every_path_that_a_page_imports():
 
 
 def test_the_page_names_what_is_called_in_the_order_in_which_it_is_called():
-    before, *steps, after = re.split(r"\n## (?=\d|After)", (ROOT / "docs" / "life_of_a_request.md").read_text("utf-8"))
+    before, *steps, after = re.split(r"\n## (?=\d|After)", (ROOT / "ARCHITECTURE.md").read_text("utf-8"))
     assert len(steps) == 8
     parts = (STEP.findall(text) for text in ("\n".join(steps), before + after))
     named, beside = ([(file, name.strip("`")) for file, row in step for name in row.split(", ")] for step in parts)

@@ -13,16 +13,21 @@ from typing import Any
 
 import hf_blend
 from hf_blend import plugins
-from hf_blend.verify.runner import check_names
 
 ROOT = Path(__file__).resolve().parents[2]
-INNER = {  # public methods and properties that the page shows, beside the class itself
-    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "to_static", "crop"),
-    "ChunkStore": ("open", "add", "find", "get", "put", "contains", "delete", "close"),
-    "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
+INNER = {  # methods that the page shows with their arguments
+    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "heal", "to_static"),
+    "ChunkStore": ("open", "add"),
     "StateCache": ("prefill", "generate"),
+}
+LISTED = {  # methods and properties that it shows in a line
+    "BlendCache": ("crop",),
+    "ChunkStore": ("find", "get", "put", "contains", "delete", "prefetch", "flush", "close"),
+    "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
     "BlendConfig": ("to_json", "from_dict"),
 }
+ELSEWHERE = ("rotary", "selectors", "evaluation.methods", "evaluation.scores", "store.codecs", "store.tiers")
+METHODS = "## Methods by name\n\nSelectors: [all rules](rules.md). Codecs and tiers: `ChunkStore.open`.\n"
 HEAD = """# Reference
 
 Made from the docstrings by `python docs/build/api.py`. `import hf_blend` costs nothing: each name is
@@ -35,8 +40,12 @@ def reference() -> str:
     names = [name for name in hf_blend.__all__ if not name.startswith("__")]
     errors = [name for name in names if name.endswith("Error")]
     parts = [HEAD, *(_word(name) for name in names if name not in errors), "## Errors\n", _errors(errors)]
-    parts += ["## `cache.report`\n", _report(), "## Methods by name\n", *(_kind(kind) for kind in plugins.kinds())]
-    parts += ["### `verify`\n", *_list(check_names().items()), ""]
+    parts += [
+        "## `cache.report`\n",
+        _report(),
+        METHODS,
+        *(_kind(kind) for kind in plugins.kinds() if kind not in ELSEWHERE),
+    ]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -63,6 +72,8 @@ def _word(name: str) -> str:
         lines += [*_list(found), ""]
     else:
         lines += _arguments(word.__init__)
+    if listed := LISTED.get(name, ()):
+        lines += ["Methods:\n", *_list((inner, summary(getattr(word, inner))) for inner in listed), ""]
     for inner in INNER.get(name, ()):
         lines += [f"### `{name}.{inner}`\n", f"{summary(getattr(word, inner))}\n", *_arguments(getattr(word, inner))]
     return "\n".join(lines)

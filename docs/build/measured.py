@@ -19,13 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 HEAD = """# Measurements
 
-Each section asks one question and answers it. Every figure comes from the committed file that the section names; the
-file also holds settings and versions. `make docs` writes this page.
-
-The first four sections are about answers, by real models. The others are about time and bytes: unless a section says
-otherwise, their models have random weights in the proportions of the model that is named. The machine has no GPU and
-two CPU cores and was not always quiet; ways took turns, and ratios say more than milliseconds. What did not help is
-in [benchmarks/LOG.md](../benchmarks/LOG.md).
+Each section asks one question and answers it. The file that it names holds settings, versions and more rows. The first
+four sections are about answers, by real models. The others are about time and bytes, mostly by models of random
+weights in the proportions of the named one, on two CPU cores that were not always quiet: ratios say more than
+milliseconds. No GPU was measured. What did not help is in [benchmarks/LOG.md](../benchmarks/LOG.md).
 
 ## How near is a blend to full prefill?
 
@@ -35,15 +32,14 @@ apart, and on MuSiQue reuse alone is nearly as good.**
 <!--table:robust-->
 <!--end-->
 
-The error is the KL divergence from full prefill over ten tokens of its answer, as a share of what reuse of chunks
-behind BOS alone leaves, with its 95 % interval. A star: the rule beats tokens at random at the same charge, with 95 %
-confidence. The first column is where the default does worst: there it does not beat random tokens, and a few prompts
-on which the model wavers between two answers hold most of the mean.
+The error is the KL divergence from full prefill over the first ten tokens of its answer, as a share of what reuse of
+chunks behind BOS alone leaves, with its 95 % interval. A star: the rule beats tokens at random at the same charge. In
+the first column the default does not; there a few prompts on which the model wavers between two answers hold most of
+the mean.
 
 Prompts have six passages, of which one holds the answer; weights are float32, those of the 1.5B bfloat16. Prompts,
 rules and charges were fixed before the run. Not measured: larger models, other languages, code. File:
-[robust.json](../benchmarks/results/robust.json), which also has charges of 5 and 10 %, medians and comparisons with
-the default.
+[robust.json](../benchmarks/results/robust.json), also with charges of 5 and 10 %.
 
 Over the charge, with ten passages ([frontier.json](../benchmarks/results/frontier.json)):
 
@@ -51,9 +47,9 @@ Over the charge, with ten passages ([frontier.json](../benchmarks/results/fronti
 
 ![Gemma 3: what is left against the charge](pictures/frontier-gemma3.svg)
 
-How much could a better choice bring? At a charge of 10 % a search that knows the answer leaves a third to three
-fifths of what `ramp` leaves. It adds groups of six tokens one by one, on twelve prompts of 240 tokens each. File:
-[frontier_limit.json](../benchmarks/results/frontier_limit.json).
+A better choice could bring more: a search that knows the answer leaves a third to three fifths of what `ramp` leaves,
+at a charge of 10 % on twelve prompts of 240 tokens
+([frontier_limit.json](../benchmarks/results/frontier_limit.json)).
 
 ## Do the answers come back?
 
@@ -64,8 +60,8 @@ be told from it. About one answer in seven stays lost.**
 <!--end-->
 
 In which year was one of six persons born, of whom the prompt has a passage each? Right answers, with 95 % intervals
-over persons; chance is 0.18. On SmolLM2 the rows below full prefill are not told apart at 10 and 15 %. Not measured:
-free answers. File: [real_answers.json](../benchmarks/results/real_answers.json).
+over persons; chance is 0.18. Not measured: free answers. File:
+[real_answers.json](../benchmarks/results/real_answers.json).
 
 ## Do scores hold?
 
@@ -77,7 +73,7 @@ blending: full reuse scores more than full prefill, and both rules less.**
 
 SmolLM2-135M, chunks behind BOS alone: error, and behind each score (F1, ROUGE-L) the interval of its difference to
 full prefill's. A model of this size summarises badly, and n = 20 is few. File:
-[real_selectors.json](../benchmarks/results/real_selectors.json), which also compares other rules.
+[real_selectors.json](../benchmarks/results/real_selectors.json), also with other rules.
 
 ## Does calibration choose well?
 
@@ -86,8 +82,7 @@ full prefill's. A model of this size summarises badly, and n = 20 is few. File:
 <!--table:calibrated-->
 <!--end-->
 
-Each model was calibrated as if its family had not been measured, and checked on the prompts of the first table. On
-Qwen2.5-Coder-1.5B ten prompts tell the choice neither from `expected-error` nor from full reuse. One thread. File:
+Each model was calibrated as if its family had not been measured, and checked on the prompts of the first table. File:
 [calibrated.json](../benchmarks/results/calibrated.json).
 """
 
@@ -159,10 +154,14 @@ def _first(document: Document, **known: Any) -> Document:
     return next(row for row in document["rows"] if all(row.get(name) == value for name, value in known.items()))
 
 
+def _threads(document: Document) -> str:
+    return "one thread" if document["threads"] == 1 else f"{document['threads']} threads"
+
+
 def _setting(document: Document) -> str:
     """The model, and how often something was measured."""
     given = {**document.get("machine", {}), **document}
-    return f"{given['shape']}, {given['dtype']}, {given['threads']} threads, median of {given['rounds']}"
+    return f"{given['shape']}, {given['dtype']}, {_threads(given)}, median of {given['rounds']}"
 
 
 def _longest(document: Document) -> Document:
@@ -298,13 +297,12 @@ SECTIONS = (
         "Is a blend on a CPU earlier than llama.cpp on the same weights?",
         _against_llama,
         lambda found: (
-            "`benchmarks/llama_cpp.py`: SmolLM2-135M-Instruct, the same ids, CPU seconds of "
-            f"{found['settings']['threads']} thread on a machine with AVX-512, median of "
-            f"{found['settings']['rounds']} rounds, chunks in memory; x: times as early as Q8_0. Everything but "
-            "llama.cpp computes in float32."
+            "`benchmarks/llama_cpp.py`: SmolLM2-135M-Instruct, in float32 but for llama.cpp, CPU seconds of "
+            f"{found['settings']['threads']} thread with AVX-512, median of {found['settings']['rounds']}, chunks in "
+            "memory; x: times as early as Q8_0."
         ),
         {"way": text("way"), "about 1,000 tokens": text("short"), "about 2,000 tokens": text("long")},
-        "Not measured: other processors, more threads, larger models, llama.cpp's reuse of exact prefixes.",
+        "Not measured: larger models, llama.cpp's reuse of exact prefixes.",
         _ways,
     ),
     Section(
@@ -317,7 +315,7 @@ SECTIONS = (
         ),
         lambda found: f"`hf-blend bench break-even`: {_setting(found['machine'])}, every chunk in memory.",
         {},
-        "Another model's length differs: thin models pay later.",
+        "Thin models pay later.",
     ),
     Section(
         "Decoding",
@@ -368,7 +366,7 @@ SECTIONS = (
         ),
         lambda found: f"`benchmarks/bench.py sparse-offload`: {_setting(found)}; the files are in the page cache.",
         {},
-        "Not measured: a cold disk; text, in which selections change less.",
+        "Not measured: a cold disk; text.",
     ),
     Section(
         "Loading a part",
@@ -381,12 +379,11 @@ SECTIONS = (
         ),
         lambda found: (
             f"`benchmarks/bench.py partial-load`: {found['chunks']} chunks of {found['chunk_tokens']} tokens, "
-            f"{found['layers']} "
-            f"layers whose heads are tied, a model of {found['rows'][0]['shape']} and others, {found['threads']} "
-            f"threads, median of {found['rounds']}. Loading whole chunks is hidden behind computing."
+            f"{found['layers']} layers whose heads agree, {_threads(found)}, median of {found['rounds']}. "
+            "Loading whole chunks is hidden behind computing."
         ),
         {},
-        "Not measured: heads that disagree; `benchmarks/reproduce.py impress --model M` measures yours.",
+        "`benchmarks/reproduce.py impress --model M` measures yours.",
     ),
     Section(
         "Less of K and V, on a real model",
@@ -395,9 +392,9 @@ SECTIONS = (
         _less,
         lambda found: (
             f"`benchmarks/real_context.py decoding`: {found['settings']['model']}, float32, prompts of HotpotQA, n = "
-            f"{found['rows'][0]['n']}; KL divergence over ten tokens, and how often the first choice is full "
-            f"prefill's; blocks of {found['settings']['block_tokens']} tokens in `sparse`; the default blend has "
-            f"{_share(_first(found, way='blend')['same'])} of full prefill's first choices."
+            f"{found['rows'][0]['n']}, `sparse` in blocks of {found['settings']['block_tokens']} tokens. Same tokens: "
+            "how often the first choice is full prefill's; with the default blend it is "
+            f"{_share(_first(found, way='blend')['same'])}."
         ),
         {
             "way": lambda row: WAYS[row["way"]][0],
@@ -406,7 +403,7 @@ SECTIONS = (
             "beside": lambda row: WAYS[row["way"]][1],
             "same tokens": percent("same"),
         },
-        "Not measured: long contexts and long answers, in which a small error may grow.",
+        "Not measured: long answers, in which a small error may grow.",
         lambda found: [_first(found, way=way) for way in WAYS],
     ),
     Section(
@@ -420,7 +417,7 @@ SECTIONS = (
             f"{found['rows'][0]['n']}; perplexity behind the window."
         ),
         {},
-        "Not measured: texts beyond the trained length of 8,192 tokens, where stock is no reference.",
+        "Not measured: texts beyond the trained length.",
     ),
     Section(
         "Where chunks are kept",
@@ -430,19 +427,16 @@ SECTIONS = (
         lambda found: (
             f"`benchmarks/bench.py store-plan`: {found['chunks']} chunks of "
             f"{found['chunk_tokens']} "
-            f"tokens, {found['threads']} threads, median of {found['rounds']}; the best is the plan's rule applied to "
-            "measured requests. With chunks of half the length: "
+            f"tokens, {_threads(found)}, median of {found['rounds']}. With chunks of half the length: "
             "[store_plan_small.json](../benchmarks/results/store_plan_small.json)."
         ),
         {
             "model": text("shape"),
             "recomputed": percent("ratio"),
-            "among": lambda row: ", ".join(one["device"] for one in row["devices"]),
             "chosen": text("chosen"),
             "best": text("best"),
-            "best in rounds drawn again": percent("chosen_share"),
         },
-        "Not measured: a real network or disk; tiers are throttled to a rate.",
+        "Tiers are throttled to a rate; a real network was not measured.",
         lambda found: [row for row in found["rows"] if row["chosen"] != row["best"]],
     ),
     Section(
@@ -467,7 +461,7 @@ SECTIONS = (
             f"fastest of {found['rounds']}; the best of {len(found['plans']) // len(found['rows'])} fixed plans."
         ),
         {},
-        "Not measured: cores that reading and computing share.",
+        "",
     ),
     Section(
         "Verifying",
@@ -478,14 +472,12 @@ SECTIONS = (
             f"{_share(1 - found['warm']['share_of_raw_read'])} of the rate from the page cache."
         ),
         lambda found: (
-            f"`benchmarks/bench.py store`: entries of {found['plan']['tokens']} tokens of a model of "
-            f"{found['plan']['layers']} "
-            f"layers, {found['threads']} threads, median of {found['plan']['rounds']}. A store of "
-            f"{found['open_entries']:,} "
-            f"entries opens in {found['open_s']:.2f} s; put with full durability writes {found['put_mb_s']:.0f} MB/s."
+            f"`benchmarks/bench.py store`: {_threads(found)}, median of {found['plan']['rounds']}. "
+            f"A store of {found['open_entries']:,} entries opens in {found['open_s']:.2f} s; with full "
+            f"durability it writes {found['put_mb_s']:.0f} MB/s."
         ),
         {},
-        "Not measured: another disk.",
+        "",
     ),
     Section(
         "Hybrid models",
@@ -499,7 +491,7 @@ SECTIONS = (
         lambda found: (
             f"`benchmarks/bench.py hybrids`: {found['chunks']} chunks of {found['chunk_tokens']} "
             "tokens, "
-            f"{_share(found['ratio'])} recomputed, {found['threads']} threads, median of {found['rounds']}."
+            f"{_share(found['ratio'])} recomputed, {_threads(found)}, median of {found['rounds']}."
         ),
         {},
         "Not measured: fused kernels, beside which copies weigh more.",
@@ -526,7 +518,7 @@ SECTIONS = (
         ),
         lambda found: f"`benchmarks/bench.py session`: {_setting(found)}.",
         {},
-        "Not measured: several conversations.",
+        "",
     ),
     Section(
         "A prompt with images",
@@ -541,9 +533,9 @@ SECTIONS = (
             + "; a first prompt may take longer than stock."
         ),
         lambda found: (
-            f"`python benchmarks/images.py`: {found['shape']['images']} images of "
+            f"`benchmarks/images.py`: {found['shape']['images']} images of "
             f"{found['shape']['tokens_per_image']} "
-            f"tokens, models of {found['shape']['layers']} layers, {found['machine']['threads']} threads, median of "
+            f"tokens, models of {found['shape']['layers']} layers, {_threads(found['machine'])}, median of "
             f"{found['shape']['rounds']}."
         ),
         {
@@ -551,10 +543,9 @@ SECTIONS = (
             "images": text("method"),
             "charged": percent("charged_budget"),
             "speed-up": number("times_faster", ".1f", " x"),
-            "pixels": lambda row: f"{row['pixel_bytes_per_image'] / 1e3:.0f} kB",
             "stored": lambda row: f"{row['stored_bytes_per_image'] / 1e3:.0f} kB",
         },
-        "The charge leaves the tower out: it counts the text model alone.",
+        "The charge counts the text model alone.",
         lambda found: [row for row in found["rows"] if row["method"] in STORED_OR_NOT],
     ),
 )

@@ -6,11 +6,14 @@ python docs/build/tables.py
 """
 
 import json
+import math
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from hf_blend import plugins
 from hf_blend.config import BlendConfig
 from hf_blend.model_names import from_checkout
 
@@ -44,6 +47,7 @@ SOURCES = {
     "images_read": "families",
     "scored": "real_selectors",
     "front": "robust",
+    "rules": "robust",
 }
 DEFAULT = f"{BlendConfig.selector}@text", 0.15  # a method of `robust.py`, and the charge that was asked for
 REUSE = "none@text", 0.0
@@ -187,6 +191,31 @@ def _kl_and_star(row: Row | None) -> str:
     return _kl(row) + ("*" if beats_random else "")
 
 
+def _rules(document: dict[str, Any]) -> list[str]:
+    """Every rule: what it does, whose it is, the ratio that the default's charge buys, what it leaves by family."""
+    found = robust_rows(document).values()
+    families = dict.fromkeys(rows[REUSE]["family"] for rows in found)
+    about = plugins.describe("selectors")
+    keys = {name: (f"{name}@text", DEFAULT[1]) for name in about} | {"none": REUSE}
+    rules = {name: [rows[key] for rows in found if key in rows] for name, key in keys.items()}
+    lines = _head(f"rule | what it does | source | ratio for {100 * DEFAULT[1]:.0f} %", families)
+    for name, rows in sorted(rules.items(), key=lambda item: sum(row["kl"] for row in item[1]) or math.inf):
+        ratios = sorted(f"{row['ratio']:.2f}" for row in rows)
+        cells = [about[name], _papers(name), " to ".join(dict.fromkeys(ratios[:1] + ratios[-1:]))]
+        cells += [", ".join(f"{row['kl']:.2f}" for row in rows if row["family"] == family) for family in families]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def _papers(name: str) -> str:
+    """The papers that the source of a selector names, each with its number at arXiv."""
+    module = sys.modules[plugins.load("selectors", name).__module__]
+    source = " ".join((module.__doc__ or "").partition("Source: ")[2].partition("Differs:")[0].split())
+    papers = re.findall(r"(\w+(?: KV)?) \((?:arXiv )?(\d{4}\.\d{5})\)", source)
+    links = [f"[{paper}](https://arxiv.org/abs/{number})" for paper, number in papers]
+    return ", ".join(["ours"] * source.startswith("ours") + links)
+
+
 def _calibrated(document: dict[str, Any]) -> list[str]:
     """What calibration chose on each model, and how much more than the best rule it leaves on other prompts."""
     lines = [
@@ -294,6 +323,7 @@ TABLES = {
     "healing": _healing,
     "front": _front,
     "robust": _robust,
+    "rules": _rules,
     "calibrated": _calibrated,
     "families": _families,
     "real_answers": _answers,

@@ -102,8 +102,8 @@ class BlendCache(BatchRows):
         Args:
             model: a causal language model of transformers.
             store: where chunks are kept.
-            config: the settings; where left out what `hf-blend tune` or `calibrate` kept in the store for this model,
-                or else what was measured for its family, or the defaults.
+            config: the settings; left out, what `hf-blend tune` or `calibrate` kept in the store for this model, or
+                else what was measured for its family, or the defaults.
             **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
 
         Raises:
@@ -162,16 +162,13 @@ class BlendCache(BatchRows):
 
         Args:
             tokenizer: the model's tokenizer.
-            prefix: system prompt; BOS is put before it if the tokenizer puts one before a text. None is BOS alone, or
-                nothing; token ids are taken as they are.
+            prefix: system prompt, behind BOS if the tokenizer puts one before a text; token ids are taken as they are.
             chunks: retrieved documents or token ids, at least one. A document is a text, or a dict or an object that
-                has one as `text`, `content` or `page_content`, such as those of LangChain, LlamaIndex and Haystack.
-                For a batch: one such list per request.
+                has one as `text`, `content` or `page_content`. For a batch: one such list per request.
             question: what the model is asked. For a batch: a list of questions, one per request.
-            history: to go on with a conversation in this cache, what the last `generate` returned,
-                `[batch, tokens]`. Its K and V stay, the new pieces come behind it; no BOS, and there may be no chunk.
-            separator: stands between two texts where neither has white space: prefix, chunks and question. It is
-                computed in each request and is no part of a stored chunk. Beside token ids there is none.
+            history: what the last `generate` returned, `[batch, tokens]`: the new pieces, also without chunks, come
+                behind it in this cache.
+            separator: is put between two texts where neither has white space there. It is computed in each request.
 
         Returns:
             `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device; the whole
@@ -213,9 +210,8 @@ class BlendCache(BatchRows):
             tokenizer: the model's tokenizer, with a chat template.
             messages: as for `apply_chat_template`: dicts with a role and a content, of one conversation. For a batch:
                 a list of conversations.
-            documents: documents whose text is in the messages; dicts and objects are passed to the template, too, for
-                one that takes documents. Accents may be encoded otherwise there: the prompt stays as it is. None: only
-                what is stored is reused. For a batch: a list for each conversation.
+            documents: documents whose text is in the messages; dicts and objects are also passed to the template.
+                None: only what is stored is reused. For a batch: a list for each conversation.
             **template: further arguments of `apply_chat_template`: `tools`, `enable_thinking`, `chat_template`,
                 `continue_final_message`; `add_generation_prompt` is True where it is left out.
 

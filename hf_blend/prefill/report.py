@@ -59,12 +59,11 @@ class BlendReport:
     """Tokens, charged budget and time of one prefill.
 
     Attributes:
-        nominal_ratio: the share of the reusable tokens that was asked for; where it differs from layer to layer, the
-            mean over the layers behind the first check layer.
+        nominal_ratio: the share of the reusable tokens that was asked for, the mean over layers where it differs.
         prompt_tokens: real tokens of the prompt, all batch entries.
         reusable_tokens: those with stored KV that is not exact: the ones that a choice is made among.
-        exact_tokens: those with stored KV that a full prefill would have computed just so; never recomputed.
-        healed_tokens: those that `BlendCache.heal` has computed behind the prefill, so that they are exact by now.
+        exact_tokens: those with stored KV that is a full prefill's; never recomputed.
+        healed_tokens: those that `BlendCache.heal` has made exact since the prefill.
         computed_chunks: chunks that were missing, and were computed and stored for this request.
         loaded_chunks: chunks that came from the store.
         refused_chunks: chunks whose stored KV was not that of their tokens; computed like a question.
@@ -73,22 +72,20 @@ class BlendReport:
         select_ms: host time for scoring and choosing.
         compute_ms: host time for computing the missing chunks.
         store_ms: host time for storing them.
-        check_ms: host time for finding out whether the model is the one that computed what is stored; at the first
-            use of a model whether it can be blended, too.
+        check_ms: host time for comparing the model with the one that computed what is stored; at the first use of a
+            model also for its self-test.
         past_tokens: tokens that were in the cache before this prefill.
-        seam_tokens: tokens at the beginning or the end of stored chunks that the prompt has others for, because it was
-            tokenised as a whole, or lacks; what the prompt has there is computed like a question.
-        encoded_images: how many images of `inputs_with_images` the vision tower was run for; no FLOPs are charged.
-        partial: where chunks are loaded in part, how many layers were, and the bytes that were loaded and that there
-            are; None otherwise.
-        sparse: where steps look at some blocks, how their selections held and what was loaded for them, by the names
-            of `SparseMetrics`; None otherwise.
-        advice: what the store's controller decided, by the names of `Advice`; None where it was not asked.
+        seam_tokens: tokens at the edges of stored chunks for which the prompt has others, because it was tokenised as
+            a whole; these are computed.
+        encoded_images: how many images the vision tower was run for; no FLOPs are charged.
+        partial: where chunks are loaded in part: layers, loaded bytes, all bytes.
+        sparse: where steps look at some blocks: how selections held and what was loaded, by the names of
+            `SparseMetrics`.
+        advice: what the store's controller decided, by the names of `Advice`.
         recipe: where the selector and the ratio are from: the caller, what `hf-blend tune` or `calibrate` kept in the
             store, the measurement of the model's family, or the default.
         notice: what else is worth knowing, such as that the chunks were stored with another tokenizer.
-        fallback_reason: why every token was computed although there was a prompt, and what to pass instead; empty
-            where stored chunks could be reused.
+        fallback_reason: why every token was computed, and what to pass instead; empty where chunks could be reused.
     """
 
     nominal_ratio: float = 0.0
