@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a visitor asks for, and the prompt that is made of it."""
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -13,14 +14,13 @@ from hf_blend.errors import PluginNotFoundError, PromptError, import_extra, sugg
 
 from ..answering import blend_config, build_request, ids_of
 from ..asking import Question
-from ..bundled import handbook_questions
+from ..bundled import HANDBOOK, handbook_pages
 from ..documents import Document
 from ..retrieving import TOP_K, Retriever, Splitter
 from .model_cache import Loaded
 from .visitors import Limits
 
-HANDBOOK = "Handbook of a mountain hut"  # what the page opens with
-FIRST_RATIO = 0.3
+OPENING = "Who is the warden of Tarn Hut?"
 RESEARCH = ("explicit", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
 
 
@@ -44,18 +44,21 @@ class DemoRequest:
 
 
 @cache
-def stories() -> dict[str, dict[str, Any]]:
-    """The bundled documents: name → text, and questions with their answers."""
-    pages = handbook_questions()
-    text = "\n\n".join(page.strip().replace("\n\n", "\n") for page in pages[0]["chunks"])
-    answers = {page["question"]: page["answer"] for page in pages}
-    return {HANDBOOK: {"documents": text, "questions": answers}}
+def handbook() -> str:
+    """The bundled documents as one text, an empty line between them."""
+    return "\n\n".join(page.strip().replace("\n\n", "\n") for page in handbook_pages().values())
+
+
+@cache
+def page_questions() -> dict[str, tuple[str, ...]]:
+    """The questions over them: question → right answers. They were fixed before any was asked."""
+    rows = json.loads((HANDBOOK / "page_questions.json").read_text("utf-8"))
+    return {row["question"]: tuple(row["answers"]) for row in rows}
 
 
 def first_request() -> DemoRequest:
     """The question that the page opens with."""
-    story = stories()[HANDBOOK]
-    return DemoRequest(story["documents"], next(iter(story["questions"])), FIRST_RATIO)
+    return DemoRequest(handbook(), OPENING)
 
 
 def selectors() -> dict[str, str]:
@@ -97,9 +100,8 @@ def prepare(loaded: Loaded, query: DemoRequest, limits: Limits) -> Question:
 
 
 def _known_answers(query: DemoRequest) -> tuple[str, ...]:
-    text, question = query.documents.replace("\r\n", "\n").strip(), query.question.strip()
-    answers = (story["questions"].get(question) for story in stories().values() if story["documents"] == text)
-    return tuple(filter(None, answers))
+    is_handbook = query.documents.replace("\r\n", "\n").strip() == handbook()
+    return page_questions().get(query.question.strip(), ()) if is_handbook else ()
 
 
 ANSWER = re.compile(r'data-method="([^"]+)" data-state="done".*?class="hb-answer">(.*?)</p>', re.DOTALL)
