@@ -4,9 +4,9 @@
 
     python benchmarks/page_questions.py --output benchmarks/results/page_questions.json
 
-The 60 questions of `hf_blend/bundled/handbook/page_questions.json`, five a page, were written before any was asked. Each
-is asked as the page asks it: all twelve documents, the default rule and charge. An answer is right if it contains the
-expected words. `opening` lists the questions on which full prefill and blending are right and full reuse is wrong;
+The 60 questions of `hf_blend/bundled/handbook/page_questions.json`, five a page, were written before any was asked.
+Each is asked as the page asks it: all twelve documents, the default rule and charge. An answer is right if it contains
+the expected words. `opening` lists the questions on which full prefill and blending are right and full reuse is wrong;
 `against` those on which full prefill and full reuse are right and blending is wrong.
 """
 
@@ -55,7 +55,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Count right answers, and name the questions on which the methods part."""
 
     def where(*pattern: bool) -> list[str]:
-        return [row["question"] for row in rows if tuple(row[method.name]["is_right"] for method in METHODS) == pattern]
+        return [
+            row["question"] for row in rows if tuple(row[method.name]["is_right"] for method in METHODS) == pattern
+        ]
 
     return {
         "questions": len(rows),

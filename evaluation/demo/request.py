@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from html import unescape
-from typing import Any
 
 from hf_blend import BlendConfig, plugins
 from hf_blend.errors import PluginNotFoundError, PromptError, import_extra, suggest
@@ -59,6 +58,11 @@ def page_questions() -> dict[str, tuple[str, ...]]:
 def first_request() -> DemoRequest:
     """The question that the page opens with."""
     return DemoRequest(handbook(), OPENING)
+
+
+def counts() -> str:
+    """How often each method answers the questions of the page rightly, for and against blending."""
+    return "TODO"
 
 
 def selectors() -> dict[str, str]:
