@@ -3,6 +3,7 @@
 """What the page does, without a browser: it streams three answers, keeps its limits, and escapes what it is given."""
 
 import itertools
+import json
 import re
 import threading
 import time
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from worlds import REFERENCE, reference_questions
 
-from hf_blend import ChunkStore
+from hf_blend import BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError, UnsupportedModelError
 from hf_blend.evaluation.asking import Pipeline
 from hf_blend.evaluation.bundled import REAL
@@ -21,8 +22,12 @@ from hf_blend.evaluation.demo import drawing, model_cache, page
 from hf_blend.evaluation.demo.compare import DemoState, Panel, Passage, again, compare, streamed
 from hf_blend.evaluation.demo.model_cache import ModelCache
 from hf_blend.evaluation.demo.request import (
+    GAINED,
+    LOST,
     OPENING,
+    RIGHT,
     DemoRequest,
+    counts,
     documents_of,
     handbook,
     page_questions,
@@ -216,6 +221,16 @@ def test_the_page_opens_with_the_handbook_answered_and_the_next_question_finds_i
     assert "0 pieces stored now, 12 before." in second.status
     assert len(list(demo.visitors.store(PUBLIC).entries())) == entries
     assert not list(demo.visitors.store("a").entries())
+
+
+def test_the_opening_and_the_counts_beside_it_are_those_of_the_committed_run():
+    result = json.loads((Path(__file__).parents[1] / "benchmarks/results/page_questions.json").read_text("utf-8"))
+    assert [row["question"] for row in result["rows"]] == list(page_questions())
+    assert tuple(result["right"][name] for name in ("full prefill", "full reuse", "blend")) == RIGHT
+    assert (len(result["opening"]), len(result["against"])) == (GAINED, LOST)
+    assert OPENING in result["opening"]
+    assert result["config"] == DemoRequest("", "").config().to_dict() == BlendConfig().to_dict()
+    assert f"{result['model']} answers {RIGHT[0]} rightly" in counts()
 
 
 def test_bars_have_the_scale_of_the_slowest_and_passages_are_beside_their_sources():
