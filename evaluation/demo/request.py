@@ -67,8 +67,8 @@ def counts() -> str:
     full, reuse, blend = RIGHT
     return (
         f"{len(page_questions())} questions were written before any was asked. {REAL} answers {full} rightly by full "
-        f"prefill, {reuse} by full reuse, {blend} by blending. {GAINED} are like this one; on {LOST} full reuse is right "
-        "and blending wrong."
+        f"prefill, {reuse} by full reuse, {blend} by blending. {GAINED} are like this one; on {LOST} full reuse is "
+        "right and blending wrong."
     )
 
 
