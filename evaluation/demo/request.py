@@ -19,7 +19,7 @@ from ..retrieving import TOP_K, Retriever, Splitter
 from .model_cache import Loaded
 from .visitors import Limits
 
-OPENING = "Who is the warden of Tarn Hut?"
+OPENING = "On which channel does the radio reach the rescue station?"
 RIGHT = (0, 0, 0)  # of the page's questions: by full prefill, full reuse, blending (benchmarks/page_questions.py)
 GAINED, LOST = 0, 0  # questions that full prefill and only blending answers rightly; and only full reuse
 RESEARCH = ("explicit", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
