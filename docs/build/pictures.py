@@ -95,8 +95,8 @@ def gain() -> str:
                 f'<text x="{98 + width}" y="{top + 14}">{said}</text>',
             ]
         y += 84
-    counts = " to ".join(str(count) for count in sorted({rows[REUSE]["n"] for rows in found.values()}))
-    title = f"What is left of the error, and the first token ({counts} prompts each of HotpotQA)"
+    counts = [rows[REUSE]["n"] for rows in found.values()]
+    title = f"What is left of the error, and the first token ({min(counts)} to {max(counts)} prompts each of HotpotQA)"
     colours = ".bar0{fill:#94a3b8}.bar1{fill:#2563eb}text{fill:#1f2937}"
     dark = ".bar0{fill:#64748b}.bar1{fill:#60a5fa}text{fill:#e5e7eb}"
     return (
