@@ -42,10 +42,12 @@ docs: $(STAMP) ## write again what is made from results and docstrings: tables, 
 docs-site: $(STAMP) ## build docs/ as a site in build/site; a broken link is an error
 	$(BIN)/python -P -m mkdocs build --strict --site-dir build/site
 
+SPACE ?= build/space
+
 space: ## lay out build/space, all that a Hugging Face Space needs
-	rm -rf build/space && mkdir -p build/space
-	cp -rL app/. hf_blend setup.cfg LICENSE build/space/
-	find build/space -name __pycache__ -prune -exec rm -r {} +
+	rm -rf $(SPACE) && mkdir -p $(SPACE)
+	cp -rL app/. hf_blend setup.cfg LICENSE $(SPACE)/
+	find $(SPACE) -name __pycache__ -prune -exec rm -r {} +
 
 # One process for each core computes faster than several threads in one; which files lie beside the project is in
 # tests/conftest.py.

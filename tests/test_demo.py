@@ -3,6 +3,7 @@
 """What the page does, without a browser: it streams three answers, keeps its limits, and escapes what it is given."""
 
 import itertools
+import json
 import re
 import threading
 import time
@@ -13,15 +14,27 @@ from types import SimpleNamespace
 import pytest
 from worlds import REFERENCE, reference_questions
 
-from hf_blend import ChunkStore
+from hf_blend import BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError, UnsupportedModelError
 from hf_blend.evaluation.asking import Pipeline
 from hf_blend.evaluation.bundled import REAL
 from hf_blend.evaluation.demo import drawing, model_cache, page
-from hf_blend.evaluation.demo.compare import DemoState, Panel, again, compare, streamed
+from hf_blend.evaluation.demo.compare import DemoState, Panel, Passage, again, compare, streamed
 from hf_blend.evaluation.demo.model_cache import ModelCache
-from hf_blend.evaluation.demo.request import HANDBOOK, DemoRequest, documents_of, prepare, selectors, stories
-from hf_blend.evaluation.demo.visitors import Limits, Visitors
+from hf_blend.evaluation.demo.request import (
+    GAINED,
+    LOST,
+    OPENING,
+    RIGHT,
+    DemoRequest,
+    counts,
+    documents_of,
+    handbook,
+    page_questions,
+    prepare,
+    selectors,
+)
+from hf_blend.evaluation.demo.visitors import PUBLIC, Limits, Visitors
 from hf_blend.evaluation.documents import Document
 from tests.asking import raising
 
@@ -163,13 +176,14 @@ def test_nothing_that_a_visitor_writes_is_markup(model_folder, store, models):
     told = list(compare(own, store, DemoRequest(f"{HOSTILE}\n{HOSTILE}", HOSTILE), replace(Limits(), new_tokens=4)))[
         -1
     ]
-    parts = [*drawing.panels(told), drawing.documents(told), drawing.status(HOSTILE)]
+    parts = [*drawing.panels(told), drawing.marked(told), drawing.status(HOSTILE)]
     for shown in [*parts, drawing.panel(Panel(HOSTILE, "done", HOSTILE))]:
         assert "<script" not in shown
         assert "<img" not in shown
         assert "</textarea" not in shown
-    marked = drawing.documents(DemoState(told.panels, tokens=((HOSTILE, True),), deviation=((1.0,),), columns=(0,)))
-    assert "&lt;script&gt;" in marked
+    passages = (Passage(HOSTILE, 0, 1),)
+    marked = drawing.marked(DemoState(told.panels, "", ((HOSTILE, True),), ((1.0,),), (0,), passages))
+    assert marked.count("&lt;script&gt;") == 2
     assert "<script" not in marked
 
 
@@ -196,11 +210,47 @@ def test_a_visitor_finds_nothing_of_another(bundled, query):
 
 
 @pytest.mark.usefixtures("small_smollm2")
-def test_the_page_opens_with_the_handbook_answered():
-    state = page.Demo().opening()
+def test_the_page_opens_with_the_handbook_answered_and_the_next_question_finds_it_stored():
+    demo = page.Demo()
+    state = demo.opening()
     assert [one.state for one in state.panels] == ["done"] * 3
-    assert len(documents_of(stories()[HANDBOOK]["documents"])) == 12
-    assert len(stories()[HANDBOOK]["questions"]) >= 3
+    assert [passage.name for passage in state.passages][:3] == ["Welcome to Tarn Hut", "Getting here", "The warden"]
+    assert len(documents_of(handbook())) == len(state.passages) == 12
+    entries = len(list(demo.visitors.store(PUBLIC).entries()))
+    *_, second = demo.ask(visitor(), "", DemoRequest(handbook(), "Where do boots stay?"))
+    assert "0 pieces stored now, 12 before." in second.status
+    assert len(list(demo.visitors.store(PUBLIC).entries())) == entries
+    assert not list(demo.visitors.store("a").entries())
+
+
+def test_the_opening_and_the_counts_beside_it_are_those_of_the_committed_run():
+    result = json.loads((Path(__file__).parents[1] / "benchmarks/results/page_questions.json").read_text("utf-8"))
+    assert [row["question"] for row in result["rows"]] == list(page_questions())
+    assert tuple(result["right"][name] for name in ("full prefill", "full reuse", "blend")) == RIGHT
+    assert (len(result["opening"]), len(result["against"])) == (GAINED, LOST)
+    assert OPENING in result["opening"]
+    assert result["config"] == DemoRequest("", "").config().to_dict() == BlendConfig().to_dict()
+    assert f"{result['model']} answers {RIGHT[0]} rightly" in counts()
+
+
+def test_bars_have_the_scale_of_the_slowest_and_passages_are_beside_their_sources():
+    panels = tuple(Panel(name, "done", "x", ms) for name, ms in (("full prefill", 800.0), ("blend", 200.0)))
+    full, blend = drawing.panels(DemoState(panels))
+    assert 'class="hb-bar" style="width:100.0%"' in full
+    assert 'class="hb-bar" style="width:25.0%"' in blend
+    tokens = (("system", False), ("a", False), ("b", True))
+    marked = drawing.marked(DemoState(panels, "", tokens, passages=(Passage("light.md", 1, 3),)))
+    assert re.search(r"<b>light\.md</b><div><span [^>]*>a<.*<span class=\"hb-token hb-chosen\"[^>]*>b<", marked)
+    assert "system" not in marked
+
+
+def test_a_figure_is_a_document_of_its_own_that_fetches_nothing(bundled, store, query):
+    text = drawing.figure(bundled.model, bundled.tokenizer, store, documents_of(query.documents), "<b>Who?")
+    assert text.startswith("<!doctype html>")
+    assert "<h1>&lt;b&gt;Who?</h1>" in text
+    assert text.count('data-state="done"') == 3
+    assert 'class="hb-token hb-chosen"' in text
+    assert not re.search(r"<script|<link|src=|href=|url\(|@import", text)
 
 
 def test_without_a_model_the_page_opens_with_a_sentence(models, monkeypatch):
@@ -237,8 +287,8 @@ def test_of_files_the_pieces_that_fit_a_question_are_read_and_named(model_folder
     asked = prepare(own, query, Limits())
     assert (len(asked.sources), asked.source_names[0]) == (4, "bees.txt")
     told = list(compare(own, store, query, replace(Limits(), new_tokens=2)))[-1]
-    assert told.sources == tuple(asked.source_names)
-    assert "bees.txt" in drawing.status(told.status, sources=told.sources)
+    assert [passage.name for passage in told.passages] == [piece.name for piece in asked.sources]
+    assert "<b>bees.txt</b>" in drawing.marked(told)
     few = prepare(own, replace(query, top_k=0), replace(Limits(), prompt_tokens=700))
     assert 0 < len(few.sources) < 21
     with pytest.raises(PromptError, match="letters"):
@@ -246,14 +296,13 @@ def test_of_files_the_pieces_that_fit_a_question_are_read_and_named(model_folder
 
 
 def test_a_link_says_only_what_it_may():
-    followed = list(page._followed({"story": HANDBOOK, "ratio": "0.4", "selector": "x"}, None))
-    assert followed == [None, 0.4, None, None, HANDBOOK, stories()[HANDBOOK]["documents"]]
-    wrong = page._followed({"ratio": "7", "story": "no", "documents": HOSTILE}, None)
-    assert list(wrong) == [None, None, None, None, None, HOSTILE]
-    assert list(page._followed({}, None)) == [None] * 6
+    followed = list(page._followed({"question": "Who?", "ratio": "0.4", "selector": "x"}, None))
+    assert followed == ["Who?", 0.4, None, None, None]
+    assert list(page._followed({"ratio": "7", "documents": HOSTILE}, None)) == [None, None, None, None, HOSTILE]
+    assert list(page._followed({}, None)) == [None] * 5
     assert page.asks_at_once({"question": "Who?", "model": REAL})
     assert not page.asks_at_once({"question": "Who?", "model": "somebody/large"})
-    assert not page.asks_at_once({"story": HANDBOOK})
+    assert not page.asks_at_once({"ratio": "0.4"})
 
 
 def test_text_on_every_colour_of_the_heat_scale_can_be_read():

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of deploy/: what they call exists, and programs that read them accept them where they are installed."""
 
+import configparser
 import inspect
 import re
 import shlex
@@ -47,3 +48,16 @@ def test_stopping_takes_less_time_than_the_unit_and_the_container_give():
     unit = int(re.search(r"TimeoutStopSec=(\d+)", (DEPLOY / "hf-blend.service").read_text())[1])
     grace = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]["stop_grace_period"]
     assert drain + close < min(unit, int(grace.removesuffix("s")))
+
+
+def test_the_image_is_made_of_files_and_extras_that_exist_and_holds_every_package():
+    text = (DEPLOY / "Containerfile").read_text()
+    copied = [word for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE) for word in line.split()[:-1]]
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", "utf-8")
+    folders = {entry.split(" = ")[1] for entry in setup["options"]["package_dir"].split("\n") if entry}
+    assert folders <= {*copied}
+    (extras,) = re.findall(r'"\.\[([\w,]+)\]"', text)
+    assert {*extras.split(",")} <= {*setup["options.extras_require"]}
+    assert [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]

@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 from hf_blend.cli.main import commands
 from hf_blend.version import __version__
+from tests.servers import start_space
 
 ROOT = Path(__file__).resolve().parent.parent
 SETUP = configparser.ConfigParser()
@@ -162,22 +163,20 @@ def test_the_space_brings_all_that_the_library_needs_in_the_tested_versions():
 
 
 @pytest.mark.slow
-def test_the_layout_starts_without_an_installation(tmp_path):
-    pytest.importorskip("gradio", reason="gradio is not installed: pip install hf-blend[demo]")
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    (line,) = re.findall(r"^\tcp -rL app/\. (.+) build/space/$", makefile, re.MULTILINE)
-    for name in [*line.split(), *(path.name for path in (ROOT / "app").iterdir())]:
-        source = ROOT / name if (ROOT / name).exists() else ROOT / "app" / name
-        (tmp_path / name).symlink_to(source)
-    code = (
-        "import app, hf_blend\nfrom hf_blend.evaluation.demo.page import build\n"
-        "assert hf_blend.__file__.startswith(app.__file__.removesuffix('app.py')), hf_blend.__file__\n"
-        "build(app.demo)\nprint(app.demo.models.takes_folders)"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == "False"
+@pytest.mark.usefixtures("small_smollm2")
+def test_the_space_answers_from_its_own_folder(tmp_path):
+    from hf_blend.evaluation.demo.request import first_answers
+
+    server = start_space(tmp_path / "space")
+    try:
+        answers = first_answers(f"http://127.0.0.1:{server.port}", "")
+    finally:
+        server.kill()
+    assert set(answers) == {"full prefill", "full reuse", "blend"}
+    assert all(answers.values())
+    code = "import app, hf_blend; print(hf_blend.__file__, app.demo.models.takes_folders)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=server.folder, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(server.folder / "hf_blend" / "__init__.py"), "False"]
 
 
 SHIPPED = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "hf_blend", "cli", "evaluation")
@@ -255,7 +254,8 @@ def test_the_sdist_makes_the_same_wheel(built, tmp_path):
         home = Path(*package.split("."))
         assert {str(home / path.relative_to(ROOT / folder)) for path in (ROOT / folder).rglob("*.py")} <= modules
     assert "hf_blend/py.typed" in held[0]
-    assert {"hf_blend/evaluation/demo/page.css", "hf_blend/evaluation/demo/quality.svg"} <= set(held[0])
+    page = {f"hf_blend/evaluation/demo/{name}" for name in ("figure.css", "page.css", "quality.svg")}
+    assert page <= set(held[0])
 
 
 SUBPACKAGES = """

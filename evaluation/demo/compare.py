@@ -3,13 +3,16 @@
 """One question over documents, answered three ways one after another, told while it happens."""
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
+from textwrap import shorten
+from typing import Any
 
-from hf_blend import ChunkStore, plugins
+from hf_blend import BlendConfig, ChunkStore, plugins
 from hf_blend.errors import PromptError
+from hf_blend.prompt.pieces import Span
 
 from ..answering import FULL_PREFILL, FULL_REUSE, Method, spans_of
 from ..asking import Pipeline, Question, Reply
@@ -18,6 +21,8 @@ from ..inspecting import Inspector
 from .model_cache import Loaded
 from .request import DemoRequest, prepare
 from .visitors import Limits
+
+TITLE_LETTERS = 28  # of a document without a name
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,15 @@ class Panel:
 
 
 @dataclass(frozen=True)
+class Passage:
+    """A document, or a piece of one: where its tokens are in the prompt."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class DemoState:
     """All that the page shows."""
 
@@ -41,7 +55,7 @@ class DemoState:
     tokens: tuple[tuple[str, bool], ...] = ()
     deviation: tuple[tuple[float, ...], ...] = ()
     columns: tuple[int, ...] = ()
-    sources: tuple[str, ...] = ()
+    passages: tuple[Passage, ...] = ()
     failed: bool = False
 
 
@@ -52,19 +66,29 @@ def compare(loaded: Loaded, store: ChunkStore, query: DemoRequest, limits: Limit
     strange = unknown_words(loaded.tokenizer, texts)
     if strange and query.files:
         raise PromptError(f"{strange} Name a model that knows them, such as smollm2.")
-    methods = (FULL_PREFILL, FULL_REUSE, Method("blend", query.config()))
-    state = DemoState(tuple(Panel(method.name) for method in methods), sources=tuple(question.source_names))
-    kept = yield from _store(loaded, store, question, state)
+    pipeline = Pipeline(loaded.model, loaded.tokenizer, store)
+    yield from answer_three_ways(pipeline, question, query.config(), limits.new_tokens, strange)
+
+
+def answer_three_ways(
+    pipeline: Pipeline, question: Question, config: BlendConfig, new_tokens: int, notice: str = ""
+) -> Iterator[DemoState]:
+    """Answer a question by full prefill, full reuse and blending, and look into its prompt; the state as it grows."""
+    methods = (FULL_PREFILL, FULL_REUSE, Method("blend", config))
+    spans = spans_of(pipeline.tokenizer, question.request)
+    state = DemoState(
+        tuple(Panel(method.name) for method in methods), passages=_passages(pipeline.tokenizer, question, spans)
+    )
+    kept = yield from _store(pipeline, spans, state)
     state = replace(state, status="Asking three ways …")
     yield state
-    pipeline = Pipeline(loaded.model, loaded.tokenizer, store)
-    report = pipeline.answer(question.request, methods[-1].config, 1).report
+    report = pipeline.answer(question.request, config, 1).report
     for place, method in enumerate(methods):
-        for told in _one(pipeline, question, (place, method), limits, state):
+        for told in _one(pipeline, question, (place, method), new_tokens, state):
             yield told
         state = told
-    said = [_verdict(state), kept, "" if report is None else report.notice, strange]
-    yield replace(_looked_into(loaded, store, question, state), status=" ".join(filter(None, said)))
+    said = [_verdict(state), kept, "" if report is None else report.notice, notice]
+    yield replace(_looked_into(pipeline, question, state), status=" ".join(filter(None, said)))
 
 
 def again(
@@ -73,30 +97,43 @@ def again(
     """Answer once more by blending alone, after a slider was moved."""
     pipeline = Pipeline(loaded.model, loaded.tokenizer, store)
     which = (len(state.panels) - 1, Method("blend", query.config()))
-    yield from _one(pipeline, prepare(loaded, query, limits), which, limits, state)
+    yield from _one(pipeline, prepare(loaded, query, limits), which, limits.new_tokens, state)
 
 
-def _store(loaded: Loaded, store: ChunkStore, question: Question, state: DemoState) -> Generator[DemoState, None, str]:
+def _passages(tokenizer: Any, question: Question, spans: Sequence[Span]) -> tuple[Passage, ...]:
+    """The documents of a prompt by the names of their sources; by their first lines where these are not known."""
+    names = [piece.name for piece in question.sources]
+    if len(names) != len(spans):
+        names = [_title(tokenizer.decode(span.token_ids)) for span in spans]
+    return tuple(Passage(name, span.start, span.stop) for name, span in zip(names, spans, strict=True))
+
+
+def _title(text: str) -> str:
+    first = text.strip().partition("\n")[0].lstrip("# ")
+    return shorten(first, TITLE_LETTERS, placeholder=" …") or first[:TITLE_LETTERS]
+
+
+def _store(pipeline: Pipeline, spans: Sequence[Span], state: DemoState) -> Generator[DemoState, None, str]:
     """Store the pieces that are missing, one by one, and say so; the result is a sentence."""
-    chunks = [span.token_ids for span in spans_of(loaded.tokenizer, question.request)]
-    keys = list(dict.fromkeys(store.keys(loaded.model, loaded.tokenizer, chunks)))
+    model, tokenizer, store = pipeline.model, pipeline.tokenizer, pipeline.store
+    keys = list(dict.fromkeys(store.keys(model, tokenizer, [span.token_ids for span in spans])))
     missing = [key for key in keys if not store.contains(key)]
     present = len(keys) - len(missing)
     for number, key in enumerate(missing):
         yield replace(state, status=f"{present + number} of {len(keys)} pieces stored …")
-        store.add(loaded.model, loaded.tokenizer, [key.token_ids])
+        store.add(model, tokenizer, [key.token_ids])
     return f"{len(missing)} pieces stored now, {present} before."
 
 
 def _one(
-    pipeline: Pipeline, question: Question, which: tuple[int, Method], limits: Limits, state: DemoState
+    pipeline: Pipeline, question: Question, which: tuple[int, Method], new_tokens: int, state: DemoState
 ) -> Iterator[DemoState]:
     """Let one method answer; the state with its panel growing."""
     place, method = which
     text = ""
 
     def run(tell: Callable[[str], None]) -> Reply:
-        return pipeline.ask(question, method, limits.new_tokens, tell)
+        return pipeline.ask(question, method, new_tokens, tell)
 
     yield _with_panel(state, place, Panel(method.name, "writing"))
     for told in streamed(run):
@@ -135,10 +172,12 @@ def _with_panel(state: DemoState, place: int, panel: Panel) -> DemoState:
     return replace(state, panels=(*state.panels[:place], panel, *state.panels[place + 1 :]))
 
 
-def _looked_into(loaded: Loaded, store: ChunkStore, question: Question, state: DemoState) -> DemoState:
+def _looked_into(pipeline: Pipeline, question: Question, state: DemoState) -> DemoState:
     """The state with the deviation of stored KV; without it where nothing can be reused."""
     try:
-        inspector = Inspector(loaded.model, loaded.tokenizer, store, question.request, with_attention=False)
+        inspector = Inspector(
+            pipeline.model, pipeline.tokenizer, pipeline.store, question.request, with_attention=False
+        )
     except PromptError:
         return state
     rows = tuple(tuple(row) for row in inspector.deviation())

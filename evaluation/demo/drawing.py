@@ -2,64 +2,112 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page's parts as HTML. Whatever came from a visitor or a model is escaped here, and nowhere left out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
+from importlib.resources import files
+from typing import Any
 
-from .compare import DemoState, Panel
+from torch import nn
+
+from hf_blend import BlendConfig, ChunkStore
+
+from ..answering import build_request
+from ..asking import Pipeline, Question
+from ..retrieving import closed
+from .compare import DemoState, Panel, Passage, answer_three_ways
 
 NOTES = {
-    "full prefill": "The model reads every document again: the reference.",
-    "full reuse": "What the model stored of each document is used as it is.",
-    "blend": "What it stored is used, and some tokens are computed again.",
+    "full prefill": "reads every document again",
+    "full reuse": "takes what was stored as it is",
+    "blend": "takes it, recomputes some tokens",
 }
 WORK = "All computing on the tokens of the documents, choosing included, as a share of a full prefill's."
 DARK = 0.81  # of the heat scale, from where on white text is read better
+NEW_TOKENS = 48  # of each answer in a figure
 MOST_TOKENS = 3000  # that are shown one by one
 SAME = '<span class="hb-right">same words</span>'
 OTHER = '<span class="hb-other">other words</span>'
 RIGHT = {True: '<span class="hb-right">right</span>', False: '<span class="hb-wrong">wrong</span>', None: ""}
 
 
-def panel(answer: Panel, full: Panel | None = None) -> str:
-    """One answer."""
+def panel(answer: Panel, full: Panel | None = None, longest_ms: float = 0.0) -> str:
+    """One answer, and a bar for the time to its first token beside the longest."""
     dots = '<span class="hb-caret">▍</span>' if answer.state == "writing" else ""
     text = escape(answer.text) or {"done": "<i>(nothing)</i>", "writing": ""}.get(answer.state, "<i>not asked yet</i>")
+    share = (answer.ttft_ms or 0.0) / (longest_ms or answer.ttft_ms or 1.0)
     return (
         f'<section class="hb-panel" data-method="{escape(answer.method)}" data-state="{answer.state}" '
-        f'aria-label="{escape(answer.method)}">'
+        f'aria-label="{escape(answer.method)}"><div>'
         f"<h2>{escape(answer.method)} {_judged(answer, full)}</h2>"
-        f"<p class='hb-note'>{NOTES.get(answer.method, '')}</p>"
-        f'<p class="hb-answer">{text}{dots}</p><p class="hb-figures">{_figures(answer, full)}</p></section>'
+        f'<p class="hb-note">{NOTES.get(answer.method, "")}</p></div>'
+        f'<p class="hb-answer">{text}{dots}</p>'
+        f'<div><div class="hb-bar" style="width:{share:.1%}"></div>'
+        f'<p class="hb-figures">{_figures(answer, full)}</p></div></section>'
     )
 
 
 def panels(state: DemoState) -> tuple[str, ...]:
-    """All answers, side by side."""
-    return tuple(panel(answer, state.panels[0]) for answer in state.panels)
+    """All answers, one above the other; their bars have one scale."""
+    longest = max((answer.ttft_ms or 0.0 for answer in state.panels), default=0.0)
+    return tuple(panel(answer, state.panels[0], longest) for answer in state.panels)
 
 
-def status(text: str, kind: str = "info", sources: Sequence[str] = ()) -> str:
-    """One sentence above the answers, and the files they are from; `kind` is info or error."""
+def status(text: str, kind: str = "info") -> str:
+    """One sentence above the answers; `kind` is info or error."""
     role = "alert" if kind == "error" else "status"
-    named = f"<br>Sources: {escape(', '.join(sources))}" if sources else ""
-    return f'<p class="hb-status hb-{kind}" role="{role}">{escape(text)}{named}</p>' if text else ""
+    return f'<p class="hb-status hb-{kind}" role="{role}">{escape(text)}</p>' if text else ""
 
 
-def documents(state: DemoState) -> str:
-    """The documents: recomputed tokens framed, the ground the darker the further stored KV is off."""
+def marked(state: DemoState) -> str:
+    """The passages beside their sources: recomputed tokens framed, the darker the further off their stored KV is."""
     if not state.tokens:
         return ""
     worst = [max(column) for column in zip(*state.deviation, strict=True)]
     largest = max(worst, default=0.0) or 1.0
     off = {column: value / largest for column, value in zip(state.columns, worst, strict=True)}
-    tokens = "".join(_token(place, *pair, off.get(place)) for place, pair in enumerate(state.tokens[:MOST_TOKENS]))
     more = len(state.tokens) - MOST_TOKENS
     taken = sum(chosen for _, chosen in state.tokens)
     left = f"<p>… and {more:,} tokens more</p>" if more > 0 else ""
     return (
         f'<p class="hb-legend"><b class="hb-chosen">framed</b>: recomputed, {taken} of {len(state.tokens)} tokens. '
         f"The darker, the further its stored KV is from that of a full prefill.</p>"
-        f'<div class="hb-tokens">{tokens}</div>{left}'
+        f'<div class="hb-tokens" tabindex="0" role="region" aria-label="tokens of the documents">'
+        f"{''.join(_passages(state, off))}{left}</div>"
+    )
+
+
+def figure(
+    model: nn.Module,
+    tokenizer: Any,
+    store: ChunkStore,
+    documents: Sequence[str],
+    question: str,
+    config: BlendConfig | None = None,
+) -> str:
+    """Answer three ways, and draw it as an HTML document that fetches nothing: for a notebook.
+
+    Args:
+        model: a model that can be blended.
+        tokenizer: its tokenizer.
+        store: where the documents are stored, or will be.
+        documents: two or more.
+        question: about them.
+        config: how to blend; the defaults if left out.
+    """
+    request = build_request(tokenizer, [closed(text) for text in documents], question, None)
+    return figure_of(Pipeline(model, tokenizer, store), Question(question, request), config or BlendConfig())
+
+
+def figure_of(pipeline: Pipeline, question: Question, config: BlendConfig) -> str:
+    """`figure` of a prompt that is made already."""
+    *_, state = answer_three_ways(pipeline, question, config, NEW_TOKENS)
+    css, heading = (files(__package__) / "figure.css").read_text("utf-8"), escape(question.name)
+    body = f"<h1>{heading}</h1>{status(state.status)}{''.join(panels(state))}{marked(state)}"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{heading}</title><style>{css}</style></head>"
+        f'<body><main class="hb-figure">{body}</main></body></html>\n'
     )
 
 
@@ -69,6 +117,15 @@ def heat(share: float) -> str:
     stops = ((255, 251, 235), (251, 191, 36), (153, 27, 27))
     first, second, between = (stops[0], stops[1], share * 2) if share < 0.5 else (stops[1], stops[2], share * 2 - 1)
     return "#" + "".join(f"{round(a + (b - a) * between):02x}" for a, b in zip(first, second, strict=True))
+
+
+def _passages(state: DemoState, off: dict[int, float]) -> Iterator[str]:
+    """Each passage with its name, as far as tokens are shown."""
+    for passage in state.passages or (Passage("", 0, len(state.tokens)),):
+        places = range(passage.start, min(passage.stop, len(state.tokens), MOST_TOKENS))
+        tokens = "".join(_token(place, *state.tokens[place], off.get(place)) for place in places)
+        if tokens:
+            yield f'<div class="hb-passage"><b>{escape(passage.name)}</b><div>{tokens}</div></div>'
 
 
 def _judged(answer: Panel, full: Panel | None) -> str:

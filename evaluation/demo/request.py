@@ -2,18 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a visitor asks for, and the prompt that is made of it."""
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cache
 from html import unescape
-from typing import Any
 
 from hf_blend import BlendConfig, plugins
 from hf_blend.errors import PluginNotFoundError, PromptError, import_extra, suggest
 
 from ..answering import blend_config, build_request, ids_of
 from ..asking import Question
-from ..bundled import handbook_questions
+from ..bundled import HANDBOOK, REAL, handbook_pages
 from ..documents import Document
 from ..meaning import Meaning
 from ..model_choice import choose_top_k
@@ -21,8 +21,9 @@ from ..retrieving import Retriever, Splitter
 from .model_cache import Loaded
 from .visitors import Limits
 
-HANDBOOK = "Handbook of a mountain hut"  # what the page opens with
-FIRST_RATIO = 0.3
+OPENING = "On which channel does the radio reach the rescue station?"
+RIGHT = (0, 0, 0)  # of the page's questions: by full prefill, full reuse, blending (benchmarks/page_questions.py)
+GAINED, LOST = 0, 0  # questions that full prefill and only blending answers rightly; and only full reuse
 RESEARCH = ("explicit", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
 
 
@@ -46,18 +47,31 @@ class DemoRequest:
 
 
 @cache
-def stories() -> dict[str, dict[str, Any]]:
-    """The bundled documents: name → text, and questions with their answers."""
-    pages = handbook_questions()
-    text = "\n\n".join(page.strip().replace("\n\n", "\n") for page in pages[0]["chunks"])
-    answers = {page["question"]: page["answer"] for page in pages}
-    return {HANDBOOK: {"documents": text, "questions": answers}}
+def handbook() -> str:
+    """The bundled documents as one text, an empty line between them."""
+    return "\n\n".join(page.strip().replace("\n\n", "\n") for page in handbook_pages().values())
+
+
+@cache
+def page_questions() -> dict[str, tuple[str, ...]]:
+    """The questions over them: question → right answers. They were fixed before any was asked."""
+    rows = json.loads((HANDBOOK / "page_questions.json").read_text("utf-8"))
+    return {row["question"]: tuple(row["answers"]) for row in rows}
 
 
 def first_request() -> DemoRequest:
     """The question that the page opens with."""
-    story = stories()[HANDBOOK]
-    return DemoRequest(story["documents"], next(iter(story["questions"])), FIRST_RATIO)
+    return DemoRequest(handbook(), OPENING)
+
+
+def counts() -> str:
+    """How often each method answers the questions of the page rightly, for and against blending."""
+    full, reuse, blend = RIGHT
+    return (
+        f"{len(page_questions())} questions were written before any was asked. {REAL} answers {full} rightly by full "
+        f"prefill, {reuse} by full reuse, {blend} by blending. {GAINED} are like this one; on {LOST} full reuse is "
+        "right and blending wrong."
+    )
 
 
 def selectors() -> dict[str, str]:
@@ -101,9 +115,8 @@ def prepare(loaded: Loaded, query: DemoRequest, limits: Limits) -> Question:
 
 
 def _known_answers(query: DemoRequest) -> tuple[str, ...]:
-    text, question = query.documents.replace("\r\n", "\n").strip(), query.question.strip()
-    answers = (story["questions"].get(question) for story in stories().values() if story["documents"] == text)
-    return tuple(filter(None, answers))
+    is_handbook = query.documents.replace("\r\n", "\n").strip() == handbook()
+    return page_questions().get(query.question.strip(), ()) if is_handbook else ()
 
 
 ANSWER = re.compile(r'data-method="([^"]+)" data-state="done".*?class="hb-answer">(.*?)</p>', re.DOTALL)

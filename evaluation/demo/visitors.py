@@ -12,6 +12,7 @@ from hf_blend import ChunkStore
 from hf_blend.errors import PromptError
 
 WINDOW_S = 60.0
+PUBLIC = None  # the session of documents that come with the page: all visitors share what is stored of them
 FILLED = 0.95  # of a store; the rest is for rotary tables, which are kept beside K and V
 
 
@@ -42,10 +43,10 @@ class Limits:
     def check_letters(self, documents: str, question: str, are_files: bool = False) -> None:
         """Refuse what is empty or too long, before anything is computed."""
         if not documents.strip():
-            where = "no file was read. Upload some" if are_files else "the box is empty. Pick a story, or write one"
+            where = "no file was read. Upload some" if are_files else "the box is empty. Write or paste some"
             raise PromptError(f"there is no document: {where}.")
         if not question.strip():
-            raise PromptError("there is no question: the box is empty. Write one, or pick one of a story's.")
+            raise PromptError("there is no question: the box is empty. Write one, or pick one.")
         most = self.file_letters if are_files else self.document_letters
         if len(documents) > most:
             raise PromptError(
@@ -66,7 +67,7 @@ class Visitors:
     limits: Limits = field(default_factory=Limits)
     now: Callable[[], float] = time.monotonic
     _asked: dict[str, deque[float]] = field(default_factory=dict)
-    _stores: OrderedDict[str, ChunkStore] = field(default_factory=OrderedDict)
+    _stores: OrderedDict[str | None, ChunkStore] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def admit(self, visitor: str) -> None:
@@ -82,8 +83,8 @@ class Visitors:
                 )
             times.append(now)
 
-    def store(self, session: str) -> ChunkStore:
-        """The store of one session; nobody else sees what is in it."""
+    def store(self, session: str | None) -> ChunkStore:
+        """The store of one session; nobody else sees what is in it, but for what is `PUBLIC`."""
         with self._lock:
             if session not in self._stores:
                 self._stores[session] = ChunkStore.open("memory://", memory_bytes=self.limits.store_bytes)
