@@ -53,8 +53,8 @@ at a charge of 10 % on twelve prompts of 240 tokens
 
 ## Do the answers come back?
 
-**On the capable model the text behind which chunks are computed brings most of them back, and recomputing 10 % cannot
-be told from it. About one answer in seven stays lost.**
+**On the larger model most come back by full reuse alone, because chunks are computed behind a short text. Recomputing
+10 % brings no more that can be told. About one answer in seven stays lost.**
 
 <!--table:real_answers-->
 <!--end-->
