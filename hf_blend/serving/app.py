@@ -155,7 +155,7 @@ def make_app(service: Service) -> Guard:
         Route("/health", endpoints.health),
         Route("/metrics", endpoints.metrics),
     ]
-    listed = "\n".join(f"{'POST' if 'POST' in route.methods else 'GET'} {route.path}" for route in routes)
+    listed = "\n".join(f"{'POST' if 'POST' in (route.methods or ()) else 'GET'} {route.path}" for route in routes)
 
     def page(request: Request) -> Response:
         return HTMLResponse(PAGE.format(listed))
