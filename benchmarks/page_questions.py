@@ -5,9 +5,9 @@
     python benchmarks/page_questions.py --output benchmarks/results/page_questions.json
 
 The 50 questions of `hf_blend/bundled/handbook/page_questions.json`, five for each of ten documents, were written
-before any was asked. Each is asked as the page asks it: all twelve documents, the default rule and charge. An answer is
-right if it contains the expected words. `opening` lists the questions on which full prefill and blending are right and
-full reuse is wrong; `against` those on which full prefill and full reuse are right and blending is wrong.
+before any was asked. Each is asked as the page asks it: all twelve documents, the default rule and charge. An answer
+is right if it contains the expected words. `opening` lists the questions on which full prefill and blending are right
+and full reuse is wrong; `against` those on which full prefill and full reuse are right and blending is wrong.
 """
 
 import argparse

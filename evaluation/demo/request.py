@@ -67,8 +67,8 @@ def counts() -> str:
     full, reuse, blend = RIGHT
     return (
         f"This question was chosen. Of {len(page_questions())} that were written before any was asked, {REAL} answers "
-        f"{full} rightly by full prefill, {reuse} by full reuse, {blend} by blending: on {GAINED} only reuse is wrong, "
-        f"on {LOST} only blending. So small a model hardly tells the two apart; <b>Quality</b> shows the error."
+        f"{full} rightly by full prefill, {reuse} by full reuse, {blend} by blending. On {GAINED} reuse alone fails, "
+        f"on {LOST} blending alone. So small a model hardly tells the two apart; <b>Quality</b> shows the error."
     )
 
 
