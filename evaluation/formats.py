@@ -212,7 +212,8 @@ def _table(content: bytes, most: int) -> Text:
     """
     text = decode(content)
     delimiter = max(",;\t|", key=text.split("\n", 1)[0].count)
-    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONE)[: 2 if delimiter == "\t" else 1]:
+    quotings = (csv.QUOTE_MINIMAL, csv.QUOTE_NONE) if delimiter == "\t" else (csv.QUOTE_MINIMAL,)
+    for quoting in quotings:
         lines = io.StringIO(text, newline="")
         with suppress(csv.Error):
             return _rows(text, csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True), most)
