@@ -18,18 +18,18 @@ ROOT = Path(__file__).resolve().parent.parent
 class Server:
     """A server in a process of its own, on a port that it keeps when it is started again."""
 
-    def __init__(self, command: Callable[[int], list[str]], folder: Path) -> None:
+    def __init__(self, command: Callable[[int], list[str]], folder: Path, patience_s: int = 60) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = found.getsockname()[1]
-        self.command, self.folder = command(self.port), folder
+        self.command, self.folder, self.patience_s = command(self.port), folder, patience_s
         self.start()
 
     def start(self) -> None:
         """Start it, empty, and wait until it answers."""
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(self.command, cwd=self.folder, **quiet)
-        for _ in range(1200):
+        for _ in range(20 * self.patience_s):
             with socket.socket() as tried:
                 if tried.connect_ex(("127.0.0.1", self.port)) == 0:
                     return
@@ -65,4 +65,4 @@ def start_space(folder: Path) -> Server:
     """Lay out the Space as `make space` does, and start it in its own folder, as Hugging Face does."""
     pytest.importorskip("gradio", reason="gradio is not installed: pip install hf-blend[demo]")
     subprocess.run(["make", "-s", "space", f"SPACE={folder}"], cwd=ROOT, check=True)
-    return Server(lambda port: ["env", f"GRADIO_SERVER_PORT={port}", sys.executable, "app.py"], folder)
+    return Server(lambda port: ["env", f"GRADIO_SERVER_PORT={port}", sys.executable, "app.py"], folder, patience_s=300)
