@@ -395,7 +395,8 @@ class BlendCache(Cache):
         Args:
             tokens: how many more are to be exact; None for all, 0 only counts. In 8 and 4 bits whole groups of 32.
             history: what the last `generate` returned, `[batch, tokens]`. Without it the prompt alone can be healed:
-                nobody has told the cache which tokens the answer has.
+                nobody has told the cache which tokens the answer has. With it the next `inputs_from_messages` and
+                `inputs_from_text` keep the answer, too.
 
         Returns:
             How many of the cached tokens are not exact. 0: all are.
@@ -406,12 +407,15 @@ class BlendCache(Cache):
             PromptError: `history` is not what the cache holds, or has a token that stands for an image.
         """
         frontier, length = self.kv.frontier, super().get_seq_length()
-        if tokens == 0 or not frontier.left(length):
-            return frontier.left(length)
+        left = frontier.left(length)
+        if tokens == 0 or (history is None and not left):
+            return left
+        ids = self.prompts.ids_to_heal(history, length, self.traits.placeholders if left else ())
+        if not left:
+            return 0
         refuse_other_author(self.turns.author, author_of(self.model), length, ASK_AGAIN)
         refuse_request_state(self.model, self.traits.layers)
         self.traits.refuse_tokens(2, length)  # a block continues the states of the tokens before it
-        ids = self.prompts.ids_to_heal(history, length, self.traits.placeholders)
         self.report.healed_tokens += heal(self, ids, tokens)
         return self.kv.frontier.left(length)
 

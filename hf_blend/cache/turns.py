@@ -67,8 +67,8 @@ class KnownPrompts:
     def ids_to_heal(self, history: Any, tokens: int, placeholders: Container[int]) -> Tensor:
         """The ids of a cache's first columns, `[batch, columns]`, up to the first that is unknown or a placeholder.
 
-        `history` has the ids of all `tokens` columns; None: those of the prompt are taken. Raises PromptError if it is
-        not what the cache holds, or has a placeholder.
+        `history` has the ids of all `tokens` columns, which are known from here on; None: those of the prompt are
+        taken. Raises PromptError if it is not what the cache holds, or has a placeholder.
         """
         rows = self.beginnings
         if history is None:
@@ -90,6 +90,8 @@ class KnownPrompts:
                 f"a history of {tuple(ids.shape)} tokens, some of which stand for images, came to heal a cache, but "
                 "features do not come with it. Only prompts of text can be healed."
             )
+        if rows:
+            self.beginnings = tuple(map(tuple, given))
         return ids
 
 
