@@ -25,7 +25,15 @@ from hf_blend.model.anatomy import full_cache, text_config
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.checks import FAILURES
 from hf_blend.model_names import TINY, from_checkout, load_model
-from hf_blend.verify.model_under_test import FLOAT32_LOGITS, attending, distance
+from hf_blend.verify.model_under_test import (
+    FLOAT32_LOGITS,
+    PIECES,
+    ModelUnderTest,
+    attending,
+    distance,
+    in_pieces,
+    prefill,
+)
 from hf_blend.verify.runner import Verdict, verify
 
 images, models = from_checkout("tiny_image_models"), from_checkout("tiny_models")
@@ -37,6 +45,8 @@ refused_by_config, tiny_types = models.refused_by_config, models.tiny_types
 CHECKS = ("layer_0", "moved_chunk", "ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio", "causality", "untouched")
 MOVE = ("whole_shift", "closed_hole")
 EXTEND = ("self_extend",)
+HEAL = ("heal",)
+VERDICTS = ("reason", "move", "extend", "heal", "heal_bfloat16")  # what a row says, None or "exact" or why not
 MEASURED = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")  # checks whose error is one of logits
 DTYPE = "float32"
 EXACT = "exact"
@@ -61,7 +71,7 @@ def verify_types(
 
 def broken(row: dict[str, Any]) -> bool:
     """Whether a row says of anything that it crashed or is wrong without a refusal."""
-    return any(str(row.get(name) or "").startswith(BROKEN) for name in ("reason", "move", "extend"))
+    return any(str(row.get(name) or "").startswith(BROKEN) for name in VERDICTS)
 
 
 def judged(row: dict[str, Any]) -> bool:
@@ -76,14 +86,14 @@ def _row(model_type: str, attention: tuple[str, ...]) -> dict[str, Any]:
         loaded.append(load_model(*how))
         return loaded[-1]
 
-    checks = (*CHECKS, *MOVE, *EXTEND)
+    checks = (*CHECKS, *MOVE, *EXTEND, *HEAL)
     try:
         verdict = verify(TINY + model_type, dtypes=[DTYPE], attention=attention[:1], checks=checks, load=load)
         if not verdict.checks and verdict.refusal is None:
             verdict = verify(TINY + model_type, dtypes=[DTYPE], attention=attention[1:], checks=checks, load=load)
     except (*FAILURES, AssertionError, ImportError, OSError) as error:
         verdict = Verdict(model_type, refusal=f"crashed: {type(error).__name__}: {error}")
-    blend, move, extend = (_part(verdict, names) for names in (CHECKS, MOVE, EXTEND))
+    blend, move, extend, heal = (_part(verdict, names) for names in (CHECKS, MOVE, EXTEND, HEAL))
     styled = blend.supported and loaded
     return {
         "supported": blend.supported,
@@ -93,9 +103,41 @@ def _row(model_type: str, attention: tuple[str, ...]) -> dict[str, Any]:
         "move_error": _largest(move, MOVE[:1]),
         "extend": _verdict(extend),
         "extend_error": _largest(extend, EXTEND),
+        "heal": _verdict(heal),
+        "heal_error": _largest(heal, HEAL),
+        **(healed_in_bfloat16(model_type, attention) if styled else {"heal_bfloat16": _verdict(heal)}),
         "rotary": _rotary(loaded[-1]) if styled else "",
         "window": _window(loaded[-1]) if styled else "",
     }
+
+
+def healed_in_bfloat16(model_type: str, attention: tuple[str, ...] = ("sdpa", "eager")) -> dict[str, Any]:
+    """Whether a healed cache in bfloat16 is as near to stock's prefill as stock's own prefill in 2, 3 and 7 pieces."""
+    loaded: list[nn.Module] = []
+
+    def load(*how: Any) -> nn.Module:
+        loaded.append(load_model(*how))
+        return loaded[-1]
+
+    verdict, used = Verdict(model_type), attention[0]
+    for used in attention:
+        verdict = verify(TINY + model_type, dtypes=["bfloat16"], attention=[used], checks=HEAL, load=load)
+        if verdict.checks or verdict.refusal is not None:
+            break
+    error, floor, said = _largest(verdict, HEAL), None, _verdict(verdict)
+    if error is not None:
+        with attending(loaded[-1], used):
+            floor = _floor_of_pieces(loaded[-1])
+        said = EXACT if error <= floor else f"wrong: the error is {error:.2g}, stock's own in pieces is {floor:.2g}"
+    return {"heal_bfloat16": said, "heal_bfloat16_error": error, "heal_bfloat16_floor": floor}
+
+
+def _floor_of_pieces(model: nn.Module) -> float:
+    """How far logits of stock's prefills in pieces are from those of one in a piece."""
+    prompts = ModelUnderTest(model).prompts
+    whole = [prefill(model, [prompt])[0] for prompt in prompts]
+    pairs = (pair for count in PIECES for pair in zip(whole, in_pieces(model, prompts, count), strict=True))
+    return max(distance(run.logits, other.logits) for run, other in pairs)
 
 
 def _part(verdict: Verdict, names: tuple[str, ...]) -> Verdict:

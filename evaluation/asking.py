@@ -285,6 +285,7 @@ class Chat:
     max_new_tokens: int = 256
     turns: list[Turn] = field(default_factory=list)
     cache: BlendCache | None = None
+    said: Tensor | None = None  # ids of the last prompt and its answer, `[tokens]`
     healing: IdleHealing = field(default_factory=IdleHealing)
 
     def prepare(self, question: str) -> Question:
@@ -308,7 +309,8 @@ class Chat:
         self.turns.append(Turn(question.name, got.text, question.documents))
         if "messages" in question.request and got.cache is not None:  # other prompts do not begin as the last one did
             self.cache = got.cache
-            self.healing.start(self.cache)  # but not the answer: the next prompt has it in the template's tokens
+            self.said = torch.cat([got.input_ids, got.ids])
+            self.healing.start(self.cache, self.said)
         return got
 
     def reset(self) -> None:
@@ -324,5 +326,5 @@ class Chat:
             return "Nothing was asked yet."
         report, tokens = self.cache.report, self.cache.get_seq_length()
         exact = tokens - self.cache.heal(0)
-        self.healing.start(self.cache)
+        self.healing.start(self.cache, self.said)
         return f"{report}\n{report.healed_tokens} tokens were healed, {exact} of {tokens} are exact."

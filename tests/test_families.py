@@ -49,6 +49,8 @@ def test_the_family_is_exact_with_its_own_rotary_style(name):
     assert (row["move"], row["move_error"] <= 1e-5) == ("exact", True)
     assert row["extend"] == "exact" or re.match(r"layer \d", row["extend"])
     assert (row["extend"] == "exact") is (name in EXTENDED)
+    assert row["heal"] == row["heal_bfloat16"] == "exact"
+    assert row["heal_bfloat16_error"] <= row["heal_bfloat16_floor"]
     assert not broken(row)
 
 
@@ -67,7 +69,7 @@ def test_the_family_is_refused_for_what_stands_in_the_way(name, cause):
     (row,) = verify_types([name])
     assert not row["supported"]
     assert cause in row["reason"]
-    assert row["reason"] == row["move"] == row["extend"]
+    assert row["reason"] == row["move"] == row["extend"] == row["heal"] == row["heal_bfloat16"]
 
 
 def test_a_norm_behind_the_rotation_is_in_the_way_only_where_what_turns_together_has_other_weights():

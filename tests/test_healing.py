@@ -126,6 +126,26 @@ def test_without_the_answer_the_prompt_alone_is_healed():
     assert off(model, cache, ids[:, :-1]) < 1e-5
 
 
+@pytest.mark.parametrize("tokens", [30, None])
+def test_the_next_prompt_of_messages_keeps_an_answer_that_healing_was_told(tokens):
+    model, tokenizer = small(model_type="llama", template="chatml")
+    cache = BlendCache(model, memory(), allow_unverified=True, **REUSED)
+    messages = [{"role": "user", "content": "".join([*DOCUMENTS, "Who keeps a dog?"])}]
+    inputs = cache.inputs_from_messages(tokenizer, messages, DOCUMENTS)
+    answer, ids = "Tomas keeps it.", inputs["input_ids"]
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache, logits_to_keep=1)
+        for token in tokenizer(answer, add_special_tokens=False).input_ids:
+            ids = torch.cat([ids, torch.tensor([[token]])], 1)
+            model(ids[:, -1:], past_key_values=cache)
+    assert cache.heal(tokens, ids) == 0 or tokens
+    cache.heal(history=ids)
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And a goat?"}]
+    longer = cache.inputs_from_messages(tokenizer, messages)["input_ids"]
+    assert torch.equal(longer[:, : ids.shape[1]], ids)
+    assert cache.get_seq_length() == ids.shape[1]
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
 def test_decoding_goes_on_between_two_calls(kind):
     model = tiny(kind)

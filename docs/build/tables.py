@@ -35,6 +35,7 @@ REASONS = (
     ("normalises its keys behind", "keys are normalised behind their rotation"),
     ("encoder-decoders", "an encoder-decoder, or an encoder"),
     ("an encoder", "an encoder-decoder, or an encoder"),
+    ("one token comes at a time", "the code takes a block of tokens only where nothing is before it"),
     ("does not rotate its keys", "no layer rotates its keys, and rotary positions are what is grouped"),
     ("mm_encoder_outputs", "the forward takes no encoded images"),
     ("image_token_id", "the config names no image token"),
@@ -234,13 +235,14 @@ def _calibrated(document: dict[str, Any]) -> list[str]:
 def _families(document: dict[str, Any]) -> list[str]:
     """Every model type, by whether it is blended, moved and extended exactly."""
     rows = document["models"]
-    exact = [sum(_mark(row, name) == YES for row in rows) for name in ("reason", "move", "extend")]
+    exact = [sum(_mark(row, name) == YES for row in rows) for name in families.VERDICTS]
     unknown = sum(not judged(row) for row in rows)
     apart = f"; of {unknown} no tiny model can be built, and they are not judged" if unknown else ""
     return [
-        f"Of {len(rows)} model types {exact[0]} blend, {exact[1]} move and {exact[2]} extend exactly{apart}.",
+        f"Of {len(rows)} model types {exact[0]} blend, {exact[1]} move, {exact[2]} extend, {exact[3]} heal exactly; "
+        f"{exact[4]} heal in bfloat16{apart}.",
         "",
-        *_by_marks(rows, ("reason", "move", "extend"), "blend | move | extend"),
+        *_by_marks(rows, families.VERDICTS, "blend | move | extend | heal | heal in bfloat16"),
         "",
         *_legend(rows),
     ]
@@ -272,7 +274,7 @@ def _by_marks(rows: list[dict[str, Any]], names: Iterable[str], head: str) -> li
 
 def _mark(row: dict[str, Any], name: str) -> str:
     """✓, or – and the number of the reason, or ? where nothing could be tried."""
-    if not judged(row):
+    if not judged(row) or name not in row:
         return UNJUDGED
     reason = row[name] or EXACT
     return YES if reason == EXACT else f"{NO} {_number(reason)}"
@@ -284,7 +286,7 @@ def _number(reason: str) -> int:
 
 def _legend(rows: list[dict[str, Any]]) -> list[str]:
     """What the numbers of these rows mean."""
-    said = [row[name] for row in rows if judged(row) for name in ("reason", "move", "extend") if row.get(name)]
+    said = [row[name] for row in rows if judged(row) for name in families.VERDICTS if row.get(name)]
     numbers = sorted({_number(reason) for reason in said if reason != EXACT})
     meanings = [f"* {number}: {LEGEND[number - 1]}." for number in numbers]
     return [f"{YES} exact · {UNJUDGED} not judged · {NO} refused, because:", "", *meanings]
@@ -319,8 +321,46 @@ def _healing(document: dict[str, Any]) -> list[str]:
     return [*lines, "", f"CPU seconds of healing, of stock's prefill of the same tokens in the same blocks: {said}."]
 
 
+def _chat_turns(document: dict[str, Any]) -> list[str]:
+    """What was healed when a turn of `hf-blend chat` came, and its first token beside stock's."""
+    lines = [
+        "| nobody types for | turn | tokens | exact when it came | first token | of stock's behind its own cache "
+        "| of a full prefill's | answers as stock's |",
+        "|---" * 8 + "|",
+    ]
+    for row in document["turns"]:
+        pause = f"{row['pause_s']:g} s" if row["turn"] > 1 else "stored passages"
+        exact = "" if row["exact_share"] is None else f"{row['exact_share']:.0%}"
+        of_full = "" if row["of_full"] is None else f"{row['of_full']:.2f}"
+        of_stock = f"{row['of_stock']:.2f}" if row["turn"] > 1 else ""
+        cells = [pause, row["turn"], f"{row['tokens']:,}", exact, f"{row['chat_ms'] / 1e3:.1f} s", of_stock, of_full]
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['same_answers']} of {row['n']} |")
+    return lines
+
+
+def _healing_server(document: dict[str, Any]) -> list[str]:
+    """The first tokens of a server that heals beside one that does not, and the error of later turns."""
+    found = document["summary"]
+    lines = ["| first token | without healing | with healing | with, of without |", "|---|---|---|---|"]
+    for part, name in (("all", "all turns"), ("first", "first turns"), ("later", "later turns")):
+        for share in ("p50", "p95"):
+            without, healed, ratio = found[part][share]
+            cells = [f"{figures[0] / 1e3:.1f} s" for figures in (without, healed)]
+            lines.append(
+                f"| {share}, {name} | {' | '.join(cells)} | {ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}] |"
+            )
+    errors = [
+        f"{name} {row['mean']:.4f} (at most {row['most']:.4f}, n = {row['n']})"
+        for name, row in found["kl_of_later_turns"].items()
+        if row["n"]
+    ]
+    return [*lines, "", f"KL divergence of later turns from stock, mean, in nats: {', '.join(errors)}."]
+
+
 TABLES = {
+    "chat_turns": _chat_turns,
     "healing": _healing,
+    "healing_server": _healing_server,
     "front": _front,
     "robust": _robust,
     "rules": _rules,

@@ -396,7 +396,8 @@ class BlendCache(BatchRows):
         Args:
             tokens: how many more are to be exact; None for all, 0 only counts. In 8 and 4 bits whole groups of 32.
             history: what the last `generate` returned, `[batch, tokens]`. Without it the prompt alone can be healed:
-                nobody has told the cache which tokens the answer has.
+                nobody has told the cache which tokens the answer has. With it the next `inputs_from_messages` and
+                `inputs_from_text` keep what was healed of the answer, too.
 
         Returns:
             How many of the cached tokens are not exact. 0: all are.

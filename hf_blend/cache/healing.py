@@ -168,6 +168,9 @@ def heal(cache: Any, ids: Tensor, tokens: int | None, author: Author) -> int:
             _heal_block(cache, ids[:, frontier.reached : end], author)
         frontier.reached, frontier.column = end, max(frontier.column, end)
     healed: int = frontier.column - first
+    if getattr(frontier.twins[0], "compares", False):
+        layer = cache.layers[0]
+        cache.prompts.extend(ids[:, : frontier.column], layer.length - layer.keys.shape[2])
     if frontier.column == length:
         for own, twin in zip(cache.layers, frontier.twins, strict=True):
             if hasattr(own, "adopt"):  # a state holds every token, and is exact where all are

@@ -106,6 +106,14 @@ class KnownPrompts:
             )
         return ids
 
+    def extend(self, ids: Tensor, compared: int) -> None:
+        """Note that the cache holds these tokens, `[batch, columns]`, which were compared from column `compared` on."""
+        if len(ids) == len(self.beginnings):
+            pairs = zip(self.beginnings, ids.tolist(), strict=True)
+            self.beginnings = tuple(
+                tuple(healed) if compared <= len(row) < len(healed) else row for row, healed in pairs
+            )
+
 
 @dataclass
 class SetAside:
