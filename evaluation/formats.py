@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -212,11 +213,11 @@ def _table(content: bytes, most: int) -> Text:
     """
     text = decode(content)
     delimiter = max(",;\t|", key=text.split("\n", 1)[0].count)
-    quotings = (csv.QUOTE_MINIMAL, csv.QUOTE_NONE) if delimiter == "\t" else (csv.QUOTE_MINIMAL,)
-    for quoting in quotings:
+    readers = [partial(csv.reader), partial(csv.reader, quoting=csv.QUOTE_NONE)][: 2 if delimiter == "\t" else 1]
+    for reader in readers:
         lines = io.StringIO(text, newline="")
         with suppress(csv.Error):
-            return _rows(text, csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True), most)
+            return _rows(text, reader(lines, delimiter=delimiter, strict=True), most)
     return Text(text)
 
 

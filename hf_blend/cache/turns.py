@@ -107,7 +107,7 @@ class KnownPrompts:
         return ids
 
     def extend(self, ids: Tensor, compared: int) -> None:
-        """Note that the cache holds these tokens, `[batch, columns]`, which were compared from column `compared` on."""
+        """Note that the cache holds these tokens, `[batch, columns]`: from column `compared` on it was compared."""
         if len(ids) == len(self.beginnings):
             pairs = zip(self.beginnings, ids.tolist(), strict=True)
             self.beginnings = tuple(
