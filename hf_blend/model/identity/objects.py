@@ -4,6 +4,7 @@
 
 import copyreg
 import hashlib
+import logging
 from collections.abc import Iterator
 from types import FunctionType, MemberDescriptorType
 from typing import Any
@@ -11,6 +12,8 @@ from weakref import ReferenceType
 
 import numpy as np
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 def parts_of(value: Any) -> dict[str, Any] | None:
@@ -28,11 +31,12 @@ def parts_of(value: Any) -> dict[str, Any] | None:
         return fields
     try:
         reduced = copyreg.dispatch_table.get(kind, lambda _: value.__reduce_ex__(2))(value)
-    except Exception:  # whatever the code of a stranger raises
+    except Exception as error:  # whatever the code of a stranger raises
+        logger.debug("a %s is read by its attributes, as it cannot be pickled: %r", kind.__name__, error)
         return fields or None
     if isinstance(reduced, str):
         return fields | {"": reduced}
-    return {str(at): [*part] if isinstance(part, Iterator) else part for at, part in enumerate(reduced)}
+    return {str(at): [*state] if isinstance(state, Iterator) else state for at, state in enumerate(reduced)}
 
 
 def fields_of(value: Any) -> dict[str, Any]:

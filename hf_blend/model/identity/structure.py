@@ -212,8 +212,8 @@ class Structure:
         """
         if type(value) in _PLAIN:
             return value
-        if (known := self._described.get(id(value))) is not None:
-            return ["@", known] if isinstance(known, str) else known
+        if (earlier := self._described.get(id(value))) is not None:
+            return ["@", earlier] if isinstance(earlier, str) else earlier
         if isinstance(value, Enum):
             is_plain = isinstance(value, (int, str))
             return self._describe(value.value, path) if is_plain else [class_name(type(value)), value.name]
