@@ -40,7 +40,7 @@ FURTHER = ("Which sentence of the documents says so?", "Say it again in a few wo
 TURN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # of both models' templates
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 RATIO_PROMPTS = 2  # the ratio of the default's charge is found on these, which are not reported
-TIMED_PROMPTS = 8
+TIMED_PROMPTS = 8  # at most: `--timed`
 DEFAULT = Method(f"{BlendConfig.selector}@text=0.15")
 REUSE = Method("none@text=0")
 
@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> None:
     with path.open("a", encoding="utf-8") as file:
         for number, row in enumerate(rows[RATIO_PROMPTS:][: arguments.limit]):
             if row["id"] not in done:
-                line = {"dtype": str(bench.model.dtype)[6:], **measured(bench, row, ratio, number < TIMED_PROMPTS)}
+                line = {"dtype": str(bench.model.dtype)[6:], **measured(bench, row, ratio, number < arguments.timed)}
                 file.write(json.dumps(line) + "\n")
                 file.flush()
 
@@ -156,6 +156,7 @@ def table(arguments: argparse.Namespace) -> None:
                  "tokens": round(statistics.median(line["tokens"] for line in lines)),
                  "charged": round(statistics.mean(line["charged"] for line in lines), 3)}  # fmt: skip
         timed = [line["heal_s"] / line["stock_s"] for line in lines if "heal_s" in line]
+        about["timed"] = len(timed)
         about["heal_of_stock"] = round(statistics.median(timed), 3) if timed else None
         for name in lines[0]["kl"]:
             turns = [[line["kl"][name][turn] for line in lines] for turn in range(3)]
@@ -183,6 +184,7 @@ if __name__ == "__main__":
     runs.add_argument("--dtype", default="auto")
     runs.add_argument("--data", type=Path, required=True)
     runs.add_argument("--limit", type=int, default=24)
+    runs.add_argument("--timed", type=int, default=TIMED_PROMPTS)
     runs.set_defaults(act=run)
     tables = commands.add_parser("table")
     tables.add_argument("--output", type=Path, default=RESULTS / "healing.json")

@@ -3,12 +3,13 @@
 """Healing in a server: while the engine is idle, conversations with blended K and V get exact blocks beside them.
 
 Behind a blended answer the ids of prompt and answer are remembered. An idle engine prefills them, oldest conversation
-first, in steps of a few pages: each is a plain request of the engine's own, and ends with its step. Between two steps
-nothing is held: the blocks are in the engine's prefix cache, where the next turn finds them by their hashes, and where
-any request that needs room may evict them.
+first, in steps of a page or a few: each is a plain request of the engine's own, and ends with its step. Between two
+steps nothing is held: the blocks are in the engine's prefix cache, where the next turn finds them by their hashes, and
+where any request that needs room may evict them.
 """
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +27,10 @@ __all__ = ["HEALING", "Conversation", "Healing", "Step"]
 logger = logging.getLogger(__name__)
 
 HEALING = "hf_blend: heals a conversation"  # the name of the engine's own request
-STEP_TOKENS = 64  # in one step, rounded to whole pages: a request that comes waits for no more
+STEP_TOKENS, STEP_SECONDS = (
+    64,
+    0.1,
+)  # most of one step, in whole pages and at least one: a request that comes waits for it
 MOST_CONVERSATIONS, MOST_TOKENS = 16, 1 << 16  # remembered of a tenant; the oldest are forgotten
 
 
@@ -74,8 +78,8 @@ class Healing:
     def __init__(self, paged: BlendedPagedCache, prefills: BlendedPrefills, safety_margin: float) -> None:
         """`safety_margin` is the share of the blocks that healing leaves free."""
         self._paged, self._prefills, self._safety_margin = paged, prefills, safety_margin
-        self._step_tokens = min(max(STEP_TOKENS, paged.page), paged.max_batch_tokens) // paged.page * paged.page
-        if not self._step_tokens:
+        self._most_tokens = min(max(STEP_TOKENS, paged.page), paged.max_batch_tokens) // paged.page * paged.page
+        if not self._most_tokens:
             raise ConfigError(
                 f"heal=True came with steps of {paged.max_batch_tokens} tokens, but a step of at least one page, "
                 f"{paged.page} tokens, is expected. Choose larger steps or smaller pages, or do not heal."
@@ -84,6 +88,7 @@ class Healing:
         self.tokens = self.next_turns = self.healed_turns = 0
         self._conversations: list[Conversation] = []  # the oldest first
         self._running: Step | None = None
+        self._step_tokens, self._began = self._most_tokens, 0.0
 
     @property
     def is_running(self) -> bool:
@@ -128,7 +133,7 @@ class Healing:
 
     def begin(self, step: Step) -> RequestState:
         """Return the request of a step, which finds the blocks of the steps before it as any request does."""
-        self._running = step
+        self._running, self._began = step, time.monotonic()
         self._prefills.expect(HEALING, step.conversation.reuse)
         # two tokens, and no end token: the engine shares no block of a request that ends in the step that fills it
         return RequestState(HEALING, list(step.conversation.ids[: step.stop]), max_new_tokens=2, eos_token_id=-1)
@@ -140,6 +145,8 @@ class Healing:
             return
         if error is None:
             self.tokens += step.tokens
+            fitting = step.tokens * STEP_SECONDS / max(time.monotonic() - self._began, 1e-9) // self._paged.page
+            self._step_tokens = min(max(int(fitting), 1) * self._paged.page, self._most_tokens)
             return
         logger.warning("a conversation is not healed: %s: %s", type(error).__name__, error)
         self._conversations = [row for row in self._conversations if row is not step.conversation]

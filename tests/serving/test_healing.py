@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from worlds import reference_questions
 
 from hf_blend.errors import ConfigError
-from hf_blend.serving.healing import HEALING, MOST_CONVERSATIONS, MOST_TOKENS, Healing
+from hf_blend.serving.healing import HEALING, MOST_CONVERSATIONS, MOST_TOKENS, Conversation, Healing, Step
 from tests.asking import raising
 from tests.serving.processes import metrics, running, wait_for
 
@@ -306,6 +306,19 @@ def test_a_few_conversations_of_each_tenant_are_remembered():
     assert len(healing._conversations) == 2
     note("b", [7, 5, 8])
     assert [row.ids for row in healing._conversations if row.ids[0] == 7] == [(7, 5, 8, 5)], "the turn before is in it"
+
+
+@pytest.mark.parametrize(("seconds", "pages"), [(0.01, 4), (0.15, 2), (9.0, 1)])
+def test_a_step_that_took_long_makes_the_next_one_smaller(seconds, pages, monkeypatch):
+    paged = SimpleNamespace(page=PAGE, max_batch_tokens=256)
+    healing = Healing(paged, SimpleNamespace(expect=lambda *args: None), 0.1)
+    conversation = Conversation(tuple(range(99)), 50, 40, None, "author", ())
+    clock = iter([5.0, 5.0 + seconds])
+    monkeypatch.setattr("hf_blend.serving.healing.time.monotonic", lambda: next(clock))
+    healing.begin(Step(conversation, 64, 64))
+    healing.end()
+    assert healing._step_tokens == pages * PAGE
+    assert healing.tokens == 64
 
 
 def test_steps_that_hold_no_page_are_refused(model, bench, store):
