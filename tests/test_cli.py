@@ -221,7 +221,7 @@ def test_an_error_that_is_not_ours_is_a_sentence_that_says_what_to_do(run, monke
 def test_sigterm_ends_a_command_as_ctrl_c_does_with_the_code_of_shells(run, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: signal.raise_signal(signal.SIGTERM))
-    code, out, err = run("index")
+    code, out, err = run("index", "--model", "smollm2")
     assert (code, out) == (143, "")
     assert "Stopped. What is stored stays, and no entry is half-written. Run the same command again." in err
     assert signal.getsignal(signal.SIGTERM) is before
@@ -231,7 +231,7 @@ def test_where_a_converted_model_lies_is_said(run, monkeypatch):
     say = logging.getLogger("hf_blend.model_names").info
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: say("was converted into") or 1 / 0)
     for _ in range(2):
-        assert run("index")[2].splitlines()[0] == "was converted into"
+        assert run("index", "--model", "smollm2")[2].splitlines()[0] == "was converted into"
 
 
 def test_demo_names_its_extra_before_a_model_is_read(run, monkeypatch):

@@ -83,7 +83,7 @@ def test_text_of_any_ending_html_pdf_and_lines_are_read_whatever_the_case_of_the
     assert read["notes/a.txt"] == "Mara keeps the light.\n"
     assert read["notes/c.HTML"] == "# Keepers\n\nMara keeps the **light**.\n\nTomas *repairs* boats.\n"
     assert read["notes/d.pdf"].strip() == "The mill stands on the river."
-    assert read["notes/x.jsonl:Fifth"] == "five"
+    assert read["notes/x.jsonl:Fifth"] == "Fifth\n\nfive"
 
 
 def test_whatever_is_left_out_of_a_folder_is_named_with_its_reason(folder):

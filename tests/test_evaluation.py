@@ -46,7 +46,7 @@ def test_a_reply_is_streamed_as_it_is_returned_and_marks_the_recomputed_tokens_a
     marked = sum(chosen for _, chosen in reply.tokens)
     assert marked == len(reply.answer.report.chosen_columns[0]) > 0
     assert marked < len(reply.tokens)
-    keys = {"method", "question", "answer", "is_cut", "ttft_ms", "charged_budget", "sources"}
+    keys = {"method", "question", "answer", "is_cut", "is_loop", "ttft_ms", "charged_budget", "sources"}
     assert set(reply.row) == keys
 
 

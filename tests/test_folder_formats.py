@@ -123,7 +123,7 @@ def test_a_file_becomes_the_text_that_a_person_sees_in_it(name, tmp_path):
 def test_a_list_of_documents_in_json_is_read_as_their_lines_are(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"text": "one", "title": "First"}, {"chunks": ["two", "three"]}]))
     read = {document.name: document.text for document in Corpus([str(tmp_path / "a.json")])}
-    assert read == {"a.json:First": "one", "a.json:2.1": "two", "a.json:2.2": "three"}
+    assert read == {"a.json:First": "First\n\none", "a.json:2.1": "two", "a.json:2.2": "three"}
 
 
 SPACES = b" " * (3 << 20)

@@ -24,7 +24,7 @@ MOST = {
     "prompt": 984,
     "rotary": 356,
     "selectors": 730,
-    "serving": 4_784,
+    "serving": 4_791,
     "sparse": 2_170,
     "store": 5_329,
     "verify": 1_353,

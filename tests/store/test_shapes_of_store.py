@@ -21,7 +21,7 @@ MOST = {  # attributes, methods, lines
     ("store/admin.py", "StoreAdmin"): (1, 16, 161),
     ("store/storage.py", "Storage"): (11, 9, 87),
     ("chunk_store.py", "ChunkStore"): (1, 12, 240),
-    ("sparse/partial/reader.py", "PartialReader"): (8, 8, 78),
+    ("sparse/partial/reader.py", "PartialReader"): (8, 8, 80),
     ("sparse/partial/layers.py", "PartialLayers"): (6, 9, 77),
 }
 MOST_LINES = {"Index": 431}  # of any class; 300 of those that are not listed

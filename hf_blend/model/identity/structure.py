@@ -295,4 +295,4 @@ def _rope_types(config: Any, is_rope: bool = False) -> set[str]:
     if not isinstance(config, dict):
         return set()
     own = {config[name] for name in ("type", "rope_type") if is_rope and isinstance(config.get(name), str)}
-    return own.union(*(_rope_types(part, is_rope or name.startswith("rope")) for name, part in config.items()))
+    return own.union(*(_rope_types(value, is_rope or name.startswith("rope")) for name, value in config.items()))
