@@ -313,7 +313,7 @@ def _healing(document: dict[str, Any]) -> list[str]:
     for row in document["rows"]:
         method, share = row["method"].split()
         healed = "reuse, never healed" if method == "reuse" else f"{float(share):.0%}" if float(share) else "never"
-        about = f"{row['model']} in {row['dtype']}, {row['n']}, {row['tokens']} tokens"
+        about = f"{row['model']} in {row['dtype']}, {row['n']}, {row['tokens']} tokens" if method == "reuse" else ""
         cells = [f"{mean:.4f} ({median:.4f})" for mean, median in zip(row["kl"], row["kl_median"], strict=True)]
         lines.append(f"| {about} | {healed} | {' | '.join(cells)} |")
     costs = {row["model"]: row["heal_of_stock"] for row in document["rows"] if row["heal_of_stock"]}
@@ -329,11 +329,12 @@ def _chat_turns(document: dict[str, Any]) -> list[str]:
         "|---" * 8 + "|",
     ]
     for row in document["turns"]:
-        pause = f"{row['pause_s']:g} s" if row["turn"] > 1 else "stored passages"
-        exact = "" if row["exact_share"] is None else f"{row['exact_share']:.0%}"
+        if row["turn"] == 1:  # nothing is healed yet
+            continue
+        pause = f"{row['pause_s']:g} s" if row["turn"] == 2 else ""
         of_full = "" if row["of_full"] is None else f"{row['of_full']:.2f}"
-        of_stock = f"{row['of_stock']:.2f}" if row["turn"] > 1 else ""
-        cells = [pause, row["turn"], f"{row['tokens']:,}", exact, f"{row['chat_ms'] / 1e3:.1f} s", of_stock, of_full]
+        cells = [pause, row["turn"], f"{row['tokens']:,}", f"{row['exact_share']:.0%}"]
+        cells += [f"{row['chat_ms'] / 1e3:.1f} s", f"{row['of_stock']:.2f}", of_full]
         lines.append(f"| {' | '.join(map(str, cells))} | {row['same_answers']} of {row['n']} |")
     return lines
 
