@@ -215,7 +215,8 @@ def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure what is not measured yet."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # of the command
     source = open_model(arguments.model, "auto", "auto")
     with tempfile.TemporaryDirectory() as folder, ChunkStore.open(f"{folder}/store") as store:
         pipeline = Pipeline(source.load(), source.tokenizer, store)
@@ -227,7 +228,7 @@ def run(arguments: argparse.Namespace) -> None:
         path: Path = arguments.output
         rows = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
         settings = {
-            "model": arguments.model, "dtype": str(pipeline.model.dtype)[6:], "threads": 1,
+            "model": arguments.model, "dtype": str(pipeline.model.dtype)[6:], "threads": arguments.threads,
             "most_answer_tokens": arguments.tokens, "seed": SEED, "torch": torch.__version__,
             "transformers": transformers.__version__, "commit": _commit(),
         }  # fmt: skip
@@ -252,6 +253,7 @@ if __name__ == "__main__":
     runs.add_argument("--turns", type=int, default=TURNS)
     runs.add_argument("--top-k", type=int, default=DOCUMENTS)
     runs.add_argument("--tokens", type=int, default=64)
+    runs.add_argument("--threads", type=int, default=1)
     runs.add_argument("--output", type=Path, default=RESULTS / "chat_turns.json")
     runs.set_defaults(act=run)
     chosen = parser.parse_args()
