@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The model of those who name none: the largest on this machine that chats, blends and leaves memory for prompts.
+"""The model of those who name none: the largest on this machine that chats, blends, and leaves memory for prompts and
+patience to people.
 
 Looked through are the hub's cache and what was converted, or the folder that `HF_BLEND_MODELS` names alone. Nothing is
 fetched, and no code that comes with a model is run. What cannot be read is passed over.
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from hf_blend.errors import HfBlendError, UnsupportedModelError
-from hf_blend.model_names import PACKAGED
+from hf_blend.model_names import PACKAGED, converted_models
 from hf_blend.store.memory import available_bytes
 
 from .bundled import AUTO, REAL, ModelSource, choose_device, choose_dtype, first_line, open_model
@@ -29,6 +30,7 @@ from .retrieving import Piece
 FOLDER = "HF_BLEND_MODELS"  # the variable; empty, nothing is looked for
 MEMORY_SHARE = 0.5  # of what is free: weights may take so much, and K and V of a prompt so much of the rest
 INSTRUCTED = re.compile("instruct|chat|-it$", re.IGNORECASE)  # names of models that were taught to answer
+PARAMETERS_PER_CORE = 0.35e9  # of a CPU; a larger model answers, but so late that nobody waits
 TOP_K = {0.3e9: 3, 1e9: 4, 3e9: 6, math.inf: 8}  # parameters below → passages that a model answers from
 POSITIONS_SHARE = 0.8  # of the positions are for passages, the rest for the question and what is around it
 FIRST_TRY = (
@@ -78,7 +80,10 @@ def choose_model(device: str = AUTO, dtype: str = AUTO, most_parameters: float =
     Raises:
         MissingExtraError: there is none, and `smollm2` is not here either.
     """
-    free_bytes = _free_bytes(choose_device(device))
+    place = choose_device(device)
+    free_bytes = _free_bytes(place)
+    if place.type == "cpu":
+        most_parameters = min(most_parameters, PARAMETERS_PER_CORE * (os.cpu_count() or 1))
     candidates, skipped = _candidates(choose_dtype(dtype))
     for candidate in sorted(candidates, key=lambda candidate: candidate.rank):
         size = f"{_gb(candidate.nbytes)} of {_gb(free_bytes)} free"
@@ -168,10 +173,8 @@ def _cached(skipped: list[str]) -> Iterator[tuple[str, Path, str]]:
 
 def _converted() -> Iterator[tuple[str, Path, str]]:
     """Models that were converted into the user's cache."""
-    from huggingface_hub import constants
-
-    for config in sorted(Path(constants.HF_ASSETS_CACHE, "hf_blend", "models").glob("*/*/config.json")):
-        yield _short(config.parent.parent.name), config.parent, "the converted models"
+    for name, folder in converted_models().items():
+        yield _short(name), folder, "the converted models"
 
 
 def _short(name: str) -> str:

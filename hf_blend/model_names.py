@@ -77,9 +77,19 @@ PACKAGED = {
 }
 
 
+def converted_models() -> dict[str, Path]:
+    """The folders of the models that were converted into the user's cache, by their names."""
+    from huggingface_hub import constants
+
+    configs = Path(constants.HF_ASSETS_CACHE, "hf_blend", "models").glob("*/*/config.json")
+    return {config.parent.parent.name: config.parent for config in sorted(configs)}
+
+
 def locate(name: str) -> str:
     """Turn a model's name into what `from_pretrained` takes."""
-    return PACKAGED[name].locate() if name in PACKAGED else name
+    if name in PACKAGED:
+        return PACKAGED[name].locate()
+    return name if Path(name).exists() else str(converted_models().get(name, name))
 
 
 def from_checkout(program: str) -> ModuleType:

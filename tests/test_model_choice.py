@@ -17,7 +17,7 @@ from hf_blend.evaluation.answering import LOOP_TIMES, LOOP_TOKENS, LoopStop, is_
 from hf_blend.evaluation.demo.model_cache import ModelCache
 from hf_blend.evaluation.model_choice import FIRST_TRY, REFUSED, choose_model, choose_top_k
 from hf_blend.evaluation.retrieving import Piece
-from hf_blend.model_names import PACKAGED
+from hf_blend.model_names import PACKAGED, load_config
 from tests.saved_models import save_tokenizer_of_bytes, save_tokenizer_that_chats
 from tests.source import ROOT
 
@@ -126,10 +126,19 @@ def test_what_the_memory_does_not_hold_is_passed_over_in_the_dtype_it_is_loaded_
     assert choose_model("cpu", "bfloat16", most_parameters=100_000).source.name == "a/small"
 
 
+def test_what_a_cpu_of_few_cores_would_answer_too_late_is_passed_over(hub, add, monkeypatch):
+    add("small", 1)
+    add("large", 4)
+    assert choose_model("cpu").source.name == "large"
+    monkeypatch.setattr(model_choice, "PARAMETERS_PER_CORE", 40_000 / (model_choice.os.cpu_count() or 1))
+    assert choose_model("cpu").source.name == "small"
+
+
 def test_converted_models_and_a_folder_of_models_are_looked_through(hub, add, tmp_path, monkeypatch):
     add("mine/parted", 2, root=tmp_path / "assets" / "hf_blend" / "models")
     choice = choose_model("cpu")
     assert (choice.source.name, "the converted models" in choice.reason) == ("mine", True)
+    assert load_config("mine").num_hidden_layers == 2, "its name is taken where names of models are"
     add("owner/own", 1, root=tmp_path / "models")
     monkeypatch.setenv(model_choice.FOLDER, str(tmp_path / "models"))
     assert choose_model("cpu").source.name == "owner/own", "the folder alone"

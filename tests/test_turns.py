@@ -361,3 +361,26 @@ def test_recall_brings_a_turn_back_and_later_turns_are_behind_it():
     assert text.startswith(kept + back)
     assert asked in text
     assert last.removesuffix("<|im_end|>") in text
+
+
+@pytest.mark.parametrize("expected", [True, False])
+def test_a_prompt_that_never_came_counts_as_no_part_of_the_cache(expected):
+    """The next turn is built but not passed: the first prompt is continued otherwise, from its last token on."""
+    model, tokenizer = small()
+    cache = BlendCache(model, memory(), allow_unverified=True, recompute_ratio=1.0)
+    messages = [{"role": "user", "content": "".join([*DOCUMENTS, "Who?"])}]
+    first = cache.inputs_from_messages(tokenizer, messages, DOCUMENTS)["input_ids"]
+    settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model.generate(first, past_key_values=cache, max_new_tokens=6, **settings)
+    later = [*messages, {"role": "assistant", "content": "It is Mara."}, {"role": "user", "content": "And a goat?"}]
+    turn = cache.inputs_from_messages(tokenizer, later)["input_ids"]
+    kept = cache.get_seq_length()
+    following = turn[:, kept : kept + 1] if expected else torch.tensor([[ord("X")]])
+    with torch.no_grad():
+        for token in [following, *torch.tensor([[[5]], [[7]], [[9]], [[11]]])]:
+            model(token, past_key_values=cache)
+    again = cache.inputs_from_messages(tokenizer, later)["input_ids"]
+    assert cache.get_seq_length() == kept + expected
+    with torch.no_grad():
+        logits = model(again[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, model(again).logits[:, -1], rtol=1e-4, atol=1e-4)

@@ -400,7 +400,7 @@ class BlendCache(BatchRows):
                 `inputs_from_text` keep what was healed of the answer, too.
 
         Returns:
-            How many of the cached tokens are not exact. 0: all are.
+            How many of the cached tokens are not exact. 0: all are, as far as a codec with losses lets them.
 
         Raises:
             ConfigError: the tokens have padding between them, rows in another order, or rotary frequencies that depend

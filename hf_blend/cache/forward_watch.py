@@ -175,6 +175,8 @@ class ForwardWatch:
             turns.claim(cache.model, request.past)
         if request.width > 1 or not request.past:
             prompts.note_unexpected(request)
+        else:
+            prompts.note_step(request)
         if is_reported and not is_begun:
             notice = prompts.notice if prompts.pending.batch else ""
             cache.report = BlendReport(cache.config.recompute_ratio, past_tokens=request.past, notice=notice)

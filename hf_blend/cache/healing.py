@@ -162,6 +162,7 @@ def heal(cache: Any, ids: Tensor, tokens: int | None, author: Author) -> int:
             frontier.twins[0].compares = not cache.planning.corrector.is_active
         begins_at_zero = any(getattr(twin, "begins_at_zero", False) for twin in frontier.twins)
         frontier.reached = 0 if begins_at_zero else first // group * group
+    compared = frontier.reached  # ids before it did not go through layer 0
     while frontier.column < stop:
         end = min(frontier.reached + BLOCK_TOKENS, stop)
         with torch.inference_mode() if _is_inference(cache) else nullcontext():
@@ -170,7 +171,7 @@ def heal(cache: Any, ids: Tensor, tokens: int | None, author: Author) -> int:
     healed: int = frontier.column - first
     if getattr(frontier.twins[0], "compares", False):
         layer = cache.layers[0]
-        cache.prompts.extend(ids[:, : frontier.column], layer.length - layer.keys.shape[2])
+        cache.prompts.extend(ids[:, : frontier.column], max(compared, layer.length - layer.keys.shape[2]))
     if frontier.column == length:
         for own, twin in zip(cache.layers, frontier.twins, strict=True):
             if hasattr(own, "adopt"):  # a state holds every token, and is exact where all are

@@ -11,6 +11,7 @@ healing.stop()                      # within one block; then the cache is this t
 
 import atexit
 import logging
+import time
 from concurrent.futures import Future
 from threading import Event
 from typing import Any
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from .. import threads
 from .blend_cache import BlendCache
+from .healing import BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
 
-STEP_TOKENS = 64  # in one call: `stop` waits for no more
+STEP_TOKENS, STEP_SECONDS = 64, 0.5  # of the first call, and what one may take: `stop` waits for no more
+FEWEST_TOKENS = 32  # of a call: a group of 8 or 4 bits
 
 
 class IdleHealing:
@@ -50,8 +53,10 @@ class IdleHealing:
 
 def _heal(cache: BlendCache, history: Tensor | None, is_stopped: Event) -> None:
     before: Any = None
+    tokens, began_s = STEP_TOKENS, time.monotonic()
     try:
-        while not is_stopped.is_set() and (left := cache.heal(STEP_TOKENS, history)) and left != before:
-            before = left
+        while not is_stopped.is_set() and (left := cache.heal(tokens, history)) and left != before:
+            fitting = tokens * STEP_SECONDS / max(time.monotonic() - began_s, 1e-9)
+            before, tokens, began_s = left, min(max(int(fitting), FEWEST_TOKENS), BLOCK_TOKENS), time.monotonic()
     except Exception as error:
         logger.warning("healing ended (%r), and the cache stays exact on the left and blended on the right", error)

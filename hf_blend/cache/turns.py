@@ -65,6 +65,19 @@ class KnownPrompts:
         else:
             self.beginnings = ()
 
+    def note_step(self, request: Request) -> None:
+        """Update `beginnings` for one token that came while prompts were expected: what has not come is not known."""
+        batch, columns = self.pending.batch, request.past
+        if batch is None:
+            return
+        if self.pending.cached or len(self.beginnings) != len(batch.input_ids):
+            self.beginnings = ()
+            return
+        if request.ids is not None and torch.equal(request.ids.cpu(), batch.input_ids[:, columns : columns + 1]):
+            columns += 1
+        tokens = batch.attention_mask[:, :columns].sum(dim=1).tolist()
+        self.beginnings = tuple(row[:count] for row, count in zip(self.beginnings, tokens, strict=True))
+
     def select_rows(self, indices: Any, batch_size: int) -> None:
         """Note that of the rows of a cache these are kept, in this order; see `batch_select_indices`."""
         if len(self.beginnings) < 2:  # all rows begin so

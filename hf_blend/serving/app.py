@@ -33,7 +33,8 @@ PAGE = """<!doctype html>
 <p>This address is for programs: clients of OpenAI's API take <code>URL/v1</code> as their base URL.</p>
 <pre>{}</pre>
 <pre>curl URL/v1/chat/completions -H 'content-type: application/json' -H 'authorization: Bearer KEY' \\
-  -d '{{"messages": [{{"role": "user", "content": "Who keeps the light?"}}], "documents": ["Una keeps the light."]}}'
+  -d '{{"messages": [{{"role": "user", "content": "Who keeps the light?"}}], "documents": ["Una keeps the light."], \
+      "temperature": 0, "max_tokens": 32}}'
 </pre>
 <p>docs/serving.md of hf_blend has every field and limit.</p></html>
 """

@@ -133,8 +133,8 @@ class Healing:
 
     def begin(self, step: Step) -> RequestState:
         """Return the request of a step, which finds the blocks of the steps before it as any request does."""
-        self._running, self._began = step, time.monotonic()
         self._prefills.expect(HEALING, step.conversation.reuse)
+        self._running, self._began = step, time.monotonic()
         # two tokens, and no end token: the engine shares no block of a request that ends in the step that fills it
         return RequestState(HEALING, list(step.conversation.ids[: step.stop]), max_new_tokens=2, eos_token_id=-1)
 

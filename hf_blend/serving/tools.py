@@ -5,7 +5,7 @@
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import PromptError
@@ -127,13 +127,24 @@ class Parts:
             if is_last and (calls := self._bare_call()):
                 return calls
             self._may_be_bare, text = False, self._unsent
+        self._unsent = self._unsent[: len(self._unsent) - len(text)]
+        return _merged(self._parse(text, is_last))
+
+    def _parse(self, text: str, is_last: bool) -> Iterator[dict[str, Any]]:
+        """Feed the parser letter by letter, so that what it told before it failed is told in any case."""
+        behind = text
         try:
-            events = self._parser.feed(text)
-            events += self._parser.finalize()[1] if is_last else []
-            return [delta for event in events for delta in self._delta(event)]
+            for number, letter in enumerate(text, 1):
+                behind = text[number:]
+                self._unsent += letter
+                for event in self._parser.feed(letter):
+                    yield from self._delta(event)
+            for event in self._parser.finalize()[1] if is_last else ():
+                yield from self._delta(event)
         except ValueError:  # it is no call, after all
             self._parser = None
-            return self._rest()
+            self._unsent += behind
+            yield from self._rest()
 
     def _delta(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
         field, kind = event.get("field"), event["type"]
@@ -181,3 +192,15 @@ class Parts:
     def _rest(self) -> list[dict[str, Any]]:
         text, self._unsent = self._unsent, ""
         return [{"content": text}] if text else []
+
+
+def _merged(deltas: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same parts, neighbours of one text joined."""
+    merged = list[dict[str, Any]]()
+    for delta in deltas:
+        name = next(iter(delta))
+        if merged and name != "tool_calls" and [*merged[-1]] == [name]:
+            merged[-1] = {name: merged[-1][name] + delta[name]}
+        else:
+            merged.append(delta)
+    return merged

@@ -295,6 +295,22 @@ def test_calls_are_found_in_what_a_model_writes_and_text_around_them_is_text():
     assert parts_of('{"name": "sea', is_forced=True) == ('{"name": "sea', [])
 
 
+@pytest.mark.parametrize(
+    ("text", "content", "count"),
+    [
+        ('{"a": 1}\nCALL\nBAD', '{"a": 1}\nBAD', 1), ('{"a": 1}\nBAD', '{"a": 1}\nBAD', 0),
+        ("```json\n{}\n```\nCALL\n<tool_call>{", "```json\n{}\n```\n<tool_call>{", 1),
+    ],
+)  # fmt: skip
+def test_what_came_before_a_broken_call_is_kept_however_the_answer_comes(text, content, count):
+    """An answer that begins as JSON is held back, and comes in one piece then."""
+    call = '<tool_call>{"name": "search", "arguments": {"query": "clocks"}}</tool_call>'
+    broken = call.replace('{"query": "clocks"}', "[1]")
+    expected = content.replace("BAD", broken), [(number, "search", '{"query": "clocks"}') for number in range(count)]
+    for size in (1, 3, 1000):
+        assert parts_of(text.replace("CALL", call).replace("BAD", broken), size=size) == expected
+
+
 BARE = '{"name": "search", "arguments": {"query": "clocks"}}'
 
 
