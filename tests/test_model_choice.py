@@ -130,7 +130,7 @@ def test_what_a_cpu_of_few_cores_would_answer_too_late_is_passed_over(hub, add, 
     add("small", 1)
     add("large", 4)
     assert choose_model("cpu").source.name == "large"
-    monkeypatch.setattr(model_choice, "PARAMETERS_PER_CORE", 40_000 / (model_choice.os.cpu_count() or 1))
+    monkeypatch.setattr(model_choice, "PARAMETERS_PER_CORE", 75_000 / (model_choice.os.cpu_count() or 1))
     assert choose_model("cpu").source.name == "small"
 
 
