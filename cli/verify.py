@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that blending is exact for a model, or for every type."""
 
+import logging
 from typing import Annotated, Any
 
 import typer
@@ -51,6 +52,9 @@ def verify(
     if every:
         _verify_all(json)
         return
+    checking = logging.getLogger("hf_blend.verify.runner")  # names each check as it begins
+    checking.handlers = [logging.StreamHandler()]
+    checking.setLevel(logging.INFO)
     verdict = run_checks(
         model or "", dtypes=dtype or ("float32", "bfloat16"), attention=attention or ATTENTIONS, checks=rung,
         device=str(choose_device(device)),

@@ -159,7 +159,7 @@ def make_app(service: Service) -> Guard:
     listed = "\n".join(f"{'POST' if 'POST' in (route.methods or ()) else 'GET'} {route.path}" for route in routes)
 
     def page(request: Request) -> Response:
-        return HTMLResponse(PAGE.format(listed))
+        return HTMLResponse(PAGE.format(listed.replace(":path}", "}")))
 
     routes += [Route(path, page) for path in PAGES]
     app = Starlette(routes=routes, lifespan=lifespan)
