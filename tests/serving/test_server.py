@@ -4,6 +4,7 @@
 
 import asyncio
 import contextlib
+import copy
 import gc
 import json
 import random
@@ -527,7 +528,7 @@ def test_documents_are_chunks_wherever_they_are_in_a_prompt(reference):
 
 
 def test_documents_within_a_template_have_the_ids_of_the_whole_text_and_keep_their_inside():
-    tokenizer = small_tokenizer("spaces")
+    tokenizer = copy.deepcopy(small_tokenizer("spaces"))  # which other tests share
     tokenizer.chat_template = CHATML
     prompt = chat_prompt(tokenizer, messages("Where?"), DOCUMENTS)
     asked = messages("\n\n".join([*DOCUMENTS, "Where?"]))
