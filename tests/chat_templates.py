@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates that do what published ones do, each in a file, and small tokenizers trained for the tests."""
 
+import copy
 import functools
 from pathlib import Path
 
@@ -74,9 +75,13 @@ CASES = {
 }
 
 
-@functools.cache
 def small_tokenizer(kind: str = "bytes") -> PreTrainedTokenizerFast:
-    """Train a tokenizer on the documents: "bytes" as GPT-2's, "spaces" as those of SentencePiece, with BOS."""
+    """A tokenizer trained on the documents: "bytes" as GPT-2's, "spaces" as those of SentencePiece, with BOS."""
+    return copy.deepcopy(_trained(kind))  # so that a test may give it a template
+
+
+@functools.cache
+def _trained(kind: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(byte_fallback=kind == "spaces", unk_token="<unk>" if kind == "spaces" else None))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if kind == "bytes":
