@@ -239,7 +239,7 @@ def test_inputs_from_messages_of_a_published_tokenizer(name, template, tiny_mode
 
 @pytest.fixture
 def plain(tiny_model):
-    tokenizer = small_tokenizer.__wrapped__("spaces")
+    tokenizer = small_tokenizer("spaces")
     tokenizer.chat_template = CHATML
     return tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=2048), tokenizer
 

@@ -232,7 +232,7 @@ def test_fallback_reason_and_notice_name_another_tokenizer(models, tmp_path, cap
 
 
 def test_tokenizer_digest_ignores_padding_and_truncation(known):
-    tokenizer = small_tokenizer.__wrapped__("spaces")
+    tokenizer = small_tokenizer("spaces")
     before = tokenizer_digest(known[1])
     tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
     assert tokenizer_digest(tokenizer) == before
