@@ -27,7 +27,7 @@ $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	touch $(STAMP)
 
 quickstart: $(STAMP) ## ask a real model about a handbook by full prefill, full reuse and blending: words, times, divergence
-	$(BIN)/hf-blend ask --compare --rounds 2 --max-new-tokens 32 --store $(VENV)/quickstart
+	$(BIN)/hf-blend ask --model smollm2 --compare --rounds 2 --max-new-tokens 32 --store $(VENV)/quickstart
 
 demo: $(STAMP) ## show three answers side by side in a browser
 	$(BIN)/hf-blend demo
