@@ -62,7 +62,9 @@ class Encoder:
     def identity(self) -> str:
         """What tells an encoder from all others: the digest of its files."""
         digest = hashlib.sha256()
-        for path in sorted(path for path in self.folder.rglob("*") if path.suffix in READ and path.is_file()):
+        walked = os.walk(self.folder, followlinks=True)
+        paths = sorted(Path(folder, name) for folder, _, names in walked for name in names)
+        for path in [path for path in paths if path.suffix in READ and path.is_file()]:
             with path.open("rb") as file:
                 own = hashlib.file_digest(file, "sha256").hexdigest()
             digest.update(f"{path.relative_to(self.folder)}\0{own}\n".encode())
@@ -165,7 +167,7 @@ class Meaning:
             return {}
         are_sound = all(
             rows.dtype == np.float32 and rows.ndim == 2 and len(rows) and rows.shape[1] == self._encoder.width
-            and np.isfinite(rows).all() for rows in vectors.values()
+            and (np.linalg.norm(rows, axis=1) <= 1.001).all() for rows in vectors.values()
         )  # fmt: skip
         return vectors if are_sound else {}
 

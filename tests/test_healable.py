@@ -287,3 +287,8 @@ def test_a_cache_with_tokens_is_true_and_an_empty_one_false():
     assert bool(cache) is False
     generated(model, {"input_ids": prompt(9), "attention_mask": torch.ones(1, 9)}, cache)
     assert bool(cache) is True
+
+
+def test_fewer_tokens_than_none_are_refused(tiny_model):
+    with pytest.raises(ConfigError, match=r"heal\(-5\) was called"):
+        BlendCache(tiny_model("llama"), memory()).heal(-5)

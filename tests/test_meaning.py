@@ -104,7 +104,7 @@ def test_another_encoder_and_another_namespace_find_nothing_of_these_vectors(kv,
         assert computed(other) == list(TEXTS.values())
 
 
-@pytest.mark.parametrize("content", [b"", b"no tensors", "cut", "narrow", "nan"])
+@pytest.mark.parametrize("content", [b"", b"no tensors", "cut", "narrow", "nan", "long"])
 def test_damaged_vectors_are_computed_again(kv, content):
     from safetensors.numpy import load, save
 
@@ -112,8 +112,8 @@ def test_damaged_vectors_are_computed_again(kv, content):
     path = next(path for path in files(kv) if digest_of("a boat") in load(path.read_bytes()))
     if content == "cut":
         content = path.read_bytes()[:-4]
-    elif content in ("narrow", "nan"):
-        rows = np.ones((1, 3)) if content == "narrow" else np.full((1, 5), np.nan)
+    elif isinstance(content, str):
+        rows = {"narrow": np.ones((1, 3)) / 2, "nan": np.full((1, 5), np.nan), "long": np.full((1, 5), 1e30)}[content]
         content = save({digest_of("a boat"): rows.astype(np.float32)})
     path.write_bytes(content)
     assert computed(kv) == ["a boat"]

@@ -403,14 +403,16 @@ class BlendCache(BatchRows):
             How many of the cached tokens are not exact. 0: all are, as far as a codec with losses lets them.
 
         Raises:
-            ConfigError: the tokens have padding between them, rows in another order, or rotary frequencies that depend
-                on the length; a layer is on another device or loaded in part; or another model or adapter computed
-                what the cache holds, or came while a block was healed, which is then as before.
+            ConfigError: `tokens` is negative; the tokens have padding between them, rows in another order, or rotary
+                frequencies that depend on the length; a layer is on another device or loaded in part; or another model
+                or adapter computed what the cache holds, or came while a block was healed, which is then as before.
             PromptError: `history` is not what the cache holds, by the ids that are known and by K and V of layer 0,
-                or has a token that stands for an image.
+                or has a placeholder of an image.
             UnsupportedModelError: the model is inside `self_extend`.
         """
         frontier, length = self.kv.frontier, super().get_seq_length()
+        if tokens is not None and tokens < 0:
+            raise ConfigError(f"heal({tokens}) was called, but a number of tokens from 0 on, or None, is expected.")
         if tokens == 0 or not frontier.left(length):
             return frontier.left(length)
         author = author_of(self.model)

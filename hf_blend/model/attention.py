@@ -144,7 +144,7 @@ def hook_attention(
 ) -> list[RemovableHandle]:
     """Have attention modules call what `choose` returns for the arguments of each call, until the handles are removed.
 
-    Where it returns None, a call goes on as it would without.
+    Where it returns None, a call continues as it would without.
     """
 
     def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:

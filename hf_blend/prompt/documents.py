@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents: a text, or a dict or an object that has one.
 
-The text is the first of `FIELDS` that is there and not None. A dict's `title` stands before it, an empty line between,
+The text is the first of `FIELDS` that is there and not None. A dict's `title` is put before it, an empty line between,
 unless a prompt has the text without it. No other field is used. So documents of LangChain and Haystack can be passed,
 and their JSON too. A node of LlamaIndex has the text that LlamaIndex writes into prompts.
 """

@@ -27,10 +27,8 @@ __all__ = ["HEALING", "Conversation", "Healing", "Step"]
 logger = logging.getLogger(__name__)
 
 HEALING = "hf_blend: heals a conversation"  # the name of the engine's own request
-STEP_TOKENS, STEP_SECONDS = (
-    64,
-    0.1,
-)  # most of one step, in whole pages and at least one: a request that comes waits for it
+STEP_TOKENS = 64  # most of one step, in whole pages
+STEP_SECONDS = 0.1  # that a step may take, unless a page takes longer: a request that comes waits for it
 MOST_CONVERSATIONS, MOST_TOKENS = 16, 1 << 16  # remembered of a tenant; the oldest are forgotten
 
 

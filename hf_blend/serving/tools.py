@@ -131,7 +131,7 @@ class Parts:
         return _merged(self._parse(text, is_last))
 
     def _parse(self, text: str, is_last: bool) -> Iterator[dict[str, Any]]:
-        """Feed the parser letter by letter, so that what it told before it failed is told in any case."""
+        """Feed the parser letter by letter, so that what it gave before it failed is kept."""
         behind = text
         try:
             for number, letter in enumerate(text, 1):
@@ -178,7 +178,7 @@ class Parts:
             raise ValueError("a call without a name")
         if not isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, dict):
             raise ValueError(f"{arguments!r:.40} are no arguments")  # no request could hold them
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         self._calls += 1
         call = {"index": self._calls - 1, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
         return {"tool_calls": [{**call, "function": {"name": name, "arguments": text}}]}
