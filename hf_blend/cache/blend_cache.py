@@ -31,6 +31,7 @@ from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import decoder_layers, default_sink
 from ..model.author import author_of, refuse_other_author
+from ..model.cache_keyword import cache_argument
 from ..model.fingerprint import structure_digest
 from ..model.hooks import asking_generate
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
@@ -73,20 +74,16 @@ class BlendCache(BatchRows):
     Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic
     cache: empty before the prefill, full after it. `report` says what the last prefill cost.
 
-    `model(**inputs, past_key_values=cache, logits_to_keep=1)` is the same prefill without `generate`, and gives the
-    logits of the last token; a larger number gives those of so many last tokens. Where outputs of every token are
-    asked for (no `logits_to_keep`, a tensor of places, `labels`, hidden states, attentions) all tokens are computed,
-    as without this cache: nothing is reused then, and `report.fallback_reason` and one warning say why.
-
-    With `kv_device_map`, `kv_memory` says which layers' K and V are where, how many bytes were on the device at most,
-    and how many are on disk; what is on disk is deleted with the cache.
+    `model(**inputs, **cache.keyword, logits_to_keep=1)` is the same prefill without `generate`, for the logits of the
+    last token or of as many as it says. Where outputs of every token are asked for (no `logits_to_keep`, `labels`,
+    hidden states, attentions) nothing is reused; `report.fallback_reason` and one warning say why.
+    With `kv_device_map`, `kv_memory` says where K and V are; what is on disk is deleted with the cache.
 
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
-    every other, copies included; a copy that `torch.compile` has compiled is not noticed. K and V belong to the model
-    as it was when it computed them. Where a turn begins under another adapter, other weights, another dtype or
-    attention, prompts of `inputs` and its like are computed again, and `report.notice` says so; others are refused.
-    What was held is set aside, so that two adapters may alternate, and only new tokens are computed; that takes memory
-    for both, which `reset` frees. Steps of one token are not looked at, but in the first of a `generate`.
+    every other; a copy that `torch.compile` has compiled is not noticed. Where a turn begins under another adapter,
+    other weights, another dtype or attention, prompts of `inputs` and its like are computed again, and
+    `report.notice` says so; others are refused. What was computed before is set aside, so that two adapters may
+    alternate; `reset` frees it. Steps of one token are not looked at, but in the first of a `generate`.
     """
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "BlendCache":
@@ -136,8 +133,12 @@ class BlendCache(BatchRows):
 
     def hold(self, kv: KVLayers) -> None:
         """Hold K and V in these layers."""
-        self.kv = kv
-        self.layers = [*kv.all]
+        self.kv, self.layers = kv, [*kv.all]
+
+    @property
+    def keyword(self) -> dict[str, "BlendCache"]:
+        """This cache by the name under which the model takes it, which is another since transformers 5.24."""
+        return cache_argument(self.model, self)
 
     @property
     def kv_memory(self) -> Any:
@@ -157,8 +158,7 @@ class BlendCache(BatchRows):
         """Build the prompt of the next `generate` from its pieces. Chunks that the store lacks are computed then.
 
         The ids are joined, never the texts. For a tokenizer with a chat template `inputs_from_messages` is meant: the
-        model was trained on such prompts, and one warning says so. The model is watched from here until it is called
-        with this cache, so that a direct call is seen too.
+        model was trained on such prompts, and one warning says so.
 
         Args:
             tokenizer: the model's tokenizer.
@@ -239,8 +239,8 @@ class BlendCache(BatchRows):
     ) -> BatchEncoding:
         """Build the prompt of the next `generate` from text as it is, with stored chunks wherever they are in it.
 
-        The ids are those of `tokenizer(text)`: the text is tokenised as a whole. A tokenizer makes other tokens where
-        texts are joined; these few are computed, and what is inside a chunk is reused (`report.seam_tokens`).
+        The ids are those of `tokenizer(text)`. Where texts are joined a few differ: they are computed
+        (`report.seam_tokens`), and what is inside a chunk is reused.
 
         Args:
             tokenizer: the model's tokenizer.
