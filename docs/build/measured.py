@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 HEAD = """# Measurements
 
-Each section begins with what was found, and names the file with settings, versions and more rows. The first four are
-about answers of real models. The others are about time and bytes, mostly with random weights in the proportions of the
-named model, in float32, with all chunks in memory, by medians. The two CPU cores were not always quiet: trust ratios
-more than milliseconds. No GPU was measured. What did not help is in [benchmarks/LOG.md](../benchmarks/LOG.md).
+Each section begins with what was found; its file has settings, versions and more rows. The first four sections are
+about answers of real models. The others are about time and bytes, of SmolLM2-135M where no other is named: float32,
+one or two threads, chunks in memory, medians, mostly random weights. The CPU was not always quiet: trust ratios more
+than milliseconds. No GPU was measured. What did not help is in [benchmarks/LOG.md](../benchmarks/LOG.md).
 
 ## How near is a blend to full prefill?
 
@@ -144,14 +144,10 @@ def _first(document: Document, **known: Any) -> Document:
     return next(row for row in document["rows"] if all(row.get(name) == value for name, value in known.items()))
 
 
-def _threads(document: Document) -> str:
-    return "one thread" if document["threads"] == 1 else f"{document['threads']} threads"
-
-
-def _setting(document: Document) -> str:
-    """The model, and how many threads it had."""
-    settings = {**document.get("machine", {}), **document}
-    return f"{settings['shape'].removeprefix('model:')}, {_threads(settings)}"
+def _of_shape(document: Document) -> str:
+    """Which model was measured, where it is not SmolLM2."""
+    shape = {**document.get("machine", {}), **document}["shape"]
+    return "" if shape in ("smollm2-135m", "model:smollm2") else f" with the shape {shape}"
 
 
 def _longest(document: Document) -> Document:
@@ -195,13 +191,13 @@ def _hidden(document: Document) -> str:
 
 def _planned(document: Document) -> str:
     wrong = [
-        f"{row['shape']} at {_share(row['ratio'])} (chose {row['chosen']}, best is {row['best']})"
+        f"{row['shape']} at {_share(row['ratio'])} ({row['chosen']}, best is {row['best']})"
         for row in document["rows"]
         if row["chosen"] != row["best"]
     ]
     return (
         f"`hf-blend store plan` chooses the best device in {document['right']} of {len(document['rows'])} cases. "
-        f"It errs for {', '.join(wrong)}; in {document['refuted']} of these the rounds leave no doubt."
+        f"It errs with the shapes {', '.join(wrong)}; in {document['refuted']} of these the rounds leave no doubt."
     )
 
 
@@ -222,15 +218,13 @@ def _stored_images(document: Document) -> str:
 
 
 EXTEND = "Self-Extend"
-WAYS = {  # of docs/holding_less.md: in the result file, on the page, and beside what it is measured
-    "kv_bits 8": ("`kv_bits=8`", "the blend"),
-    "kv_bits 4": ("`kv_bits=4`", "the blend"),
-    "gsa 0.5": ("`sparse=0.5`", "full prefill"),
-    "gsa 0.25": ("`sparse=0.25`", "full prefill"),
-    "kvstar 0.25": ("the same, method `kvstar`", "full prefill"),
-    "random 0.25": ("the same, method `random`", "full prefill"),
-    "partial 0.5": ("`partial=0.5`", "the blend"),
-    "partial 0.25": ("`partial=0.25`", "the blend"),
+WAYS = {  # of docs/holding_less.md: in the result file, and on the page
+    "kv_bits 8": "`kv_bits=8`",
+    "kv_bits 4": "`kv_bits=4`",
+    "partial 0.25": "`partial=0.25`",
+    "gsa 0.25": "`sparse=0.25`",
+    "kvstar 0.25": "the same, method `kvstar`",
+    "random 0.25": "the same, method `random`",
 }
 
 
@@ -276,7 +270,7 @@ def _first_token(title: str, result: str, ratio: float, columns: Mapping[str, Ce
             f"{_share(_first(found, ratio=ratio)['bound_share'])} of what the saved FLOPs allow."
         ),
         lambda found: (
-            f"`hf-blend bench ttft`: {_setting(found['machine'])}; full prefill takes "
+            f"`hf-blend bench ttft`{_of_shape(found['machine'])}; full prefill takes "
             f"{found['full']['ttft_ms'] / 1e3:.2f} s."
         ),
         columns=columns or {},
@@ -306,7 +300,7 @@ SECTIONS = (
             f"{_longest(found)['prompt_tokens']} tokens it is {_longest(found)['speedup']:.1f} times as fast, with "
             "`boundary` at 15 %."
         ),
-        lambda found: f"`hf-blend bench break-even`: {_setting(found['machine'])}.",
+        lambda found: f"`hf-blend bench break-even`{_of_shape(found['machine'])}.",
         "Thin models pay later.",
     ),
     Section(
@@ -317,7 +311,7 @@ SECTIONS = (
             f"as fast as with a `DynamicCache`, and {found['rows'][-1]['vs_static']:.2f} times as fast as with a "
             "`StaticCache`."
         ),
-        lambda found: f"`benchmarks/bench.py decode`: {_setting(found)}.",
+        lambda found: f"`benchmarks/bench.py decode`{_of_shape(found)}.",
         "On a GPU growing a `DynamicCache` costs less.",
     ),
     Section(
@@ -328,7 +322,7 @@ SECTIONS = (
             f"{_first(found, context=16384, cache='kv_device_map')['vs_device']:.2f} of its speed at 16,384 tokens. "
             "The text is the same."
         ),
-        lambda found: f"`benchmarks/bench.py offload`: {_setting(found)}.",
+        lambda found: f"`benchmarks/bench.py offload`{_of_shape(found)}.",
     ),
     Section(
         "Looking at fewer blocks while decoding",
@@ -339,7 +333,7 @@ SECTIONS = (
             f"{_first(found, context=4096, way='0.25 locked')['vs_dense']:.2f} times at 4,096, if the selection is "
             "held over steps. Selecting again in every step costs most of it."
         ),
-        lambda found: f"`benchmarks/bench.py sparse-decode`: {_setting(found)}.",
+        lambda found: f"`benchmarks/bench.py sparse-decode`{_of_shape(found)}.",
         "Not measured: text; random K and V are attended to evenly.",
     ),
     Section(
@@ -350,7 +344,7 @@ SECTIONS = (
             f"{_first(found, context=32768, place='disk', way='0.25 locked')['vs_dense_there']:.1f} times as fast as "
             "all of them at 32,768 tokens."
         ),
-        lambda found: f"`benchmarks/bench.py sparse-offload`: {_setting(found)}; files in the page cache.",
+        lambda found: f"`benchmarks/bench.py sparse-offload`{_of_shape(found)}; files in the page cache.",
         "Not measured: a cold disk; text.",
     ),
     Section(
@@ -364,7 +358,7 @@ SECTIONS = (
         ),
         lambda found: (
             f"`benchmarks/bench.py partial-load`: {found['chunks']} chunks of {found['chunk_tokens']} tokens, "
-            f"{found['layers']} layers whose heads agree, {_threads(found)}. Loading whole chunks hides behind "
+            f"{found['layers']} layers whose heads agree. Loading whole chunks hides behind "
             "computing."
         ),
         "`benchmarks/reproduce.py impress --model M` measures yours.",
@@ -375,16 +369,15 @@ SECTIONS = (
         _less,
         lambda found: (
             f"`benchmarks/real_context.py decoding`: {found['settings']['model']}, prompts of HotpotQA, n = "
-            f"{found['rows'][0]['n']}, `sparse` in blocks of {found['settings']['block_tokens']} tokens. Same tokens: "
-            "how often the first choice is full prefill's; with the default blend it is "
-            f"{_share(_first(found, way='blend')['same'])}."
+            f"{found['rows'][0]['n']}. KL of `sparse` (blocks of {found['settings']['block_tokens']} tokens) is from "
+            "full prefill, that of the others from the blend. Same tokens: how often the first choice is full "
+            f"prefill's; with the default blend it is {_share(_first(found, way='blend')['same'])}."
         ),
         "Not measured: long answers, in which a small error may grow.",
         {
-            "way": lambda row: WAYS[row["way"]][0],
+            "way": lambda row: WAYS[row["way"]],
             "of K and V": percent("share"),
             "KL, ten tokens": with_interval("kl", ".4f"),
-            "beside": lambda row: WAYS[row["way"]][1],
             "same tokens": percent("same"),
         },
         lambda found: [_first(found, way=way) for way in WAYS],
@@ -405,8 +398,8 @@ SECTIONS = (
         "store_plan",
         _planned,
         lambda found: (
-            f"`benchmarks/bench.py store-plan`: {found['chunks']} chunks of {found['chunk_tokens']} tokens, "
-            f"{_threads(found)}. Of half the length: "
+            f"`benchmarks/bench.py store-plan`: {found['chunks']} chunks of {found['chunk_tokens']} tokens. "
+            "Of half the length: "
             "[store_plan_small.json](../benchmarks/results/store_plan_small.json)."
         ),
         "Tiers are throttled to a rate; a real network was not measured.",
@@ -415,7 +408,7 @@ SECTIONS = (
         "Loading beside computing",
         "ttft_disk_spare",
         _hidden,
-        lambda found: f"`benchmarks/bench.py ttft-disk`: {_setting(found['machine'])}, one core to spare.",
+        lambda found: f"`benchmarks/bench.py ttft-disk`{_of_shape(found['machine'])}, one core to spare.",
         "Without one [they cost each other](../benchmarks/results/ttft_disk.json).",
     ),
     Section(
@@ -439,7 +432,7 @@ SECTIONS = (
             f"{_share(1 - found['warm']['share_of_raw_read'])} of the rate from the page cache."
         ),
         lambda found: (
-            f"`benchmarks/bench.py store`: {_threads(found)}. A store of {found['open_entries']:,} entries opens in "
+            f"`benchmarks/bench.py store`. A store of {found['open_entries']:,} entries opens in "
             f"{found['open_s']:.2f} s; with full durability it writes {found['put_mb_s']:.0f} MB/s."
         ),
     ),
@@ -453,7 +446,7 @@ SECTIONS = (
         ),
         lambda found: (
             f"`benchmarks/bench.py hybrids`: {found['chunks']} chunks of {found['chunk_tokens']} tokens, "
-            f"{_share(found['ratio'])} recomputed, {_threads(found)}."
+            f"{_share(found['ratio'])} recomputed."
         ),
         "Not measured: fused kernels, beside which copies weigh more.",
     ),
@@ -461,7 +454,7 @@ SECTIONS = (
         "Several sequences behind one prefix",
         "sequences",
         _together,
-        lambda found: f"`benchmarks/bench.py sequences`: {_setting(found)}, {found['prefix_tokens']:,} shared tokens.",
+        lambda found: f"`benchmarks/bench.py sequences`{_of_shape(found)}, {found['prefix_tokens']:,} shared tokens.",
     ),
     Section(
         "Turns of a conversation",
@@ -471,7 +464,7 @@ SECTIONS = (
             f"{found['rows'][-1]['speedup']:.1f} times as fast, {found['rows'][-1]['speedup_with_load']:.1f} times "
             "with loading the file."
         ),
-        lambda found: f"`benchmarks/bench.py session`: {_setting(found)}.",
+        lambda found: f"`benchmarks/bench.py session`{_of_shape(found)}.",
     ),
     Section(
         "A prompt with images",
@@ -479,7 +472,7 @@ SECTIONS = (
         _stored_images,
         lambda found: (
             f"`benchmarks/images.py`: {found['shape']['images']} images of {found['shape']['tokens_per_image']} "
-            f"tokens, models of {found['shape']['layers']} layers, {_threads(found['machine'])}."
+            f"tokens, models of {found['shape']['layers']} layers."
         ),
     ),
 )

@@ -171,7 +171,7 @@ def _front(document: dict[str, Any]) -> list[str]:
 def _robust(document: dict[str, Any]) -> list[str]:
     """What rules leave on every model and task without a charge and at the default's; * beats tokens at random."""
     found = robust_rows(document)
-    heads = [f"{MODELS[model]}, {TASKS[task]}, n = {rows[REUSE]['n']}" for (model, task), rows in found.items()]
+    heads = [f"{MODELS[model]}, {rows[REUSE]['n']} of {TASKS[task]}" for (model, task), rows in found.items()]
     rules = {key for rows in found.values() for key in rows if key[1] == DEFAULT[1] and key[0].endswith("@text")}
     lines = _head(f"rule, at {100 * DEFAULT[1]:.0f} %", heads)
     for key in [REUSE, *sorted(rules)]:
@@ -307,7 +307,7 @@ def _healing(document: dict[str, Any]) -> list[str]:
     """How far the turns of a conversation are from stock's, by the share that was healed between them."""
     lines = ["| model, prompts | healed after each turn | first turn | second | third |", "|---|---|---|---|---|"]
     for row in document["rows"]:
-        if row["method"].split()[1] in ("0.25", "0.75"):  # the picture has them
+        if row["method"].split()[1] not in ("0.00", "1.00"):  # the picture has them
             continue
         method, share = row["method"].split()
         healed = "reuse, never healed" if method == "reuse" else f"{float(share):.0%}" if float(share) else "never"
