@@ -47,8 +47,8 @@ Over the charge, with ten passages ([frontier.json](../benchmarks/results/fronti
 
 ![Gemma 3: what is left against the charge](pictures/frontier-gemma3.svg)
 
-A better choice could bring more: a search that knows the answer leaves a third to three fifths of what `ramp` leaves,
-at a charge of 10 % on twelve prompts of 240 tokens ([frontier_limit.json](../benchmarks/results/frontier_limit.json)).
+A better choice could bring more: a search that knows the answer leaves a third to three fifths of what `ramp` leaves
+at 10 %, on twelve prompts of 240 tokens ([frontier_limit.json](../benchmarks/results/frontier_limit.json)).
 
 ## Do the answers come back?
 
