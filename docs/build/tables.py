@@ -62,8 +62,6 @@ TASKS = {"hotpotqa": "HotpotQA", "musique": "MuSiQue"}
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
     "full reuse, behind BOS alone": "none=0",
-    "`boundary`, behind BOS alone": "boundary=0.1",
-    "`kv-deviation`, behind BOS alone": "kv-deviation=0.15",
     "full reuse": "none@text=0",
     "`boundary`": "boundary@text=0.1",
     "`ramp`": "ramp@text=0.1",
@@ -173,14 +171,12 @@ def _front(document: dict[str, Any]) -> list[str]:
 def _robust(document: dict[str, Any]) -> list[str]:
     """What rules leave on every model and task without a charge and at the default's; * beats tokens at random."""
     found = robust_rows(document)
-    heads = [f"{MODELS[model]}, {TASKS[task]}, n = {rows[REUSE]['n']}" for (model, task), rows in found.items()]
-    methods = {key for rows in found.values() for key in rows if key == REUSE or key[1] == DEFAULT[1]}
-    lines = _head("rule | charged", heads)
-    for method, target in sorted(methods, key=lambda key: (key[1], key[0])):
-        own = [rows.get((method, target)) for rows in found.values()]
-        name, _, behind = method.partition("@")
-        name = _of(name) + ("" if behind else ", behind BOS alone")
-        lines.append(f"| {name} | {100 * target:.0f} % | {' | '.join(map(_kl_and_star, own))} |")
+    heads = [f"{MODELS[model]}, {rows[REUSE]['n']} of {TASKS[task]}" for (model, task), rows in found.items()]
+    rules = {key for rows in found.values() for key in rows if key[1] == DEFAULT[1] and key[0].endswith("@text")}
+    lines = _head(f"rule, at {100 * DEFAULT[1]:.0f} %", heads)
+    for key in [REUSE, *sorted(rules)]:
+        own = [rows.get(key) for rows in found.values()]
+        lines.append(f"| {_of(key[0].removesuffix('@text'))} | {' | '.join(map(_kl_and_star, own))} |")
     return lines
 
 
@@ -311,6 +307,8 @@ def _healing(document: dict[str, Any]) -> list[str]:
     """How far the turns of a conversation are from stock's, by the share that was healed between them."""
     lines = ["| model, prompts | healed after each turn | first turn | second | third |", "|---|---|---|---|---|"]
     for row in document["rows"]:
+        if row["method"].split()[1] not in ("0.00", "1.00"):  # the picture has them
+            continue
         method, share = row["method"].split()
         healed = "reuse, never healed" if method == "reuse" else f"{float(share):.0%}" if float(share) else "never"
         about = f"{row['model']} in {row['dtype']}, {row['n']}, {row['tokens']} tokens" if method == "reuse" else ""
@@ -343,7 +341,7 @@ def _healing_server(document: dict[str, Any]) -> list[str]:
     """The first tokens of a server that heals beside one that does not, and the error of later turns."""
     found = document["summary"]
     lines = ["| first token | without healing | with healing | with, of without |", "|---|---|---|---|"]
-    for part, name in (("all", "all turns"), ("first", "first turns"), ("later", "later turns")):
+    for part, name in (("all", "all turns"), ("later", "later turns")):
         for share in ("p50", "p95"):
             without, healed, ratio = found[part][share]
             cells = [f"{figures[0] / 1e3:.1f} s" for figures in (without, healed)]
