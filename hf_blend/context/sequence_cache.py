@@ -75,7 +75,7 @@ class SequenceCache(Cache):
 
     Attributes:
         batch: the sequences that the next forward continues, in the order of its rows.
-        kv_bits: in how many bits K and V are held; None: as they were computed.
+        kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
     """
 
     layers: list[SequenceLayer]  # type: ignore[assignment]
@@ -748,11 +748,11 @@ class ShiftCache(SequenceCache):
         """Begin empty.
 
         Args:
-            model: a causal language model whose keys can be moved.
-            window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`; where
-                its rotary frequencies change with the length (longrope, dynamic), what is just below that length.
+            model: a causal language model of transformers.
+            window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`, or just
+                below the length at which its rotary frequencies change (longrope, dynamic).
             keep_tokens: how many of the first tokens are never dropped, such as BOS and a system prompt.
-            kv_bits: as in `SequenceCache`.
+            kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
             allow_unverified: use a model that fails the self-test, with one warning.
 
         Raises:

@@ -59,12 +59,12 @@ class BlendReport:
     """Tokens, charged budget and time of one prefill.
 
     Attributes:
-        nominal_ratio: the share of the reusable tokens that was asked for, the mean over layers where it differs.
-        prompt_tokens: real tokens of the prompt, all batch entries.
-        reusable_tokens: those with stored KV that is not exact: the ones that a choice is made among.
+        nominal_ratio: share of the reusable tokens that was asked for, the mean over layers.
+        prompt_tokens: tokens of the prompt without padding, all rows of a batch.
+        reusable_tokens: those with stored KV that is not exact: the choice is among them.
         exact_tokens: those with stored KV that is a full prefill's; never recomputed.
-        healed_tokens: those that `BlendCache.heal` has made exact since the prefill.
-        computed_chunks: chunks that were missing, and were computed and stored for this request.
+        healed_tokens: those that `BlendCache.heal` has made exact since.
+        computed_chunks: chunks that were missing, and were computed and stored.
         loaded_chunks: chunks that came from the store.
         refused_chunks: chunks whose stored KV was not that of their tokens; computed like a question.
         full_prefills: full prefills that a selector asked for; research only.
@@ -72,19 +72,16 @@ class BlendReport:
         select_ms: host time for scoring and choosing.
         compute_ms: host time for computing the missing chunks.
         store_ms: host time for storing them.
-        check_ms: host time for comparing the model with the one that computed what is stored; at the first use of a
-            model also for its self-test.
-        past_tokens: tokens that were in the cache before this prefill.
-        seam_tokens: tokens at the edges of stored chunks for which the prompt has others, because it was tokenised as
-            a whole; these are computed.
-        encoded_images: how many images the vision tower was run for; no FLOPs are charged.
+        check_ms: host time for comparing the model with the one that stored; at its first use also for the self-test.
+        past_tokens: tokens in the cache before this prefill.
+        seam_tokens: tokens at the edges of chunks for which the prompt, tokenised as a whole, has others; computed.
+        encoded_images: images that the vision tower was run for; no FLOPs are charged.
         partial: where chunks are loaded in part: layers, loaded bytes, all bytes.
-        sparse: where steps look at some blocks: how selections held and what was loaded, by the names of
-            `SparseMetrics`.
-        advice: what the store's controller decided, by the names of `Advice`.
-        recipe: where the selector and the ratio are from: the caller, what `hf-blend tune` or `calibrate` kept in the
-            store, the measurement of the model's family, or the default.
-        notice: what else is worth knowing, such as that the chunks were stored with another tokenizer.
+        sparse: where steps look at some blocks: the figures of `SparseMetrics`.
+        advice: what the store's controller decided.
+        recipe: where selector and ratio are from: the caller, the store, the measurement of the model's family, or the
+            default.
+        notice: what else to know, such as that the chunks were stored with another tokenizer.
         fallback_reason: why every token was computed, and what to pass instead; empty where chunks could be reused.
     """
 

@@ -72,7 +72,9 @@ class BaseStore:
         return self.storage.reads_importance or self.layer_reader.reads_importance
 
     def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
-        """Fetch a chunk. Its tensors are shared: never write to them. One that was written to is not handed out again.
+        """Fetch a chunk. Its tensors are shared: never write to them.
+
+        One that was written to is not handed out again.
 
         Args:
             key: which chunk.
