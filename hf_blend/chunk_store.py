@@ -83,8 +83,8 @@ class ChunkStore(BaseStore):
                 with it is refused, see docs/security.md.
             codec: "raw" keeps K and V bit for bit; "bf16" takes half the bytes of float32, "int8" half of bfloat16,
                 "int4" less than a third. Entries of any are read.
-            partial: share of the chunks' blocks that a request loads, chosen by its question, or a mapping of settings,
-                see docs/holding_less.md; None loads chunks whole.
+            partial: share of the chunks' blocks that a request loads, chosen by its question, or a mapping of
+                settings, see docs/holding_less.md; None loads chunks whole.
 
         Raises:
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.

@@ -67,8 +67,8 @@ class BlendConfig:
         chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, or, where
             no tokenizer is known, what the stored chunks are behind.
         kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
-        kv_device_map: where K and V are kept: "auto", "cpu", "disk", or layer → device, see docs/holding_less.md. Other
-            layers, and all with None, stay on the device that computes them.
+        kv_device_map: where K and V are kept: "auto", "cpu", "disk", or layer → device, see docs/holding_less.md.
+            Other layers, and all with None, stay on the device that computes them.
         max_memory: for "auto": device → bytes, a number or "10GB"; None is what is free.
         offload_folder: for K and V on disk; each cache makes and deletes a folder of its own there.
         allow_unverified: use a model that fails the self-test, with one warning.

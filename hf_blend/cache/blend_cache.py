@@ -209,8 +209,9 @@ class BlendCache(BatchRows):
             tokenizer: the model's tokenizer, with a chat template.
             messages: dicts with a role and a content, as for `apply_chat_template`. For a batch: a list of
                 conversations.
-            documents: documents whose text is in the messages; a template gets dicts and objects, too. Missing ones are
-                computed and stored. None: only what is stored is reused. For a batch: a list for each conversation.
+            documents: documents whose text is in the messages; a template gets dicts and objects, too. Missing ones
+                are computed and stored. None: only what is stored is reused. For a batch: a list for each
+                conversation.
             **template: further arguments of `apply_chat_template`, such as `tools`; `add_generation_prompt` is True by
                 default.
 
@@ -392,8 +393,8 @@ class BlendCache(BatchRows):
 
         Args:
             tokens: how many more are to be exact; None for all, 0 only counts. In 8 and 4 bits whole groups of 32.
-            history: what the last `generate` returned, `[batch, tokens]`; without it only the prompt can be healed. The
-                next `inputs_from_messages` or `inputs_from_text` then keeps what was healed of the answer.
+            history: what the last `generate` returned, `[batch, tokens]`; without it only the prompt can be healed.
+                The next `inputs_from_messages` or `inputs_from_text` then keeps what was healed of the answer.
 
         Returns:
             How many of the cached tokens are not exact. 0: all are, as far as a codec with losses lets them.
