@@ -170,11 +170,11 @@ def test_every_selector_is_on_the_page_of_rules_once():
 STEP = re.compile(r"^\* `([\w/]+\.py)` (`[\w.]+`(?:, `[\w.]+`)*)", re.MULTILINE)
 
 
-IMPORTED = re.compile(r"^ *(?:\| `)?from (hf_blend[\w.]*) import ([\w, ]+)", re.MULTILINE)
+IMPORTED = re.compile(r"^ *from (hf_blend[\w.]*) import ([\w, ]+)", re.MULTILINE)
 
 
 def imported(text):
-    return [(module, name) for module, names in IMPORTED.findall(text) for name in names.split(", ")]
+    return [(module, name) for module, names in IMPORTED.findall(text) for name in names.strip().split(", ")]
 
 
 def test_stability_says_of_every_public_name_once_what_it_is_and_each_path_imports():
