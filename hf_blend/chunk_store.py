@@ -71,9 +71,10 @@ class ChunkStore(BaseStore):
             remote: URL of a tier behind the disk, shared with other machines.
             remote_deadline_s: seconds, besides the transfer, after which it is left alone until it answers again; None
                 is 1 for Redis and 5 for others.
-            remote_queue_bytes: cap of what waits to be written to it; what does not fit is dropped and counted. With 0
-                `put` waits for it.
-            eviction: name of the policy that says which chunk leaves a full tier.
+            remote_queue_bytes: cap of what waits to be written to it; more is dropped and counted. With 0 `put` waits
+                for it.
+            eviction: which chunk leaves a full tier: "lru", "lfu" (recent uses count more), or "importance" (use times
+                share of important tokens).
             namespace: keeps tenants apart: no chunk is seen from another one.
             quota_bytes: cap of this namespace in each tier; None is the tier's.
             ttl_s: age in seconds from which a chunk is not used; None is never.
@@ -82,7 +83,7 @@ class ChunkStore(BaseStore):
             secret: bytes such as `secrets.token_bytes(32)`, for a store that others may write to: what is not signed
                 with it is refused, see docs/security.md.
             codec: "raw" keeps K and V bit for bit; "bf16" takes half the bytes of float32, "int8" half of bfloat16,
-                "int4" less than a third. Entries of any are read.
+                "int4" less than a third. All are read.
             partial: share of the chunks' blocks that a request loads, chosen by its question, or a mapping of
                 settings, see docs/holding_less.md; None loads chunks whole.
 
@@ -205,7 +206,7 @@ class ChunkStore(BaseStore):
         *,
         chunk_prefix_ids: Sequence[int] | None = None,
     ) -> Future[int]:
-        """Bring the chunks of a coming request into memory on another thread, from whatever tier has them.
+        """Bring the chunks of a coming request into memory, on another thread.
 
         They are read and verified as by `get`, one after the other, and leave memory by its eviction as others do. A
         request need not wait: it reads what is not there yet. What is not stored stays so. Arguments are as in `add`.
@@ -240,6 +241,6 @@ class ChunkStore(BaseStore):
         return [ChunkKey(identity, sink, ids, self.namespace) for ids in tokenize_chunks(tokenizer, chunks)]
 
     def close(self) -> None:
-        """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
+        """Flush for 30 s at most, and let go of memory and connections; closing twice is allowed."""
         self._prefetcher.close()
         super().close()

@@ -54,10 +54,10 @@ class BlendConfig:
 
     Attributes:
         recompute_ratio: share of the reusable tokens that is recomputed, 0–1. With the default selector 0.12 is a
-            charge of about 0.15 for a prompt of 1,000 tokens.
-        selector: name of the selector that chooses them, or a path to a file with one.
+            charge of about 0.15 at 1,000 tokens.
+        selector: name of what chooses them, see docs/rules.md, or a path to a file with a selector.
         selector_options: its options, by name.
-        corrector: name of the corrector that changes what is not recomputed.
+        corrector: changes what is not recomputed: "none", "mean-shift" (AgentKVShift) or "temperature" (APE).
         corrector_options: its options, by name.
         check_layers: layers at which tokens are chosen, increasing, from 1; before the first, all are computed. A
             selector that compares nothing, as the default, chooses before layer 0 instead.
@@ -65,7 +65,7 @@ class BlendConfig:
         gradual: choose more at the first check layer and fewer at each later one, `recompute_ratio` in the mean
             (CacheBlend, section 4.3).
         chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, or, where
-            no tokenizer is known, what the stored chunks are behind.
+            no tokenizer is known, as chunks are stored.
         kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
         kv_device_map: where K and V are kept: "auto", "cpu", "disk", or layer → device, see docs/holding_less.md.
             Other layers, and all with None, stay on the device that computes them.

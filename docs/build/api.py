@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import hf_blend
-from hf_blend import plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # methods that the page shows with their arguments
@@ -33,16 +32,11 @@ COMMON = {  # meanings of arguments that the page says once
     "kv_bits": "8 or 4 holds K and V in so many bits; None in the model's dtype.",
     "allow_unverified": "use a model that fails the self-test, with one warning.",
 }
-KINDS = ("correctors", "store.eviction")
-METHODS = """## Methods by name
-
-Selectors: [all rules](rules.md). `sparse`: [holding less](holding_less.md). `hf_blend.plugins` lists every kind.
-"""
 HEAD = """# Reference
 
 Made from docstrings by `docs/build/api.py`; `help(name)` says more, errors included. These mean the same everywhere:
 """
-SKIPPED = ("full_prefills",)  # figures of research
+SKIPPED = ("full_prefills", "watch")  # for research and for our own commands
 
 
 def reference() -> str:
@@ -51,8 +45,7 @@ def reference() -> str:
     errors = [name for name in names if name.endswith("Error")]
     parts = [HEAD, *_list(COMMON), "", *(_word(name) for name in names if name not in errors)]
     parts += ["## Errors\n", *_list({name: summary(getattr(hf_blend, name)) for name in errors}), ""]
-    parts += ["## `cache.report`\n", _report(), METHODS]
-    parts += ["\n".join([f"### `{kind}`\n", *_list(plugins.describe(kind)), ""]) for kind in KINDS]
+    parts += ["## `cache.report`\n", _report()]
     return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n".join(parts)).rstrip() + "\n"
 
 
@@ -89,7 +82,7 @@ def _called(word: Any, function: Any) -> list[str]:
     ]
     call = f"`{word.__name__}({', '.join(needed)})`: " if needed else ""
     meanings = [*entries(word, "Attributes")] or [*entries(function, "Args")]
-    lines = _list({name: meaning for name, meaning in meanings if COMMON.get(name) != meaning})
+    lines = _list({name: meaning for name, meaning in meanings if COMMON.get(name) != meaning and name not in SKIPPED})
     for section in ("Returns", "Yields"):
         back = " ".join(f"{name}: {meaning}".rstrip(": ") for name, meaning in entries(function, section))
         lines += [f"* {section}: {back}"] if len(back.split()) > 3 else []  # less says nothing

@@ -236,28 +236,42 @@ def _families(document: dict[str, Any]) -> list[str]:
     """Every model type, by whether it is blended, moved and extended exactly."""
     rows = document["models"]
     exact = [sum(_mark(row, name) == YES for row in rows) for name in families.VERDICTS]
-    unknown = sum(not judged(row) for row in rows)
-    apart = f"; of {unknown} no tiny model can be built, and they are not judged" if unknown else ""
+    partly = [row for row in rows if any(_mark(row, name) == YES for name in families.VERDICTS)]
     return [
         f"Of {len(rows)} model types {exact[0]} blend, {exact[1]} move, {exact[2]} extend, {exact[3]} heal exactly; "
-        f"{exact[4]} heal in bfloat16{apart}.",
+        f"{exact[4]} heal in bfloat16.",
         "",
-        *_by_marks(rows, families.VERDICTS, "blend | move | extend | heal | heal in bfloat16"),
+        *_by_marks(partly, families.VERDICTS, "blend | move | extend | heal | heal in bfloat16"),
         "",
-        *_legend(rows),
+        *_legend(partly),
+        "",
+        "All other types are refused, because:",
+        "",
+        *_by_reason([row for row in rows if row not in partly]),
     ]
 
 
 def _images_read(document: dict[str, Any]) -> list[str]:
     """Every type that reads images, by whether these are chunks."""
     rows = document["images"]
-    exact, unknown = sum(row["supported"] for row in rows), sum(not judged(row) for row in rows)
+    exact, tried = [row for row in rows if row["supported"]], [row for row in rows if judged(row)]
     return [
-        f"Of {len(rows)} types that read images {exact} blend them exactly; {unknown} are not judged.",
+        f"Of {len(rows)} types that read images {len(exact)} blend them exactly: {', '.join(map(_type, exact))}. "
+        f"{len(rows) - len(tried)} were not judged and are not listed. The others are refused, because:",
         "",
-        *_by_marks(rows, ("reason",), "images as chunks"),
-        "",
-        *_legend(rows),
+        *_by_reason([row for row in tried if row not in exact]),
+    ]
+
+
+def _by_reason(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each reason, with its types."""
+    types: dict[str, list[str]] = {}
+    for row in rows:
+        reason = LEGEND[_number(row["reason"]) - 1] if judged(row) else "not judged, no tiny model can be built"
+        types.setdefault(reason, []).append(_type(row))
+    return [
+        f"* **{reason}:** {', '.join(types[reason])}"
+        for reason in sorted(types, key=lambda reason: -len(types[reason]))
     ]
 
 
@@ -286,10 +300,10 @@ def _number(reason: str) -> int:
 
 def _legend(rows: list[dict[str, Any]]) -> list[str]:
     """What the numbers of these rows mean."""
-    said = [row[name] for row in rows if judged(row) for name in families.VERDICTS if row.get(name)]
+    said = [row[name] for row in rows for name in families.VERDICTS if row.get(name)]
     numbers = sorted({_number(reason) for reason in said if reason != EXACT})
     meanings = [f"* {number}: {LEGEND[number - 1]}." for number in numbers]
-    return [f"{YES} exact · {UNJUDGED} not judged · {NO} refused, because:", "", *meanings]
+    return [f"{YES} exact · {NO} refused, because:", "", *meanings]
 
 
 def _type(row: dict[str, Any]) -> str:

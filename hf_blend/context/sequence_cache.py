@@ -66,7 +66,7 @@ _NOTHING = tuple(torch.empty((0, 0), dtype=dtype) for dtype in (torch.long, torc
 
 
 class SequenceCache(Cache):
-    """A `transformers.Cache` of several sequences over one storage; one of them, or a batch, is continued at a time.
+    """A `transformers.Cache` of several sequences over one storage, which are continued alone or as a batch.
 
     Works with greedy search, sampling, streaming and assisted decoding of one request, and with a batch of sequences
     that share what they have in common: sampling several answers, beams, many questions behind one prefix. `generate`
@@ -74,7 +74,7 @@ class SequenceCache(Cache):
     positions.
 
     Attributes:
-        batch: the sequences that the next forward continues, in the order of its rows.
+        batch: the sequences that the next forward continues, by row.
         kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
     """
 
@@ -153,11 +153,11 @@ class SequenceCache(Cache):
         return [number for number in self._table if number >= 0]
 
     def tokens(self, sequence: int | None = None) -> list[int]:
-        """The token ids of a sequence, None: the active one, in the order of attention; -1 where one is not known."""
+        """The token ids of a sequence (None: the active one), in the order of attention; -1 where unknown."""
         return self._table.ids[self._table.row(self._number(sequence))[0]].tolist()
 
     def positions(self, sequence: int | None = None) -> list[int]:
-        """The positions of a sequence's tokens, in the order of `tokens`."""
+        """Their positions, in the order of `tokens`."""
         return self._table.row(self._number(sequence))[1].tolist()
 
     def use(self, *sequences: int) -> None:
@@ -264,12 +264,12 @@ class SequenceCache(Cache):
         return self._authors[authors[0]] if authors else None
 
     def remove(self, sequence: int | None = None, start: int = 0, stop: int | None = None) -> None:
-        """Forget tokens at positions `start <= p < stop` (None: the end) of a sequence, or of every one (None)."""
+        """Forget the tokens of a sequence, or of every one (None), at positions `start:stop`."""
         self._table.remove(sequence, start, stop)
         self._changed()
 
     def copy(self, source: int, target: int, start: int = 0, stop: int | None = None) -> None:
-        """Add the tokens of `source` at positions `start <= p < stop` to `target`; the storage is shared."""
+        """Add the tokens of `source` at positions `start:stop` to `target`; the storage is shared."""
         self._table.copy(self._number(source), self._number(target), start, stop)
         self._changed()
 
@@ -279,12 +279,12 @@ class SequenceCache(Cache):
         self.use(sequence)
 
     def shift(self, sequence: int, start: int, stop: int | None, delta: int) -> None:
-        """Move tokens at positions `start <= p < stop` by `delta`; those that would go below 0 are forgotten."""
+        """Move the tokens at positions `start:stop` by `delta`; those that would go below 0 are forgotten."""
         self._table.shift(self._number(sequence), start, stop, delta)
         self._changed()
 
     def divide(self, sequence: int, start: int, stop: int | None, by: int) -> None:
-        """Divide the positions `start <= p < stop` by a whole number from 1 on, rounding down.
+        """Divide the positions `start:stop` by a whole number from 1 on, rounding down.
 
         Raises:
             ConfigError: the number is below 1.

@@ -40,7 +40,7 @@ def sparse_decoding(
     watch_mass: bool = False,
     **settings: Any,
 ) -> Iterator[SparseSession]:
-    """Let the decoding steps of one cache look at a share of its blocks while the block runs.
+    """Let the decoding steps of a cache look at a share of its blocks inside a `with` block.
 
     Args:
         model: a causal language model of transformers.

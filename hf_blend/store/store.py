@@ -111,7 +111,7 @@ class BaseStore:
         return self._compute_times.timed(*keys)
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
-        """Store a chunk. If the disk fails, the chunk stays in memory and the failure is counted.
+        """Store a chunk. If the disk fails, it stays in memory and the failure is counted.
 
         When this returns, the chunk is in memory and on disk, and waits in a queue for a tier on another machine
         (`flush`); `get` finds it from now on.
@@ -204,7 +204,7 @@ class BaseStore:
         self.admin.set_pins(digests, pinned)
 
     def flush(self, wait_s: float = FLUSH_S) -> bool:
-        """Wait until what was put is written to every tier, or was refused by it; False if something still waits."""
+        """Wait until every tier has written or refused what was put; False if something still waits."""
         return self.admin.flush(wait_s)
 
     def remove(self, digests: Iterable[str]) -> int:
@@ -255,7 +255,7 @@ class BaseStore:
         return self.admin.traffic()
 
     def close(self) -> None:
-        """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
+        """Flush for 30 s at most, and let go of memory and connections; closing twice is allowed."""
         self.layer_reader.close()
         self.admin.close()
 
