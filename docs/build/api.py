@@ -15,13 +15,13 @@ import hf_blend
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # methods that the page shows with their arguments
-    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "heal", "to_static"),
+    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "heal"),
     "ChunkStore": ("open", "add"),
-    "StateCache": ("prefill", "generate"),
 }
 LISTED = {  # methods and properties that it shows in a line
-    "BlendCache": ("crop",),
-    "ChunkStore": ("get", "put", "delete", "prefetch", "flush", "close"),
+    "BlendCache": ("crop", "to_static"),
+    "StateCache": ("prefill", "generate"),
+    "ChunkStore": ("prefetch", "flush", "close"),
     "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
 }
 COMMON = {  # meanings of arguments that the page says once
@@ -36,6 +36,9 @@ HEAD = """# Reference
 
 Made from docstrings by `docs/build/api.py`; `help(name)` says more, errors included. These mean the same everywhere:
 """
+ERRORS = """## Errors
+
+Each is an `HfBlendError`, also the built-in error in brackets, and its message says what to do:"""
 SKIPPED = ("full_prefills", "watch")  # for research and for our own commands
 
 
@@ -44,7 +47,8 @@ def reference() -> str:
     names = [name for name in hf_blend.__all__ if not name.startswith("__")]
     errors = [name for name in names if name.endswith("Error")]
     parts = [HEAD, *_list(COMMON), "", *(_word(name) for name in names if name not in errors)]
-    parts += ["## Errors\n", *_list({name: summary(getattr(hf_blend, name)) for name in errors}), ""]
+    bases = ((name, getattr(hf_blend, name).__bases__[-1].__name__) for name in errors if name != "HfBlendError")
+    parts += [ERRORS, ", ".join(f"`{name}` ({base})" for name, base in bases) + ".\n"]
     parts += ["## `cache.report`\n", _report()]
     return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n".join(parts)).rstrip() + "\n"
 

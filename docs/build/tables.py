@@ -199,13 +199,18 @@ def _rules(document: dict[str, Any]) -> list[str]:
     about = plugins.describe("selectors")
     keys = {name: (f"{name}@text", DEFAULT[1]) for name in about} | {"none": REUSE}
     rules = {name: [rows[key] for rows in found if key in rows] for name, key in keys.items()}
-    lines = _head(f"rule | what it does | source | ratio for {100 * DEFAULT[1]:.0f} %", families)
+    lines = _head(f"rule | recomputes | source | ratio for {100 * DEFAULT[1]:.0f} %", families)
+    others = ["", "Their error was not measured so:", ""]
     for name, rows in sorted(rules.items(), key=lambda item: sum(row["kl"] for row in item[1]) or math.inf):
+        what, source = about[name].removeprefix("Recompute ").rstrip("."), _papers(name)
+        if not rows:
+            others.append(f"* `{name}`: {what}" + f", {source}" * bool(source))
+            continue
         ratios = sorted(f"{row['ratio']:.2f}" for row in rows)
-        cells = [about[name], _papers(name), " to ".join(dict.fromkeys(ratios[:1] + ratios[-1:]))]
+        cells = [what, source, " to ".join(dict.fromkeys(ratios[:1] + ratios[-1:]))]
         cells += [", ".join(f"{row['kl']:.2f}" for row in rows if row["family"] == family) for family in families]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return lines
+    return lines + others
 
 
 def _papers(name: str) -> str:
