@@ -59,16 +59,16 @@ class BlendConfig:
         selector_options: its options, by name.
         corrector: changes what is not recomputed: "none", "mean-shift" (AgentKVShift) or "temperature" (APE).
         corrector_options: its options, by name.
-        check_layers: layers at which tokens are chosen, increasing, from 1; before the first, all are computed. A
-            selector that compares nothing, as the default, chooses before layer 0 instead.
+        check_layers: layers at which tokens are chosen, increasing, from 1; before the first, all are computed.
+            Selectors that compare nothing, as the default, choose before layer 0.
         layer_ratios: share kept from each check layer on, never increasing; None derives it from `recompute_ratio`.
         gradual: choose more at the first check layer and fewer at each later one, `recompute_ratio` in the mean
             (CacheBlend, section 4.3).
         chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, or, where
-            no tokenizer is known, as chunks are stored.
+            no tokenizer is known, as chunks are stored, see docs/choosing.md.
         kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
         kv_device_map: where K and V are kept: "auto", "cpu", "disk", or layer → device, see docs/holding_less.md.
-            Other layers, and all with None, stay on the device that computes them.
+            None, and layers that are not named: where they are computed.
         max_memory: for "auto": device → bytes, a number or "10GB"; None is what is free.
         offload_folder: for K and V on disk; each cache makes and deletes a folder of its own there.
         allow_unverified: use a model that fails the self-test, with one warning.

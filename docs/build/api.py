@@ -34,7 +34,7 @@ COMMON = {  # meanings of arguments that the page says once
 }
 HEAD = """# Reference
 
-Made from docstrings by `docs/build/api.py`; `help(name)` says more, errors included. These mean the same everywhere:
+Made from docstrings; `help(name)` says more, errors included. These mean the same everywhere:
 """
 ERRORS = """## Errors
 

@@ -102,8 +102,8 @@ class BlendCache(BatchRows):
         Args:
             model: a causal language model of transformers.
             store: where chunks are kept.
-            config: the settings; None takes what `hf-blend tune` or `calibrate` kept in the store, else what was
-                measured for the model's family, else the defaults.
+            config: the settings; None takes what was kept in the store for this model, else what was measured for its
+                family, else the defaults, see docs/choosing.md.
             **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
 
         Raises:
@@ -216,7 +216,7 @@ class BlendCache(BatchRows):
                 default.
 
         Returns:
-            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device.
+            what `inputs` returns, `[batch, tokens]` each.
 
         Raises:
             PromptError: the tokenizer has no chat template or is another model's, the template refuses the messages,
@@ -249,7 +249,7 @@ class BlendCache(BatchRows):
             add_special_tokens: as for the tokenizer; False for text that a chat template made.
 
         Returns:
-            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device.
+            what `inputs` returns, `[batch, tokens]` each.
 
         Raises:
             PromptError: the text is empty or would begin with two BOS, a chunk is empty or not in the text, the
