@@ -28,6 +28,7 @@ COMMON = {  # meanings of arguments that the page says once
     "model": "a causal language model of transformers.",
     "tokenizer": "the model's tokenizer.",
     "store": "where chunks are kept.",
+    "config": "the settings; None takes the defaults.",
     "**settings": "fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.",
     "kv_bits": "8 or 4 holds K and V in so many bits; None in the model's dtype.",
     "allow_unverified": "use a model that fails the self-test, with one warning.",

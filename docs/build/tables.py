@@ -199,27 +199,30 @@ def _rules(document: dict[str, Any]) -> list[str]:
     about = plugins.describe("selectors")
     keys = {name: (f"{name}@text", DEFAULT[1]) for name in about} | {"none": REUSE}
     rules = {name: [rows[key] for rows in found if key in rows] for name, key in keys.items()}
-    lines = _head(f"rule | recomputes | source | ratio for {100 * DEFAULT[1]:.0f} %", families)
-    others = ["", "Their error was not measured so:", ""]
+    lines = _head(f"rule | recomputes | ratio for {100 * DEFAULT[1]:.0f} %", families)
+    others = ["", "Not measured in this way:", ""]
     for name, rows in sorted(rules.items(), key=lambda item: sum(row["kl"] for row in item[1]) or math.inf):
-        what, source = about[name].removeprefix("Recompute ").rstrip("."), _papers(name)
+        what = _with_papers(name, about[name].removeprefix("Recompute ").rstrip("."))
         if not rows:
-            others.append(f"* `{name}`: {what}" + f", {source}" * bool(source))
+            others.append(f"* `{name}`: {what}.")
             continue
         ratios = sorted(f"{row['ratio']:.2f}" for row in rows)
-        cells = [what, source, " to ".join(dict.fromkeys(ratios[:1] + ratios[-1:]))]
+        cells = [what, " to ".join(dict.fromkeys(ratios[:1] + ratios[-1:]))]
         cells += [", ".join(f"{row['kl']:.2f}" for row in rows if row["family"] == family) for family in families]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines + others
 
 
-def _papers(name: str) -> str:
-    """The papers that the source of a selector names, each with its number at arXiv."""
+def _with_papers(name: str, what: str) -> str:
+    """What a selector does, with a link for each paper that its source names by its number at arXiv."""
     module = sys.modules[plugins.load("selectors", name).__module__]
     source = " ".join((module.__doc__ or "").partition("Source: ")[2].partition("Differs:")[0].split())
-    papers = re.findall(r"(\w+(?: KV)?) \((?:arXiv )?(\d{4}\.\d{5})\)", source)
-    links = [f"[{paper}](https://arxiv.org/abs/{number})" for paper, number in papers]
-    return ", ".join(["ours"] * source.startswith("ours") + links)
+    behind = ["ours"] * source.startswith("ours")
+    for paper, number in re.findall(r"(\w+(?: KV)?) \((?:arXiv )?(\d{4}\.\d{5})\)", source):
+        link = f"[{paper}](https://arxiv.org/abs/{number})"
+        behind += [link] * (paper not in what)
+        what = what.replace(paper, link, 1)
+    return f"{what}; {', '.join(behind)}" if behind else what
 
 
 def _calibrated(document: dict[str, Any]) -> list[str]:
