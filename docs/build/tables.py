@@ -255,7 +255,9 @@ def _families(document: dict[str, Any]) -> list[str]:
         "",
         "All other types are refused, because:",
         "",
-        *_by_reason([row for row in rows if row not in partly]),
+        *_by_reason([row for row in rows if judged(row) and row not in partly]),
+        "",
+        f"Not judged, because no tiny model can be built: {', '.join(_type(row) for row in rows if not judged(row))}.",
     ]
 
 
@@ -272,14 +274,12 @@ def _images_read(document: dict[str, Any]) -> list[str]:
 
 
 def _by_reason(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each reason, with its types."""
+    """A line for each reason, with its types; the most come first."""
     types: dict[str, list[str]] = {}
     for row in rows:
-        reason = LEGEND[_number(row["reason"]) - 1] if judged(row) else "not judged, no tiny model can be built"
-        types.setdefault(reason, []).append(_type(row))
+        types.setdefault(LEGEND[_number(row["reason"]) - 1], []).append(_type(row))
     return [
-        f"* **{reason}:** {', '.join(types[reason])}"
-        for reason in sorted(types, key=lambda reason: -len(types[reason]))
+        f"* **{reason}:** {', '.join(types[reason])}" for reason in sorted(types, key=lambda name: -len(types[name]))
     ]
 
 

@@ -74,8 +74,6 @@ class BaseStore:
     def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
         """Fetch a chunk. Its tensors are shared: never write to them.
 
-        One that was written to is not handed out again.
-
         Args:
             key: which chunk.
             budget_s: how long a tier on another machine is waited for, in seconds. A chunk that takes longer is a miss
@@ -84,7 +82,7 @@ class BaseStore:
                 dtype is a miss. None takes the entry at its word.
 
         Returns:
-            The chunk exactly as it was stored, or None; a fault never raises, it is counted and is a miss.
+            The chunk exactly as it was stored, or None, also if it was written to. A fault is counted, never raised.
         """
         return self.reader.get(key, budget_s, layout) if self._is_ours(key) else None
 
