@@ -79,10 +79,10 @@ def calibrate(
     recompute nothing, where that rule leaves more than 0.85 of what full reuse leaves and cannot be told from it.
 
     Args:
-        model: a causal language model of transformers; left as it is.
-        tokenizer: its tokenizer.
-        store: keeps the choice in the place of an earlier one, on disk if it is.
-        allow_unverified: calibrate a model whose layers could not all be verified.
+        model: a causal language model of transformers.
+        tokenizer: the model's tokenizer.
+        store: where chunks are kept.
+        allow_unverified: use a model that fails the self-test, with one warning.
         watch: is passed the prompts and what they are, and gives them back; for a bar.
 
     Returns:

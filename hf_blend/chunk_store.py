@@ -62,30 +62,30 @@ class ChunkStore(BaseStore):
 
         Args:
             location: a directory; "memory://"; a URL such as "s3://bucket/folder" or "redis://host"; None is
-                `$HF_BLEND_HOME`, or else the assets folder of the Hugging Face cache.
-            memory_bytes: most that the memory tier may hold; None is a quarter of what is available.
-            disk_bytes: most that the directory may hold, all namespaces together; None is what it holds now and half
-                of what is free.
+                `$HF_BLEND_HOME`, else the assets folder of the Hugging Face cache.
+            memory_bytes: cap of the memory tier; None is a quarter of what is available.
+            disk_bytes: cap of the directory, all namespaces together; None is what it holds now and half of what is
+                free.
             device: where `device_bytes` are held, such as "cuda".
-            device_bytes: most that is held on the device.
+            device_bytes: cap of what is held there.
             remote: URL of a tier behind the disk, shared with other machines.
-            remote_deadline_s: how long a call to it may take besides its transfer, before it is left alone until it
-                answers again; None is 1 for Redis and 5 for others.
-            remote_queue_bytes: most that may wait to be written to it; what does not fit is dropped and counted. With
-                0 `put` waits for the remote tier.
-            eviction: name of the policy that says which chunk leaves a full tier.
-            namespace: keeps tenants apart: no chunk is seen from another namespace.
-            quota_bytes: most that this namespace may hold in each tier; None is up to the cap.
-            ttl_s: age in seconds at which a chunk is no longer used; None is never.
-            durability: "full" makes a stored chunk survive a power loss, "none" is for scratch; neither ever gives
+            remote_deadline_s: seconds, besides the transfer, after which it is left alone until it answers again; None
+                is 1 for Redis and 5 for others.
+            remote_queue_bytes: cap of what waits to be written to it; more is dropped and counted. With 0 `put` waits
+                for it.
+            eviction: which chunk leaves a full tier: "lru", "lfu" (recent uses count more), or "importance" (use times
+                share of important tokens).
+            namespace: keeps tenants apart: no chunk is seen from another one.
+            quota_bytes: cap of this namespace in each tier; None is the tier's.
+            ttl_s: age in seconds from which a chunk is not used; None is never.
+            durability: "full" makes a stored chunk survive a power loss; "none" is for scratch. Neither ever gives
                 wrong KV.
-            secret: bytes such as `secrets.token_bytes(32)`, for a store that others may write to: signs what is
-                stored and refuses what is not signed so; see docs/security.md.
+            secret: bytes such as `secrets.token_bytes(32)`, for a store that others may write to: what is not signed
+                with it is refused, see docs/security.md.
             codec: "raw" keeps K and V bit for bit; "bf16" takes half the bytes of float32, "int8" half of bfloat16,
-                "int4" less than a third. Entries of any are read.
-            partial: share of the chunks' blocks that a request loads, chosen by its question; or a mapping of
-                `share`, `alpha`, `fallback`, `block_tokens` and `reorder`, see docs/holding_less.md. None loads chunks
-                whole.
+                "int4" less than a third. All are read.
+            partial: share of the chunks' blocks that a request loads, chosen by its question, or a mapping of
+                settings, see docs/holding_less.md; None loads chunks whole.
 
         Raises:
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.
@@ -166,11 +166,10 @@ class ChunkStore(BaseStore):
         Unlike `put`, this returns when every tier that answers has the chunks.
 
         Args:
-            model: the model that will use them.
-            tokenizer: the model's. None is for chunks that are ids, and computes them behind BOS alone.
-            chunks: documents or token ids, none empty. A document is a text, or a dict or an object that has one as
-                `text`, `content` or `page_content`.
-            chunk_prefix_ids: tokens before each chunk while it is computed; None is `default_prefix`.
+            model: a causal language model of transformers.
+            tokenizer: the model's; None for token ids, which are then computed behind BOS alone.
+            chunks: documents or token ids, none empty, as for `BlendCache.inputs`.
+            chunk_prefix_ids: as in `BlendConfig`.
 
         Returns:
             The keys of the chunks, in their order.
@@ -207,7 +206,7 @@ class ChunkStore(BaseStore):
         *,
         chunk_prefix_ids: Sequence[int] | None = None,
     ) -> Future[int]:
-        """Bring the chunks of a coming request into memory on another thread, from whatever tier has them.
+        """Bring the chunks of a coming request into memory, on another thread.
 
         They are read and verified as by `get`, one after the other, and leave memory by its eviction as others do. A
         request need not wait: it reads what is not there yet. What is not stored stays so. Arguments are as in `add`.
@@ -242,6 +241,6 @@ class ChunkStore(BaseStore):
         return [ChunkKey(identity, sink, ids, self.namespace) for ids in tokenize_chunks(tokenizer, chunks)]
 
     def close(self) -> None:
-        """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
+        """Flush for 30 s at most, and let go of memory and connections; closing twice is allowed."""
         self._prefetcher.close()
         super().close()

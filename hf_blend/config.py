@@ -53,26 +53,25 @@ class BlendConfig:
     """How much of the reused KV is recomputed, and which tokens those are.
 
     Attributes:
-        recompute_ratio: share of the reusable tokens that is recomputed, 0–1. With what the default selector costs,
-            0.12 is a charge of about 0.15 for a prompt of 1,000 tokens.
-        selector: name of the selector that chooses them, or a path to a file with one.
+        recompute_ratio: share of the reusable tokens that is recomputed, 0–1. With the default selector 0.12 is a
+            charge of about 0.15 at 1,000 tokens.
+        selector: name of what chooses them, see docs/rules.md, or a path to a file with a selector.
         selector_options: its options, by name.
-        corrector: name of the corrector that changes what is not recomputed; "none" changes nothing.
+        corrector: changes what is not recomputed: "none", "mean-shift" (AgentKVShift) or "temperature" (APE).
         corrector_options: its options, by name.
-        check_layers: layers at which tokens are chosen, increasing, from 1. Before the first, all are computed; a
-            selector that compares nothing, as the default, chooses before layer 0 in its place.
-        layer_ratios: share kept from each check layer on, never increasing; None derives it from recompute_ratio.
-        gradual: gradual filtering (CacheBlend, section 4.3): choose more at the first check layer, fewer at each
-            later one, so that the mean over the layers is recompute_ratio.
-        chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, and for a
-            prompt of which no tokenizer is known what the model's stored chunks are behind.
-        kv_bits: 8 or 4 to decode from K and V in so many bits; None keeps them in the model's dtype.
-        kv_device_map: where the K and V of each layer are kept: "auto" (by `max_memory`), "cpu", "disk", or layer →
-            device: the number of a GPU, "cpu" or "disk". Layers that are not named, and all with None, stay on the
-            device that computes them.
-        max_memory: for "auto": device → bytes of K and V, a number or "10GB"; None is what is free.
-        offload_folder: for K and V on disk; each cache has a folder of its own there, which it deletes.
-        allow_unverified: use a model whose layers could not all be verified by the probe.
+        check_layers: layers at which tokens are chosen, increasing, from 1; before the first, all are computed.
+            Selectors that compare nothing, as the default, choose before layer 0.
+        layer_ratios: share kept from each check layer on, never increasing; None derives it from `recompute_ratio`.
+        gradual: choose more at the first check layer and fewer at each later one, `recompute_ratio` in the mean
+            (CacheBlend, section 4.3).
+        chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, or, where
+            no tokenizer is known, as chunks are stored, see docs/choosing.md.
+        kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
+        kv_device_map: where K and V are kept: "auto", "cpu", "disk", or layer → device, see docs/holding_less.md.
+            None, and layers that are not named: where they are computed.
+        max_memory: for "auto": device → bytes, a number or "10GB"; None is what is free.
+        offload_folder: for K and V on disk; each cache makes and deletes a folder of its own there.
+        allow_unverified: use a model that fails the self-test, with one warning.
         seed: for selectors that draw at random.
     """
 

@@ -12,11 +12,11 @@ from types import ModuleType
 
 
 class HfBlendError(Exception):
-    """Anything that hf_blend refuses, with the reason and the way out in its message."""
+    """Whatever hf_blend refuses; the message says what to do."""
 
 
 class ConfigError(HfBlendError, ValueError):
-    """A setting is out of range, unknown, or contradicts another one."""
+    """A setting is unknown, out of range, or contradicts another one."""
 
 
 class PromptError(HfBlendError, ValueError):
@@ -36,11 +36,11 @@ class OffloadError(HfBlendError, OSError):
 
 
 class PluginNotFoundError(HfBlendError, LookupError):
-    """No method has that name; the message lists those that exist."""
+    """No method has that name; the message lists those there are."""
 
 
 class MissingExtraError(HfBlendError, ImportError):
-    """An optional dependency is not installed; the message has the command that installs it."""
+    """An optional dependency is not installed; the message says how to install it."""
 
 
 def suggest(wrong: str, names: Iterable[str]) -> str:

@@ -73,14 +73,14 @@ def blended(
     sparse: "float | str | Mapping[str, Any] | SparseConfig | None" = None,
     **settings: Any,
 ) -> Blended:
-    """Make what is given to `generate(custom_generate=...)`; it may be used again and again.
+    """Make a `custom_generate` for `generate`: stored chunks are found in any prompt. It may be used again and again.
 
     Args:
-        store: where chunks are kept; they are found inside the prompt by content, at any offset.
-        config: the settings; the defaults where left out.
-        sparse: share of the context's blocks that a decoding step looks at, above 0 up to 1; or fields of
-            `hf_blend.sparse.config.SparseConfig` by name. "auto" looks at a quarter where the context is so long that
-            this was measured to be faster. None looks at all of it.
+        store: where chunks are kept.
+        config: the settings; None takes the defaults.
+        sparse: share of the context's blocks that a decoding step looks at, above 0 up to 1; "auto", a quarter where
+            that was measured to be faster; or fields of `hf_blend.sparse.config.SparseConfig`, see
+            docs/holding_less.md. None: all.
         **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
 
     Returns:

@@ -138,7 +138,7 @@ def looking_ahead(mask, rows, past, keys, *given):
 
 
 def _rounded(states, axis, bits):
-    """What is left of values that share a scale along `axis`, by the formulas of docs/eight_bit.md."""
+    """What is left of values that share a scale along `axis`, by the formulas that `pack` names."""
     if bits == 8:
         scale = states.abs().amax(axis, keepdim=True) / 127
         scale = torch.where(scale > 0, scale, 1.0)

@@ -7,46 +7,51 @@ python docs/build/api.py
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import hf_blend
-from hf_blend import plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # methods that the page shows with their arguments
-    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "heal", "to_static"),
+    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "heal"),
     "ChunkStore": ("open", "add"),
-    "StateCache": ("prefill", "generate"),
 }
 LISTED = {  # methods and properties that it shows in a line
-    "BlendCache": ("crop",),
-    "ChunkStore": ("find", "get", "put", "contains", "delete", "prefetch", "flush", "close"),
+    "BlendCache": ("crop", "to_static"),
+    "StateCache": ("prefill", "generate"),
+    "ChunkStore": ("prefetch", "flush", "close"),
     "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
-    "BlendConfig": ("to_json", "from_dict"),
 }
-ELSEWHERE = ("rotary", "selectors", "evaluation.methods", "evaluation.scores", "store.codecs", "store.tiers")
-METHODS = "## Methods by name\n\nSelectors: [all rules](rules.md). Codecs and tiers: `ChunkStore.open`.\n"
+COMMON = {  # meanings of arguments that the page says once
+    "model": "a causal language model of transformers.",
+    "tokenizer": "the model's tokenizer.",
+    "store": "where chunks are kept.",
+    "config": "the settings; None takes the defaults.",
+    "**settings": "fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.",
+    "kv_bits": "8 or 4 holds K and V in so many bits; None in the model's dtype.",
+    "allow_unverified": "use a model that fails the self-test, with one warning.",
+}
 HEAD = """# Reference
 
-Made from the docstrings by `python docs/build/api.py`. `import hf_blend` costs nothing: each name is
-imported when it is first used.
+Made from docstrings; `help(name)` says more, errors included. These mean the same everywhere:
 """
+ERRORS = """## Errors
+
+Each is an `HfBlendError`, also the built-in error in brackets, and its message says what to do:"""
+SKIPPED = ("full_prefills", "watch")  # for research and for our own commands
 
 
 def reference() -> str:
     """The whole page."""
     names = [name for name in hf_blend.__all__ if not name.startswith("__")]
     errors = [name for name in names if name.endswith("Error")]
-    parts = [HEAD, *(_word(name) for name in names if name not in errors), "## Errors\n", _errors(errors)]
-    parts += [
-        "## `cache.report`\n",
-        _report(),
-        METHODS,
-        *(_kind(kind) for kind in plugins.kinds() if kind not in ELSEWHERE),
-    ]
-    return "\n".join(parts).rstrip() + "\n"
+    parts = [HEAD, *_list(COMMON), "", *(_word(name) for name in names if name not in errors)]
+    bases = ((name, getattr(hf_blend, name).__bases__[-1].__name__) for name in errors if name != "HfBlendError")
+    parts += [ERRORS, ", ".join(f"`{name}` ({base})" for name, base in bases) + ".\n"]
+    parts += ["## `cache.report`\n", _report()]
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n".join(parts)).rstrip() + "\n"
 
 
 def summary(documented: Any) -> str:
@@ -65,46 +70,40 @@ def entries(documented: Any, section: str) -> Iterator[tuple[str, str]]:
 
 def _word(name: str) -> str:
     word = getattr(hf_blend, name)
-    lines = [f"## `{name}`\n", f"{summary(word)}\n"]
-    if not inspect.isclass(word):
-        return "\n".join([*lines, *_arguments(word)])
-    if found := list(entries(word, "Attributes")):
-        lines += [*_list(found), ""]
-    else:
-        lines += _arguments(word.__init__)
+    lines = [f"## `{name}`\n", *_called(word, word.__init__ if inspect.isclass(word) else word)]
     if listed := LISTED.get(name, ()):
-        lines += ["Methods:\n", *_list((inner, summary(getattr(word, inner))) for inner in listed), ""]
+        lines += ["Methods:\n", *_list({inner: summary(getattr(word, inner)) for inner in listed}), ""]
     for inner in INNER.get(name, ()):
-        lines += [f"### `{name}.{inner}`\n", f"{summary(getattr(word, inner))}\n", *_arguments(getattr(word, inner))]
+        lines += [f"### `{name}.{inner}`\n", *_called(getattr(word, inner), getattr(word, inner))]
     return "\n".join(lines)
 
 
-def _arguments(function: Any) -> list[str]:
-    lines = _list(entries(function, "Args"))
+def _called(word: Any, function: Any) -> list[str]:
+    """How a word is called, what it is for, its arguments or fields, and what comes back."""
+    needed = [
+        parameter.name + "=…" * (parameter.kind is parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty and parameter.name != "self" and "VAR" not in parameter.kind.name
+    ]
+    call = f"`{word.__name__}({', '.join(needed)})`: " if needed else ""
+    meanings = [*entries(word, "Attributes")] or [*entries(function, "Args")]
+    lines = _list({name: meaning for name, meaning in meanings if COMMON.get(name) != meaning and name not in SKIPPED})
     for section in ("Returns", "Yields"):
-        text = " ".join(f"{name}: {meaning}".rstrip(": ") for name, meaning in entries(function, section))
-        lines += [f"\n{section}: {text}"] if text else []
-    return [*lines, ""] if lines else []
+        back = " ".join(f"{name}: {meaning}".rstrip(": ") for name, meaning in entries(function, section))
+        lines += [f"* {section}: {back}"] if len(back.split()) > 3 else []  # less says nothing
+    return [f"{call}{summary(word)}\n", *lines, *[""] * bool(lines)]
 
 
-def _list(found: Any) -> list[str]:
-    return [f"* `{name}`: {meaning}" for name, meaning in found]
-
-
-def _errors(names: list[str]) -> str:
-    return "\n".join([*_list((name, summary(getattr(hf_blend, name))) for name in names), ""])
+def _list(meanings: Mapping[str, str]) -> list[str]:
+    return [f"* `{name}`: {meaning}" for name, meaning in meanings.items()]
 
 
 def _report() -> str:
     from hf_blend.prefill.report import BlendReport
 
-    derived = [(name, summary(getattr(BlendReport, name))) for name in ("flops", "charged_budget", "flop_bound")]
-    return "\n".join([*_list([*entries(BlendReport, "Attributes"), *derived]), ""])
-
-
-def _kind(kind: str) -> str:
-    lines = [f"### `{kind}`\n"]
-    return "\n".join([*lines, *_list(plugins.describe(kind).items()), ""])
+    figures = {name: meaning for name, meaning in entries(BlendReport, "Attributes") if name not in SKIPPED}
+    figures |= {name: summary(getattr(BlendReport, name)) for name in ("flops", "charged_budget", "flop_bound")}
+    return "\n".join([*_list(figures), ""])
 
 
 def main() -> None:

@@ -195,22 +195,30 @@ def _rules(document: dict[str, Any]) -> list[str]:
     about = plugins.describe("selectors")
     keys = {name: (f"{name}@text", DEFAULT[1]) for name in about} | {"none": REUSE}
     rules = {name: [rows[key] for rows in found if key in rows] for name, key in keys.items()}
-    lines = _head(f"rule | what it does | source | ratio for {100 * DEFAULT[1]:.0f} %", families)
+    lines = _head(f"rule | recomputes | ratio for {100 * DEFAULT[1]:.0f} %", families)
+    others = ["", "Not measured in this way:", ""]
     for name, rows in sorted(rules.items(), key=lambda item: sum(row["kl"] for row in item[1]) or math.inf):
+        what = _with_papers(name, about[name].removeprefix("Recompute ").rstrip("."))
+        if not rows:
+            others.append(f"* `{name}`: {what}.")
+            continue
         ratios = sorted(f"{row['ratio']:.2f}" for row in rows)
-        cells = [about[name], _papers(name), " to ".join(dict.fromkeys(ratios[:1] + ratios[-1:]))]
+        cells = [what, " to ".join(dict.fromkeys(ratios[:1] + ratios[-1:]))]
         cells += [", ".join(f"{row['kl']:.2f}" for row in rows if row["family"] == family) for family in families]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return lines
+    return lines + others
 
 
-def _papers(name: str) -> str:
-    """The papers that the source of a selector names, each with its number at arXiv."""
+def _with_papers(name: str, what: str) -> str:
+    """What a selector does, with a link for each paper that its source names by its number at arXiv."""
     module = sys.modules[plugins.load("selectors", name).__module__]
     source = " ".join((module.__doc__ or "").partition("Source: ")[2].partition("Differs:")[0].split())
-    papers = re.findall(r"(\w+(?: KV)?) \((?:arXiv )?(\d{4}\.\d{5})\)", source)
-    links = [f"[{paper}](https://arxiv.org/abs/{number})" for paper, number in papers]
-    return ", ".join(["ours"] * source.startswith("ours") + links)
+    behind = ["ours"] * source.startswith("ours")
+    for paper, number in re.findall(r"(\w+(?: KV)?) \((?:arXiv )?(\d{4}\.\d{5})\)", source):
+        link = f"[{paper}](https://arxiv.org/abs/{number})"
+        behind += [link] * (paper not in what)
+        what = what.replace(paper, link, 1)
+    return f"{what}; {', '.join(behind)}" if behind else what
 
 
 def _calibrated(document: dict[str, Any]) -> list[str]:
@@ -232,28 +240,42 @@ def _families(document: dict[str, Any]) -> list[str]:
     """Every model type, by whether it is blended, moved and extended exactly."""
     rows = document["models"]
     exact = [sum(_mark(row, name) == YES for row in rows) for name in families.VERDICTS]
-    unknown = sum(not judged(row) for row in rows)
-    apart = f"; of {unknown} no tiny model can be built, and they are not judged" if unknown else ""
+    partly = [row for row in rows if any(_mark(row, name) == YES for name in families.VERDICTS)]
     return [
         f"Of {len(rows)} model types {exact[0]} blend, {exact[1]} move, {exact[2]} extend, {exact[3]} heal exactly; "
-        f"{exact[4]} heal in bfloat16{apart}.",
+        f"{exact[4]} heal in bfloat16.",
         "",
-        *_by_marks(rows, families.VERDICTS, "blend | move | extend | heal | heal in bfloat16"),
+        *_by_marks(partly, families.VERDICTS, "blend | move | extend | heal | heal in bfloat16"),
         "",
-        *_legend(rows),
+        *_legend(partly),
+        "",
+        "All other types are refused, because:",
+        "",
+        *_by_reason([row for row in rows if judged(row) and row not in partly]),
+        "",
+        f"Not judged, because no tiny model can be built: {', '.join(_type(row) for row in rows if not judged(row))}.",
     ]
 
 
 def _images_read(document: dict[str, Any]) -> list[str]:
     """Every type that reads images, by whether these are chunks."""
     rows = document["images"]
-    exact, unknown = sum(row["supported"] for row in rows), sum(not judged(row) for row in rows)
+    exact, tried = [row for row in rows if row["supported"]], [row for row in rows if judged(row)]
     return [
-        f"Of {len(rows)} types that read images {exact} blend them exactly; {unknown} are not judged.",
+        f"Of {len(rows)} types that read images {len(exact)} blend them exactly: {', '.join(map(_type, exact))}. "
+        f"{len(rows) - len(tried)} were not judged and are not listed. The others are refused, because:",
         "",
-        *_by_marks(rows, ("reason",), "images as chunks"),
-        "",
-        *_legend(rows),
+        *_by_reason([row for row in tried if row not in exact]),
+    ]
+
+
+def _by_reason(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each reason, with its types; the most come first."""
+    types: dict[str, list[str]] = {}
+    for row in rows:
+        types.setdefault(LEGEND[_number(row["reason"]) - 1], []).append(_type(row))
+    return [
+        f"* **{reason}:** {', '.join(types[reason])}" for reason in sorted(types, key=lambda name: -len(types[name]))
     ]
 
 
@@ -282,10 +304,10 @@ def _number(reason: str) -> int:
 
 def _legend(rows: list[dict[str, Any]]) -> list[str]:
     """What the numbers of these rows mean."""
-    said = [row[name] for row in rows if judged(row) for name in families.VERDICTS if row.get(name)]
+    said = [row[name] for row in rows for name in families.VERDICTS if row.get(name)]
     numbers = sorted({_number(reason) for reason in said if reason != EXACT})
     meanings = [f"* {number}: {LEGEND[number - 1]}." for number in numbers]
-    return [f"{YES} exact · {UNJUDGED} not judged · {NO} refused, because:", "", *meanings]
+    return [f"{YES} exact · {NO} refused, because:", "", *meanings]
 
 
 def _type(row: dict[str, Any]) -> str:

@@ -99,8 +99,8 @@ class BlendCache(BatchRows):
         Args:
             model: a causal language model of transformers.
             store: where chunks are kept.
-            config: the settings; left out, what `hf-blend tune` or `calibrate` kept in the store for this model, or
-                else what was measured for its family, or the defaults.
+            config: the settings; None takes what was kept in the store for this model, else what was measured for its
+                family, else the defaults, see docs/choosing.md.
             **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
 
         Raises:
@@ -162,17 +162,16 @@ class BlendCache(BatchRows):
 
         Args:
             tokenizer: the model's tokenizer.
-            prefix: system prompt, behind BOS if the tokenizer puts one before a text; token ids are taken as they are.
-            chunks: retrieved documents or token ids, at least one. A document is a text, or a dict or an object that
-                has one as `text`, `content` or `page_content`. For a batch: one such list per request.
-            question: what the model is asked. For a batch: a list of questions, one per request.
-            history: what the last `generate` returned, `[batch, tokens]`: the new pieces, also without chunks, come
-                behind it in this cache.
-            separator: is put between two texts where neither has white space there. It is computed in each request.
+            prefix: system prompt, as text behind BOS if the tokenizer puts one there, or as token ids.
+            chunks: retrieved documents or token ids, at least one. A document is a text, or a dict or an object with
+                one as `text`, `content` or `page_content`. For a batch: a list for each request.
+            question: what the model is asked. For a batch: a list.
+            history: what the last `generate` returned, `[batch, tokens]`: the pieces continue it in this cache, also
+                without chunks, and the ids are of the whole conversation.
+            separator: is put between two texts without white space there, and computed in each request.
 
         Returns:
-            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device; the whole
-            conversation with `history`, as `generate` wants it.
+            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device.
 
         Raises:
             PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
@@ -208,15 +207,16 @@ class BlendCache(BatchRows):
 
         Args:
             tokenizer: the model's tokenizer, with a chat template.
-            messages: as for `apply_chat_template`: dicts with a role and a content, of one conversation. For a batch:
-                a list of conversations.
-            documents: documents whose text is in the messages; dicts and objects are also passed to the template.
-                None: only what is stored is reused. For a batch: a list for each conversation.
-            **template: further arguments of `apply_chat_template`: `tools`, `enable_thinking`, `chat_template`,
-                `continue_final_message`; `add_generation_prompt` is True where it is left out.
+            messages: dicts with a role and a content, as for `apply_chat_template`. For a batch: a list of
+                conversations.
+            documents: documents whose text is in the messages; a template gets dicts and objects, too. Missing ones
+                are computed and stored. None: only what is stored is reused. For a batch: a list for each
+                conversation.
+            **template: further arguments of `apply_chat_template`, such as `tools`; `add_generation_prompt` is True by
+                default.
 
         Returns:
-            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device.
+            what `inputs` returns, `[batch, tokens]` each.
 
         Raises:
             PromptError: the tokenizer has no chat template or is another model's, the template refuses the messages,
@@ -244,13 +244,12 @@ class BlendCache(BatchRows):
 
         Args:
             tokenizer: the model's tokenizer.
-            text: the prompt, or a list of prompts for a batch.
-            chunks: documents whose text is in the prompt; those that are not stored are computed and stored. None:
-                only what is stored is reused. For a batch: a list for each prompt.
+            text: a prompt, or a list of prompts for a batch.
+            chunks: documents whose text is in the prompt, as `documents` of `inputs_from_messages`.
             add_special_tokens: as for the tokenizer; False for text that a chat template made.
 
         Returns:
-            `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device.
+            what `inputs` returns, `[batch, tokens]` each.
 
         Raises:
             PromptError: the text is empty or would begin with two BOS, a chunk is empty or not in the text, the
@@ -270,9 +269,8 @@ class BlendCache(BatchRows):
         are reused beside the images, as are others that are stored.
 
         Args:
-            **inputs: what the model's processor made, or `inputs` with the processor's arguments for the images:
-                `input_ids` and `attention_mask` `[batch, tokens]`, padded on the left; `pixel_values` and what comes
-                with them.
+            **inputs: what the model's processor made: `input_ids` and `attention_mask`, `[batch, tokens]`, padded on
+                the left, `pixel_values` and what comes with them; ids and mask may also be those that `inputs` gave.
 
         Returns:
             The arguments of the next `generate`, encoded images in the place of pixels. Without an image the same.
@@ -395,9 +393,8 @@ class BlendCache(BatchRows):
 
         Args:
             tokens: how many more are to be exact; None for all, 0 only counts. In 8 and 4 bits whole groups of 32.
-            history: what the last `generate` returned, `[batch, tokens]`. Without it the prompt alone can be healed:
-                nobody has told the cache which tokens the answer has. With it the next `inputs_from_messages` and
-                `inputs_from_text` keep what was healed of the answer, too.
+            history: what the last `generate` returned, `[batch, tokens]`; without it only the prompt can be healed.
+                The next `inputs_from_messages` or `inputs_from_text` then keeps what was healed of the answer.
 
         Returns:
             How many of the cached tokens are not exact. 0: all are, as far as a codec with losses lets them.
@@ -432,10 +429,10 @@ class BlendCache(BatchRows):
         padded batch pass its `attention_mask` and a column of ones. This cache stays as it is.
 
         Args:
-            max_cache_len: how many tokens there is to be room for, the prompt and all new ones but the last.
+            max_cache_len: room in tokens: the prompt and all new ones but the last.
 
         Returns:
-            A stock cache of the same tokens, in the model's dtype also where this one holds few bits.
+            A stock cache of the same tokens, in the model's dtype also with `kv_bits`.
 
         Raises:
             ConfigError: the cache is empty or has a part of its prompt only, another model or adapter computed what it

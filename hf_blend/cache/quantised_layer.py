@@ -33,6 +33,9 @@ Form = tuple[tuple[int, ...], torch.dtype]
 def pack(bits: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
     """Quantise whole groups, `[batch, kv_heads, tokens, width]` each.
 
+    In 8 bits a step is the largest magnitude / 127, by channel in 32 tokens of K, and by token of V. In 4 bits a least
+    value and a step, (largest - least) / 15, are in bfloat16, by 32 tokens of K, and by 32 channels of V (by all if 32
+    does not divide the width).
     Returns tensors by name, whose third axis is the tokens, or the groups for the scales of K.
     """
     if bits == 4 and (keys.shape[3] % 2 or values.shape[3] % 2):

@@ -58,15 +58,15 @@ def self_extend(
     group_tokens: int | None = None,
     allow_unverified: bool = False,
 ) -> Iterator[Extension]:
-    """Let a model attend beyond its trained length while the block runs.
+    """Let a model attend beyond its trained length inside a `with` block.
 
     Args:
         model: a causal language model with rotary positions and full attention in every layer.
         trained_tokens: the longest prompt it was trained on; None is its `max_position_embeddings`.
         max_tokens: the longest prompt that is expected; None is four times the trained length.
         window_tokens: keys nearer than this keep their distance; None is half of the trained length.
-        group_tokens: far positions are divided by this; None is the least with which `max_tokens` stays within the
-            trained length.
+        group_tokens: far positions are divided by this; None is the least that keeps `max_tokens` within the trained
+            length.
         allow_unverified: use a model that fails the self-test, with one warning.
 
     Yields:

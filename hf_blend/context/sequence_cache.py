@@ -66,7 +66,7 @@ _NOTHING = tuple(torch.empty((0, 0), dtype=dtype) for dtype in (torch.long, torc
 
 
 class SequenceCache(Cache):
-    """A `transformers.Cache` of several sequences over one storage; one of them, or a batch, is continued at a time.
+    """A `transformers.Cache` of several sequences over one storage, which are continued alone or as a batch.
 
     Works with greedy search, sampling, streaming and assisted decoding of one request, and with a batch of sequences
     that share what they have in common: sampling several answers, beams, many questions behind one prefix. `generate`
@@ -74,8 +74,8 @@ class SequenceCache(Cache):
     positions.
 
     Attributes:
-        batch: the sequences that the next forward continues, in the order of its rows.
-        kv_bits: in how many bits K and V are held; None: as they were computed.
+        batch: the sequences that the next forward continues, by row.
+        kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
     """
 
     layers: list[SequenceLayer]  # type: ignore[assignment]
@@ -153,11 +153,11 @@ class SequenceCache(Cache):
         return [number for number in self._table if number >= 0]
 
     def tokens(self, sequence: int | None = None) -> list[int]:
-        """The token ids of a sequence, None: the active one, in the order of attention; -1 where one is not known."""
+        """The token ids of a sequence (None: the active one), in the order of attention; -1 where unknown."""
         return self._table.ids[self._table.row(self._number(sequence))[0]].tolist()
 
     def positions(self, sequence: int | None = None) -> list[int]:
-        """The positions of a sequence's tokens, in the order of `tokens`."""
+        """Their positions, in the order of `tokens`."""
         return self._table.row(self._number(sequence))[1].tolist()
 
     def use(self, *sequences: int) -> None:
@@ -264,12 +264,12 @@ class SequenceCache(Cache):
         return self._authors[authors[0]] if authors else None
 
     def remove(self, sequence: int | None = None, start: int = 0, stop: int | None = None) -> None:
-        """Forget tokens at positions `start <= p < stop` (None: the end) of a sequence, or of every one (None)."""
+        """Forget the tokens of a sequence, or of every one (None), at positions `start:stop`."""
         self._table.remove(sequence, start, stop)
         self._changed()
 
     def copy(self, source: int, target: int, start: int = 0, stop: int | None = None) -> None:
-        """Add the tokens of `source` at positions `start <= p < stop` to `target`; the storage is shared."""
+        """Add the tokens of `source` at positions `start:stop` to `target`; the storage is shared."""
         self._table.copy(self._number(source), self._number(target), start, stop)
         self._changed()
 
@@ -279,12 +279,12 @@ class SequenceCache(Cache):
         self.use(sequence)
 
     def shift(self, sequence: int, start: int, stop: int | None, delta: int) -> None:
-        """Move tokens at positions `start <= p < stop` by `delta`; those that would go below 0 are forgotten."""
+        """Move the tokens at positions `start:stop` by `delta`; those that would go below 0 are forgotten."""
         self._table.shift(self._number(sequence), start, stop, delta)
         self._changed()
 
     def divide(self, sequence: int, start: int, stop: int | None, by: int) -> None:
-        """Divide the positions `start <= p < stop` by a whole number from 1 on, rounding down.
+        """Divide the positions `start:stop` by a whole number from 1 on, rounding down.
 
         Raises:
             ConfigError: the number is below 1.
@@ -748,11 +748,11 @@ class ShiftCache(SequenceCache):
         """Begin empty.
 
         Args:
-            model: a causal language model whose keys can be moved.
-            window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`; where
-                its rotary frequencies change with the length (longrope, dynamic), what is just below that length.
+            model: a causal language model of transformers.
+            window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`, or just
+                below the length at which its rotary frequencies change (longrope, dynamic).
             keep_tokens: how many of the first tokens are never dropped, such as BOS and a system prompt.
-            kv_bits: as in `SequenceCache`.
+            kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
             allow_unverified: use a model that fails the self-test, with one warning.
 
         Raises:

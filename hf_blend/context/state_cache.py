@@ -69,11 +69,10 @@ class StateCache:
         """Begin empty.
 
         Args:
-            model: a causal language model; it is left as it was.
-            window_tokens: most tokens that are cached; None is as many as the model has positions, and as its rotary
-                frequencies stay the same for.
+            model: a causal language model of transformers.
+            window_tokens: most tokens that are cached; None is as in `ShiftCache`.
             keep_tokens: how many first tokens stay when a prompt is cut to fit the window.
-            kv_bits: 8 or 4 to quantise K and V of full attention layers; a session file holds them unpacked.
+            kv_bits: 8 or 4 packs K and V of full attention layers so; a session file holds them unpacked.
 
         Raises:
             ConfigError: the window has no room behind the tokens that stay.
@@ -123,7 +122,7 @@ class StateCache:
         """Answer a prompt as `generate` of transformers does, without computing the cached tokens again.
 
         Args:
-            token_ids: of the whole prompt. If it and the answer do not fit the window, tokens between its first
+            token_ids: of the whole prompt. If it does not fit the window with its answer, tokens between the first
                 `keep_tokens` and the question are dropped, the earliest first.
             question_tokens: how many tokens at the end are the question; None: nothing is dropped.
             **options: of `generate`, for one answer as ids.

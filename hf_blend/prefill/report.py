@@ -59,33 +59,30 @@ class BlendReport:
     """Tokens, charged budget and time of one prefill.
 
     Attributes:
-        nominal_ratio: the share of the reusable tokens that was asked for, the mean over layers where it differs.
-        prompt_tokens: real tokens of the prompt, all batch entries.
-        reusable_tokens: those with stored KV that is not exact: the ones that a choice is made among.
-        exact_tokens: those with stored KV that is a full prefill's; never recomputed.
-        healed_tokens: those that `BlendCache.heal` has made exact since the prefill.
-        computed_chunks: chunks that were missing, and were computed and stored for this request.
-        loaded_chunks: chunks that came from the store.
-        refused_chunks: chunks whose stored KV was not that of their tokens; computed like a question.
+        nominal_ratio: share of the reusable tokens that was asked for, the mean over layers.
+        prompt_tokens: tokens of the prompt without padding, all rows of a batch.
+        reusable_tokens: those with stored KV that is not exact, among which is chosen.
+        exact_tokens: those with stored KV that is a full prefill's.
+        healed_tokens: those that `BlendCache.heal` made exact since.
+        computed_chunks: missing chunks that were computed and stored.
+        loaded_chunks: chunks from the store.
+        refused_chunks: chunks whose stored KV was not that of their tokens; these are computed.
         full_prefills: full prefills that a selector asked for; research only.
-        realign_ms: host time for moving stored KV to its place.
+        realign_ms: host time for moving stored KV.
         select_ms: host time for scoring and choosing.
-        compute_ms: host time for computing the missing chunks.
+        compute_ms: host time for computing missing chunks.
         store_ms: host time for storing them.
-        check_ms: host time for comparing the model with the one that computed what is stored; at the first use of a
-            model also for its self-test.
-        past_tokens: tokens that were in the cache before this prefill.
-        seam_tokens: tokens at the edges of stored chunks for which the prompt has others, because it was tokenised as
-            a whole; these are computed.
-        encoded_images: how many images the vision tower was run for; no FLOPs are charged.
+        check_ms: host time for comparing the model with the one that stored, and for the self-test of a new one.
+        past_tokens: tokens in the cache before this prefill.
+        seam_tokens: tokens at chunks' edges that the tokenizer made otherwise in this prompt; computed.
+        encoded_images: images that the vision tower was run for; their FLOPs are not counted.
         partial: where chunks are loaded in part: layers, loaded bytes, all bytes.
-        sparse: where steps look at some blocks: how selections held and what was loaded, by the names of
-            `SparseMetrics`.
-        advice: what the store's controller decided, by the names of `Advice`.
-        recipe: where the selector and the ratio are from: the caller, what `hf-blend tune` or `calibrate` kept in the
-            store, the measurement of the model's family, or the default.
-        notice: what else is worth knowing, such as that the chunks were stored with another tokenizer.
-        fallback_reason: why every token was computed, and what to pass instead; empty where chunks could be reused.
+        sparse: where steps look at some blocks: the figures of `SparseMetrics`.
+        advice: what the store's controller decided.
+        recipe: where selector and ratio are from: the caller, the store, what was measured for the family, or the
+            default.
+        notice: what else to know, such as that the chunks were stored with another tokenizer.
+        fallback_reason: why every token was computed, and what to pass instead; else empty.
     """
 
     nominal_ratio: float = 0.0
@@ -150,19 +147,19 @@ class BlendReport:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the decoder spent here, on all tokens, and of choosing and correcting."""
+        """FLOPs of the decoder in this prefill, with choosing and correcting."""
         return sum(self._spent(work, work.real) for work in self._work) + self.scoring_flops
 
     @property
     def charged_budget(self) -> float:
-        """FLOPs spent on the reusable tokens over those that a full prefill spends on them; 0 without any."""
+        """FLOPs spent on the reusable tokens, over those of a full prefill on them; 0 without any."""
         full = sum(self._costs[work.layer].of_all(self._columns(work, work.reusable)) for work in self._layers())
         spent = sum(self._spent(work, work.reusable) for work in self._work)
         return (spent + self.scoring_flops) / full + self.full_prefills if full else 0.0
 
     @property
     def flop_bound(self) -> float:
-        """FLOPs of the decoder in a full prefill over those spent here: how much faster this prefill could be."""
+        """FLOPs of a full prefill over `flops`: how much faster this prefill could be."""
         full = sum(self._costs[work.layer].of_all(self._columns(work, work.real)) for work in self._layers())
         return full / self.flops if self.flops else 1.0
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""First the beginning of each chunk, then what another selector scores highest (sink repair and selection in one).
+"""Recompute the beginning of each chunk, then what another selector scores highest (sink repair and selection in one).
 
 Source: EPIC (arXiv 2410.15332) for the beginnings, where chunks computed alone put attention sinks; PSR (2603.20218)
 for putting such repairs in front of a selection.

@@ -40,12 +40,12 @@ def sparse_decoding(
     watch_mass: bool = False,
     **settings: Any,
 ) -> Iterator[SparseSession]:
-    """Let the decoding steps of one cache look at a share of its blocks while the block runs.
+    """Let the decoding steps of a cache look at a share of its blocks inside a `with` block.
 
     Args:
-        model: the model that the cache is for.
-        cache: whose steps are sparse; all other calls of the model stay dense.
-        config: the settings; the defaults where left out.
+        model: a causal language model of transformers.
+        cache: of the model; its steps are sparse, all other calls stay dense.
+        config: the settings; None takes the defaults.
         draft: the assistant of assisted decoding; it then sees what the verification of its round will see.
         draft_selects: the draft looks at all, and its attention in a round selects what the verification sees.
         watch_mass: measure the share of attention that the selected blocks hold; costs a dense step each time.

@@ -72,7 +72,7 @@ class BaseStore:
         return self.storage.reads_importance or self.layer_reader.reads_importance
 
     def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
-        """Fetch a chunk. Its tensors are shared: never write to them. One that was written to is not handed out again.
+        """Fetch a chunk. Its tensors are shared: never write to them.
 
         Args:
             key: which chunk.
@@ -82,7 +82,7 @@ class BaseStore:
                 dtype is a miss. None takes the entry at its word.
 
         Returns:
-            The chunk exactly as it was stored, or None; a fault never raises, it is counted and is a miss.
+            The chunk exactly as it was stored, or None, also if it was written to. A fault is counted, never raised.
         """
         return self.reader.get(key, budget_s, layout) if self._is_ours(key) else None
 
@@ -109,7 +109,7 @@ class BaseStore:
         return self._compute_times.timed(*keys)
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
-        """Store a chunk. If the disk fails, the chunk stays in memory and the failure is counted.
+        """Store a chunk. If the disk fails, it stays in memory and the failure is counted.
 
         When this returns, the chunk is in memory and on disk, and waits in a queue for a tier on another machine
         (`flush`); `get` finds it from now on.
@@ -202,7 +202,7 @@ class BaseStore:
         self.admin.set_pins(digests, pinned)
 
     def flush(self, wait_s: float = FLUSH_S) -> bool:
-        """Wait until what was put is written to every tier, or was refused by it; False if something still waits."""
+        """Wait until every tier has written or refused what was put; False if something still waits."""
         return self.admin.flush(wait_s)
 
     def remove(self, digests: Iterable[str]) -> int:
@@ -253,7 +253,7 @@ class BaseStore:
         return self.admin.traffic()
 
     def close(self) -> None:
-        """Flush for 30 s at most, save the index, and let go of memory and connections; closing twice is allowed."""
+        """Flush for 30 s at most, and let go of memory and connections; closing twice is allowed."""
         self.layer_reader.close()
         self.admin.close()
 
