@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from hf_blend.errors import HfBlendError, UnsupportedModelError
 from hf_blend.model_names import PACKAGED, converted_models
 from hf_blend.store.memory import available_bytes
 
-from .bundled import AUTO, REAL, ModelSource, choose_device, choose_dtype, first_line, open_model
+from .bundled import AUTO, REAL, ModelSource, choose_device, choose_dtype, first_line, open_model, size_of
 from .cache_size import cache_size
 from .parsing import printable
 from .retrieving import Piece
 
+Check = Callable[[torch.nn.Module], object]
 FOLDER = "HF_BLEND_MODELS"  # the variable; empty, nothing is looked for
 MEMORY_SHARE = 0.5  # of what is free: weights may take so much, and K and V of a prompt so much of the rest
 INSTRUCTED = re.compile("instruct|chat|-it$", re.IGNORECASE)  # names of models that were taught to answer
@@ -74,8 +75,12 @@ class Candidate:
         return -self.parameters, INSTRUCTED.search(self.name) is None, self.name
 
 
-def choose_model(device: str = AUTO, dtype: str = AUTO, most_parameters: float = math.inf) -> ModelChoice:
+def choose_model(
+    device: str = AUTO, dtype: str = AUTO, most_parameters: float = math.inf, weights: str = AUTO, check: Check = id
+) -> ModelChoice:
     """Choose and open the best model that is here; `smollm2` where there is none.
+
+    `check` is called with each model, without its weights, and refuses it by an `HfBlendError`.
 
     Raises:
         MissingExtraError: there is none, and `smollm2` is not here either.
@@ -88,16 +93,17 @@ def choose_model(device: str = AUTO, dtype: str = AUTO, most_parameters: float =
     for candidate in sorted(candidates, key=lambda candidate: candidate.rank):
         size = f"{_gb(candidate.nbytes)} of {_gb(free_bytes)} free"
         if candidate.nbytes > MEMORY_SHARE * free_bytes or candidate.parameters > most_parameters:
-            skipped.append(f"{candidate.name}: {candidate.parameters / 1e9:.2g} B parameters, {size}, is too large")
+            skipped.append(f"{candidate.name}: {size_of(candidate.parameters)}, {size}, is too large")
             continue
         try:
-            source = open_model(candidate.name, device, dtype, folder=str(candidate.folder))
+            source = open_model(candidate.name, device, dtype, weights, str(candidate.folder))
+            check(source.empty)
         except HfBlendError as error:
             skipped.append(f"{candidate.name}: {first_line(error)}")
             continue
         told = f"{candidate.name} from {candidate.origin}, {size}; --model names another."
         return ModelChoice(source, f"{told} {FIRST_TRY}" if candidate.name == REAL else told, tuple(skipped))
-    return ModelChoice(open_model(REAL, device, dtype), FIRST_TRY, tuple(skipped))
+    return ModelChoice(open_model(REAL, device, dtype, weights), FIRST_TRY, tuple(skipped))
 
 
 def choose_top_k(source: ModelSource, pieces: Sequence[Piece], max_new_tokens: int) -> int:
@@ -187,6 +193,8 @@ def _complaint(folder: Path) -> str:
     """Why a model is not taken, from its small files alone; empty if it may be."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
+    if odd := [path.name for path in folder.iterdir() if path.exists() and not (path.is_file() or path.is_dir())]:
+        return f"{odd[0]} is no regular file."
     config = json.loads((folder / "config.json").read_text("utf-8"))
     kind = config.get("model_type")
     if kind not in CAUSAL or not {*(config.get("architectures") or ())} & {*CAUSAL.values()}:
