@@ -167,7 +167,9 @@ def ls(
         say("The store holds no chunks.")
         return
     names = {digest: source.name for source in sources for digest in source.digests}
-    by_chunk = [{**asdict(entry), "name": names.get(entry.digest)} for entry in entries]
+    models = {source.fingerprint: source.model for source in sources}
+    about = [{"name": names.get(entry.digest), "model": models.get(entry.fingerprint)} for entry in entries]
+    by_chunk = [{**asdict(entry), **known} for entry, known in zip(entries, about, strict=True)]
     show((by_chunk if chunks else _document_rows(entries, sources))[:limit], as_json=json, header=True)
 
 

@@ -62,9 +62,15 @@ class Question:
     documents: tuple[str, ...] = ()  # texts of the sources that no earlier turn brought
 
     @property
-    def source_names(self) -> list[str]:
-        """The documents that the sources are from, each once, the best first."""
-        return list(dict.fromkeys(piece.name for piece in self.sources))
+    def source_rows(self) -> list[dict[str, Any]]:
+        """A row for each source: the name of its document, and from which character to which."""
+        return [{"name": piece.name, "start": piece.start, "stop": piece.stop} for piece in self.sources]
+
+    @property
+    def retrieved(self) -> str:
+        """The sources and their places, in a line for people; whether the answer used them is not known."""
+        places = (f"{piece.name}, characters {piece.start} to {piece.stop}" for piece in self.sources)
+        return f"Retrieved: {'; '.join(places)}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,24 @@ class Answer:
     def report(self) -> BlendReport | None:
         """What was reused and recomputed; None of a full prefill."""
         return self.cache.report if self.cache else None
+
+    @property
+    def gain(self) -> dict[str, int]:
+        """Tokens of the prompt, and of these the ones that were reused as they were and the stored ones recomputed."""
+        report = self.report or BlendReport()
+        recomputed = sum(map(len, report.chosen_columns))
+        reused = report.past_tokens + report.reused_tokens
+        return {"prompt_tokens": len(self.input_ids), "reused_tokens": reused, "recomputed_tokens": recomputed}
+
+    @property
+    def cost(self) -> str:
+        """What the first token took, in a line for people."""
+        tokens, reused, recomputed = self.gain.values()
+        computed = self.report.computed_chunks if self.report else 0
+        return (
+            f"First token after {self.ttft_ms / 1e3:.2f} s: {reused:,} of {tokens:,} prompt tokens reused, "
+            f"{recomputed:,} recomputed{f', {computed} missing chunks computed' if computed else ''}."
+        )
 
 
 @dataclass(frozen=True)
@@ -168,7 +192,8 @@ class Pipeline:
             "is_loop": got.is_loop,
             "ttft_ms": got.ttft_ms,
             "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
-            "sources": [{"name": piece.name, "start": piece.start, "stop": piece.stop} for piece in question.sources],
+            "sources": question.source_rows,
+            **got.gain,
         }
         if self.store.loads_in_part:
             partial = (got.report and got.report.partial) or {}
@@ -286,6 +311,7 @@ class Chat:
     turns: list[Turn] = field(default_factory=list)
     cache: BlendCache | None = None
     said: Tensor | None = None  # ids of the last prompt and its answer, `[tokens]`
+    asked: Question | None = None  # the last question
     healing: IdleHealing = field(default_factory=IdleHealing)
 
     def prepare(self, question: str) -> Question:
@@ -305,6 +331,7 @@ class Chat:
     def answer(self, question: Question, tell: Callable[[str], None] | None = None) -> Answer:
         """Answer, and remember question and answer."""
         self.healing.stop()
+        self.asked = question
         got = self.pipeline.answer(question.request, self.config, self.max_new_tokens, tell=tell, cache=self.cache)
         self.turns.append(Turn(question.name, got.text, question.documents))
         if "messages" in question.request and got.cache is not None:  # other prompts do not begin as the last one did

@@ -285,7 +285,7 @@ def test_of_files_the_pieces_that_fit_a_question_are_read_and_named(model_folder
     others = [Document(f"{n}.txt", f"The harbour {n} has a crane.\n" * 5) for n in range(20)]
     query = DemoRequest("", "Who keeps bees?", files=(*others, Document("bees.txt", "Gerda keeps bees.\n")), top_k=4)
     asked = prepare(own, query, Limits())
-    assert (len(asked.sources), asked.source_names[0]) == (4, "bees.txt")
+    assert (len(asked.sources), asked.sources[0].name) == (4, "bees.txt")
     told = list(compare(own, store, query, replace(Limits(), new_tokens=2)))[-1]
     assert [passage.name for passage in told.passages] == [piece.name for piece in asked.sources]
     assert "<b>bees.txt</b>" in drawing.marked(told)
