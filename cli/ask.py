@@ -14,7 +14,7 @@ from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
 from .calibrating import Calibrate, choose_config
-from .choosing import LOOP, open_encoder, open_source
+from .choosing import COST, LOOP, open_encoder, open_source
 from .output import Json, humanise, interruptible, marked, said_if_slow, say, show
 from .reading import choose_files, load, prepare, read_questions
 
@@ -83,10 +83,8 @@ def ask(
 
     blend_config(selector, recompute_ratio=ratio)  # refuses wrong settings before the weights are read
     if (rounds > 1 or tokens) and not compare:
-        option, what = (
-            ("--tokens", "Tokens are shown") if tokens else (f"--rounds {rounds}", "Methods are timed in turns")
-        )
-        raise ConfigError(f"got {option} without --compare. {what} only with it.")
+        option = "--tokens" if tokens else f"--rounds {rounds}"
+        raise ConfigError(f"got {option} without --compare. Methods are timed, and tokens shown, only with it.")
     encoder = open_encoder(meaning, device)
     limits = FileLimits(file_megabytes, file_seconds)
     files = choose_files(include, exclude)
@@ -148,7 +146,7 @@ class _Printer:
             _show_answers(replies, self._tokens)
         else:
             typer.echo()
-            say(replies[0].answer.cost)
+            say(COST.format(replies[0].answer.ttft_ms / 1e3, **replies[0].answer.gain))
         if cut := [reply.row["method"] for reply in replies if reply.answer.is_cut]:
             say(f"Cut at {len(replies[0].answer.ids)} tokens, set --max-new-tokens higher: {', '.join(cut)}.")
         if loops := [reply.row["method"] for reply in replies if reply.answer.is_loop]:

@@ -13,7 +13,7 @@ from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
 from .calibrating import choose_config
-from .choosing import LOOP, meaning_of, open_encoder, open_source, top_k_or_default
+from .choosing import COST, LOOP, meaning_of, open_encoder, open_source, top_k_or_default
 from .output import Json, say, show
 from .reading import choose_files, load, read, say_limits, split
 
@@ -130,10 +130,11 @@ def _answer(talk: "Chat", question: str, json: bool) -> dict[str, Any]:
         say(f"\n{LOOP.format('blend')}")
     if not json:
         typer.echo()
-        say(got.cost)
+        say(COST.format(got.ttft_ms / 1e3, **got.gain))
         typer.echo(f"{prepared.retrieved}\n")
+    sources = [{"name": source.name, "start": source.start, "stop": source.stop} for source in prepared.sources]
     chunks = {name: getattr(got.report, f"{name}_chunks", 0) for name in ("loaded", "computed")}
     return {
-        "question": question, "answer": got.text, "ttft_ms": got.ttft_ms, "sources": prepared.source_rows,
-        "chunks": chunks, "is_loop": got.is_loop, "past_tokens": getattr(got.report, "past_tokens", 0), **got.gain,
+        "question": question, "answer": got.text, "ttft_ms": got.ttft_ms, "sources": sources, "chunks": chunks,
+        "is_loop": got.is_loop, "past_tokens": getattr(got.report, "past_tokens", 0), **got.gain,
     }  # fmt: skip

@@ -3,7 +3,7 @@
 """What a command takes where nothing is said: the model, and how many pieces of documents it reads; said in a line."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .output import progress, say
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from hf_blend import ChunkStore
     from hf_blend.evaluation.bundled import ModelSource
     from hf_blend.evaluation.meaning import Encoder, Meaning
-    from hf_blend.evaluation.model_choice import Check
     from hf_blend.evaluation.retrieving import Piece
 
+COST = "First token after {:.2f} s: {reused_tokens} of {prompt_tokens} tokens reused, {recomputed_tokens} recomputed."
 LOOP = "It began to repeat itself and was stopped: {}. Take a smaller --top-k, a higher --ratio or a larger --model."
 
 
 def open_source(
-    model: str | None, device: str, dtype: str, verbose: bool = False, weights: str = "auto", check: "Check" = id
+    model: str | None, device: str, dtype: str, verbose: bool = False, weights: str = "auto", check: Any = id
 ) -> "ModelSource":
     """Open the model that is named, else the best that is here; say which, and with `verbose` what was passed over."""
     if model is not None:

@@ -93,13 +93,9 @@ def index(
         size = f"{estimate.tokens:,} tokens, {humanise('nbytes', estimate.nbytes)} of KV"
         say(f"{len({piece.name for piece in pieces}):,} documents in {estimate.pieces:,} chunks: {size}.")
     place: dict[str, Any] = {
-        "location": "memory://" if dry_run else store,
-        "memory_bytes": 0,
-        "secret": secret,
-        "remote": remote,
-        "remote_deadline_s": PATIENCE_S,
-        "namespace": namespace,
-    }
+        "location": "memory://" if dry_run else store, "memory_bytes": 0, "secret": secret, "remote": remote,
+        "remote_deadline_s": PATIENCE_S, "namespace": namespace,
+    }  # fmt: skip
     with ChunkStore.open(**place) as opened:
         indexing.check_room(opened, estimate)
         indexer = indexing.Indexer(load(source, opened, blends=False), source.tokenizer, opened, pieces, share)

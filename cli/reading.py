@@ -79,10 +79,7 @@ def read(
 
 
 def load(source: "ModelSource", store: "ChunkStore | None" = None, blends: bool = True) -> "nn.Module":
-    """Read a model's weights, and do what its first use takes: its identity, and a probe whether it can be blended.
-
-    If the documents of the store were indexed with other models alone, a line says so.
-    """
+    """Read a model's weights, find out who it is and whether it blends; say if a store has other models' documents."""
     from hf_blend import BlendCache, BlendConfig, ChunkStore
     from hf_blend.errors import HfBlendError
     from hf_blend.evaluation.sources import Sources

@@ -150,9 +150,10 @@ def serve(
         run.listen(proxy, host, port, on_start=lambda url, _: announce({"url": url, "upstream": upstream}))
         return
     source = open_source(model, device, dtype, weights=weights, check=refusals.check_model)
+    name = Path(source.name).resolve().name if Path(source.name).exists() else source.name  # as clients send it
     settings = {"allow_unverified": allow_unverified} | ({} if ratio is None else {"recompute_ratio": ratio})
     plan = {
-        "name": served_model_name or _name(source.name), "location": store, "remote": remote,
+        "name": served_model_name or name, "location": store, "remote": remote,
         "secret": read_secret(secret_file), "tenants": listed, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
         "heal": heal is not False, "blend": blend if selector else settings,
@@ -193,11 +194,6 @@ def _proxy(
     tokens = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
     proxy = Proxy(AutoTokenizer.from_pretrained(model), config, tenants, Limits(**limits), tokens, heal)
     return make_proxy(upstream, proxy)
-
-
-def _name(model: str) -> str:
-    """A model's name as clients send it: an id of the hub whole, of a folder the last part."""
-    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def _log_requests() -> None:

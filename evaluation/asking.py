@@ -62,11 +62,6 @@ class Question:
     documents: tuple[str, ...] = ()  # texts of the sources that no earlier turn brought
 
     @property
-    def source_rows(self) -> list[dict[str, Any]]:
-        """A row for each source: the name of its document, and from which character to which."""
-        return [{"name": piece.name, "start": piece.start, "stop": piece.stop} for piece in self.sources]
-
-    @property
     def retrieved(self) -> str:
         """The sources and their places, in a line for people; whether the answer used them is not known."""
         places = (f"{piece.name}, characters {piece.start} to {piece.stop}" for piece in self.sources)
@@ -95,19 +90,8 @@ class Answer:
     def gain(self) -> dict[str, int]:
         """Tokens of the prompt, and of these the ones that were reused as they were and the stored ones recomputed."""
         report = self.report or BlendReport()
-        recomputed = sum(map(len, report.chosen_columns))
-        reused = report.past_tokens + report.reused_tokens
+        reused, recomputed = report.past_tokens + report.reused_tokens, sum(map(len, report.chosen_columns))
         return {"prompt_tokens": len(self.input_ids), "reused_tokens": reused, "recomputed_tokens": recomputed}
-
-    @property
-    def cost(self) -> str:
-        """What the first token took, in a line for people."""
-        tokens, reused, recomputed = self.gain.values()
-        computed = self.report.computed_chunks if self.report else 0
-        return (
-            f"First token after {self.ttft_ms / 1e3:.2f} s: {reused:,} of {tokens:,} prompt tokens reused, "
-            f"{recomputed:,} recomputed{f', {computed} missing chunks computed' if computed else ''}."
-        )
 
 
 @dataclass(frozen=True)
@@ -192,7 +176,7 @@ class Pipeline:
             "is_loop": got.is_loop,
             "ttft_ms": got.ttft_ms,
             "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
-            "sources": question.source_rows,
+            "sources": [{"name": piece.name, "start": piece.start, "stop": piece.stop} for piece in question.sources],
             **got.gain,
         }
         if self.store.loads_in_part:

@@ -58,11 +58,10 @@ class ModelSource:
         return positions if isinstance(positions, int) and not stretches(config) else None
 
     @cached_property
-    def empty(self) -> nn.Module:
+    def empty(self) -> Any:
         """The model without its weights, from its config."""
         with torch.device("meta"):
-            model: nn.Module = self._kind.from_config(copy.deepcopy(self.config), **NO_CODE)
-        return model
+            return self._kind.from_config(copy.deepcopy(self.config), **NO_CODE)
 
     @property
     def parameters(self) -> int:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from .cache_size import cache_size
 from .parsing import printable
 from .retrieving import Piece
 
-Check = Callable[[torch.nn.Module], object]
 FOLDER = "HF_BLEND_MODELS"  # the variable; empty, nothing is looked for
 MEMORY_SHARE = 0.5  # of what is free: weights may take so much, and K and V of a prompt so much of the rest
 INSTRUCTED = re.compile("instruct|chat|-it$", re.IGNORECASE)  # names of models that were taught to answer
@@ -76,11 +75,9 @@ class Candidate:
 
 
 def choose_model(
-    device: str = AUTO, dtype: str = AUTO, most_parameters: float = math.inf, weights: str = AUTO, check: Check = id
+    device: str = AUTO, dtype: str = AUTO, most_parameters: float = math.inf, weights: str = AUTO, check: Any = id
 ) -> ModelChoice:
-    """Choose and open the best model that is here; `smollm2` where there is none.
-
-    `check` is called with each model, without its weights, and refuses it by an `HfBlendError`.
+    """Choose and open the best model that is here; `smollm2` where there is none. `check(model)` may refuse others.
 
     Raises:
         MissingExtraError: there is none, and `smollm2` is not here either.
@@ -91,7 +88,7 @@ def choose_model(
         most_parameters = min(most_parameters, PARAMETERS_PER_CORE * (os.cpu_count() or 1))
     candidates, skipped = _candidates(choose_dtype(dtype))
     for candidate in sorted(candidates, key=lambda candidate: candidate.rank):
-        size = f"{_gb(candidate.nbytes)} of {_gb(free_bytes)} free"
+        size = f"{candidate.nbytes / 1e9:.2g} of {free_bytes / 1e9:.2g} GB free"
         if candidate.nbytes > MEMORY_SHARE * free_bytes or candidate.parameters > most_parameters:
             skipped.append(f"{candidate.name}: {size_of(candidate.parameters)}, {size}, is too large")
             continue
@@ -110,12 +107,9 @@ def choose_top_k(source: ModelSource, pieces: Sequence[Piece], max_new_tokens: i
     """How many pieces of documents a model answers from: by its size, and by the room that it and the memory have."""
     size = next(top_k for most, top_k in TOP_K.items() if source.parameters < most)
     longest = max((len(piece.ids) for piece in pieces), default=1)
-    room = min(_positions(source, max_new_tokens), _memory_tokens(source))
+    positions = math.inf if source.positions is None else POSITIONS_SHARE * (source.positions - max_new_tokens)
+    room = min(positions, _memory_tokens(source))
     return max(1, int(min(size, room / longest)))
-
-
-def _positions(source: ModelSource, max_new_tokens: int) -> float:
-    return math.inf if source.positions is None else POSITIONS_SHARE * (source.positions - max_new_tokens)
 
 
 def _memory_tokens(source: ModelSource) -> float:
@@ -155,7 +149,7 @@ def _folders(skipped: list[str]) -> Iterator[tuple[str, Path, str]]:
     own = os.environ.get(FOLDER)
     if own is None:
         yield from _cached(skipped)
-        yield from _converted()
+        yield from ((_short(name), folder, "the converted models") for name, folder in converted_models().items())
     elif own:
         root = Path(own).expanduser()
         for config in sorted(path for depth in ("*", "*/*") for path in root.glob(f"{depth}/config.json")):
@@ -175,12 +169,6 @@ def _cached(skipped: list[str]) -> Iterator[tuple[str, Path, str]]:
         revisions = sorted(repository.revisions, key=lambda made: ("main" in made.refs, made.last_modified))
         if repository.repo_type == "model" and revisions:
             yield _short(repository.repo_id), revisions[-1].snapshot_path, "the hub's cache"
-
-
-def _converted() -> Iterator[tuple[str, Path, str]]:
-    """Models that were converted into the user's cache."""
-    for name, folder in converted_models().items():
-        yield _short(name), folder, "the converted models"
 
 
 def _short(name: str) -> str:
@@ -228,7 +216,3 @@ def _weights(folder: Path) -> tuple[int, int]:
             parameters += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
         nbytes += (folder / name).stat().st_size
     return parameters, nbytes
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2g} GB"

@@ -159,7 +159,7 @@ def test_tokens_shows_which_were_recomputed_and_needs_a_comparison(store, first,
     assert "Recomputed tokens stand out:\n" in out
     assert run("ask", "--tokens")[::2] == (
         2,
-        "hf-blend: got --tokens without --compare. Tokens are shown only with it.\n",
+        "hf-blend: got --tokens without --compare. Methods are timed, and tokens shown, only with it.\n",
     )
 
 
@@ -346,7 +346,7 @@ def test_the_command_streams_answers_names_sources_and_ends(tmp_path, monkeypatc
     assert out.count("Retrieved: docs/") == 2
     assert "Retrieved: docs/a.txt, characters 0 to 22" in out
     assert err.count("Retrieved: docs/a.txt, characters 0 to 22") == 1, "/sources"
-    assert len(re.findall(r"First token after [\d.]+ s: \d+ of \d+ prompt tokens reused, \d+ recomputed", err)) == 2
+    assert len(re.findall(r"First token after [\d.]+ s: \d+ of \d+ tokens reused, \d+ recomputed", err)) == 2
     assert "There is no /nonsense." in err
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     rows = json.loads(run(*words, "--json")[1])["rows"]

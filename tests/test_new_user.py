@@ -128,7 +128,7 @@ def test_ask_questions_of_a_file(here, run):
     assert code == 0, err
     assert out.index("Where is the light?") < out.index("Retrieved: note-0") < out.index("Who keeps it?")
     assert out.count("Retrieved: ") == 2
-    assert len(re.findall(r"First token after [\d.]+ s: \d+ of \d+ prompt tokens reused, \d+ recomputed", err)) == 2
+    assert len(re.findall(r"First token after [\d.]+ s: \d+ of \d+ tokens reused, \d+ recomputed", err)) == 2
 
 
 def test_store_ls_and_rm_documents_by_name(indexed, here, run):
