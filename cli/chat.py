@@ -92,7 +92,7 @@ def _talk(talk: "Chat", json: bool) -> Iterator[dict[str, Any]]:
         elif question == "/stats":
             say(talk.stats())
         elif question == "/sources":
-            say(talk.asked.retrieved if talk.asked else "Nothing was asked yet.")
+            say(talk.question.retrieved if talk.question else "Nothing was asked yet.")
         elif question.startswith("/"):
             say(f"There is no {question.split()[0]}. {WORDS}")
         elif question:

@@ -120,12 +120,12 @@ def index(
                 calibrate_once(indexer.model, source.tokenizer, opened)
             say_recipe(opened.recipe(indexer.model))
         evicted = sum(opened.stats()["evicted"].values())
-    part = f"{share.number}/{share.count}"
+    own = f"{share.number}/{share.count}"
     if json and (is_first or shard):
         numbers = {"documents": len({piece.name for piece in pieces}), **asdict(done), "evicted": evicted}
-        show({**numbers, "left_out": documents.left_out, "shard": part}, as_json=True)
+        show({**numbers, "left_out": documents.left_out, "shard": own}, as_json=True)
     elif is_first or shard:
-        whose = f" of the share {part}" if share.count > 1 else ""
+        whose = f" of the share {own}" if share.count > 1 else ""
         typer.echo(f"{done.stored:,} chunks{whose} were computed and stored, {done.present:,} were there before.")
     if done.refused or evicted:
         fail(f"the store did not keep {done.refused + evicted} chunks. Make room for them, and run it again.")

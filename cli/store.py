@@ -165,8 +165,8 @@ def ls(
         return
     names = {digest: source.name for source in sources for digest in source.digests}
     models = {source.fingerprint: source.model for source in sources}
-    about = [{"name": names.get(entry.digest), "model": models.get(entry.fingerprint)} for entry in entries]
-    by_chunk = [{**asdict(entry), **known} for entry, known in zip(entries, about, strict=True)]
+    labels = [{"name": names.get(entry.digest), "model": models.get(entry.fingerprint)} for entry in entries]
+    by_chunk = [{**asdict(entry), **label} for entry, label in zip(entries, labels, strict=True)]
     show((by_chunk if chunks else _document_rows(entries, sources))[:limit], as_json=json, header=True)
 
 

@@ -295,7 +295,7 @@ class Chat:
     turns: list[Turn] = field(default_factory=list)
     cache: BlendCache | None = None
     said: Tensor | None = None  # ids of the last prompt and its answer, `[tokens]`
-    asked: Question | None = None  # the last question
+    question: Question | None = None  # the last question
     healing: IdleHealing = field(default_factory=IdleHealing)
 
     def prepare(self, question: str) -> Question:
@@ -315,7 +315,7 @@ class Chat:
     def answer(self, question: Question, tell: Callable[[str], None] | None = None) -> Answer:
         """Answer, and remember question and answer."""
         self.healing.stop()
-        self.asked = question
+        self.question = question
         got = self.pipeline.answer(question.request, self.config, self.max_new_tokens, tell=tell, cache=self.cache)
         self.turns.append(Turn(question.name, got.text, question.documents))
         if "messages" in question.request and got.cache is not None:  # other prompts do not begin as the last one did
