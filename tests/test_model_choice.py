@@ -70,9 +70,7 @@ def test_the_largest_that_chats_is_taken_and_the_line_says_why(hub, add):
     large = add("b/large", layers=3)
     choice = choose_model("cpu")
     assert (choice.source.name, choice.source.folder) == ("b/large", str(large))
-    assert re.fullmatch(
-        r"b/large from the hub's cache, 0\.00\d+ of 1 GB free; --model names another\.", choice.reason
-    )
+    assert re.fullmatch(r"b/large from the hub's cache, 0\.00\d+ of 1 GB free; --model names another\.", choice.reason)
     assert choice.source.load().config.num_hidden_layers == 3
 
 
