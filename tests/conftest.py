@@ -22,8 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.untouched import assert_same, leaves_untouched, snapshot
 
-gc.disable()  # nothing that is imported becomes garbage; `few_objects` turns it on again
-
 TINY = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -54,6 +52,11 @@ def pytest_report_header() -> list[str]:
     missing = "" if PUBLISHED.is_dir() else ", which is no folder, so their tests are skipped"
     left_out = ["left out: tests of serving, which needs transformers 5.23"] if IS_OLDEST else []
     return [f"published files: {PUBLISHED}{missing}", *left_out]
+
+
+def pytest_collection() -> None:
+    """Collect no garbage while files are imported, of which nothing becomes garbage; `few_objects` turns it on."""
+    gc.disable()
 
 
 @pytest.fixture(autouse=True, scope="session")
