@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a question over documents; the answer comes with what was retrieved."""
+"""Ask a question over documents, and see what was retrieved."""
 
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Talk about documents: streamed answers, each with what was retrieved."""
+"""Talk about documents, and see what was retrieved."""
 
 import sys
 from collections.abc import Iterator

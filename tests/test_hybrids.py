@@ -102,7 +102,6 @@ def poisoned_memory():
     ("name", "rungs"),
     [
         ("lfm2-deep", TELLING),
-        ("minimax", TELLING),
         ("deepseek_v32", ("fused_ratio",)),
         ("hy_v4", ("fused_ratio",)),  # several streams of rows, and layers that look where an earlier one did
         *(pytest.param(name, None, marks=pytest.mark.slow) for name in (*FAST, *SLOW, *INDEXED, *VARIANTS)),

@@ -20,6 +20,7 @@ from hf_blend.recipes import DEFAULT
 from hf_blend.serving import heaps, run
 from hf_blend.serving.prompts import text_prompt
 from hf_blend.serving.tenants import Tenant, Tenants
+from tests.conftest import slow_but
 from tests.saved_models import save_tokenizer_that_chats
 from tests.serving.processes import running
 
@@ -166,7 +167,7 @@ def test_requests_are_logged_by_default(reached, access, monkeypatch):
     assert not access.propagate
 
 
-@pytest.mark.parametrize("weights", ["8bit", "4bit"])
+@pytest.mark.parametrize("weights", slow_but("4bit", among=["8bit", "4bit"]))
 def test_a_server_with_few_bits_answers_as_a_lone_cache_with_the_same_model(weights, bench, tmp_path, caplog):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes makes 8 and 4 bits of weights")
     source = bundled.open_model(REFERENCE, "cpu", weights=weights)
