@@ -23,7 +23,7 @@ from typing import Any
 import parted_models
 import torch
 from real_selectors import RESULTS, _commit
-from robust import FAMILIES
+from robust import FAMILIES, PASSAGES
 
 from hf_blend import ChunkStore
 from hf_blend.evaluation.bundled import load_model
@@ -74,6 +74,7 @@ def compared(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[
 def table(arguments: argparse.Namespace) -> None:
     """Write the table."""
     robust = json.loads((RESULTS / "robust.json").read_text("utf-8"))["rows"]
+    robust = [row for row in robust if row["chunks"] == PASSAGES]
     runs = json.loads(arguments.output.read_text("utf-8"))["rows"] if arguments.output.exists() else []
     runs += [json.loads(path.read_text("utf-8")) for path in arguments.runs]
     rows = [compared(run, robust) for run in {run["model"]: run for run in runs}.values()]

@@ -341,7 +341,8 @@ def recommended(rows: Sequence[Row]) -> dict[str, Recommendation]:
 
 def recommend(arguments: argparse.Namespace) -> None:
     """Say of each model which rule leaves least."""
-    for model, best in recommended(json.loads(arguments.output.read_text("utf-8"))["rows"]).items():
+    rows = json.loads(arguments.output.read_text("utf-8"))["rows"]
+    for model, best in recommended([row for row in rows if row["chunks"] == PASSAGES]).items():
         print(
             f"{model}: {best.rule} at a charge of {best.target:g} (ratio {best.ratio}) leaves {best.left:.2f}, the "
             f"default {best.default_left:.2f}: {'' if best.is_told else 'not '}told to leave less"

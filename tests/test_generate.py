@@ -13,6 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, dynamic_module_
 from worlds import reference_questions
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, blended, sparse_decoding
+from hf_blend.model.cache_keyword import KEYWORD
 from tests.asking import generated, memory, prefill, prepared
 from tests.conftest import random_pieces
 
@@ -221,7 +222,7 @@ def test_blended_refuses_a_cache_that_is_in_use(reference, asked):
     used = BlendCache(model, store)
     model.generate(**inputs, past_key_values=used, max_new_tokens=1)
     longer = {name: torch.cat([value, value[:, -1:]], dim=1) for name, value in inputs.items()}
-    with pytest.raises(ConfigError, match="Pass a BlendCache as past_key_values"):
+    with pytest.raises(ConfigError, match=f"Pass a BlendCache as {KEYWORD}"):
         model.generate(**longer, past_key_values=used, custom_generate=blended(store), max_new_tokens=2)
 
 

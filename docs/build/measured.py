@@ -41,6 +41,11 @@ Prompts have six passages, of which one holds the answer. Weights are float32, t
 rules and charges were fixed before the run. Not measured: larger models, other languages, code.
 [robust.json](../benchmarks/results/robust.json) also has charges of 5 and 10 %, and chunks behind BOS alone.
 
+By the number of passages: what full reuse, tokens at random and the default leave.
+
+<!--table:passages-->
+<!--end-->
+
 Over the charge, with ten passages ([frontier.json](../benchmarks/results/frontier.json)):
 
 ![SmolLM2: what is left against the charge](pictures/frontier-smollm2.svg)

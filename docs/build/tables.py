@@ -48,10 +48,11 @@ SOURCES = {
     "images_read": "families",
     "scored": "real_selectors",
     "front": "robust",
+    "passages": "robust",
     "rules": "robust",
 }
 DEFAULT = f"{BlendConfig.selector}@text", 0.15  # a method of `robust.py`, and the charge that was asked for
-REUSE = "none@text", 0.0
+REUSE, RANDOM = ("none@text", 0.0), ("random@text", 0.15)
 MODELS = {  # of `robust.py`
     "smollm2": "SmolLM2-135M",
     "gemma3": "Gemma 3 270M",
@@ -177,6 +178,22 @@ def _robust(document: dict[str, Any]) -> list[str]:
     for key in [REUSE, *sorted(rules)]:
         own = [rows.get(key) for rows in found.values()]
         lines.append(f"| {_of(key[0].removesuffix('@text'))} | {' | '.join(map(_kl_and_star, own))} |")
+    return lines
+
+
+def _passages(document: dict[str, Any]) -> list[str]:
+    """What is left by the number of passages, where more than one number was measured."""
+    numbers = sorted({row["chunks"] for row in document["rows"]})
+    by_number = {number: robust_rows(document, number) for number in numbers}
+    measured = [key for key in by_number[numbers[-1]] | by_number[numbers[0]] | by_number[12] if key in by_number[6]]
+    lines = _head("model, prompts of", [f"{number} passages" for number in numbers])
+    for model, task in measured:
+        cells = []
+        for number in numbers:
+            rows = by_number[number].get((model, task))
+            own = [f"{rows[key]['kl']:.2f}" for key in (REUSE, RANDOM, DEFAULT)] if rows else []
+            cells.append(f"{', '.join(own)} (n = {rows[REUSE]['n']})" if rows else "")
+        lines.append(f"| {MODELS[model]}, {TASKS[task]} | {' | '.join(cells)} |")
     return lines
 
 
@@ -384,6 +401,7 @@ TABLES = {
     "healing_server": _healing_server,
     "front": _front,
     "robust": _robust,
+    "passages": _passages,
     "rules": _rules,
     "calibrated": _calibrated,
     "families": _families,
