@@ -96,9 +96,15 @@ def is_lost(future: "Future[Any]") -> bool:
     return future.done() and isinstance(future.exception(), ForkedError)
 
 
-def start(act: Callable[[], Answer], name: str) -> "Future[Answer]":
+class Started(Future[Answer]):
+    """What a thread brings. Join it before the process ends: one that is inside torch then makes it abort."""
+
+    thread: threading.Thread
+
+
+def start(act: Callable[[], Answer], name: str) -> Started[Answer]:
     """Do something in a thread of its own, which keeps no process from ending; its future is as of `Workers`."""
-    future: Future[Answer] = Future()
+    future: Started[Answer] = Started()
 
     def run(future: Future[Answer]) -> None:
         try:
@@ -112,7 +118,8 @@ def start(act: Callable[[], Answer], name: str) -> "Future[Answer]":
             del future  # this frame is held by the exception
 
     _watch_forks()
-    threading.Thread(target=run, args=(future,), name=name, daemon=True).start()
+    future.thread = threading.Thread(target=run, args=(future,), name=name, daemon=True)
+    future.thread.start()
     _FUTURES.add(future)
     return future
 

@@ -347,6 +347,7 @@ def test_healing_ends_before_the_process_which_would_abort_while_a_thread_is_ins
     future = conversation(heal="idle")._healing._future
     at_exit[0]()
     assert future.done()
+    assert not future.thread.is_alive()
 
 
 def test_healing_that_fails_in_its_thread_loses_nothing(caplog):

@@ -12,7 +12,6 @@ healing.stop()                      # within one block; then the cache is this t
 import atexit
 import logging
 import time
-from concurrent.futures import Future
 from threading import Event
 from typing import Any
 
@@ -32,7 +31,7 @@ class IdleHealing:
     """Heals one cache at a time; between `start` and `stop` nothing else may use the cache, its model may be used."""
 
     def __init__(self) -> None:
-        self._future: Future[None] | None = None
+        self._future: threads.Started[None] | None = None
         self._is_stopped = Event()
 
     def start(self, cache: BlendCache, history: Tensor | None = None) -> None:
@@ -49,6 +48,7 @@ class IdleHealing:
         self._is_stopped.set()
         if future is not None and not threads.is_lost(future):
             future.result()
+            future.thread.join()
 
 
 def _heal(cache: BlendCache, history: Tensor | None, is_stopped: Event) -> None:
