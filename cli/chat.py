@@ -98,8 +98,7 @@ def _talk(talk: "Chat", json: bool) -> Iterator[dict[str, Any]]:
         elif question:
             if not (json or sys.stdin.isatty()):
                 typer.echo(typer.style(question, bold=True))
-            row = _answer(talk, question, json)
-            yield from [row] if row else []
+            yield from filter(None, [_answer(talk, question, json)])
 
 
 def _next() -> str | None:

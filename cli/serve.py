@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_blend.errors import suggest
+from hf_blend.errors import import_extra, suggest
 
 from .calibrating import Calibrate, calibrate_once, say_recipe
 from .choosing import open_source
@@ -130,12 +130,13 @@ def serve(
         hf-blend serve --check --port 0 --store my-chunks --json  # slow
         hf-blend serve --model HuggingFaceTB/SmolLM2-135M-Instruct --store my-chunks  # network
     """
+    import_extra("starlette", extra="serve", wanted_by="hf-blend serve")
     from hf_blend.evaluation.answering import blend_config
+    from hf_blend.serving import refusals, run
 
     listed = _tenants(tenants, secret_file, api_key)
     blend = blend_config(selector, recompute_ratio=ratio, is_blind=True, allow_unverified=allow_unverified)
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
-    from hf_blend.serving import refusals, run  # after the refusal that names a missing extra
 
     run.check_port(host, port)
 

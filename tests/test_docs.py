@@ -15,6 +15,7 @@ from pathlib import Path
 import measured
 import pictures
 import pytest
+import tables
 import torch
 from calls import count_calls
 from tables import PLACE, filled, load_result
@@ -38,7 +39,7 @@ NEEDED = {  # page: packages of extras
 }
 CHATTING = ("rag_app.md",)  # pages whose prompts are messages; the README has a test of its own
 NOTES = ["The light of Skerry is kept by Una Moss.", "A lantern costs four pounds.", "The boat is red.", "Tea is at 6"]
-MOST = 21732  # words of all pages in docs
+MOST = 21801  # words of all pages in docs
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 
 
@@ -276,7 +277,13 @@ def test_the_page_is_made_from_the_committed_results():
 
 def test_the_numbers_in_the_text_are_those_of_the_committed_results():
     short = set(load_result("break_even")["break_even_tokens"].values())
-    assert f"from about {min(short)} tokens on" in " ".join(PAGES[0].read_text("utf-8").split())
+    text = " ".join(PAGES[0].read_text("utf-8").split())
+    assert f"from about {min(short)} tokens on" in text
+    twelve = tables.robust_rows(load_result("robust"), 12)["qwen2.5-coder-1.5b", "musique"]
+    reuse, default = (twelve[key]["kl"] for key in (tables.REUSE, tables.DEFAULT))
+    assert f"with twelve the first row is {reuse:.2f} and {default:.2f}" in text
+    assert "0.4 of its error" in " ".join((ROOT / "docs" / "choosing.md").read_text("utf-8").split())
+    assert f"{default / reuse:.1f}" == "0.4"
 
 
 @pytest.mark.parametrize("ratio", [None, 1.0])

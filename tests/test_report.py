@@ -117,7 +117,7 @@ def test_a_report_is_one_line_for_people_and_json_for_programs(report):
     assert shown["charged_budget"] == got.charged_budget
     assert shown["chosen_columns"] == got.chosen_columns
     assert not [name for name in shown if name.startswith("_")]
-    assert "85 tokens: 5 exact, 71 reusable, of which 11 recomputed (nominal 15%, charged" in str(got)
+    assert "85 tokens: 9 new, 5 exact, 71 reusable, of which 11 recomputed (nominal 15%, charged" in str(got)
     assert "\n" not in str(got)
     fresh = BlendReport(0.15)
     assert (fresh.charged_budget, fresh.flop_bound) == (0, 1)

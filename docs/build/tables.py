@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -185,9 +186,9 @@ def _passages(document: dict[str, Any]) -> list[str]:
     """What is left by the number of passages, where more than one number was measured."""
     numbers = sorted({row["chunks"] for row in document["rows"]})
     by_number = {number: robust_rows(document, number) for number in numbers}
-    measured = [key for key in by_number[numbers[-1]] | by_number[numbers[0]] | by_number[12] if key in by_number[6]]
+    counted = Counter(key for rows in by_number.values() for key in rows)
     lines = _head("model, prompts of", [f"{number} passages" for number in numbers])
-    for model, task in measured:
+    for model, task in [key for key, count in counted.items() if count > 1]:
         cells = []
         for number in numbers:
             rows = by_number[number].get((model, task))

@@ -190,15 +190,15 @@ class BlendReport:
         """One line for people."""
         if self.fallback_reason:
             return f"{self.prompt_tokens} tokens, all computed: {self.fallback_reason}"
-        partial, advice = self.partial, self.advice
+        partial, advice, exact, reusable = self.partial, self.advice, self.exact_tokens, self.reusable_tokens
         loaded = f"{partial['loaded_bytes']:,} of {partial['all_bytes']:,} bytes loaded in part; " if partial else ""
         loaded += f"{advice['loaded_chunks']} worth loading by the controller; " if advice else ""
         loaded += f"compute {self.compute_ms:.1f} ms, store {self.store_ms:.1f} ms, " if self.computed_chunks else ""
         return (
-            f"{self.prompt_tokens} tokens: {self.exact_tokens} exact, {self.reusable_tokens} reusable, of which "
-            f"{sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, charged "
-            f"{self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed; "
+            f"{self.prompt_tokens} tokens: {self.prompt_tokens - exact - reusable} new, {exact} exact, {reusable} "
+            f"reusable, of which {sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, "
+            f"charged {self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed; "
             f"{f'{self.seam_tokens} of their tokens differ at seams; ' if self.seam_tokens else ''}"
-            f"{loaded}check {self.check_ms:.1f} ms, "
-            f"realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms{self.notice and f'; {self.notice}'}"
+            f"{loaded}check {self.check_ms:.1f} ms, realign {self.realign_ms:.1f} ms, "
+            f"select {self.select_ms:.1f} ms{self.notice and f'; {self.notice}'}"
         )
