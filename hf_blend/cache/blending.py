@@ -27,11 +27,12 @@ from ..model.modality import placeholders_of, refuse_placeholders
 from ..prefill import notices
 from ..prefill.blend import Prefill
 from ..prefill.context import PrefillContext
-from ..prefill.observing import AttentionObserver, run_probe
+from ..prefill.observing import AttentionObserver
 from ..prefill.plan import ChunkOrigin, Plan, Planner
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
+from ..prefill.value_gradients import ValueGradients
 from ..selectors.base import Receive
 from .healable import Obstacle
 
@@ -147,7 +148,7 @@ class BlendedForward:
         planning, traits = cache.planning, cache.traits
         context = PrefillContext(
             cache.model, self._kv.all, request, plan, cache.report, realigner, planning.selector, planning.corrector,
-            self._probe, traits.extras, cache.observer, cache.loader,
+            self._probe, self._value_gradients, traits.extras, cache.observer, cache.loader,
         )  # fmt: skip
         self._snapshots = self._kv.snapshots()
         frontier, self._obstacles = self._kv.frontier, {*self._kv.frontier.obstacles}
@@ -173,19 +174,29 @@ class BlendedForward:
     def _probe(
         self, receive: Receive, layers: Sequence[int], anchors: Tensor | None = None, rows: int | None = None
     ) -> None:
-        """Run the question alone, in the middle of the forward."""
+        """Run the question alone, in the middle of the forward: see `TokenView.probe`."""
+        self._run(AttentionObserver(receive, layers, anchors, rows))
+
+    def _value_gradients(self, rows: int) -> Tensor | None:
+        """Run the question alone, forth and back: see `TokenView.value_gradients`."""
+        context = self.prefill.context
+        if context.request.others or ValueGradients.refuses(context.model, context.layers, self.prefill._kinds):
+            return None
+        observer = ValueGradients(rows)
+        self._run(observer)
+        return observer.scores(len(context.layers))
+
+    def _run(self, observer: AttentionObserver) -> None:
         cache, prefill, kv_layers = self._cache, self.prefill, self._kv.of_tokens
         request = prefill.context.request
         pairs = zip(kv_layers, self._snapshots, strict=True)
         suspended = [layer.suspend(snapshot, request.past) for layer, snapshot in pairs]
-        self.prefill = probe = prefill.probe(
-            AttentionObserver(receive, layers, anchors, rows), lambda: self._kv.spare(self._snapshots)
-        )
+        self.prefill = probe = prefill.probe(observer, lambda: self._kv.spare(self._snapshots))
         try:
             with cache.watch.hooks.inside():
                 plan = probe.context.plan
                 is_plain = len(plan.counts) == 1 and not plan.has_padding and not request.past
-                run_probe(cache.model, cache, request, is_plain)
+                observer.run(cache.model, cache, request, is_plain)
         finally:
             self.prefill = prefill
             prefill.take_over(probe)

@@ -100,8 +100,9 @@ class Prefill:
         """End a probe: it is charged for, and what it wrote to shared layers stays."""
         probe.remove_hooks()
         self._kind.resume()
-        report = probe.context.report
-        self.context.report.charge(lambda: report.flops)
+        report, observer = probe.context.report, probe.context.observer
+        passes = 1 if observer is None else observer.passes
+        self.context.report.charge(lambda: passes * report.flops)
         self._buffers.take_over(probe._buffers)
 
     def enter(self, index: int, call: LayerCall) -> None:
@@ -150,6 +151,8 @@ class Prefill:
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
         """Take K and V of the active rows, `[batch, kv_heads, rows, head_dim]`, and give back those of all tokens."""
+        if self.context.observer is not None:
+            keys, values = self.context.observer.detached(keys, values)
         if index not in self._buffers.used:  # its columns are opened, and what is stored is written
             context, checks = self.context, () if self._is_narrowed else tuple(self._ratios)
             self._buffers.use(index, keys, values, self.stored_chunks, checks, self._written())

@@ -60,6 +60,7 @@ class PrefillContext:
     selector: Selector
     corrector: Corrector
     probe: Callable[..., None]  # see `TokenView.probe`
+    value_gradients: Callable[[int], Tensor | None]  # see `TokenView.value_gradients`
     extras: Sequence[LayerExtra | None] = ()
     observer: AttentionObserver | None = None
     loader: PartialLoader | None = None  # None: chunks are written whole

@@ -23,6 +23,8 @@ from .request import Request
 class AttentionObserver:
     """Stands in the place of each layer's attention: tells what is looked at, and attends."""
 
+    passes = 1  # over the layers, as they are charged
+
     def __init__(
         self,
         receive: Receive,
@@ -38,6 +40,15 @@ class AttentionObserver:
         self.computed: Tensor | None = None  # `[batch, columns]`: False on the question's columns that are left out
         self.last = None if layers is None else layers[-1]
         self._masks: dict[tuple[int, ...], tuple[Any, ...]] = {}
+
+    def run(self, model: nn.Module, cache: Any, request: Request, is_plain: bool) -> None:
+        """Run the question, up to the last layer that is listened to."""
+        with torch.no_grad(), contextlib.suppress(StopForward):
+            decoder_output(model, cache, request, is_plain)
+
+    def detached(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of the rows as the cache keeps them."""
+        return keys, values
 
     def takes(self, index: int) -> bool:
         """Whether a layer's attention is taken; the others attend as they do without a listener."""
@@ -99,13 +110,11 @@ def _indexed(mask: Tensor, indices: Tensor, keys: int) -> Tensor:
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
-@torch.no_grad()
-def run_probe(model: nn.Module, cache: Any, request: Request, is_plain: bool) -> None:
+def decoder_output(model: nn.Module, cache: Any, request: Request, is_plain: bool) -> Any:
     """Run the decoder over a prompt of which only the question is recomputed; a plain prompt needs no mask."""
     arguments, called = request.arguments, model
     if not request.others:
         names = ("input_ids", "position_ids", *(() if is_plain else ("attention_mask",)))
         arguments = {name: arguments[name] for name in names if arguments.get(name) is not None}
         called = model.get_decoder()
-    with contextlib.suppress(StopForward):
-        called(**{**without_cache(arguments), **cache_argument(called, cache), "use_cache": True})
+    return called(**{**without_cache(arguments), **cache_argument(called, cache), "use_cache": True})

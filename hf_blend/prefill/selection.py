@@ -70,7 +70,9 @@ class Selection:
         kinds = table if rows.is_all else table.gather(2, rows.columns.expand(4, *rows.columns.shape))
         chunk, offset, tokens, image = kinds
         chunk = chunk if rows.filler is None else chunk.masked_fill(rows.filler, -1)
-        optional: dict[str, Any] = {"probe": self.context.probe} if self.context.selector.needs_question else {}
+        optional: dict[str, Any] = {}
+        if self.context.selector.needs_question:
+            optional = {"probe": self.context.probe, "value_gradients": self.context.value_gradients}
         if fresh is not None:
 
             def stored_at(layer: int) -> KV:

@@ -53,6 +53,9 @@ class TokenView:
             `probe(receive, layers, anchors, rows)` calls `receive` for some layers, increasing, and runs no further.
             With `anchors`, `[batch, columns]`, the question itself looks at those only, while `receive` is given all;
             with `rows`, no more than so many of the question's rows are computed, half of them its last.
+        value_gradients: for selectors with `needs_question`: `value_gradients(rows)` runs so many of the question's
+            rows forth and back, charged. It gives how much the next token depends on each column's values,
+            `[batch, columns]` float32; None where the model cannot be differentiated so.
         num_layers: how many layers the model has.
         images: `[batch, tokens]`, True for tokens of an image's chunk; None where nothing is known of images.
     """
@@ -68,6 +71,7 @@ class TokenView:
     stored_at: Callable[[int], KV] = _unavailable
     stored_alone: Callable[[int], KV] = _unavailable
     probe: Callable[..., None] = _no_question
+    value_gradients: Callable[[int], Tensor | None] = _no_question
     num_layers: int = 1
     images: Tensor | None = None
 
