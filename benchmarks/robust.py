@@ -52,6 +52,7 @@ RULES = (
     "kv-deviation",
     "query-attention",
     "expected-error",
+    "dependence",
 )
 METHODS = (
     "none=0",
