@@ -43,7 +43,7 @@ def stock_gradients(model, row, start):
         logits = model(inputs["input_ids"][:, start:], past_key_values=stock).logits[0, -1]
         gradients = torch.autograd.grad(logits.log_softmax(-1).max(), leaves)
     pairs = zip(leaves, gradients, strict=True)
-    return sum((value.norm(dim=-1) * own.norm(dim=-1)).sum(dim=(0, 1)) for value, own in pairs).detach()
+    return sum((value.norm(dim=-1) * own.norm(dim=-1)).sum(dim=(0, 1)) for value, own in [*pairs][len(leaves) // 3 :])
 
 
 @pytest.mark.parametrize("frozen", [False, True])

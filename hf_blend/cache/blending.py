@@ -182,9 +182,9 @@ class BlendedForward:
         context = self.prefill.context
         if context.request.others or ValueGradients.refuses(context.model, context.layers, self.prefill._kinds):
             return None
-        observer = ValueGradients(rows)
+        observer = ValueGradients(rows, len(context.layers))
         self._run(observer)
-        return observer.scores(len(context.layers))
+        return observer.scores()
 
     def _run(self, observer: AttentionObserver) -> None:
         cache, prefill, kv_layers = self._cache, self.prefill, self._kv.of_tokens

@@ -23,7 +23,7 @@ from .request import Request
 class AttentionObserver:
     """Stands in the place of each layer's attention: tells what is looked at, and attends."""
 
-    passes = 1  # over the layers, as they are charged
+    passes = 1.0  # over the layers, as they are charged
 
     def __init__(
         self,

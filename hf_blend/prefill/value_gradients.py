@@ -25,11 +25,12 @@ SCALE = 256.0  # of the outcome: float16 has no smaller numbers than 6e-8, and o
 class ValueGradients(AttentionObserver):
     """Attends as the layers do, and notes in the backward pass how much the outcome depends on each value."""
 
-    passes = 2  # over the layers
-
-    def __init__(self, rows: int) -> None:
-        """Prepare for a probe of no more than `rows` of the question's rows."""
+    def __init__(self, rows: int, layers: int) -> None:
+        """Prepare for a probe of no more than `rows` of the question's rows, through so many layers."""
         super().__init__(lambda *_: None, rows=rows)
+        self._first = layers // 3  # the values of layers below it hardly matter: they are not asked
+        self._asked = layers - self._first
+        self.passes = 1 + self._asked / layers
         self._fresh: KV | None = None  # K and V of the rows, in the graph, of the layer that runs
         self._root = torch.zeros((), requires_grad=True)  # on which every layer's output depends
         self._contributions: list[Tensor] = []
@@ -61,6 +62,10 @@ class ValueGradients(AttentionObserver):
                 attended.values[:, :, :0],
             )  # the layer keeps something else than it attends to
         hidden = self._hidden(attended, self.computed)
+        if index < self._first:
+            plain = replace(attended, charge=None)
+            outputs = plain.outputs(plain.weights(slice(None), hidden))
+            return outputs.to(attended.queries.dtype).transpose(1, 2).contiguous(), None
         root = self._root.to(attended.queries.device)
         outputs = _Attend.apply(attended.queries, *fresh, root, attended, hidden, self._contributions)
         return outputs.to(attended.queries.dtype).transpose(1, 2).contiguous(), None
@@ -73,12 +78,12 @@ class ValueGradients(AttentionObserver):
             outcome = torch.log_softmax(head(last).float(), dim=-1).amax(dim=-1).sum() * SCALE
             torch.autograd.grad(outcome, self._root, allow_unused=True)
 
-    def scores(self, layers: int) -> Tensor | None:
+    def scores(self) -> Tensor | None:
         """`[batch, columns]` float32: length of each value times that of its gradient, summed over layers and heads.
 
         None where some layer did not attend by transformers' AttentionInterface.
         """
-        if len(self._contributions) != layers:
+        if len(self._contributions) != self._asked:
             return None
         return torch.stack([own.to(self._contributions[0].device) for own in self._contributions]).sum(dim=0)
 
