@@ -49,9 +49,9 @@ space: ## lay out build/space, all that a Hugging Face Space needs
 	cp -rL app/. hf_blend setup.cfg LICENSE $(SPACE)/
 	find $(SPACE) -name __pycache__ -prune -exec rm -r {} +
 
-# One process for each core computes faster than several threads in one; which files lie beside the project is in
-# tests/conftest.py.
-SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+# One process for each core computes faster than several threads in one, and none compiles again what another has
+# compiled; which files lie beside the project is in tests/conftest.py.
+SIDE_BY_SIDE := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 test: $(STAMP) ## run the offline tests
 	$(SIDE_BY_SIDE) $(PYTEST_ARGS)

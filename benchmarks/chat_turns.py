@@ -49,7 +49,7 @@ from hf_blend.prompt.history import shared_tokens
 DOCUMENTS, TURNS, SEED = 10, 5, 7
 FULL_TURNS = 2  # so many turns are prefilled in full, too
 ASKED = "What is said about {}?"
-END = re.compile(r"\nSources: .*\n\n> $")
+END = re.compile(r"\nFirst token after .*\nRetrieved: .*\n\n> $")
 EXACT = re.compile(r"(\d+) tokens were healed, (\d+) of (\d+) are exact\.\n> $")
 WAIT_S = 300
 

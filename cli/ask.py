@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a question over documents; the answer names its sources."""
+"""Ask a question over documents, and see what was retrieved."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +14,8 @@ from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
 from .calibrating import Calibrate, choose_config
-from .choosing import LOOP, open_encoder, open_source
-from .output import Json, humanise, interruptible, marked, say, show
+from .choosing import COST, LOOP, open_encoder, open_source
+from .output import Json, humanise, interruptible, marked, said_if_slow, say, show
 from .reading import choose_files, load, prepare, read_questions
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def ask(
     verbose: options.Verbose = False,
     json: Json = False,
 ) -> None:
-    """Answer from the pieces of documents that a question is about, and name their sources.
+    """Answer from the pieces of documents that a question is about, and name these.
 
     What is stored of the pieces is reused, what is not is computed and stored: hf-blend index does so ahead of time.
     --compare prints the first token's time and the KL divergence from full prefill, over the ten first tokens of full
@@ -82,10 +83,8 @@ def ask(
 
     blend_config(selector, recompute_ratio=ratio)  # refuses wrong settings before the weights are read
     if (rounds > 1 or tokens) and not compare:
-        option, what = (
-            ("--tokens", "Tokens are shown") if tokens else (f"--rounds {rounds}", "Methods are timed in turns")
-        )
-        raise ConfigError(f"got {option} without --compare. {what} only with it.")
+        option = "--tokens" if tokens else f"--rounds {rounds}"
+        raise ConfigError(f"got {option} without --compare. Methods are timed, and tokens shown, only with it.")
     encoder = open_encoder(meaning, device)
     limits = FileLimits(file_megabytes, file_seconds)
     files = choose_files(include, exclude)
@@ -95,19 +94,25 @@ def ask(
     prompts: list[Question] = []
     with ChunkStore.open(store, partial=partial) as opened, interruptible(lambda: printer.stopped(len(prompts))):
         prompts = prepare(source, texts, corpus, top_k, chunk_tokens, system, max_new_tokens, opened, encoder)
-        pipeline = asking.Pipeline(load(source), source.tokenizer, opened)
+        pipeline = asking.Pipeline(load(source, opened), source.tokenizer, opened)
         config = choose_config(pipeline, selector, ratio, allow_unverified, calibrate)
         opened.controller = LoadingController(pipeline.model, opened, config) if controller else None
-        for prompt in prompts:
-            if compare and (report := pipeline.answer(prompt.request, config, 1).report):
-                printer.reports.append(report)
+        methods, slow = asking.methods(config, compare), said_if_slow if compare else nullcontext
+        for number, prompt in enumerate(prompts, 1):
+            doing = f"Question {number} of {len(prompts)}: {{}} …"
+            with slow(doing.format("storing its chunks")):
+                if compare and (report := pipeline.answer(prompt.request, config, 1).report):
+                    printer.reports.append(report)
             printer.begin(prompt)
-            methods = asking.methods(config, compare)
-            replies = [pipeline.ask(prompt, method, max_new_tokens, printer.stream) for method in methods]
+            replies = []
+            for place, method in enumerate(methods, 1):
+                with slow(doing.format(f"{method.name}, {place} of {len(methods)}")):
+                    replies.append(pipeline.ask(prompt, method, max_new_tokens, printer.stream))
             printer.end(prompt, replies)
             if compare:
-                pipeline.time_again(prompt, replies, rounds)
-                pipeline.diverge(prompt, replies)
+                with slow(doing.format("timing and comparing the methods")):
+                    pipeline.time_again(prompt, replies, rounds)
+                    pipeline.diverge(prompt, replies)
         printer.summarise(opened, corpus.left_out)
 
 
@@ -141,6 +146,7 @@ class _Printer:
             _show_answers(replies, self._tokens)
         else:
             typer.echo()
+            say(COST.format(replies[0].answer.ttft_ms / 1e3, **replies[0].answer.gain))
         if cut := [reply.row["method"] for reply in replies if reply.answer.is_cut]:
             say(f"Cut at {len(replies[0].answer.ids)} tokens, set --max-new-tokens higher: {', '.join(cut)}.")
         if loops := [reply.row["method"] for reply in replies if reply.answer.is_loop]:
@@ -148,9 +154,9 @@ class _Printer:
         for decided in (reply.answer.report.advice for reply in replies if reply.answer.report):
             if decided:
                 say(f"Controller: {Advice(**decided)}")
-        sources = f"Sources: {', '.join(question.source_names)}\n" if question.sources else ""
-        if sources or self._is_listed:
-            typer.echo(sources, nl=self._is_listed)
+        retrieved = f"{question.retrieved}\n" if question.sources else ""
+        if retrieved or self._is_listed:
+            typer.echo(retrieved, nl=self._is_listed)
 
     def stopped(self, count: int) -> str:
         """Say after Ctrl-C how many of the questions are answered, and what is stored."""

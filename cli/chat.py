@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Talk about documents: streamed answers that name their sources."""
+"""Talk about documents, and see what was retrieved."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from hf_blend.evaluation.parsing import FileLimits
 
 from . import options
 from .calibrating import choose_config
-from .choosing import LOOP, meaning_of, open_encoder, open_source, top_k_or_default
+from .choosing import COST, LOOP, meaning_of, open_encoder, open_source, top_k_or_default
 from .output import Json, say, show
 from .reading import choose_files, load, read, say_limits, split
 
@@ -74,7 +74,7 @@ def chat(
         pieces = split(documents, source, chunk_tokens, store=opened)
         most = top_k_or_default(top_k, source, pieces, max_new_tokens)
         retriever = Retriever(pieces, most, meaning_of(encoder, pieces, opened))
-        pipeline = Pipeline(load(source), source.tokenizer, opened)
+        pipeline = Pipeline(load(source, opened), source.tokenizer, opened)
         config = choose_config(pipeline, selector, ratio, allow_unverified)
         talk = Chat(pipeline, source, retriever, config, system, max_new_tokens)
         rows = list(_talk(talk, json))
@@ -84,7 +84,6 @@ def chat(
 
 def _talk(talk: "Chat", json: bool) -> Iterator[dict[str, Any]]:
     """Answer until there are no more questions; gives a row for each answer."""
-    said: list[str] = []
     if sys.stdin.isatty():
         say(WORDS)
     while (question := _next()) is not None:
@@ -93,15 +92,13 @@ def _talk(talk: "Chat", json: bool) -> Iterator[dict[str, Any]]:
         elif question == "/stats":
             say(talk.stats())
         elif question == "/sources":
-            say("\n".join(said) or "Nothing was asked yet.")
+            say(talk.question.retrieved if talk.question else "Nothing was asked yet.")
         elif question.startswith("/"):
             say(f"There is no {question.split()[0]}. {WORDS}")
         elif question:
+            if not (json or sys.stdin.isatty()):
+                typer.echo(typer.style(question, bold=True))
             row = _answer(talk, question, json)
-            said = [
-                f"{source['name']}, characters {source['start']} to {source['stop']}"
-                for source in row.get("sources", [])
-            ]
             yield from [row] if row else []
 
 
@@ -132,10 +129,12 @@ def _answer(talk: "Chat", question: str, json: bool) -> dict[str, Any]:
     if got.is_loop:
         say(f"\n{LOOP.format('blend')}")
     if not json:
-        typer.echo(f"\nSources: {', '.join(prepared.source_names)}\n")
+        typer.echo()
+        say(COST.format(got.ttft_ms / 1e3, **got.gain))
+        typer.echo(f"{prepared.retrieved}\n")
     sources = [{"name": source.name, "start": source.start, "stop": source.stop} for source in prepared.sources]
     chunks = {name: getattr(got.report, f"{name}_chunks", 0) for name in ("loaded", "computed")}
     return {
         "question": question, "answer": got.text, "ttft_ms": got.ttft_ms, "sources": sources, "chunks": chunks,
-        "is_loop": got.is_loop, "past_tokens": getattr(got.report, "past_tokens", 0),
+        "is_loop": got.is_loop, "past_tokens": getattr(got.report, "past_tokens", 0), **got.gain,
     }  # fmt: skip

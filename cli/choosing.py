@@ -3,7 +3,7 @@
 """What a command takes where nothing is said: the model, and how many pieces of documents it reads; said in a line."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .output import progress, say
 
@@ -13,18 +13,21 @@ if TYPE_CHECKING:
     from hf_blend.evaluation.meaning import Encoder, Meaning
     from hf_blend.evaluation.retrieving import Piece
 
+COST = "First token after {:.2f} s: {reused_tokens} of {prompt_tokens} tokens reused, {recomputed_tokens} recomputed."
 LOOP = "It began to repeat itself and was stopped: {}. Take a smaller --top-k, a higher --ratio or a larger --model."
 
 
-def open_source(model: str | None, device: str, dtype: str, verbose: bool = False) -> "ModelSource":
+def open_source(
+    model: str | None, device: str, dtype: str, verbose: bool = False, weights: str = "auto", check: Any = id
+) -> "ModelSource":
     """Open the model that is named, else the best that is here; say which, and with `verbose` what was passed over."""
     if model is not None:
         from hf_blend.evaluation.bundled import open_model
 
-        return open_model(model, device, dtype)
+        return open_model(model, device, dtype, weights)
     from hf_blend.evaluation.model_choice import choose_model
 
-    choice = choose_model(device, dtype)
+    choice = choose_model(device, dtype, weights=weights, check=check)
     say(choice.reason)
     for line in choice.skipped if verbose else ():
         say(f"Not taken: {line}")
@@ -35,13 +38,14 @@ def top_k_or_default(
     top_k: int | None, source: "ModelSource", pieces: "Sequence[Piece]", max_new_tokens: int = 1
 ) -> int:
     """How many pieces are read for a question; 0 for all that fit."""
+    from hf_blend.evaluation.bundled import size_of
     from hf_blend.evaluation.model_choice import choose_top_k
 
     if top_k is not None:
         return top_k
     chosen = choose_top_k(source, pieces, max_new_tokens)
     if chosen < len(pieces):
-        size = f"{source.parameters / 1e9:.2g} B parameters"
+        size = size_of(source.parameters)
         say(f"{chosen} of {len(pieces)} pieces are read for a question, as suits {size}; --top-k says another number.")
     return chosen
 

@@ -53,7 +53,8 @@ def demo(
     if made.model:
         made.models.take(made.model)
     else:
-        _say_choice(made.models)
+        with contextlib.suppress(HfBlendError):  # the page itself says where there is none
+            say(made.models.choice.reason)
     say("Answering the first question, so that the page opens with it.")
     blocks, url = serve(made, host=host, port=port, wait=False)
     try:
@@ -78,12 +79,6 @@ def _refuse_taken(host: str, port: int | None) -> None:
             f"the page cannot listen on {host}, port {port}: {error.strerror or error}. Give another --port, or leave "
             "it out for the first free one from 7860 on; --host is an address of this machine."
         ) from error
-
-
-def _say_choice(models: Any) -> None:
-    """Say which model is taken and why; the page itself says where there is none."""
-    with contextlib.suppress(HfBlendError):
-        say(models.choice.reason)
 
 
 def _checked(url: str, made: Any, json: bool) -> None:

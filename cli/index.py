@@ -93,20 +93,17 @@ def index(
         size = f"{estimate.tokens:,} tokens, {humanise('nbytes', estimate.nbytes)} of KV"
         say(f"{len({piece.name for piece in pieces}):,} documents in {estimate.pieces:,} chunks: {size}.")
     place: dict[str, Any] = {
-        "location": "memory://" if dry_run else store,
-        "memory_bytes": 0,
-        "secret": secret,
-        "remote": remote,
-        "remote_deadline_s": PATIENCE_S,
-        "namespace": namespace,
-    }
+        "location": "memory://" if dry_run else store, "memory_bytes": 0, "secret": secret, "remote": remote,
+        "remote_deadline_s": PATIENCE_S, "namespace": namespace,
+    }  # fmt: skip
     with ChunkStore.open(**place) as opened:
         indexing.check_room(opened, estimate)
-        indexer = indexing.Indexer(load(source, blends=False), source.tokenizer, opened, pieces, share)
+        indexer = indexing.Indexer(load(source, opened, blends=False), source.tokenizer, opened, pieces, share)
         if is_first and indexer.missing:
             say(f"{len(indexer.missing):,} to compute, about {duration(indexer.probe_s())} on {source.device}.")
         if dry_run:
-            show(asdict(estimate) | ({"left_out": documents.left_out} if json else {}), as_json=json)
+            if json:
+                show(asdict(estimate) | {"left_out": documents.left_out}, as_json=True)
             return
         if is_first:
             indexer.name_sources(documents.listed, source.name, chunk_tokens)
@@ -123,12 +120,13 @@ def index(
                 calibrate_once(indexer.model, source.tokenizer, opened)
             say_recipe(opened.recipe(indexer.model))
         evicted = sum(opened.stats()["evicted"].values())
-    if is_first or shard:
-        numbers: dict[str, Any] = {"documents": len({piece.name for piece in pieces}), **asdict(done)}
-        numbers |= {"evicted": evicted, **({"left_out": documents.left_out} if json else {})}
-        if json or share.count > 1:
-            numbers["shard"] = f"{share.number}/{share.count}"
-        show(numbers, as_json=json)
+    own = f"{share.number}/{share.count}"
+    if json and (is_first or shard):
+        numbers = {"documents": len({piece.name for piece in pieces}), **asdict(done), "evicted": evicted}
+        show({**numbers, "left_out": documents.left_out, "shard": own}, as_json=True)
+    elif is_first or shard:
+        whose = f" of the share {own}" if share.count > 1 else ""
+        typer.echo(f"{done.stored:,} chunks{whose} were computed and stored, {done.present:,} were there before.")
     if done.refused or evicted:
         fail(f"the store did not keep {done.refused + evicted} chunks. Make room for them, and run it again.")
 

@@ -83,6 +83,7 @@ def main(words: Sequence[str] | None = None) -> None:
     converting = logging.getLogger("hf_blend.model_names")  # says what it leaves on the disk
     converting.handlers = [logging.StreamHandler()]
     converting.setLevel(logging.INFO)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # names a kernel that nobody asked for
     typed = list(sys.argv[1:] if words is None else words)
     arguments = [word for word in typed if word not in DEBUG]
     try:

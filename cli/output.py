@@ -63,10 +63,8 @@ def marked(tokens: Iterable[tuple[str, bool]]) -> str:
     """Tokens, of which some stand out on a terminal and in a pipe."""
 
     def mark(text: str) -> str:
-        visible = text.replace("\n", "\u23ce")
-        return (typer.style(visible, reverse=True) if sys.stdout.isatty() else f"[{visible}]") + "\n" * text.count(
-            "\n"
-        )
+        visible, ends = text.replace("\n", "\u23ce"), "\n" * text.count("\n")
+        return (typer.style(visible, reverse=True) if sys.stdout.isatty() else f"[{visible}]") + ends
 
     return " ".join(mark(text) if stands_out else text for text, stands_out in tokens)
 

@@ -78,16 +78,22 @@ def read(
     return Documents(Corpus(names, sys.stdin, limits, file_filter, partial(progress, what="files")), verbose)
 
 
-def load(source: "ModelSource", blends: bool = True) -> "nn.Module":
-    """Read a model's weights, and do what its first use takes: its identity, and a probe whether it can be blended."""
+def load(source: "ModelSource", store: "ChunkStore | None" = None, blends: bool = True) -> "nn.Module":
+    """Read a model's weights, find out who it is and whether it blends; say if a store has other models' documents."""
     from hf_blend import BlendCache, BlendConfig, ChunkStore
     from hf_blend.errors import HfBlendError
+    from hf_blend.evaluation.sources import Sources
     from hf_blend.model.canary import canary_of
     from hf_blend.model.fingerprint import fingerprint
 
     model = source.load()
     with said_if_slow(CHECKING), contextlib.suppress(HfBlendError):  # what uses the model refuses it
-        fingerprint(model)
+        models = {indexed.fingerprint: indexed.model for indexed in (Sources(store) if store is not None else ())}
+        if fingerprint(model) not in models and (names := ", ".join(sorted({*models.values()}))):
+            say(
+                f"The store's documents were indexed with {names}; {source.name}, as it is loaded now, finds none of "
+                "their chunks. Name that model with --model, or index the documents with this one."
+            )
         canary_of(model)
         if blends:
             BlendCache(model, ChunkStore.open("memory://"), BlendConfig(allow_unverified=True))

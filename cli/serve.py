@@ -15,7 +15,8 @@ import typer
 from hf_blend.errors import suggest
 
 from .calibrating import Calibrate, calibrate_once, say_recipe
-from .options import REAL, Device, Dtype, Ratio, Selector, Store, Unverified, Weights
+from .choosing import open_source
+from .options import Device, Dtype, Model, Ratio, Selector, Store, Unverified, Weights
 from .output import Json, SecretFile, fail, read_secret, said_if_slow, say, show
 from .reading import CHECKING
 
@@ -53,7 +54,6 @@ Config = Annotated[
     Path | None,
     typer.Option(callback=_configured, is_eager=True, help="TOML or JSON file of options, for those not given here."),
 ]
-Model = Annotated[str | None, typer.Option(help="Hub id or path; the default is smollm2.")]
 ServedName = Annotated[str | None, typer.Option(help="Name of the model in requests; else that of --model.")]
 ApiKey = Annotated[
     str | None, typer.Option(help="Key that requests bear; better as HF_BLEND_SERVE_API_KEY, which ps does not show.")
@@ -131,12 +131,11 @@ def serve(
         hf-blend serve --model HuggingFaceTB/SmolLM2-135M-Instruct --store my-chunks  # network
     """
     from hf_blend.evaluation.answering import blend_config
-    from hf_blend.evaluation.bundled import open_model
 
     listed = _tenants(tenants, secret_file, api_key)
     blend = blend_config(selector, recompute_ratio=ratio, is_blind=True, allow_unverified=allow_unverified)
     limits = {"requests": max_requests, "new_tokens": max_new_tokens, "body_bytes": max_body_bytes}
-    from hf_blend.serving import run  # after the refusal that names a missing extra
+    from hf_blend.serving import refusals, run  # after the refusal that names a missing extra
 
     run.check_port(host, port)
 
@@ -150,15 +149,17 @@ def serve(
             _log_requests()
         run.listen(proxy, host, port, on_start=lambda url, _: announce({"url": url, "upstream": upstream}))
         return
+    source = open_source(model, device, dtype, weights=weights, check=refusals.check_model)
+    name = Path(source.name).resolve().name if Path(source.name).exists() else source.name  # as clients send it
     settings = {"allow_unverified": allow_unverified} | ({} if ratio is None else {"recompute_ratio": ratio})
     plan = {
-        "name": served_model_name or _name(model), "location": store, "remote": remote,
+        "name": served_model_name or name, "location": store, "remote": remote,
         "secret": read_secret(secret_file), "tenants": listed, "cache_tokens": cache_tokens,
         "batch_tokens": batch_tokens, "stall_s": stall_ms and stall_ms / 1e3, "metrics_by_tenant": metrics_by_tenant,
         "heal": heal is not False, "blend": blend if selector else settings,
     }  # fmt: skip
     before = partial(calibrate_once, allow_unverified=allow_unverified) if calibrate else None
-    service = _service(open_model(model, device, dtype, weights), plan, limits, before)
+    service = _service(source, plan, limits, before)
     say(f"Serving {service.name} in {service.memory}.")
     if selector is None:
         say_recipe(service.engine.store.recipe(service.engine.model, is_blind=True))
@@ -193,12 +194,6 @@ def _proxy(
     tokens = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
     proxy = Proxy(AutoTokenizer.from_pretrained(model), config, tenants, Limits(**limits), tokens, heal)
     return make_proxy(upstream, proxy)
-
-
-def _name(model: str | None) -> str:
-    """A model's name as clients send it: an id of the hub whole, of a folder the last part."""
-    model = model or REAL
-    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def _log_requests() -> None:

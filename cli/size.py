@@ -34,17 +34,10 @@ def size(model: Model, context: Context = 32768, batch: Batch = 1, dtype: Dtype 
     size = cache_size(load_config(model), context_tokens=context, batch=batch, dtype=kind)
     free_bytes = psutil.virtual_memory().available
     document: dict[str, Any] = {
-        "model": model,
-        "context_tokens": context,
-        "batch": batch,
-        "dtype": str(size.dtype).removeprefix("torch."),
-        "layers": size.num_layers,
-        "bytes_per_token": size.bytes_per_token,
-        "cache_bytes": size.nbytes,
-        "without_groups_bytes": size.without_groups_nbytes,
-        "without_windows_bytes": size.without_windows_nbytes,
-        "int8_bytes": size.int8_nbytes,
-        "free_memory_bytes": free_bytes,
+        "model": model, "context_tokens": context, "batch": batch, "dtype": str(size.dtype).removeprefix("torch."),
+        "layers": size.num_layers, "bytes_per_token": size.bytes_per_token, "cache_bytes": size.nbytes,
+        "without_groups_bytes": size.without_groups_nbytes, "without_windows_bytes": size.without_windows_nbytes,
+        "int8_bytes": size.int8_nbytes, "free_memory_bytes": free_bytes,
         "requests_that_fit": free_bytes * batch // size.nbytes,
-    }
+    }  # fmt: skip
     show(document, as_json=json, title=f"cache of {model}")

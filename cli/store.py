@@ -53,13 +53,10 @@ def check(
     bad = [result for result in results if result.reason and result not in foreign]
     whole = [result for result in results if not result.reason]
     document = {
-        "whole": len(whole),
-        "nbytes": sum(result.nbytes for result in whole),
-        "damaged": len(bad),
-        "removed": sum(result.removed for result in bad),
-        "foreign": len(foreign),
+        "whole": len(whole), "nbytes": sum(result.nbytes for result in whole), "damaged": len(bad),
+        "removed": sum(result.removed for result in bad), "foreign": len(foreign),
         "reasons": dict(Counter(result.reason for result in bad)),
-    }
+    }  # fmt: skip
     show(document, as_json=json)
     left = [result for result in bad if not result.removed]
     if left:
@@ -167,7 +164,9 @@ def ls(
         say("The store holds no chunks.")
         return
     names = {digest: source.name for source in sources for digest in source.digests}
-    by_chunk = [{**asdict(entry), "name": names.get(entry.digest)} for entry in entries]
+    models = {source.fingerprint: source.model for source in sources}
+    labels = [{"name": names.get(entry.digest), "model": models.get(entry.fingerprint)} for entry in entries]
+    by_chunk = [{**asdict(entry), **label} for entry, label in zip(entries, labels, strict=True)]
     show((by_chunk if chunks else _document_rows(entries, sources))[:limit], as_json=json, header=True)
 
 
@@ -193,15 +192,11 @@ def _document_row(
 ) -> dict[str, Any]:
     newest = max((entry.created for entry in entries), default=None)
     return {
-        "name": name,
-        "model": model,
-        "chunks": len(entries),
-        "tokens": sum(entry.tokens for entry in entries),
+        "name": name, "model": model, "chunks": len(entries), "tokens": sum(entry.tokens for entry in entries),
         "nbytes": sum(entry.nbytes for entry in entries),
-        "age_s": None if newest is None else round(time.time() - newest),
-        "missing_chunks": missing,
+        "age_s": None if newest is None else round(time.time() - newest), "missing_chunks": missing,
         "fingerprint": fingerprint,
-    }
+    }  # fmt: skip
 
 
 def stats(store: Store = None, namespace: Namespace = "", secret_file: SecretFile = None, json: Json = False) -> None:
@@ -216,17 +211,14 @@ def stats(store: Store = None, namespace: Namespace = "", secret_file: SecretFil
     tiers = Counter(entry.tier for entry in entries)
     show(
         {
-            "chunks": len(entries),
-            "tokens": sum(entry.tokens for entry in entries),
-            "nbytes": sum(entry.nbytes for entry in entries),
-            "models": len({entry.fingerprint for entry in entries}),
+            "chunks": len(entries), "tokens": sum(entry.tokens for entry in entries),
+            "nbytes": sum(entry.nbytes for entry in entries), "models": len({entry.fingerprint for entry in entries}),
             **{f"chunks_in_{tier}": count for tier, count in sorted(tiers.items())},
             "pinned": sum(entry.pinned for entry in entries),
-            "disk_bytes": now["bytes"].get("disk", 0),
-            "disk_capacity_bytes": now["capacity_bytes"].get("disk"),
+            "disk_bytes": now["bytes"].get("disk", 0), "disk_capacity_bytes": now["capacity_bytes"].get("disk"),
         },
         as_json=json,
-    )
+    )  # fmt: skip
 
 
 def plan(

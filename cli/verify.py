@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import Device
-from .output import Json, fail, progress, show
+from .output import Json, fail, interruptible, progress, show
 
 __all__ = ["verify"]
 
@@ -44,7 +44,7 @@ def verify(
         hf-blend verify HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend.evaluation.bundled import choose_device
-    from hf_blend.verify.runner import ATTENTIONS
+    from hf_blend.verify.runner import ATTENTIONS, Verdict
     from hf_blend.verify.runner import verify as run_checks
 
     if (model is None) != every:
@@ -55,14 +55,22 @@ def verify(
     checking = logging.getLogger("hf_blend.verify.runner")  # names each check as it begins
     checking.handlers = [logging.StreamHandler()]
     checking.setLevel(logging.INFO)
-    verdict = run_checks(
-        model or "", dtypes=dtype or ("float32", "bfloat16"), attention=attention or ATTENTIONS, checks=rung,
-        device=str(choose_device(device)),
-    )  # fmt: skip
+    verdict = Verdict(model or "")
+    with interruptible(lambda: _until_then("Checks run", len(verdict.checks), [row.name for row in verdict.failed])):
+        run_checks(
+            verdict.model, dtypes=dtype or ("float32", "bfloat16"), attention=attention or ATTENTIONS, checks=rung,
+            device=str(choose_device(device)), verdict=verdict,
+        )  # fmt: skip
     document = verdict.to_dict()
     show(document if json else document["rungs"], as_json=json, title=model)
     if not verdict.supported:
         fail(f"{model} is not supported: {verdict.reason}")
+
+
+def _until_then(what: str, count: int, wrong: list[str]) -> str:
+    """Say after Ctrl-C what was checked."""
+    outcome = f"of them wrong: {', '.join(wrong)}" if wrong else "none of them wrong"
+    return f"{what} until then: {count}, {outcome}. The rest was not checked, so this is no verdict."
 
 
 def _verify_all(json: bool) -> None:
@@ -70,14 +78,19 @@ def _verify_all(json: bool) -> None:
 
     families = from_checkout("families")
     types, image_types = families.tiny_types(), families.image_types()
-    rows: list[dict[str, Any]] = list(progress(families.verify_types(), "model types", total=len(types)))
-    images = list(progress(families.verify_image_types(), "types that read images", total=len(image_types)))
+    rows, images = list[dict[str, Any]](), list[dict[str, Any]]()
+
+    def broken() -> list[str]:
+        return [row["model"] for row in (*rows, *images) if families.broken(row)]
+
+    with interruptible(lambda: _until_then("Model types tried", len(rows) + len(images), broken())):
+        rows.extend(progress(families.verify_types(), "model types", total=len(types)))
+        images.extend(progress(families.verify_image_types(), "types that read images", total=len(image_types)))
     if json:
         show({"models": rows, "images": images}, as_json=True)
     for judged, what in () if json else ((rows, "model types"), (images, "types that read images")):
         exact, unknown = sum(row["supported"] for row in judged), sum(not families.judged(row) for row in judged)
         title = f"{exact} {what} exact, {len(judged) - exact - unknown} refused, {unknown} not judged"
         show(judged, as_json=False, title=title, header=True)
-    failed = [row["model"] for row in (*rows, *images) if families.broken(row)]
-    if failed:
+    if failed := broken():
         fail(f"{len(failed)} model types crashed or are wrong without a refusal: {', '.join(failed)}.")

@@ -62,9 +62,10 @@ class Question:
     documents: tuple[str, ...] = ()  # texts of the sources that no earlier turn brought
 
     @property
-    def source_names(self) -> list[str]:
-        """The documents that the sources are from, each once, the best first."""
-        return list(dict.fromkeys(piece.name for piece in self.sources))
+    def retrieved(self) -> str:
+        """The sources and their places, in a line for people; whether the answer used them is not known."""
+        places = (f"{piece.name}, characters {piece.start} to {piece.stop}" for piece in self.sources)
+        return f"Retrieved: {'; '.join(places)}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,13 @@ class Answer:
     def report(self) -> BlendReport | None:
         """What was reused and recomputed; None of a full prefill."""
         return self.cache.report if self.cache else None
+
+    @property
+    def gain(self) -> dict[str, int]:
+        """Tokens of the prompt, and of these the ones that were reused as they were and the stored ones recomputed."""
+        report = self.report or BlendReport()
+        reused, recomputed = report.past_tokens + report.reused_tokens, sum(map(len, report.chosen_columns))
+        return {"prompt_tokens": len(self.input_ids), "reused_tokens": reused, "recomputed_tokens": recomputed}
 
 
 @dataclass(frozen=True)
@@ -169,6 +177,7 @@ class Pipeline:
             "ttft_ms": got.ttft_ms,
             "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
             "sources": [{"name": piece.name, "start": piece.start, "stop": piece.stop} for piece in question.sources],
+            **got.gain,
         }
         if self.store.loads_in_part:
             partial = (got.report and got.report.partial) or {}
@@ -286,6 +295,7 @@ class Chat:
     turns: list[Turn] = field(default_factory=list)
     cache: BlendCache | None = None
     said: Tensor | None = None  # ids of the last prompt and its answer, `[tokens]`
+    question: Question | None = None  # the last question
     healing: IdleHealing = field(default_factory=IdleHealing)
 
     def prepare(self, question: str) -> Question:
@@ -305,6 +315,7 @@ class Chat:
     def answer(self, question: Question, tell: Callable[[str], None] | None = None) -> Answer:
         """Answer, and remember question and answer."""
         self.healing.stop()
+        self.question = question
         got = self.pipeline.answer(question.request, self.config, self.max_new_tokens, tell=tell, cache=self.cache)
         self.turns.append(Turn(question.name, got.text, question.documents))
         if "messages" in question.request and got.cache is not None:  # other prompts do not begin as the last one did

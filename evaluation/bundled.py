@@ -58,11 +58,15 @@ class ModelSource:
         return positions if isinstance(positions, int) and not stretches(config) else None
 
     @cached_property
-    def parameters(self) -> int:
-        """How many parameters the model has, from its config."""
+    def empty(self) -> Any:
+        """The model without its weights, from its config."""
         with torch.device("meta"):
-            empty = self._kind.from_config(copy.deepcopy(self.config), **NO_CODE)
-        return sum(weight.numel() for weight in empty.parameters())
+            return self._kind.from_config(copy.deepcopy(self.config), **NO_CODE)
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the model has."""
+        return sum(weight.numel() for weight in self.empty.parameters())
 
     @property
     def _kind(self) -> Any:
@@ -256,6 +260,12 @@ def _unreadable(name: str | None, what: str, error: Exception) -> ConfigError:
         f"the {what} of the model {name!r} cannot be read: {first_line(error)} Give a folder that "
         "model.save_pretrained wrote, or the id of a model on the hub."
     )
+
+
+def size_of(parameters: float) -> str:
+    """A model's size as people are told it."""
+    size, unit = (parameters / 1e9, "billion") if parameters >= 1e9 else (parameters / 1e6, "million")
+    return f"{size:.3g} {unit} parameters"
 
 
 def first_line(error: BaseException) -> str:

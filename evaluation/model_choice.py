@@ -22,7 +22,7 @@ from hf_blend.errors import HfBlendError, UnsupportedModelError
 from hf_blend.model_names import PACKAGED, converted_models
 from hf_blend.store.memory import available_bytes
 
-from .bundled import AUTO, REAL, ModelSource, choose_device, choose_dtype, first_line, open_model
+from .bundled import AUTO, REAL, ModelSource, choose_device, choose_dtype, first_line, open_model, size_of
 from .cache_size import cache_size
 from .parsing import printable
 from .retrieving import Piece
@@ -74,8 +74,10 @@ class Candidate:
         return -self.parameters, INSTRUCTED.search(self.name) is None, self.name
 
 
-def choose_model(device: str = AUTO, dtype: str = AUTO, most_parameters: float = math.inf) -> ModelChoice:
-    """Choose and open the best model that is here; `smollm2` where there is none.
+def choose_model(
+    device: str = AUTO, dtype: str = AUTO, most_parameters: float = math.inf, weights: str = AUTO, check: Any = id
+) -> ModelChoice:
+    """Choose and open the best model that is here; `smollm2` where there is none. `check(model)` may refuse others.
 
     Raises:
         MissingExtraError: there is none, and `smollm2` is not here either.
@@ -86,30 +88,28 @@ def choose_model(device: str = AUTO, dtype: str = AUTO, most_parameters: float =
         most_parameters = min(most_parameters, PARAMETERS_PER_CORE * (os.cpu_count() or 1))
     candidates, skipped = _candidates(choose_dtype(dtype))
     for candidate in sorted(candidates, key=lambda candidate: candidate.rank):
-        size = f"{_gb(candidate.nbytes)} of {_gb(free_bytes)} free"
+        size = f"{candidate.nbytes / 1e9:.2g} of {free_bytes / 1e9:.2g} GB free"
         if candidate.nbytes > MEMORY_SHARE * free_bytes or candidate.parameters > most_parameters:
-            skipped.append(f"{candidate.name}: {candidate.parameters / 1e9:.2g} B parameters, {size}, is too large")
+            skipped.append(f"{candidate.name}: {size_of(candidate.parameters)}, {size}, is too large")
             continue
         try:
-            source = open_model(candidate.name, device, dtype, folder=str(candidate.folder))
+            source = open_model(candidate.name, device, dtype, weights, str(candidate.folder))
+            check(source.empty)
         except HfBlendError as error:
             skipped.append(f"{candidate.name}: {first_line(error)}")
             continue
         told = f"{candidate.name} from {candidate.origin}, {size}; --model names another."
         return ModelChoice(source, f"{told} {FIRST_TRY}" if candidate.name == REAL else told, tuple(skipped))
-    return ModelChoice(open_model(REAL, device, dtype), FIRST_TRY, tuple(skipped))
+    return ModelChoice(open_model(REAL, device, dtype, weights), FIRST_TRY, tuple(skipped))
 
 
 def choose_top_k(source: ModelSource, pieces: Sequence[Piece], max_new_tokens: int) -> int:
     """How many pieces of documents a model answers from: by its size, and by the room that it and the memory have."""
     size = next(top_k for most, top_k in TOP_K.items() if source.parameters < most)
     longest = max((len(piece.ids) for piece in pieces), default=1)
-    room = min(_positions(source, max_new_tokens), _memory_tokens(source))
+    positions = math.inf if source.positions is None else POSITIONS_SHARE * (source.positions - max_new_tokens)
+    room = min(positions, _memory_tokens(source))
     return max(1, int(min(size, room / longest)))
-
-
-def _positions(source: ModelSource, max_new_tokens: int) -> float:
-    return math.inf if source.positions is None else POSITIONS_SHARE * (source.positions - max_new_tokens)
 
 
 def _memory_tokens(source: ModelSource) -> float:
@@ -149,7 +149,7 @@ def _folders(skipped: list[str]) -> Iterator[tuple[str, Path, str]]:
     own = os.environ.get(FOLDER)
     if own is None:
         yield from _cached(skipped)
-        yield from _converted()
+        yield from ((_short(name), folder, "the converted models") for name, folder in converted_models().items())
     elif own:
         root = Path(own).expanduser()
         for config in sorted(path for depth in ("*", "*/*") for path in root.glob(f"{depth}/config.json")):
@@ -171,12 +171,6 @@ def _cached(skipped: list[str]) -> Iterator[tuple[str, Path, str]]:
             yield _short(repository.repo_id), revisions[-1].snapshot_path, "the hub's cache"
 
 
-def _converted() -> Iterator[tuple[str, Path, str]]:
-    """Models that were converted into the user's cache."""
-    for name, folder in converted_models().items():
-        yield _short(name), folder, "the converted models"
-
-
 def _short(name: str) -> str:
     """The name that a model is called by here."""
     ids = {label: packaged.hub_id for label, packaged in PACKAGED.items()}
@@ -187,6 +181,8 @@ def _complaint(folder: Path) -> str:
     """Why a model is not taken, from its small files alone; empty if it may be."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
+    if odd := [path.name for path in folder.iterdir() if path.exists() and not (path.is_file() or path.is_dir())]:
+        return f"{odd[0]} is no regular file."
     config = json.loads((folder / "config.json").read_text("utf-8"))
     kind = config.get("model_type")
     if kind not in CAUSAL or not {*(config.get("architectures") or ())} & {*CAUSAL.values()}:
@@ -220,7 +216,3 @@ def _weights(folder: Path) -> tuple[int, int]:
             parameters += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
         nbytes += (folder / name).stat().st_size
     return parameters, nbytes
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2g} GB"

@@ -130,13 +130,9 @@ def _plain(text: str) -> str:
 def _section(task: str, model: str, rows: Sequence[Row]) -> str:
     rules = list(dict.fromkeys(rule for row in rows for rule in row.get("rules") or {}))
     columns = {name: write for name, write in COLUMNS.items() if any(write(row) for row in rows)}
-    columns |= {rule: partial(_of_rule, rule) for rule in rules}
+    columns |= {rule: partial(lambda rule, row: _number((row.get("rules") or {}).get(rule)), rule) for rule in rules}
     lines = [[write(row) or "-" for write in columns.values()] for row in rows]
     return f"<h2>{escape(task)}, {escape(model)}</h2>{table(columns, lines)}"
-
-
-def _of_rule(rule: str, row: Row) -> str:
-    return _number((row.get("rules") or {}).get(rule))
 
 
 def _number(value: Any, form: str = ".3f") -> str:

@@ -8,7 +8,7 @@ bm25s's default (Lucene's).
 
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -71,7 +71,7 @@ class Splitter:
 
     def _cut(self, document: Document) -> Iterator[tuple[int, str]]:
         """Where each piece begins, and its text."""
-        splitter, text = self._markdown if document.is_markdown else self._plain, document.text
+        splitter, text = self._splitter("MarkdownSplitter" if document.is_markdown else "TextSplitter"), document.text
         start, window, seconds = 0, WINDOW_CHARS * self.chunk_tokens, self.limits.seconds_for(len(text))
         started = time.monotonic()
         while start < len(text):
@@ -92,12 +92,8 @@ class Splitter:
         return Piece(name, start, text, tokenize(self.tokenizer, closed(text)))
 
     @cached_property
-    def _plain(self) -> Any:
-        return self._made("TextSplitter")
-
-    @cached_property
-    def _markdown(self) -> Any:
-        return self._made("MarkdownSplitter")
+    def _splitter(self) -> Callable[[str], Any]:
+        return cache(self._made)
 
     def _made(self, kind: str) -> Any:
         splitters = import_extra("semantic_text_splitter", extra="rag", wanted_by="splitting documents")

@@ -90,13 +90,9 @@ def _expected(name: str) -> tuple[str, Callable[[Any], bool]]:
     """What a field holds, in words and as a test; a field that is not in the schema may hold anything."""
     fields: dict[str, tuple[str, Callable[[Any], bool]]] = {
         CHUNKS: ("a list of documents", lambda value: isinstance(value, list) and bool(value)),
-        ANSWERS: ("a list of texts", _are_texts),
+        ANSWERS: ("a list of texts", lambda value: isinstance(value, list) and {*map(type, value)} == {str}),
         QUESTION: ("a text", lambda value: isinstance(value, str)),
         "answer": ("a text", lambda value: isinstance(value, str)),
         "prefix": ("a text or null", lambda value: value is None or isinstance(value, str)),
     }
     return {**fields, "documents": fields[CHUNKS]}.get(name, ("anything", lambda value: True))
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)

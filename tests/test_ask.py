@@ -3,6 +3,7 @@
 """`hf-blend ask` in a process of its own, and `chat`: what one stores the next loads, each turn is a full prompt."""
 
 import contextlib
+import functools
 import io
 import json
 import re
@@ -75,6 +76,8 @@ def test_a_second_run_loads_what_the_first_computed_and_answers_alike(another, s
 def test_every_row_has_the_keys_that_programs_rely_on(first):
     keys = {"method", "question", "answer", "ttft_ms", "charged_budget", "sources"}
     assert all(keys <= set(row) for row in first["rows"])
+    for row in first["rows"]:
+        assert 0 < row["recomputed_tokens"] < row["reused_tokens"] < row["prompt_tokens"]
     assert {row["method"] for row in first["rows"]} == {"blend"}
 
 
@@ -124,6 +127,31 @@ def test_a_comparison_prints_each_answer_once_and_a_line_for_each_method(store, 
     assert re.search(r"the store holds \d+ chunks, [\d.]+ kB", err)
 
 
+def test_a_comparison_says_what_it_does_where_that_takes_long(store, first, run, monkeypatch):
+    few = handbook_questions()[:2]
+    monkeypatch.setattr("hf_blend.evaluation.bundled.handbook_questions", lambda: few)
+    monkeypatch.setattr(output.threading, "Timer", Soon)
+    _, _, err = run("ask", "--compare", *SHORT, "--store", store)
+    said = [line.removeprefix("Question ") for line in err.splitlines() if line.startswith("Question ")]
+    steps = ["storing its chunks …", *(f"{name} …" for name in ("full prefill, 1 of 3", "full reuse, 2 of 3"))]
+    steps += ["blend, 3 of 3 …", "timing and comparing the methods …"]
+    assert said == [f"{number} of 2: {step}" for number in (1, 2) for step in steps]
+    assert "Question 1" not in run("ask", *SHORT, "--store", store)[2], "an answer is streamed meanwhile"
+
+
+class Soon:
+    """A timer whose time is up when it starts."""
+
+    def __init__(self, seconds, function, args):
+        self._call = functools.partial(function, *args)
+
+    def start(self):
+        self._call()
+
+    def cancel(self):
+        pass
+
+
 def test_tokens_shows_which_were_recomputed_and_needs_a_comparison(store, first, run, monkeypatch):
     few = handbook_questions()[:1]
     monkeypatch.setattr("hf_blend.evaluation.bundled.handbook_questions", lambda: few)
@@ -131,7 +159,7 @@ def test_tokens_shows_which_were_recomputed_and_needs_a_comparison(store, first,
     assert "Recomputed tokens stand out:\n" in out
     assert run("ask", "--tokens")[::2] == (
         2,
-        "hf-blend: got --tokens without --compare. Tokens are shown only with it.\n",
+        "hf-blend: got --tokens without --compare. Methods are timed, and tokens shown, only with it.\n",
     )
 
 
@@ -226,8 +254,12 @@ def test_an_answer_in_any_turn_is_that_of_a_full_prefill_of_the_same_prompt(make
     assert [turn.question for turn in talk.turns] == ["Who keeps the light?", "Who repairs boats?"]
 
 
+def names(question):
+    return [piece.name for piece in question.sources]
+
+
 def test_as_many_pieces_are_read_as_are_asked_for_and_the_model_has_room_for(make):
-    assert make(top_k=2).prepare("light and boats?").source_names == ["b.txt", "a.txt"]
+    assert names(make(top_k=2).prepare("light and boats?")) == ["b.txt", "a.txt"]
     crowded = make(top_k=0, new_tokens=1998)  # of 2048 positions
     asked = crowded.prepare("Who?")
     assert (len(asked.sources), asked.squeezed_out) == (2, 1)
@@ -236,10 +268,10 @@ def test_as_many_pieces_are_read_as_are_asked_for_and_the_model_has_room_for(mak
 def test_documents_are_retrieved_for_each_turn_and_computed_once(make):
     talk = make(top_k=1)
     asks = [talk.prepare(question) for question in ("light?",)]
-    assert asks[0].source_names == ["a.txt"]
+    assert names(asks[0]) == ["a.txt"]
     first = talk.answer(asks[0])
     boats = talk.prepare("Who repairs boats?")
-    assert boats.source_names == ["b.txt"]
+    assert names(boats) == ["b.txt"]
     second = talk.answer(boats)
     third = talk.answer(talk.prepare("Tomas and boats?"))
     assert first.report.computed_chunks > 0
@@ -256,6 +288,7 @@ def test_a_conversation_only_grows_and_is_healed_while_nobody_asks(make, source,
         talk.healing._future.result(60)
         assert "are exact" in talk.stats()
         assert (got.report.past_tokens > 0) == (number > 0)
+        assert len(got.input_ids) == got.gain["prompt_tokens"] > got.gain["reused_tokens"] >= got.report.past_tokens
         assert got.report.healed_tokens > 0 or not prepared.documents
     told = [text for turn in talk.turns for text in turn.documents]
     assert len(told) == len(set(told)) == len(TEXTS)
@@ -309,8 +342,11 @@ def test_the_command_streams_answers_names_sources_and_ends(tmp_path, monkeypatc
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     code, out, err = run(*words)
     assert not code, err
-    assert out.count("Sources: ") == 2
-    assert "docs/a.txt, characters 0 to 22" in err
+    assert [line for line in out.splitlines() if line][0::3] == ["Who keeps the light?", "And boats?"]
+    assert out.count("Retrieved: docs/") == 2
+    assert "Retrieved: docs/a.txt, characters 0 to 22" in out
+    assert err.count("Retrieved: docs/a.txt, characters 0 to 22") == 1, "/sources"
+    assert len(re.findall(r"First token after [\d.]+ s: \d+ of \d+ tokens reused, \d+ recomputed", err)) == 2
     assert "There is no /nonsense." in err
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     rows = json.loads(run(*words, "--json")[1])["rows"]

@@ -285,7 +285,7 @@ def test_of_files_the_pieces_that_fit_a_question_are_read_and_named(model_folder
     others = [Document(f"{n}.txt", f"The harbour {n} has a crane.\n" * 5) for n in range(20)]
     query = DemoRequest("", "Who keeps bees?", files=(*others, Document("bees.txt", "Gerda keeps bees.\n")), top_k=4)
     asked = prepare(own, query, Limits())
-    assert (len(asked.sources), asked.source_names[0]) == (4, "bees.txt")
+    assert (len(asked.sources), asked.sources[0].name) == (4, "bees.txt")
     told = list(compare(own, store, query, replace(Limits(), new_tokens=2)))[-1]
     assert [passage.name for passage in told.passages] == [piece.name for piece in asked.sources]
     assert "<b>bees.txt</b>" in drawing.marked(told)
@@ -356,7 +356,7 @@ def test_a_model_that_has_a_name_and_is_not_here_is_fetched_from_the_hub(monkeyp
 
 
 def test_a_model_that_is_too_large_or_cannot_be_blended_is_refused(model_folder, tmp_path, tiny_model):
-    with pytest.raises(ConfigError, match="billion parameters"):
+    with pytest.raises(ConfigError, match="million parameters, at most"):
         ModelCache(most_parameters=1000).take(model_folder)
     tiny_model("opt", vocab_size=258, hidden_size=64, ffn_dim=64, word_embed_proj_dim=64).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):

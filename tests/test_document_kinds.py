@@ -22,7 +22,7 @@ from hf_blend.evaluation.documents import Corpus
 from hf_blend.integrations.answering import Answerer
 from hf_blend.integrations.indexing import IndexChunks
 from hf_blend.serving.prompts import chat_prompt, text_prompt
-from tests.chat_templates import CHATML, COMMAND_R, DOCUMENTS, JOINED, QUESTION, small_tokenizer
+from tests.chat_templates import CHATML, COMMAND_R, DOCUMENTS, QUESTION, small_tokenizer
 
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 langchain = pytest.importorskip("hf_blend.integrations.langchain", reason="pip install hf-blend[langchain]")
@@ -34,6 +34,8 @@ NEW = {"max_new_tokens": 2, "eos_token_id": None}
 EVERYTHING = BlendConfig(recompute_ratio=1.0)
 LONG = "A heading that is longer than any page of this collection, for all that it says about its harbours. " * 9
 TEXT, OTHER = DOCUMENTS[0], DOCUMENTS[1]
+PAGES = [f"Page {number}: the harbour of Lund." for number in range(11)]
+JOINED = "\n\n".join([*PAGES, *DOCUMENTS])
 ASKED = [{"role": "user", "content": QUESTION}]
 
 
@@ -143,7 +145,7 @@ def added(model, tokenizer, store, documents):
 
 def told(model, tokenizer, store, documents):
     talk = Conversation(model, tokenizer, window_tokens=1024)
-    return talk.ask(QUESTION, documents, **NEW)
+    return talk.ask(QUESTION, documents, **NEW), talk.cache.tokens()
 
 
 def answered(answer):
@@ -202,24 +204,27 @@ MANY = [chat, completed, chat_blend, blend_llm, generator]  # it is left out
 SERVED = [served_chat, served_text]
 
 
+def check_same(door, asker, documents, texts):
+    """A door makes of documents what it makes of these texts; each is another, or one might stand for all."""
+    got, expected = (door(*asker[:2], ChunkStore.open("memory://"), [*given, OTHER]) for given in (documents, texts))
+    assert got == expected
+
+
 @pytest.mark.parametrize("door", [*NAMED, *MANY, *SERVED, rows])
 def test_a_document_of_any_kind_is_its_text_at_every_door(door, asker):
-    def result(document):
-        return door(*asker[:2], ChunkStore.open("memory://"), [document, OTHER])
-
-    expected, kinds = result(TEXT), JSON_KINDS if door in SERVED else KINDS
-    assert not [kind for kind, make in kinds.items() if result(make(TEXT)) != expected]
+    kinds = JSON_KINDS if door in SERVED else KINDS
+    texts = PAGES[: len(kinds)]
+    check_same(door, asker, [make(text) for make, text in zip(kinds.values(), texts, strict=True)], texts)
 
 
 @pytest.mark.parametrize("door", [*NAMED, *MANY, *SERVED, rows])
 def test_the_title_of_a_dict_stands_before_its_text_at_every_door_unless_the_prompt_lacks_it(door, asker):
-    def result(document):
-        return door(*asker[:2], ChunkStore.open("memory://"), [document, OTHER])
-
-    expected = TEXT if door in (messages, plain_text) else f"Mile 5\n\n{TEXT}"
-    for field in ("text", "content", "page_content"):
-        assert result({"title": "Mile 5", field: TEXT}) == result(expected), field
-    assert result({"title": " ", "text": TEXT}) == result(TEXT)
+    before = "" if door in (messages, plain_text) else "Mile 5\n\n"
+    fields = zip(("text", "content", "page_content"), PAGES[:3], strict=True)
+    documents = [{"title": "Mile 5", field: text} for field, text in fields]
+    check_same(
+        door, asker, [*documents, {"title": " ", "text": TEXT}], [*(f"{before}{text}" for text in PAGES[:3]), TEXT]
+    )
 
 
 def test_texts_of_is_what_the_messages_have(asker):

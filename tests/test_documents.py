@@ -217,14 +217,14 @@ def test_a_large_document_is_cut_by_windows_where_it_is_cut_as_a_whole(kind, is_
     from transformers import AutoTokenizer
 
     splitter, text = Splitter(AutoTokenizer.from_pretrained(model_folder), 100), LARGE[kind]
-    cutter, windows = splitter._markdown if is_markdown else splitter._plain, []
+    cutter, windows = splitter._splitter("MarkdownSplitter" if is_markdown else "TextSplitter"), []
 
     class Noting:
         def chunk_indices(self, text):
             windows.append(len(text))
             return cutter.chunk_indices(text)
 
-    splitter._markdown = splitter._plain = Noting()
+    splitter._splitter = lambda kind: Noting()
     pieces = splitter.split(Document("a", text, is_markdown=is_markdown))
     assert all(len(piece.ids) <= 100 for piece in pieces)
     assert all(text[piece.start : piece.stop] == piece.text for piece in pieces)

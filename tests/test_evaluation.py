@@ -47,7 +47,8 @@ def test_a_reply_is_streamed_as_it_is_returned_and_marks_the_recomputed_tokens_a
     assert marked == len(reply.answer.report.chosen_columns[0]) > 0
     assert marked < len(reply.tokens)
     keys = {"method", "question", "answer", "is_cut", "is_loop", "ttft_ms", "charged_budget", "sources"}
-    assert set(reply.row) == keys
+    assert set(reply.row) == keys | {"prompt_tokens", "reused_tokens", "recomputed_tokens"}
+    assert reply.row["recomputed_tokens"] == marked
 
 
 def test_the_bench_reports_every_ratio_beside_its_bound():

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from tiny_models import tiny_model as tiny
 
 from hf_blend import BlendCache, observer
 from hf_blend.cache import healing
@@ -17,6 +16,7 @@ from hf_blend.hybrids.mixer import ActiveRows, Mixer, MixerPass, Projection
 from hf_blend.prompt.pieces import TextPrompt
 from tests.asking import failing, generated, memory, prepared, prompt
 from tests.conftest import random_pieces
+from tests.conftest import shared_zoo_model as tiny
 from tests.test_healing import ANSWER, REUSED, blended, kv, off
 
 PAIR = random_pieces(), random_pieces(seed=3)
@@ -257,9 +257,9 @@ def test_a_failed_padded_prompt_leaves_no_obstacle():
 
 
 @pytest.mark.parametrize("change", ["weights", "mode"])
-def test_a_model_that_is_another_one_behind_a_block_leaves_no_half_of_it(change, monkeypatch):
+def test_a_model_that_is_another_one_behind_a_block_leaves_no_half_of_it(change, monkeypatch, tiny_model):
     monkeypatch.setattr(healing, "BLOCK_TOKENS", 32)
-    model = tiny("llama")
+    model = tiny_model()
     cache, ids = blended(model)
     before, calls = states(cache), []
 
@@ -289,6 +289,6 @@ def test_a_cache_with_tokens_is_true_and_an_empty_one_false():
     assert bool(cache) is True
 
 
-def test_fewer_tokens_than_none_are_refused(tiny_model):
+def test_fewer_tokens_than_none_are_refused():
     with pytest.raises(ConfigError, match=r"heal\(-5\) was called"):
-        BlendCache(tiny_model("llama"), memory()).heal(-5)
+        BlendCache(tiny("llama"), memory()).heal(-5)

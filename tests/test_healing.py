@@ -10,7 +10,6 @@ import random
 
 import pytest
 import torch
-from tiny_models import tiny_model as tiny
 from transformers import DynamicCache
 
 from hf_blend import BlendCache
@@ -19,6 +18,7 @@ from hf_blend.context.conversation import Conversation
 from hf_blend.errors import ConfigError, PromptError
 from tests.asking import generated, memory, prepared, prompt
 from tests.conftest import random_pieces, slow_but
+from tests.conftest import shared_zoo_model as tiny
 from tests.test_turns import small
 
 KINDS = {
@@ -207,14 +207,14 @@ def test_a_prompt_that_was_computed_is_exact():
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "falcon_h1"])
 @pytest.mark.parametrize("bits", [None, 8])
 def test_a_call_that_fails_leaves_its_block_as_it_was(kind, bits):
-    """200 faults in all: a module raises in the midst of a block, and every byte of the cache is as before."""
+    """Many faults in all: a module raises in the midst of a block, and every byte of the cache is as before."""
     if bits and kind == "falcon_h1":
         pytest.skip("a layer with a state beside K and V is not kept in few bits")
     model = tiny(kind)
     cache, ids = blended(model, kv_bits=bits)
     modules = [module for module in model.modules() if not list(module.children())]
     draw = random.Random(kind)
-    for _ in range(40):
+    for _ in range(12):
         whole, left = copy.deepcopy(cache), cache.heal(0, ids[:, :-1])
         if left < 10:
             cache, ids = blended(model, kv_bits=bits)
@@ -277,8 +277,8 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path):
         cut.heal()
 
 
-def test_another_model_heals_nothing():
-    model = tiny("llama")
+def test_another_model_heals_nothing(tiny_model):
+    model = tiny_model()
     cache, ids = blended(model)
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)

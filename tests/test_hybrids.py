@@ -102,7 +102,6 @@ def poisoned_memory():
     ("name", "rungs"),
     [
         ("lfm2-deep", TELLING),
-        ("minimax", TELLING),
         ("deepseek_v32", ("fused_ratio",)),
         ("hy_v4", ("fused_ratio",)),  # several streams of rows, and layers that look where an earlier one did
         *(pytest.param(name, None, marks=pytest.mark.slow) for name in (*FAST, *SLOW, *INDEXED, *VARIANTS)),
@@ -342,6 +341,10 @@ def test_rotary_styles_of_an_indexer_are_its_own():
     assert [style.beside.__name__ for style in rotary_styles(subject_of("deepseek_v32").model)] == ["Half"] * 4
     shared = subject_of("glm_moe_dsa-shared").model
     assert [style.beside is None for style in rotary_styles(shared)] == [False, True] * 2
+    full = subject_of("dots3_note_text").model  # in bfloat16 it keeps its indexer's keys in float32
+    assert {style.__name__ for style in rotary_styles(tiny_model("dots3_note_text").bfloat16())} == {
+        style.__name__ for style in rotary_styles(full)
+    }
 
 
 def test_what_a_mixer_or_an_indexer_does_not_allow_is_refused_by_name():

@@ -172,6 +172,29 @@ def test_what_was_indexed_is_found_when_a_question_is_asked(tmp_path, run):
 
 
 @pytest.mark.usefixtures("small_smollm2")
+def test_a_store_that_was_indexed_with_another_model_is_said_to_be(tmp_path, run, model_folder):
+    where = ("--store", tmp_path / "kv")
+    other = ("--model", model_folder)
+    line = f"The store's documents were indexed with smollm2; {model_folder}, as it is loaded now, finds none of"
+    assert "indexed with" not in run("index", *where)[2]
+    assert "indexed with" not in run("ask", *where, "--max-new-tokens", "1")[2]
+    assert line in run("ask", *where, *other, "--max-new-tokens", "1")[2]
+    assert line in run("index", *where, *other)[2]
+    assert "indexed with" not in run("ask", *where, *other, "--max-new-tokens", "1")[2]
+    models = {row["model"] for row in json.loads(run("store", "ls", "--chunks", *where, "--json")[1])}
+    assert models == {"smollm2", model_folder}, "every chunk's, also of those that no document has"
+
+
+@pytest.mark.usefixtures("small_smollm2")
+def test_a_run_ends_in_a_sentence_and_its_figures_are_in_json(tmp_path, run):
+    figures = json.loads(run("index", "--store", tmp_path / "one", "--json")[1])
+    assert {"documents", "chunks", "tokens", "stored", "present", "refused", "evicted", "shard"} < {*figures}
+    _, out, _ = run("index", "--store", tmp_path / "two")
+    assert out == f"{figures['stored']} chunks were computed and stored, 0 were there before.\n"
+    assert run("index", "--store", tmp_path / "two", "--dry-run")[1] == ""
+
+
+@pytest.mark.usefixtures("small_smollm2")
 def test_a_folder_that_was_indexed_at_another_size_is_found_and_a_mismatch_is_named(tmp_path, texts, run):
     folder = tmp_path / "notes"
     folder.mkdir()

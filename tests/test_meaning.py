@@ -3,6 +3,7 @@
 """Retrieval by meaning: a piece in other words is found, and its vectors are computed once, never mixed, removed."""
 
 import json
+import logging
 import shutil
 
 import numpy as np
@@ -141,6 +142,16 @@ def test_a_missing_extra_is_said_before_anything_is_read(command, here, run, mon
     assert (code, 'pip install "hf-blend[meaning]"' in err, "absent.txt" in err) == (2, True, False)
 
 
+def test_a_refusal_comes_without_the_line_of_a_library_about_a_kernel(here, run, monkeypatch, caplog):
+    def absent(*_, **__):
+        logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load CPU gemm_4bit_forward")
+        raise MissingExtraError("absent")
+
+    monkeypatch.setattr("hf_blend.evaluation.meaning.import_extra", absent)
+    assert run("ask", "Who?", "absent.txt", "--meaning", "owner/encoder") == (2, "", "hf-blend: absent\n")
+    assert not caplog.records
+
+
 @pytest.fixture(scope="module")
 def library():
     return pytest.importorskip(
@@ -244,14 +255,15 @@ def test_index_keeps_vectors_and_ask_and_chat_use_them(encoder_folder, model_fol
     monkeypatch.setattr(Encoder, "embed", lambda encoder, texts, watch: {} if not texts else pytest.fail(str(texts)))
     more = ["docs", *words, "--top-k", "1", "--max-new-tokens", "2"]
     code, out, err = run("ask", "Which temperature?", *more)
-    assert (code, "Sources: docs/b.txt" in out) == (0, True), err
+    assert (code, "Retrieved: docs/b.txt, characters 0 to " in out) == (0, True), err
     monkeypatch.setattr("sys.stdin.readline", iter(["Which ship?\n", ""]).__next__, raising=False)
     code, out, err = run("chat", *more)
-    assert (code, "Sources: docs/c.txt" in out) == (0, True), err
+    assert (code, "Retrieved: docs/c.txt, characters 0 to " in out) == (0, True), err
 
 
 def test_the_page_finds_pieces_of_files_by_meaning(model_folder):
     models = ModelCache(device="cpu", encoder=FakeEncoder())
     documents = tuple(Document(name, text) for name, text in TEXTS.items())
     query = DemoRequest("", "Which temperature?", files=documents, top_k=1)
-    assert prepare(models.take(model_folder), query, Limits()).source_names == ["b.txt"]
+    (piece,) = prepare(models.take(model_folder), query, Limits()).sources
+    assert piece.name == "b.txt"

@@ -3,8 +3,10 @@
 """Who names no model gets the best that is here; it reads as much as suits it, and does not repeat itself for ever."""
 
 import json
+import os
 import re
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from transformers import AutoConfig
 from hf_blend.errors import MissingExtraError
 from hf_blend.evaluation import model_choice
 from hf_blend.evaluation.answering import LOOP_TIMES, LOOP_TOKENS, LoopStop, is_loop
+from hf_blend.evaluation.bundled import size_of
 from hf_blend.evaluation.demo.model_cache import ModelCache
 from hf_blend.evaluation.model_choice import FIRST_TRY, REFUSED, choose_model, choose_top_k
 from hf_blend.evaluation.retrieving import Piece
@@ -67,9 +70,7 @@ def test_the_largest_that_chats_is_taken_and_the_line_says_why(hub, add):
     large = add("b/large", layers=3)
     choice = choose_model("cpu")
     assert (choice.source.name, choice.source.folder) == ("b/large", str(large))
-    assert re.fullmatch(
-        r"b/large from the hub's cache, 0\.00\d+ GB of 1 GB free; --model names another\.", choice.reason
-    )
+    assert re.fullmatch(r"b/large from the hub's cache, 0\.00\d+ of 1 GB free; --model names another\.", choice.reason)
     assert choice.source.load().config.num_hidden_layers == 3
 
 
@@ -114,6 +115,18 @@ def test_what_cannot_answer_or_cannot_be_read_is_passed_over_with_a_reason(hub, 
     assert "not--whole" in told
 
 
+def test_what_is_no_regular_file_is_not_read(hub, add):
+    config = add("a/pipe") / "config.json"
+    config.unlink()
+    os.mkfifo(config)
+    writer = threading.Thread(target=config.write_text, args=["{}"])  # so that who reads it is not held up for ever
+    writer.start()
+    _, skipped = model_choice._candidates("auto")
+    assert skipped == ["a/pipe: config.json is no regular file."]
+    assert config.read_text() == "{}"
+    writer.join()
+
+
 def test_what_the_memory_does_not_hold_is_passed_over_in_the_dtype_it_is_loaded_in(hub, add, monkeypatch):
     add("a/small")
     add("b/large", 40)
@@ -121,7 +134,7 @@ def test_what_the_memory_does_not_hold_is_passed_over_in_the_dtype_it_is_loaded_
     monkeypatch.setattr(model_choice, "available_bytes", lambda: int(1.5 * nbytes))
     choice = choose_model("cpu")
     assert choice.source.name == "a/small"
-    assert "is too large" in choice.skipped[0]
+    assert re.search(r": 0\.\d+ million parameters, .* is too large", choice.skipped[0])
     assert choose_model("cpu", "bfloat16").source.name == "b/large"
     assert choose_model("cpu", "bfloat16", most_parameters=100_000).source.name == "a/small"
 
@@ -184,7 +197,7 @@ def test_ask_says_what_was_taken_and_with_verbose_what_was_not(hub, add, here, r
     code, _, err = run(*words)
     assert (code, "a/chats from the hub's cache" in err, "b/mute" in err) == (0, True, False), err
     assert "3 of " in err
-    assert "pieces are read for a question, as suits " in err
+    assert re.search(r"pieces are read for a question, as suits 0\.\d+ million parameters;", err)
     _, _, err = run(*words, "--verbose", "--top-k", "1")
     assert "Not taken: b/mute: it has no chat template." in err
     assert "pieces are read" not in err
@@ -216,6 +229,11 @@ def test_choose_top_k_grows_with_the_model_and_ends_at_the_room(monkeypatch):
     few.parameters, few.config.num_key_value_heads = 1_000_000, 4
     monkeypatch.setattr(model_choice, "available_bytes", lambda: 4_000_000 + 2 * 2 * 100 * 1024)
     assert choose_top_k(few, pieces, 0) == 2
+
+
+def test_a_size_is_said_in_one_way():
+    said = [size_of(count) for count in (134_515_008, 1_777_088_000, 2e9, 235e9)]
+    assert said == [f"{size} parameters" for size in ("135 million", "1.78 billion", "2 billion", "235 billion")]
 
 
 def test_is_loop_finds_repeated_words_and_sentences_and_no_list():

@@ -126,8 +126,9 @@ def test_ask_questions_of_a_file(here, run):
     words = ("ask", "--questions", "two.txt", "notes/note-00.txt", "notes/note-02.txt", "--model", REFERENCE)
     code, out, err = run(*words, "--max-new-tokens", "1", "--top-k", "2", "--chunk-tokens", "32", "--store", "kv")
     assert code == 0, err
-    assert out.index("Where is the light?") < out.index("Sources: ") < out.index("Who keeps it?")
-    assert out.count("Sources: ") == 2
+    assert out.index("Where is the light?") < out.index("Retrieved: note-0") < out.index("Who keeps it?")
+    assert out.count("Retrieved: ") == 2
+    assert len(re.findall(r"First token after [\d.]+ s: \d+ of \d+ tokens reused, \d+ recomputed", err)) == 2
 
 
 def test_store_ls_and_rm_documents_by_name(indexed, here, run):

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from transformers import DynamicCache, LogitsProcessor
 
 from hf_blend import BlendCache, PromptError, observer
@@ -19,7 +18,7 @@ from hf_blend.context.session import load_session, save_session
 from hf_blend.errors import ConfigError, StoreError
 from tests.asking import apart, memory
 from tests.chat_templates import DOCUMENTS, TEMPLATES, small_tokenizer
-from tests.conftest import slow_but
+from tests.conftest import shared_zoo_model, slow_but
 
 SYSTEM = "You answer from documents, in a few words."
 SCRIPT = (  # what is asked; what is answered, and whether it was cut there
@@ -48,11 +47,11 @@ class Says(LogitsProcessor):
 
 
 def small(kind="bytes", template="chatml", model_type="llama", **config):
-    """A random model and a tokenizer with a template."""
+    """A random model, which others share, and a tokenizer with a template."""
     tokenizer = copy.deepcopy(small_tokenizer(kind))  # which other tests share
     tokenizer.chat_template = TEMPLATES.get(template, template)
     config = {"num_hidden_layers": 2, "max_position_embeddings": 4096} | config
-    return tiny_model(model_type, vocab_size=len(tokenizer), **config), tokenizer
+    return shared_zoo_model(model_type, vocab_size=len(tokenizer), **config), tokenizer
 
 
 def said(chat, question, answer, is_cut=False, end="<|im_end|>", **options):

@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,7 @@ from hf_blend.selectors.base import Selector
 from hf_blend.store import format
 from hf_blend.verify.model_under_test import FLOAT32_LOGITS, ModelUnderTest, attending, attention_of
 from hf_blend.verify.runner import DTYPES, Verdict, check_names, run_checks, verify
-from tests.asking import looking_ahead
+from tests.asking import looking_ahead, raising
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PER_FAMILY = [
@@ -381,6 +382,14 @@ def test_verify_command_ends_with_1_and_names_what_fails_or_is_refused(monkeypat
     assert not document["rungs"][0]["passed"]
     assert "causality" in document["reason"]
     assert "causality" in err
+
+
+def test_verify_command_that_is_stopped_says_what_was_checked_until_then(monkeypatch, run):
+    monkeypatch.setitem(CHECKS, "selection", replace(CHECKS["selection"], measure=raising(KeyboardInterrupt())))
+    words = "verify tiny:llama --dtype float32 --attention sdpa --rung ratio_1 --rung selection".split()
+    code, out, err = run(*words)
+    assert (code, out) == (130, "")
+    assert "Stopped. Checks run until then: 1, none of them wrong. The rest was not checked" in err
 
 
 @pytest.mark.parametrize("words", [["tiny:lama"], ["tiny:qwen3", "--rung", "ratio_2"], ["x", "--dtype", "int8"]])

@@ -15,7 +15,7 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, HfBlendError, MissingExtraError
 from hf_blend.model_names import PACKAGED, locate
 
-from ..bundled import ModelSource, first_line, open_model
+from ..bundled import ModelSource, first_line, open_model, size_of
 from ..cache_size import cache_size
 from ..meaning import Encoder
 from ..model_choice import ModelChoice, choose_model
@@ -117,9 +117,8 @@ class ModelCache:
         """Refuse what is too large, from the config alone."""
         if source.parameters > self.most_parameters:
             raise ConfigError(
-                f"the model {name!r} has {source.parameters / 1e9:.1f} billion parameters, at most "
-                f"{self.most_parameters / 1e9:g} billion are taken here. Take a smaller one, or run hf-blend demo on "
-                "your own machine with --most-parameters."
+                f"the model {name!r} has {size_of(source.parameters)}, at most {size_of(self.most_parameters)} are "
+                "taken here. Take a smaller one, or run hf-blend demo on your own machine with --most-parameters."
             )
 
 

@@ -86,7 +86,7 @@ class _Probe:
 
     def tolerance(self, index: int, error: float) -> float:
         """How large an error in a layer may be: the bound of the dtype or, where it is exceeded, of the noise."""
-        allowed = allowed_of(KV, self.here.layers[index][-1].dtype)
+        allowed = max(allowed_of(KV, states.dtype) for states in self.here.layers[index])
         if error > allowed != KV[-1]:
             allowed = max(allowed, min(MOST_TOLERANCE, FLOORS * self.floors[index]))
         self.worst = max(self.worst, (error, allowed), key=lambda pair: pair[0] / pair[1])

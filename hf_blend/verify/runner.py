@@ -20,7 +20,6 @@ from ..model_names import load_model
 from .model_under_test import ModelUnderTest, attending, attentions
 
 logger = logging.getLogger(__name__)
-
 GROUP = "hf_blend.verify"  # entry points of other distributions: modules that register checks
 MODULES = ("moved_keys", "full_recompute", "partial_reuse", "side_effects", "bad_entries", "healed_cache")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -103,13 +102,14 @@ def verify(
     checks: Sequence[str] | None = None,
     device: str = "cpu",
     load: Callable[..., nn.Module] = load_model,
+    verdict: Verdict | None = None,
 ) -> Verdict:
-    """Run checks on one model, loaded in each dtype."""
+    """Run checks on one model, loaded in each dtype; a `verdict` that is given has what is known so far."""
     for value, names in [*((option, DTYPES) for option in dtypes), *((option, ATTENTIONS) for option in attention),
                          *((option, check_names()) for option in checks or ())]:  # fmt: skip
         if value not in names:
             raise ConfigError(f"{value!r} cannot be verified. {suggest(str(value), names)}")
-    verdict = Verdict(name)
+    verdict = verdict or Verdict(name)
     try:
         for dtype in dtypes:
             model = load(name, DTYPES[dtype], device)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to serve, the answers that a lone cache gives to them, and engines in small."""
 
+import gc
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -95,12 +96,26 @@ def collect(engine: Any, requests: Sequence[str], timeout_s: float = 60.0) -> di
 
 @pytest.fixture(autouse=True, scope="session")
 def without_collection() -> Iterator[None]:
-    """Let the engine of transformers not collect garbage three times when it ends: half a second each among tests."""
+    """Let no engine and no server collect garbage when it begins or ends: half a second each among tests.
+
+    What `few_objects` has frozen stays so.
+    """
     from transformers.generation.continuous_batching import continuous_api
 
+    from hf_blend.serving import run
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuous_api, "gc", SimpleNamespace(collect=lambda: 0))
+        for module in (continuous_api, run):
+            patch.setattr(module, "gc", SimpleNamespace(**dict.fromkeys(("collect", "freeze", "unfreeze"), lambda: 0)))
         yield
+
+
+@pytest.fixture
+def collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a server collect garbage and freeze what is left, as it does outside of tests."""
+    monkeypatch.setattr("hf_blend.serving.run.gc", gc)
+    yield
+    gc.freeze()
 
 
 class Bench:

@@ -15,14 +15,17 @@ from worlds import REFERENCE, reference_questions
 
 from hf_blend.cli.main import main
 from hf_blend.errors import ConfigError, MissingExtraError
-from hf_blend.evaluation import bundled
+from hf_blend.evaluation import bundled, model_choice
 from hf_blend.recipes import DEFAULT
 from hf_blend.serving import heaps, run
 from hf_blend.serving.prompts import text_prompt
 from hf_blend.serving.tenants import Tenant, Tenants
+from tests.conftest import slow_but
+from tests.saved_models import save_tokenizer_that_chats
 from tests.serving.processes import running
 
 QUESTION = reference_questions()[0]
+open_model = bundled.open_model  # as it is before a test replaces it
 KEY = "key-of-all-0123456789"
 
 
@@ -37,7 +40,7 @@ def reached(monkeypatch):
 
     def find(name, device, dtype, weights):
         found.update(model=name, device=device, dtype=dtype, weights=weights)
-        return SimpleNamespace(load=lambda: None, tokenizer=None, processor=lambda: None)
+        return SimpleNamespace(name=name, load=lambda: None, tokenizer=None, processor=lambda: None)
 
     def make(model, tokenizer, plan, eyes):
         assert eyes is None
@@ -45,6 +48,7 @@ def reached(monkeypatch):
         raise Reached
 
     monkeypatch.setattr(bundled, "open_model", find)
+    monkeypatch.setattr(model_choice, "open_model", find)
     monkeypatch.setattr(run, "make_service", make)
     monkeypatch.setattr(heaps, "share_heaps", lambda: found.update(is_bounded="plan" not in found))
 
@@ -64,6 +68,17 @@ def test_a_server_uses_the_device_and_the_dtype_of_other_commands(reached, monke
     found = reached("--device", "cuda:1", "--dtype", "bfloat16", "--model", "here")
     assert found["is_bounded"], "the heaps of threads, before there are any"
     assert (found["device"], found["dtype"], found["model"]) == ("cuda:1", "bfloat16", "here")
+
+
+def test_the_best_model_here_is_served_that_the_engine_takes(tmp_path, tiny_model, reached, monkeypatch, capsys):
+    kinds = {"small": ("llama", 1), "large": ("llama", 2), "windowed": ("gemma3_text", 3)}
+    for name, (kind, layers) in kinds.items():
+        words = save_tokenizer_that_chats(tmp_path / name)
+        tiny_model(kind, vocab_size=words, num_hidden_layers=layers).save_pretrained(tmp_path / name)
+    monkeypatch.setenv(model_choice.FOLDER, str(tmp_path))
+    monkeypatch.setattr(model_choice, "open_model", open_model)
+    assert reached()["plan"].name == "large"
+    assert f"large from {tmp_path}, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -152,7 +167,7 @@ def test_requests_are_logged_by_default(reached, access, monkeypatch):
     assert not access.propagate
 
 
-@pytest.mark.parametrize("weights", ["8bit", "4bit"])
+@pytest.mark.parametrize("weights", slow_but("4bit", among=["8bit", "4bit"]))
 def test_a_server_with_few_bits_answers_as_a_lone_cache_with_the_same_model(weights, bench, tmp_path, caplog):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes makes 8 and 4 bits of weights")
     source = bundled.open_model(REFERENCE, "cpu", weights=weights)

@@ -457,13 +457,15 @@ def test_a_server_takes_the_recipe_of_its_model_where_that_asks_no_question(refe
     assert found == [(rule, ratio), (rule, 0.4), (BlendConfig.selector, 0.2)]
 
 
+@pytest.mark.usefixtures("collection")
 def test_a_server_that_is_told_to_stop_answers_what_is_under_way(reference, tmp_path):
     found, garbage = [], contextlib.ExitStack()
     garbage.own, is_there = garbage, weakref.ref(garbage)
     gc.collect()  # into the generation that is seldom looked at
+    frozen = gc.get_freeze_count()
     del garbage
     with running(reference, tmp_path, limits=LIMITS) as service:
-        wait_for(gc.get_freeze_count, "that what is there from the start is in no collection")
+        wait_for(lambda: gc.get_freeze_count() > frozen, "that what is there from the start is in no collection")
         assert is_there() is None, "what nobody has is not kept"
         asked = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none is needed", max_retries=0)
         stream = asked.completions.create(model=MODEL, prompt="the the", max_tokens=12, temperature=2, stream=True)

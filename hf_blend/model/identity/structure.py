@@ -171,12 +171,10 @@ class Structure:
             )
         tensors, shared, described = module._parameters | module._buffers, {}, {}
         skipped = SKIPPED | self._moving(module) if "rope_type" in attributes or self._rope_types else SKIPPED
-        for name in sorted(tensors):
-            if tensors[name] is not None and name not in skipped:
-                state = self._describe(tensors[name], f"{path}.{name}")
-                if state is not TENSOR:
-                    shared[name] = state
-        for name in sorted(name for name in attributes if name not in skipped):
+        for name in sorted(tensors.keys() - skipped):
+            if tensors[name] is not None and (state := self._describe(tensors[name], f"{path}.{name}")) is not TENSOR:
+                shared[name] = state
+        for name in sorted(attributes.keys() - skipped):
             value = attributes[name]
             described[name] = value if type(value) in _PLAIN else self._describe(value, f"{path}.{name}")
         forward = attributes.get("_old_forward", forward)  # of accelerate, whose own calls it
@@ -214,6 +212,8 @@ class Structure:
             return value
         if (earlier := self._described.get(id(value))) is not None:
             return ["@", earlier] if isinstance(earlier, str) else earlier
+        if isinstance(value, Tensor):  # most of what is met
+            return self._describe_object(value, path)
         if isinstance(value, Enum):
             is_plain = isinstance(value, (int, str))
             return self._describe(value.value, path) if is_plain else [class_name(type(value)), value.name]
