@@ -42,7 +42,7 @@ def view(seeds=(0,), pad=0):
     return TokenView(
         CHECK, columns, number >= 0, number, offset, length,
         lambda part: (fresh[CHECK][part], stored[CHECK][part]), lambda: truth, stored.__getitem__, stored.__getitem__,
-        lambda *given, **rows: _probe(attention, *given, **rows), LAYERS,
+        lambda *given, **rows: _probe(attention, *given, **rows), lambda rows: _gradients(attention, rows), LAYERS,
     )  # fmt: skip
 
 
@@ -68,6 +68,12 @@ def _probe(attention, hear, layers, anchors=None, rows=QUESTION):
     )  # fmt: skip
     for layer in range(LAYERS) if layers is None else layers:
         hear(layer, part, part.weights(slice(None)))
+
+
+def _gradients(attention, rows):
+    """In the place of gradients what the last rows take from each column's value, `[batch, columns]`."""
+    weights = attention.weights(slice(-min(rows, QUESTION), None)).sum(dim=(1, 2))
+    return weights * attention.values.norm(dim=-1).sum(dim=1)
 
 
 def _states(seed, tokens):
