@@ -12,20 +12,11 @@ import importlib.util
 import os
 import re
 import sys
+import types
 from collections.abc import MutableMapping
 from operator import is_, itemgetter
 from pathlib import Path
-from types import (
-    BuiltinFunctionType,
-    ClassMethodDescriptorType,
-    FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodDescriptorType,
-    MethodType,
-    MethodWrapperType,
-    ModuleType,
-)
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, NamedTuple
 from uuid import uuid4
 from weakref import WeakKeyDictionary, finalize
@@ -35,7 +26,8 @@ from ...errors import UnsupportedModelError
 LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "torchao", "hf_blend")
 BUILTINS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, type(object.__init__))
 _PYTHON, _SITES = (f"{os.path.dirname(os.__file__)}{os.sep}", "<frozen"), ("site-packages", "dist-packages")
-_SLOTS = (ClassMethodDescriptorType, GetSetDescriptorType, MemberDescriptorType)
+_SLOTS = (types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType)
+_CALLING = (functools.partial, MethodType)
 _PLAIN = frozenset({type, str, bytes, bool, int, float, tuple, list, dict, set, frozenset, type(None)})
 _own_names: dict[int, str] = {}  # by the ids of objects that live
 _names: MutableMapping[Any, list[str]] = WeakKeyDictionary()
@@ -177,22 +169,19 @@ def _look_into(space: type | ModuleType, members: dict[str, Any]) -> Contents:
     for name, member in members.items():
         function = member.fget if type(member) is property else member
         function = member.__func__ if type(member) in (classmethod, staticmethod) else function
-        is_type = isinstance(function, type)
+        is_special = _is_special(name)
+        may_run = not isinstance(function, type) and (callable(function) or hasattr(type(function), "__get__"))
         if isinstance(function, FunctionType):
             is_moved = not function.__qualname__.endswith((prefix + name, "_unimplemented"))
             if (is_moved and name == "forward") or not is_stock(function, home):
                 put[f"{home}.{prefix}{name}" if is_of_library else prefix + name] = function_name(function)
             elif is_moved and is_class and not is_of_library:
                 put[prefix + name] = [function.__qualname__, function.__code__.co_firstlineno]
-        elif (
-            function is None or isinstance(function, _SLOTS) or (_is_special(name) and isinstance(function, BUILTINS))
-        ):
+        elif function is None or isinstance(function, (*_SLOTS, *BUILTINS) if is_special else _SLOTS):
             continue
-        elif is_class:
-            may_run = not is_type and (callable(function) or hasattr(type(function), "__get__"))
-            if may_run or not (is_of_library or _is_special(name)):
-                run[name] = function
-        elif is_of_library and not is_type and callable(function) and _is_put(function):
+        elif is_class and (may_run or not (is_of_library or is_special)):
+            run[name] = function
+        elif is_of_library and may_run and (isinstance(function, _CALLING) or own_bases(type(function))):
             run[name] = function
     return Contents(members, put, run)
 
@@ -200,11 +189,6 @@ def _look_into(space: type | ModuleType, members: dict[str, Any]) -> Contents:
 def _bases(kind: type) -> list[type]:
     """A class and its bases, but those of Python itself."""
     return [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in sys.stdlib_module_names]
-
-
-def _is_put(value: Any) -> bool:
-    """Whether something in a module of a library may be what others put there."""
-    return isinstance(value, (functools.partial, MethodType)) or bool(own_bases(type(value)))
 
 
 def _is_special(name: str) -> bool:

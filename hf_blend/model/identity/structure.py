@@ -24,21 +24,9 @@ from transformers import PreTrainedModel
 from ...errors import UnsupportedModelError
 from ..attention import stock_function
 from ..placement import offload_hooks
+from . import code
 from .canonical import refuse_foreign_hooks
-from .code import (
-    BUILTINS,
-    Contents,
-    class_and_values,
-    class_name,
-    contents_of,
-    function_name,
-    is_library,
-    is_stock,
-    module_name,
-    own_bases,
-    own_name,
-    own_words,
-)
+from .code import BUILTINS, class_name, function_name, is_library, is_stock, module_name, own_bases, own_name
 from .objects import closed_over, digest_of_bytes, fields_of, parts_of
 
 FORMAT = "hf_blend.fingerprint/4"
@@ -156,7 +144,7 @@ class Structure:
         self._rope_types = _rope_types(config) & {"dynamic", "longrope"}
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(type, modules.values())))}
         self._ignored = {kind: ignored_attributes(kind) for kind in kinds}
-        self._classes = dict[type, Contents]()
+        self._classes = dict[type, code.Contents]()
         names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ != "__main__")  # which grows
         homes = [sys.modules[name] for name in names if name in sys.modules]
         refuse_foreign_hooks(modules.values())
@@ -222,7 +210,7 @@ class Structure:
 
     def _class(self, kind: type, path: str) -> list[Any]:
         """A class by its name and, where it is met first, by the values in it."""
-        described, values = class_and_values(kind, self._classes)
+        described, values = code.class_and_values(kind, self._classes)
         if (earlier := self._described.get(id(kind))) is not None:
             return [*described, earlier]
         if values:
@@ -233,7 +221,7 @@ class Structure:
 
     def _patches(self, space: ModuleType) -> list[tuple[str, Any]]:
         """What was put into a module, by name."""
-        contents, name = contents_of(space), space.__name__
+        contents, name = code.contents_of(space), space.__name__
         objects = {f"{name}.{at}": self._describe(value, f"{name}.{at}") for at, value in contents.objects.items()}
         return [*(contents.patches | objects).items()]
 
@@ -315,8 +303,8 @@ class Structure:
         described, self._described = self._describe(item, path), known
         if len(self.tensors) > tensors:
             raise UnsupportedModelError(
-                f"{path} is a set with a tensor that is no parameter or buffer, but tensors are compared in an order, "
-                "and a set has none. Use a list or a dict."
+                f"{path} is a set with a tensor, but tensors are compared in an order, and a set has none. Use a list "
+                "or a dict."
             )
         return described
 
@@ -354,7 +342,7 @@ def ignored_attributes(kind: type) -> frozenset[str]:
     """Names of attributes that do not count on modules of a class, of one's own only what its code does not name."""
     if kind not in _ignored:
         others = ON_LIBRARIES if issubclass(kind, PreTrainedModel) else ON_LIBRARIES | ON_MODELS
-        _ignored[kind] = IGNORED_ATTRIBUTES - own_words(kind, others)
+        _ignored[kind] = IGNORED_ATTRIBUTES - code.own_words(kind, others)
     return _ignored[kind]
 
 
