@@ -179,9 +179,9 @@ def _look_into(space: type | ModuleType, members: dict[str, Any]) -> Contents:
                 put[prefix + name] = [function.__qualname__, function.__code__.co_firstlineno]
         elif function is None or isinstance(function, (*_SLOTS, *BUILTINS) if is_special else _SLOTS):
             continue
-        elif is_class and (may_run or not (is_of_library or is_special)):
-            run[name] = function
-        elif is_of_library and may_run and (isinstance(function, _CALLING) or own_bases(type(function))):
+        elif not is_of_library:
+            run |= {name: function} if is_class and (may_run or not is_special) else {}
+        elif may_run and (is_class or isinstance(function, _CALLING) or own_bases(type(function))):
             run[name] = function
     return Contents(members, put, run)
 
