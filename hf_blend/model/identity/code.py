@@ -155,11 +155,11 @@ def own_words(kind: type, names: frozenset[str]) -> frozenset[str]:
 def contents_of(space: type | ModuleType) -> Contents:
     """What a class or a module has now; it is looked into again where something in it was replaced."""
     members = {name: member for name, member in vars(space).items() if type(member) not in _PLAIN}
-    known = _contents.get(space)
-    before = {} if known is None else known.members
-    if known is None or len(before) != len(members) or not all(map(is_, map(before.get, members), members.values())):
-        known = _contents[space] = _look_into(space, members)
-    return known
+    contents = _contents.get(space) or Contents({}, {}, {})
+    before = contents.members
+    if len(before) != len(members) or not all(map(is_, map(before.get, members), members.values())):
+        contents = _contents[space] = _look_into(space, members)
+    return contents
 
 
 def _look_into(space: type | ModuleType, members: dict[str, Any]) -> Contents:

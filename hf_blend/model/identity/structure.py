@@ -299,8 +299,8 @@ class Structure:
 
     def _apart(self, item: Any, path: str) -> Any:
         """An item of a set, described as if it were not met before or behind others of the set."""
-        known, tensors = dict(self._described), len(self.tensors)
-        described, self._described = self._describe(item, path), known
+        before, tensors = dict(self._described), len(self.tensors)
+        described, self._described = self._describe(item, path), before
         if len(self.tensors) > tensors:
             raise UnsupportedModelError(
                 f"{path} is a set with a tensor, but tensors are compared in an order, and a set has none. Use a list "
