@@ -4,14 +4,16 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_blend import BlendCache, ConfigError, observer
 from hf_blend.cache.forward_watch import State
 from hf_blend.model.cache_keyword import cache_among
-from tests.asking import GREEDY, PIECES, as_stock, hooks, memory, prepared
+from tests.asking import GREEDY, PIECES, as_stock, failing, hooks, memory, prepared
 
 BLENDED, IDLE, PLAIN, WATCHED = State.BLENDED, State.IDLE, State.PLAIN, State.WATCHED
 
@@ -83,6 +85,59 @@ def test_forward_that_fails_leaves_nothing_behind(model, is_blended, layer, monk
     assert cache.watch.blended is None
     as_stock(model, inputs, cache)
     assert cache.watch.state is IDLE
+
+
+def interrupted(model, cache, ids, layer=1):
+    """Let a forward end in the midst, behind the attention of a layer."""
+    with failing(model.model.layers[layer].mlp), pytest.raises(ZeroDivisionError):
+        model(ids, past_key_values=cache)
+    assert len({held.get_seq_length() for held in cache.layers if hasattr(held, "length")}) == 2, "nothing is tested"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("way", ["generate", "model", "crop", "heal", "inputs"])
+@pytest.mark.parametrize("past", [0, 20])
+def test_plain_forward_that_ends_between_layers_is_taken_back_by_the_next_use(model, layer, way, past):
+    cache, stock, ids = BlendCache(model, memory()), DynamicCache(config=model.config), torch.arange(3, 40)[None]
+    for kept in (cache, stock) if past else ():
+        model(ids[:, :past], past_key_values=kept)
+    interrupted(model, cache, ids[:, past:], layer)
+    if way == "model":
+        with pytest.raises(ConfigError, match=r"ended between two layers.* Call the model again"):
+            model(ids[:, past:], past_key_values=cache)
+    elif way == "generate":
+        answer = model.generate(ids, past_key_values=cache, **GREEDY)
+        assert torch.equal(answer, model.generate(ids, past_key_values=stock, **GREEDY))
+        return
+    elif way == "inputs":
+        inputs = cache.inputs(None, **PIECES, history=ids[:, :past] if past else None)
+        past_ids = torch.tensor([sum((PIECES["prefix"], *PIECES["chunks"], PIECES["question"]), [])])
+        assert torch.equal(inputs["input_ids"], torch.cat([ids[:, :past], past_ids], dim=1))
+        return
+    else:
+        assert (cache.heal if way == "heal" else cache.crop)(0) in (0, None)
+    assert {layer.get_seq_length() for layer in cache.layers} == {past}
+    got = model(ids[:, past:], past_key_values=cache).logits
+    assert torch.equal(got, model(ids[:, past:], past_key_values=stock).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
+def test_window_or_state_that_has_moved_on_is_refused_until_reset(kind, tiny_model):
+    windows = {"sliding_window": 8}
+    states = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+    model = tiny_model(kind, **(windows if kind == "gemma3_text" else states))
+    cache, ids = BlendCache(model, memory(), allow_unverified=True), torch.arange(3, 40)[None]
+    model(ids, past_key_values=cache)
+    interrupted(model, cache, ids[:, :1], len(model.model.layers) - 2)
+    answer = torch.cat([ids, ids[:, :1]], dim=1)
+    for use in (cache.get_seq_length, partial(cache.crop, -1), partial(model.generate, answer, past_key_values=cache)):
+        with pytest.raises(ConfigError, match=r"ended between two layers.* reset\(\) the cache"):
+            use()
+    cache.reset()
+    answer = model.generate(ids, past_key_values=cache, **GREEDY)
+    assert torch.equal(answer, model.generate(ids, **GREEDY))
 
 
 @torch.no_grad()

@@ -9,8 +9,11 @@ import dataclasses
 import enum
 import functools
 import gc
+import mmap
 import operator
+import random
 import re
+import sys
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -789,3 +792,224 @@ def test_frequencies_are_seen_where_the_config_says_dynamic_of_something_else(mo
     before = fingerprint(model)
     model.model.rotary_emb.inv_freq.mul_(0.5)
     assert fingerprint(model) != before
+
+
+class Scaled:
+    """A callable with a state, which a class may hold in the place of a method."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        return args[-1] * self.by
+
+
+class Bound(Scaled):
+    """A descriptor of one's own."""
+
+    def __get__(self, owner: Any, kind: Any = None) -> Callable[..., torch.Tensor]:
+        return self.__call__
+
+
+def scale(module: nn.Module, states: torch.Tensor, by: float = 1.0, object: Any = None) -> torch.Tensor:
+    return states * (by if object is None else object.by)
+
+
+PUT = {  # in the place of a method, a function of a number, and where that number is
+    "a partial method": lambda one: functools.partialmethod(scale, object=one),
+    "a descriptor": lambda one: one,
+    "a callable object": lambda one: Scaled.__call__.__get__(one),
+    "a static callable": lambda one: staticmethod(one),
+    "a property": lambda one: property(partial(lambda scaled, _: scaled, one)),
+    "a partial": lambda one: partial(scale, None, object=one),
+}
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["a class of transformers", "a class of one's own"])
+@pytest.mark.parametrize("name", PUT)
+def test_what_runs_in_the_place_of_a_method_counts_with_its_state(name, is_own, model, monkeypatch):
+    if is_own:
+        for layer in model.model.layers:
+            layer.mlp = Doubled(layer.mlp)
+    seen, states, one = {fingerprint(model)}, [kv(model)], Bound(2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(mlp_of(model)), "forward", PUT[name](one))
+        for by in (2.0, 3.0):
+            one.by = by
+            assert all(differs(kv(model), others) for others in states), "nothing is tested"
+            states.append(kv(model))
+            seen.add(fingerprint(model))
+            assert fingerprint(model) in seen
+    assert len(seen) == 3
+    assert fingerprint(model) in seen, "its removal is seen too"
+    mlp_of(model).forward = Scaled(2.0)
+    seen.add(fingerprint(model))
+    mlp_of(model).forward.by = 3.0
+    assert len(seen | {fingerprint(model)}) == 5, "of one module"
+
+
+def test_what_runs_in_the_place_of_a_function_of_transformers_counts_with_its_state(model, monkeypatch):
+    from transformers.models.llama import modeling_llama as llama
+
+    seen, rotate = {fingerprint(model)}, Scaled(2.0)
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", lambda q, k, *_: (q, k))
+    seen.add(fingerprint(model))
+    for put in (partial(no_rotation, by=1), rotate):
+        monkeypatch.setattr(llama, "apply_rotary_pos_emb", put)
+        seen.add(fingerprint(model))
+    rotate.by = 3.0
+    assert len(seen | {fingerprint(model)}) == 5
+
+
+OWN = """
+import torch
+from torch import nn
+class Shared:
+    by = 1.0
+class Custom(nn.Module, Shared):
+    scale, table, parts = 1.0, torch.ones(1), {"by": [1.0]}
+    padding_idx = 1.0
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.compute_dtype, self.loss_type, self.max_seq_len_cached = inner, 1.0, "none", 7
+    def forward(self, states):
+        by = self.scale * self.table * self.parts["by"][0] * self.by * self.padding_idx
+        return self.inner(states) * by * self.compute_dtype * len(self.loss_type)
+    def other(self, states):
+        return states
+"""
+
+
+def own_module(name: str, model: Any, tmp_path: Any) -> Any:
+    """The MLP of a layer in a module of a class that only a file with this name has."""
+    (tmp_path / f"{name}.py").write_text(OWN)
+    mlp = mlp_of(model)
+    model.model.layers[1].mlp = __import__(name).Custom(getattr(mlp, "inner", mlp))
+    return mlp_of(model)
+
+
+OWN_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a number of the class": lambda mlp: setattr(type(mlp), "scale", 2.0),
+    "a number of a base": lambda mlp: setattr(type(mlp).__bases__[1], "by", 2.0),
+    "a number in what the class holds": lambda mlp: type(mlp).parts["by"].__setitem__(0, 2.0),
+    "a tensor of the class": lambda mlp: type(mlp).table.mul_(2),
+    "a method that is another": lambda mlp: setattr(type(mlp), "forward", type(mlp).other),
+    "a number that the class overrides": lambda mlp: setattr(type(mlp), "padding_idx", 2.0),
+    "a name that libraries use": lambda mlp: setattr(mlp, "compute_dtype", 2.0),
+    "a name of models": lambda mlp: setattr(mlp, "loss_type", "other"),
+}
+
+
+def test_values_of_classes_of_ones_own_count_and_names_that_their_code_reads(model, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    first, seen = fingerprint(model), dict[str, str]()
+    for number, (name, change) in enumerate(OWN_CHANGES.items()):
+        changed = []
+        for copied in range(2):  # as in another process
+            mlp = own_module(f"own_{number}_{copied}", model, tmp_path)
+            before, states = fingerprint(model), kv(model)
+            assert before == seen.setdefault("", before)
+            change(mlp)
+            assert differs(kv(model), states), f"{name}: nothing is tested"
+            changed.append(fingerprint(model))
+        assert changed[0] == changed[1], name
+        seen[name] = changed[0]
+    assert len({first, *seen.values()}) == 2 + len(OWN_CHANGES)
+
+
+def test_names_that_the_code_of_ones_own_does_not_read_do_not_count(model, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    mlp = own_module("own_unread", model, tmp_path)
+    before = fingerprint(model)
+    mlp._is_hf_initialized, mlp.hf_device_map, mlp.gradient_checkpointing = True, {"": 0}, True
+    assert fingerprint(model) == before
+    model.model.layers[0].mlp.padding_idx = 5
+    assert fingerprint(model) == before, "of a class of transformers"
+
+
+def test_forward_that_was_put_over_that_of_accelerate_is_seen(model):
+    add_hook_to_module(mlp_of(model), ModelHook())
+    before, states, inner = fingerprint(model), kv(model), mlp_of(model).forward
+    mlp_of(model).forward = lambda states: inner(states) * 2
+    assert differs(kv(model), states), "nothing is tested"
+    assert fingerprint(model) != before
+
+
+def test_views_of_memory_count_by_what_is_in_them(model, tmp_path):
+    content, numbers = bytearray(b"12345678"), np.array([1, 2, None], object)
+    (tmp_path / "file").write_bytes(content)
+    with open(tmp_path / "file", "r+b") as file, mmap.mmap(file.fileno(), 8) as mapped:
+        for owner in (content, mapped):
+            view, seen = memoryview(owner), set()
+            for value in (owner, view[::2], view.cast("i"), view):
+                mlp_of(model).extra = value
+                seen.add(fingerprint(model))
+            owner[0:1] = b"9"
+            changed = fingerprint(model)
+            mlp_of(model).extra = memoryview(bytes(owner))  # as in another process
+            assert fingerprint(model) == changed
+            assert len(seen | {changed}) == 5
+            view.release()
+    mlp_of(model).extra = memoryview(numbers)
+    before = fingerprint(model)
+    numbers[1] = 3
+    assert fingerprint(model) != before
+    mlp_of(model).extra = released = memoryview(content)
+    released.release()
+    assert fingerprint(model) == fingerprint(model)
+
+
+class Item:
+    def __init__(self, by: Any) -> None:
+        self.by = by
+
+
+@pytest.mark.parametrize("kind", [weakref.WeakSet, set, frozenset])
+def test_sets_do_not_depend_on_the_order_in_memory_and_know_their_items(kind, model):
+    def digest(order: list[int], last: int, again: int) -> str:
+        items = {at: Item([last if at == 6 else at]) for at in order}  # in another order of addresses each time
+        kept.extend(items.values())
+        mlp_of(model).extra, mlp_of(model).zero = kind(items.values()), items[again]
+        return fingerprint(model)
+
+    kept: list[Any] = []
+    orders = [random.Random(seed).sample(range(7), 7) for seed in range(6)]
+    assert len({digest(order, 6, 3) for order in orders}) == 1
+    assert len({digest(orders[0], last, again) for last in (6, 7) for again in range(7)}) == 14
+
+
+@pytest.mark.parametrize("kind", [weakref.WeakSet, set, frozenset])
+def test_set_of_tensors_is_refused_by_its_path_but_for_weights_met_before(kind, model):
+    vector = torch.ones(2)
+    mlp_of(model).extra = kind([model.model.layers[0].mlp.down_proj.weight])
+    fingerprint(model)
+    mlp_of(model).extra = kind([vector])
+    with pytest.raises(UnsupportedModelError, match=r"mlp\.extra is a set with a tensor, .* Use a list"):
+        fingerprint(model)
+
+
+def calls_of(look: Callable[[], Any]) -> int:
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        look()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_look_at_a_stock_model_takes_few_calls(tiny_model):
+    """Of Python's functions, in a second look; a time would be another on each machine."""
+    counts = []
+    for layers in (2, 4):
+        model = tiny_model("llama", num_hidden_layers=layers)
+        fingerprint(model)
+        counts.append(calls_of(lambda model=model: structure_digest(model)))
+    modules = len([*model.model.layers[0].modules()])
+    assert (counts[1] - counts[0]) / (2 * modules) < 12, "of a module"
+    assert counts[0] < 1350, "of a model of two layers"

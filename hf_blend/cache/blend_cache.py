@@ -33,7 +33,7 @@ from ..model.anatomy import decoder_layers, default_sink
 from ..model.author import author_of, refuse_other_author
 from ..model.cache_keyword import cache_argument
 from ..model.fingerprint import structure_digest
-from ..model.hooks import asking_generate
+from ..model.hooks import asking_generate, running_calls
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
 from ..model.own_cache import fitted
 from ..model.placement import input_device
@@ -177,6 +177,7 @@ class BlendCache(BatchRows):
             PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
         """
         pad_id = getattr(tokenizer, "pad_token_id", None)
+        self.watch.take_back()
         conversation = self.prompts.history.extended(history, pad_id, self.model.generation_config.eos_token_id)
         prompts = build_all(tokenizer, prefix, chunks, question, conversation.rows(), separator)
         question_text = question if isinstance(question, str) else next(iter(question), None)
@@ -349,6 +350,8 @@ class BlendCache(BatchRows):
             return super().get_seq_length(layer_idx)
         if (blended := self.watch.blended) is not None:
             return blended.prefill.past
+        if self.kv.surplus() and next(running_calls(), None) is None:
+            self.watch.take_back()
         length = super().get_seq_length(layer_idx)
         if length == 0 or self.is_expecting:
             self.watch.watch_model()
@@ -375,6 +378,7 @@ class BlendCache(BatchRows):
 
         Refuses, by a ConfigError, what a window or a state that has forgotten what stood before cannot do.
         """
+        self.watch.take_back()
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         for layer in self.kv.of_tokens:
             layer.check_crop(tokens_to_remove)
@@ -389,7 +393,8 @@ class BlendCache(BatchRows):
         Call it while nobody waits: between two turns, or when a server is idle. Each token costs what it costs in a
         prefill in blocks of 256. Between two calls the cache is whole: it decodes, is cropped and takes turns, exact
         on the left and blended on the right. A call that fails leaves its block as it was. When nothing is left,
-        later tokens and turns are those of a full prefill. `report.healed_tokens` counts.
+        later tokens and turns are those of a full prefill. `report.healed_tokens` counts. Where layer 0 is a mixer, or
+        a window that has moved on, a wrong `history` is not noticed.
 
         Args:
             tokens: how many more are to be exact; None for all, 0 only counts. In 8 and 4 bits whole groups of 32.
@@ -407,9 +412,10 @@ class BlendCache(BatchRows):
                 or has a placeholder of an image.
             UnsupportedModelError: the model is inside `self_extend`.
         """
-        frontier, length = self.kv.frontier, super().get_seq_length()
         if tokens is not None and tokens < 0:
             raise ConfigError(f"heal({tokens}) was called, but a number of tokens from 0 on, or None, is expected.")
+        self.watch.take_back()
+        frontier, length = self.kv.frontier, super().get_seq_length()
         if tokens == 0 or not frontier.left(length):
             return frontier.left(length)
         author = author_of(self.model)
@@ -439,6 +445,7 @@ class BlendCache(BatchRows):
                 holds, `max_cache_len` is not above that, or a layer keeps what `StaticCache` cannot continue: an
                 indexer, attention in chunks.
         """
+        self.watch.take_back()
         refuse_other_author(self.turns.author, author_of(self.model), super().get_seq_length(), ASK_AGAIN)
         return static_copy(self.model, self.kv.all, max_cache_len)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from transformers import cache_utils
+from transformers.cache_utils import CacheLayerMixin
 
 from .. import plugins
 from ..config import BlendConfig
@@ -64,24 +65,55 @@ class KVLayers:
         frontier: up to which token K and V are those of a full prefill.
     """
 
-    def __init__(self, layers: Sequence[Any], memory: Any = None) -> None:
+    def __init__(self, layers: Sequence[Any], memory: Any = None, count: int | None = None) -> None:
+        """Hold layers, of which the first `count` have K and V of their own; None: all."""
         self.all, self.memory = list(layers), memory
         self.of_tokens: list[Any] = [layer for layer in layers if hasattr(layer, "prefill_kind")]
+        own = [layer for layer in layers[:count] if layer in self.of_tokens and isinstance(layer, CacheLayerMixin)]
+        self._ends = [own[0], own[-1]] if own else []
         self.frontier = Frontier()
 
     @classmethod
     def empty(cls, model: nn.Module, count: int, config: BlendConfig, digest: str = "") -> "KVLayers":
         """Layers without tokens."""
         layers = cache_layers(model, count, config, digest)
-        if config.kv_device_map is None:
-            return cls(layers)
-        memory = plugins.extension("offload.layer").offload(layers, config)  # replaces some of the layers
-        return cls(layers, memory)
+        memory = None
+        if config.kv_device_map is not None:
+            memory = plugins.extension("offload.layer").offload(layers, config)  # replaces some of the layers
+        return cls(layers, memory, len(_stock_layers(model, digest)) or None)
 
     @property
     def are_partial(self) -> bool:
         """Whether some layer loaded a part of its stored chunks only."""
         return any(getattr(layer, "visible", None) is not None for layer in self.all)
+
+    def surplus(self) -> int:
+        """How many tokens the first layer has more than the last; behind a whole forward 0."""
+        return self._ends[0].get_seq_length() - self._ends[1].get_seq_length() if self._ends else 0
+
+    def take_back(self) -> int:
+        """Take back what a forward left that ended between two layers; returns how many tokens.
+
+        Raises ConfigError, and changes nothing, where a layer has forgotten what stood before them.
+        """
+        if not (tokens := self.surplus()):
+            return 0
+        if not (length := self._ends[1].get_seq_length()):
+            for layer in self.of_tokens:
+                layer.reset()
+            return tokens
+        longer = [layer for layer in self.of_tokens if getattr(layer, "length", length + 1) > length]
+        try:
+            for layer in longer:
+                layer.check_crop(-tokens)
+        except ConfigError as error:
+            raise ConfigError(
+                f"a forward of {tokens} tokens behind {length} ended between two layers, and a window or state that "
+                "has moved on cannot take them back. reset() the cache and pass the whole conversation."
+            ) from error
+        for layer in longer:
+            layer.crop(-tokens)
+        return tokens
 
     def snapshots(self) -> list[Any]:
         """What `restore` needs."""

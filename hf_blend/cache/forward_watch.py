@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .. import plugins
-from ..errors import HfBlendError
+from ..errors import ConfigError, HfBlendError
 from ..model.anatomy import EXTENDED, is_extended
 from ..model.hooks import ForwardHooks, is_assisting
 from ..prefill.notices import NOTHING_REUSED, warn_once
@@ -76,6 +76,7 @@ class ForwardWatch:
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """The hook on the model announces a forward, with its arguments by name."""
         began_s, cache = time.perf_counter(), self._cache()
+        self.take_back()
         prompts, past = cache.prompts, Cache.get_seq_length(cache)
         masked_tokens, self._masked_tokens, self.state = self._masked_tokens, 0, State.PLAIN
         request = Request.parse(arguments, cache.traits.config, past, prompts.pending, masked_tokens)
@@ -124,6 +125,11 @@ class ForwardWatch:
             return
         cache, is_announced = self._cache(), self.state is State.PLAIN
         try:
+            if tokens := self.take_back():
+                raise ConfigError(
+                    f"the last forward ended between two layers: {tokens} tokens had come to some of them, but to all "
+                    "is expected. They are taken back. Call the model again."
+                )
             is_own = is_announced or self.hooks.check_caller()
             if is_own and not is_announced:
                 past = Cache.get_seq_length(cache)
@@ -151,6 +157,18 @@ class ForwardWatch:
             self.blended = None
         prompts.images = prompts.images if prompts.pending.batch else None
         self._rest(watching=prompts.pending.is_begun and not failed)
+
+    def take_back(self) -> int:
+        """Take back what a forward left that ended between two layers; returns how many tokens.
+
+        Raises ConfigError where a window or a state has moved on.
+        """
+        cache = self._cache()
+        if tokens := cache.kv.take_back():
+            length, frontier = Cache.get_seq_length(cache), cache.kv.frontier
+            cache.prompts.crop(length + tokens, length, Obstacle.PADDING in frontier.obstacles)
+            frontier.crop(length)
+        return tokens
 
     def stop(self) -> None:
         """The cache is emptied: undo a forward that was interrupted, and expect none."""

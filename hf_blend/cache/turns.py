@@ -172,6 +172,7 @@ class Turns:
         Returns the prompts without these tokens, these tokens as a history, and a notice of another author.
         """
         check_lengths(prompts, 0, cache.traits.config)
+        cache.watch.take_back()
         cached = Cache.get_seq_length(cache)
         if not cached and self.aside is None:
             return prompts, History(), ""

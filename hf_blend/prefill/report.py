@@ -197,8 +197,8 @@ class BlendReport:
         return (
             f"{self.prompt_tokens} tokens: {self.prompt_tokens - exact - reusable} new, {exact} exact, {reusable} "
             f"reusable, of which {sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, "
-            f"charged {self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed; "
-            f"{f'{self.seam_tokens} of their tokens differ at seams; ' if self.seam_tokens else ''}"
+            f"charged {self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed;"
+            f" {f'{self.seam_tokens} of their tokens differ at seams; ' if self.seam_tokens else ''}"
             f"{loaded}check {self.check_ms:.1f} ms, realign {self.realign_ms:.1f} ms, "
             f"select {self.select_ms:.1f} ms{self.notice and f'; {self.notice}'}"
         )

@@ -25,6 +25,8 @@ def parts_of(value: Any) -> dict[str, Any] | None:
     if isinstance(value, (np.ndarray, np.generic)):
         content = value.tolist() if value.dtype.hasobject else digest_of_bytes(value.tobytes())
         return {"dtype": str(value.dtype), "shape": value.shape, "content": content}
+    if isinstance(value, (property, classmethod, staticmethod)):
+        return fields_of(value) | {name: getattr(value, name, None) for name in ("fget", "__func__")}
     fields, kind = fields_of(value), type(value)
     is_pickled_its_way = kind in copyreg.dispatch_table or kind.__reduce__ is not object.__reduce__
     if fields and not is_pickled_its_way and kind.__reduce_ex__ is object.__reduce_ex__:
@@ -33,10 +35,18 @@ def parts_of(value: Any) -> dict[str, Any] | None:
         reduced = copyreg.dispatch_table.get(kind, lambda _: value.__reduce_ex__(2))(value)
     except Exception as error:  # whatever the code of a stranger raises
         logger.debug("a %s is read by its attributes, as it cannot be pickled: %r", kind.__name__, error)
-        return fields or None
+        return fields or _content_of(value)
     if isinstance(reduced, str):
         return fields | {"": reduced}
     return {str(at): [*state] if isinstance(state, Iterator) else state for at, state in enumerate(reduced)}
+
+
+def _content_of(value: Any) -> dict[str, Any] | None:
+    """The bytes of a view or another buffer; None of what is none."""
+    try:
+        return parts_of(np.asarray(memoryview(value)))
+    except (TypeError, ValueError):  # no buffer; released, or of elements that have no dtype
+        return None
 
 
 def fields_of(value: Any) -> dict[str, Any]:

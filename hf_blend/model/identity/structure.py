@@ -10,20 +10,23 @@ import hashlib
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from enum import Enum
 from operator import itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ..attention import stock_function
 from ..placement import offload_hooks
+from . import code
 from .canonical import refuse_foreign_hooks
-from .code import BUILTINS, class_name, function_name, is_library, is_stock, module_name, own_name, patches
+from .code import BUILTINS, class_name, function_name, is_library, is_stock, module_name, own_bases, own_name
 from .objects import closed_over, digest_of_bytes, fields_of, parts_of
 
 FORMAT = "hf_blend.fingerprint/4"
@@ -46,30 +49,37 @@ IGNORED_CONFIG_FIELDS = frozenset({
     "initializer_range", "gradient_checkpointing", "_post_init_done",
 })  # fmt: skip
 
-IGNORED_ATTRIBUTES = frozenset({
+ON_MODULES = frozenset({  # of anyone
     # compared as weights, or walked as modules
-    "_parameters", "_buffers", "_modules",
+    "_parameters", "_buffers", "_modules", *vars(nn.Module()),
+    # movers between devices, which accelerate wraps
+    "to", "cpu", "cuda", "npu", "xpu", "mlu", "musa", "sdaa", "hpu", "neuron",
+    # accelerate puts the weights in place around `_old_forward`, which counts as the forward
+    "_hf_hook", "_old_forward", "forward", "_is_hf_initialized",
+})  # fmt: skip
+ON_MODELS = frozenset({  # of transformers and of its kind
     # how it was loaded, saved, spread over devices or compiled, not what it computes
-    "name_or_path", "_is_hf_initialized", "hf_quantizer", "is_quantized", "quantization_method", "hf_device_map",
+    "name_or_path", "hf_quantizer", "is_quantized", "quantization_method", "hf_device_map",
     "is_loaded_in_4bit", "is_loaded_in_8bit", "_is_loaded_in_4bit", "_is_loaded_in_8bit", "_hf_peft_config_loaded",
     "_weight_conversions", "_tp_plan", "_ep_plan", "_pp_plan", "_tp_size", "_device_mesh", "_no_split_modules",
     "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "all_tied_weights_keys", "_tied_weights_keys",
     "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save",
     "_fsdp_plan", "_skip_keys_device_placement", "_compiled_call", "_last_compile_config", "kernel_config",
-    "_use_kernels", "support_avx512bf16_for_cpu", "padding_idx",
-    # training only
-    "gradient_checkpointing", "_gradient_checkpointing_func", "loss_function", "_loss_function", "loss_type",
-    "warnings_issued", "_require_grads_hook", "_require_grads_hooks", "add_adapter",
+    "_use_kernels", "warnings_issued", "_require_grads_hook", "_require_grads_hooks", "add_adapter",
     # read by generate; PEFT puts another one in for each generate, and its own back behind it
     "generation_config", "prepare_inputs_for_generation", "base_model_prepare_inputs_for_generation",
-    # movers between devices, which accelerate wraps
-    "to", "cpu", "cuda", "npu", "xpu", "mlu", "musa", "sdaa", "hpu", "neuron",
-    # accelerate puts the weights in place around `_old_forward`, which counts as the forward
-    "_hf_hook", "_old_forward", "forward",
-    # what a forward itself writes, that of bitsandbytes from its first input unless the config names it
-    "max_seq_len_cached", "compute_type_is_set", "compute_dtype", "_output_capturing_hooks_installed", "rope_deltas",
+    # what a forward itself writes
+    "_output_capturing_hooks_installed", "rope_deltas",
 })  # fmt: skip
-SKIPPED = IGNORED_ATTRIBUTES | vars(nn.Module()).keys()
+ON_LIBRARIES = frozenset({  # on classes of the libraries, which read nothing else out of them
+    "padding_idx", "support_avx512bf16_for_cpu",
+    # training only
+    "gradient_checkpointing", "_gradient_checkpointing_func", "loss_function", "_loss_function", "loss_type",
+    # what a forward itself writes, that of bitsandbytes from its first input unless the config names it
+    "max_seq_len_cached", "compute_type_is_set", "compute_dtype",
+})  # fmt: skip
+IGNORED_ATTRIBUTES = ON_MODULES | ON_MODELS | ON_LIBRARIES
+_ignored: MutableMapping[type, frozenset[str]] = WeakKeyDictionary()
 OPAQUE = (
     "MatmulLtState", "QuantState",  # of bitsandbytes: the config says how it quantises, the weights the rest
     "lock", "RLock", "Generator", "Stream", "Event",  # with a state of its own, which no forward without dropout reads
@@ -133,6 +143,8 @@ class Structure:
         config = config_part(model.config.to_dict())
         self._rope_types = _rope_types(config) & {"dynamic", "longrope"}
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(type, modules.values())))}
+        self._ignored = {kind: ignored_attributes(kind) for kind in kinds}
+        self._classes = dict[type, code.Contents]()
         names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ != "__main__")  # which grows
         homes = [sys.modules[name] for name in names if name in sys.modules]
         refuse_foreign_hooks(modules.values())
@@ -148,8 +160,8 @@ class Structure:
             "model_class": type(model).__name__,
             "config": config,
             "modules": rows,
-            "classes": [class_name(kind) for kind in kinds],
-            "patches": {name: patch for home in homes for name, patch in patches(home).items()},
+            "classes": [self._class(kind, f"classes.{number}") for kind, number in kinds.items()],
+            "patches": {name: patch for home in homes for name, patch in self._patches(home)},
         }
         functions = {name: stock_function(name) for name in sorted(self._attention)}
         self.parts["attention"] = {
@@ -170,15 +182,18 @@ class Structure:
                 "Give hf_blend the model as it is before torch.compile or model.compile()."
             )
         tensors, shared, described = module._parameters | module._buffers, {}, {}
-        skipped = SKIPPED | self._moving(module) if "rope_type" in attributes or self._rope_types else SKIPPED
+        skipped = self._ignored.get(type(module)) or ignored_attributes(type(module))
+        skipped = skipped | self._moving(module) if "rope_type" in attributes or self._rope_types else skipped
         for name in sorted(tensors.keys() - skipped):
             if tensors[name] is not None and (state := self._describe(tensors[name], f"{path}.{name}")) is not TENSOR:
                 shared[name] = state
         for name in sorted(attributes.keys() - skipped):
             value = attributes[name]
             described[name] = value if type(value) in _PLAIN else self._describe(value, f"{path}.{name}")
-        forward = attributes.get("_old_forward", forward)  # of accelerate, whose own calls it
-        if forward is not None and forward != MethodType(type(module).forward, module):
+        if getattr(getattr(forward, "func", None), "__module__", "") == "accelerate.hooks":  # it calls the old one
+            forward = attributes["_old_forward"]
+        is_of_class = isinstance(forward, MethodType) and forward.__func__ is type(module).forward
+        if forward is not None and not (is_of_class and forward.__self__ is module):
             described["forward"] = self._describe(forward, f"{path}.forward")
         for number, hook in enumerate(offload_hooks(module)):
             if not is_library(type(hook).__module__):
@@ -192,6 +207,23 @@ class Structure:
                 shared |= {"": [[name, self._describe(child, f"{path}.{name}")] for name, child in children.items()]}
                 break
         return [described, shared] if shared else [described]
+
+    def _class(self, kind: type, path: str) -> list[Any]:
+        """A class by its name and, where it is met first, by the values in it."""
+        described, values = code.class_and_values(kind, self._classes)
+        if (earlier := self._described.get(id(kind))) is not None:
+            return [*described, earlier]
+        if values:
+            self._described[id(kind)] = path
+            self._kept.append(kind)
+            described.append([[name, self._describe(value, f"{path}.{name}")] for name, value in values])
+        return described
+
+    def _patches(self, space: ModuleType) -> list[tuple[str, Any]]:
+        """What was put into a module, by name."""
+        contents, name = code.contents_of(space), space.__name__
+        objects = {f"{name}.{at}": self._describe(value, f"{name}.{at}") for at, value in contents.objects.items()}
+        return [*(contents.patches | objects).items()]
 
     def _moving(self, module: nn.Module) -> set[str]:
         """The tables of a module that a forward replaces as prompts grow; the config says all about them."""
@@ -228,8 +260,8 @@ class Structure:
         if isinstance(value, (FunctionType, *BUILTINS)):
             return self._describe_function(value, path)
         if isinstance(value, type):
-            return ["class", class_name(value)]
-        if isinstance(value, (list, tuple, set, frozenset, Mapping)):
+            return ["class", self._class(value, path)]
+        if isinstance(value, (list, tuple, set, frozenset, WeakSet, Mapping)):
             return self._describe_container(value, path)
         return self._describe_object(value, path)
 
@@ -246,18 +278,34 @@ class Structure:
         self._described[id(value)] = path  # for what is in it and leads back
         kind = type(value)
         is_builtin = kind in (list, tuple, set, frozenset, dict)
-        described: list[Any] = [kind.__name__ if is_builtin else class_name(kind)]
+        described: list[Any] = [kind.__name__ if is_builtin else self._class(kind, path)]
         if isinstance(value, Mapping):
             keys = [(json.dumps(self._describe(name, f"{path}.{at}")), value[name]) for at, name in enumerate(value)]
             pairs = keys if kind is OrderedDict else sorted(keys, key=itemgetter(0))
             described += [[key, self._describe(item, path + "." + key.strip('"'))] for key, item in pairs]
-        elif isinstance(value, (set, frozenset)):
-            described += sorted(json.dumps(self._describe(item, f"{path}.{at}")) for at, item in enumerate(value))
+        elif isinstance(value, (set, frozenset, WeakSet)):
+            items = self._sorted(value, path)
+            described += sorted(json.dumps(self._describe(item, f"{path}.{at}")) for at, item in enumerate(items))
         else:
             described += [self._describe(item, f"{path}.{at}") for at, item in enumerate(value)]
-        if not is_builtin and isinstance(value, (list, tuple, set, frozenset, dict)):
+        if not is_builtin and (isinstance(value, (list, tuple, set, frozenset, dict)) or own_bases(kind)):
             described.append({name: self._describe(item, f"{path}.{name}") for name, item in fields_of(value).items()})
         del self._described[id(value)]
+        return described
+
+    def _sorted(self, items: Iterable[Any], path: str) -> list[Any]:
+        """The items of a set by what they are, as their order in memory differs from process to process."""
+        return sorted(items, key=lambda item: "" if type(item) in _PLAIN else json.dumps(self._apart(item, path)))
+
+    def _apart(self, item: Any, path: str) -> Any:
+        """An item of a set, described as if it were not met before or behind others of the set."""
+        before, tensors = dict(self._described), len(self.tensors)
+        described, self._described = self._describe(item, path), before
+        if len(self.tensors) > tensors:
+            raise UnsupportedModelError(
+                f"{path} is a set with a tensor, but tensors are compared in an order, and a set has none. Use a list "
+                "or a dict."
+            )
         return described
 
     def _describe_object(self, value: Any, path: str) -> Any:
@@ -271,7 +319,7 @@ class Structure:
             refuse_foreign_hooks([value])
             owner, row = self._owner, self._row(path, value)
             self._owner = owner
-            return [class_name(type(value)), *row]
+            return [self._class(type(value), path), *row]
         if hasattr(value, "to_dict"):
             if name := getattr(value, "_attn_implementation", None):
                 self._attention.add(name)
@@ -285,9 +333,17 @@ class Structure:
         if parts is None:
             return own_name(value, path)
         return [
-            class_name(type(value)),
+            self._class(type(value), path),
             {name: self._describe(parts[name], f"{path}.{name}") for name in sorted(parts)},
         ]
+
+
+def ignored_attributes(kind: type) -> frozenset[str]:
+    """Names of attributes that do not count on modules of a class, of one's own only what its code does not name."""
+    if kind not in _ignored:
+        others = ON_LIBRARIES if issubclass(kind, PreTrainedModel) else ON_LIBRARIES | ON_MODELS
+        _ignored[kind] = IGNORED_ATTRIBUTES - code.own_words(kind, others)
+    return _ignored[kind]
 
 
 def _rope_types(config: Any, is_rope: bool = False) -> set[str]:
