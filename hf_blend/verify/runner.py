@@ -135,8 +135,8 @@ def run_checks(
         with attending(model, implementation):
             subject = ModelUnderTest(model)
             verdict.floors.append({"dtype": dtype, "attention": implementation, **asdict(subject.floor)})
-            for name in checks or check_names():
-                logger.info("%s in %s with %s attention", name, dtype, implementation)
+            for number, name in enumerate(names := checks or check_names(), start=1):
+                logger.info("%d of %d in %s with %s attention: %s", number, len(names), dtype, implementation, name)
                 verdict.checks.append(measure(name, subject, dtype, implementation))
 
 
