@@ -3,14 +3,18 @@
 """The files of deploy/: what they call exists, and programs that read them accept them where they are installed."""
 
 import configparser
+import importlib
 import inspect
 import re
 import shlex
 from pathlib import Path
 
+import pytest
 import yaml
 
 from hf_blend.cli.main import functions
+from hf_blend.errors import UnsupportedModelError
+from tests.conftest import IS_OLDEST, skip_in_the_oldest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
@@ -39,7 +43,14 @@ def test_every_option_and_variable_that_is_used_exists():
     assert len(used) >= 6
 
 
+@pytest.mark.skipif(not IS_OLDEST, reason="what serving needs is there")
+def test_serving_is_refused_by_name_where_transformers_lacks_what_it_needs():
+    with pytest.raises(UnsupportedModelError, match=r"transformers 5\.17\.\d lacks .* Install transformers 5\.23"):
+        importlib.import_module("hf_blend.serving.run")
+
+
 def test_stopping_takes_less_time_than_the_unit_and_the_container_give():
+    skip_in_the_oldest("continuous batching lacks what serving needs")
     from hf_blend.serving.run import LAST_S, serve
     from hf_blend.serving.service import Service
 

@@ -15,9 +15,15 @@ from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.hybrids.mixer import ActiveRows, Mixer, MixerPass, Projection
 from hf_blend.prompt.pieces import TextPrompt
 from tests.asking import failing, generated, memory, prepared, prompt
-from tests.conftest import random_pieces
-from tests.conftest import shared_zoo_model as tiny
+from tests.conftest import random_pieces, shared_zoo_model, skip_in_the_oldest
 from tests.test_healing import ANSWER, REUSED, blended, kv, off
+
+
+def tiny(kind, **config):
+    if kind == "deepseek_v32":
+        skip_in_the_oldest("models with an indexer turn their keys in a way that is refused")
+    return shared_zoo_model(kind, **config)
+
 
 PAIR = random_pieces(), random_pieces(seed=3)
 LONGROPE = {

@@ -17,7 +17,7 @@ from hf_blend.cache import idle_healing
 from hf_blend.context.conversation import Conversation
 from hf_blend.errors import ConfigError, PromptError
 from tests.asking import generated, memory, prepared, prompt
-from tests.conftest import random_pieces, slow_but
+from tests.conftest import random_pieces, skip_in_the_oldest, slow_but
 from tests.conftest import shared_zoo_model as tiny
 from tests.test_turns import small
 
@@ -71,6 +71,8 @@ def kv(cache):
 
 @pytest.mark.parametrize("kind", slow_but(*FAST, among=KINDS))
 def test_a_healed_cache_is_that_of_a_full_prefill(kind):
+    if kind == "gemma3n_text":
+        skip_in_the_oldest("layers that share K and V leave none, which is refused")
     model = tiny(kind, **KINDS[kind])
     cache, ids = blended(model)
     assert off(model, cache, ids[:, :-1]) > 1e-3

@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache
 
+from hf_blend.model.anatomy import full_cache
 from hf_blend.model.cache_keyword import cache_argument
 from hf_blend.model.placement import input_device
 
@@ -56,9 +56,9 @@ class PrefixCaching(EvalMethod):
         prompt = self.prompt(sample)
         return [(*prompt.prefix, *prompt.chunks[0]), prompt.prefix]
 
-    def _cache(self, beginning: tuple[int, ...]) -> DynamicCache:
+    def _cache(self, beginning: tuple[int, ...]) -> Cache:
         """A cache that holds a kept beginning."""
-        cache = DynamicCache(config=self.model.config)
+        cache = full_cache(self.model)
         for index, (keys, values) in enumerate(self._kept.get(beginning, ())):
             cache.update(keys, values, index)
         return cache
@@ -73,7 +73,7 @@ class PrefixCaching(EvalMethod):
             return
         while len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]
-        cache: Any = DynamicCache(config=self.model.config)
+        cache = full_cache(self.model)
         self.model(
             torch.tensor([ids], device=input_device(self.model)), **cache_argument(self.model, cache), use_cache=True
         )

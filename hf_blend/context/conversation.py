@@ -285,12 +285,14 @@ class Conversation:
         try:
             if config is not None:
                 ids = self._blended(prompt, ids[cached:], config)
-            new = len(ids) - self.cache.get_seq_length()
-            most = (self.cache.window_tokens - self.cache.keep_tokens) // 2 or 1
-            chunked = {"prefill_chunk_size": most} if new > most else {}
-            inputs = {"input_ids": self._on_device(ids)}
-            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            output = self.model.generate(**{**inputs, **chunked, **options}, **cache_argument(self.model, self.cache))
+            room = self.cache.window_tokens - self.cache.keep_tokens
+            most = options.pop("prefill_chunk_size", None) or room // 2 or 1
+            while len(new := ids[self.cache.get_seq_length() :]) > most:  # generate of 5.17 cannot continue in parts
+                with torch.no_grad(), self.cache:
+                    self.model(self._on_device(new[:most]), **cache_argument(self.model, self.cache), logits_to_keep=1)
+                ids = [*self.cache.tokens(), *new[most:]]
+            options = {"attention_mask": self._on_device([1] * len(ids)), **options}
+            output = self.model.generate(self._on_device(ids), **options, **cache_argument(self.model, self.cache))
         except BaseException:
             if self.cache.shifts != shifts:  # what is still as the template writes it
                 ids, cached = [*prompt.ids], shared_tokens(prompt.ids, self.cache.tokens())
@@ -345,8 +347,7 @@ class Conversation:
         self.turns.append(turn)
         cached, keep = self.cache.get_seq_length(), self.cache.keep_tokens
         start = cached - len(turn.token_ids) + 1  # its last token is not in the cache yet
-        is_first = len(self.turns) == 1
-        if self.archive is not None and (start >= keep or (is_first and start == 0)):
+        if self.archive is not None and (start >= keep or (start == 0 and len(self.turns) == 1)):
             self._keep_chunk(max(start, keep), cached)
 
     def _keep_chunk(self, start: int, stop: int) -> None:

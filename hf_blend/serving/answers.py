@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from ..errors import PromptError
 from ..prompt.detokenizer import Detokenizer
 from ..prompt.pieces import TextPrompt
-from .blending import Prefilled
+from .engine import Prefilled  # first, since it refuses a transformers that lacks what serving needs
 from .guard import CLIENT_GONE, failed, while_connected
 from .meters import Meters
 from .sampling import Sampling

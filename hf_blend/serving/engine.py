@@ -63,7 +63,7 @@ from .sampling import NotNumbers, Watch  # noqa: E402
 from .scheduler import BlendedScheduler  # noqa: E402
 from .turns import Share  # noqa: E402
 
-__all__ = ["BlendedBatching"]
+__all__ = ["BlendedBatching", "Prefilled"]
 
 logger = logging.getLogger(__name__)
 
