@@ -5,14 +5,15 @@
 import pytest
 import torch
 
-from hf_blend import observer
-from hf_blend.errors import PromptError
+from hf_blend import BlendCache, observer
+from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
+from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import THREE, prepared
 from tests.asking import generated as run
-from tests.conftest import IdTokenizer, random_pieces, shared_zoo_model
+from tests.conftest import IS_OLDEST, IdTokenizer, random_ids, random_pieces, shared_zoo_model
 
 REQUEST = THREE[0]
 
@@ -87,6 +88,22 @@ def test_assisted_decoding_of_a_later_turn_is_refused_until_reset(shared_model):
     cache.reset()
     assert torch.equal(run(model, inputs, cache, prompt_lookup_num_tokens=3), run(model, inputs))
     assert cache.report.reusable_tokens == 35
+
+
+@pytest.mark.parametrize("kind", [BlendCache, SequenceCache, ShiftCache])
+@pytest.mark.parametrize("cached", [10, 40])
+def test_prefill_chunk_size_continues_a_cache_or_is_refused_by_name(store, kind, cached):
+    """In 5.17 `generate` computes the cached tokens again, behind themselves."""
+    model, ids = shared_zoo_model("llama"), torch.tensor([random_ids(60, 1)])
+    cache = kind(model, store) if kind is BlendCache else kind(model)
+    run(model, {"input_ids": ids[:, :cached]}, cache, max_new_tokens=1)
+    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if IS_OLDEST:
+        with pytest.raises(ConfigError, match="prefill_chunk_size came with a filled cache"):
+            run(model, whole, cache, prefill_chunk_size=20)
+        assert cache.get_seq_length() == cached
+    else:
+        assert torch.equal(run(model, whole, cache, prefill_chunk_size=20), run(model, whole))
 
 
 @pytest.mark.parametrize(

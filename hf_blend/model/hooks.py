@@ -55,17 +55,15 @@ class ForwardHooks:
     def watch_model(self, stay: bool = False) -> None:
         """See the next call of the model, to learn its arguments; with `stay`, every call until `leave(stop=True)`."""
         self._stays = self._stays or stay
-        if not self._before:
-            for module in callable_as(self._model):
-                self._before.append(module.register_forward_pre_hook(self._model_begins, with_kwargs=True))
+        for module in [] if self._before else callable_as(self._model):
+            self._before.append(module.register_forward_pre_hook(self._model_begins, with_kwargs=True))
 
     def enter_layers(self, width: int, between: bool = False) -> None:
         """See every decoder layer begin."""
         if self._inner:
             return
         for index, layer in enumerate(self._layers):
-            begins = partial(self._layer_begins, index)
-            self._inner.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
+            self._inner.append(layer.register_forward_pre_hook(partial(self._layer_begins, index), with_kwargs=True))
             if between and index < len(self._layers) - 1:
                 self._inner.append(layer.register_forward_hook(self._layer_ends, with_kwargs=True))
         if self._fills_rows:
@@ -198,13 +196,11 @@ def hooked(modules: Iterable[tuple[Any, nn.Module]], call: Callable[..., Any], b
 
 def running_calls() -> Iterator[tuple[nn.Module, dict[str, Any]]]:
     """The modules whose `forward` runs in this thread, the innermost first, each with its variables by name."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if "forward" in frame.f_code.co_name and frame.f_code.co_varnames[:1] == ("self",):  # dynamo adds to the name
             variables = frame.f_locals
             if isinstance(variables.get("self"), nn.Module):
                 yield variables["self"], variables
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 class GenerateCall(NamedTuple):
@@ -226,10 +222,14 @@ def asking_generate() -> GenerateCall | None:
     frame = sys._getframe(2)
     if frame.f_code.co_name != "_prefill":
         return None
-    variables = frame.f_locals
+    variables, config = frame.f_locals, frame.f_locals.get("generation_config")
+    if getattr(config, "prefill_chunk_size", 0) and "prefill_ids" not in frame.f_code.co_varnames:  # 5.17
+        raise ConfigError(
+            "prefill_chunk_size came with a filled cache, whose tokens this transformers computes again. Leave it out."
+        )
     ids, mask = variables.get("input_ids"), variables.get("model_kwargs", {}).get("attention_mask")
     mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    tokens = getattr(variables.get("generation_config"), "_mask_length", -1) if mask is None else mask.shape[1]
+    tokens = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
     is_whole = isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == tokens
     return GenerateCall(ids if is_whole and not variables.get("use_inputs_embeds") else None, mask)
 
