@@ -3,7 +3,7 @@
 """What a command takes where nothing is said: the model, and how many pieces of documents it reads; said in a line."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .output import progress, say
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_blend import ChunkStore
     from hf_blend.evaluation.bundled import ModelSource
     from hf_blend.evaluation.meaning import Encoder, Meaning
+    from hf_blend.evaluation.model_choice import Check
     from hf_blend.evaluation.retrieving import Piece
 
 COST = "First token after {:.2f} s: {reused_tokens} of {prompt_tokens} tokens reused, {recomputed_tokens} recomputed."
@@ -18,7 +19,7 @@ LOOP = "It began to repeat itself and was stopped: {}. Take a smaller --top-k, a
 
 
 def open_source(
-    model: str | None, device: str, dtype: str, verbose: bool = False, weights: str = "auto", check: Any = id
+    model: str | None, device: str, dtype: str, verbose: bool = False, weights: str = "auto", check: "Check" = None
 ) -> "ModelSource":
     """Open the model that is named, else the best that is here; say which, and with `verbose` what was passed over."""
     if model is not None:

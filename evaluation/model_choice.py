@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from .parsing import printable
 from .retrieving import Piece
 
 FOLDER = "HF_BLEND_MODELS"  # the variable; empty, nothing is looked for
+Check = Callable[[Any], object] | None  # raises for an empty model that is not taken
 MEMORY_SHARE = 0.5  # of what is free: weights may take so much, and K and V of a prompt so much of the rest
 INSTRUCTED = re.compile("instruct|chat|-it$", re.IGNORECASE)  # names of models that were taught to answer
 PARAMETERS_PER_CORE = 0.35e9  # of a CPU; a larger model answers, but so late that nobody waits
@@ -75,7 +76,7 @@ class Candidate:
 
 
 def choose_model(
-    device: str = AUTO, dtype: str = AUTO, most_parameters: float = math.inf, weights: str = AUTO, check: Any = id
+    device: str = AUTO, dtype: str = AUTO, most_parameters: float = math.inf, weights: str = AUTO, check: Check = None
 ) -> ModelChoice:
     """Choose and open the best model that is here; `smollm2` where there is none. `check(model)` may refuse others.
 
@@ -94,7 +95,8 @@ def choose_model(
             continue
         try:
             source = open_model(candidate.name, device, dtype, weights, str(candidate.folder))
-            check(source.empty)
+            if check is not None:
+                check(source.empty)
         except HfBlendError as error:
             skipped.append(f"{candidate.name}: {first_line(error)}")
             continue

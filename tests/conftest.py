@@ -67,7 +67,7 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects() -> None:
-    """Keep what stands before a file's tests out of every collection of garbage, which takes half a second with it."""
+    """Keep objects made before a file's tests out of every collection of garbage: it takes half a second with them."""
     gc.collect()
     gc.freeze()
     gc.enable()

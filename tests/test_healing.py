@@ -7,6 +7,8 @@ The oracle is stock transformers: a plain cache that is given all ids of prompt 
 
 import copy
 import random
+import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -344,8 +346,10 @@ def test_a_turn_stops_healing_within_a_block_and_loses_nothing(monkeypatch):
 
 
 def test_healing_ends_before_the_process_which_would_abort_while_a_thread_is_inside_torch(monkeypatch):
-    at_exit = []
+    at_exit, set_result = [], Future.set_result
     monkeypatch.setattr(idle_healing.atexit, "register", at_exit.append)
+    lingering = lambda future, value: (set_result(future, value), time.sleep(0.3))  # noqa: E731
+    monkeypatch.setattr(Future, "set_result", lingering)
     future = conversation(heal="idle")._healing._future
     at_exit[0]()
     assert future.done()

@@ -874,7 +874,9 @@ class Custom(nn.Module, Shared):
         self.inner, self.compute_dtype, self.loss_type, self.max_seq_len_cached = inner, 1.0, "none", 7
     def forward(self, states):
         by = self.scale * self.table * self.parts["by"][0] * self.by * self.padding_idx
-        return self.inner(states) * by * self.compute_dtype * len(self.loss_type)
+        return self.inner(self.twice(states)) * by * self.compute_dtype * len(self.loss_type)
+    def twice(self, states):
+        return states * 2
     def other(self, states):
         return states
 """
@@ -894,6 +896,7 @@ OWN_CHANGES: dict[str, Callable[[Any], Any]] = {
     "a number in what the class holds": lambda mlp: type(mlp).parts["by"].__setitem__(0, 2.0),
     "a tensor of the class": lambda mlp: type(mlp).table.mul_(2),
     "a method that is another": lambda mlp: setattr(type(mlp), "forward", type(mlp).other),
+    "a method beside forward that is another": lambda mlp: setattr(type(mlp), "twice", type(mlp).other),
     "a number that the class overrides": lambda mlp: setattr(type(mlp), "padding_idx", 2.0),
     "a name that libraries use": lambda mlp: setattr(mlp, "compute_dtype", 2.0),
     "a name of models": lambda mlp: setattr(mlp, "loss_type", "other"),

@@ -102,6 +102,16 @@ def test_a_turn_continues_behind_the_answer_and_an_earlier_parting_behind_the_pr
     assert sum(widths) == 9 + 3
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_prompt_in_parts_behind_a_prefix_is_answered_as_in_one(computed, name):
+    model, prompt = model_of(name), ids_of(PREFIX + 20)
+    widths, state = computed(model), StateCache(model)
+    state.prefill(prompt[:PREFIX])
+    widths.clear()
+    assert state.generate(prompt, prefill_chunk_size=8, **FEW) == stock(model, prompt)
+    assert widths[:3] == [8, 8, 3]
+
+
 def test_windows_behind_a_prefix_are_forgotten_by_a_prompt_that_begins_otherwise():
     model, state = model_of("gemma2"), StateCache(model_of("gemma2"))
     state.prefill(ids_of(PREFIX))

@@ -362,9 +362,10 @@ def test_verify_command_prints_one_json_document_of_a_type_or_a_folder(tmp_path,
         ("tiny:qwen3", ("--dtype", "float32"), 4),
         (str(tmp_path), ("--dtype", "float32", "--attention", "sdpa"), 2),
     ):
-        code, out, _ = run("verify", name, "--rung", "ratio_1", "--rung", "realign_values", "--json", *given)
+        code, out, err = run("verify", name, "--rung", "ratio_1", "--rung", "realign_values", "--json", *given)
         document = json.loads(out)
         assert code == 0
+        assert "1 of 2 in float32 with sdpa attention: ratio_1\n2 of 2 in float32 with sdpa" in err
         assert {"model", "supported", "reason", "rungs"} <= set(document)
         assert (document["model"], document["supported"], document["reason"]) == (name, True, None)
         assert all({"name", "passed", "max_abs_error", "tolerance"} < set(rung) for rung in document["rungs"])

@@ -47,8 +47,8 @@ class IdleHealing:
         future, self._future = self._future, None
         self._is_stopped.set()
         if future is not None and not threads.is_lost(future):
-            future.result()
             future.thread.join()
+            future.result()
 
 
 def _heal(cache: BlendCache, history: Tensor | None, is_stopped: Event) -> None:

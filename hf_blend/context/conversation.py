@@ -286,7 +286,7 @@ class Conversation:
             if config is not None:
                 ids = self._blended(prompt, ids[cached:], config)
             room = self.cache.window_tokens - self.cache.keep_tokens
-            most = options.pop("prefill_chunk_size", None) or room // 2 or 1
+            most = max(options.pop("prefill_chunk_size", None) or room // 2, 1)
             while len(new := ids[self.cache.get_seq_length() :]) > most:  # generate of 5.17 cannot continue in parts
                 with torch.no_grad(), self.cache:
                     self.model(self._on_device(new[:most]), **cache_argument(self.model, self.cache), logits_to_keep=1)

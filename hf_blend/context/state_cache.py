@@ -141,8 +141,11 @@ class StateCache:
         question_tokens = len(token_ids) if question_tokens is None else question_tokens
         ids = self._fitting(token_ids, min(question_tokens, len(token_ids)), new)
         cache, cached, _ = self._begun(ids, is_whole=len(ids) == len(token_ids))
-        if cached and not self._way.at_once:
-            self._way.advance(self.model, cache, torch.tensor(ids[cached:-1]))
+        part = options.get("prefill_chunk_size") or len(ids)
+        if cached and (len(ids) - cached > part or not self._way.at_once):  # generate of 5.17 cannot continue in parts
+            for piece in torch.tensor(ids[cached:-1]).split(part):
+                self._way.advance(self.model, cache, piece)
+            options["prefill_chunk_size"] = None
         prompt = torch.tensor([ids], device=input_device(self.model))
         inputs = {"attention_mask": torch.ones_like(prompt), **options}
         output: list[int] = self.model.generate(prompt, **cache_argument(self.model, cache), **inputs)[0].tolist()
