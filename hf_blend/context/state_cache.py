@@ -141,9 +141,9 @@ class StateCache:
         question_tokens = len(token_ids) if question_tokens is None else question_tokens
         ids = self._fitting(token_ids, min(question_tokens, len(token_ids)), new)
         cache, cached, _ = self._begun(ids, is_whole=len(ids) == len(token_ids))
-        part = options.get("prefill_chunk_size") or len(ids)
-        if cached and (len(ids) - cached > part or not self._way.at_once):  # generate of 5.17 cannot continue in parts
-            for piece in torch.tensor(ids[cached:-1]).split(part):
+        size = options.get("prefill_chunk_size") or len(ids)
+        if cached and (len(ids) - cached > size or not self._way.at_once):  # generate of 5.17 cannot continue in parts
+            for piece in torch.tensor(ids[cached:-1]).split(size):
                 self._way.advance(self.model, cache, piece)
             options["prefill_chunk_size"] = None
         prompt = torch.tensor([ids], device=input_device(self.model))
