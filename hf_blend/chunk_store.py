@@ -3,7 +3,7 @@
 """The chunk store that users open: a store, and what computes its chunks with a model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +17,6 @@ from .store.chunk import ChunkKey
 from .store.opening import Limits, is_remote, open_tiers
 from .store.seal import check_secret
 from .store.store import BaseStore
-from .threads import Workers
 
 __all__ = ["ChunkStore"]
 
@@ -35,7 +34,7 @@ class ChunkStore(BaseStore):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See `BaseStore`."""
         super().__init__(*args, **kwargs)
-        self._prefetcher = Workers("hf_blend-prefetch")
+        self._prefetcher = ThreadPoolExecutor(1, "hf_blend-prefetch")
 
     @classmethod
     def open(
@@ -242,5 +241,5 @@ class ChunkStore(BaseStore):
 
     def close(self) -> None:
         """Flush for 30 s at most, and let go of memory and connections; closing twice is allowed."""
-        self._prefetcher.close()
+        self._prefetcher.shutdown(cancel_futures=True)
         super().close()

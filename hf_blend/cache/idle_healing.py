@@ -46,7 +46,7 @@ class IdleHealing:
         atexit.unregister(self.stop)
         future, self._future = self._future, None
         self._is_stopped.set()
-        if future is not None and not threads.is_lost(future):
+        if future is not None:
             future.thread.join()
             future.result()
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import UnsupportedModelError
 from ..model.anatomy import gather_rows, parameter_names
 from ..model.extras import Spans
-from ..threads import cached_property
 
 Reach = Callable[[], None]
 WriteStored = Callable[[Tensor, Spans], None]

@@ -8,6 +8,7 @@ Where loading is slower than even that, some chunks are better computed than loa
 """
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,6 @@ from ..model.fingerprint import fingerprint
 from ..prefill.report import Advice
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey
-from ..threads import new_lock
 from .estimator import load_s
 from .profile import Profile, profile_of, tier_rates
 
@@ -95,7 +95,7 @@ class LoadingController:
         self.profile = profile_of(model, config) if profile is None else profile
         self.rates = tier_rates(store, model) if rates is None else dict(rates)
         self._first_rates, self._traffic = dict(self.rates), store.traffic()
-        self.slowdown, self._profile, self._lock = 1.0, self.profile, new_lock()
+        self.slowdown, self._profile, self._lock = 1.0, self.profile, threading.RLock()
         self.last: Advice | None = None
 
     def decide(self, keys: Sequence[ChunkKey], least_ratio: float) -> Advice | None:

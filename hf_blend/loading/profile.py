@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from ..model.cache_keyword import cache_argument
 from ..model.fingerprint import fingerprint
 from ..model.modality import text_ids
 from ..store import ChunkStore
-from ..threads import cached_property
 
 LENGTHS, RATIOS = (512, 1536), (0.05, 0.5)
 CHUNKS, QUESTION_TOKENS, ROUNDS, READINGS = 4, 32, 5, 5

@@ -14,6 +14,7 @@ what the model computes of one token, and not what it computes of several.
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from .. import plugins
 from ..errors import UnsupportedModelError
 from ..rotary.base import RotaryStyle, at_the_end, compose, in_values, with_style_beside
 from ..rotary.tables import Table
-from ..threads import cached_property
 from .anatomy import decoder_layers, decoder_of, refuse_other_states, stock_cache, stock_layers, text_config
 from .cache_keyword import cache_argument
 from .capture import Capture, capture

@@ -14,8 +14,10 @@ is a check that finds something out, such as the rotary style of each layer; it 
 
 import importlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +26,6 @@ from torch import Tensor, nn
 
 from ..errors import HfBlendError, UnsupportedModelError
 from ..prompt.pieces import Prompt
-from ..threads import PerProcess, cached_property, new_lock
 from .anatomy import PER_TOKEN, full_cache, is_extended, text_config
 from .cache_keyword import cache_argument
 from .fingerprint import PerStructure, structure_digest
@@ -94,8 +95,8 @@ class Use:
 CHECKS: dict[str, Check] = {}
 _complaints: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[str, bool]]] = WeakKeyDictionary()  # "": none
 _warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-_testing: PerProcess[WeakKeyDictionary[nn.Module, set[str]]] = PerProcess(WeakKeyDictionary)
-PROBING = new_lock()
+_testing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+PROBING = threading.RLock()
 
 
 def check(first_use: str = "", overridable: bool = True, needs: type = object) -> Callable[[Measure], Measure]:
@@ -261,16 +262,16 @@ def ensure_passed(subject: CheckedModel, use: Use, allow_unverified: bool = Fals
     """Run the checks of a use once for each dtype and attention that a model has."""
     model = subject.model
     with PROBING:
-        if use.name in _testing.get().get(model, ()):
+        if use.name in _testing.get(model, ()):
             return
         complaints, state = _complaints.setdefault(model, {}), _state(subject, use, digest)
         if state not in complaints:
-            _testing.get().setdefault(model, set()).add(use.name)
+            _testing.setdefault(model, set()).add(use.name)
             try:
                 with canonical(model), notes_kept(model):
                     verdict = _complaint(subject, use)
             finally:
-                _testing.get()[model].discard(use.name)
+                _testing[model].discard(use.name)
             if verdict is None:
                 return
             complaints[state] = verdict

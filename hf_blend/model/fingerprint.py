@@ -16,6 +16,7 @@ A release of transformers that adds a field to a config, or an attribute to a mo
 store is cold: a field that was not reviewed is not assumed to be harmless.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -23,7 +24,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..threads import new_lock
 from .anatomy import EXTENDED, refuse_extended
 from .identity.canonical import refuse_wrapper
 from .identity.structure import Structure, digest_of
@@ -45,7 +45,7 @@ class _Record:
 
 
 _records: WeakKeyDictionary[nn.Module, _Record] = WeakKeyDictionary()
-_lock = new_lock()
+_lock = threading.RLock()
 
 
 def fingerprint(model: nn.Module, *, reread: bool = False) -> str:

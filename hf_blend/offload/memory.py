@@ -6,9 +6,10 @@ A layer is *resident* if its K and V stay on the device that computes it, and *a
 brought to the device for its own attention; meanwhile another thread reads the next one.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from ..cache.quantised_layer import GROUP_TOKENS, pack
 from ..config import BlendConfig
 from ..errors import ConfigError
-from ..threads import Workers, is_lost
 from .states import AwayLayer, States, as_states, is_same
 
 DISK = "disk"
@@ -52,8 +52,8 @@ class KVMemory:
         # of the placed layers on the devices that compute them, and of a layer that was brought until the next one is
         self.resident_bytes = 0
         self._ahead: tuple[int, int, Future[tuple[Tensor, Tensor]]] | None = None
-        self.reader = Workers(READER)
-        weakref.finalize(self, self.reader.close)  # nothing is read from files that are about to be deleted
+        self.reader = ThreadPoolExecutor(1, READER)
+        weakref.finalize(self, _end, self.reader)  # nothing is read from files that are about to be deleted
         self.peak_resident_bytes = self.loads = self.prefetched = 0
 
     @property
@@ -124,7 +124,7 @@ class KVMemory:
         return brought[0], brought[1]
 
     def _take_ahead(self, index: int, tokens: int) -> tuple[Tensor, Tensor] | None:
-        if self._ahead is None or self._ahead[0] != index or self._ahead[1] < tokens or is_lost(self._ahead[2]):
+        if self._ahead is None or self._ahead[0] != index or self._ahead[1] < tokens:
             self._forget_ahead()
             return None
         brought = self._ahead[2].result()
@@ -232,6 +232,12 @@ def _on_side_stream(layer: AwayLayer, rows: int) -> tuple[Tensor, Tensor]:
         brought = layer.bring(rows)
     stream.synchronize()  # on the reader's thread
     return brought
+
+
+def _end(reader: ThreadPoolExecutor) -> None:
+    """Stop reading ahead, and wait for what is under way; the cache may be collected on the reader's thread."""
+    is_reader = threading.current_thread().name.startswith(READER)
+    reader.shutdown(wait=not is_reader, cancel_futures=True)
 
 
 def _device(place: Place) -> torch.device:

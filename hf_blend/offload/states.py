@@ -10,6 +10,7 @@ import copy
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,6 @@ from torch import Tensor
 from ..cache.layers import Pair
 from ..cache.quantised_layer import GROUP_TOKENS, column, pack, unpack
 from ..errors import OffloadError
-from ..threads import new_lock
 
 PREFIX, LOCK = "hf-blend-kv-", "in-use"
 PIECE_TOKENS = 64  # a file has a digest for each so many tokens, which are the least that is read
@@ -233,7 +233,7 @@ class AwayLayer:
     def __init__(self, index: int, states: States, some: Pair, place: torch.device | None, bits: int | None) -> None:
         """Make an empty layer like some tokens, `[tokens, batch, kv_heads, head_dim]` each, at least one group."""
         self._prefix, self._states, self.tokens = f"layer.{index}.", states, 0
-        self._place, self._bits, self._lock = place, bits, new_lock()
+        self._place, self._bits, self._lock = place, bits, threading.RLock()
         self.like = some[0][:0].clone(), some[1][:0].clone()  # on the device that computes the layer
         self._names = tuple(parts := self._parts(some[0][:GROUP_TOKENS], some[1][:GROUP_TOKENS]))
         for name, like in parts.items():

@@ -11,13 +11,11 @@ What is not brought ahead, because it is on the device, damaged or late, is copi
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..threads import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._thread = Workers("hf_blend-copy")
+        self._thread = ThreadPoolExecutor(1, "hf_blend-copy")
 
     def submit(self, key: CopyKey, work: Callable[[], Any]) -> "Future[Any]":
         """Bring something on the thread, one after the other."""
@@ -55,7 +53,7 @@ class CopyStream:
 
     def close(self) -> None:
         """End the thread; the copy that it is making ends by itself."""
-        self._thread.close(wait=False)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def open_stream(device: torch.device) -> CopyStream | None:

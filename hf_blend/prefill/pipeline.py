@@ -13,7 +13,6 @@ import threading
 from collections.abc import Sequence
 
 from ..store.stream import StreamedLayers
-from ..threads import new_lock
 
 IDLE_S = 30.0  # a request that uses nothing for so long is gone; what is still needed is then read where it is used
 
@@ -24,7 +23,7 @@ class Pipeline:
     def __init__(self, streams: Sequence[StreamedLayers], depth: float) -> None:
         self._streams, self._depth = list(streams), depth
         self._reached, self._is_stopped = -1, False
-        self._moved = threading.Condition(new_lock())
+        self._moved = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="hf_blend-load", daemon=True)
         for stream in self._streams:
             stream.drivers.append(self)

@@ -4,12 +4,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..model.anatomy import gather_rows
-from ..threads import cached_property
 
 
 @dataclass

@@ -7,6 +7,7 @@ Tokenising the joined text would merge tokens across the seams, so that stored c
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from operator import index
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..rotary.regime import stretches
-from ..threads import cached_property
 from .documents import EXPECTED, is_list, list_documents, text_of
 from .history import History
 from .history import shared_tokens as shared_tokens  # of prompts

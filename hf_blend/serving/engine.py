@@ -11,6 +11,7 @@ import copy
 import inspect
 import logging
 import mmap
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,6 @@ from ..model.quantised import silence_casts
 from ..prefill.layout import layout_of
 from ..prompt.pieces import TextPrompt
 from ..store import ChunkStore
-from ..threads import new_lock
 from .refusals import check_end_tokens, check_model, check_names, check_settings
 
 check_names()
@@ -118,7 +118,7 @@ class BlendedBatching(ContinuousBatchingManager):
         self._author: Author | None = None  # of the K and V in the blocks; None if it cannot be said
         self._failures, self._begun = 0, time.monotonic()
         self._hooks: list[RemovableHandle] = []
-        self._lock = new_lock()
+        self._lock = threading.RLock()
         batching.use_async_batching, batching.use_cuda_graph, batching.max_blocks_per_request = False, False, 0
         check_names()
         super().__init__(model, generation_config, batching)

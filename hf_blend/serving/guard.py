@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -21,7 +22,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import HfBlendError
-from ..threads import Workers
 from .tenants import Tenants
 from .wire import Busy, Limits, ServiceError, Stopping, UnknownModelError, error_body
 
@@ -261,7 +261,7 @@ class PromptWorkers:
     """Threads that make prompts: those of a tenant one by one, so that no tenant waits for the prompts of others."""
 
     def __init__(self, tenants: int) -> None:
-        self._threads = Workers("hf_blend-prompt", max(2, tenants))
+        self._threads = ThreadPoolExecutor(max(2, tenants), "hf_blend-prompt")
         self._in_turn = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def make(self, tenant: str, make: Callable[[], Made]) -> Made:

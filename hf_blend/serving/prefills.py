@@ -8,14 +8,13 @@ A request goes to the engine at once if nothing of its prompt is stored. The oth
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from torch import nn
 
 from ..config import BlendConfig
 from ..model.fingerprint import fingerprint
-from ..threads import Workers
 from .blending import Blender, Prefilled, Request, Reuse
 from .paged import BlendedPagedCache
 from .turns import Rounds, Turns
@@ -46,7 +45,7 @@ class BlendedPrefills:
         self._last: tuple[str, Reuse] | None = None  # the request that ended last; the engine may put it back
         self._running: Request | None = None  # whose blocks are filled now
         self._rounds = Rounds()
-        self._finder = Workers("hf_blend-find")
+        self._finder = ThreadPoolExecutor(1, "hf_blend-find")
 
     def use(self, paged: BlendedPagedCache, stream: Any, spared_tokens: int = 0) -> None:
         """Fill the blocks of this cache, on this stream, from now on.
@@ -114,7 +113,7 @@ class BlendedPrefills:
         self._reuse.clear()
         self.requests.clear()
         self._last = None
-        self._finder.close()
+        self._finder.shutdown(cancel_futures=True)
         self.turns.close()
 
     def advance(self, seconds: float, may_grow: bool) -> list[Request]:

@@ -7,6 +7,7 @@ Its work is bounded for any schema. Other libraries take seconds, in a thread th
 """
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from ..errors import PromptError, import_extra
-from ..threads import new_lock
 
 __all__ = ["Follows", "Grammars"]
 
@@ -30,7 +30,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, list(end_tokens)
         self._table: Any = None
-        self._making = new_lock()
+        self._making = threading.RLock()
 
     def compiled(self, schema: dict[str, Any]) -> Any:
         """Return the matcher of a schema; the first call takes seconds."""

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..threads import new_lock
-
 __all__ = ["Rounds", "Share", "TaskCancelled", "Turns"]
 
 T = TypeVar("T")
@@ -84,7 +82,7 @@ class Turns:
     def __init__(self, wake: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> None:
         """`wake` is called when the engine should look again, `settle` at the end of each turn."""
         self.wake, self._settle = wake, settle
-        self._moved = threading.Condition(new_lock())
+        self._moved = threading.Condition()
         self._task: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self.is_waiting = False  # whether the task waits for a turn

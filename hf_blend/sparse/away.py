@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..offload.layer import OffloadedLayer
-from ..threads import is_lost
 from .blocks import KV, BlockedLayer
 from .config import SparseConfig
 from .layout import Layout
@@ -121,7 +120,7 @@ class AwayBlocks(BlockedLayer):
         """Read blocks, or take those that were read ahead; K and V are `[blocks, size, kv_heads, head_dim]`."""
         brought, size = list[tuple[list[Block], KV]](), self._size
         ahead, self._ahead = self._ahead, None
-        indices = {block: index for index, block in enumerate(ahead[0])} if ahead and not is_lost(ahead[1]) else {}
+        indices = {block: index for index, block in enumerate(ahead[0])} if ahead else {}
         unchanged, away = self._layer.unchanged_tokens // size, self._layer.away_tokens // size
         ready = [block for block in missing if block in indices and block[1] < unchanged]
         rest = [block for block in missing if block not in indices or block[1] >= unchanged]

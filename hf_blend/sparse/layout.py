@@ -7,13 +7,13 @@ has fillers, which are hidden from it
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..model.attention import is_flash
-from ..threads import cached_property
 from .lock import Selection
 
 

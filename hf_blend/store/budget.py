@@ -5,12 +5,12 @@
 import contextlib
 import errno
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..threads import new_lock
 from .chunk import ChunkKey
 from .eviction.base import EvictionPolicy
 from .index import Index, Use
@@ -42,7 +42,7 @@ class Budget:
         self._used: Counter[str] = Counter()  # by how many running requests
         self._noted: list[Use] = []  # what the index does not know of
         self._last_s = 0.0
-        self._lock = new_lock()
+        self._lock = threading.RLock()
 
     @property
     def cap_bytes(self) -> int | None:

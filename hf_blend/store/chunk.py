@@ -7,14 +7,13 @@ import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StoreError
-from ..threads import cached_property
 
 __all__ = ["ChunkKV", "ChunkKey", "ChunkSpan", "Layout", "has_usable_values", "kinds_of"]
 

@@ -15,14 +15,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import StoreError
-from ..threads import cached_property
 from .seal import check_seal, content_hasher, seal, seal_size
 from .tiers.base import EntryFault, Source, as_fault
 

@@ -9,6 +9,7 @@ it decides about time, never about KV.
 
 import contextlib
 import logging
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..threads import new_lock
 from .format import EntryFile, pack_entry
 from .tiers.base import EntryFault, as_fault
 from .tiers.files import open_regular, write_atomically
@@ -50,7 +50,7 @@ class TokenImportance:
         self._records: OrderedDict[str, TokenRecord] = OrderedDict()
         self._tokens = self._unsaved = 0
         self._is_loaded = path is None
-        self._lock = new_lock()
+        self._lock = threading.RLock()
 
     def note(self, digest: str, scores: Tensor, share: float) -> None:
         """Take in what one request found.

@@ -18,6 +18,7 @@ import shutil
 import sqlite3
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,6 @@ import numpy as np
 import xxhash
 
 from ..errors import ConfigError
-from ..threads import new_lock
 from .chunk import ChunkKey
 from .content import WINDOW, Run, hashes, longest_run, pack_tokens, unpack_tokens, window_of
 from .eviction.base import EvictionPolicy
@@ -98,7 +98,7 @@ class Index:
         self, path: Path | None = None, policy: EvictionPolicy | None = None, on_fault: OnFault | None = None
     ) -> None:
         self._path, self._on_fault, self._policy = path, on_fault or (lambda _: None), policy
-        self._lock = new_lock(held_by_forks=True)
+        self._lock = threading.RLock()
         self._inherited: list[Any] = []  # connections of the parent, which a child must not close
         self._db: Any = None
         self._pid = os.getpid()

@@ -4,12 +4,11 @@
 
 import contextlib
 import logging
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
-
-from ..threads import new_lock
 
 __all__ = ["StoreStats"]
 
@@ -23,7 +22,7 @@ class StoreStats:
 
     def __init__(self) -> None:
         self._counts: defaultdict[tuple[str, str], float] = defaultdict(int)
-        self._lock = new_lock()
+        self._lock = threading.RLock()
         self._warned: set[str] = set()
 
     @contextlib.contextmanager

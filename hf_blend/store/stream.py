@@ -20,7 +20,6 @@ from weakref import WeakValueDictionary, finalize
 
 from torch import Tensor
 
-from ..threads import new_lock
 from .chunk import ChunkKey, ChunkKV, Layout
 from .entry import EntryReader
 from .guard import Guard
@@ -64,7 +63,7 @@ class ComputeTimes:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._per_token_s: dict[str, float] = {}
-        self._lock = new_lock()
+        self._lock = threading.RLock()
 
     @contextlib.contextmanager
     def timed(self, *keys: ChunkKey) -> Iterator[None]:
@@ -175,7 +174,7 @@ class StreamedLayers(Sequence[KV]):
         self._layers: list[KV | None] = [None] * count
         self._fault: BaseException | None = None  # of a read; no further layer is read
         self._instead: ChunkKV | None = None  # the chunk computed again
-        self._changed, self._reading = threading.Condition(new_lock()), new_lock()
+        self._changed, self._reading = threading.Condition(), threading.RLock()
         self.drivers: list[Any] = []  # pipelines that read ahead; told how far use has come
 
     def __len__(self) -> int:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ..threads import new_lock
 from .chunk import ChunkKey
 from .index import Index
 
@@ -42,7 +41,7 @@ class WriteQueue(Generic[Item]):
         self._thread: threading.Thread | None = None
         self._exit_by_s: float | None = None
         self._pid = os.getpid()
-        self._changed = threading.Condition(new_lock())
+        self._changed = threading.Condition()
 
     @property
     def nbytes(self) -> int:

@@ -17,6 +17,7 @@ It is the largest difference over all ways, prompts and rows: more rows than any
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ from ..prompt.pieces import Prompt, batch
 from ..rotary.tables import Table
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV
-from ..threads import cached_property
 
 FLOAT32_LOGITS = 1e-5  # expected of float32 even where the floor is lower
 LENGTHS = (((17, 23, 31), 9), ((29, 12), 14), ((20, 20, 11, 8), 6))  # chunks and question of each request, in tokens

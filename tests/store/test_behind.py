@@ -404,24 +404,6 @@ def test_a_machine_without_threads_drops_and_counts(far, chunk, monkeypatch):
     assert not store.contains(chunk().key)
 
 
-def test_a_forked_child_writes_what_it_put_and_nothing_of_its_parent(far, chunk):
-    store = ChunkStore([], [far])
-    with held_up(far, store, chunk((7, 1)), chunk((7, 2))):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                far.put_gate = threading.Event()
-                far.put_gate.set()
-                empty = store.stats()["queued_bytes"] == {"far": 0} and not store.contains(chunk((7, 2)).key)
-                store.put(chunk((7, 3)))
-                code = 0 if empty and store.flush(WAIT_S) and len(far.tier.objects) == 1 else 3
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-    assert len(far.tier.objects) == 2
-
-
 EXITS = """
 import sys, time, torch
 from pathlib import Path

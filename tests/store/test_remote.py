@@ -7,7 +7,6 @@ import gc
 import importlib
 import json
 import logging
-import os
 import sys
 import threading
 import weakref
@@ -308,20 +307,6 @@ def test_a_corpus_is_indexed_into_a_server(served_tier, run, model_folder):
         assert (said["stored"] > 0, said["present"] > 0) == (stored, not stored)
     with ChunkStore.open(url) as store:
         assert len(store) > 10
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_forked_child_asks_over_connections_of_its_own(kind, served_tier):
-    tier = served_tier(kind)
-    tier.put_if_absent(NAME, [memoryview(b"mine")])
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            os._exit(0 if tier.stat(NAME).nbytes == 4 and tier.put_if_absent(NAME[:-1] + "0", []) else 1)
-        os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
-    assert tier.is_healthy
-    assert tier.contains(NAME[:-1] + "0")
 
 
 def test_a_url_is_a_location_too(served_tier, chunk, same):

@@ -8,13 +8,11 @@ import secrets
 import time
 from collections.abc import Mapping
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 import fsspec
 
 from ...errors import ConfigError, MissingExtraError
-from ...threads import PerProcess
 from .base import EntryFault, ObjectStat, Tier, is_name
 from .remote import RefusedError, RemoteObject, RemoteTier
 
@@ -48,10 +46,10 @@ class FsspecTier(RemoteTier, Tier):
         if scheme in ("s3", "s3a"):
             limits = {"connect_timeout": deadline_s, "read_timeout": deadline_s}
             options = {"use_listings_cache": False, "config_kwargs": limits, **options}
-        # a forked child opens its own: connections and loops stay with the parent
-        self._per_process = PerProcess(partial(fsspec.core.url_to_fs, url, **options))
+        self._files: Any
         try:
-            self._root = self._per_process.get()[1].rstrip("/")
+            self._files, root = fsspec.core.url_to_fs(url, **options)
+            self._root = root.rstrip("/")
         except ImportError as error:
             raise MissingExtraError(
                 f"a {scheme}:// tier needs a package that is not installed: {error}. For S3: "
@@ -67,10 +65,6 @@ class FsspecTier(RemoteTier, Tier):
     def from_url(cls, url: str, deadline_s: float | None = None) -> "FsspecTier":
         """Open the tier that a URL names; connects only when it is first used. Arguments as for the class."""
         return cls(url, deadline_s=deadline_s)
-
-    @property
-    def _files(self) -> Any:
-        return self._per_process.get()[0]
 
     def ask_ping(self) -> object:
         """Look for a file that is never there."""

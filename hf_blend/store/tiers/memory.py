@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects as bytes in the memory of this process: for tests, and as the simplest tier there is."""
 
+import threading
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from ...threads import new_lock
 from .base import BytesSource, ObjectStat, Source, Tier, check_name
 
 __all__ = ["MemoryTier"]
@@ -20,7 +20,7 @@ class MemoryTier(Tier):
         self.objects: dict[str, BytesSource] = {}
         self._changes = 0
         self._pins: frozenset[str] = frozenset()
-        self._lock = new_lock()
+        self._lock = threading.RLock()
 
     def open(self, name: str) -> Source | None:
         """Open an object, or None if there is none."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...threads import new_lock, start
+from ...threads import start
 from . import base
 from .base import EntryFault, ObjectStat, Source, check_name
 
@@ -56,7 +56,7 @@ class Circuit:
         self._pause_s = FIRST_PAUSE_S
         self._ask_again_s = 0.0
         self._asking_pid = -1  # of the process that asks in the background: a forked child has no such thread
-        self._lock = new_lock()
+        self._lock = threading.RLock()
 
     def call(self, act: Callable[[], Answer], nbytes: int = 0, limit_s: float | None = None) -> Answer:
         """Do something that needs the server."""
@@ -173,7 +173,7 @@ class RemoteTier(base.Tier):
         self.name = name
         self.circuit = Circuit(name, self.ask_ping, deadline_s)
         self._listed: dict[str, tuple[float, str]] = {}  # until when it is new, and its stamp
-        self._lock = new_lock()
+        self._lock = threading.RLock()
 
     @property
     def is_healthy(self) -> bool:
