@@ -4,4 +4,5 @@
 
 from hf_blend.cli.main import main
 
-main()
+if __name__ == "__main__":
+    main()
