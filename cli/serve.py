@@ -78,15 +78,11 @@ Heal = Annotated[
     bool | None,
     typer.Option(
         "--heal/--no-heal",
-        help="While nobody waits, compute blended conversations in full; by default, but not with --upstream.",
+        help="While nobody waits, compute blended conversations in full; by default.",
     ),
 ]
 ByTenant = Annotated[
     bool, typer.Option("--metrics-by-tenant", help="Say in /metrics, which asks for no key, what each tenant stores.")
-]
-Upstream = Annotated[
-    str | None,
-    typer.Option(help="Address of a vLLM with BlendConnector; it computes, and this adds documents and salts."),
 ]
 Check = Annotated[bool, typer.Option("--check", help="Start, answer one question over HTTP, and end.")]
 
@@ -118,7 +114,6 @@ def serve(
     allow_unverified: Unverified = False,
     access_log: AccessLog = True,
     config: Config = None,
-    upstream: Upstream = None,
     check: Check = False,
     json: Json = False,
 ) -> None:
@@ -144,12 +139,6 @@ def serve(
         show(document, as_json=json)
         say("Press Ctrl-C to end it.")
 
-    if upstream is not None:
-        proxy = _proxy(upstream, model, blend, listed, limits, heal is True)
-        if access_log:
-            _log_requests()
-        run.listen(proxy, host, port, on_start=lambda url, _: announce({"url": url, "upstream": upstream}))
-        return
     source = open_source(model, device, dtype, weights=weights, check=refusals.check_model)
     name = Path(source.name).resolve().name if Path(source.name).exists() else source.name  # as clients send it
     settings = {"allow_unverified": allow_unverified} | ({} if ratio is None else {"recompute_ratio": ratio})
@@ -179,22 +168,6 @@ def serve(
     run.serve(service, host, port, on_start=started)
     if check and not (answers and answers[0].get("choices")):
         fail(f"the server gave {answers}, expected an answer. Run it with --traceback.")
-
-
-def _proxy(
-    upstream: str, model: str | None, config: Any, tenants: "list[Tenant]", limits: dict[str, int], heal: bool
-) -> "Guard":
-    """The application in front of vLLM, which has the model's tokenizer."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    from hf_blend.integrations.vllm.proxy import Proxy, make_proxy
-    from hf_blend.serving.wire import Limits
-
-    if model is None:
-        raise typer.BadParameter("--upstream needs --model, as vLLM has it: its tokenizer is used")
-    tokens = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
-    proxy = Proxy(AutoTokenizer.from_pretrained(model), config, tenants, Limits(**limits), tokens, heal)
-    return make_proxy(upstream, proxy)
 
 
 def _log_requests() -> None:
