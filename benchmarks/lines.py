@@ -85,20 +85,6 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
     },
     "offload": {"K and V in memory and in files, each piece verified": ("offload/states.py",)},
     "loading": {"prices and delays of this machine": ("loading/profile.py", "loading/estimator.py")},
-    "serving": {
-        "OpenAI's requests, streams, log probabilities, tools, JSON schemas, images": (
-            "serving/wire.py", "serving/answers.py", "serving/tools.py", "serving/structured.py", "serving/prompts.py",
-        ),
-        "prefills take turns with steps, and tenants with each other": (
-            "serving/prefills.py", "serving/blending.py", "serving/turns.py",
-        ),
-        "strangers cannot stop it": (
-            "serving/guard.py", "serving/tenants.py", "serving/service.py", "serving/heaps.py", "serving/rendering.py",
-            "serving/pictures.py",
-        ),
-        "sampling as each request asks": ("serving/sampling.py",),
-        "conversations become exact while nobody asks": ("serving/healing.py",),
-    },
     "integrations": {
         "vLLM": ("integrations/vllm",),
         "datasets and Ray": ("integrations/datasets.py", "integrations/ray.py", "integrations/indexing.py"),

@@ -37,7 +37,6 @@ TINY = {
 ROOT = Path(__file__).resolve().parent.parent
 HUB_CACHE = constants.HF_HUB_CACHE
 IS_OLDEST = transformers.__version__.startswith("5.17.")
-collect_ignore = ["serving"] if IS_OLDEST else []
 PUBLISHED = Path(os.environ.get("HF_BLEND_DATA") or ROOT.parent / "shared" / "data")
 
 
@@ -48,10 +47,9 @@ settings.load_profile("short")
 
 
 def pytest_report_header() -> list[str]:
-    """Say where the published files are looked for, since what they lack is skipped, and what is left out."""
+    """Say where the published files are looked for, since what they lack is skipped."""
     missing = "" if PUBLISHED.is_dir() else ", which is no folder, so their tests are skipped"
-    left_out = ["left out: tests of serving, which needs transformers 5.23"] if IS_OLDEST else []
-    return [f"published files: {PUBLISHED}{missing}", *left_out]
+    return [f"published files: {PUBLISHED}{missing}"]
 
 
 def pytest_collection() -> None:

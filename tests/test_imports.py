@@ -27,6 +27,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
             "plugins",
             "config",
             "recipes",
+            "tenants",
             "model_names",
             "store.chunk",
             "store.nibbles",
@@ -60,7 +61,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "verify": (("verify",), ("rotary", "selectors", "prompt", "model", "store", "prefill", "cache")),
     "serving": (("serving",), ("prompt", "model", "store", "tiers", "prefill", "cache")),
     "integrations": (("integrations",), ("prompt", "model", "store", "cache")),
-    "vllm": (("integrations.vllm",), ("prompt", "model", "store", "cache", "serving")),
+    "vllm": (("integrations.vllm",), ("prompt", "model", "store", "cache")),
     "evaluation": (("evaluation",), ("*",)),
     "cli": (("cli", "__main__"), ("*", "evaluation")),
 }

@@ -24,7 +24,6 @@ MOST = {
     "prompt": 984,
     "rotary": 356,
     "selectors": 730,
-    "serving": 4_813,
     "sparse": 2_170,
     "store": 5_329,
     "verify": 1_353,

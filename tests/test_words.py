@@ -19,7 +19,6 @@ MOST = {
     "model": 1,
     "prefill": 1,
     "prompt": 2,
-    "serving": 1,
 }
 
 

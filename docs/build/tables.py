@@ -377,29 +377,9 @@ def _chat_turns(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _healing_server(document: dict[str, Any]) -> list[str]:
-    """The first tokens of a server that heals beside one that does not, and the error of later turns."""
-    found = document["summary"]
-    lines = ["| first token | without healing | with healing | with, of without |", "|---|---|---|---|"]
-    for part, name in (("all", "all turns"), ("later", "later turns")):
-        for share in ("p50", "p95"):
-            without, healed, ratio = found[part][share]
-            cells = [f"{figures[0] / 1e3:.1f} s" for figures in (without, healed)]
-            lines.append(
-                f"| {share}, {name} | {' | '.join(cells)} | {ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}] |"
-            )
-    errors = [
-        f"{name} {row['mean']:.4f} (at most {row['most']:.4f}, n = {row['n']})"
-        for name, row in found["kl_of_later_turns"].items()
-        if row["n"]
-    ]
-    return [*lines, "", f"KL divergence of later turns from stock, mean, in nats: {', '.join(errors)}."]
-
-
 TABLES = {
     "chat_turns": _chat_turns,
     "healing": _healing,
-    "healing_server": _healing_server,
     "front": _front,
     "robust": _robust,
     "passages": _passages,

@@ -28,7 +28,7 @@ from hf_blend.store.tiers.remote import HEAD_BYTES
 from tests.asking import asked, raising
 from tests.faults.faulty_tier import FaultyTier
 from tests.faults.tiers import FaultyServer
-from tests.serving.processes import wait_for
+from tests.servers import wait_for
 
 WAIT_S = 60.0  # for what must happen; nothing here waits so long unless it fails
 

@@ -22,7 +22,7 @@ from hf_blend.store.tiers.base import EntryFault
 from hf_blend.store.tiers.remote import HEAD_BYTES, PIECE_BYTES
 from hf_blend.threads import start
 from tests.asking import logits, noting
-from tests.serving.processes import wait_for
+from tests.servers import wait_for
 
 KINDS = ("redis", pytest.param("s3", marks=pytest.mark.slow))  # S3 keeps the promises of a tier in test_tiers.py too
 NAME = "ab/cd/" + "e" * 64

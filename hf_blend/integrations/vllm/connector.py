@@ -45,6 +45,7 @@ from ...model.context import default_prefix
 from ...model.fingerprint import fingerprint
 from ...prompt.pieces import Span
 from ...store import ChunkStore
+from ...tenants import read_tenants
 from .plan import NamedPrompt, Reuse, plan_salt, read_params
 from .weights import FastLinear, load_copy, model_over, speed_up
 
@@ -436,8 +437,6 @@ class Stores:
     def __init__(self, own: Mapping[str, Any], memory_bytes: int) -> None:
         self.secrets: dict[str, bytes | None] = {"": None}
         if own["tenants"]:
-            from ...serving.tenants import read_tenants
-
             self.secrets = {tenant.name: tenant.secret for tenant in read_tenants(Path(own["tenants"]))}
         self._open: dict[str, ChunkStore] = {}
         self._settings = {"remote": own["remote"], "memory_bytes": memory_bytes // len(self.secrets)}
