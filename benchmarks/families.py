@@ -4,10 +4,6 @@
 
 A type of which no tiny model can be built is neither: it is not judged, and counted apart. Run by `hf-blend verify
 --all` in a source checkout; benchmarks/results/families.json is its committed record.
-
-Of a type that reads images, a prompt has texts and two images. With every token recomputed it has the logits of the
-stock model: when nothing of it is stored; when the same texts and images come in another order, and none is encoded or
-stored again; and when one of the images is another behind the same ids.
 """
 
 import re
@@ -16,17 +12,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_blend import BlendCache, ChunkStore, UnsupportedModelError
-from hf_blend.images.encoder import cannot_encode_ahead
-from hf_blend.model.anatomy import full_cache, text_config
+from hf_blend.model.anatomy import text_config
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.checks import FAILURES
 from hf_blend.model_names import TINY, from_checkout, load_model
 from hf_blend.verify.model_under_test import (
-    FLOAT32_LOGITS,
     PIECES,
     ModelUnderTest,
     attending,
@@ -36,11 +29,9 @@ from hf_blend.verify.model_under_test import (
 )
 from hf_blend.verify.runner import Verdict, verify
 
-images, models = from_checkout("tiny_image_models"), from_checkout("tiny_models")
-KINDS, image_arguments, image_types = images.KINDS, images.image_arguments, images.image_types
-picture, tiny_image_model = images.picture, images.tiny_image_model
-NOT_JUDGED, WRONG_CONFIG = models.NOT_JUDGED, models.WRONG_CONFIG
-refused_by_config, tiny_types = models.refused_by_config, models.tiny_types
+models = from_checkout("tiny_models")
+NOT_JUDGED = models.NOT_JUDGED
+tiny_types = models.tiny_types
 
 CHECKS = ("layer_0", "moved_chunk", "ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio", "causality", "untouched")
 MOVE = ("whole_shift", "closed_hole")
@@ -51,12 +42,6 @@ MEASURED = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")  # checks 
 DTYPE = "float32"
 EXACT = "exact"
 BROKEN = ("crashed: ", "wrong: ")  # how a verdict begins that is neither exact nor a refusal
-
-PREFIX, QUESTION = (1, 5, 6, 7), (7, 8, 9, 11)
-TEXTS = (tuple(range(10, 26)), tuple(range(30, 50)), tuple(range(52, 70)))
-PICTURE = -1  # an image in the orders below
-ORDERS = ((0, PICTURE, PICTURE, 1, 2), (PICTURE, 0, 1, PICTURE, 2), (PICTURE, 0, 1, PICTURE, 2))
-SEEDS, ENCODED = ((0, 1), (1, 0), (1, 2)), (2, 0, 1)  # of the two images of each prompt; how many of them are new
 
 
 def verify_types(
@@ -185,75 +170,3 @@ def _window(model: nn.Module) -> str:
         uses = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
         kinds = ["sliding" if uses else "full"]
     return " + ".join(dict.fromkeys(kind.removesuffix("_attention") for kind in kinds))
-
-
-def verify_image_types(types: Iterable[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Blend a prompt with images in a tiny random model of each type."""
-    for kind in image_types() if types is None else types:
-        started = time.perf_counter()
-        reason, error = _image_verdict(kind)
-        row = {"model": kind, "supported": not reason, "reason": reason or None, "max_abs_error": error}
-        yield {**row, "seconds": round(time.perf_counter() - started, 1)}
-
-
-def _image_verdict(kind: str) -> tuple[str, float | None]:
-    """Why the images of a type are no chunks, "" where they are; and the largest error."""
-    reason = _image_refusal(kind)
-    if reason:
-        return reason, None
-    try:
-        return _measured(kind, tiny_image_model(kind))
-    except UnsupportedModelError as error:
-        return str(error), None
-    except ImportError as error:
-        return f"{NOT_JUDGED}no tiny model of type {kind!r} can be built here: {' '.join(str(error).split())}", None
-    except (*FAILURES, AssertionError, OSError) as error:
-        return f"crashed: {type(error).__name__}: {error}", None
-
-
-def _image_refusal(kind: str) -> str:
-    """What the class and the default config of a type say against its images as chunks, or that it is not judged."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
-    name = names if isinstance(names, str) else names[0]
-    try:
-        config = transformers.AutoConfig.for_model(kind)
-        complaint = refused_by_config(kind) or cannot_encode_ahead(getattr(transformers, name), config)
-    except WRONG_CONFIG as error:
-        return f"{NOT_JUDGED}the class of {kind!r} cannot be had: {error}"
-    if complaint or kind in KINDS:
-        return complaint
-    tower = getattr(getattr(config, "vision_config", None), "architecture", None)
-    if isinstance(tower, str):
-        return f"{NOT_JUDGED}the tower of {kind!r} is timm's {tower}, which has no tiny form. Try a checkpoint."
-    return f"{NOT_JUDGED}no tiny model of type {kind!r} with images is known. Try a checkpoint of it instead."
-
-
-@torch.no_grad()
-def _measured(kind: str, model: nn.Module) -> tuple[str, float]:
-    """What is wrong, "" if nothing; and the largest error of the last logits."""
-    store, worst, allowed = ChunkStore.open("memory://"), 0.0, FLOAT32_LOGITS
-    store.add(model, None, TEXTS)
-    for order, seeds, encoded in zip(ORDERS, SEEDS, ENCODED, strict=True):
-        pieces = [picture(kind) if one == PICTURE else TEXTS[one] for one in order]
-        ids = [*PREFIX, *(token for piece in pieces for token in piece), *QUESTION]
-        inputs = image_arguments(kind, torch.tensor([ids]), seeds)
-        expected = _stock(model, inputs)
-        with attending(model, "eager"):
-            allowed = max(allowed, distance(_stock(model, inputs), expected))
-        cache = BlendCache(model, store, recompute_ratio=1.0)
-        given = cache.inputs_with_images(**inputs)
-        got = model(**given, past_key_values=cache, logits_to_keep=1, use_cache=True).logits
-        worst = max(worst, distance(got, expected))
-        found = cache.report.encoded_images, cache.report.computed_chunks, cache.report.loaded_chunks
-        if found != (encoded, encoded, len(pieces) - encoded):
-            return f"wrong: {found} images encoded, chunks stored and loaded, expected {encoded} new ones", worst
-    return ("" if worst <= allowed else f"wrong: logits are off by {worst:.2g}, {allowed:.2g} is allowed"), worst
-
-
-def _stock(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """The last logits of the model alone."""
-    logits: Tensor = model(**inputs, past_key_values=full_cache(model), logits_to_keep=1, use_cache=True).logits
-    return logits

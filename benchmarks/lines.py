@@ -15,7 +15,7 @@ CORE = {  # room → lines that it should have at most
     "cache": 1300, "store": 4200,
 }  # fmt: skip
 ROOMS = {
-    "context": 2000, "hybrids": 900, "images": 700, "sparse": 1500, "offload": 800, "loading": 300, "serving": 1900,
+    "context": 2000, "hybrids": 900, "sparse": 1500, "offload": 800, "loading": 300, "serving": 1900,
     "integrations": 600, "verify": 1000,
 }  # fmt: skip
 FAR = ("store/tiers/fsspec.py", "store/tiers/redis.py", "store/tiers/remote.py")  # a room beside other tiers

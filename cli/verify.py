@@ -15,7 +15,7 @@ __all__ = ["verify"]
 Model = Annotated[
     str | None, typer.Argument(help="A path, a hub id, or, in a checkout, tiny:TYPE for a small random one.")
 ]
-All = Annotated[bool, typer.Option("--all", help="In a checkout: every causal type, and those that read images.")]
+All = Annotated[bool, typer.Option("--all", help="In a checkout: every causal type.")]
 Dtype = Annotated[list[str] | None, typer.Option("--dtype", help="float32, bfloat16 or float16; may be repeated.")]
 Attention = Annotated[list[str] | None, typer.Option("--attention", help="eager or sdpa; may be repeated.")]
 Rungs = Annotated[list[str] | None, typer.Option("--rung", help="Run only this check; may be repeated.")]
@@ -77,20 +77,20 @@ def _verify_all(json: bool) -> None:
     from hf_blend.model_names import from_checkout
 
     families = from_checkout("families")
-    types, image_types = families.tiny_types(), families.image_types()
-    rows, images = list[dict[str, Any]](), list[dict[str, Any]]()
+    types = families.tiny_types()
+    rows = list[dict[str, Any]]()
 
     def broken() -> list[str]:
-        return [row["model"] for row in (*rows, *images) if families.broken(row)]
+        return [row["model"] for row in rows if families.broken(row)]
 
-    with interruptible(lambda: _until_then("Model types tried", len(rows) + len(images), broken())):
+    with interruptible(lambda: _until_then("Model types tried", len(rows), broken())):
         rows.extend(progress(families.verify_types(), "model types", total=len(types)))
-        images.extend(progress(families.verify_image_types(), "types that read images", total=len(image_types)))
     if json:
-        show({"models": rows, "images": images}, as_json=True)
-    for judged, what in () if json else ((rows, "model types"), (images, "types that read images")):
-        exact, unknown = sum(row["supported"] for row in judged), sum(not families.judged(row) for row in judged)
-        title = f"{exact} {what} exact, {len(judged) - exact - unknown} refused, {unknown} not judged"
-        show(judged, as_json=False, title=title, header=True)
+        show({"models": rows}, as_json=True)
+    else:
+        exact = sum(row["supported"] for row in rows)
+        unknown = sum(not families.judged(row) for row in rows)
+        title = f"{exact} model types exact, {len(rows) - exact - unknown} refused, {unknown} not judged"
+        show(rows, as_json=False, title=title, header=True)
     if failed := broken():
         fail(f"{len(failed)} model types crashed or are wrong without a refusal: {', '.join(failed)}.")

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import broken, judged, verify_image_types, verify_types
+from families import broken, judged, verify_types
 from tiny_models import SHARED, tiny_model
 
 from hf_blend import SequenceCache, UnsupportedModelError
-from hf_blend.images import prompts as images
 from hf_blend.model.cache_keyword import KEYWORD
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.verify.model_under_test import ModelUnderTest
@@ -113,25 +112,6 @@ def test_a_decoder_that_reshapes_its_output_generates_as_it_does_alone(name):
 def test_an_expert_that_flips_in_bfloat16_is_not_taken_for_a_wrong_style():
     styles = rotary_styles(tiny_model("mixtral").bfloat16())
     assert {style.__name__ for style in styles} == {"Half"}
-
-
-def test_types_that_read_images_are_exact_refused_or_not_judged():
-    skip_in_the_oldest("images cannot be encoded ahead")
-    exact, hybrid, refused, unknown = verify_image_types(["qwen3_vl", "qwen3_5", "blip", "aria"])
-    assert [row["supported"] for row in (exact, hybrid)] == [True, True]
-    assert max(exact["max_abs_error"], hybrid["max_abs_error"]) <= 1e-5
-    assert "lacks the argument mm_encoder_outputs" in refused["reason"]
-    assert [judged(row) for row in (exact, refused, unknown)] == [True, True, False]
-    assert not any(map(broken, (exact, refused, unknown)))
-
-
-def test_an_image_taken_for_another_is_found_wrong(monkeypatch):
-    skip_in_the_oldest("images cannot be encoded ahead")
-    named = images.content_ids
-    monkeypatch.setattr(images, "content_ids", lambda text, tokens: named(text.partition(" ")[2] or text, tokens))
-    (row,) = verify_image_types(["qwen3_vl"])
-    assert row["reason"].startswith("wrong: ")
-    assert broken(row)
 
 
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next"])

@@ -258,3 +258,14 @@ def test_blended_decodes_sparsely_as_sparse_decoding_does(reference, asked, unto
     for wrong, message in (({"shares": 1}, "Did you mean 'share'"), (0, "share is 0"), ("some", 'expected "auto"')):
         with pytest.raises(ConfigError, match=message):
             blended(store, sparse=wrong)
+
+
+def test_generate_with_stop_strings_and_tokenizer_reuses_chunks(known):
+    model, tokenizer = known
+    texts = ["The north gate opens at seven in the morning.", "The tower is closed on Sundays and on holidays."]
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    inputs = cache.inputs(tokenizer, prefix="Answer.", chunks=texts, question="When does it open?")
+    given = {"max_new_tokens": 4, "do_sample": False, "stop_strings": ["."], "tokenizer": tokenizer}
+    assert model.generate(**inputs, **given, past_key_values=cache).equal(model.generate(**inputs, **given))
+    assert cache.report.fallback_reason == ""
+    assert cache.report.reusable_tokens > 0

@@ -49,7 +49,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # its modules; wh
     "cache": (("cache",), ("rotary", "selectors", "correctors", "prompt", "model", "store", "tiers", "prefill")),
     "generate": (("generate",), ("prompt", "model", "store", "prefill", "cache")),
     "offload": (("offload",), ("cache",)),
-    "images": (("images",), ("prompt", "model", "store", "prefill", "cache")),
     "hybrids": (("hybrids",), ("selectors", "model", "prefill", "cache")),
     "loading": (("loading",), ("model", "store", "prefill", "cache")),
     "context": (("context",), ("rotary", "prompt", "model", "store", "tiers", "prefill", "cache")),

@@ -15,7 +15,6 @@ MOST = {
     "correctors": 171,
     "far tiers": 628,
     "hybrids": 984,
-    "images": 652,
     "integrations": 2_158,
     "loading": 453,
     "model": 3_999,

@@ -68,7 +68,7 @@ def test_chunks_and_what_a_prompt_begins_with_are_those_of_the_stores_namespace(
 def test_parse_counts_what_came_of_a_prompt_and_not_what_was_held_before_it(shared_model):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1, 1]])  # 4 held, 3 of the prompt, 2 new
     arguments = {"input_ids": torch.tensor([[8, 9], [8, 9]]), "attention_mask": mask, "logits_to_keep": 1}
-    request = Request.parse(arguments, shared_model().config, 7, PendingPrompt(cached=4))
+    request = Request.parse(arguments, shared_model(), 7, PendingPrompt(cached=4))
     assert (request.rows, request.before, request.starts) == ([[8, 9]] * 2, [3, 2], [0, 0])
 
 

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FAR = "far tiers"
-ROOMS = (*"context hybrids images integrations loading offload serving sparse verify".split(), FAR)
+ROOMS = (*"context hybrids integrations loading offload serving sparse verify".split(), FAR)
 OF_FAR = {"behind", "remote", "tiers"}  # tests of the store that need them
 APART = {*ROOMS, "__main__.py"}  # not of the core
 OF_ROOMS = {*ROOMS, "cli", "evaluation"}  # and the words of `hf_blend` that come from rooms

@@ -143,7 +143,7 @@ def test_parse_reads_position_ids_with_the_ids_and_asks_the_device_once(models, 
         for names in (("input_ids",), ("input_ids", "attention_mask"), tuple(inputs)):
             mode.asked.clear()
             arguments = {"logits_to_keep": 1, **{name: there[name] for name in names}}
-            request = Request.parse(arguments, models[0].config, 0, PendingPrompt())
+            request = Request.parse(arguments, models[0], 0, PendingPrompt())
             asked.append(sum(mode.asked.values()))
             assert request.rows == ids.tolist()
     assert asked == [1, 1, 1]

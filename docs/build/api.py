@@ -15,7 +15,7 @@ import hf_blend
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # methods that the page shows with their arguments
-    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "inputs_with_images", "heal"),
+    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "heal"),
     "ChunkStore": ("open", "add"),
 }
 LISTED = {  # methods and properties that it shows in a line

@@ -207,22 +207,6 @@ def _planned(document: Document) -> str:
     )
 
 
-def _stored_images(document: Document) -> str:
-    """How much faster the first token of a prompt with images is, once they are stored and before, by family."""
-    times = {
-        method: " and ".join(
-            f"{_first(document, family=family, method=f'ratio 0.15, {method}')['times_faster']:.1f}"
-            for family in ("qwen2_vl", "llava")
-        )
-        for method in ("image-head", "nothing stored")
-    }
-    return (
-        f"The first token comes {times['image-head']} times as fast (qwen2_vl, llava), most where the vision tower is "
-        f"large. Before images are stored it comes {times['nothing stored']} times as fast. One takes "
-        f"{max(row.get('stored_bytes_per_image') or 0 for row in document['rows']) / 1e6:.1f} MB."
-    )
-
-
 EXTEND = "Self-Extend"
 WAYS = {  # of docs/holding_less.md: in the result file, and on the page
     "kv_bits 8": "`kv_bits=8`",
@@ -471,15 +455,6 @@ SECTIONS = (
             "with loading the file."
         ),
         lambda found: f"`benchmarks/bench.py session`{_of_shape(found)}.",
-    ),
-    Section(
-        "A prompt with images",
-        "images",
-        _stored_images,
-        lambda found: (
-            f"`benchmarks/images.py`: {found['shape']['images']} images of {found['shape']['tokens_per_image']} "
-            f"tokens, models of {found['shape']['layers']} layers."
-        ),
     ),
 )
 

@@ -38,15 +38,12 @@ REASONS = (
     ("an encoder", "an encoder-decoder, or an encoder"),
     ("one token comes at a time", "the code takes a block of tokens only where nothing is before it"),
     ("does not rotate its keys", "no layer rotates its keys, and rotary positions are what is grouped"),
-    ("mm_encoder_outputs", "the forward takes no encoded images"),
-    ("image_token_id", "the config names no image token"),
     ("", "another; `hf-blend verify tiny:TYPE` says which"),
 )
 LEGEND = list(dict.fromkeys(meaning for _, meaning in REASONS))
 # tables named otherwise than their result file
 SOURCES = {
     "support": "families",
-    "images_read": "families",
     "scored": "real_selectors",
     "front": "robust",
     "passages": "robust",
@@ -275,18 +272,6 @@ def _families(document: dict[str, Any]) -> list[str]:
     ]
 
 
-def _images_read(document: dict[str, Any]) -> list[str]:
-    """Every type that reads images, by whether these are chunks."""
-    rows = document["images"]
-    exact, tried = [row for row in rows if row["supported"]], [row for row in rows if judged(row)]
-    return [
-        f"Of {len(rows)} types that read images {len(exact)} blend them exactly: {', '.join(map(_type, exact))}. "
-        f"{len(rows) - len(tried)} were not judged and are not listed. The others are refused, because:",
-        "",
-        *_by_reason([row for row in tried if row not in exact]),
-    ]
-
-
 def _by_reason(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each reason, with its types; the most come first."""
     types: dict[str, list[str]] = {}
@@ -388,7 +373,6 @@ TABLES = {
     "families": _families,
     "real_answers": _answers,
     "scored": _scored,
-    "images_read": _images_read,
     "support": _support,
 }
 

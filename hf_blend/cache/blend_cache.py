@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, StaticCache
 from transformers.tokenization_utils_base import BatchEncoding
 
-from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import decoder_layers, default_sink
@@ -262,28 +261,6 @@ class BlendCache(BatchRows):
         prompts = [build(*pair) for pair in zip(texts, named, strict=True)]
         return self.expect(tokenizer, *self.turns.keep_beginning(self, prompts))
 
-    def inputs_with_images(self, **inputs: Any) -> dict[str, Any]:
-        """Make chunks of a prompt's images: each is stored once, by what is in it, and reused at any place.
-
-        The vision tower runs for images whose features are not stored, each alone; at the first prompt of its kind
-        once more for all of them, to see that this gives the same. Text chunks that `inputs` and its like have named
-        are reused beside the images, as are others that are stored.
-
-        Args:
-            **inputs: what the model's processor made: `input_ids` and `attention_mask`, `[batch, tokens]`, padded on
-                the left, `pixel_values` and what comes with them; ids and mask may also be those that `inputs` gave.
-
-        Returns:
-            The arguments of the next `generate`, encoded images in the place of pixels. Without an image the same.
-
-        Raises:
-            UnsupportedModelError: the model cannot take images that were encoded ahead, or one by one.
-            PromptError: the images do not fit the prompt, came with a video, or behind a prompt that is in the cache
-                without `inputs(history=…)`.
-        """
-        arguments: dict[str, Any] = plugins.extension("images.prompts").expect_images(self, inputs)
-        return arguments
-
     def expect(
         self,
         tokenizer: Any,
@@ -497,7 +474,7 @@ class BlendCache(BatchRows):
         twin.hold(copy.deepcopy(self.kv, memo))
         twin.turns = Turns(self.turns.author)
         twin.report = copy.deepcopy(self.report, memo)
-        twin.prompts = replace(self.prompts, images=None)
+        twin.prompts = replace(self.prompts)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -96,14 +96,13 @@ class ForwardPlanning:
         self.checked_since(began_s)
         if not expected.batch:
             prompts.tokenizer = ""
-            if prompts.images is None and cache.config.chunk_prefix_ids is None:
+            if cache.config.chunk_prefix_ids is None:
                 cache.chunk_prefix_ids = cache.store.stored_prefix(cache.model, identity)
         if expected.is_begun:
             report = copy.copy(cache.report)  # the old one comes back after a failure
         else:
             report = BlendReport(past_tokens=request.past, _costs=layer_costs(cache.model))
-        images = {} if prompts.images is None else prompts.images.alone
-        origin = ChunkOrigin(tuple(cache.chunk_prefix_ids), prompts.tokenizer, cache.traits.placeholders, images)
+        origin = ChunkOrigin(tuple(cache.chunk_prefix_ids), prompts.tokenizer, cache.traits.placeholders)
         planner = Planner(cache.model, cache.store, identity, origin, cache.config, report)
         rows, pending = expected.rows(request)
         plan = planner.plan(rows, request.width, request.logits_rows, request.length)
@@ -112,7 +111,6 @@ class ForwardPlanning:
         if not expected.is_begun:
             report.recipe = self._recipe
             report.nominal_ratio = plan.config.nominal_ratio(len(cache.kv.all))
-            report.encoded_images = 0 if prompts.images is None else prompts.images.encoded
         report.check_ms += self._check_ms
         self._check_ms = 0.0
         if plan.advice is not None:

@@ -18,14 +18,12 @@ state between them is WATCHED instead of IDLE.
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .. import plugins
 from ..errors import ConfigError, HfBlendError
 from ..model.anatomy import EXTENDED, is_extended
 from ..model.hooks import ForwardHooks, is_assisting
@@ -79,27 +77,14 @@ class ForwardWatch:
         self.take_back()
         prompts, past = cache.prompts, Cache.get_seq_length(cache)
         masked_tokens, self._masked_tokens, self.state = self._masked_tokens, 0, State.PLAIN
-        request = Request.parse(arguments, cache.traits.config, past, prompts.pending, masked_tokens)
+        request = Request.parse(arguments, cache.model, past, prompts.pending, masked_tokens)
         cache.traits.refuse_tokens(request.width, past)
-        extensions = plugins.extensions("extra_inputs") if request.others else []  # they know inputs besides text
-        if request.others and not extensions:
-            names = ", ".join(request.others)
-            reason = f"{names} came with the prompt, but only text is known without hf_blend.images."
-            request = replace(request, rows=[], fallback_reason=reason)
-        if not request.rows:
+        if not request.rows or request.fallback_reason:
             self._compute_all(request)
             self.hooks.leave()
             return
         self._advice = None
-        if request.others and prompts.images is not None:
-            request = prompts.images.name(request)
         before = prompts.pending, cache.report
-        if not all(extension.can_blend(cache, request) for extension in extensions):  # and has said why
-            prompts.note_unexpected(request)
-            cache.turns.claim(cache.model, past)
-            prompts.pending = PendingPrompt()
-            self.hooks.leave()
-            return
         plan = cache.planning.plan(cache, request)
         if prompts.pending.is_other:
             prompts.note_unexpected(request)
@@ -108,15 +93,13 @@ class ForwardWatch:
                 cache.kv.frontier.obstacles.add(Obstacle.PADDING)
             self.hooks.leave(watching=prompts.pending.is_begun)
             return
-        for extension in extensions:
-            extension.ensure_tested(cache, plan, request)
         self.blend(plan, request, *before)
         self._advice = None if plan.advice is None or plan.computed else (plan.advice, began_s)
 
     def blend(self, plan: Plan, request: Request, pending: PendingPrompt, report: BlendReport) -> None:
         """Enter the layers for a forward by a plan; after a failure `pending` and `report` are the cache's again."""
         self.blended, self.state = BlendedForward(self._cache(), plan, request, pending, report), State.BLENDED
-        self.hooks.enter_layers(request.width, between=bool(request.others))
+        self.hooks.enter_layers(request.width)
 
     def layer_updates(self, index: int, keys: Tensor) -> None:
         """A layer hands over its keys, `[batch, kv_heads, new, head_dim]`, in a forward that is not blended."""
@@ -155,7 +138,6 @@ class ForwardWatch:
         if self.blended is not None:
             self.blended.end(failed)
             self.blended = None
-        prompts.images = prompts.images if prompts.pending.batch else None
         self._rest(watching=prompts.pending.is_begun and not failed)
 
     def take_back(self) -> int:

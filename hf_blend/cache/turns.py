@@ -41,7 +41,6 @@ class KnownPrompts:
     history: History = field(default_factory=History)  # to which `generate` adds an answer
     beginnings: Rows = ()  # of each row the ids of its first tokens, cached or expected, as far as they are known
     tokenizer: str = ""  # digest of the one that made the prompts
-    images: Any = None  # of the prompts that are expected, by their names; see `hf_blend.images`
     notice: str = ""  # for the report of the prompts that are expected
 
     def note_unexpected(self, request: Request) -> None:
@@ -49,9 +48,6 @@ class KnownPrompts:
 
         They end before the first token that is not at the position of its number: 0, 1, 2 …
         """
-        if request.others:
-            self.beginnings = ()
-            return
         most, beginnings = request.in_order(), self.beginnings
         if not request.past:
             self.beginnings = tuple(tuple(row[:most]) for row in request.rows)

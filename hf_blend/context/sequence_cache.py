@@ -34,7 +34,7 @@ from ..model.attention import STOCK, register_attention
 from ..model.author import Author, author_of, refuse_other_author
 from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.hooks import ForwardHooks, asking_generate, is_assisting
-from ..model.modality import has_features, other_inputs
+from ..model.modality import other_inputs
 from ..model.placement import input_device
 from ..model.row_masks import RowMask
 from ..prefill.layout import layout_of
@@ -496,9 +496,9 @@ class SequenceCache(Cache):
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Called by the hook on the model: returns its arguments with positions and mask of the active sequences."""
         new, real = self._new_tokens(arguments)
-        if has_features(arguments):
+        if others := other_inputs(self.model, arguments):
             raise PromptError(
-                f"{', '.join(other_inputs(arguments))} came with a SequenceCache, but text alone is expected: it "
+                f"{', '.join(others)} came with a SequenceCache, but text alone is expected: it "
                 "gives a token the position behind the last, and images have positions of their own. Use DynamicCache."
             )
         self._ensure_author(real.shape[1])

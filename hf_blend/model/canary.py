@@ -10,9 +10,9 @@ is compared with the model's own before the chunk is used.
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from .anatomy import text_config
-from .capture import capture, capture_chunks, capture_image
+from .capture import capture, capture_chunks
 from .checks import token_errors
 from .fingerprint import fingerprint, state_of
 
@@ -37,13 +37,9 @@ COARSE_TOLERANCE = 0.15  # bfloat16 and float16, and models whose matrix product
 _known: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
 
 
-def compute_chunk(
-    model: nn.Module, key: "ChunkKey", tokenizer: str = "", image: Mapping[str, Any] | None = None
-) -> "ChunkKV":
+def compute_chunk(model: nn.Module, key: "ChunkKey", tokenizer: str = "") -> "ChunkKV":
     """Compute the chunk of a key, to be stored under it."""
-    if image is None:
-        return compute_chunks(model, [key], tokenizer)[0]
-    return signed(model, [capture_image(model, key, image)], tokenizer)[0]
+    return compute_chunks(model, [key], tokenizer)[0]
 
 
 def compute_chunks(model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str = "") -> "list[ChunkKV]":

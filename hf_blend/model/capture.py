@@ -31,7 +31,7 @@ from .cache_keyword import cache_argument, without_cache
 from .checks import KV, CheckResult, allowed_of, finding, relative_error
 from .extras import extras_of
 from .hooks import hooked
-from .identity.canonical import canonical, notes_kept
+from .identity.canonical import canonical
 from .modality import refuse_placeholders, text_ids
 from .placement import input_device
 from .row_masks import PackedLines, RowMask
@@ -103,12 +103,6 @@ def keeps_tokens_alone(model: nn.Module) -> bool:
     return {type(layer).__name__ for layer in stock_layers(text_config(model))} <= {*_OF_TOKENS_ALONE}
 
 
-def capture_image(model: nn.Module, key: ChunkKey, arguments: Mapping[str, Any]) -> ChunkKV:
-    """Compute an image's KV behind a prefix, and cut the prefix off."""
-    with canonical(model), notes_kept(model):
-        return cut_chunk(capture_forward(model, arguments)[0], key)
-
-
 def cut_chunk(captured: Capture, key: ChunkKey, start: int = 0, end: int | None = None) -> ChunkKV:
     """Cut a chunk out of the columns from `start` to `end`, without its prefix."""
     own = slice(start + len(key.chunk_prefix_ids), end)
@@ -141,18 +135,13 @@ def capture(
     inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
     inputs = {name: value.to(device) for name, value in inputs.items() if value is not None}
     with canonical(model):
-        return _captured(model, decoder_of(model), inputs, starts, shared)[0]
-
-
-@torch.no_grad()
-def capture_forward(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Capture, Any]:
-    """Run the model once as it was called, images and all, through a plain cache of its own."""
-    return _captured(model, model, arguments)
+        return _captured(model, inputs, starts, shared)
 
 
 def _captured(
-    model: nn.Module, called: nn.Module, arguments: Mapping[str, Any], starts: Sequence[int] = (), shared: int = 0
-) -> tuple[Capture, Any]:
+    model: nn.Module, arguments: Mapping[str, Any], starts: Sequence[int] = (), shared: int = 0
+) -> Capture:
+    called = decoder_of(model)
     layers, cache, tokens = decoder_layers(model), full_cache(model), arguments["input_ids"].shape[1]
     extras = enumerate(extras_of(model, len(layers)))
     passes = {index: extra.record(cache, tokens) for index, extra in extras if extra is not None}
@@ -161,10 +150,10 @@ def _captured(
             stack.callback(forward.leave)
             forward.enter()
         tables = stack.enter_context(_watched(layers, cache, tokens, starts, shared))
-        output = called(**{**without_cache(arguments), **cache_argument(called, cache), "use_cache": True})
+        called(**{**without_cache(arguments), **cache_argument(called, cache), "use_cache": True})
     indices, stock = range(len(layers)), dict(enumerate(stock_layers(text_config(model))))
     kept = (_states(model, cache, index, tokens, passes.get(index), stock.get(index)) for index in indices)
-    return Capture(tuple(kept), tuple(tables.get(index) for index in indices)), output
+    return Capture(tuple(kept), tuple(tables.get(index) for index in indices))
 
 
 def _states(model: nn.Module, cache: Any, index: int, tokens: int, extra: Any, stock: Any) -> tuple[Tensor, ...]:

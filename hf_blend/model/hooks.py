@@ -58,14 +58,12 @@ class ForwardHooks:
         for module in [] if self._before else callable_as(self._model):
             self._before.append(module.register_forward_pre_hook(self._model_begins, with_kwargs=True))
 
-    def enter_layers(self, width: int, between: bool = False) -> None:
+    def enter_layers(self, width: int) -> None:
         """See every decoder layer begin."""
         if self._inner:
             return
         for index, layer in enumerate(self._layers):
             self._inner.append(layer.register_forward_pre_hook(partial(self._layer_begins, index), with_kwargs=True))
-            if between and index < len(self._layers) - 1:
-                self._inner.append(layer.register_forward_hook(self._layer_ends, with_kwargs=True))
         if self._fills_rows:
             fill = partial(self._fill_rows, width)
             self._inner.append(self._layers[-1].register_forward_hook(fill, with_kwargs=True))
@@ -139,10 +137,6 @@ class ForwardHooks:
         call = LayerCall.bind(layer, args, kwargs)  # type: ignore[arg-type]
         listener.prefill.enter(index, call)
         return (call.hidden,), call.arguments
-
-    def _layer_ends(self, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        listener = self._own(args, rest[0] if len(rest) == 2 else None)
-        return None if listener is None or listener.prefill is None else listener.prefill.leave(rest[-1])
 
     def _fill_rows(self, width: int, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         is_own = self._own(args, rest[0] if len(rest) == 2 else None) is not None

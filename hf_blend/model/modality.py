@@ -3,9 +3,9 @@
 """What a forward brings besides text, and which tokens only mark the place where it goes.
 
 The K and V of a placeholder token are those of an image, a video or a sound, and those behind equal ids may differ.
-So nothing that holds a placeholder is stored or looked up: its tokens are computed in every request. Both questions
-are answered strictly: an argument that is not known to belong to text counts as another input, and an id under a
-name of the config that is not known to be a text token counts as a placeholder.
+So nothing that holds a placeholder is stored or looked up, and a prompt that comes with an image is computed in full.
+Both questions are answered strictly: an argument of the model's forward that is not known to belong to text counts as
+another input, and an id under a name of the config that is not known to be a text token counts as a placeholder.
 """
 
 import re
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PromptError
-from .anatomy import text_config
+from .anatomy import parameter_names, text_config
 from .cache_keyword import KEYWORDS
 from .fingerprint import PerStructure
 
@@ -25,7 +25,6 @@ TEXT_ARGUMENTS = frozenset({
     "labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "num_logits_to_keep",
 })  # fmt: skip
 TEXT_WHERE_ZERO = frozenset({"mm_token_type_ids", "moe_mm_token_type_ids"})  # 0: text
-KINDS_OF_TOKENS = "token_type_ids"
 TEXT_TOKENS = frozenset({
     "bos", "eos", "pad", "unk", "sep", "cls", "mask", "eod", "decoder_start", "forced_bos", "forced_eos",
     "user", "system", "assistant", "im_start", "im_end",
@@ -37,28 +36,40 @@ MODAL_WORDS = frozenset({
 _ID_FIELD = re.compile(r"_?(?P<stem>.+?)(?P<token>_token)?_(?:ids?|index)")
 
 
-def other_inputs(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The arguments of a forward that may change what its tokens stand for, or who sees whom."""
-    return tuple(sorted(name for name in arguments if name not in TEXT_ARGUMENTS and _is_other(arguments, name)))
+def other_inputs(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arguments of a forward that may change what its tokens stand for, or who sees whom.
+
+    An input of the model is what its forward names, and whatever holds a tensor (a wrapper names nothing). Anything
+    else is a keyword of `generate`, such as a tokenizer.
+    """
+    named = parameter_names(type(model))
+    others = []
+    for name, value in arguments.items():
+        if name in TEXT_ARGUMENTS or isinstance(value, bool | int | float | str):
+            continue
+        if name in TEXT_WHERE_ZERO and isinstance(value, Tensor) and not value.any():
+            continue
+        if holds_tensor(value) or (name in named and not _is_empty(value)):
+            others.append(name)
+    return tuple(sorted(others))
 
 
-def has_features(arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward brings something that goes to placeholders, and not only kinds of tokens."""
-    return any(not name.endswith(KINDS_OF_TOKENS) for name in other_inputs(arguments))
-
-
-def _is_other(arguments: Mapping[str, Any], name: str) -> bool:
-    value = arguments[name]
-    if isinstance(value, bool | int | float | str) or _is_empty(value):
-        return False
-    return not (name in TEXT_WHERE_ZERO and isinstance(value, Tensor) and not bool(value.any()))
+def holds_tensor(value: Any) -> bool:
+    """Return True for a tensor, and for a list or a mapping that has one inside."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(holds_tensor(item) for item in value)
+    return isinstance(value, Tensor)
 
 
 def _is_empty(value: Any) -> bool:
-    """None, and what holds nothing else: `generate` hands on such a dict where there was no image to encode."""
+    """None, and what holds nothing else: `generate` passes such a dict where there was no image to encode."""
     if isinstance(value, Mapping):
-        return all(map(_is_empty, value.values()))
-    return value is None or (isinstance(value, list | tuple) and all(map(_is_empty, value)))
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return all(_is_empty(item) for item in value)
+    return value is None
 
 
 def placeholder_ids(config: Any) -> frozenset[int]:

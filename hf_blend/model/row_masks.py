@@ -402,17 +402,6 @@ def row_mask(
     return mask
 
 
-def looks_ahead(model_mask: Any, row: int, columns: slice, tokens: int, inside: bool = False) -> bool:
-    """Whether some of the new tokens see one behind them; with `inside`, one behind all of `columns`."""
-    if isinstance(model_mask, BlockMask):
-        return True
-    if not isinstance(model_mask, Tensor) or model_mask.dim() != 4:
-        return False
-    lines = model_mask[row if model_mask.shape[0] > 1 else 0, :, columns, -tokens:]
-    visible = lines if lines.dtype == torch.bool else lines > torch.finfo(lines.dtype).min / 2
-    return bool(visible[..., columns.stop :].any() if inside else visible.triu(columns.start + 1).any())
-
-
 def _cut_blocks(model_mask: BlockMask, rows: Tensor, keys: int) -> BlockMask:
     """The mask of flex attention at some rows."""
     index = rows.to(model_mask.kv_num_blocks.device)

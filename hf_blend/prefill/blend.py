@@ -26,7 +26,6 @@ from ..correctors.base import LayerView
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, gather_rows, text_config
 from ..model.attention import AttentionCapture, StopForward
-from ..model.row_masks import looks_ahead
 from ..rotary.tables import Table, rotary_table
 from ..selectors.base import KV
 from .arguments import RowArguments
@@ -124,8 +123,7 @@ class Prefill:
         if index == 0:
             self._begin(call)
         if self._rows is not None:
-            has_all = index == 0 or bool(context.request.others)
-            self._keep_rows(index, call, self._rows, self._rows.columns if has_all else None)
+            self._keep_rows(index, call, self._rows, self._rows.columns if index == 0 else None)
         if index in self._ratios and any(plan.stored_counts):
             self._look(index, call)
             self._select(index, call, self._ratios[index])
@@ -139,14 +137,6 @@ class Prefill:
         ends = self._capture_attention(index, call) if context.observer or self._listener else False
         columns = None if self._rows is None else self._rows.columns
         context.report._work.append(Work(index, ends, columns, plan.reusable, plan.real, context.request.past))
-
-    def leave(self, output: Any) -> Any:
-        """Put rows that left a layer, `[…, batch, rows, width]`, back to their columns, to which a decoder may add."""
-        if self._rows is None or not self.context.request.others:
-            return None
-        if isinstance(output, tuple):
-            return (self._rows.spread(output[0], self.width), *output[1:])
-        return self._rows.spread(output, self.width)
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
         """Take K and V of the active rows, `[batch, kv_heads, rows, head_dim]`, and give back those of all tokens."""
@@ -247,13 +237,6 @@ class Prefill:
         context, plan, device = self.context, self.context.plan, call.hidden.device
         plan.real, plan.exact, plan.reusable = (mask.to(device) for mask in (plan.real, plan.exact, plan.reusable))
         context.realigner.prefetch(range(1), device)
-        if context.request.others:
-            for placed in list(plan.chunks):  # in which a token sees others behind it than where it was computed
-                if looks_ahead(self._model_mask, placed.row, placed.columns, self.width, inside=placed.is_image):
-                    self._drop(placed)
-            self._look(0, call)
-            if not plan.chunks:
-                return
         counts, nothing, selected = plan.stored_counts, [0] * len(plan.stored_counts), None
         if context.is_probe:
             counts = nothing

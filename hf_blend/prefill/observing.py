@@ -102,10 +102,8 @@ def _indexed(mask: Tensor, indices: Tensor, keys: int) -> Tensor:
 @torch.no_grad()
 def run_probe(model: nn.Module, cache: Any, request: Request, is_plain: bool) -> None:
     """Run the decoder over a prompt of which only the question is recomputed; a plain prompt needs no mask."""
-    arguments, called = request.arguments, model
-    if not request.others:
-        names = ("input_ids", "position_ids", *(() if is_plain else ("attention_mask",)))
-        arguments = {name: arguments[name] for name in names if arguments.get(name) is not None}
-        called = model.get_decoder()
+    names = ("input_ids", "position_ids", *(() if is_plain else ("attention_mask",)))
+    arguments = {name: request.arguments[name] for name in names if request.arguments.get(name) is not None}
+    called = model.get_decoder()
     with contextlib.suppress(StopForward):
         called(**{**without_cache(arguments), **cache_argument(called, cache), "use_cache": True})

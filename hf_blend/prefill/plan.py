@@ -4,10 +4,9 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from ..config import BlendConfig
 from ..model.anatomy import text_config
-from ..model.canary import canary_of, compute_chunk, compute_chunks, is_of_model
+from ..model.canary import canary_of, compute_chunks, is_of_model
 from ..model.capture import packs
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime, scales_by_position
@@ -39,7 +38,6 @@ class PlacedChunk:
     number: int  # of the chunk, among those of its row
     first: int = 0  # number in the chunk of its first token that is used
     count: int | None = None  # how many are used; None: all from `first` on
-    is_image: bool = False
 
     tokens: int = field(init=False, compare=False)  # how many are used
     is_whole: bool = field(init=False, compare=False)
@@ -143,20 +141,20 @@ class Plan:
         return active
 
     def token_table(self) -> Tensor:
-        """`[4, batch, tokens]`: number of the chunk, place in it, its length, 1 for an image; -1: cannot be chosen."""
+        """`[3, batch, tokens]`: number of the chunk, place in it, its length; -1: cannot be chosen."""
         if self._table is not None:
             return self._table
-        table = np.full((4, *self.real.shape), -1, dtype=np.int64)
+        table = np.full((3, *self.real.shape), -1, dtype=np.int64)
         runs = [
-            (chunk.tokens, chunk.row, chunk.start, chunk.number, chunk.first, chunk.chunk.tokens, chunk.is_image)
+            (chunk.tokens, chunk.row, chunk.start, chunk.number, chunk.first, chunk.chunk.tokens)
             for chunk in self.chunks
             if not chunk.exact
         ]
         if runs:
             counts, *fields = np.array(runs, dtype=np.int64).T
-            row, start, number, first, tokens, image = (np.repeat(values, counts) for values in fields)
+            row, start, number, first, tokens = (np.repeat(values, counts) for values in fields)
             offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-            table[:, row, start + offset] = number, first + offset, tokens, image
+            table[:, row, start + offset] = number, first + offset, tokens
         self._table = torch.from_numpy(table).to(self.reusable.device)
         self._table[0].masked_fill_(~self.reusable, -1)
         return self._table
@@ -181,14 +179,12 @@ class ChunkOrigin:
         prefix_ids: the ids before each chunk while it is computed.
         tokenizer: digest of the one that made the prompt's ids; stored with what is computed.
         placeholders: ids that stand for something else than text; a chunk that holds one is neither looked up nor
-            computed alone, unless it is one of `images`.
-        images: by the ids that name an image, the arguments with which it is computed alone.
+            computed alone.
     """
 
     prefix_ids: tuple[int, ...]
     tokenizer: str = ""
     placeholders: Set[int] = frozenset()
-    images: Mapping[tuple[int, ...], Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Planner:
@@ -306,12 +302,12 @@ class Planner:
             if exact:  # if it is computed by the frequencies of this forward
                 stored = len(key.chunk_prefix_ids) + len(key.token_ids)
                 exact = self._frequencies == {frequency_regime(self._text_config, stored)}
-            first, is_image = max(offset, row.before), key.token_ids in self._origin.images
+            first = max(offset, row.before)
             count = min(end, row.end - 1) - first  # the last token of a part is computed, too
             if count > 0 and row.positions is not None:
                 start = int(row.positions.starts[first + count - 1 - row.before])
                 exact = exact and not start and not (row.positions.is_moved and self._scales)
-                if start > offset and not (is_image and row.positions.has_axes):
+                if start > offset:
                     plan.uneven_chunks += 1
                     continue
             exact_until = end if exact else exact_until
@@ -324,9 +320,7 @@ class Planner:
                     continue  # padding is between its tokens
                 column = own[0]
             here = inside + first - offset
-            make = partial(
-                PlacedChunk, number, column, exact=exact, number=index, first=here, count=count, is_image=is_image
-            )
+            make = partial(PlacedChunk, number, column, exact=exact, number=index, first=here, count=count)
             placed.append((key, make))
             if first == offset and key.chunk_prefix_ids == self._origin.prefix_ids:
                 self._report.seam_tokens += len(key.token_ids) - tokens
@@ -363,7 +357,7 @@ class Planner:
         What a prompt begins with stays alone: so it is what a prefix cache holds, bit for bit.
         """
         began_s = time.perf_counter()
-        alone = [key for key in missing if key in first or key.token_ids in self._origin.images]
+        alone = [key for key in missing if key in first]
         together = packs(self._model, [key for key in missing if key not in alone])
         canary_of(self._model)  # found here once, and known where the chunks are computed
         self._report.check_ms += 1e3 * (time.perf_counter() - began_s)
@@ -381,9 +375,6 @@ class Planner:
         plan.kept_ratio = sum(tokens[key] for key in tokens if self._store.contains(key)) / sum(tokens.values())
 
     def _compute(self, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
-        image = self._origin.images.get(keys[0].token_ids)
-        if image is not None:
-            return [compute_chunk(self._model, keys[0], self._origin.tokenizer, image)]
         return compute_chunks(self._model, keys, self._origin.tokenizer)
 
 

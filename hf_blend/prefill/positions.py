@@ -5,8 +5,7 @@
 The tokens of a stored chunk were computed one position apart. Where they are so in a prompt, the chunk is moved there;
 where all tokens before it are so too, it may be exact. With a gap, a stride or another order inside, its tokens look
 at each other from other distances: above layer 0 nothing of it is what is stored, and no rotation of its keys mends
-that. Such a chunk is computed, like one that padding divides. The tokens of an image are at positions of several axes,
-in an order that only the model knows: each of their keys is moved to its own.
+that. Such a chunk is computed, like one that padding divides.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ class TokenPositions(NamedTuple):
 
     starts: np.ndarray  # `[tokens]`: for each token the number of the first one of its run
     is_moved: bool  # token 0 is in another column than 0, or at another position
-    has_axes: bool  # positions have several axes
     in_order: int  # so many first tokens of the prompt are at the positions 0, 1, 2 …
 
 
@@ -80,5 +78,5 @@ def find_runs(places: np.ndarray, before: int, past: int, run: Run | None = None
     unordered = np.flatnonzero((places[1:] != numbers).any(axis=0))
     in_order = before + (int(unordered[0]) if len(unordered) else count)
     is_moved = bool(count and (places[:, 0] != before).any())
-    new = TokenPositions(starts, is_moved, axes > 2, in_order)
+    new = TokenPositions(starts, is_moved, in_order)
     return new, Run(int(starts[-1]), places[:, -1]) if count else Run(start, last)

@@ -75,7 +75,6 @@ class BlendReport:
         check_ms: host time for comparing the model with the one that stored, and for the self-test of a new one.
         past_tokens: tokens in the cache before this prefill.
         seam_tokens: tokens at chunks' edges that the tokenizer made otherwise in this prompt; computed.
-        encoded_images: images that the vision tower was run for; their FLOPs are not counted.
         partial: where chunks are loaded in part: layers, loaded bytes, all bytes.
         sparse: where steps look at some blocks: the figures of `SparseMetrics`.
         advice: what the store's controller decided.
@@ -101,7 +100,6 @@ class BlendReport:
     check_ms: float = 0.0
     past_tokens: int = 0
     seam_tokens: int = 0
-    encoded_images: int = 0
     partial: dict[str, float] | None = None
     sparse: dict[str, int] | None = None
     advice: dict[str, Any] | None = None

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import PromptError, UnsupportedModelError
-from ..model.anatomy import PER_TOKEN
+from ..model.anatomy import PER_TOKEN, text_config
 from ..model.modality import other_inputs
 from ..prompt.pieces import PromptBatch
 from .plan import PromptRow
@@ -19,6 +19,7 @@ from .positions import Run, copy_to_host, find_runs, is_readable
 
 ADAPTERS = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
 PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
+NOT_TEXT = "came with the prompt, as with an image, video or sound, but only text is reused: it is computed in full."
 UNSEEN = (
     "the call of the model was not seen: its forward was called past its hooks, or neither inputs() nor "
     "get_seq_length() of this cache was called before it. Call the object that the cache was made for, or generate."
@@ -29,8 +30,8 @@ UNSEEN = (
 class Request:
     """What one forward of the model brings, read once from its arguments.
 
-    Where no chunk can be reused, `fallback_reason` says why, and what follows `mask` is empty. The lists have an item
-    for each batch entry.
+    Where no chunk can be reused, `fallback_reason` says why, and what follows `mask` is empty unless an image came.
+    The lists have an item for each batch entry.
     """
 
     arguments: Mapping[str, Any]  # of the model, by name, without its caches
@@ -44,15 +45,19 @@ class Request:
     before: Sequence[int] = ()  # how many tokens of the prompt are in the cache already
     columns: Sequence[tuple[int, ...]] = ()  # of each token, where padding is between them; else empty
     places: Sequence[np.ndarray] = ()  # column and positions of each token, `[1 + axes, tokens]`
-    others: tuple[str, ...] = ()  # names of the arguments that bring more than text, such as images
     logits_rows: int = 1  # of how many last tokens the logits are asked for
     length: int | None = None  # one more than the largest position, where the caller passed positions
 
     @classmethod
     def parse(
-        cls, arguments: Mapping[str, Any], config: Any, past: int, pending: "PendingPrompt", masked_before: int = 0
+        cls,
+        arguments: Mapping[str, Any],
+        model: nn.Module,
+        past: int,
+        pending: "PendingPrompt",
+        masked_before: int = 0,
     ) -> "Request":
-        """Read the arguments of a forward; `config` is of the model's text decoder.
+        """Read the arguments of a forward of the model.
 
         For `masked_before` new tokens `generate` made masks of four axes before it called the model.
         """
@@ -63,13 +68,15 @@ class Request:
         arguments = {name: value for name, value in arguments.items() if not hasattr(value, "get_mask_sizes")}
         if masked_before == width:
             arguments["attention_mask"] = mask = _column_mask(mask, width, pending)
-        request = cls(arguments, past, width, _why_plain(arguments, config) if width > 1 else "", ids, mask)
+        request = cls(arguments, past, width, _why_plain(arguments, model) if width > 1 else "", ids, mask)
         if request.fallback_reason or width < 2 or ids is None:
             return request
         before, count, positions = max(0, past - pending.cached), ids.shape[0], arguments.get("position_ids")
         new, everywhere, columns_mask = copy_to_host(ids, positions, mask, past)
         length = None if positions is None else int(everywhere[:, 1:][:, -3:].max()) + 1  # a fourth is masks'
-        filled = replace(request, others=other_inputs(arguments), logits_rows=int(arguments["logits_to_keep"]))
+        filled = replace(request, logits_rows=int(arguments["logits_to_keep"]))
+        if others := other_inputs(model, arguments):
+            filled = replace(filled, fallback_reason=f"{', '.join(others)} {NOT_TEXT}")
         filled = replace(filled, starts=[0] * count, before=[before] * count, columns=[()] * count, length=length)
         if columns_mask is None:
             return replace(filled, rows=new.tolist(), places=[*everywhere])
@@ -177,9 +184,10 @@ def _column_mask(mask: Any, width: int, pending: PendingPrompt) -> Any:
     return mask
 
 
-def _why_plain(arguments: Mapping[str, Any], config: Any) -> str:
+def _why_plain(arguments: Mapping[str, Any], model: nn.Module) -> str:
     """Say why a forward of several tokens computes all of them; empty if chunks can be reused."""
     mask, keep, ids = arguments.get("attention_mask"), arguments.get("logits_to_keep"), arguments.get("input_ids")
+    config = text_config(model)
     if ids is None:
         return "the prompt came as inputs_embeds, but chunks are found by their tokens. Pass input_ids."
     positions = arguments.get("position_ids")

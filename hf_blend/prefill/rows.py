@@ -111,11 +111,6 @@ class Rows:
         own = gather_rows(table[:, -tokens:], self.columns)
         return torch.cat((table.expand(own.shape[0], -1, -1), own), dim=1)
 
-    def spread(self, rows: Tensor, tokens: int) -> Tensor:
-        """The rows `[…, batch, rows, width]` at their columns among `tokens`, 0 elsewhere."""
-        spread_rows = rows.new_zeros((*rows.shape[:-2], tokens, rows.shape[-1]))
-        return spread_rows.scatter_(-2, self.columns.to(rows.device)[..., None].expand_as(rows), rows)
-
 
 def highest(scores: Tensor, eligible: Tensor, counts: Sequence[int]) -> Tensor:
     """Mark the highest of the eligible scores of each batch entry, `[batch, places]`, the earlier of equal ones."""

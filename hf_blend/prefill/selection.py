@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PromptError
-from ..model.capture import Capture, capture, capture_forward
+from ..model.capture import Capture, capture
 from ..selectors.base import KV, TokenView
 from .context import PrefillContext
 from .rows import Rows, highest
@@ -67,8 +67,8 @@ class Selection:
 
     def _view(self, index: int, rows: Rows, fresh: KV | None) -> TokenView:
         table = self.context.plan.token_table()
-        kinds = table if rows.is_all else table.gather(2, rows.columns.expand(4, *rows.columns.shape))
-        chunk, offset, tokens, image = kinds
+        kinds = table if rows.is_all else table.gather(2, rows.columns.expand(3, *rows.columns.shape))
+        chunk, offset, tokens = kinds
         chunk = chunk if rows.filler is None else chunk.masked_fill(rows.filler, -1)
         optional: dict[str, Any] = {"probe": self.context.probe} if self.context.selector.needs_question else {}
         if fresh is not None:
@@ -91,7 +91,6 @@ class Selection:
             tokens,
             stored_alone=lambda layer: rows.take_pair(self._alone(self.with_keys[layer])),
             num_layers=len(self.with_keys),
-            images=image > 0,
             **optional,
         )
 
@@ -138,6 +137,4 @@ def full_prefill(context: PrefillContext) -> Capture:
             f"the selector {context.plan.config.selector!r} runs a full prefill of the whole prompt, but "
             f"{request.past} tokens are in the cache already and their ids are not known. Use it on a fresh cache."
         )
-    if request.others:
-        return capture_forward(context.model, request.arguments)[0]
     return capture(context.model, request.ids, request.arguments.get("position_ids"), request.mask)

@@ -54,7 +54,6 @@ class TokenView:
             With `anchors`, `[batch, columns]`, the question itself looks at those only, while `receive` is given all;
             with `rows`, no more than so many of the question's rows are computed, half of them its last.
         num_layers: how many layers the model has.
-        images: `[batch, tokens]`, True for tokens of an image's chunk; None where nothing is known of images.
     """
 
     layer: int
@@ -69,7 +68,6 @@ class TokenView:
     stored_alone: Callable[[int], KV] = _unavailable
     probe: Callable[..., None] = _no_question
     num_layers: int = 1
-    images: Tensor | None = None
 
     def is_question(self, columns: Tensor) -> Tensor:
         """Which of some sorted columns are behind the last token with stored KV; a repeated column counts once.
