@@ -68,12 +68,8 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
         "Prometheus": ("store/metrics.py",),
     },
     "context": {
-        "states of hybrids and of any stock cache, saved where prefixes end": (
-            "context/continuing.py", "context/state_cache.py",
-        ),
         "Self-Extend": ("context/self_extend.py",),
         "sessions as files": ("context/session.py",),
-        "conversations that shift, and blend old turns back in": ("context/conversation.py", "context/reuse.py"),
     },
     "sparse": {
         "IMPRESS: chunks loaded in part": ("sparse/partial",),

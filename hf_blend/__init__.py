@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .config import BlendConfig
     from .context.self_extend import self_extend
     from .context.sequence_cache import SequenceCache, ShiftCache
-    from .context.state_cache import StateCache
     from .errors import (
         ConfigError,
         HfBlendError,
@@ -45,7 +44,6 @@ __all__ = [
     "PromptError",
     "SequenceCache",
     "ShiftCache",
-    "StateCache",
     "StoreError",
     "UnsupportedModelError",
     "__version__",
@@ -63,7 +61,6 @@ _HOMES = {  # the others live in errors
     "ChunkStore": "store",
     "SequenceCache": "context.sequence_cache",
     "ShiftCache": "context.sequence_cache",
-    "StateCache": "context.state_cache",
     "blended": "generate",
     "calibrate": "evaluation.calibration",
     "load": "model_names",

@@ -14,17 +14,12 @@ from hf_blend import (
     ConfigError,
     PromptError,
     SequenceCache,
-    ShiftCache,
-    StateCache,
     StoreError,
     observer,
 )
-from hf_blend.context.conversation import Conversation
-from hf_blend.context.reuse import blended, chunk_of, continued, take_back
 from hf_blend.context.session import load_session, save_session
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model import fingerprint as identities
-from hf_blend.model.fingerprint import fingerprint
 from tests.adapters import (
     adapted,
     doubled,
@@ -131,29 +126,6 @@ def sequence(change, tmp_path):
         assert held_as_stock(cache)
 
 
-def conversation(change, tmp_path):
-    model = adapted(len(TOKENIZER))
-    chat = Conversation(model, TOKENIZER)
-    assert isinstance(chat.cache, ShiftCache)
-    chat.ask(LOUD, **FEW)
-    with change(model):
-        chat.ask("Where?", **FEW)
-        assert held_as_stock(chat.cache)
-        assert (chat.report is None) == (change is unchanged)
-        assert chat.report is None or "computed again" in chat.report.notice
-        chat.save(tmp_path / "chat")
-        later = Conversation(model, TOKENIZER)
-        later.load(tmp_path / "chat")
-        assert held_as_stock(later.cache)
-    if change not in (unchanged, written, merged):
-        with pytest.raises(StoreError, match="another model"):
-            later.load(tmp_path / "chat")
-        held = chat.cache.get_seq_length()
-        chat.ask("Why?", **FEW)
-        assert held_as_stock(chat.cache)
-        assert int(chat.report.notice.split()[0]) < held, "what this one computed is held still"
-
-
 def session(change, tmp_path):
     model, ids = adapted(), prompt(20)
     cache, again = SequenceCache(model), SequenceCache(model)
@@ -173,34 +145,10 @@ def session(change, tmp_path):
                     fed(again, prompt(4, 1))
 
 
-def archive(change, tmp_path):
-    model = adapted(len(TOKENIZER))
-    chat = Conversation(model, TOKENIZER, system="Be brief.", archive=memory(), window_tokens=200)
-    own = fingerprint(model)
-    chat.ask(LOUD * 2, **FEW)
-    chat.ask(LOUD * 3, **FEW)
-    with change(model):
-        assert chunk_of(chat.cache, 0, 4).key.fingerprint == own
-        if change is not unchanged:
-            ids = [*chat.cache.tokens(), 5, 6]
-            blend = blended(chat.cache, ids, recompute_ratio=0.0)
-            blend.get_seq_length()
-            with torch.no_grad():
-                got = model(torch.tensor([ids]), past_key_values=blend, logits_to_keep=1).logits[0, -1]
-            assert apart(got, stock(model, ids)) <= TOLERANCE
-            blend = continued(chat.cache, memory())
-            with pytest.raises(ConfigError, match="were computed by another model"), torch.no_grad():
-                model(prompt(4), past_key_values=blend, logits_to_keep=1)
-            blend = chat.recall(0, recompute_ratio=0.0)
-            assert "none of this model" in blend.report.fallback_reason
-            assert held_as_stock(chat.cache)
-        assert {own.startswith(one.fingerprint) for one in chat.archive.entries()} == {True}
-
-
-HELD_BY = blend_with_history, blend_with_messages, sequence, conversation, session, archive
+HELD_BY = blend_with_history, blend_with_messages, sequence, session
 HOLDERS = {one.__name__: one for one in HELD_BY}
-DIAGONAL = [*zip(HOLDERS, ("switched", "off", "weights in place", "merged", "switched", "off"), strict=True)]
-DIAGONAL += [("conversation", "switched"), ("session", "merged"), ("blend_with_history", "on")]
+DIAGONAL = [*zip(HOLDERS, ("switched", "off", "weights in place", "merged"), strict=True)]
+DIAGONAL += [("session", "merged"), ("blend_with_history", "on")]
 PRODUCT = [(holder, change) for holder in HOLDERS for change in CHANGES]
 
 
@@ -321,8 +269,6 @@ def test_what_was_computed_under_autocast_is_not_saved(tmp_path):
         fed(cache, prompt(20))
     with pytest.raises(ConfigError, match=r"computed under torch\.autocast"):
         save_session(cache, tmp_path / "chat")
-    with pytest.raises(ConfigError, match=r"computed under torch\.autocast"):
-        chunk_of(cache, 0, 10)
     cache.recompute()
     save_session(cache, tmp_path / "chat")
     again = SequenceCache(cache.model)
@@ -371,47 +317,6 @@ def test_a_recomputation_that_fails_or_cannot_be_leaves_all_as_it_was():
     cache.remove(0, 3, 5)
     with switched(model), pytest.raises(ConfigError, match="positions 0, 1, 2 … are expected"):
         cache.recompute()
-
-
-def test_take_back_names_who_computed(tmp_path):
-    model = adapted()
-    cache = SequenceCache(model)
-    fed(cache, prompt(20))
-    blend = continued(cache, memory())
-    with torch.no_grad():
-        model(prompt(4, 1), past_key_values=blend, logits_to_keep=1)
-    with switched(model):
-        take_back(cache, blend, prompt(4, 1)[0].tolist())
-        save_session(cache, tmp_path / "chat")
-    load_session(cache, tmp_path / "chat")
-    assert held_as_stock(cache)
-
-
-@pytest.mark.parametrize("kv_bits", [None, 8])
-def test_a_conversation_of_a_hybrid_is_computed_again(kv_bits, tmp_path):
-    model = tiny_model("qwen3_next", vocab_size=len(TOKENIZER))
-    chat = Conversation(model, TOKENIZER, kv_bits=kv_bits)
-    chat.ask(LOUD * 3, **FEW)
-    own = fingerprint(model)
-    before = model.lm_head.weight.detach().clone(), [*chat.cache.tokens()]
-    with torch.no_grad():
-        model.model.layers[0].mlp.gate.weight.mul_(-1)
-        other = fingerprint(model)
-        save_session(chat.cache, tmp_path / "chat")
-        with pytest.raises(StoreError, match="another model"):
-            load_session(chat.cache, tmp_path / "chat")
-        chat.ask("Where?", **FEW)
-        assert f"{len(before[1])} of {len(before[1])} tokens" in chat.report.notice
-        plain = Conversation(model, TOKENIZER, kv_bits=kv_bits)
-        plain._messages, plain.turns = chat._messages[:2], chat.turns[:1]
-        plain.ask("Where?", **FEW)
-        assert plain.cache.tokens() == chat.cache.tokens()
-        assert plain.turns[-1].answer == chat.turns[-1].answer
-        model.model.layers[0].mlp.gate.weight.mul_(-1)
-    assert own == fingerprint(model) != other
-    held = chat.cache.get_seq_length()
-    chat.ask("Why?", **FEW)
-    assert f"{held - len(before[1])} of {held} tokens" in chat.report.notice, "what this one computed is held still"
 
 
 @pytest.mark.parametrize("cache", [BlendCache, SequenceCache])
@@ -533,18 +438,6 @@ def test_prompt_built_to_come_behind_what_is_held_is_not_for_generate():
     inputs = cache.inputs(None, chunks=[[*range(20, 90)]], question=[5, 6])
     with pytest.raises(PromptError, match="leave out its beginning"):
         model.generate(**inputs, past_key_values=cache, **FEW)
-
-
-def test_a_prefix_that_another_model_computed_is_computed_again():
-    model, ids = adapted(), prompt(24)
-    cache = StateCache(model)
-    cache.prefill(ids[0, :20].tolist())
-    for _ in range(2):
-        with switched(model):
-            got = cache.generate(ids[0].tolist(), **FEW)
-            assert got == model.generate(ids, **FEW)[0, 24:].tolist()
-        got = cache.generate(ids[0].tolist(), **FEW)
-        assert got == model.generate(ids, **FEW)[0, 24:].tolist()
 
 
 def test_beams_behind_one_sequence_are_named():

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
-from hf_blend.context.conversation import Conversation
 from hf_blend.errors import HfBlendError, PromptError
 from hf_blend.evaluation.documents import Corpus
 from hf_blend.integrations.answering import Answerer
@@ -141,11 +140,6 @@ def added(model, tokenizer, store, documents):
     return [key.digest for key in keys]
 
 
-def told(model, tokenizer, store, documents):
-    talk = Conversation(model, tokenizer, window_tokens=1024)
-    return talk.ask(QUESTION, documents, **NEW), talk.cache.tokens()
-
-
 def answered(answer):
     return answer.text, answer.prompt_tokens, answer.report["computed_chunks"]
 
@@ -181,7 +175,7 @@ def rows(model, tokenizer, store, documents):
     return IndexChunks(lambda: (model, tokenizer), "memory://")({"text": documents})
 
 
-NAMED = [inputs, batch, messages, plain_text, added, told]  # an empty one among others is refused
+NAMED = [inputs, batch, messages, plain_text, added]  # an empty one among others is refused
 MANY = [chat, completed, chat_blend, blend_llm, generator]  # it is left out
 
 

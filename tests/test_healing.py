@@ -7,8 +7,6 @@ The oracle is stock transformers: a plain cache that is given all ids of prompt 
 
 import copy
 import random
-import time
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from transformers import DynamicCache
 
 from hf_blend import BlendCache
 from hf_blend.cache import idle_healing
-from hf_blend.context.conversation import Conversation
 from hf_blend.errors import ConfigError, PromptError
 from tests.asking import generated, memory, prepared, prompt
 from tests.conftest import random_pieces, skip_in_the_oldest, slow_but
@@ -28,6 +25,7 @@ KINDS = {
     "deepseek_v3": {}, "deepseek_v32": {"index_topk": 512}, "qwen3_next": {}, "falcon_h1": {}, "minimax": {},
 }  # fmt: skip
 FAST = ("llama", "gemma3_text", "gemma3n_text", "deepseek_v3", "falcon_h1")
+DOCUMENTS = ["Mara keeps a goat in the garden. ", "Tomas keeps a dog behind the house. ", "The market opens at noon. "]
 REUSED = {"recompute_ratio": 0.0, "selector": "none"}
 ANSWER = {"max_new_tokens": 8, "min_new_tokens": 8}
 TURN = prompt(8, seed=9)
@@ -291,111 +289,31 @@ def test_another_model_heals_nothing(tiny_model):
         cache.heal(history=ids)
 
 
-DOCUMENTS = ["Mara keeps a goat in the garden. ", "Tomas keeps a dog behind the house. ", "The market opens at noon. "]
+def test_idle_healing_ends_exact_or_within_a_step(monkeypatch):
+    model, healing = tiny("llama"), idle_healing.IdleHealing()
+    cache, ids = blended(model)
+    healing.start(cache, ids)
+    healing._thread.join(60)
+    healing.stop()
+    assert off(model, cache, ids[:, :-1]) <= 1e-5
+    monkeypatch.setattr(idle_healing, "STEP_TOKENS", 4)
+    cache, ids = blended(model)
+    healing.start(cache, ids)
+    healing.stop()
+    assert cache.heal(None, ids) == 0
+    assert off(model, cache, ids[:, :-1]) <= 1e-5
 
 
-def conversation(**settings):
-    """A conversation whose first question came with documents, of which nothing was recomputed."""
-    model, tokenizer = small(model_type="llama", template="chatml")
-    chat = Conversation(model, tokenizer, archive=memory(), **settings)
-    chat.ask("Who keeps a dog?", DOCUMENTS, blend=REUSED, **ANSWER)
-    return chat
-
-
-def is_exact(chat):
-    """Whether K and V of the cache are those of stock's prefill of its tokens."""
-    true = kv(stock(chat.model, torch.tensor([chat.cache.tokens()])))
-    now = [(layer.keys, layer.values) for layer in chat.cache.materialize()]
-    pairs = [pair for layers in zip(now, true, strict=True) for pair in zip(*layers, strict=True)]
-    return all(torch.allclose(mine, right, rtol=0, atol=1e-4) for mine, right in pairs)
-
-
-def test_a_conversation_is_healed_between_its_turns(tmp_path):
-    chat = conversation()
-    assert not is_exact(chat)
-    left = chat.heal(20)
-    assert 0 < left < chat.cache.get_seq_length()
-    assert not is_exact(chat)
-    chat.save(tmp_path / "chat")
-    later = Conversation(chat.model, chat.tokenizer, archive=memory())
-    later.load(tmp_path / "chat")
-    for each in (chat, later):
-        assert each.heal() == 0
-        assert is_exact(each)
-        each.ask("And a goat?", **ANSWER)
-        assert each.heal(1) == 0
-        assert is_exact(each)
-    assert chat.cache.tokens() == later.cache.tokens()
-
-
-def test_an_idle_conversation_heals_itself_until_the_next_turn():
-    chat = conversation(heal="idle")
-    chat._healing._future.result(60)
-    chat.ask("And a goat?", **ANSWER)
-    assert is_exact(chat)
-    assert chat.heal() == 0
-
-
-def test_a_turn_stops_healing_within_a_block_and_loses_nothing(monkeypatch):
-    monkeypatch.setattr(idle_healing, "STEP_TOKENS", 8)
-    chat = conversation(heal="idle")
-    chat.ask("And a goat?", **ANSWER)  # at once
-    chat.ask("And a cat?", **ANSWER)
-    assert chat.heal() == 0
-    assert is_exact(chat)
-
-
-def test_healing_ends_before_the_process_which_would_abort_while_a_thread_is_inside_torch(monkeypatch):
-    at_exit, set_result = [], Future.set_result
-    monkeypatch.setattr(idle_healing.atexit, "register", at_exit.append)
-    lingering = lambda future, value: (set_result(future, value), time.sleep(0.3))  # noqa: E731
-    monkeypatch.setattr(Future, "set_result", lingering)
-    future = conversation(heal="idle")._healing._future
-    at_exit[0]()
-    assert future.done()
-    assert not future.thread.is_alive()
-
-
-def test_healing_that_fails_in_its_thread_loses_nothing(caplog):
-    chat = conversation()
-    tokens, before = chat.cache.tokens(), [layer.keys.clone() for layer in chat.cache.materialize()]
-    chat._healing = idle_healing.IdleHealing()
-    handle = chat.model.model.layers[1].register_forward_hook(broken)
-    chat._healed = chat._to_heal(), tokens
-    chat._healing.start(chat._healed[0], torch.tensor([tokens]))
-    chat._healing._future.result(60)
+def test_idle_healing_that_fails_loses_nothing(caplog):
+    model, healing = tiny("llama"), idle_healing.IdleHealing()
+    cache, ids = blended(model)
+    before = kv(cache)
+    handle = model.model.layers[1].register_forward_hook(broken)
+    healing.start(cache, ids)
+    healing.stop()
     handle.remove()
-    chat._stop_healing()
     assert "healing ended" in caplog.text
-    now = [layer.keys for layer in chat.cache.materialize()]
-    assert chat.cache.tokens() == tokens
-    assert all(map(torch.equal, now, before))
-    assert chat.heal() == 0
-    assert is_exact(chat)
-
-
-def test_what_is_inexact_counts_for_the_model_that_computed_it():
-    """An adapter is switched on between two turns, and off again: what it has computed is healed with it."""
-    chat = conversation()
-    weight = chat.model.model.layers[0].mlp.down_proj.weight
-    before, left = weight.detach().clone(), chat.heal(1) + 1
-    with torch.no_grad():
-        weight.mul_(1.5)
-    chat.ask("And a goat?", **ANSWER)
-    assert chat.heal(1) == 0
-    assert is_exact(chat)
-    chat.ask("And a cat?", DOCUMENTS[:1], blend=REUSED, **ANSWER)
-    assert chat.heal() == 0
-    assert is_exact(chat)
-    with torch.no_grad():
-        weight.copy_(before)
-    chat.ask("And a cow?", **ANSWER)
-    assert chat.heal(1) >= left - 2
-    assert not is_exact(chat)
-    assert chat.heal() == 0
-    assert is_exact(chat)
-
-
-def test_another_word_than_idle_is_refused():
-    with pytest.raises(ConfigError, match="'idle'"):
-        conversation(heal="always")
+    assert all(
+        torch.equal(*pair) for layers in zip(kv(cache), before, strict=True) for pair in zip(*layers, strict=True)
+    )
+    assert cache.heal(None, ids) == 0

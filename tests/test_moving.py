@@ -3,7 +3,6 @@
 """Sequences that move and far tokens in groups equal the stock model, and what does not is refused by its layer."""
 
 import contextlib
-import logging
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from families import EXTEND, broken, verify_types
 from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ChunkStore, SequenceCache, ShiftCache, UnsupportedModelError, self_extend
-from hf_blend.context import checks, conversation, sequence_layer, tables
+from hf_blend.context import checks, sequence_layer, tables
 from hf_blend.context import self_extend as extending
-from hf_blend.context.reuse import blended
 from hf_blend.context.session import save_session
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.verify.model_under_test import ModelUnderTest
@@ -130,25 +128,6 @@ def test_a_layer_whose_table_cannot_be_made_is_refused_by_name(monkeypatch):
 # Trust: as of blending, in tests/test_trust.py.
 
 
-def test_a_conversation_and_its_window_refuse_what_a_sequence_refuses(monkeypatch, tokenizer, caplog):
-    one_too_far(monkeypatch)
-    model = tiny_model("llama")
-    for make in (lambda **how: ShiftCache(model, **how), lambda **how: conversation.Conversation(model, Ids(), **how)):
-        with pytest.raises(UnsupportedModelError, match="layer 0"):
-            make()
-        with caplog.at_level(logging.WARNING, "hf_blend"):
-            make(allow_unverified=True)
-    assert len([one for one in caplog.records if "without being verified" in one.message]) == 1
-
-
-class Ids:
-    """The least that a conversation asks of a tokenizer."""
-
-    @staticmethod
-    def encode(text, add_special_tokens):
-        return [*([1] if add_special_tokens else []), 5]
-
-
 def test_self_tests_of_sequences_leave_the_model_as_it_was_in_training_too(untouched):
     model = tiny_model("llama")
     model.train()
@@ -168,17 +147,6 @@ def test_self_tests_of_sequences_pass_in_sixteen_bits():
 
 
 # What is built on sequences.
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "gptj"])
-def test_a_prefix_that_was_shifted_in_between_is_blended_back_exactly(name):
-    model, ids = shared_zoo_model(name), prompt(60)
-    cache = filled(model, 40)
-    cache.shift(0, 0, None, 50)
-    blend = blended(cache, ids[0].tolist(), recompute_ratio=0.0)
-    got = model.generate(ids, past_key_values=blend, max_new_tokens=8, do_sample=False)
-    assert torch.equal(got, model.generate(ids, max_new_tokens=8, do_sample=False))
-    assert blend.report.loaded_chunks == 1
 
 
 COUNTED = {  # models that measure distances in tokens
@@ -215,9 +183,8 @@ def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(t
             with pytest.raises(UnsupportedModelError, match="inside self_extend"):
                 refused()
         model.generate(ids, past_key_values=cache, max_new_tokens=2)
-    for refused in (lambda: blended(cache, ids[0].tolist()), lambda: save_session(cache, tmp_path / "session")):
-        with pytest.raises(UnsupportedModelError, match="computed inside self_extend"):
-            refused()
+    with pytest.raises(UnsupportedModelError, match="computed inside self_extend"):
+        save_session(cache, tmp_path / "session")
     assert list(tmp_path.iterdir()) == []
     answered = model.generate(**inputs, past_key_values=blend, max_new_tokens=2)
     assert answered.shape[1] == inputs["input_ids"].shape[1] + 2

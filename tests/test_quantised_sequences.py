@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 from transformers import DynamicCache
 
-from hf_blend import ChunkStore, ConfigError, SequenceCache, ShiftCache, StoreError
-from hf_blend.context.conversation import Conversation
+from hf_blend import ConfigError, SequenceCache, StoreError
 from hf_blend.context.session import load_session, save_session
 from tests import sequences
 from tests.asking import packed_by_hand, prompt, rotated
@@ -322,25 +321,6 @@ def test_generate_works_in_every_mode_and_a_copy_is_its_own():
         twin.shift(twin.active, 0, None, 3)
         twin.crop(-5)
         assert same(bits_of(cache), before)
-
-
-def test_a_window_and_a_conversation_hold_few_bits_too(reference, tmp_path):
-    cache = ShiftCache(MODEL, window_tokens=100, kv_bits=8)
-    MODEL.generate(prompt(90), past_key_values=cache, max_new_tokens=150, eos_token_id=None)
-    assert cache.shifts >= 2
-    assert "layer.0.k.bytes" in cache.state()
-    model, tokenizer = reference
-    chat = Conversation(model, tokenizer, window_tokens=160, archive=ChunkStore.open("memory://"), kv_bits=8)
-    for turn in range(4):
-        chat.ask("Tell me what was said before about the mill, the river and the town. " * 2, max_new_tokens=4)
-        assert len(chat.turns) == turn + 1
-    chat.save(tmp_path / "chat")
-    later = Conversation(model, tokenizer, window_tokens=160, kv_bits=8)
-    later.load(tmp_path / "chat")
-    assert same(bits_of(chat.cache), bits_of(later.cache))
-    assert chat.recall(0, recompute_ratio=0.2).report.reusable_tokens > 0
-    assert chat.cache.state()["kv_bits"] == 8
-    chat.ask("And now?", max_new_tokens=4)
 
 
 def test_other_bits_are_refused_and_what_is_held_in_others_is_not_taken_up():

@@ -22,7 +22,7 @@ ROOMS = (*"context hybrids integrations loading offload serving sparse verify".s
 OF_FAR = {"behind", "remote", "tiers"}  # tests of the store that need them
 APART = {*ROOMS, "__main__.py"}  # not of the core
 OF_ROOMS = {*ROOMS, "cli", "evaluation"}  # and the words of `hf_blend` that come from rooms
-OF_ROOMS |= {"StateCache", "ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"}
+OF_ROOMS |= {"ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"}
 OF_THE_REPOSITORY = {"benchmarks", "eval_scores", "faults", "imports", "plugins", "real_model", "style"}
 ALONE = """
 import sys

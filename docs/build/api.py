@@ -20,7 +20,6 @@ INNER = {  # methods that the page shows with their arguments
 }
 LISTED = {  # methods and properties that it shows in a line
     "BlendCache": ("crop", "to_static"),
-    "StateCache": ("prefill", "generate"),
     "ChunkStore": ("prefetch", "flush", "close"),
     "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
 }

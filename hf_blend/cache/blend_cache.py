@@ -194,6 +194,8 @@ class BlendCache(BatchRows):
         tokenizer: Any,
         messages: Sequence[Any],
         documents: Sequence[Any] | None = None,
+        *,
+        history: Tensor | Sequence[int] | None = None,
         **template: Any,
     ) -> BatchEncoding:
         """Build the prompt of the next `generate` from messages, by the tokenizer's own chat template.
@@ -204,6 +206,8 @@ class BlendCache(BatchRows):
         not named, such as those of earlier turns, are found too.
 
         A cache that holds an earlier prompt keeps what both begin with: a chat passes all of its messages each time.
+        With `history` that includes the last answer. Windows and states cannot be cut: where such a model is given no
+        history, or its template rewrites the answer, all is computed again.
 
         Args:
             tokenizer: the model's tokenizer, with a chat template.
@@ -212,6 +216,7 @@ class BlendCache(BatchRows):
             documents: documents whose text is in the messages; a template gets dicts and objects, too. Missing ones
                 are computed and stored. None: only what is stored is reused. For a batch: a list for each
                 conversation.
+            history: what the last `generate` returned, `[batch, tokens]`; the cache does not see the ids of answers.
             **template: further arguments of `apply_chat_template`, such as `tools`; `add_generation_prompt` is True by
                 default.
 
@@ -220,14 +225,15 @@ class BlendCache(BatchRows):
 
         Raises:
             PromptError: the tokenizer has no chat template or is another model's, the template refuses the messages,
-                a document is empty or not in the prompt, or the prompt does not fit the model.
+                a document is empty or not in the prompt, the history is not what the cache holds, or the prompt does
+                not fit the model.
         """
         if len(messages) and isinstance(messages[0], list | tuple):
             pairs = zip(messages, _for_each(documents, len(messages)), strict=True)
             prompts = [build_messages(tokenizer, *pair, template) for pair in pairs]
         else:
             prompts = [build_messages(tokenizer, messages, documents, template)]
-        return self.expect(tokenizer, *self.turns.keep_beginning(self, prompts))
+        return self.expect(tokenizer, *self.turns.keep_beginning(self, prompts, history))
 
     def inputs_from_text(
         self,
@@ -235,6 +241,7 @@ class BlendCache(BatchRows):
         text: str | Sequence[str],
         chunks: Sequence[Any] | None = None,
         *,
+        history: Tensor | Sequence[int] | None = None,
         add_special_tokens: bool = True,
     ) -> BatchEncoding:
         """Build the prompt of the next `generate` from text as it is, with stored chunks wherever they are in it.
@@ -246,6 +253,7 @@ class BlendCache(BatchRows):
             tokenizer: the model's tokenizer.
             text: a prompt, or a list of prompts for a batch.
             chunks: documents whose text is in the prompt, as `documents` of `inputs_from_messages`.
+            history: as for `inputs_from_messages`.
             add_special_tokens: as for the tokenizer; False for text that a chat template made.
 
         Returns:
@@ -259,7 +267,7 @@ class BlendCache(BatchRows):
         named = [chunks] if isinstance(text, str) else _for_each(chunks, len(texts))
         build = partial(build_text, tokenizer, special=add_special_tokens)
         prompts = [build(*pair) for pair in zip(texts, named, strict=True)]
-        return self.expect(tokenizer, *self.turns.keep_beginning(self, prompts))
+        return self.expect(tokenizer, *self.turns.keep_beginning(self, prompts, history))
 
     def expect(
         self,

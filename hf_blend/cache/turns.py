@@ -162,8 +162,10 @@ class Turns:
         self.author = author
         return author
 
-    def keep_beginning(self, cache: Any, prompts: Sequence[TextPrompt]) -> tuple[Sequence[TextPrompt], History, str]:
-        """Crop a cache to the tokens that it and some prompts begin with.
+    def keep_beginning(
+        self, cache: Any, prompts: Sequence[TextPrompt], history: Any = None
+    ) -> tuple[Sequence[TextPrompt], History, str]:
+        """Crop a cache to the tokens that it and some prompts begin with; `history` has the ids of all that it holds.
 
         Returns the prompts without these tokens, these tokens as a history, and a notice of another author.
         """
@@ -172,12 +174,17 @@ class Turns:
         cached = Cache.get_seq_length(cache)
         if not cached and self.aside is None:
             return prompts, History(), ""
+        if cached and history is not None:
+            cached_ids = cache.prompts.ids_to_heal(history, cached, cache.traits.placeholders)
+            cache.prompts.beginnings = tuple(map(tuple, cached_ids.tolist()))
         is_other, ids, common = self._recall(cache, author_of(cache.model)), prompts[0].ids, 0
         first: Any = next(layer for layer in cache.kv.of_tokens if isinstance(layer, CacheLayerMixin))
         if len(prompts) == 1 and first.batch_size == 1:
             common = shared_tokens(ids[:-1], cache.prompts.beginnings[0] if cache.prompts.beginnings else ())
             marks = (at for at, token in enumerate(ids[:common]) if token in cache.traits.placeholders)
             common = next(marks, common)  # another image may stand behind the same id
+        if cache.traits.ignores_states:  # several tokens cannot come behind a state
+            common = 0
         common = _keep(cache, common)
         notice = other_author(cached, cached - common) if is_other else ""
         if not common:

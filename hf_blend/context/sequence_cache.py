@@ -32,6 +32,7 @@ from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
 from ..model.attention import STOCK, register_attention
 from ..model.author import Author, author_of, refuse_other_author
+from ..model.cache_keyword import cache_argument
 from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.hooks import ForwardHooks, asking_generate, is_assisting
 from ..model.modality import other_inputs
@@ -39,7 +40,6 @@ from ..model.placement import input_device
 from ..model.row_masks import RowMask
 from ..prefill.layout import layout_of
 from ..prompt.history import UNKNOWN, refuse_other_prompt
-from .continuing import advance
 from .sequence_layer import QuantisedSequenceLayer, SequenceLayer
 from .sequence_state import check_state, layer_of, sequences_of
 from .tables import TableSource, counted_in_tokens, regime_tokens
@@ -79,7 +79,6 @@ class SequenceCache(Cache):
     """
 
     layers: list[SequenceLayer]  # type: ignore[assignment]
-    state_version = ""  # a saved state does not depend on the version of transformers
 
     def __init__(self, model: nn.Module, *, kv_bits: int | None = None, allow_unverified: bool = False) -> None:
         """Begin empty, with sequence 0 active.
@@ -230,8 +229,9 @@ class SequenceCache(Cache):
         try:
             self._changed()
             with self:
-                if ids[start:]:
-                    advance(self.model, self, torch.tensor([ids[start:]]))
+                if new := ids[start:]:
+                    new_ids = torch.tensor([new], device=self._device)
+                    self.model(new_ids, **cache_argument(self.model, self), use_cache=True, logits_to_keep=1)
         except BaseException:
             self._table, self.layers = before
             self._changed()

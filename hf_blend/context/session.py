@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StoreError
@@ -29,35 +28,29 @@ from ..store.seal import check_secret
 from ..store.tiers.base import EntryFault, as_fault
 from ..store.tiers.files import open_regular, write_atomically
 from .sequence_cache import SequenceCache
-from .state_cache import StateCache
 
 KIND = "hf_blend.session/3"
-BESIDE = "conversation"  # messages and turns, as bytes
-COMPARED = ("rope", "tokenizer", "model", "kv_bits", "transformers")  # rope first: it is also a part of the model
-
-SavedCache = SequenceCache | StateCache
+COMPARED = ("rope", "tokenizer", "model", "kv_bits")  # rope first: it is also a part of the model
 
 
 def save_session(
-    cache: SavedCache,
+    cache: SequenceCache,
     path: str | Path,
     tokenizer: Any = None,
     *,
     secret: bytes | None = None,
     sequence: int | None = None,
-    conversation: bytes = b"",
 ) -> int:
     """Write a cache to a file. An existing file is replaced atomically, and stays as it is if writing fails.
 
     The file names the model that computed the tokens: after a switch of adapters that is not the present one.
 
     Args:
-        cache: a `SequenceCache`, `ShiftCache` or `StateCache`.
+        cache: a `SequenceCache` or `ShiftCache`.
         path: the file.
         tokenizer: if given, the session can be loaded only with the same tokenizer.
         secret: signs the file; it can be loaded only with the same secret.
         sequence: save only this sequence; None saves the whole cache.
-        conversation: what a `Conversation` keeps beside its cache.
 
     Returns:
         the size of the file in bytes.
@@ -70,8 +63,6 @@ def save_session(
     check_secret(secret)
     cache.refuse_extended()
     state, author = cache.state(sequence), cache.computed_by(sequence) or author_of(cache.model)
-    if conversation:
-        state[BESIDE] = torch.frombuffer(bytearray(conversation), dtype=torch.uint8)
     parts = pack_entry(KIND, _identity(cache, tokenizer, author), state.items(), secret)
     try:
         write_atomically(Path(path), parts, durable=True)
@@ -81,7 +72,7 @@ def save_session(
 
 
 def load_session(
-    cache: SavedCache,
+    cache: SequenceCache,
     path: str | Path,
     tokenizer: Any = None,
     *,
@@ -108,11 +99,10 @@ def load_session(
 class Session:
     """A verified session of a cache, which stays as it is until `restore`."""
 
-    cache: SavedCache
+    cache: SequenceCache
     path: str | Path
     author: Author  # who computed it
     state: dict[str, Tensor]
-    conversation: bytes  # empty where a bare cache was saved
 
     def restore(self, sequence: int | None = None) -> None:
         """Load it into the cache, or into one sequence of the cache."""
@@ -139,14 +129,13 @@ class Session:
 
 
 def read_session(
-    cache: SavedCache, path: str | Path, tokenizer: Any = None, *, secret: bytes | None = None
+    cache: SequenceCache, path: str | Path, tokenizer: Any = None, *, secret: bytes | None = None
 ) -> Session:
     """Read and verify a file as `load_session` does, without changing the cache."""
     check_secret(secret)
     (about, state), author = _read(path, secret), author_of(cache.model)._replace(autocast="")
     _compare(path, about, _identity(cache, tokenizer, author))
-    beside = state.pop(BESIDE, None)
-    session = Session(cache, path, author, state, b"" if beside is None else beside.numpy().tobytes())
+    session = Session(cache, path, author, state)
     with session.refusing():
         cache.check_state(state)
     return session
@@ -176,14 +165,13 @@ def _compare(path: str | Path, saved: Mapping[str, str], expected: dict[str, str
             )
 
 
-def _identity(cache: SavedCache, tokenizer: Any, author: Author) -> dict[str, str]:
+def _identity(cache: SequenceCache, tokenizer: Any, author: Author) -> dict[str, str]:
     rope = getattr(text_config(cache.model), "rope_parameters", None)
     identity = {
         "model": author.stored_name(),
         "tokenizer": "" if tokenizer is None else _tokenizer_digest(tokenizer),
         "rope": json.dumps(rope, sort_keys=True, default=str),
         "kv_bits": "" if cache.kv_bits is None else str(cache.kv_bits),
-        "transformers": cache.state_version,
     }
     return {name: text for name, text in identity.items() if text or name == "tokenizer"}
 

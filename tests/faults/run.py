@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .conversations import SavedConversations
 from .entries import Changing, Files
 from .fault import FaultClass, Verdict
 from .kills import CallKills, KillsBehind, Races
 from .requests import Prefills
+from .sessions import SavedSessions
 from .tiers import FailingCalls, FaultyTierFaults, Remote
 from .world import World
 
@@ -31,7 +31,7 @@ CLASSES: dict[str, type[FaultClass]] = {
     "races": Races,
     "call-kills": CallKills,
     "kills-behind": KillsBehind,
-    "saved-conversations": SavedConversations,
+    "saved-sessions": SavedSessions,
 }
 
 

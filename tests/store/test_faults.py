@@ -32,9 +32,9 @@ def test_no_promise_is_broken_by(name, run):
 
 
 @pytest.mark.slow
-def test_saved_conversations_of_killed_processes_are_of_the_adapter_that_computed_them(run):
-    """As many kills as HF_BLEND_ROUNDS says; `python -m benchmarks.faults --only saved-conversations` has more."""
-    one = run.classes["saved-conversations"]
+def test_saved_sessions_of_killed_processes_are_of_the_adapter_that_computed_them(run):
+    """As many kills as HF_BLEND_ROUNDS says; `python -m benchmarks.faults --only saved-sessions` has more."""
+    one = run.classes["saved-sessions"]
     before = one.outcome.kills
     one.run(int(os.environ.get("HF_BLEND_ROUNDS", "20")), "2")
     assert one.outcome.kills > before
