@@ -49,7 +49,6 @@ PROMISES = {  # what a user would lose with the files, by room; a room keeps its
     },
     "cache": {
         "K and V in 8 and in 4 bits": ("cache/quantised_layer.py",),
-        "a stock static cache, for compiled steps": ("cache/static_copy.py",),
         "attention by an indexer": ("cache/indexed_layer.py",),
         "further turns keep what the same model computed of them": ("cache/turns.py",),
         "a blended cache becomes exact while nobody waits": ("cache/healing.py", "cache/idle_healing.py"),

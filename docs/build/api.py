@@ -19,7 +19,7 @@ INNER = {  # methods that the page shows with their arguments
     "ChunkStore": ("open", "add"),
 }
 LISTED = {  # methods and properties that it shows in a line
-    "BlendCache": ("crop", "to_static"),
+    "BlendCache": ("crop",),
     "ChunkStore": ("prefetch", "flush", "close"),
     "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "recompute", "tokens", "positions"),
 }

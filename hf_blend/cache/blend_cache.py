@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, StaticCache
+from transformers.cache_utils import CacheLayerMixin
 from transformers.tokenization_utils_base import BatchEncoding
 
 from ..config import BlendConfig
@@ -53,7 +53,6 @@ from .cache_layers import KVLayers
 from .forward_watch import ForwardWatch
 from .healable import Obstacle, refuse
 from .healing import heal
-from .static_copy import static_copy
 from .turns import ASK_AGAIN, KnownPrompts, Turns
 
 NOT_A_CHAT = (
@@ -411,28 +410,6 @@ class BlendCache(BatchRows):
         ids = self.prompts.ids_to_heal(history, length, self.traits.placeholders)
         self.report.healed_tokens += heal(self, ids, tokens, author)
         return self.kv.frontier.left(length)
-
-    def to_static(self, max_cache_len: int) -> StaticCache:
-        """Copy what the cache holds into transformers' `StaticCache`, with which a decoding step is compiled once.
-
-        Two calls make an answer: `first = generate(**inputs, past_key_values=cache, max_new_tokens=1)` blends the
-        prompt, and `generate(first, past_key_values=cache.to_static(4096), …)` continues with compiled steps. For a
-        padded batch pass its `attention_mask` and a column of ones. This cache stays as it is.
-
-        Args:
-            max_cache_len: room in tokens: the prompt and all new ones but the last.
-
-        Returns:
-            A stock cache of the same tokens, in the model's dtype also with `kv_bits`.
-
-        Raises:
-            ConfigError: the cache is empty or has a part of its prompt only, another model or adapter computed what it
-                holds, `max_cache_len` is not above that, or a layer keeps what `StaticCache` cannot continue: an
-                indexer, attention in chunks.
-        """
-        self.watch.take_back()
-        refuse_other_author(self.turns.author, author_of(self.model), super().get_seq_length(), ASK_AGAIN)
-        return static_copy(self.model, self.kv.all, max_cache_len)
 
     def reset(self) -> None:
         """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""
