@@ -236,17 +236,6 @@ def test_history_that_is_not_what_is_held_is_computed_from_where_it_differs():
         assert cache.report.past_tokens == held
 
 
-def test_a_reset_frees_what_was_set_aside():
-    model = adapted()
-    cache = BlendCache(model, memory(), recompute_ratio=1.0)
-    output = generated(model, cache.inputs(None, **PIECES), cache)
-    with switched(model):
-        output = history_turn(model, cache, output)
-    cache.reset()
-    history_turn(model, cache, output)
-    assert cache.report.past_tokens == 0
-
-
 def test_hooks_and_modes_of_others_are_refused_by_name():
     model = tiny_model("llama")
     cache, layer = SequenceCache(model), model.model.layers[1]

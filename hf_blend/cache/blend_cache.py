@@ -80,8 +80,8 @@ class BlendCache(BatchRows):
     A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
     every other; a copy that `torch.compile` has compiled is not noticed. Where a turn begins under another adapter,
     other weights, another dtype or attention, prompts of `inputs` and its like are computed again, and
-    `report.notice` says so; others are refused. What was computed before is set aside, so that two adapters may
-    alternate; `reset` frees it. Steps of one token are not looked at, but in the first of a `generate`.
+    `report.notice` says so; others are refused. Steps of one token are not looked at,
+    but in the first of a `generate`.
     """
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "BlendCache":
@@ -183,7 +183,7 @@ class BlendCache(BatchRows):
             warn_once(NOT_A_CHAT)
         cached, notice = super().get_seq_length(), ""
         before = 0 if conversation else cached
-        if cached or self.turns.aside is not None:
+        if cached:
             check_lengths(prompts, before, self.traits.config)
             notice = self.turns.keep_history(self, conversation)
         return self.expect(tokenizer, prompts, conversation, notice, before)

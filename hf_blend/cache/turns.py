@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a blend cache keeps when another turn begins: the tokens that both prompts begin with.
 
-K and V belong to their author, the model as it was when it computed them. If the model has changed since, the cached K
-and V are set aside. What the model as it is now had computed before is used again, and the rest of the prompt is
-computed.
+K and V belong to their author, the model as it was when it computed them. If the model has changed since, they are
+dropped and the whole prompt is computed.
 """
 
 from collections.abc import Container, Sequence
@@ -125,20 +124,10 @@ class KnownPrompts:
 
 
 @dataclass
-class SetAside:
-    """K and V of another author, kept until the model is that author again."""
-
-    author: Author | None
-    kv: KVLayers
-    beginnings: Rows
-
-
-@dataclass
 class Turns:
     """Who computed the K and V of a cache, and which of them stay when a turn begins."""
 
     author: Author | None = None  # of the cached tokens; None while unknown
-    aside: SetAside | None = None  # what another author computed
     is_new: bool = False  # `generate` has begun, and its first forward has not come
 
     def begin(self, call: GenerateCall, cached: int, prompts: KnownPrompts) -> None:
@@ -172,12 +161,12 @@ class Turns:
         check_lengths(prompts, 0, cache.traits.config)
         cache.watch.take_back()
         cached = Cache.get_seq_length(cache)
-        if not cached and self.aside is None:
+        if not cached:
             return prompts, History(), ""
-        if cached and history is not None:
+        if history is not None:
             cached_ids = cache.prompts.ids_to_heal(history, cached, cache.traits.placeholders)
             cache.prompts.beginnings = tuple(map(tuple, cached_ids.tolist()))
-        is_other, ids, common = self._recall(cache, author_of(cache.model)), prompts[0].ids, 0
+        is_other, ids, common = self._forget_other(cache, author_of(cache.model)), prompts[0].ids, 0
         first: Any = next(layer for layer in cache.kv.of_tokens if isinstance(layer, CacheLayerMixin))
         if len(prompts) == 1 and first.batch_size == 1:
             common = shared_tokens(ids[:-1], cache.prompts.beginnings[0] if cache.prompts.beginnings else ())
@@ -198,33 +187,24 @@ class Turns:
         if history.input_ids is None:
             refuse_other_author(self.author if cached else None, author, cached, ASK_AGAIN)
             return ""
-        is_other, begun, ids = self.author not in (None, author), cache.prompts.beginnings, history.input_ids
-        if is_other:
-            begun = self.aside.beginnings if self.aside is not None and self.aside.author == author else ()
-        common = history.columns_of(begun, len(ids[0]) if is_other else cached, is_known=is_other)
+        is_other, ids = self.author not in (None, author), history.input_ids
+        common = 0 if is_other else history.columns_of(cache.prompts.beginnings, cached)
         again = ids[:, common:cached].flatten().tolist()
         if not cache.traits.placeholders.isdisjoint(again):
             raise PromptError(
                 f"{len(again)} tokens that the cache holds would be computed again from a history, but some stand for "
                 "images, which do not come with it. reset() the cache and pass the whole conversation with its images."
             )
-        self._recall(cache, author)
+        self._forget_other(cache, author)
         common = _keep(cache, common)
         return other_author(cached, cached - common) if is_other else ""
 
-    def _recall(self, cache: Any, author: Author) -> bool:
-        """Return True if another author computed the cached K and V; they are set aside, this author's come back."""
+    def _forget_other(self, cache: Any, author: Author) -> bool:
+        """Return True if another author computed the cached K and V, which are dropped."""
         if self.author in (None, author):
             return False
-        aside, self.aside = self.aside, None
-        if not cache.kv.are_partial:
-            self.aside = SetAside(self.author, cache.kv, cache.prompts.beginnings)
-        if aside is not None and aside.author == author:
-            cache.hold(aside.kv)
-            cache.prompts.beginnings = aside.beginnings
-        else:
-            cache.hold(KVLayers.empty(cache.model, len(cache.kv.all), cache.config))
-            cache.prompts.beginnings = ()
+        cache.hold(KVLayers.empty(cache.model, len(cache.kv.all), cache.config))
+        cache.prompts.beginnings = ()
         self.author = author
         return True
 

@@ -33,18 +33,15 @@ class History:
         pairs = zip(self.input_ids, self.attention_mask, strict=True)
         return [row[keep.bool()].tolist() for row, keep in pairs]
 
-    def columns_of(self, beginnings: Sequence[Sequence[int]], tokens: int, is_known: bool = False) -> int:
-        """How many first columns of this history a cache of `tokens` columns has, whose rows begin with `beginnings`.
-
-        `is_known`: count only columns whose ids are known.
-        """
+    def columns_of(self, beginnings: Sequence[Sequence[int]], tokens: int) -> int:
+        """How many first columns of this history a cache of `tokens` columns has; its rows begin with `beginnings`."""
         if self.input_ids is None or self.attention_mask is None:
             return 0
         rows = History(self.input_ids[:, :tokens], self.attention_mask[:, :tokens]).rows()
         columns = min(tokens, self.input_ids.shape[1])
         pairs = [*zip(rows, beginnings, strict=True)] if len(rows) == len(beginnings) else []
         shared = [shared_tokens(*pair) for pair in pairs]
-        if is_known or any(length < min(map(len, pair)) for length, pair in zip(shared, pairs, strict=True)):
+        if any(length < min(map(len, pair)) for length, pair in zip(shared, pairs, strict=True)):
             return shared[0] if len(shared) == 1 and len(rows[0]) == columns else 0
         return columns
 
