@@ -86,8 +86,9 @@ $(VLLM_STAMP): setup.cfg $(CONSTRAINTS)
 # what the documents say: links, numbers, cards, examples; `make check CLAIMS=` leaves them to `make test`
 CLAIMS ?= tests/test_docs.py
 
-check: $(STAMP) ## lint, types, and all that the documents claim: links, numbers, cards, examples
+check: $(STAMP) ## lint, imports, types, and all that the documents claim: links, numbers, cards, examples
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(if $(CLAIMS),$(BIN)/python -P -m pytest -q $(CLAIMS))
 

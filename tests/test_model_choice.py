@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,8 @@ from hf_blend.evaluation.model_choice import FIRST_TRY, REFUSED, choose_model, c
 from hf_blend.evaluation.retrieving import Piece
 from hf_blend.model_names import PACKAGED, load_config
 from tests.saved_models import save_tokenizer_of_bytes, save_tokenizer_that_chats
-from tests.source import ROOT
+
+ROOT = Path(__file__).resolve().parents[1]
 
 GB = 1_000_000_000
 

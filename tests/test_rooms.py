@@ -13,17 +13,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import lines
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FAR = "far tiers"
+FAR_FILES = ("store/tiers/fsspec.py", "store/tiers/redis.py", "store/tiers/remote.py")
 ROOMS = (*"context hybrids integrations loading offload serving sparse verify".split(), FAR)
 OF_FAR = {"behind", "remote", "tiers"}  # tests of the store that need them
 APART = {*ROOMS, "__main__.py"}  # not of the core
 OF_ROOMS = {*ROOMS, "cli", "evaluation"}  # and the words of `hf_blend` that come from rooms
 OF_ROOMS |= {"ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"}
-OF_THE_REPOSITORY = {"benchmarks", "eval_scores", "faults", "imports", "plugins", "real_model", "style"}
+OF_THE_REPOSITORY = {"benchmarks", "eval_scores", "faults", "imports", "plugins", "real_model"}
 ALONE = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in str(finder)]  # would find what is absent
@@ -51,7 +51,7 @@ def copy_without(folder: Path, rooms: tuple[str, ...]) -> Path:
             (copy / "hf_blend" / path.name).symlink_to(path)
         elif path.is_dir() and path.name not in rooms:
             shutil.copytree(path, copy / "hf_blend" / path.name)
-    for name in lines.FAR if FAR in rooms else ():
+    for name in FAR_FILES if FAR in rooms else ():
         (copy / "hf_blend" / name).unlink()
     return copy
 
@@ -59,7 +59,7 @@ def copy_without(folder: Path, rooms: tuple[str, ...]) -> Path:
 def core_modules() -> list[str]:
     """Every module of the core."""
     files = [path.relative_to(ROOT) for path in (ROOT / "hf_blend").rglob("*.py")]
-    apart = {*APART, "bundled", *lines.FAR}
+    apart = {*APART, "bundled", *FAR_FILES}
     core = [path for path in files if apart.isdisjoint((*path.parts, str(path.relative_to("hf_blend"))))]
     return sorted({".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in core})
 
