@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What selectors, correctors and capture contexts leave of full reuse's error on a real model, at equal charges.
+"""What selectors and capture contexts leave of full reuse's error on a real model, at equal charges.
 
     python benchmarks/real_selectors.py run --model smollm2 --task hotpotqa --data hotpotqa.jsonl --methods random=0.15
     python benchmarks/real_selectors.py table
@@ -10,7 +10,7 @@ time. `table` writes `benchmarks/results/real_selectors.json` from all of these 
 
 The error is the KL divergence of the next-token distribution from full prefill's, in nats: the mean over the first
 tokens of full prefill's own greedy answer, teacher-forced, and that of the first token alone. A method is
-`selector[:option=value…][+corrector][@context]=charge`: a ratio is looked for, on two prompts that are not reported,
+`selector[:option=value…][@context]=charge`: a ratio is looked for, on two prompts that are not reported,
 at which the measured charge is the one asked for. Times are CPU seconds of one thread up to the first token, all
 methods of a prompt in turns in one process, with the chunks in memory.
 
@@ -101,7 +101,7 @@ class Method:
     """One way to blend, as it is written on the command line.
 
     Args:
-        text: `selector[:option=value…][+corrector][@context]=charge`.
+        text: `selector[:option=value…][@context]=charge`.
     """
 
     def __init__(self, text: str) -> None:
@@ -109,7 +109,6 @@ class Method:
         body, _, charge = text.rpartition("=")
         self.charge = float(charge)
         body, _, self.context = body.partition("@")
-        body, _, self.corrector = body.partition("+")
         self.selector, *options = re.split(":(?=[a-z_]+=)", body)
         self.options = {name: _value(value) for name, value in (option.split("=") for option in options)}
         self.name = text.rpartition("=")[0]
@@ -119,8 +118,6 @@ class Method:
         found: dict[str, Any] = {"recompute_ratio": ratio, "selector": self.selector}
         if self.options:
             found["selector_options"] = self.options
-        if self.corrector:
-            found["corrector"] = self.corrector
         return found
 
 

@@ -34,9 +34,6 @@ Selectors = Annotated[
 Ratios = Annotated[
     list[float] | None, typer.Option("--ratio", help="For selectors without one; may be repeated. Default: three.")
 ]
-Correctors = Annotated[
-    list[str], typer.Option("--corrector", help="What is done to tokens that are not recomputed; may be repeated.")
-]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Calibrate on ten bundled prompts: three rules and full reuse at equal charge.")
 ]
@@ -51,7 +48,6 @@ def tune(
     leave: Leave = 0.35,
     selector: Selectors = None,
     ratio: Ratios = None,
-    corrector: Correctors = ["none"],  # noqa: B006
     limit: Limit = 0,
     seed: Seed = 2,
     store: Place = "memory://",
@@ -94,7 +90,7 @@ def tune(
             show({**asdict(measured), "is_kept": store != "memory://"}, as_json=True)
         return
     candidates = tuning.candidates(
-        selector or tuning.SELECTORS, ratio or tuning.RATIOS, corrector, allow_unverified=allow_unverified
+        selector or tuning.SELECTORS, ratio or tuning.RATIOS, allow_unverified=allow_unverified
     )
     source = open_source(model, device, dtype)
     if prompts:

@@ -130,8 +130,6 @@ def blend_config(
     name, options = _named("selectors", selector)
     if "check_layers" in options:
         settings["check_layers"] = tuple(_layer(layer) for layer in options.pop("check_layers").split("+"))
-    if "corrector" in settings:
-        settings["corrector"], settings["corrector_options"] = _named("correctors", settings["corrector"])
     return BlendConfig(selector=name, selector_options=options, **settings)
 
 

@@ -34,7 +34,7 @@ LEAVE = 0.35  # of the KL divergence of reuse behind BOS alone
 LEAST_KL = 1e-6  # nats: where full reuse loses no more, there is nothing to repair
 BUNDLED_PAGES = 6  # of the handbook, in one prompt
 ANSWER_TOKENS = 32  # of an answer that is scored
-SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers", "corrector", "corrector_options")
+SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers")
 SCORES = {"f1": "word-f1", "containment": "containment"}
 Watch = Callable[[Sequence[Any], str], Iterable[Any]]
 
@@ -101,15 +101,12 @@ def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions
     return prompts
 
 
-def candidates(
-    selectors: Sequence[str], ratios: Sequence[float], correctors: Sequence[str] = ("none",), **settings: Any
-) -> list[Candidate]:
-    """Every selector at every ratio, with every corrector."""
+def candidates(selectors: Sequence[str], ratios: Sequence[float], **settings: Any) -> list[Candidate]:
+    """Every selector at every ratio."""
     rows = []
-    for name, ratio in (variant for text in selectors for variant in variants(text, ratios)):
-        for corrector in correctors:
-            config = blend_config(name, recompute_ratio=ratio, corrector=corrector, **settings)
-            rows.append(Candidate(f"{name}@{ratio:g}{f'+{corrector}' * (corrector != 'none')}", config))
+    for text in selectors:
+        for name, ratio in variants(text, ratios):
+            rows.append(Candidate(f"{name}@{ratio:g}", blend_config(name, recompute_ratio=ratio, **settings)))
     return rows
 
 

@@ -57,8 +57,6 @@ class BlendConfig:
             charge of about 0.15 at 1,000 tokens.
         selector: name of what chooses them, see docs/rules.md, or a path to a file with a selector.
         selector_options: its options, by name.
-        corrector: changes what is not recomputed: "none", "mean-shift" (AgentKVShift) or "temperature" (APE).
-        corrector_options: its options, by name.
         check_layers: layers at which tokens are chosen, increasing, from 1; before the first, all are computed.
             Selectors that compare nothing, as the default, choose before layer 0.
         layer_ratios: share kept from each check layer on, never increasing; None derives it from `recompute_ratio`.
@@ -78,8 +76,6 @@ class BlendConfig:
     recompute_ratio: float = 0.12
     selector: str = "expected-error"
     selector_options: Mapping[str, Any] = field(default_factory=Options)
-    corrector: str = "none"
-    corrector_options: Mapping[str, Any] = field(default_factory=Options)
     check_layers: tuple[int, ...] = (1,)
     layer_ratios: tuple[float, ...] | None = None
     gradual: bool = False
@@ -96,7 +92,6 @@ class BlendConfig:
         checks = {
             "recompute_ratio": _ratio,
             "selector_options": _options,
-            "corrector_options": _options,
             "check_layers": _integers,
             "layer_ratios": _ratios,
             "chunk_prefix_ids": _integers,
@@ -105,7 +100,7 @@ class BlendConfig:
             value = getattr(self, name)
             if value is not None or name not in ("layer_ratios", "chunk_prefix_ids"):
                 object.__setattr__(self, name, check(name, value))
-        kinds = {"selector": str, "corrector": str, "gradual": bool, "allow_unverified": bool, "seed": int}
+        kinds = {"selector": str, "gradual": bool, "allow_unverified": bool, "seed": int}
         for name, kind in kinds.items():
             _instance(name, getattr(self, name), kind)
         check_kv_bits(self.kv_bits)

@@ -5,7 +5,7 @@
 A *kind* is a sub-package with a `base.py`, such as `selectors` or `store.tiers`. A *plugin* is a file beside it
 with exactly one public class that derives from a class of that `base.py`. Its name is the file's name, with `-`
 for `_`. Other distributions add plugins by entry points in the group `hf_blend.<kind>`; they cannot replace ours.
-A selector, a corrector, a task or a method of evaluation may also be a file anywhere, by its path.
+A selector, a task or a method of evaluation may also be a file anywhere, by its path.
 """
 
 import importlib
@@ -26,7 +26,7 @@ FILE = ".py"  # how the name of a file of the caller's own ends
 _IMPORTS = re.compile(r"^from [\w.]*\bbase import (\([^)]*\)|.*)$", re.MULTILINE)
 _CLASSES = re.compile(r"^class [A-Z]\w*\(([^)]*)\)", re.MULTILINE)
 # never named by what others wrote, such as an entry
-FROM_FILES = ("selectors", "correctors", "evaluation.tasks", "evaluation.methods")
+FROM_FILES = ("selectors", "evaluation.tasks", "evaluation.methods")
 
 
 def kinds() -> list[str]:

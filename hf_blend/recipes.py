@@ -22,7 +22,7 @@ from .errors import ConfigError, HfBlendError
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers", "corrector", "corrector_options")
+SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers")
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,12 @@ def needs_question(selector: str | None, options: Mapping[str, Any] | None = Non
     if selector is None:
         return False
     made = plugins.load("selectors", selector)(options or {})
-    return bool(made.needs_question or made.needs_full_prefill)
+    return bool(made.needs_question)
 
 
-def names_file(settings: Any) -> bool:
-    """Return True if a plugin is named by a file, also in the options of another."""
-    if isinstance(settings, Mapping):
-        return any(map(names_file, settings.values()))
-    if isinstance(settings, list | tuple):
-        return any(map(names_file, settings))
-    return isinstance(settings, str) and settings.endswith(plugins.FILE)
+def names_file(settings: Mapping[str, Any] | None) -> bool:
+    """Return True if the selector is named by a file."""
+    return settings is not None and str(settings.get("selector")).endswith(plugins.FILE)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
+from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.model import fingerprint as fingerprints
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.calibrate import rotary_styles
@@ -351,22 +351,6 @@ def test_the_selector_full_is_a_full_prefill_and_none_is_full_reuse(shared_model
     assert cache.report.charged_budget == 0
 
 
-def test_the_oracle_chooses_by_the_true_deviation_of_all_later_layers(shared_model):
-    model, request = shared_model(), pieces()
-    _, cache = blend(model, request, selector="oracle", recompute_ratio=0.3)
-    layers, lies = stale(model, [request])
-    truth, score = full(model, [request])[1], torch.zeros(lies.shape)
-    for layer in range(CHECK, LAYERS):
-        true_states = (truth.layers[layer].keys, truth.layers[layer].values)
-        for old, new in zip(layers[layer], true_states, strict=True):
-            scale = new.square().sum((1, 3)).mean(1, keepdim=True)
-            score += (old - new).square().sum((1, 3)) / scale
-    wanted = score.masked_fill(~lies, -1).argsort(descending=True)[0][: math.ceil(0.3 * 71)]
-    assert cache.report.chosen_columns[0] == sorted(wanted.tolist())
-    assert cache.report.full_prefills == 1
-    assert cache.report.charged_budget > 1
-
-
 def test_a_forward_that_records_gradients_gives_the_same_logits(shared_model, store, tokenizer):
     model, logits = shared_model(), []
     for with_gradients in (False, True):
@@ -398,14 +382,3 @@ def test_a_layer_that_hands_nothing_to_the_cache_is_named(tiny_model, store, mon
 def test_settings_that_make_no_sense_are_refused_before_the_model_runs(shared_model, settings, error, text):
     with pytest.raises(error, match=text):
         BlendCache(shared_model(), ChunkStore.open("memory://"), **settings)
-
-
-def test_the_oracle_is_refused_behind_tokens_that_it_does_not_know(shared_model, store, tokenizer):
-    model, request = shared_model(), REQUEST
-    cache = BlendCache(model, store, selector="oracle")
-    with torch.no_grad():
-        model(torch.tensor([[1, 5, 6, 7]]), past_key_values=cache)
-        cache.inputs(tokenizer, **request)
-        with pytest.raises(PromptError, match=r"'oracle'.*4 tokens are in the cache.*fresh cache"):
-            model(laid_out([request])[0], past_key_values=cache, logits_to_keep=1)
-    assert cache.get_seq_length() == 4

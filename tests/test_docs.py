@@ -159,7 +159,7 @@ def test_the_reference_has_every_public_word_and_setting():
 
 def test_the_reference_names_what_a_setting_chooses_among():
     page = (ROOT / "docs" / "reference.md").read_text("utf-8")
-    kinds = ("correctors", "store.codecs", "store.eviction")
+    kinds = ("store.codecs", "store.eviction")
     assert not [name for kind in kinds for name in plugins.describe(kind) if f'"{name}"' not in page]
 
 

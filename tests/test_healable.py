@@ -63,13 +63,6 @@ def test_other_ids_than_those_of_the_tokens_are_refused_before_they_are_written(
     assert bits or off(model, cache, ids[:, :-1]) < 1e-5
 
 
-def test_a_corrector_that_writes_to_layer_0_is_not_taken_for_other_ids():
-    model = tiny("llama")
-    cache, ids = blended(model, corrector="temperature", corrector_options={"temperature": 0.5})
-    assert cache.heal(history=ids) == 0
-    assert off(model, cache, ids[:, :-1]) < 1e-5
-
-
 @pytest.mark.parametrize(
     "change",
     [

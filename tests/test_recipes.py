@@ -76,13 +76,10 @@ def test_store_in_memory_keeps_a_recipe_and_one_in_part_asks_no_question(shared_
     assert BlendCache(model, ChunkStore.open("memory://", partial=0.5)).config.selector == BLIND_SELECTOR
 
 
-@pytest.mark.parametrize("is_inner", [False, True])
-def test_a_file_that_a_folder_names_is_never_run(shared_model, tmp_path, caplog, is_inner):
+def test_a_file_that_a_folder_names_is_never_run(shared_model, tmp_path, caplog):
     model, ran, plugin = shared_model(), tmp_path / "ran", tmp_path / "mine.py"
     plugin.write_text(f"open({str(ran)!r}, 'w').close()\nfrom hf_blend.selectors.random import Random as Mine\n")
     settings = {"selector": str(plugin)}
-    if is_inner:
-        settings = {"selector": "compose", "selector_options": {"inner": str(plugin)}}
     recipes = tmp_path / "kv" / "recipes"
     recipes.mkdir(parents=True)
     path = recipes / f"{fingerprint(model)}.json"

@@ -33,15 +33,15 @@ def view(seeds=(0,), pad=0):
     spans += [(-1, -1, -1)] * QUESTION
     number, offset, length = (torch.tensor(part).expand(len(seeds), -1) for part in zip(*spans, strict=True))
     states = [_states(seed, len(spans)) for seed in seeds]
-    fresh, stored, truth = (
+    fresh, stored = (
         [tuple(torch.stack([one[kind][layer][part] for one in states]) for part in (0, 1)) for layer in range(LAYERS)]
-        for kind in ("fresh", "stored", "truth")
+        for kind in ("fresh", "stored")
     )
     columns = torch.arange(pad, pad + len(spans)).expand(len(seeds), -1)
     attention = _attention(seeds, columns, pad)
     return TokenView(
         CHECK, columns, number >= 0, number, offset, length,
-        lambda part: (fresh[CHECK][part], stored[CHECK][part]), lambda: truth, stored.__getitem__, stored.__getitem__,
+        lambda part: (fresh[CHECK][part], stored[CHECK][part]), stored.__getitem__,
         lambda *given, **rows: _probe(attention, *given, **rows), LAYERS,
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ def _probe(attention, hear, layers, anchors=None, rows=QUESTION):
 
 def _states(seed, tokens):
     generator = torch.Generator().manual_seed(seed)
-    kinds = ("fresh", "stored", "truth")
+    kinds = ("fresh", "stored")
     return {
         kind: [tuple(torch.randn(2, tokens, 6, generator=generator) for _ in "kv") for _ in range(LAYERS)]
         for kind in kinds
@@ -131,9 +131,9 @@ def test_unknown_option_is_refused_by_name(name):
 @each
 def test_score_needs_no_states_where_none_are_declared(name):
     one = selector(name)
-    if one.needs_kv or one.needs_full_prefill:
+    if one.needs_kv:
         pytest.skip("it has to see K and V")
-    bare = replace(view(), pair=None, full_prefill=None, stored_at=None)
+    bare = replace(view(), pair=None)
     if not one.needs_question:
         bare = replace(bare, probe=None)
     assert torch.equal(one.score(bare), one.score(view()))
@@ -188,22 +188,6 @@ def test_random_differs_by_seed_and_looks_like_a_draw():
     assert not torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[1], draws[2])
     assert 0 <= torch.stack(draws).min() < 0.2 < 0.8 < torch.stack(draws).max() < 1
-
-
-def test_oracle_compares_the_layers_from_the_check_layer_on_and_lets_none_drown_the_others():
-    seen, calls = view(), []
-
-    def louder(layer, pair):
-        return tuple(part * (1000 if layer == 2 else 1) for part in pair)
-
-    def stored_at(layer):
-        calls.append(layer)
-        return louder(layer, seen.stored_at(layer))
-
-    truth = [louder(layer, pair) for layer, pair in enumerate(seen.full_prefill())]
-    loud = selector("oracle").score(replace(seen, full_prefill=lambda: truth, stored_at=stored_at))
-    assert calls == list(range(CHECK, LAYERS))
-    torch.testing.assert_close(loud, selector("oracle").score(seen), rtol=1e-4, atol=1e-6)
 
 
 def test_random_with_free_layers_waits_for_the_check_layer():
@@ -362,9 +346,8 @@ def test_layer_numbers_refuses_layers_that_do_not_exist(given):
 
 
 def test_options_take_numbers_as_text_and_nothing_else():
-    compose = plugins.load("selectors", "compose")
-    assert compose({"seed_tokens": "3", "per_chunk": "true"}).options["seed_tokens"] == 3
-    with pytest.raises(ConfigError, match=r"seed_tokens='many'.*int"):
-        compose({"seed_tokens": "many"})
-    with pytest.raises(ConfigError, match="inner_options"):
-        plugins.load("selectors", "boundary")({"inner_options": {}})
+    attention = plugins.load("selectors", "query-attention")
+    made = attention({"anchor_ratio": "0.5", "by_value": "true"})
+    assert (made.options["anchor_ratio"], made.options["by_value"]) == (0.5, True)
+    with pytest.raises(ConfigError, match=r"anchor_ratio='many'.*float"):
+        attention({"anchor_ratio": "many"})

@@ -39,7 +39,7 @@ Made from docstrings; `help(name)` says more, errors included. These mean the sa
 ERRORS = """## Errors
 
 Each is an `HfBlendError`, also the built-in error in brackets, and its message says what to do:"""
-SKIPPED = ("full_prefills", "watch")  # for research and for our own commands
+SKIPPED = ("watch",)  # for our own commands
 
 
 def reference() -> str:

@@ -24,7 +24,7 @@ from .visitors import Limits
 OPENING = "On which channel does the radio reach the rescue station?"
 RIGHT = (19, 14, 13)  # of the page's questions: by full prefill, full reuse, blending (benchmarks/page_questions.py)
 GAINED, LOST = 1, 1  # questions that full prefill and only blending answers rightly; and only full reuse
-RESEARCH = ("explicit", "oracle", "compose")  # selectors that need what a visitor cannot give, or cheat
+RESEARCH = ("explicit",)  # selectors that need what a visitor cannot give
 
 
 @dataclass(frozen=True)

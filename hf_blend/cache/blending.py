@@ -76,9 +76,7 @@ class ForwardPlanning:
 
     def __init__(self, config: BlendConfig, recipe: str) -> None:
         """Load the plugins that the settings name; `recipe` says in words where the settings come from."""
-        # the selector chooses the tokens that are recomputed, the corrector changes the K and V of the others
         self.selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
-        self.corrector = plugins.load("correctors", config.corrector)(config.corrector_options)
         self._recipe = recipe
         self._check_ms = 0.0  # until a report says it
 
@@ -144,7 +142,7 @@ class BlendedForward:
             cache.loader.realigner = realigner
         planning, traits = cache.planning, cache.traits
         context = PrefillContext(
-            cache.model, self._kv.all, request, plan, cache.report, realigner, planning.selector, planning.corrector,
+            cache.model, self._kv.all, request, plan, cache.report, realigner, planning.selector,
             self._probe, traits.extras, cache.observer, cache.loader,
         )  # fmt: skip
         self._snapshots = self._kv.snapshots()

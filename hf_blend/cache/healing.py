@@ -158,8 +158,8 @@ def heal(cache: Any, ids: Tensor, tokens: int | None, author: Author) -> int:
         stop = ids.shape[1] // group * group
     if not frontier.twins:
         frontier.twins = [_twin(layer) for layer in cache.layers]
-        if hasattr(frontier.twins[0], "compares"):  # no corrector may have written to layer 0
-            frontier.twins[0].compares = not cache.planning.corrector.is_active
+        if hasattr(frontier.twins[0], "compares"):
+            frontier.twins[0].compares = True
         begins_at_zero = any(getattr(twin, "begins_at_zero", False) for twin in frontier.twins)
         frontier.reached = 0 if begins_at_zero else first // group * group
     compared = frontier.reached  # ids before it did not go through layer 0

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..correctors.base import LayerView
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, gather_rows, text_config
 from ..model.attention import AttentionCapture, StopForward
@@ -81,14 +80,13 @@ class Prefill:
         self._kind = LayerKind()  # of the layer that runs
         self._model_mask: Any = None  # of all tokens, as that layer was given it
         self._awaited: set[str] | None = None  # what a look into the layer still waits for; None: it runs to its end
-        self._uncorrected: dict[int, KV] = {}
         self._capture: AttentionCapture | None = None  # of the layer that runs
 
     def probe(self, observer: AttentionObserver, spare_layers: Callable[[], Sequence[Any]]) -> "Prefill":
-        """A forward inside this one that recomputes the question alone; shared layers would be corrected twice."""
+        """A forward inside this one that recomputes the question alone."""
         context = self.context
         keep_all = all(getattr(layer, "keeps_all", False) for layer in context.layers)
-        shares = keep_all and not (self._buffers.used or context.loader or context.corrector.is_active)
+        shares = keep_all and not (self._buffers.used or context.loader)
         shares = shares and not torch.is_grad_enabled()  # a probe records none, so what it opens could not be written
         layers, report = context.layers if shares else spare_layers(), BlendReport(_costs=context.report._costs)
         self._kind.pause()  # its layer may be the one that this forward is in
@@ -141,21 +139,17 @@ class Prefill:
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
         """Take K and V of the active rows, `[batch, kv_heads, rows, head_dim]`, and give back those of all tokens."""
         if index not in self._buffers.used:  # its columns are opened, and what is stored is written
-            context, checks = self.context, () if self._is_narrowed else tuple(self._ratios)
+            checks = () if self._is_narrowed else tuple(self._ratios)
             self._buffers.use(index, keys, values, self.stored_chunks, checks, self._written())
             if keys.device.type != "cpu":
                 checks = () if index in self._ratios else checks
                 self._buffers.prefetch([later for later in self._with_keys if later > index], checks, keys.device)
-            if self._rows is not None and context.corrector.is_active:  # before anything fresh is written over it
-                self._uncorrected[index] = self._buffers.open[index][0].clone(), self._buffers.open[index][1].clone()
         states = self._buffers.open[index]
         if self._rows is None:
             states[0].copy_(keys)
             states[1].copy_(values)
         else:
             self._rows.write_states(states, (keys, values))
-        if index in self._uncorrected:
-            self._correct(index, states)
         if index == 0 and self._kind.compares_keys:
             self.check_stored(states)
         if self._awaited is not None and self._capture is None:
@@ -264,19 +258,6 @@ class Prefill:
     def _drop(self, placed: PlacedChunk) -> None:
         self.context.plan.drop(placed)
         self.context.report.refused_chunks += 1
-
-    def _correct(self, index: int, states: KV) -> None:
-        """Correct what is stored of a layer, once."""
-        context, fresh = self.context, torch.ones_like(self.context.plan.real)
-        if self._rows is not None:
-            fresh = torch.zeros_like(fresh).scatter_(1, self._rows.columns, True)
-        chunk = torch.full(fresh.shape, -1, device=states[0].device)
-        for placed in context.plan.chunks:
-            if not placed.exact:
-                chunk[placed.row, placed.columns] = placed.number
-        derotated = lambda keys, back=False: context.realigner.derotated(index, keys, back)  # noqa: E731
-        stored, charge = self._uncorrected.pop(index), context.report.charge
-        context.corrector.correct(LayerView(index, chunk, fresh.to(chunk.device), stored, states, derotated, charge))
 
     def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor | None) -> None:
         """Let a layer run for some rows: those at `[batch, kept]` of its hidden states; None: all of these."""

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..correctors.base import Corrector
 from ..model.attention import AttentionCapture
 from ..model.extras import LayerExtra
 from ..selectors.base import Selector
@@ -58,7 +57,6 @@ class PrefillContext:
     report: BlendReport
     realigner: Realigner
     selector: Selector
-    corrector: Corrector
     probe: Callable[..., None]  # see `TokenView.probe`
     extras: Sequence[LayerExtra | None] = ()
     observer: AttentionObserver | None = None

@@ -218,15 +218,6 @@ class Realigner:
         tokens = tokens.to(rotation.cos.device)
         return Rotation(style, rotation.cos[tokens], rotation.sin[tokens]).move([keys])
 
-    def derotated(self, layer: int, keys: Tensor, back: bool = False) -> Tensor:
-        """Keys of all new tokens, `[batch, kv_heads, tokens, head_dim]`, as they would be at position 0, or back."""
-        table = self.tables.get(layer)
-        if table is None:
-            return keys.clone()
-        zero = (torch.ones_like(table[0]), torch.zeros_like(table[1]))
-        cos, sin = compose(self.styles[layer], *((zero, table) if back else (table, zero)))
-        return Rotation(self.styles[layer], cos[:, None], sin[:, None]).move([keys])
-
     def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
         """The placement of some chunks, made once, without asking the device."""
         key = (device, *map(id, chunks))

@@ -67,7 +67,6 @@ class BlendReport:
         computed_chunks: missing chunks that were computed and stored.
         loaded_chunks: chunks from the store.
         refused_chunks: chunks whose stored KV was not that of their tokens; these are computed.
-        full_prefills: full prefills that a selector asked for; research only.
         realign_ms: host time for moving stored KV.
         select_ms: host time for scoring and choosing.
         compute_ms: host time for computing missing chunks.
@@ -92,7 +91,6 @@ class BlendReport:
     computed_chunks: int = 0
     loaded_chunks: int = 0
     refused_chunks: int = 0
-    full_prefills: int = 0
     realign_ms: float = 0.0
     select_ms: float = 0.0
     compute_ms: float = 0.0
@@ -118,7 +116,7 @@ class BlendReport:
         return BlendReport(**own)
 
     def charge(self, flops: Charge) -> None:
-        """Note work of choosing and correcting that is no layer's own; a tensor is read when a figure is asked for."""
+        """Note work of choosing that is no layer's own; a tensor is read when a figure is asked for."""
         self._charges.append(flops)
 
     @property
@@ -145,7 +143,7 @@ class BlendReport:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the decoder in this prefill, with choosing and correcting."""
+        """FLOPs of the decoder in this prefill, with choosing."""
         return sum(self._spent(work, work.real) for work in self._work) + self.scoring_flops
 
     @property
@@ -153,7 +151,7 @@ class BlendReport:
         """FLOPs spent on the reusable tokens, over those of a full prefill on them; 0 without any."""
         full = sum(self._costs[work.layer].of_all(self._columns(work, work.reusable)) for work in self._layers())
         spent = sum(self._spent(work, work.reusable) for work in self._work)
-        return (spent + self.scoring_flops) / full + self.full_prefills if full else 0.0
+        return (spent + self.scoring_flops) / full if full else 0.0
 
     @property
     def flop_bound(self) -> float:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import PromptError
-from ..model.capture import Capture, capture
 from ..selectors.base import KV, TokenView
 from .context import PrefillContext
 from .rows import Rows, highest
@@ -37,7 +35,7 @@ class Selection:
         ratios = context.plan.config.ratios(len(context.layers))
         if context.is_probe or not context.selector.count(max(ratios.values()), context.plan.real.numel()):
             return 0.0, {}
-        if not (context.selector.needs_kv or context.selector.needs_full_prefill):
+        if not context.selector.needs_kv:
             before = ratios.pop(min(ratios))
         for layer, ratio in sorted(ratios.items()):
             index = next((index for index in stateful if index >= layer), None)
@@ -56,7 +54,7 @@ class Selection:
             scores = rows.take(self.first_scores)
         else:
             scores = context.selector.score(view)
-            if not (context.selector.needs_kv or context.selector.needs_full_prefill):
+            if not context.selector.needs_kv:
                 self.first_scores = scores
         selected = highest(scores.to(view.reusable.device), view.reusable, counts)
         if self.is_first:
@@ -72,16 +70,7 @@ class Selection:
         chunk = chunk if rows.filler is None else chunk.masked_fill(rows.filler, -1)
         optional: dict[str, Any] = {"probe": self.context.probe} if self.context.selector.needs_question else {}
         if fresh is not None:
-
-            def stored_at(layer: int) -> KV:
-                number = self.with_keys[layer]
-                return rows.take_pair((self._stored(number, fresh, 0), self._stored(number, fresh, 1)))
-
-            optional |= {
-                "pair": lambda which: rows.take_pair((fresh[which], self._stored(index, fresh, which))),
-                "full_prefill": lambda: [rows.take_pair(states) for states in self._full_prefill()],
-                "stored_at": stored_at,
-            }
+            optional["pair"] = lambda which: rows.take_pair((fresh[which], self._stored(index, fresh, which)))
         return TokenView(
             index,
             rows.columns,
@@ -118,23 +107,3 @@ class Selection:
         for placed in plan.chunks:
             keys[placed.row, :, placed.columns], values[placed.row, :, placed.columns] = placed.states(layer)
         return keys.to(plan.real.device), values.to(plan.real.device)
-
-    def _full_prefill(self) -> list[KV]:
-        """K and V of all new tokens as a full prefill of the model computes them; what the oracle looks at."""
-        self.context.report.full_prefills += 1
-        truth = full_prefill(self.context)
-        for layer, table in enumerate(truth.tables):
-            self.context.realigner.tables.setdefault(layer, table)
-        pairs = [truth.layers[index] for index in self.with_keys]
-        return [(keys, values) for keys, values, *_ in pairs]
-
-
-def full_prefill(context: PrefillContext) -> Capture:
-    """K, V and rotary tables of a full prefill, for research; only for a prompt that begins the cache."""
-    request = context.request
-    if request.past:
-        raise PromptError(
-            f"the selector {context.plan.config.selector!r} runs a full prefill of the whole prompt, but "
-            f"{request.past} tokens are in the cache already and their ids are not known. Use it on a fresh cache."
-        )
-    return capture(context.model, request.ids, request.arguments.get("position_ids"), request.mask)

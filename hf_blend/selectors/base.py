@@ -45,8 +45,6 @@ class TokenView:
         pair: gives (fresh, stored) of K (0) or V (1), `[batch, kv_heads, tokens, head_dim]` each: what was computed in
             this prompt, K rotated for the prompt's positions, and what is stored, realigned to the same positions;
             equal where not reusable. An error for a selector that declares `needs_kv = False`.
-        full_prefill: computes (K, V) of every layer as a full prefill would have them, for all columns; for research.
-        stored_at: stored (K, V) of a layer at the tokens of this view, realigned.
         stored_alone: stored (K, V) of a layer at the tokens of this view, K rotated for where each chunk was computed,
             zero where nothing is stored; needs nothing computed.
         probe: for selectors with `needs_question`: runs the question alone over the stored KV of all chunks, charged.
@@ -63,8 +61,6 @@ class TokenView:
     offset: Tensor
     chunk_tokens: Tensor
     pair: Callable[[int], tuple[Tensor, Tensor]] = _unavailable
-    full_prefill: Callable[[], Sequence[KV]] = _unavailable
-    stored_at: Callable[[int], KV] = _unavailable
     stored_alone: Callable[[int], KV] = _unavailable
     probe: Callable[..., None] = _no_question
     num_layers: int = 1
@@ -90,7 +86,6 @@ class Selector(ABC):
     """Gives every reusable token a score; those with the highest are recomputed."""
 
     needs_kv = True  # False: the choice needs no computed layer, so it is made before the first
-    needs_full_prefill = False  # True: for research; costs as much as what blending saves
     needs_question = False  # True: runs the question (`probe`), so that its choice depends on what follows the chunks
     defaults: ClassVar[Mapping[str, Any]] = {}
 
