@@ -312,7 +312,7 @@ def test_a_recomputation_that_fails_or_cannot_be_leaves_all_as_it_was():
 def test_who_computes_is_compared_once_in_each_generate(cache, monkeypatch):
     model, counts = tiny_model("llama"), []
     cache = cache(model, memory()) if cache is BlendCache else cache(model)
-    noting(monkeypatch, identities, "_look_at", lambda *_: counts.append(1))
+    noting(monkeypatch, identities, "_compare_structure", lambda *_: counts.append(1))
     ways = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     output = model.generate(prompt(24), past_key_values=cache, **ways)
     least = {}
@@ -330,7 +330,7 @@ def test_who_computes_is_compared_once_in_each_generate(cache, monkeypatch):
 
 def test_steps_of_assisted_decoding_are_steps(monkeypatch):
     model, counts = tiny_model("llama"), []
-    noting(monkeypatch, identities, "_look_at", lambda *_: counts.append(1))
+    noting(monkeypatch, identities, "_compare_structure", lambda *_: counts.append(1))
     for cache in (SequenceCache(model), BlendCache(model, memory())):
         counts.clear()
         ids = prompt(12).repeat(1, 3)

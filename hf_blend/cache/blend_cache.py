@@ -31,7 +31,7 @@ from ..errors import ConfigError, PromptError
 from ..model.anatomy import decoder_layers, default_sink
 from ..model.author import author_of, refuse_other_author
 from ..model.cache_keyword import cache_argument
-from ..model.fingerprint import structure_digest
+from ..model.fingerprint import structure_of
 from ..model.hooks import asking_generate, running_calls
 from ..model.identity.canonical import refuse_request_state, refuse_wrapper
 from ..model.own_cache import fitted
@@ -112,22 +112,23 @@ class BlendCache(BatchRows):
         recipe = Recipe({}, "given by the caller") if is_given else store.recipe(model)
         config = config or recipe.config(is_blind=store.loads_in_part)
         self.config = BlendConfig.from_dict({**config.to_dict(), **settings})
-        began_s, digest = time.perf_counter(), structure_digest(model)
+        began_s = time.perf_counter()
+        structure_of(model)  # what was found out of another structure is forgotten
         self.config.ratios(len(decoder_layers(model)))
         self.planning = ForwardPlanning(self.config, recipe.source)
         self.model, self.store = model, store
         prefix_ids = self.config.chunk_prefix_ids
         self.chunk_prefix_ids = default_sink(model) if prefix_ids is None else prefix_ids
         self.report = BlendReport(self.config.recompute_ratio)
-        silence_casts(model, self, digest)
-        self.traits = ModelTraits(model, self.chunk_prefix_ids, trial_cache, self.config.allow_unverified, digest)
+        silence_casts(model, self)
+        self.traits = ModelTraits(model, self.chunk_prefix_ids, trial_cache, self.config.allow_unverified)
         self.planning.checked_since(began_s)
         self.observer: AttentionObserver | None = None  # is given every layer's attention in a blended forward
         self.loader: Any = None  # loads chunks in part, where the store does
         self.prompts, self.turns = KnownPrompts(), Turns()
         self.watch = ForwardWatch(self, model, self.traits.layers)
         super().__init__(layers=[])
-        self.hold(KVLayers.empty(model, len(self.traits.layers), self.config, digest))
+        self.hold(KVLayers.empty(model, len(self.traits.layers), self.config))
 
     def hold(self, kv: KVLayers) -> None:
         """Hold K and V in these layers."""

@@ -45,20 +45,19 @@ class ModelTraits:
         chunk_prefix_ids: Sequence[int],
         make_cache: Callable[..., Any],
         allow_unverified: bool,
-        digest: str,
     ) -> None:
-        """Read a model; at its first use test that it can be blended. `digest` is of its structure.
+        """Read a model; at its first use test that it can be blended.
 
         Raises:
             UnsupportedModelError: it cannot be blended exactly, and `allow_unverified` is False.
             PromptError: `chunk_prefix_ids` holds a token that stands for something else than text.
         """
         self.layers, self.config = decoder_layers(model), text_config(model)  # the config is the text decoder's
-        self.placeholders = placeholders_of(model, digest)  # ids of tokens that stand for something else than text
+        self.placeholders = placeholders_of(model)  # ids of tokens that stand for something else than text
         refuse_placeholders(model, chunk_prefix_ids, "chunk_prefix_ids", self.placeholders)
-        self.styles = ensure_trusted(model, make_cache, allow_unverified, digest)  # how each layer rotates its keys
-        self.extras = extras_of(model, len(self.layers), digest)
-        self.ignores_states = ignores_states(model, digest)  # wherever several tokens come at a time
+        self.styles = ensure_trusted(model, make_cache, allow_unverified)  # how each layer rotates its keys
+        self.extras = extras_of(model, len(self.layers))
+        self.ignores_states = ignores_states(model)  # wherever several tokens come at a time
 
     def refuse_tokens(self, width: int, past: int) -> None:
         """Raise ConfigError if the model would compute `width` new tokens as if no `past` ones were cached."""

@@ -16,22 +16,22 @@ from ..config import BlendConfig
 from ..errors import ConfigError
 from ..model.anatomy import has_indexer, stock_layers, text_config
 from ..model.extras import layer_extensions
-from ..model.fingerprint import PerStructure
+from ..model.fingerprint import per_model
 from .healing import Frontier
 from .indexed_layer import IndexedLayer, QuantisedIndexedLayer
 from .layers import BlendLayer, BlendSlidingLayer
 from .quantised_layer import QuantisedLayer
 
 
-@PerStructure
+@per_model
 def _stock_layers(model: nn.Module) -> list[Any]:
     """The layers of the cache that transformers makes for a model, empty; none where it makes none."""
     return stock_layers(text_config(model))
 
 
-def cache_layers(model: nn.Module, count: int, config: BlendConfig, digest: str = "") -> list[Any]:
+def cache_layers(model: nn.Module, count: int, config: BlendConfig) -> list[Any]:
     """The layers of a blend cache: full, sliding or of a mixer where transformers' own cache has such a layer."""
-    stock, kv_bits = _stock_layers(model, digest), config.kv_bits
+    stock, kv_bits = _stock_layers(model), config.kv_bits
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
     indexed = IndexedLayer if kv_bits is None else partial(QuantisedIndexedLayer, kv_bits)
     every = [*stock, *[None] * count][:count]
@@ -74,13 +74,13 @@ class KVLayers:
         self.frontier = Frontier()
 
     @classmethod
-    def empty(cls, model: nn.Module, count: int, config: BlendConfig, digest: str = "") -> "KVLayers":
+    def empty(cls, model: nn.Module, count: int, config: BlendConfig) -> "KVLayers":
         """Layers without tokens."""
-        layers = cache_layers(model, count, config, digest)
+        layers = cache_layers(model, count, config)
         memory = None
         if config.kv_device_map is not None:
             memory = plugins.extension("offload.layer").offload(layers, config)  # replaces some of the layers
-        return cls(layers, memory, len(_stock_layers(model, digest)) or None)
+        return cls(layers, memory, len(_stock_layers(model)) or None)
 
     @property
     def are_partial(self) -> bool:

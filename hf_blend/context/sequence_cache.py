@@ -375,8 +375,7 @@ class SequenceCache(Cache):
 
     def check_state(self, state: dict[str, Tensor]) -> None:
         """Raise EntryFault for tensors that `state` of a cache of this model never gives."""
-        name = author_of(self.model)._replace(autocast="").stored_name()
-        check_state(state, layout_of(self.model, name), self.kv_bits)
+        check_state(state, layout_of(self.model), self.kv_bits)
 
     def _take_sequence(
         self, number: int, cells: Tensor, positions: Tensor, saved: list[SequenceLayer], about: Tensor

@@ -45,7 +45,6 @@ from .checks import (
     relative_error,
     violations,
 )
-from .fingerprint import structure_digest
 from .hooks import hooked
 from .identity.canonical import canonical, notes_kept
 from .modality import text_ids
@@ -246,13 +245,12 @@ def _felt(model: nn.Module, tokens: int) -> set[str]:
 
 
 def ensure_trusted(
-    model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False, digest: str = ""
+    model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False
 ) -> tuple[type[RotaryStyle], ...]:
     """Find out whether a model can be blended exactly, once for each dtype, attention and structure that it has."""
-    digest = digest or structure_digest(model)
     with PROBING:
-        styles = rotary_styles(model, digest)
-        ensure_passed(CheckedModel(model, make_cache), BLEND, allow_unverified, digest)
+        styles = rotary_styles(model)
+        ensure_passed(CheckedModel(model, make_cache), BLEND, allow_unverified)
     return styles
 
 

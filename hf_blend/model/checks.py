@@ -28,7 +28,7 @@ from ..errors import HfBlendError, UnsupportedModelError
 from ..prompt.pieces import Prompt
 from .anatomy import PER_TOKEN, full_cache, is_extended, text_config
 from .cache_keyword import cache_argument
-from .fingerprint import PerStructure, structure_digest
+from .fingerprint import per_model, structure_of
 from .identity.canonical import canonical, notes_kept
 from .modality import text_ids
 from .placement import input_device
@@ -110,7 +110,7 @@ def check(first_use: str = "", overridable: bool = True, needs: type = object) -
     return register
 
 
-def finding(find: Callable[[nn.Module], CheckResult]) -> PerStructure[Any]:
+def finding(find: Callable[[nn.Module], CheckResult]) -> Callable[[nn.Module], Any]:
     """Register a function of a model as a check; a call gives the result's `value`, or raises the function's error."""
 
     def measure(subject: Any) -> CheckResult:
@@ -121,7 +121,7 @@ def finding(find: Callable[[nn.Module], CheckResult]) -> PerStructure[Any]:
 
     measure.__name__, measure.__doc__ = find.__name__, find.__doc__
     check()(measure)
-    return PerStructure(lambda model: find(model).value)
+    return per_model(lambda model: find(model).value)
 
 
 def violations(details: list[str]) -> CheckResult:
@@ -258,13 +258,13 @@ class CheckedModel:
         return norm_error(logits[:, -expected.shape[1] :].float(), expected)
 
 
-def ensure_passed(subject: CheckedModel, use: Use, allow_unverified: bool = False, digest: str = "") -> None:
+def ensure_passed(subject: CheckedModel, use: Use, allow_unverified: bool = False) -> None:
     """Run the checks of a use once for each dtype and attention that a model has."""
     model = subject.model
     with PROBING:
         if use.name in _testing.get(model, ()):
             return
-        complaints, state = _complaints.setdefault(model, {}), _state(subject, use, digest)
+        complaints, state = _complaints.setdefault(model, {}), _state(subject, use)
         if state not in complaints:
             _testing.setdefault(model, set()).add(use.name)
             try:
@@ -288,10 +288,10 @@ def has_passed(subject: CheckedModel, use: Use) -> bool:
     return _complaints.get(subject.model, {}).get(_state(subject, use), ("?", True))[0] == ""
 
 
-def _state(subject: CheckedModel, use: Use, digest: str = "") -> tuple[Any, ...]:
+def _state(subject: CheckedModel, use: Use) -> tuple[Any, ...]:
     model = subject.model
     attention = getattr(text_config(model), "_attn_implementation", None)
-    return use.name, subject.kind, model.dtype, attention, is_extended(model), digest or structure_digest(model)
+    return use.name, subject.kind, model.dtype, attention, is_extended(model), structure_of(model)
 
 
 def _complaint(subject: CheckedModel, use: Use) -> tuple[str, bool] | None:

@@ -47,7 +47,7 @@ class LayerExtension:
     """
 
     states: tuple[str, ...]
-    find: Callable[[nn.Module, str], Sequence[LayerExtra | None]]
+    find: Callable[[nn.Module], Sequence[LayerExtra | None]]
     make_layer: Callable[[Any], Any]
 
 
@@ -66,9 +66,9 @@ def layer_extensions() -> list[LayerExtension]:
     return _registered
 
 
-def extras_of(model: nn.Module, layers: int, digest: str = "") -> list[LayerExtra | None]:
+def extras_of(model: nn.Module, layers: int) -> list[LayerExtra | None]:
     """By decoder layer, the part that keeps something beside K and V; None for most."""
     extras: list[LayerExtra | None] = [None] * layers
     for extension in layer_extensions():
-        extras = [mine or other for mine, other in zip(extras, extension.find(model, digest), strict=True)]
+        extras = [mine or other for mine, other in zip(extras, extension.find(model), strict=True)]
     return extras

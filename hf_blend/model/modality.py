@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import PromptError
 from .anatomy import parameter_names, text_config
 from .cache_keyword import KEYWORDS
-from .fingerprint import PerStructure
+from .fingerprint import per_model
 
 TEXT_ARGUMENTS = frozenset({
     *KEYWORDS, "input_ids", "attention_mask", "position_ids", "cache_position", "layer_past", "inputs_embeds",
@@ -88,7 +88,7 @@ def placeholder_ids(config: Any) -> frozenset[int]:
     return frozenset(token_ids)
 
 
-@PerStructure
+@per_model
 def placeholders_of(model: nn.Module) -> frozenset[int]:
     """`placeholder_ids` of a model's config."""
     return placeholder_ids(model.config)

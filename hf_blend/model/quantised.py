@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .anatomy import decoder_layers
-from .fingerprint import PerStructure
-from .identity.code import qualified_name
+from .fingerprint import per_model
 from .placement import input_device
 
 LOGGER = "bitsandbytes.autograd._functions"
@@ -22,14 +21,14 @@ class _WithoutCasts(logging.Filter):
         return not str(record.msg).startswith(REPEATED)
 
 
-@PerStructure
+@per_model
 def _has_casts(model: nn.Module) -> bool:
     return any(type(module).__name__ == "Linear8bitLt" for module in model.modules())
 
 
-def silence_casts(model: nn.Module, owner: object, digest: str = "") -> None:
+def silence_casts(model: nn.Module, owner: object) -> None:
     """Drop the line that bitsandbytes logs per product, as long as an object lives; other lines pass."""
-    if _has_casts(model, digest):
+    if _has_casts(model):
         logger, dropping = logging.getLogger(LOGGER), _WithoutCasts()
         logger.addFilter(dropping)
         weakref.finalize(owner, logger.removeFilter, dropping).atexit = False
@@ -43,9 +42,10 @@ def shared_scale(model: nn.Module) -> str:
         if isinstance(width, int):
             alone, beside = _beside(module, width, input_device(model), model.dtype)
             if (beside - alone).norm() > 0.1 * alone.norm():
+                kind = f"{type(module).__module__}.{type(module).__qualname__}"
                 return (
-                    f"{name} ({qualified_name(type(module))}) quantises all tokens of a call by one scale, so what it "
-                    "gives for a token depends on those beside it. Quantise weights alone, or each token by itself."
+                    f"{name} ({kind}) quantises all tokens of a call by one scale, so what it gives for "
+                    "a token depends on those beside it. Quantise weights alone, or each token by itself."
                 )
     return ""
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..model.capture import capture_chunk
-from ..model.fingerprint import PerStructure
+from ..model.fingerprint import per_model
 from ..model.modality import text_ids
 from ..store.chunk import Layout, norm_span
 
@@ -22,7 +22,7 @@ PROBE_TOKENS = 4
 SAME_NORM = 1.1  # largest over smallest cos² + sin²; tables of bfloat16 reach 1.02
 
 
-@PerStructure
+@per_model
 def layout_of(model: nn.Module) -> Layout:
     """The layout of a model's KV, found by one short forward and remembered until the fingerprint changes."""
     chunk = capture_chunk(model, text_ids(model, PROBE_TOKENS).tolist(), (), "")

@@ -331,7 +331,7 @@ class Planner:
         if not keys:
             return []
         began_s = time.perf_counter()
-        layout = layout_of(self._model, self._fingerprint)
+        layout = layout_of(self._model)
         self._report.check_ms += 1e3 * (time.perf_counter() - began_s)
         at_hand, missing = self._store.at_hand(keys, layout), list[ChunkKey]()
         for key in keys:

@@ -145,7 +145,7 @@ def test_without_the_secret_nothing_crafted_is_even_parsed(tmp_path, forge, stor
 
 
 def test_a_chunk_of_another_layout_in_memory_is_dropped(model, stored, chunk):
-    layout, store = layout_of(model, stored.key.fingerprint), ChunkStore.open("memory://")
+    layout, store = layout_of(model), ChunkStore.open("memory://")
     store.put(chunk(CHUNK, fingerprint=stored.key.fingerprint))
     assert store.get(stored.key) is not None
     assert store.get(stored.key, layout=layout) is None

@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model computes, as far as it can be known without running it.
 
-The door is `hf_blend.model.fingerprint`. `structure` walks over config, modules and attributes, `code` names functions
-and classes, `weights` digests and samples tensors, `canonical` refuses hooks and wrappers that nothing can compare.
+The door is `hf_blend.model.fingerprint`. `config` reads the config, `weights` digests and samples tensors, `canonical`
+refuses hooks and wrappers that nothing can compare.
 """

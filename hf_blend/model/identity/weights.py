@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of a model: a digest of all their bytes, and a sample that shows for little whether they changed.
 
-Each request compares tensors by identity, address and version. An optimizer or a write through `.data` changes none of
-these, so a sample of the content of every tensor is compared too, bit for bit, with one synchronisation per model.
+Each request compares tensors by address, dtype and version. A fused optimizer or a write through `.data` changes none
+of these, so a sample of the values of every tensor is compared too, bit for bit, with one synchronisation per model.
 """
 
 import copy
 import hashlib
 import json
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -21,14 +21,31 @@ from .checksum import checksum
 
 PLAIN, QUANTISED = (Tensor, nn.Parameter), {"quant_state", "SCB"}
 QUANTISED_BY_ITS_STATE = ("absmax", "code", "offset")
-WHOLE_BYTES = 4 << 20  # models up to this size are compared whole
-RUNS, RUN_ELEMENTS = 16, 8  # of each tensor: so many places, evenly spread, and so many elements at each
-Tensors: TypeAlias = Iterable[tuple[str, nn.Module, Tensor]]  # with their paths and modules
-UNVERSIONED_RUNS = 64  # for tensors whose version does not count: those made in inference mode
+SAMPLED = 128  # values of each tensor, about
+MOVING_TABLES = ("dynamic", "longrope")  # types of rotary embeddings that replace their frequencies as prompts grow
+NamedTensor: TypeAlias = tuple[str, nn.Module, Tensor]  # with its path and the module that has it
 
 
-def weight_digest(tensors: Tensors) -> str:
-    """Read all tensors of a `Structure` once: a digest of their dtypes, shapes and bytes, in 64 hex digits."""
+def tensors_of(model: nn.Module) -> list[NamedTensor]:
+    """Parameters and buffers of a model, each once, but for frequencies that change as prompts grow.
+
+    Never through `state_dict()`: it rewrites the 4-bit weights of a live model.
+    """
+    tensors: list[NamedTensor] = []
+    seen: set[Tensor] = set()
+    for path, module in model.named_modules():
+        rope_type = str(vars(module).get("rope_type", ""))
+        is_moving = any(kind in rope_type for kind in MOVING_TABLES)
+        for name, tensor in (module._parameters | module._buffers).items():
+            if tensor is None or tensor in seen or (is_moving and name.endswith("inv_freq")):
+                continue
+            seen.add(tensor)
+            tensors.append((f"{path}.{name}", module, tensor))
+    return tensors
+
+
+def weight_digest(tensors: Sequence[NamedTensor]) -> str:
+    """Read all tensors of `tensors_of` once: a digest of their dtypes, shapes and bytes, in 64 hex digits."""
     digest = hashlib.sha256()
     for path, module, tensor in tensors:
         loaded = loaded_values(path, module, tensor)
@@ -105,16 +122,18 @@ class WeightSample:
     Weights that accelerate keeps elsewhere count by the map that they are fetched from.
     """
 
-    def __init__(self, tensors: Tensors) -> None:
-        """Take a sample of the tensors of a `Structure`."""
-        self._locations, stored = list[Hashable](), list[Tensor]()
+    def __init__(self, tensors: Sequence[NamedTensor]) -> None:
+        """Take a sample of what `tensors_of` gave."""
+        self._locations: list[tuple[Any, ...]] = []
+        stored: list[Tensor] = []
         for path, module, tensor in tensors:
             if tensor.is_meta:  # accelerate makes a new one after every forward
-                self._locations += [path, *(id(getattr(hook, "weights_map", None)) for hook in offload_hooks(module))]
+                maps = [id(getattr(hook, "weights_map", None)) for hook in offload_hooks(module)]
+                self._locations.append((path, *maps))
                 continue
             for name, plain in stored_parts(module, tensor):
-                version = -1 if plain.is_inference() else plain._version
-                self._locations.append((path, name, id(plain), plain.data_ptr(), version))
+                version = -1 if plain.is_inference() else plain._version  # these count no versions
+                self._locations.append((path, name, plain.data_ptr(), plain.dtype, version))
                 stored.append(plain)
         self._samples = sampled(stored)
 
@@ -123,31 +142,16 @@ class WeightSample:
         if self._locations != other._locations:
             return False
         flags = [(new != old).any() for new, old in zip(self._samples, other._samples, strict=True)]
+        # one question to the device, however many dtypes there are
         return not flags or not torch.stack([flag.to(flags[0].device) for flag in flags]).any().item()
 
 
 @torch.inference_mode()
-def sampled(tensors: list[Tensor]) -> list[Tensor]:
-    """The sampled bytes of tensors, one piece for each device and length of a run."""
-    is_small = sum(tensor.nbytes for tensor in tensors) <= WHOLE_BYTES
-    pieces: dict[tuple[torch.device, int], list[Tensor]] = {}
+def sampled(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The bytes of evenly spread values of each tensor, one piece for each device and dtype."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel():
-            runs = _runs(tensor, is_small)
-            pieces.setdefault((tensor.device, runs.shape[1]), []).append(runs)
-    return [torch.cat(runs) for runs in pieces.values()]
-
-
-def _runs(tensor: Tensor, is_whole: bool) -> Tensor:
-    """A sample of a tensor's memory as bytes `[runs, width]`, without a copy.
-
-    The runs are evenly spread; the last of them ends with the last element.
-    """
-    count = tensor.numel()
-    if not tensor.is_contiguous():
-        count = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    width = count if is_whole else min(count, RUN_ELEMENTS)
-    runs = min(UNVERSIONED_RUNS if tensor.is_inference() else RUNS, -(-count // width))
-    step = max(1, (count - width) // max(1, runs - 1))
-    first = tensor.storage_offset() + count - width - step * (runs - 1)
-    return tensor.as_strided((runs, width), (step, 1), first).view(torch.uint8)
+        values = tensor.detach().reshape(-1)
+        step = max(1, values.numel() // SAMPLED)
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(values[::step])
+    return [torch.cat(values).view(torch.uint8) for values in by_kind.values()]
