@@ -16,7 +16,7 @@ from hf_blend.evaluation.parsing import FileLimits
 from . import options
 from .calibrating import Calibrate, calibrate_once, say_recipe
 from .choosing import meaning_of, open_encoder, open_source
-from .output import Cost, Json, SecretFile, duration, fail, humanise, interruptible, progress, read_secret, say, show
+from .output import Cost, Json, duration, fail, humanise, interruptible, progress, say, show
 from .reading import choose_files, load, read, split
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def index(
     store: options.Store = None,
     remote: Remote = None,
     namespace: Namespace = "",
-    secret_file: SecretFile = None,
     meaning: options.Meaning = None,
     chunk_tokens: options.ChunkTokens = 512,
     shard: ShardOption = None,
@@ -76,7 +75,7 @@ def index(
     from hf_blend.errors import ConfigError, import_extra
     from hf_blend.evaluation import indexing
 
-    share, secret = indexing.Shard.find(shard), read_secret(secret_file)
+    share = indexing.Shard.find(shard)
     if ray:
         import_extra("ray.data", extra="ray", wanted_by="hf-blend index --ray")
         if share.count > 1:
@@ -93,7 +92,7 @@ def index(
         size = f"{estimate.tokens:,} tokens, {humanise('nbytes', estimate.nbytes)} of KV"
         say(f"{len({piece.name for piece in pieces}):,} documents in {estimate.pieces:,} chunks: {size}.")
     place: dict[str, Any] = {
-        "location": "memory://" if dry_run else store, "memory_bytes": 0, "secret": secret, "remote": remote,
+        "location": "memory://" if dry_run else store, "memory_bytes": 0, "remote": remote,
         "remote_deadline_s": PATIENCE_S, "namespace": namespace,
     }  # fmt: skip
     with ChunkStore.open(**place) as opened:

@@ -15,21 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
-
-from hf_blend.errors import ConfigError
 
 LINE_S = 5.0  # between two lines of progress in a log
 
 Item = TypeVar("Item")
 Row = Mapping[str, Any]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-SecretFile = Annotated[
-    Path | None, typer.Option("--secret-file", help="File that holds the store's secret, for a store that has one.")
-]
 
 
 def show(
@@ -72,22 +66,6 @@ def marked(tokens: Iterable[tuple[str, bool]]) -> str:
 def say(text: str) -> None:
     """Tell people something beside the result, on stderr."""
     typer.echo(text, err=True)
-
-
-def read_secret(path: Path | None) -> bytes | None:
-    """The secret of a store, from the file that holds it; None where there is none."""
-    if path is None:
-        return None
-    try:
-        secret = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"the secret in {str(path)!r} cannot be read ({error.strerror or error}). Give a file that holds the "
-            "store's secret."
-        ) from error
-    if not secret:
-        raise ConfigError(f"the file {str(path)!r} is empty, but the bytes of the store's secret are expected in it.")
-    return secret
 
 
 def fail(text: str) -> NoReturn:

@@ -13,7 +13,7 @@ import typer
 from hf_blend.errors import ConfigError, StoreError
 
 from .options import Store
-from .output import Json, SecretFile, fail, read_secret, say, show
+from .output import Json, fail, say, show
 
 if TYPE_CHECKING:
     from hf_blend.evaluation.sources import Source
@@ -35,21 +35,20 @@ All = Annotated[bool, typer.Option("--all", help="All chunks of the namespace.")
 def check(
     store: Store = None,
     namespace: Namespace = "",
-    secret_file: SecretFile = None,
     repair: Annotated[bool, typer.Option("--repair", help="Remove what can never become good.")] = False,
     json: Json = False,
 ) -> None:
     """Read and verify every entry. Exit code 1 if one is damaged and stays.
 
-    Entries of another namespace or secret are counted as foreign: nothing can be known of them, and they stay.
+    Entries of another namespace are counted as foreign: nothing can be known of them, and they stay.
 
     Examples:
         hf-blend store check
         hf-blend store check --repair --json
     """
-    with _opened(store, namespace, secret_file) as opened:
+    with _opened(store, namespace) as opened:
         results = list(opened.check(repair=repair))
-    foreign = [result for result in results if result.reason in ("namespace", "secret")]
+    foreign = [result for result in results if result.reason == "namespace"]
     bad = [result for result in results if result.reason and result not in foreign]
     whole = [result for result in results if not result.reason]
     document = {
@@ -67,7 +66,6 @@ def check(
 def gc(
     store: Store = None,
     namespace: Namespace = "",
-    secret_file: SecretFile = None,
     to_bytes: Annotated[int | None, typer.Option(min=0, help="Evict until this is left, in all namespaces.")] = None,
     ttl_s: Annotated[float | None, typer.Option(min=0, help="Remove chunks older than this, in seconds.")] = None,
     json: Json = False,
@@ -78,7 +76,7 @@ def gc(
         hf-blend store gc --ttl-s 2592000
         hf-blend store gc --to-bytes 1000000000 --json
     """
-    with _opened(store, namespace, secret_file, ttl_s=ttl_s) as opened:
+    with _opened(store, namespace, ttl_s=ttl_s) as opened:
         orphans = opened.stats()["removed"].get("orphans", 0)  # opening removes them
         collected = opened.collect(to_bytes)
     show({**collected, "orphans": collected["orphans"] + orphans}, as_json=json)
@@ -90,7 +88,6 @@ def rm(
     model: Model = None,
     store: Store = None,
     namespace: Namespace = "",
-    secret_file: SecretFile = None,
     json: Json = False,
 ) -> None:
     """Remove documents, or chunks by their digests. A chunk that another document has too stays.
@@ -101,7 +98,7 @@ def rm(
     """
     from hf_blend.evaluation.sources import Sources
 
-    with _opened(store, namespace, secret_file) as opened:
+    with _opened(store, namespace) as opened:
         sources = Sources(opened)
         documents = [source for name in names or [] for source in sources.named(name)]
         digests = [name for name in names or [] if not sources.named(name)]
@@ -123,7 +120,6 @@ def pin(
     off: Annotated[bool, typer.Option("--off", help="Let them be evicted again.")] = False,
     store: Store = None,
     namespace: Namespace = "",
-    secret_file: SecretFile = None,
     json: Json = False,
 ) -> None:
     """Keep chunks from being evicted; they still count against the caps.
@@ -132,7 +128,7 @@ def pin(
         hf-blend store pin --all
         hf-blend store pin --all --off --json
     """
-    with _opened(store, namespace, secret_file) as opened:
+    with _opened(store, namespace) as opened:
         chosen = _chosen(opened, digests, everything, model)
         opened.set_pins(chosen, not off)
     show({"unpinned" if off else "pinned": len(chosen)}, as_json=json)
@@ -141,7 +137,6 @@ def pin(
 def ls(
     store: Store = None,
     namespace: Namespace = "",
-    secret_file: SecretFile = None,
     limit: Limit = None,
     chunks: Chunks = False,
     json: Json = False,
@@ -149,7 +144,7 @@ def ls(
     """List the indexed documents with their models, sizes and ages. With --chunks every chunk, the newest first.
 
     Chunks that no document is known of are in one row without a name: those of texts that were given to the library,
-    of a store with a secret, and the beginnings of prompts.
+    and the beginnings of prompts.
 
     Examples:
         hf-blend store ls
@@ -157,7 +152,7 @@ def ls(
     """
     from hf_blend.evaluation.sources import Sources
 
-    with _opened(store, namespace, secret_file) as opened:
+    with _opened(store, namespace) as opened:
         entries = sorted(opened.entries(), key=lambda entry: entry.created, reverse=True)
         sources = list(Sources(opened))
     if not entries and not json:
@@ -199,14 +194,14 @@ def _document_row(
     }  # fmt: skip
 
 
-def stats(store: Store = None, namespace: Namespace = "", secret_file: SecretFile = None, json: Json = False) -> None:
+def stats(store: Store = None, namespace: Namespace = "", json: Json = False) -> None:
     """Say how much is stored, and for how many models.
 
     Examples:
         hf-blend store stats
         hf-blend store stats --json
     """
-    with _opened(store, namespace, secret_file) as opened:
+    with _opened(store, namespace) as opened:
         entries, now = list(opened.entries()), opened.stats()
     tiers = Counter(entry.tier for entry in entries)
     show(
@@ -255,7 +250,7 @@ def plan(
 
 
 def _opened(
-    location: str | None, namespace: str, secret_file: Path | None, ttl_s: float | None = None
+    location: str | None, namespace: str, ttl_s: float | None = None
 ) -> "ChunkStore":
     """Open a store; a folder that is not there is refused, not made."""
     from hf_blend.store import ChunkStore
@@ -265,8 +260,7 @@ def _opened(
             f"there is no store at {location!r}: no such folder. Give the folder that ChunkStore.open was given, or "
             "leave --store out for the default one."
         )
-    secret = read_secret(secret_file)
-    return ChunkStore.open(location, memory_bytes=0, namespace=namespace, ttl_s=ttl_s, secret=secret)
+    return ChunkStore.open(location, memory_bytes=0, namespace=namespace, ttl_s=ttl_s)
 
 
 def _chosen(store: "ChunkStore", digests: list[str] | None, everything: bool, model: str | None) -> list[str]:

@@ -3,7 +3,7 @@
 """Which documents the chunks of a store came from: a small JSON file for each indexed document, beside the chunks.
 
 Chunks are named by their content. These files are for people alone, who list, find and remove documents by name; no
-request reads them. They hold names in clear, so a store with a secret has none.
+request reads them. They hold names in clear.
 """
 
 import contextlib
@@ -127,10 +127,10 @@ class Sources:
 def beside(store: ChunkStore, kind: str) -> Path | None:
     """The folder beside the chunks of a namespace for what is kept of their documents; None where nothing is kept.
 
-    Nothing is kept of a store that has a secret, or no folder on this machine.
+    Nothing is kept of a store that has no folder on this machine.
     """
     root = next((Path(tier.root) for tier in store.tiers() if hasattr(tier, "root") and tier.is_local), None)
-    return root / kind / hash_namespace(store.namespace)[:16] if root and store.secret is None else None
+    return root / kind / hash_namespace(store.namespace)[:16] if root else None
 
 
 def vectors_file(folder: Path, name: str) -> Path:

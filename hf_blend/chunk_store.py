@@ -15,7 +15,6 @@ from .errors import ConfigError, suggest
 from .recipes import Recipe, Recipes
 from .store.chunk import ChunkKey
 from .store.opening import Limits, is_remote, open_tiers
-from .store.seal import check_secret
 from .store.store import BaseStore
 
 __all__ = ["ChunkStore"]
@@ -53,7 +52,6 @@ class ChunkStore(BaseStore):
         quota_bytes: int | None = None,
         ttl_s: float | None = None,
         durability: str = "full",
-        secret: bytes | None = None,
         codec: str = "raw",
         partial: float | Mapping[str, float] | None = None,
     ) -> Self:
@@ -79,8 +77,6 @@ class ChunkStore(BaseStore):
             ttl_s: age in seconds from which a chunk is not used; None is never.
             durability: "full" makes a stored chunk survive a power loss; "none" is for scratch. Neither ever gives
                 wrong KV.
-            secret: bytes such as `secrets.token_bytes(32)`, for a store that others may write to: what is not signed
-                with it is refused, see docs/security.md.
             codec: "raw" keeps K and V bit for bit; "bf16" takes half the bytes of float32, "int8" half of bfloat16,
                 "int4" less than a third. All are read.
             partial: share of the chunks' blocks that a request loads, chosen by its question, or a mapping of
@@ -92,7 +88,6 @@ class ChunkStore(BaseStore):
         """
         limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction, remote_queue_bytes)
         limits.check()
-        check_secret(secret)
         if durability not in _DURABILITIES:
             raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")
         plugins.load("store.codecs", codec)
@@ -107,7 +102,7 @@ class ChunkStore(BaseStore):
         if parts is not None and root is None:  # blocks are bytes, in memory too
             limits, memories = replace(limits, tier_bytes=memories[-1].cap_bytes), []
             tiers = [plugins.load("store.tiers", "memory")()]
-        opened = cls(memories, tiers, namespace=namespace, index=index, limits=limits, secret=secret, codec=codec)
+        opened = cls(memories, tiers, namespace=namespace, index=index, limits=limits, codec=codec)
         opened.recipes = Recipes(root / "recipes" if root else None)
         if parts is not None:
             parts.apply(opened)

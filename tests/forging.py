@@ -6,7 +6,6 @@ It shares no code with what it is used to check.
 """
 
 import hashlib
-import hmac
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -24,38 +23,33 @@ NAMES = {
 
 
 class Forge:
-    """Writes entries, signed ones too, and those of chunks from a chunk and what is to be changed."""
+    """Writes entries, and those of chunks from a chunk and what is to be changed."""
 
-    def seal(self, secret: bytes | None, *content: bytes) -> bytes:
+    def seal(self, *content: bytes) -> bytes:
         """A seal over some content."""
         joined = b"hf_blend.seal\0" + b"".join(content)
-        if secret is None:
-            return b"sha256:" + hashlib.sha256(joined).hexdigest().encode()
-        tag = hmac.new(secret, b"hf_blend.tag\0", "sha256").hexdigest()[:16].encode()
-        return b"hmac-sha256:" + tag + b":" + hmac.new(secret, joined, "sha256").hexdigest().encode()
+        return b"sha256:" + hashlib.sha256(joined).hexdigest().encode()
 
-    def header(self, rest: str, secret: bytes | None = None, kind: str = CHUNK) -> bytes:
+    def header(self, rest: str, kind: str = CHUNK) -> bytes:
         """Length, kind, seal and the JSON behind the seal."""
         begin, text = f'{{"__metadata__":{{"format":"{kind}","seal":"'.encode(), rest.encode("utf-8", "surrogatepass")
-        size = len(begin) + len(self.seal(secret)) + len(text)
+        size = len(begin) + len(self.seal()) + len(text)
         text += b" " * (-(8 + size) % 64)
         start = (size + -(8 + size) % 64).to_bytes(8, "little") + begin
-        return start + self.seal(secret, start, text) + text
+        return start + self.seal(start, text) + text
 
-    def digests(self, rows: Sequence[Row], secret: bytes | None) -> str:
+    def digests(self, rows: Sequence[Row]) -> str:
         """The text of all digests."""
-        each = [xxhash.xxh3_128_hexdigest(data) if secret is None else hashlib.sha256(data).hexdigest()
-                for *_, data in rows]  # fmt: skip
-        return compact(each)
+        return compact([xxhash.xxh3_128_hexdigest(data) for *_, data in rows])
 
-    def entry(self, kind: str, about: Mapping[str, Any], rows: Sequence[Row], secret: bytes | None = None) -> bytes:
+    def entry(self, kind: str, about: Mapping[str, Any], rows: Sequence[Row]) -> bytes:
         """An entry of any kind; `about` names the digests."""
         plans, start = "", 0
         for name, dtype, shape, data in rows:
             plan = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + len(data)]}
             plans += f",{compact(name)}:{compact(plan)}"
             start += len(data)
-        return self.header('",' + compact(about)[1:] + plans + "}", secret, kind) + b"".join(row[3] for row in rows)
+        return self.header('",' + compact(about)[1:] + plans + "}", kind) + b"".join(row[3] for row in rows)
 
     def tensors(self, chunk: Any) -> list[Row]:
         """What an entry of a chunk holds, as it was computed."""
@@ -70,14 +64,14 @@ class Forge:
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return name, NAMES[tensor.dtype], list(tensor.shape), data
 
-    def __call__(self, chunk: Any, secret: bytes | None = None, tensors: Any = None, **changes: Any) -> bytes:
+    def __call__(self, chunk: Any, tensors: Any = None, **changes: Any) -> bytes:
         """An entry under the key of a chunk, whose tensors and texts may be others, of any type."""
         rows = self.tensors(chunk) if tensors is None else list(tensors)
         space = hashlib.sha256(b"hf_blend.namespace/1\0" + chunk.key.namespace.encode()).hexdigest()
         about = {"provenance": "isolated", "key": chunk.key.digest, "fingerprint": chunk.key.fingerprint}
         about |= {"namespace": space, "codec": "raw", "canary": chunk.canary}
-        about |= {"layer_table": compact(chunk.layer_table), "digests": self.digests(rows, secret)}
-        return self.entry(CHUNK, {**about, **changes}, rows, secret)
+        about |= {"layer_table": compact(chunk.layer_table), "digests": self.digests(rows)}
+        return self.entry(CHUNK, {**about, **changes}, rows)
 
     def padded(self, tensors: Sequence[Row]) -> list[Row]:
         """Rows whose bytes were cut or filled up to what dtype and shape say."""
@@ -88,17 +82,17 @@ class Forge:
 
 
 def forged(kind: str, about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """An unsigned entry of any kind."""
+    """An entry of any kind."""
     forge = Forge()
     rows = [forge.row(name, tensor) for name, tensor in tensors.items()]
-    return forge.entry(kind, {**about, "digests": forge.digests(rows, None)}, rows)
+    return forge.entry(kind, {**about, "digests": forge.digests(rows)}, rows)
 
 
 def sealed_header(kind: str, rest: bytes) -> bytes:
     """Length, kind and seal in front of the rest of a header, whatever it is."""
     begin = b'{"__metadata__":{"format":"' + kind.encode() + b'","seal":"'
     start = (len(begin) + 71 + len(rest)).to_bytes(8, "little") + begin
-    return start + Forge().seal(None, start, rest) + rest
+    return start + Forge().seal(start, rest) + rest
 
 
 def taken_apart(content: bytes) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

@@ -108,25 +108,6 @@ def test_wrong_usage_exits_with_2_and_suggests_the_near_name(run, words, hint):
     assert hint in err
 
 
-def test_a_store_with_a_secret_is_looked_after_with_the_file_that_holds_it(run, tmp_path):
-    (tmp_path / "key").write_bytes(b"one")
-    key, words = ChunkKey("ab" * 32, (1,), (5, 6)), ("--store", str(tmp_path / "s"), "--json")
-    signed = (*words, "--secret-file", str(tmp_path / "key"))
-    with ChunkStore.open(tmp_path / "s", secret=b"one") as store:
-        store.put(ChunkKV(key, ((torch.ones(1, 2, 4),) * 2,), ((torch.ones(2, 4),) * 2,), (0,)))
-    assert [one["digest"] for one in json.loads(run("store", "ls", "--chunks", *signed)[1])] == [key.digest]
-    assert json.loads(run("store", "check", *signed)[1])["whole"] == 1
-    assert json.loads(run("store", "pin", "--all", *signed)[1]) == {"pinned": 1}
-    assert json.loads(run("store", "ls", "--chunks", *words)[1]) == []
-    code, out, _ = run("store", "check", "--repair", *words)
-    assert (code, json.loads(out)["whole"], json.loads(out)["damaged"]) == (0, 0, 0)
-    assert json.loads(run("store", "stats", *signed)[1])["pinned"] == 1
-    assert json.loads(run("store", "rm", "--all", *signed)[1]) == {"removed": 1, "documents": 0}
-    (tmp_path / "key").write_bytes(b"")
-    assert "is empty" in run("store", "ls", "--chunks", *signed)[2]
-    assert "cannot be read" in run("store", "ls", *words, "--secret-file", str(tmp_path / "none"))[2]
-
-
 @pytest.mark.parametrize("words", [["--debug", "store", "ls"], ["store", "ls", "--traceback"]])
 def test_debug_shows_where_an_error_came_from(words):
     with pytest.raises(hf_blend.StoreError):

@@ -33,8 +33,8 @@ ANYHOW = 50.0  # an alpha at which heads agree whatever they say
 class Watched(ChunkStore):
     """Keeps chunks in blocks alone, and remembers what was put."""
 
-    def __init__(self, tier: Any, secret: bytes | None = None) -> None:
-        super().__init__([], [tier], secret=secret)
+    def __init__(self, tier: Any) -> None:
+        super().__init__([], [tier])
         self.put_keys: list[Any] = []
         self.blocks = keep_in_blocks(self, 8)
 
@@ -49,7 +49,7 @@ class Watched(ChunkStore):
 
 
 def in_blocks(chunk: Any, order: Any, block_tokens: int = 8) -> bytes:
-    return b"".join(encode_entry(chunk, None, "raw", list(order), block_tokens))
+    return b"".join(encode_entry(chunk, "raw", list(order), block_tokens))
 
 
 def faults(store: Any) -> dict[str, int]:

@@ -138,20 +138,6 @@ def test_a_crafted_session_is_refused_and_leaves_the_cache_alone(tmp_path):
             load_session(cache, path)
 
 
-def test_a_session_that_was_signed_is_loaded_with_its_secret_alone(tmp_path, monkeypatch):
-    save_session(conversation(), tmp_path / "chat", secret=b"one")
-    save_session(conversation(), tmp_path / "plain")
-    cache = SequenceCache(MODEL)
-    load_session(cache, tmp_path / "chat", secret=b"one")
-    assert same(bits_of(cache), bits_of(conversation()))
-    monkeypatch.setattr("hf_blend.context.session.json.loads", None)  # nothing is parsed
-    for path, secret in (("chat", b"two"), ("chat", None), ("plain", b"one")):
-        with pytest.raises(StoreError, match="secret"):
-            load_session(SequenceCache(MODEL), tmp_path / path, secret=secret)
-    with pytest.raises(ConfigError, match="secret is a str"):
-        save_session(cache, tmp_path / "chat", secret="one")
-
-
 def test_one_sequence_is_saved_and_taken_up_beside_others_that_share_its_beginning(tmp_path):
     cache, other = conversation(), filled(MODEL, 20)
     cache.use(3)

@@ -151,7 +151,7 @@ def stored_coarsely(*arguments: Any) -> list[Any]:
 class ConstantDigest:
     """Takes all bytes for the same."""
 
-    def __init__(self, secret: bytes | None) -> None:
+    def __init__(self, data: bytes = b"") -> None:
         pass
 
     def update(self, data: Any) -> None:
@@ -270,7 +270,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("untouched", hooks.ForwardHooks, "leave", hold),
     ("untouched_after_error", hooks.ForwardHooks, "_ended", left_only_on_success),
     ("two_caches", hooks.ForwardHooks, "_own", anyone),
-    ("damaged_entries", format, "content_hasher", ConstantDigest),
+    ("damaged_entries", format, "tensor_digest", ConstantDigest),
     ("whole_shift", tables.TableSource, "rotations", where_they_were),
     ("closed_hole", tables.TableSource, "rotations", where_they_were),
     ("self_extend", self_extend, "_moved", as_the_model_has_put_them),

@@ -71,7 +71,7 @@ def measure_large_store(plan: LargeStorePlan, progress: Callable[[str], None] | 
 
 def make_store(folder: Path, entries: int, plan: LargeStorePlan) -> None:
     """Fill a folder with names and rows, and store a few real chunks among them."""
-    random, space, owner = np.random.default_rng(plan.seed), entry_name(None, "", "")[:2], owner_of(None, "")
+    random, space, owner = np.random.default_rng(plan.seed), entry_name("", "")[:2], owner_of("")
     for number in range(256):
         (folder / "objects" / space / f"{number:02x}").mkdir(parents=True, exist_ok=True)
     digests = sorted(random.bytes(32).hex() for _ in range(entries - REAL))

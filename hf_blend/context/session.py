@@ -24,7 +24,6 @@ from ..errors import ConfigError, StoreError
 from ..model.anatomy import text_config
 from ..model.author import Author, author_of
 from ..store.format import EntryFile, pack_entry
-from ..store.seal import check_secret
 from ..store.tiers.base import EntryFault, as_fault
 from ..store.tiers.files import open_regular, write_atomically
 from .sequence_cache import SequenceCache
@@ -38,7 +37,6 @@ def save_session(
     path: str | Path,
     tokenizer: Any = None,
     *,
-    secret: bytes | None = None,
     sequence: int | None = None,
 ) -> int:
     """Write a cache to a file. An existing file is replaced atomically, and stays as it is if writing fails.
@@ -49,7 +47,6 @@ def save_session(
         cache: a `SequenceCache` or `ShiftCache`.
         path: the file.
         tokenizer: if given, the session can be loaded only with the same tokenizer.
-        secret: signs the file; it can be loaded only with the same secret.
         sequence: save only this sequence; None saves the whole cache.
 
     Returns:
@@ -60,10 +57,9 @@ def save_session(
         ConfigError: there is no such sequence, or several models computed the tokens.
         UnsupportedModelError: tokens were computed inside `self_extend`.
     """
-    check_secret(secret)
     cache.refuse_extended()
     state, author = cache.state(sequence), cache.computed_by(sequence) or author_of(cache.model)
-    parts = pack_entry(KIND, _identity(cache, tokenizer, author), state.items(), secret)
+    parts = pack_entry(KIND, _identity(cache, tokenizer, author), state.items())
     try:
         write_atomically(Path(path), parts, durable=True)
         return sum(map(len, parts))
@@ -76,7 +72,6 @@ def load_session(
     path: str | Path,
     tokenizer: Any = None,
     *,
-    secret: bytes | None = None,
     sequence: int | None = None,
 ) -> None:
     """Load a saved cache. If anything is wrong with the file, the cache stays as it was.
@@ -85,14 +80,13 @@ def load_session(
         cache: of the same kind, model and `kv_bits` as the saved one.
         path: the file.
         tokenizer: as in `save_session`.
-        secret: as in `save_session`.
         sequence: load the file's only sequence as this one, beside the others; None replaces all that the cache holds.
 
     Raises:
-        StoreError: the file is no session of this model, tokenizer and secret, or not what was saved.
+        StoreError: the file is no session of this model and tokenizer, or not what was saved.
         ConfigError: `sequence` is given, and the file holds several.
     """
-    read_session(cache, path, tokenizer, secret=secret).restore(sequence)
+    read_session(cache, path, tokenizer).restore(sequence)
 
 
 @dataclass(frozen=True)
@@ -129,11 +123,10 @@ class Session:
 
 
 def read_session(
-    cache: SequenceCache, path: str | Path, tokenizer: Any = None, *, secret: bytes | None = None
+    cache: SequenceCache, path: str | Path, tokenizer: Any = None
 ) -> Session:
     """Read and verify a file as `load_session` does, without changing the cache."""
-    check_secret(secret)
-    (about, state), author = _read(path, secret), author_of(cache.model)._replace(autocast="")
+    (about, state), author = _read(path), author_of(cache.model)._replace(autocast="")
     _compare(path, about, _identity(cache, tokenizer, author))
     session = Session(cache, path, author, state)
     with session.refusing():
@@ -141,17 +134,17 @@ def read_session(
     return session
 
 
-def _read(path: str | Path, secret: bytes | None) -> tuple[Mapping[str, str], dict[str, Tensor]]:
+def _read(path: str | Path) -> tuple[Mapping[str, str], dict[str, Tensor]]:
     """The texts and tensors of a file; refused unless every byte is what was written."""
     try:
         with contextlib.closing(open_regular(Path(path))) as source:
-            file = EntryFile(source, KIND, secret)
+            file = EntryFile(source, KIND)
             return file.header.about, file.tensors()
     except OSError as error:
         raise StoreError(f"the session {path} cannot be read: {error}. Give the path of a saved session.") from error
     except EntryFault as fault:
         raise StoreError(
-            f"the session {path} is not what was saved: {fault}. Save it again, give the secret it was saved with, or "
+            f"the session {path} is not what was saved: {fault}. Save it again, or give "
             "the path of a session of this version."
         ) from fault
 

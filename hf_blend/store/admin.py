@@ -207,10 +207,10 @@ class StoreAdmin:
 
     def _verified_key(self, name: str, source: Source) -> ChunkKey:
         """Read all of an entry that should have a name; gives its key, or raises what is wrong."""
-        key = read_key(source, self._storage.namespace, self._storage.secret)
+        key = read_key(source, self._storage.namespace)
         if self._storage.catalog.name(key.digest) != name:
             raise EntryFault("key", f"it is {key.digest}")
-        EntryReader(source, key, self._storage.secret).read()
+        EntryReader(source, key).read()
         return key
 
 

@@ -19,7 +19,6 @@ from .content import Run, pack_tokens, unpack_tokens, without_overlap
 from .entry import read_key
 from .format import hash_namespace
 from .index import Index
-from .seal import keyed
 from .stats import StoreStats
 from .tiers.base import EntryFault
 
@@ -51,26 +50,24 @@ class Catalog:
         tiers: Sequence[BoundedTier],
         at_hand: Sequence[Index],
         *,
-        secret: bytes | None = None,
         stats: StoreStats | None = None,
     ) -> None:
         self.namespace = namespace
-        self._secret, self._stats = secret, stats or StoreStats()
+        self._stats = stats or StoreStats()
         self._tiers, self._at_hand = tuple(tiers), tuple(at_hand)
         self.space = self.name("")[:2]
-        self.owner = owner_of(secret, namespace)
+        self.owner = owner_of(namespace)
         # every index, the nearest first, and what this namespace is called there
         self._indexes = [*((index, "") for index in at_hand), *((tier.index, self.owner) for tier in tiers)]
         self._skipped: set[tuple[str, str]] = set()
 
     def name(self, digest: str) -> str:
-        """Name the entry of a chunk in a tier: by its digest, or with a secret by the HMAC of that."""
-        return entry_name(self._secret, self.namespace, digest)
+        """Name the entry of a chunk in a tier."""
+        return entry_name(self.namespace, digest)
 
     def digest(self, name: str) -> str:
-        """The digest of the chunk in an entry, or else what its name says, which with a secret is an HMAC."""
-        key = next(filter(None, (self.key(tier, name) for tier in self._tiers)), None) if self._secret else None
-        return key.digest if key else name[-64:]
+        """The digest of the chunk in an entry."""
+        return name[-64:]
 
     def add(self, tier: BoundedTier, key: ChunkKey) -> None:
         """List a chunk that was written to a tier, if it is there."""
@@ -210,7 +207,7 @@ class Catalog:
                 if source is None:
                     continue
                 with contextlib.closing(source):
-                    key, row = read_key(source, self.namespace, self._secret), tier.index.row(name)
+                    key, row = read_key(source, self.namespace), tier.index.row(name)
                 if self.name(key.digest) != name:
                     raise EntryFault("key", f"it is {key.digest}")
                 if row is None or row[0] != source.stat.nbytes:
@@ -226,12 +223,11 @@ class Catalog:
             tier.describe(records)
 
 
-def entry_name(secret: bytes | None, namespace: str, digest: str) -> str:
+def entry_name(namespace: str, digest: str) -> str:
     """Name the entry of a chunk in a tier; two hex digits of the namespace come first."""
-    called = keyed(secret, "name", digest)
-    return f"{keyed(secret, 'space', hash_namespace(namespace))[:2]}/{called[:2]}/{called}"
+    return f"{hash_namespace(namespace)[:2]}/{digest[:2]}/{digest}"
 
 
-def owner_of(secret: bytes | None, namespace: str) -> str:
-    """What an index calls a namespace under a secret."""
-    return keyed(secret, "index", hash_namespace(namespace))[:32]
+def owner_of(namespace: str) -> str:
+    """What an index calls a namespace."""
+    return hash_namespace(namespace)[:32]

@@ -35,8 +35,8 @@ from .format import (
     hash_namespace,
     pack_entry,
     read_raw_header,
+    tensor_digest,
 )
-from .seal import content_hasher
 from .tiers.base import EntryFault, Source, as_fault
 
 __all__ = ["EntryReader", "Packing", "encode_entry", "read_key", "stored_as"]
@@ -127,7 +127,6 @@ class Packing:
 
 def encode_entry(
     chunk: ChunkKV,
-    secret: bytes | None = None,
     codec: str = "raw",
     order: Sequence[int] | None = None,
     block_tokens: int = 0,
@@ -150,24 +149,24 @@ def encode_entry(
         ("chunk_prefix_ids", torch.tensor(key.chunk_prefix_ids, dtype=torch.int64)),
     ]
     if order is None:
-        return pack_entry(KIND, about, [*first, *packing.named_tensors(chunk)], secret)
+        return pack_entry(KIND, about, [*first, *packing.named_tensors(chunk)])
     index = torch.tensor(list(order))
     layers = [tuple(states.index_select(1, index) for states in pair) for pair in chunk.layers]
     heads = [head for pair in layers for states in pair for head in states]
-    digests = [digest_of(bytes_of(block), secret) for head in heads for block in head.split(block_tokens)]
+    digests = [digest_of(bytes_of(block)) for head in heads for block in head.split(block_tokens)]
     packed = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(digests), -1)
     first += [("order", index), ("block_digests", packed)]
     about["block_tokens"] = str(block_tokens)
-    return pack_entry(BLOCKS, about, [*first, *replace(chunk, layers=layers).named_tensors()], secret)
+    return pack_entry(BLOCKS, about, [*first, *replace(chunk, layers=layers).named_tensors()])
 
 
-def read_key(source: Source, namespace: str, secret: bytes | None = None) -> ChunkKey:
+def read_key(source: Source, namespace: str) -> ChunkKey:
     """Find out which chunk an entry holds, without reading its KV, from the sealed header and ids that prove it.
 
     Listing does this for each entry; the whole header is checked when its chunk is read.
     """
     raw = read_raw_header(source)
-    rows = Header.peek(raw, KINDS, secret)
+    rows = Header.peek(raw, KINDS)
     with as_fault("the header"):
         digest, fingerprint, space = (str(rows["__metadata__"][name]) for name in ("key", "fingerprint", "namespace"))
         tokens, prefix = (int(rows[name]["shape"][0]) for name in ("token_ids", "chunk_prefix_ids"))
@@ -192,9 +191,9 @@ class EntryReader:
     """An entry whose header was checked against its key; tensors are read and checked when they are asked for."""
 
     def __init__(
-        self, source: Source, key: ChunkKey, secret: bytes | None = None, layout: Layout | None = None
+        self, source: Source, key: ChunkKey, layout: Layout | None = None
     ) -> None:
-        self._file = EntryFile(source, KINDS, secret)
+        self._file = EntryFile(source, KINDS)
         self.key, self.header, self._expected = key, self._file.header, layout
         self.in_blocks = self.header.kind == BLOCKS
         self._back: Tensor | None = None  # where each token is, of an entry in blocks
@@ -344,7 +343,7 @@ class EntryReader:
             forms = {*self.layout.layers}
             pair = forms.pop()
             count = sum(form[0] for form in pair) * len(self.layer_table) * self.blocks
-            shape = (count, content_hasher(self._file.secret).digest_size)
+            shape = (count, tensor_digest().digest_size)
             is_alike = not forms and len(pair) == 2 and pair[0][::2] == pair[1][::2] and self._packing.codec.is_exact
             if not is_alike or plan[0].shape != shape or min(self.block_tokens, count, *pair[0][:2], pair[1][1]) < 1:
                 raise EntryFault("format", f"{plan[0].shape} digests of blocks are not those of {self.layout!r:.120}")

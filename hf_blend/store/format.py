@@ -19,14 +19,16 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from ..errors import StoreError
-from .seal import check_seal, content_hasher, seal, seal_size
+from .seal import SEAL_SIZE, check_seal, seal
 from .tiers.base import EntryFault, Source, as_fault
 
 __all__ = ["DTYPES", "EntryFile", "Header", "TensorPlan", "digest_of", "hash_namespace", "pack_entry"]
 
+tensor_digest = xxhash.xxh3_128  # against accidents; a sealed header binds it
 HEADER_CAP_BYTES = 1 << 20
 KNOWN_HEADERS = 256  # parsed ones that are remembered: the same bytes say the same
 _MOST_AXES = 8
@@ -70,7 +72,7 @@ class Header:
     about: Mapping[str, str]
     tensors: tuple[TensorPlan, ...]
 
-    def encode(self, secret: bytes | None = None) -> bytes:
+    def encode(self) -> bytes:
         """The only form of this header: length and JSON, padded so that the data begins at a multiple of 64 bytes."""
         digests = compact([plan.digest for plan in self.tensors])
         rows: dict[str, object] = {"__metadata__": {**self.about, "digests": digests}}
@@ -81,7 +83,7 @@ class Header:
             start = stop
         begin = _beginning(self.kind)
         rest = b'",' + compact(rows).encode()[len(_OPENING) :]
-        size = len(begin) + seal_size(secret) + len(rest)
+        size = len(begin) + SEAL_SIZE + len(rest)
         rest += b" " * (-(8 + size) % 64)
         size += -(8 + size) % 64
         if size > HEADER_CAP_BYTES:
@@ -90,13 +92,13 @@ class Header:
                 f"are read back: {len(self.tensors)} tensors are too many for one entry."
             )
         begin = size.to_bytes(8, "little") + begin
-        return begin + seal(secret, begin, rest) + rest
+        return begin + seal(begin, rest) + rest
 
     @classmethod
     @lru_cache(maxsize=KNOWN_HEADERS)
-    def decode(cls, raw: bytes, kind: str, secret: bytes | None = None) -> "Header":
+    def decode(cls, raw: bytes, kind: str) -> "Header":
         """Read a header."""
-        _check_sealed(raw, kind, secret)
+        _check_sealed(raw, kind)
         with as_fault("the header"):
             rows = json.loads(raw[8:])
             about = {name: _checked_text(text) for name, text in rows.pop("__metadata__").items()}
@@ -107,15 +109,15 @@ class Header:
                 for (name, row), digest in plans
             )
             header = cls(kind, about, tensors)
-            canonical = header.encode(secret)
+            canonical = header.encode()
         if canonical != raw:
             raise EntryFault("format", f"the header of {len(raw)} bytes is not what its content says")
         return header
 
     @staticmethod
-    def peek(raw: bytes, kinds: Sequence[str], secret: bytes | None = None) -> dict[str, Any]:
+    def peek(raw: bytes, kinds: Sequence[str]) -> dict[str, Any]:
         """Parse a header whose seal fits; what it says is still to be proved."""
-        _check_sealed(raw, _kind_of(raw, kinds), secret)
+        _check_sealed(raw, _kind_of(raw, kinds))
         with as_fault("the header"):
             rows: dict[str, Any] = json.loads(raw[8:])
             return rows
@@ -127,7 +129,7 @@ class Header:
 
 
 def pack_entry(
-    kind: str, about: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]], secret: bytes | None = None
+    kind: str, about: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]
 ) -> list[memoryview]:
     """Write tensors as an entry; equal content gives equal bytes.
 
@@ -139,19 +141,19 @@ def pack_entry(
             expected = ", ".join(DTYPES)
             raise StoreError(f"{name} is {tensor.dtype}, expected one of {expected}. Convert it before storing.")
         views.append(bytes_of(tensor))
-        digest = digest_of(views[-1], secret).hex()
+        digest = digest_of(views[-1]).hex()
         plans.append(TensorPlan(name, NAMES[tensor.dtype], tuple(tensor.shape), digest))
-    return [memoryview(Header(kind, about, tuple(plans)).encode(secret)), *views]
+    return [memoryview(Header(kind, about, tuple(plans)).encode()), *views]
 
 
 class EntryFile:
     """An opened entry of a kind, whose header was checked; tensors are read and checked when they are asked for."""
 
     def __init__(
-        self, source: Source, kind: str | Sequence[str], secret: bytes | None = None, most_bytes: int | None = None
+        self, source: Source, kind: str | Sequence[str], most_bytes: int | None = None
     ) -> None:
         raw, kinds = read_raw_header(source), (kind,) if isinstance(kind, str) else kind
-        self.source, self.secret, self.header = source, secret, Header.decode(raw, _kind_of(raw, kinds), secret)
+        self.source, self.header = source, Header.decode(raw, _kind_of(raw, kinds))
         excess = source.stat.nbytes - len(raw) - self.header.nbytes
         if excess:
             reason = "truncated" if excess < 0 else "format"
@@ -183,7 +185,7 @@ class EntryFile:
             plan, offset = self.plans[name]
             first = checked = offset - start
             end = first + plan.nbytes
-            digest = content_hasher(self.secret)
+            digest = tensor_digest()
             while checked < end:  # by blocks that are checked before they leave the processor's cache
                 while fetched <= checked:
                     block = every[fetched : fetched + _BLOCK_BYTES]
@@ -223,11 +225,9 @@ def hash_namespace(namespace: str) -> str:
     return hashlib.sha256(b"hf_blend.namespace/1\0" + namespace.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def digest_of(data: memoryview, secret: bytes | None) -> bytes:
+def digest_of(data: memoryview) -> bytes:
     """Digest some bytes as an entry does."""
-    state = content_hasher(secret)
-    state.update(data)
-    digest: bytes = state.digest()
+    digest: bytes = tensor_digest(data).digest()
     return digest
 
 
@@ -257,14 +257,14 @@ def _kind_of(raw: bytes, kinds: Sequence[str]) -> str:
     return next((kind for kind in kinds if raw[8:].startswith(_beginning(kind))), kinds[0])
 
 
-def _check_sealed(raw: bytes, kind: str, secret: bytes | None) -> None:
+def _check_sealed(raw: bytes, kind: str) -> None:
     """Compare the seal of a header, which is at a fixed place, with all other bytes of the header."""
     begin = _beginning(kind)
     start = 8 + len(begin)
     if raw[8:start] != begin:
         raise EntryFault("format", f"the entry does not begin as one of {kind}: {raw[8:48]!r}")
-    stop = start + seal_size(secret)
-    check_seal(raw[start:stop], secret, raw[:start], raw[stop:])
+    stop = start + SEAL_SIZE
+    check_seal(raw[start:stop], raw[:start], raw[stop:])
 
 
 def _checked_shape(shape: Sequence[Any]) -> tuple[int, ...]:

@@ -45,8 +45,8 @@ class TokenRecord:
 class TokenImportance:
     """Moving averages of the attention that the tokens of chunks get. Threads may share it."""
 
-    def __init__(self, path: Path | None = None, secret: bytes | None = None, cap_tokens: int = CAP_TOKENS) -> None:
-        self._path, self._secret, self._cap_tokens = path, secret, cap_tokens
+    def __init__(self, path: Path | None = None, cap_tokens: int = CAP_TOKENS) -> None:
+        self._path, self._cap_tokens = path, cap_tokens
         self._records: OrderedDict[str, TokenRecord] = OrderedDict()
         self._tokens = self._unsaved = 0
         self._is_loaded = path is None
@@ -102,7 +102,7 @@ class TokenImportance:
                     np.concatenate([np.zeros(0, np.float16), *(record.scores for record in records)])
                 ),
             }
-            content = pack_entry(KIND, {}, tensors.items(), self._secret)
+            content = pack_entry(KIND, {}, tensors.items())
             self._unsaved = 0
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ class TokenImportance:
     def _read(self) -> list[tuple[str, TokenRecord]]:
         source = open_regular(self._path)  # type: ignore[arg-type]
         with contextlib.closing(source):
-            tensors = EntryFile(source, KIND, self._secret, 4 * self._cap_tokens + (1 << 26)).tensors()
+            tensors = EntryFile(source, KIND, 4 * self._cap_tokens + (1 << 26)).tensors()
         with as_fault("the importance of tokens"):
             digests, tokens, requests, shares, scores = (tensor.numpy() for tensor in tensors.values())
             scores = scores.astype(np.float16)

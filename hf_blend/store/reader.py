@@ -116,7 +116,7 @@ class Reader:
 
     def read(self, entry: OpenEntry, layout: Layout | None) -> ChunkKV:
         """Read all of an entry; nothing of it is used, or written to a nearer tier, before all of it was verified."""
-        contents = EntryReader(entry.source, entry.key, self.storage.secret, layout)
+        contents = EntryReader(entry.source, entry.key, layout)
         with contextlib.ExitStack() as reserved:
             for memory in self.storage.memories[-1:]:
                 reserved.enter_context(memory.reserve(contents.nbytes))

@@ -17,7 +17,6 @@ from .guard import Guard
 from .importance import TokenImportance
 from .memory import MemoryCache
 from .opening import Limits
-from .seal import check_secret
 from .stats import StoreStats
 from .tiers.base import EntryFault, ObjectStat, Source, Tier
 from .write_queue import WriteQueue
@@ -41,14 +40,13 @@ class Storage:
         memories: Sequence[MemoryCache],
         tiers: Sequence[Tier],
         namespace: str,
-        secret: bytes | None,
         index: Path | None,
         limits: Limits,
     ) -> None:
-        self.namespace, self.secret, self.ttl_s = namespace, check_secret(secret), limits.ttl_s
+        self.namespace, self.ttl_s = namespace, limits.ttl_s
         self.stats, self.deletions = StoreStats(), 0
-        owner, folder = owner_of(secret, namespace), index.parent if index else None
-        self.importance = TokenImportance(index / f"{owner}.importance" if index else None, secret)
+        owner, folder = owner_of(namespace), index.parent if index else None
+        self.importance = TokenImportance(index / f"{owner}.importance" if index else None)
         skipped = partial(self.stats.count, "skipped")
         self.memories = tuple(memories)
         self.tiers = tuple(limits.bound(tier, folder, owner, skipped) for tier in tiers)
@@ -63,7 +61,7 @@ class Storage:
         self.in_process: tuple[MemoryCache | WriteQueue[PendingWrite], ...]  # a chunk here need not be read
         self.in_process = (*self.memories, *self.queues.values())
         indexes = [level.index for level in self.in_process]
-        self.catalog = Catalog(namespace, self.tiers, indexes, secret=secret, stats=self.stats)
+        self.catalog = Catalog(namespace, self.tiers, indexes, stats=self.stats)
         for tier in tiers:
             self.stats.count("removed", "orphans", tier.remove_orphans())
 
@@ -94,15 +92,11 @@ class Storage:
         return removed
 
     def refuse_entry(self, tier: BoundedTier, key: ChunkKey, source: Source | None, fault: BaseException) -> str:
-        """Count what is wrong with an entry, warn of it once, and remove what can never become good; gives the reason.
-
-        What is not sealed as this store seals (reason secret) goes too: it is under a name that only a holder of the
-        store's secret can compute, or, without a secret, that no signed entry has.
-        """
+        """Count what is wrong with an entry, warn of it once, and remove what can never become good."""
         reason = fault.reason if isinstance(fault, EntryFault) else type(fault).__name__
         self.stats.count("load_failures", f"{tier.name}:{reason}")
         self.stats.warn_once(f"stored chunk {key.digest} is not used and will be computed again: {fault}")
-        if isinstance(fault, EntryFault) and (fault.corrupt or reason == "secret"):
+        if isinstance(fault, EntryFault) and fault.corrupt:
             cause = "expired" if reason == "expired" else "corrupt"
             self.discard(tier, self.catalog.name(key.digest), source, cause)
         return reason

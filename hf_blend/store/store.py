@@ -36,8 +36,7 @@ class BaseStore:
     when `put` returns, it is in those on this machine, and in the queue of the others. What is in a queue is found
     there.
 
-    `index` is a folder for copies of the index and of the order of eviction. The secret signs entries, hides their
-    names, and refuses what is not signed with it.
+    `index` is a folder for copies of the index and of the order of eviction.
 
     The work is done by `reader` (whole chunks), `layer_reader` (chunks for a request, layer by layer), `writer` and
     `admin`, over one `storage`.
@@ -51,15 +50,13 @@ class BaseStore:
         namespace: str = "",
         index: Path | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
-        secret: bytes | None = None,
         codec: str = "raw",
     ) -> None:
         self.namespace = namespace
         # how many layers a request reads ahead of their use; 0: it reads chunks whole before it begins. Unbounded by
         # default: what was read is kept until the request ends anyway, and the first layers take longest to compute
         self.pipeline_depth: float = math.inf
-        self.storage = Storage(memories, tiers, namespace, secret, index, limits)
-        self.secret = self.storage.secret
+        self.storage = Storage(memories, tiers, namespace, index, limits)
         self.writer = Writer(self.storage, codec)
         self.reader = Reader(self.storage, self.writer)
         self._compute_times = ComputeTimes()

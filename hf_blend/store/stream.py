@@ -113,7 +113,7 @@ class _Stream:
     def __init__(self, opener: StreamReader, entry: OpenEntry, recompute: Recompute, layout: Layout | None) -> None:
         self._opener, self._entry, self._recompute = opener, entry, recompute
         self._storage = opener.reader.storage
-        self._contents = EntryReader(entry.source, entry.key, self._storage.secret, layout)
+        self._contents = EntryReader(entry.source, entry.key, layout)
         self._tables = self._contents.tables()
         self._guards = [Guard(tensor for pair in self._tables for tensor in pair)]  # used before all of it is stored
         self._least_bytes = 0 if entry.tier.is_local else READ_BYTES  # each read from far away costs a round trip

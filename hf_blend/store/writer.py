@@ -25,7 +25,7 @@ class Writer:
 
     def __init__(self, storage: Storage, codec: str) -> None:
         self._storage, self.codec = storage, codec
-        self.encode: Encode = lambda chunk: encode_entry(chunk, storage.secret, codec)  # gives the bytes of its entry
+        self.encode: Encode = lambda chunk: encode_entry(chunk, codec)  # gives the bytes of its entry
 
     def put(self, chunk: ChunkKV, wait_s: float = 0.0) -> ChunkKV:
         """Store a chunk in memory and in every tier, as `BaseStore.put` says; a full queue is waited for."""

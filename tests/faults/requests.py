@@ -18,14 +18,12 @@ from .damage import NODES, clear, damaged
 from .fault import FaultClass, Verdict
 from .faulty_tier import FaultyTier
 from .oracle import is_equal, is_near, stock_logits
-from .world import SECRET
 
 PREFIX, QUESTION = [1, 17, 23, 5], [90, 14, 33, 71, 8]
 NEW_TOKENS = 2
 STORES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "signed": {"secret": SECRET},
-    "signed int8": {"secret": SECRET, "codec": "int8"},
+    "int8": {"codec": "int8"},
     "blocks": {},
 }
 REQUESTS = (
@@ -94,7 +92,7 @@ class Prefills(FaultClass):
             got = self._answer(store, request)
         gc.collect()
         same = is_equal(got, self._clean[name, request])
-        if request[0] == 1.0 and name != "signed int8":  # its exact prefix is rounded
+        if request[0] == 1.0 and name != "int8":  # its exact prefix is rounded
             same = is_near(got, self._true_logits(got), NEAR)
         return Verdict.MISS if same else Verdict.WRONG
 

@@ -22,7 +22,7 @@ from .damage import clear, damaged
 from .entries import asked
 from .fault import FaultClass, Verdict
 from .faulty_tier import FAULTS, FaultyTier
-from .world import SECRET, ModelCache, drawn_chunk
+from .world import ModelCache, drawn_chunk
 
 DURING = ("one bit of an answer", "zeros", "another object", "a short answer", "an error", "nothing in time")
 AFTERWARDS = ("other bytes after the first reading", "gone after the first reading")
@@ -149,11 +149,11 @@ class FaultyTierFaults(FaultClass):
 
 ASKING = ("get", "stream", "stream in any order", "stream read ahead", "two streams")
 HONEST = (AFTERWARDS[0], "an error", "nothing in time")  # no answer said that the object is damaged
-REMOTE_SHELVES: dict[str, dict[str, Any]] = {"plain": {}, "signed": {"secret": SECRET}, "deep": {}}
+REMOTE_SHELVES: dict[str, dict[str, Any]] = {"plain": {}, "int8": {"codec": "int8"}, "deep": {}}
 
 
 class Remote(FaultClass):
-    """Objects of the plain, the signed and the deep shelf."""
+    """Objects of the plain, the int8 and the deep shelf."""
 
     share = 0.07
 

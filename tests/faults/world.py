@@ -23,15 +23,12 @@ from tests.conftest import build_tiny_model
 from .damage import clear
 from .oracle import Truth, is_equal, stock_kv
 
-SECRET = b"the store's own"
 LENGTHS = (16, 16, 40, 40, 64, 64)  # two of each, so that entries of equal length can change places
 DEEP_LENGTHS = (48, 64, 64)
 SINK = (1,)
 SHELVES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "signed": {"secret": SECRET},
     "int8": {"codec": "int8"},
-    "signed int8": {"secret": SECRET, "codec": "int8"},
 }
 WAYS = ("get", "stream", "stream in any order", "stream read ahead", "two streams", "new process")
 DEEP = {"hidden_size": 256, "num_hidden_layers": 12, "num_key_value_heads": 4}  # 1.6 MB an entry
@@ -99,7 +96,7 @@ class World:
 
     def shelf(self, draw: random.Random) -> tuple[str, ModelCache]:
         """One of all, with its name."""
-        name = draw.choices(["plain", "signed", "int8", "signed int8", "deep"], [6, 5, 3, 2, 2])[0]
+        name = draw.choices(["plain", "int8", "deep"], [10, 5, 3])[0]
         return name, self.deep if name == "deep" else self.shelves[name]
 
     def _filled(

@@ -28,12 +28,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 WIDE = {"layers": 3}
 
 
-def encoded(chunk, codec, secret=None):
-    return b"".join(encode_entry(chunk, secret, codec))
+def encoded(chunk, codec):
+    return b"".join(encode_entry(chunk, codec))
 
 
-def decoded(content, key, secret=None):
-    return EntryReader(BytesSource(content), key, secret).read()
+def decoded(content, key):
+    return EntryReader(BytesSource(content), key).read()
 
 
 def model_chunk(dtype=torch.bfloat16):

@@ -27,7 +27,6 @@ from hf_blend.store.tiers.memory import MemoryTier
 from tests.faults.damage import damaged
 from tests.forging import CHUNK, forged, taken_apart
 
-SECRET = b"a secret"
 FAST = 25
 SLOW = int(os.environ.get("HF_BLEND_FUZZ_CASES", "100000"))
 ALL = list(HealthCheck)
@@ -62,13 +61,13 @@ def changed(tree, drawn):
     return json.dumps(tree, separators=(",", ":")).replace('"@1e999@"', "1e999")
 
 
-def other_header(forge, kind, good, change, secret=None):
+def other_header(forge, kind, good, change):
     """An entry whose header says something else, and is sealed as it should be."""
     stop = 8 + int.from_bytes(good[:8], "little")
     rows = json.loads(good[8:stop])
     del rows["__metadata__"]["format"], rows["__metadata__"]["seal"]
     text = changed(rows, change).removeprefix('{"__metadata__":{')
-    return forge.header('",' + text, secret, kind) + good[stop:]
+    return forge.header('",' + text, kind) + good[stop:]
 
 
 many = pytest.mark.parametrize("cases", [FAST, pytest.param(SLOW // 10, marks=pytest.mark.slow)])
@@ -94,14 +93,14 @@ def quiet():
 class Planted:
     """A store of one tier in memory; what lies there is whatever a test puts there."""
 
-    def __init__(self, chunk, secret):
-        self.chunk, self.secret, self.tier, self.turn = chunk, secret, MemoryTier(), 0
-        self.store = ChunkStore([], [self.tier], secret=secret)
+    def __init__(self, chunk):
+        self.chunk, self.tier, self.turn = chunk, MemoryTier(), 0
+        self.store = ChunkStore([], [self.tier])
         self.name = self.store.storage.catalog.name(chunk.key.digest)
 
     def survives(self, content):
         """Make a third of the calls, in turn; what comes has the form of the chunk."""
-        store = ChunkStore([], [self.tier], secret=self.secret)
+        store = ChunkStore([], [self.tier])
         self.turn += 1
         calls = (
             lambda: store.get(self.chunk.key, layout=self.chunk.layout),
@@ -124,15 +123,15 @@ class Planted:
                     assert bool(torch.isfinite(states.float()).all())
 
 
-@pytest.fixture(scope="module", params=[None, SECRET], ids=["plain", "signed"])
-def planted(request, chunk):
-    return Planted(chunk(), request.param)
+@pytest.fixture(scope="module")
+def planted(chunk):
+    return Planted(chunk())
 
 
 @many
 def test_entries_whose_headers_say_something_else(planted, forge, cases):
-    good = forge(planted.chunk, planted.secret)
-    check = lambda drawn: planted.survives(other_header(forge, CHUNK, good, drawn, planted.secret))  # noqa: E731
+    good = forge(planted.chunk)
+    check = lambda drawn: planted.survives(other_header(forge, CHUNK, good, drawn))  # noqa: E731
     tried(cases, check, drawn=changes)
 
 
@@ -157,7 +156,7 @@ def test_entries_of_drawn_tensors(planted, forge, cases):
                 del tensors[place]
         given_table = {} if layer_table is None else {"layer_table": json.dumps(layer_table, separators=(",", ":"))}
         rows = forge.padded(tensors)
-        planted.survives(forge(planted.chunk, planted.secret, rows, codec=codec, **given_table))
+        planted.survives(forge(planted.chunk, rows, codec=codec, **given_table))
 
     kinds = st.sampled_from("values values type shape more less".split())
     dtypes = st.sampled_from("F32 BF16 F16 I32 I64 I8 F64 U8 F8_E4M3 F8_E5M2 F31".split())
@@ -181,22 +180,21 @@ def codec_of(entry):
 
 
 @many
-@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "signed"])
-def test_entries_in_blocks(chunk, forge, cases, secret):
+def test_entries_in_blocks(chunk, forge, cases):
     stored, tier = chunk(range(9)), MemoryTier()
     layers = tuple((keys, values[..., :1].expand(keys.shape).contiguous()) for keys, values in stored.layers)
     stored = type(stored)(stored.key, layers, stored.tables, stored.layer_table)
-    store = ChunkStore([], [tier], secret=secret)
+    store = ChunkStore([], [tier])
     keep_in_blocks(store)
     store.put(stored)
     ((name, source),) = tier.objects.items()
     good = source.content
-    assert other_header(forge, "hf_blend.blocks/4", good, [], secret) == good
+    assert other_header(forge, "hf_blend.blocks/4", good, []) == good
 
     def check(seed, other):
         content = damaged(random.Random(seed), good, good[::-1])[1]
         if other is not None:
-            content = other_header(forge, "hf_blend.blocks/4", good, other, secret)
+            content = other_header(forge, "hf_blend.blocks/4", good, other)
         for layout in (stored.layout, None):
             tier.objects[name] = BytesSource(content)
             got = store.stream(stored.key, lambda: stored, layout=layout)

@@ -14,9 +14,8 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill.layout import layout_of
 from hf_blend.store import ChunkStore
 from hf_blend.store.entry import encode_entry
-from tests.asking import logits, raising
+from tests.asking import logits
 
-SECRET = b"of this store"
 CHUNK = list(range(20, 44))
 PIECES = {"prefix": [5, 6], "chunks": [CHUNK, list(range(50, 70))], "question": [7, 8, 9]}
 
@@ -95,18 +94,17 @@ CRAFTED = {
 each = pytest.mark.parametrize(("craft", "reason"), CRAFTED.values(), ids=CRAFTED)
 
 
-@pytest.mark.parametrize("secret", [None, SECRET])
-def test_the_tests_write_the_format_that_is_read(chunk, forge, secret):
-    assert forge(chunk(), secret) == b"".join(encode_entry(chunk(), secret))
+def test_the_tests_write_the_format_that_is_read(chunk, forge):
+    assert forge(chunk()) == b"".join(encode_entry(chunk()))
 
 
-def planted(root, forge, stored, craft, secret=None):
+def planted(root, forge, stored, craft):
     """A store in which the entry of the chunk was replaced."""
-    store = ChunkStore.open(root, memory_bytes=0, secret=secret, durability="none")
+    store = ChunkStore.open(root, memory_bytes=0, durability="none")
     store.put(stored)
     (path,) = (root / "objects").rglob("*.safetensors")
     changes = craft(forge, stored)
-    path.write_bytes(forge(stored, secret, **changes))
+    path.write_bytes(forge(stored, **changes))
     return store, path
 
 
@@ -123,25 +121,6 @@ def test_a_crafted_entry_costs_a_request_time_and_nothing_else(tmp_path, forge, 
     for (keys, values), (own_keys, own_values) in zip(found.layers, stored.layers, strict=True):
         assert torch.equal(keys, own_keys)
         assert torch.equal(values, own_values)
-
-
-@pytest.mark.parametrize(("craft", "reason"), [*CRAFTED.values()][:2])
-def test_without_the_secret_nothing_crafted_is_even_parsed(tmp_path, forge, stored, monkeypatch, craft, reason):
-    _, path = planted(tmp_path, forge, stored, craft, SECRET)
-    forged = {"secret": [forge(stored, None, **craft(forge, stored)), forge(stored, b"other", **craft(forge, stored))]}
-    good = forge(stored, SECRET)
-    claimed = bytearray(forge(stored, SECRET, **craft(forge, stored)))
-    claimed[150] ^= 1  # in the digits of the seal, or right behind them
-    forged["auth"] = [bytes(claimed), good[:200] + bytes([good[200] ^ 1]) + good[201:]]
-    monkeypatch.setattr(json, "loads", raising(AssertionError("parsed before it was proved")))
-    for expected, contents in forged.items():
-        for content in contents:
-            path.write_bytes(content)
-            fresh = ChunkStore.open(tmp_path, memory_bytes=0, secret=SECRET)
-            fresh.find(stored.key.fingerprint, (1,), CHUNK)
-            assert fresh.get(stored.key) is None
-            assert fresh.stats()["misses"] == {expected: 1}
-            assert not path.exists()  # the name is ours: nobody else's entry can be there
 
 
 def test_a_chunk_of_another_layout_in_memory_is_dropped(model, stored, chunk):
@@ -186,16 +165,16 @@ CRAFTED_ROWS = {
 
 
 @pytest.mark.parametrize(
-    ("craft", "eviction", "secret"),
+    ("craft", "eviction"),
     [
-        (craft, ("lru", "lfu", "importance")[number % 3], SECRET if number % 2 else None)
+        (craft, ("lru", "lfu", "importance")[number % 3])
         for number, craft in enumerate([*CRAFTED_INDEXES.values(), *CRAFTED_ROWS.values()])
     ],
     ids=[*CRAFTED_INDEXES, *CRAFTED_ROWS],
 )
-def test_a_crafted_index_changes_at_most_what_is_listed_and_who_leaves(tmp_path, chunk, same, craft, eviction, secret):
+def test_a_crafted_index_changes_at_most_what_is_listed_and_who_leaves(tmp_path, chunk, same, craft, eviction):
     stored = [chunk((5, number)) for number in range(3)]
-    given = {"memory_bytes": 0, "durability": "none", "eviction": eviction, "secret": secret}
+    given = {"memory_bytes": 0, "durability": "none", "eviction": eviction}
     with ChunkStore.open(tmp_path, **given) as store:
         for one in stored:
             store.put(one)

@@ -447,8 +447,7 @@ class Stores:
         if tenant not in self.secrets:
             raise ConfigError(f"tenant={tenant!r:.60} came, expected one of the {len(self.secrets)} that are known.")
         if tenant not in self._open:
-            secret = self.secrets[tenant]
-            self._open[tenant] = ChunkStore.open(self._location, namespace=tenant, secret=secret, **self._settings)
+            self._open[tenant] = ChunkStore.open(self._location, namespace=tenant, **self._settings)
         return self._open[tenant]
 
     def close(self) -> None:

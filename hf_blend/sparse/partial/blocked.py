@@ -25,16 +25,16 @@ _KINDS = ("k", "v")
 class BlockEncoder:
     """Makes entries in blocks of chunks whose layers are all alike and have K and V only, and plain ones of others."""
 
-    def __init__(self, codec: str, secret: bytes | None, importance: TokenImportance, block_tokens: int) -> None:
-        self._codec, self._secret = codec, secret
+    def __init__(self, codec: str, importance: TokenImportance, block_tokens: int) -> None:
+        self._codec = codec
         self._importance, self._block_tokens = importance, block_tokens
 
     def encode(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> Sequence[memoryview]:
         """Give the bytes of a chunk's entry, its tokens in an order; None is the most important first."""
         if not has_blocks(chunk):
-            return encode_entry(chunk, self._secret, self._codec)
+            return encode_entry(chunk, self._codec)
         order = self._order(chunk) if order is None else order
-        return encode_entry(stored_as(chunk, self._codec), self._secret, "raw", order, self._block_tokens)
+        return encode_entry(stored_as(chunk, self._codec), "raw", order, self._block_tokens)
 
     def _order(self, chunk: ChunkKV) -> Sequence[int]:
         """The tokens of a chunk, the most important first; in order if their importance is unknown."""
@@ -56,9 +56,9 @@ class BlockReader(EntryReader):
     """An open entry in blocks whose header was checked; blocks are read and checked when they are asked for."""
 
     def __init__(
-        self, source: Source, key: ChunkKey, secret: bytes | None = None, layout: Layout | None = None
+        self, source: Source, key: ChunkKey, layout: Layout | None = None
     ) -> None:
-        super().__init__(source, key, secret, layout)
+        super().__init__(source, key, layout)
         if self.in_blocks:
             (self.heads, *_, self.dtype), _ = self.layout.layers[0]
             self.widths = tuple(form[1] for form in self.layout.layers[0])  # of keys, of values
@@ -119,7 +119,7 @@ class BlockReader(EntryReader):
         width, start = len(self.block_digests) // (count * self.blocks), 0
         for block, size in zip(blocks, sizes, strict=True):
             at = (first + block) * width
-            if digest_of(view[start : start + size], self._file.secret) != self.block_digests[at : at + width]:
+            if digest_of(view[start : start + size]) != self.block_digests[at : at + width]:
                 raise EntryFault("digest", f"block {block} of layer {layer}, head {head} is not what was stored")
             start += size
 

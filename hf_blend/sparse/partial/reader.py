@@ -23,7 +23,7 @@ FIRST_REQUESTS = 4  # after which a chunk is ordered first; then after twice as 
 
 def keep_in_blocks(store: ChunkStore, block_tokens: int = BLOCK_TOKENS, reorders: bool = False) -> "PartialReader":
     """Have a store write chunks in blocks, and give them to requests as `PartialLayers`."""
-    encoder = BlockEncoder(store.writer.codec, store.secret, store.storage.importance, block_tokens)
+    encoder = BlockEncoder(store.writer.codec, store.storage.importance, block_tokens)
     store.writer.encode = encoder.encode
     store.layer_reader = reader = PartialReader(store.reader, store.writer, encoder, reorders)
     return reader
@@ -60,7 +60,7 @@ class PartialReader(LayerReader):
         return chunk
 
     def _open_blocks(self, entry: OpenEntry, *, recompute: Recompute, layout: Layout | None) -> ChunkKV:
-        contents = BlockReader(entry.source, entry.key, self._storage.secret, layout)
+        contents = BlockReader(entry.source, entry.key, layout)
         if not contents.in_blocks:
             chunk = self._reader.read(entry, layout)
             if has_blocks(chunk):

@@ -33,9 +33,8 @@ class EntryFault(Exception):
     """Why stored bytes were refused. It never leaves the store: there it becomes a miss.
 
     `reason` is one word for counters: format, truncated, digest, fingerprint, key, namespace, codec, layout (another
-    shape than the model's), values (NaN, infinity or absurd), auth (does not fit its seal), secret (sealed in another
-    way than this store seals), foreign (no regular file), expired, late. `corrupt` bytes can never become good: they
-    go.
+    shape than the model's), values (NaN, infinity or absurd), foreign (no regular file), expired, late.
+    `corrupt` bytes can never become good: they go.
     """
 
     def __init__(self, reason: str, detail: str, *, corrupt: bool = True) -> None:
