@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a measurement of benchmarks/benches and print its result file.
 
-python benchmarks/bench.py session --turns 4 > benchmarks/results/session.json
+python benchmarks/bench.py decode --tokens 32 > benchmarks/results/decode.json
 
 An option is a field of the measurement's plan; several values follow each other.
 """

@@ -3,20 +3,17 @@
 """The programs in benchmarks/ run, in the small, and what is committed of them has the figures that they promise."""
 
 import json
-import sys
 from pathlib import Path
 
 import bench
 import gpu
-import kv_bits
 import mixed_folder
 import pytest
 import retrieval
 import torch
-from benches.joins import JOINS, JoinsPlan, measure_joins
 from benches.pipeline import PipelinePlan, measure_pipeline
 
-from hf_blend.errors import ConfigError
+from tests.conftest import slow_but
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -80,35 +77,7 @@ def test_the_grid_of_pipeline_and_controller_runs_in_the_small():
     assert row["advised_ratio"] >= 0.15
 
 
-@pytest.mark.slow
-def test_answers_from_8_bits_are_measured_and_as_committed(tmp_path, monkeypatch):
-    output = tmp_path / "kv_bits.json"
-    monkeypatch.setattr(sys, "argv", ["kv_bits", *"--count 1 --tokens 64 --rounds 1 --output".split(), str(output)])
-    kv_bits.main()
-    found = json.loads(output.read_text("utf-8"))
-    kept = json.loads((BENCHMARKS / "results" / "kv_bits.json").read_text("utf-8"))
-    assert found["reference"].keys() == kept["reference"].keys()
-    assert 0 < found["reference"]["logit_error_mean"] < 0.01 * found["reference"]["logit_spread"]
-    assert kept["reference"]["equal_answers"] >= 0.99
-    held = {name: kind["bytes_per_token"] for name, kind in kept["step"]["layers"].items()}
-    assert held["QuantisedLayer"] < 0.55 * held["DynamicLayer"]
-    assert held["QuantisedLayer, 4 bits"] < 0.33 * held["DynamicLayer"]
-    assert found["reference, 4 bits"].keys() == kept["reference, 4 bits"].keys()
-
-
-def test_joins_are_measured_with_any_tokenizer(tmp_path, model_folder):
-    rows = measure_joins(JoinsPlan((model_folder,)))["rows"]
-    assert [row["join"] for row in rows] == list(JOINS)
-    assert all(row["ids_as_plain_call"] and 0 <= row["found_whole"] <= 1 for row in rows)
-    with pytest.raises(ConfigError, match="Give JSON lines, each with a list 'chunks'"):
-        measure_joins(JoinsPlan((), str(tmp_path / "none.jsonl")))
-    with pytest.raises(ConfigError, match=r"no tokenizer in .* Give its folder"):
-        measure_joins(JoinsPlan((str(tmp_path),)))
-
-
 SMALL = {
-    "session": "--shape tiny --system-tokens 32 --turn-tokens 8 --turns 2 --rounds 1",
-    "corpus": "--chunks 60 --workers 1",
     "decode": "--shape tiny --contexts 64 --tokens 2 --rounds 1",
     "large-store": "--entries 300 --rounds 1 --finds 2",
     "hybrids": "--shapes tiny-hybrid --chunks 2 --chunk-tokens 24 --rounds 1",
@@ -122,7 +91,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", ["session", *(pytest.param(one, marks=pytest.mark.slow) for one in [*SMALL][1:])])
+@pytest.mark.parametrize("name", slow_but("decode", among=SMALL))
 def test_a_measurement_makes_what_its_file_holds(name):
     kept = BENCHMARKS / "results" / f"{name.replace('-', '_')}.json"
     found = bench.run([name, *SMALL[name].split()])

@@ -47,15 +47,6 @@ By the number of passages: what full reuse, tokens at random and the default lea
 <!--table:passages-->
 <!--end-->
 
-Over the charge, with ten passages ([frontier.json](../benchmarks/results/frontier.json)):
-
-![SmolLM2: what is left against the charge](pictures/frontier-smollm2.svg)
-
-![Gemma 3: what is left against the charge](pictures/frontier-gemma3.svg)
-
-A better choice could bring more: a search that knows the answer leaves a third to three fifths of what `ramp` leaves
-at 10 %, on twelve prompts of 240 tokens ([frontier_limit.json](../benchmarks/results/frontier_limit.json)).
-
 ## Do the answers come back?
 
 **On the larger model full reuse alone brings most back, because chunks are computed behind a short text; recomputing
@@ -445,16 +436,6 @@ SECTIONS = (
         "sequences",
         _together,
         lambda found: f"`benchmarks/bench.py sequences`{_of_shape(found)}, {found['prefix_tokens']:,} shared tokens.",
-    ),
-    Section(
-        "Turns of a conversation",
-        "session",
-        lambda found: (
-            f"With a kept cache the first token of turn {found['rows'][-1]['turn']} comes "
-            f"{found['rows'][-1]['speedup']:.1f} times as fast, {found['rows'][-1]['speedup_with_load']:.1f} times "
-            "with loading the file."
-        ),
-        lambda found: f"`benchmarks/bench.py session`{_of_shape(found)}.",
     ),
 )
 

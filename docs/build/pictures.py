@@ -7,11 +7,8 @@ python docs/build/pictures.py --screenshot    # and the page of the demo, with t
 """
 
 import argparse
-import re
 import shutil
-import statistics
 from collections.abc import Callable
-from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -26,12 +23,6 @@ STORED, COMPUTED, EXACT, PALE = "#93c5fd", "#fb923c", "#c7d2fe", "#f1f5f9"
 PIECES = (("prefix", 70), ("chunk A", 150), ("chunk B", 150), ("chunk C", 150), ("question", 90))
 LEFT = 130
 TAKEN = {1: (14, 96), 2: (4, 60, 128), 3: (30, 84)}  # by piece, where recomputed tokens stand in it
-FRONTIER = {  # rows of the result, by what they are called here
-    "ramp": "ramp@text",
-    "boundary": "boundary@text",
-    **{f"{name}, behind BOS alone": name for name in ("boundary", "kv-deviation", "query-attention")},
-}
-MOST_CHARGED = 0.3
 SCREENSHOT_MS = 120_000  # until the page is there, on a busy machine
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 
@@ -107,26 +98,6 @@ def gain() -> str:
     )
 
 
-def frontier(model: str) -> str:
-    """What is left of full reuse's KL divergence against the charge: means of two tasks."""
-    rows = [row for row in load_result("frontier")["rows"] if row["half"] == "both" and row["model"] == model]
-    tasks, lines = {row["task"] for row in rows}, []
-    for label, name in FRONTIER.items():
-        kinds = (name, re.sub(r"^[\w-]+", "none", name))
-        own = [row for row in rows if row["selector"] in kinds and row["target"] <= MOST_CHARGED]
-        points = []
-        for target in sorted({row["target"] for row in own}):
-            same = [row for row in own if row["target"] == target]
-            if {row["task"] for row in same} == tasks:
-                points.append(
-                    (statistics.fmean(row["charged"] for row in same), statistics.fmean(row["kl"] for row in same))
-                )
-        lines.append(Line(label, tuple(points)))
-    return line_chart(
-        lines, x_label=f"charged ({model})", y_label="KL divergence, of full reuse's", most_x=0.32, background=THEMED
-    )
-
-
 def healing() -> str:
     """The error of the second and third turn against the share that was healed, of what it is without healing."""
     lines, rows = list[Line](), load_result("healing")["rows"]
@@ -142,7 +113,6 @@ def healing() -> str:
 PICTURES: dict[str, Callable[[], str]] = {
     "healing": healing,
     "prompt": prompt, "layers": layers, "speed": speed, "gain": gain,
-    "frontier-smollm2": partial(frontier, "smollm2"), "frontier-gemma3": partial(frontier, "gemma3"),
     "quality": gain,  # beside the page of the demo
 }  # fmt: skip
 

@@ -344,26 +344,7 @@ def _healing(document: dict[str, Any]) -> list[str]:
     return [*lines, "", f"CPU seconds of healing, of stock's prefill of the same tokens in the same blocks: {said}."]
 
 
-def _chat_turns(document: dict[str, Any]) -> list[str]:
-    """What was healed when a turn of `hf-blend chat` came, and its first token beside stock's."""
-    lines = [
-        "| nobody types for | turn | tokens | exact when it came | first token | of stock's behind its own cache "
-        "| of a full prefill's | answers as stock's |",
-        "|---" * 8 + "|",
-    ]
-    for row in document["turns"]:
-        if row["turn"] == 1:  # nothing is healed yet
-            continue
-        pause = f"{row['pause_s']:g} s" if row["turn"] == 2 else ""
-        of_full = "" if row["of_full"] is None else f"{row['of_full']:.2f}"
-        cells = [pause, row["turn"], f"{row['tokens']:,}", f"{row['exact_share']:.0%}"]
-        cells += [f"{row['chat_ms'] / 1e3:.1f} s", f"{row['of_stock']:.2f}", of_full]
-        lines.append(f"| {' | '.join(map(str, cells))} | {row['same_answers']} of {row['n']} |")
-    return lines
-
-
 TABLES = {
-    "chat_turns": _chat_turns,
     "healing": _healing,
     "front": _front,
     "robust": _robust,

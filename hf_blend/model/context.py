@@ -6,7 +6,7 @@ Behind BOS alone the first tokens of a chunk become an attention sink, like the 
 have nothing else to attend to. Behind some prose, of any kind, both are nearly as they are in a prompt.
 
 Source: ours; FusionRAG (arXiv 2601.12904) computes a chunk behind its nearest neighbours. Measured in
-benchmarks/results/frontier.json; a text about passages, in the place of passages, or tokens at random do worse.
+benchmarks/LOG.md; a text about passages, in the place of passages, or tokens at random do worse.
 """
 
 from typing import Any

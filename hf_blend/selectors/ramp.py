@@ -5,7 +5,7 @@
 What a token misses is the chunks before its own, and a question looks rather at what is near; what a token has is the
 text of its own chunk before it. So a token counts by how much is before its chunk, over its place in the chunk.
 
-Source: ours, of EPIC's `boundary`, where all heads are equally long. Measured in benchmarks/results/frontier.json.
+Source: ours, of EPIC's `boundary`, where all heads are equally long. Measured in benchmarks/results/robust.json.
 """
 
 import torch
