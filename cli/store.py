@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_blend.evaluation.sources import Source
     from hf_blend.store import ChunkStore, EntryInfo
 
-__all__ = ["check", "gc", "ls", "pin", "plan", "rm", "stats"]
+__all__ = ["check", "gc", "ls", "pin", "rm", "stats"]
 
 Namespace = Annotated[str, typer.Option(help="Look at the chunks of this namespace.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Show the newest N only.")]
@@ -214,39 +214,6 @@ def stats(store: Store = None, namespace: Namespace = "", json: Json = False) ->
         },
         as_json=json,
     )  # fmt: skip
-
-
-def plan(
-    model: Annotated[str, typer.Option(help="A path, a hub id, or, with --prefill-s, tiny:TYPE.")],
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks that are stored.")] = 10_000,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 512,
-    per_request: Annotated[int, typer.Option(min=1, help="Chunks that a request reads.")] = 8,
-    requests_per_day: Annotated[float, typer.Option(min=0, help="Of all clients.")] = 10_000,
-    rate: Annotated[list[str] | None, typer.Option(help="NAME=GB/s of a device, else measured.")] = None,
-    price: Annotated[list[str] | None, typer.Option(help="NAME=PRICE per GB and month; may be repeated.")] = None,
-    at: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER or URL of a device; may be repeated.")] = None,
-    gpu_hour: Annotated[float, typer.Option(min=0, help="Price of the GPU for an hour.")] = 0.0,
-    prefill_s: Annotated[float | None, typer.Option(min=0, help="Of a request's chunks; else measured here.")] = None,
-    ratio: Annotated[float, typer.Option(min=0, max=1, help="Least share to recompute.")] = 0.15,
-    dtype: Annotated[str | None, typer.Option(help="Of K and V; the model's own where left out.")] = None,
-    json: Json = False,
-) -> None:
-    """Choose the device for stored KV by delay and cost. It is the cheapest that hides its loading under recomputing.
-
-    Devices are named by --price; memory is that of the process, any other is a folder or URL named by --at.
-
-    Examples:
-        hf-blend store plan --model tiny:llama --prefill-s 1 --rate memory=20 --price memory=2
-        hf-blend store plan --model tiny:llama --prefill-s 1 --rate disk=4 --price disk=0.05 --gpu-hour 2 --json
-    """
-    from hf_blend.evaluation.planning import planned
-
-    names = {"rate": rate, "price": price, "at": at}
-    work = (chunks, chunk_tokens, per_request, requests_per_day)
-    placed = planned(model, work, names, prefill_s=prefill_s, ratio=ratio, gpu_hour=gpu_hour, dtype=dtype)
-    show(placed if json else placed["rows"], as_json=json, title="where stored KV belongs", header=True)
-    if not json:
-        say(f"chosen: {placed['chosen']}; ChunkStore.open(**{placed['store']})")
 
 
 def _opened(

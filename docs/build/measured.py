@@ -186,18 +186,6 @@ def _hidden(document: Document) -> str:
     return f"Loading mostly hides behind computing: both together take at most {worst:.2f} times the longer of them."
 
 
-def _planned(document: Document) -> str:
-    wrong = [
-        f"{row['shape']} at {_share(row['ratio'])} ({row['chosen']}, best is {row['best']})"
-        for row in document["rows"]
-        if row["chosen"] != row["best"]
-    ]
-    return (
-        f"`hf-blend store plan` chooses the best device in {document['right']} of {len(document['rows'])} cases. "
-        f"It errs with the shapes {', '.join(wrong)}; in {document['refuted']} of these the rounds leave no doubt."
-    )
-
-
 EXTEND = "Self-Extend"
 WAYS = {  # of docs/holding_less.md: in the result file, and on the page
     "kv_bits 8": "`kv_bits=8`",
@@ -373,17 +361,6 @@ SECTIONS = (
             "perplexity behind the window."
         ),
         "Not measured: texts beyond the trained length.",
-    ),
-    Section(
-        "Where chunks are kept",
-        "store_plan",
-        _planned,
-        lambda found: (
-            f"`benchmarks/bench.py store-plan`: {found['chunks']} chunks of {found['chunk_tokens']} tokens. "
-            "Of half the length: "
-            "[store_plan_small.json](../benchmarks/results/store_plan_small.json)."
-        ),
-        "Tiers are throttled to a rate; a real network was not measured.",
     ),
     Section(
         "Loading beside computing",

@@ -21,7 +21,6 @@ from ..model.fingerprint import fingerprint
 from ..prefill.report import Advice
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey
-from .estimator import load_s
 from .profile import Profile, profile_of, tier_rates
 
 STEPS = 40  # the ratio is looked for in steps of 1/40
@@ -47,7 +46,7 @@ def advise(
     def expected(count: int, ratio: float) -> tuple[float, float, float]:
         """Seconds in all, loading and computing, if the fastest chunks are loaded; of equals the longest first."""
         kept = sum(chunk_tokens[place] for place in order[:count])
-        loading = sum(load_s(profile.bytes_per_token, chunk_tokens[place], rates[place]) for place in order[:count])
+        loading = sum(profile.bytes_per_token * chunk_tokens[place] / rates[place] for place in order[:count])
         computing = profile.prefill_s(total, (kept * ratio + total - kept) / total)
         return max(loading, computing) + loading / num_layers, loading, computing
 
@@ -59,7 +58,7 @@ def advise(
         if more > ratio and times[2] <= loading:
             ratio, (time_s, loading, computing) = more, times
     most = profile.prefill_s(total, ratio)
-    hidden = [name for name, rate in (tiers or {}).items() if load_s(profile.bytes_per_token, total, rate) <= most]
+    hidden = [name for name, rate in (tiers or {}).items() if profile.bytes_per_token * total / rate <= most]
     times_ms = (1e3 * time_s, 1e3 * loading, 1e3 * computing)
     return Advice(ratio, count, *times_ms, tuple(hidden), tuple(sorted(order[:count])))
 

@@ -21,7 +21,6 @@ import torch
 from huggingface_hub import cached_assets_path
 from torch import nn
 
-from .. import plugins
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..model.anatomy import text_config
@@ -31,7 +30,7 @@ from ..model.modality import text_ids
 from ..store import ChunkStore
 
 LENGTHS, RATIOS = (512, 1536), (0.05, 0.5)
-CHUNKS, QUESTION_TOKENS, ROUNDS, READINGS = 4, 32, 5, 5
+CHUNKS, QUESTION_TOKENS, ROUNDS = 4, 32, 5
 
 
 @dataclass(frozen=True)
@@ -110,19 +109,6 @@ def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> 
         rates.append(0.0 if chunk is None else chunk.nbytes / (time.perf_counter() - started))
     store.delete(key)
     return statistics.median(rates)
-
-
-def reading_s(model: nn.Module, chunks: int, tokens: int, ratio: float) -> float:
-    """What reading, verifying and unpacking the chunks of a request adds to it, however fast their bytes come."""
-    pieces = [text_ids(model, tokens, seed).tolist() for seed in range(chunks)]
-    stores = ChunkStore.open("memory://"), ChunkStore([], [plugins.load("store.tiers", "memory")()])
-    taken: tuple[list[float], ...] = ([], [])
-    for number in range(READINGS + 1):
-        for store, times in zip(stores, taken, strict=True):
-            seconds = _seconds(model, BlendCache(model, store, recompute_ratio=ratio), pieces)
-            times += [seconds] if number else []  # chunks are computed in the first
-    in_memory, read = map(statistics.median, taken)
-    return max(0.0, read - in_memory)
 
 
 def tier_rates(store: ChunkStore, model: nn.Module, tokens: int = 512) -> dict[str, float]:
