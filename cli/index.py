@@ -86,7 +86,8 @@ def index(
     documents = read(corpus or [], FileLimits(file_megabytes, file_seconds), choose_files(include, exclude), verbose)
     source = open_source(model, device, dtype, verbose)
     pieces = split(documents, source, chunk_tokens)
-    estimate = indexing.Estimate.of(pieces, source)
+    model = load(source, blends=False)
+    estimate = indexing.Estimate.of(pieces, model)
     is_first = share.number == 0
     if is_first:
         size = f"{estimate.tokens:,} tokens, {humanise('nbytes', estimate.nbytes)} of KV"
@@ -97,7 +98,7 @@ def index(
     }  # fmt: skip
     with ChunkStore.open(**place) as opened:
         indexing.check_room(opened, estimate)
-        indexer = indexing.Indexer(load(source, opened, blends=False), source.tokenizer, opened, pieces, share)
+        indexer = indexing.Indexer(model, source.tokenizer, opened, pieces, share)
         if is_first and indexer.missing:
             say(f"{len(indexer.missing):,} to compute, about {duration(indexer.probe_s())} on {source.device}.")
         if dry_run:

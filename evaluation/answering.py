@@ -160,6 +160,17 @@ def divergence(logits: Tensor, full: Tensor) -> Tensor:
     return each.masked_fill(expected.isneginf(), 0.0).sum(-1).clamp(min=0)  # of what full prefill never says, nothing
 
 
+@torch.no_grad()
+def token_bytes(model: nn.Module) -> int:
+    """Bytes of K and V of one token in all layers, measured on a prompt of one token."""
+    ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
+    nbytes = 0
+    for layer in model(ids, use_cache=True).past_key_values.layers:
+        if isinstance(getattr(layer, "keys", None), Tensor):
+            nbytes += layer.keys.nbytes + layer.values.nbytes
+    return nbytes
+
+
 class AnswerStreamer:
     """A streamer that notes when each token comes, and passes the answer on while it is written."""
 

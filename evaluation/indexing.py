@@ -16,8 +16,8 @@ from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.store import ChunkKey
 
-from .bundled import ModelSource, handbook_pages
-from .cache_size import cache_size
+from .answering import token_bytes
+from .bundled import handbook_pages
 from .documents import Document
 from .retrieving import Piece, closed
 from .sources import Source, Sources
@@ -46,20 +46,18 @@ class Shard:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What storing some pieces takes, known before the weights are read."""
+    """What storing some pieces takes."""
 
     pieces: int
     tokens: int
     nbytes: int
 
     @classmethod
-    def of(cls, pieces: Iterable[Piece], source: ModelSource) -> "Estimate":
-        """Estimate from a model's config."""
+    def of(cls, pieces: Iterable[Piece], model: nn.Module) -> "Estimate":
+        """Count tokens, each once where pieces are the same, and the bytes of their K and V."""
         unlike = {piece.ids for piece in pieces}
         tokens = sum(map(len, unlike))
-        dtype = None if isinstance(source.dtype, str) else source.dtype
-        each = cache_size(source.config, context_tokens=1, dtype=dtype).bytes_per_token
-        return cls(len(unlike), tokens, tokens * each)
+        return cls(len(unlike), tokens, tokens * token_bytes(model))
 
 
 @dataclass

@@ -102,19 +102,6 @@ def from_checkout(program: str) -> ModuleType:
     return plugins.imported(CHECKOUT / f"{program}.py")
 
 
-def load_config(name: str) -> Any:
-    """Load the config of a model by its name, a folder, a hub id or `tiny:TYPE`."""
-    if name.startswith(TINY):
-        return from_checkout("tiny_models").tiny_model(name.removeprefix(TINY)).config
-    from transformers import AutoConfig
-
-    folder = locate(name)
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise _refused(name, error) from error
-
-
 def load_model(name: str, dtype: Any = None, device: str = "cpu") -> Any:
     """Load a model by its name, a folder or a hub id, or build a tiny one; in float32 if no dtype is given."""
     import torch

@@ -273,7 +273,7 @@ FUNCTIONS = {
 EXAMPLES = [line for function in FUNCTIONS.values() for line in split_examples(function.__doc__ or "")[1]]
 UNMARKED = [line for line in EXAMPLES if "#" not in line]
 LAST = {line.split()[1]: line for line in UNMARKED}  # of each command: the smallest
-SHORT = [LAST[name] for name in ("ask", "chat", "env", "eval", "index", "inspect", "size", "store", "tune", "bench")]
+SHORT = [LAST[name] for name in ("ask", "chat", "env", "eval", "index", "inspect", "store", "tune", "bench")]
 
 
 def marked(example: str) -> object:
@@ -334,7 +334,7 @@ def test_the_example_runs(example, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_module_is_the_command_and_a_pipe_hears_one_document_and_no_bars(run, tmp_path):
     assert run("--version")[1].startswith(f"hf-blend {hf_blend.__version__}\npython 3.")
-    command = [sys.executable, "-P", "-m", "hf_blend", "size", "tiny:llama", "--json"]
+    command = [sys.executable, "-P", "-m", "hf_blend", "env", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr, "\x1b" in done.stdout) == (0, "", False)
     assert json.loads(done.stdout)

@@ -7,6 +7,7 @@ import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -15,8 +16,8 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, HfBlendError, MissingExtraError
 from hf_blend.model_names import PACKAGED, locate
 
+from ..answering import token_bytes
 from ..bundled import ModelSource, first_line, open_model, size_of
-from ..cache_size import cache_size
 from ..meaning import Encoder
 from ..model_choice import ModelChoice, choose_model
 
@@ -38,11 +39,10 @@ class Loaded:
         """Its tokenizer."""
         return self.source.tokenizer
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """K and V of one token, all layers."""
-        dtype = next(self.model.parameters()).dtype
-        return cache_size(self.source.config, context_tokens=1, dtype=dtype).bytes_per_token
+        return token_bytes(self.model)
 
 
 class ModelCache:

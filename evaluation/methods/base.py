@@ -24,8 +24,7 @@ from hf_blend.model.placement import input_device
 from hf_blend.prompt.pieces import Prompt, batch
 from hf_blend.prompt.tokenizer import front_ids
 
-from ..answering import AnswerStreamer, ends_of
-from ..cache_size import cache_size
+from ..answering import AnswerStreamer, ends_of, token_bytes
 from ..tasks.base import Sample
 
 
@@ -67,7 +66,7 @@ class EvalMethod(ABC):
     @cached_property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, all layers."""
-        return cache_size(self.model.config, context_tokens=1, dtype=self.model.dtype).bytes_per_token
+        return token_bytes(self.model)
 
     def prompt(self, sample: Sample) -> Prompt:
         """The ids of a sample, BOS in front if the tokenizer puts one there."""
