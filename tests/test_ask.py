@@ -163,13 +163,6 @@ def test_tokens_shows_which_were_recomputed_and_needs_a_comparison(store, first,
     )
 
 
-def test_inspect_prints_the_prompt_once_for_all_selectors(run, small_smollm2):
-    _, out, _ = run("inspect", "--selector", "boundary", "--selector", "ramp")
-    assert "\nTokens that stand out are recomputed at 0.12 by 1 boundary, 2 ramp\n" in out
-    assert re.search(r"\[[^]]* 1 2\]", out)
-    assert out.count(" .\n") == 1, "the last of the prompt"
-
-
 def test_a_check_of_the_model_is_said_where_it_takes_long(capsys):
     for wait_s, said in ((0.3, "Checking.\n"), (0.0, "")):
         with output.said_if_slow("Checking.", 0.1):

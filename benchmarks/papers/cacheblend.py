@@ -3,10 +3,10 @@
 """A paper's figures on one's own model: each figure is a few runs of `trial`, in a folder that resumes where it was.
 
 What the figures of CacheBlend vary are methods, ratios, the check layer, the length and number of chunks, the batch
-and the rate of the storage; deviation and its rank correlation are means over samples. Its request rates are in
+and the rate of the storage. Its request rates are in
 `python benchmarks/bench.py serve`, which measures times: weights do not matter for them.
 
-Source: CacheBlend (arXiv 2405.16444), figures 6, 7, 8, 12, 13, 15, 16, 17.
+Source: CacheBlend (arXiv 2405.16444), figures 6, 12, 13, 15, 16, 17.
 """
 
 import json
@@ -26,7 +26,6 @@ from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.report import html_table, page, plots
 from hf_blend.evaluation.summary import summarised
 from hf_blend.evaluation.trial import EvalConfig, run
-from papers.deviations import deviations
 from papers.impress import impress
 from papers.kvstar import kvstar
 from papers.paper_page import PAGE, RESULT, as_csv, as_latex, every_column
@@ -104,10 +103,8 @@ def data_files(folder: Path, tasks: Sequence[str]) -> tuple[tuple[str, str], ...
 def _cacheblend(
     base: EvalConfig, folder: Path, progress: Progress | None = None, is_small: bool = False, draft: str | None = None
 ) -> dict[str, Any]:
-    first = replace(base, tasks=base.tasks[:1], data=tuple(pair for pair in base.data if pair[0] == base.tasks[0]))
     load = lru_cache(maxsize=1)(load_model)  # all figures are of one model
-    beside = deviations(first, folder / "deviation", progress, load)
-    return reproduce(cacheblend(base, is_small), folder, progress, beside, load)
+    return reproduce(cacheblend(base, is_small), folder, progress, load=load)
 
 
 PAPERS: dict[str, Callable[..., dict[str, Any]]] = {"cacheblend": _cacheblend, "impress": impress, "kvstar": kvstar}

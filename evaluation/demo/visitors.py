@@ -18,19 +18,15 @@ FILLED = 0.95  # of a store; the rest is for rotary tables, which are kept besid
 
 @dataclass(frozen=True)
 class Limits:
-    """What the page takes from one visitor: letters of all documents together, in the box or in files.
+    """What the page takes from one visitor.
 
     All chunks of a prompt fit `store_bytes`, however many bytes a token takes. Of more `visitors` than these the one
     who was away longest is forgotten.
     """
 
     document_letters: int = 20_000
-    file_letters: int = 500_000
-    file_bytes: int = 2 << 20
-    files: int = 20
     question_letters: int = 500
     prompt_tokens: int = 4096
-    chunk_tokens: int = 256
     new_tokens: int = 48
     answers_per_minute: int = 30
     store_bytes: int = 256 << 20
@@ -40,17 +36,15 @@ class Limits:
         """How many tokens a prompt may have, so that a visitor's store holds all of it."""
         return min(self.prompt_tokens, int(FILLED * self.store_bytes) // token_bytes)
 
-    def check_letters(self, documents: str, question: str, are_files: bool = False) -> None:
+    def check_letters(self, documents: str, question: str) -> None:
         """Refuse what is empty or too long, before anything is computed."""
         if not documents.strip():
-            where = "no file was read. Upload some" if are_files else "the box is empty. Write or paste some"
-            raise PromptError(f"there is no document: {where}.")
+            raise PromptError("there is no document: the box is empty. Write or paste some.")
         if not question.strip():
             raise PromptError("there is no question: the box is empty. Write one, or pick one.")
-        most = self.file_letters if are_files else self.document_letters
-        if len(documents) > most:
+        if len(documents) > self.document_letters:
             raise PromptError(
-                f"the documents have {len(documents):,} letters, but at most {most:,} are taken. "
+                f"the documents have {len(documents):,} letters, but at most {self.document_letters:,} are taken. "
                 "Leave some out; on your own machine hf-blend ask has no such limit."
             )
         if len(question) > self.question_letters:
