@@ -2,20 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show full prefill, full reuse and blending in a browser."""
 
-import contextlib
-from typing import Annotated, Any
+import socket
+from typing import Annotated
 
 import typer
 
-from hf_blend.errors import ConfigError, HfBlendError, import_extra
+from hf_blend.errors import ConfigError, import_extra
 
-from .choosing import open_encoder
-from .options import Device, Dtype, Meaning
+from .options import Device, Dtype
 from .output import Json, fail, say, show
 
 __all__ = ["demo"]
 
-Model = Annotated[str, typer.Option(help="Hub id or folder to begin with; else the largest here that fits.")]
+Model = Annotated[str, typer.Option(help="Hub id or folder to begin with; else smollm2.")]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody who reaches this machine.")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="The first free one from 7860 on if left out.")]
 Folders = Annotated[bool, typer.Option("--folders/--no-folders", help="Whether visitors may name folders as models.")]
@@ -29,7 +28,6 @@ def demo(
     port: Port = None,
     folders: Folders = True,
     most_parameters: Parameters = 2.0,
-    meaning: Meaning = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     check: Check = False,
@@ -45,33 +43,33 @@ def demo(
     import_extra("gradio", extra="demo", wanted_by="hf-blend demo")
     from hf_blend.evaluation.demo.model_cache import ModelCache
     from hf_blend.evaluation.demo.page import Demo, serve
+    from hf_blend.evaluation.demo.request import first_answers
 
-    _refuse_taken(host, port)
-    encoder = open_encoder(meaning, device)
-    limits: dict[str, Any] = {"most_parameters": int(most_parameters * 1e9), "takes_folders": folders}
-    made = Demo(ModelCache(**limits, device=device, dtype=dtype, encoder=encoder), model=model)
-    if made.model:
-        made.models.take(made.model)
-    else:
-        with contextlib.suppress(HfBlendError):  # the page itself says where there is none
-            say(made.models.choice.reason)
+    _refuse_port(host, port)
+    models = ModelCache(
+        most_parameters=int(most_parameters * 1e9), takes_folders=folders, device=device, dtype=dtype
+    )
+    page = Demo(models, model=model)
+    if model:
+        models.get(model)  # refuses it before the page starts
     say("Answering the first question, so that the page opens with it.")
-    blocks, url = serve(made, host=host, port=port, wait=False)
+    blocks, url = serve(page, host=host, port=port, wait=False)
     try:
-        if check:
-            _checked(url, made, json)
+        if not check:
+            show({"url": url}, as_json=json)
+            say("Press Ctrl-C to end it.")
+            blocks.block_thread()
             return
-        show({"url": url}, as_json=json)
-        say("Press Ctrl-C to end it.")
-        blocks.block_thread()
+        answers = first_answers(url, model)
+        show({"url": url, "answers": answers}, as_json=json)
+        if not answers or not all(answers.values()):
+            fail(f"the page at {url} gave {answers}, but an answer by each method is expected. Run it with --debug.")
     finally:
         blocks.close(verbose=False)
 
 
-def _refuse_taken(host: str, port: int | None) -> None:
+def _refuse_port(host: str, port: int | None) -> None:
     """Find out whether one may listen there, before a model is read."""
-    import socket
-
     try:
         socket.create_server((host, port or 0)).close()
     except OSError as error:
@@ -79,13 +77,3 @@ def _refuse_taken(host: str, port: int | None) -> None:
             f"the page cannot listen on {host}, port {port}: {error.strerror or error}. Give another --port, or leave "
             "it out for the first free one from 7860 on; --host is an address of this machine."
         ) from error
-
-
-def _checked(url: str, made: Any, json: bool) -> None:
-    """Ask the question that the page opened with through its own interface."""
-    from hf_blend.evaluation.demo.request import first_answers
-
-    answers = first_answers(url, made.first)
-    show({"url": url, "answers": answers}, as_json=json)
-    if not all(answers.values()):
-        fail(f"the page at {url} gave {answers}, but an answer by each method is expected. Run it with --debug.")

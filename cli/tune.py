@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .calibrating import calibrated
-from .choosing import open_source
-from .options import Device, Dtype, Model, Place, Unverified
+from .options import REAL, Device, Dtype, Model, Place, Unverified
 from .output import Json, fail, progress, rounded, say, show
 from .reading import load
 
@@ -42,7 +41,7 @@ Seed = Annotated[int, typer.Option(help="Of the halves, and of which pages of th
 
 
 def tune(
-    model: Model = None,
+    model: Model = REAL,
     quick: Quick = False,
     prompts: Prompts = None,
     leave: Leave = 0.35,
@@ -75,13 +74,14 @@ def tune(
     from hf_blend import ChunkStore
     from hf_blend.evaluation import tuning
     from hf_blend.evaluation.asking import Pipeline
+    from hf_blend.evaluation.bundled import open_model
     from hf_blend.model.fingerprint import fingerprint
     from hf_blend.recipes import Recipe
 
     if quick:
         if prompts or selector or ratio:
             raise typer.BadParameter("--quick has its own: leave --prompts, --selector and --ratio out")
-        source = open_source(model, device, dtype)
+        source = open_model(model, device, dtype)
         with ChunkStore.open(store) as opened:
             measured = calibrated(
                 load(source), source.tokenizer, opened, quiet=json, allow_unverified=allow_unverified
@@ -92,7 +92,7 @@ def tune(
     candidates = tuning.candidates(
         selector or tuning.SELECTORS, ratio or tuning.RATIOS, allow_unverified=allow_unverified
     )
-    source = open_source(model, device, dtype)
+    source = open_model(model, device, dtype)
     if prompts:
         sample = tuning.read_prompts(prompts, source.tokenizer, limit or None, source.positions)
     else:

@@ -17,11 +17,10 @@ from hf_blend.errors import ConfigError, HfBlendError, MissingExtraError
 from hf_blend.model_names import PACKAGED, locate
 
 from ..answering import token_bytes
-from ..bundled import ModelSource, first_line, open_model, size_of
-from ..meaning import Encoder
-from ..model_choice import ModelChoice, choose_model
+from ..bundled import REAL, ModelSource, first_line, open_model, size_of
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+MOST_ID_LETTERS = 96
 FAILURES = (ImportError, LookupError, OSError, RuntimeError, ValueError)
 
 
@@ -32,7 +31,6 @@ class Loaded:
     name: str
     model: nn.Module
     source: ModelSource
-    encoder: Encoder | None = None  # what finds pieces of files by meaning
 
     @property
     def tokenizer(self) -> Any:
@@ -56,64 +54,56 @@ class ModelCache:
         takes_folders: bool = True,
         device: str = "auto",
         dtype: str = "auto",
-        encoder: Encoder | None = None,
     ) -> None:
-        self.most_models, self.most_parameters, self.takes_folders = most_models, most_parameters, takes_folders
-        self._on, self._encoder = (device, dtype), encoder
-        self._choice: ModelChoice | None = None
-        self._held: OrderedDict[str, Loaded] = OrderedDict()
+        self.most_models = most_models
+        self.most_parameters = most_parameters
+        self.takes_folders = takes_folders
+        self._device = device
+        self._dtype = dtype
+        self._loaded: OrderedDict[str, Loaded] = OrderedDict()
         self._lock = threading.Lock()
 
-    @property
-    def choice(self) -> ModelChoice:
-        """The best model that is here, chosen once, for those who name none."""
+    def get(self, name: str = "") -> Loaded:
+        """Give a model, loading and verifying it if it is not loaded."""
+        name = name.strip() or REAL
         with self._lock:
-            self._choice = self._choice or choose_model(*self._on, self.most_parameters)
-        return self._choice
-
-    def take(self, name: str = "") -> Loaded:
-        """Give a model, loading and verifying it if it is not held."""
-        name = name.strip() or self.choice.source.name
-        with self._lock:
-            if name not in self._held:
-                self._held[name] = self._load(name)
-            self._held.move_to_end(name)
-            while len(self._held) > self.most_models:
-                self._held.popitem(last=False)
-            return self._held[name]
+            if name not in self._loaded:
+                self._loaded[name] = self._load(name)
+            self._loaded.move_to_end(name)
+            while len(self._loaded) > self.most_models:
+                self._loaded.popitem(last=False)
+            return self._loaded[name]
 
     def _load(self, name: str) -> Loaded:
+        folder = _located(name) if name in PACKAGED else self._checked(name)
         try:
-            if self._choice and name == self._choice.source.name:
-                source = self._choice.source
-            else:
-                folder = _located(name) if name in PACKAGED else self._checked(name)
-                source = open_model(folder, *self._on)
-            self._weigh(source, name)
+            source = open_model(folder, self._device, self._dtype)
+            self._refuse_too_large(source, name)
             model = source.load()
         except HfBlendError:
             raise
         except FAILURES as error:
             raise ConfigError(
                 f"the model {name!r} cannot be loaded: {first_line(error)} Give the id of a causal language model on "
-                "the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct, or leave the box empty for the best one here."
+                f"the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct, or leave the box empty for {REAL}."
             ) from error
         BlendCache(model, ChunkStore.open("memory://"))  # raises if it is not exact
-        return Loaded(name, model, source, self._encoder)
+        return Loaded(name, model, source)
 
     def _checked(self, name: str) -> str:
         """A folder where that is allowed, or what looks like a hub id."""
         folder = os.path.expanduser(name)
         if self.takes_folders and os.path.isdir(folder):  # pathlib raises where a name is too long
             return folder
-        if not HUB_ID.fullmatch(name) or ".." in name or len(name) > 96 or os.path.exists(name):
+        is_id = HUB_ID.fullmatch(name) and ".." not in name and len(name) <= MOST_ID_LETTERS
+        if not is_id or os.path.exists(name):
             raise ConfigError(
                 f"{name!r:.80} is no model id. Write owner/name as on the hub"
                 f"{', or a folder with a model' if self.takes_folders else ''}."
             )
         return name
 
-    def _weigh(self, source: ModelSource, name: str) -> None:
+    def _refuse_too_large(self, source: ModelSource, name: str) -> None:
         """Refuse what is too large, from the config alone."""
         if source.parameters > self.most_parameters:
             raise ConfigError(
@@ -123,7 +113,7 @@ class ModelCache:
 
 
 def _located(name: str) -> str:
-    """The folder of a model that has a name; its hub id where it is not on this machine."""
+    """The folder of a model that has a short name; its hub id where it is not on this machine."""
     try:
         return locate(name)
     except MissingExtraError:
