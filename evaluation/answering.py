@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BatchEncoding, StoppingCriteria
+from transformers import BatchEncoding
 
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig, default_config
@@ -19,7 +19,6 @@ from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.prompt.messages import build_messages, render
 from hf_blend.prompt.pieces import Span, build
 
-LOOP_TOKENS, LOOP_TIMES = 12, 4  # an answer that has so many tokens so often, the last time at its end, is a loop
 INSTRUCTION = "Answer the question from the documents, in as few words as possible."
 
 
@@ -40,31 +39,41 @@ def build_request(
     It has `messages` and `documents` where the tokenizer has a chat template, else `prefix`, `chunks` and `question`.
     The documents of a question are in its own turn, so that a conversation only grows, and a cache keeps it.
     """
-    earlier = [text for turn in history for text in turn.documents]
+    documents = [text for turn in history for text in turn.documents]
     if not getattr(tokenizer, "chat_template", None):
-        said = "".join(f"Question: {turn.question}\nAnswer: {turn.answer}\n" for turn in history)
-        question_text = f"{said}Question: {question}\nAnswer:" if history else question
-        return {"prefix": system or None, "chunks": [*earlier, *chunks], "question": question_text}
+        text = question
+        if history:
+            earlier = [f"Question: {turn.question}\nAnswer: {turn.answer}\n" for turn in history]
+            text = f"{''.join(earlier)}Question: {question}\nAnswer:"
+        return {"prefix": system or None, "chunks": [*documents, *chunks], "question": text}
+
     texts = tuple(chunk if isinstance(chunk, str) else tokenizer.decode(chunk) for chunk in chunks)
-    told = INSTRUCTION if system is None else system
-    has_system = bool(told) and _has_system_role(tokenizer, told)
-    messages = [{"role": "system", "content": told}] if has_system else []
-    for number, turn in enumerate((*history, Turn(question, "", texts))):
-        read = "".join(turn.documents).rstrip()
-        content = f"{read}\n\nQuestion: {turn.question}" if read else turn.question
-        is_told = bool(told) and not has_system and not number
-        messages.append({"role": "user", "content": f"{told}\n\n{content}" if is_told else content})
+    instruction = INSTRUCTION if system is None else system
+    has_system = bool(instruction) and _has_system_role(tokenizer, instruction)
+    messages = []
+    if has_system:
+        messages.append({"role": "system", "content": instruction})
+    for turn in (*history, Turn(question, "", texts)):
+        content = turn.question
+        passages = "".join(turn.documents).rstrip()
+        if passages:
+            content = f"{passages}\n\nQuestion: {content}"
+        if instruction and not messages:  # the template has no system message
+            content = f"{instruction}\n\n{content}"
+        messages.append({"role": "user", "content": content})
         messages.append({"role": "assistant", "content": turn.answer})
-    return {"messages": messages[:-1], "documents": [text for text in (*earlier, *texts) if text.strip()]}
+    del messages[-1]  # the answer that is asked for
+    return {"messages": messages, "documents": [text for text in (*documents, *texts) if text.strip()]}
 
 
 def inputs_of(cache: BlendCache, tokenizer: Any, request: dict[str, Any]) -> BatchEncoding:
     """What `generate` takes for a prompt that `build_request` made, with a cache: ids and mask, `[1, tokens]`."""
-    make = cache.inputs_from_messages if "messages" in request else cache.inputs
-    return make(tokenizer, **request)
+    if "messages" in request:
+        return cache.inputs_from_messages(tokenizer, **request)
+    return cache.inputs(tokenizer, **request)
 
 
-def begun(
+def begin(
     model: nn.Module,
     tokenizer: Any,
     store: ChunkStore,
@@ -72,14 +81,15 @@ def begun(
     config: BlendConfig | None,
     cache: BlendCache | None = None,
 ) -> tuple[BlendCache | None, Any]:
-    """The cache and the ids that `generate` answers a request with; no cache, for a full prefill, without a config.
+    """The cache and the inputs that `generate` answers a request with; no cache, for a full prefill, without a config.
 
     A cache that is given keeps what it holds of the beginning of the request.
     """
     if config is None:
         ids = torch.tensor([ids_of(tokenizer, request)], device=input_device(model))
         return None, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    cache = BlendCache(model, store, config) if cache is None else cache
+    if cache is None:
+        cache = BlendCache(model, store, config)
     return cache, inputs_of(cache, tokenizer, request)
 
 
@@ -97,11 +107,11 @@ def spans_of(tokenizer: Any, request: dict[str, Any]) -> list[Span]:
     return build(tokenizer, request.get("prefix"), request["chunks"], request["question"]).spans()
 
 
-def _has_system_role(tokenizer: Any, told: str) -> bool:
+def _has_system_role(tokenizer: Any, instruction: str) -> bool:
     """Whether the chat template writes a system message; some refuse one, some leave it out."""
-    turns = [{"role": "system", "content": told}, {"role": "user", "content": "?"}]
+    turns = [{"role": "system", "content": instruction}, {"role": "user", "content": "?"}]
     try:
-        return told in render(tokenizer, turns)
+        return instruction in render(tokenizer, turns)
     except PromptError:
         return False
 
@@ -127,27 +137,22 @@ def blend_config(
         settings["recompute_ratio"] = recompute_ratio
     if selector is None:
         return default_config(is_blind=is_blind, **settings)
-    name, options = _named("selectors", selector)
+    name, _, listed = selector.partition(":")
+    options = {}
+    for part in filter(None, listed.split(",")):
+        option, _, value = part.partition("=")
+        if not value:
+            raise ConfigError(
+                f"the option {option!r} of {selector!r} has no value. Write name:option=value,option=value."
+            )
+        options[option] = value
+    plugins.load("selectors", name)
     if "check_layers" in options:
-        settings["check_layers"] = tuple(_layer(layer) for layer in options.pop("check_layers").split("+"))
+        layers = options.pop("check_layers").split("+")
+        if not all(layer.isdecimal() for layer in layers):
+            raise ConfigError(f"check_layers has {'+'.join(layers)!r}, expected layers such as 1 or 1+4.")
+        settings["check_layers"] = tuple(int(layer) for layer in layers)
     return BlendConfig(selector=name, selector_options=options, **settings)
-
-
-def _named(kind: str, text: str) -> tuple[str, dict[str, str]]:
-    """A plugin's name, and the options behind it."""
-    name, _, options = text.partition(":")
-    pairs = [option.partition("=") for option in options.split(",") if option]
-    for option, equals, value in pairs:
-        if not equals or not value:
-            raise ConfigError(f"the option {option!r} of {text!r} has no value. Write name:option=value,option=value.")
-    plugins.load(kind, name)
-    return name, {option: value for option, _, value in pairs}
-
-
-def _layer(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"check_layers has {text!r}, expected layers such as 1 or 1+4.")
-    return int(text)
 
 
 def divergence(logits: Tensor, full: Tensor) -> Tensor:
@@ -155,9 +160,10 @@ def divergence(logits: Tensor, full: Tensor) -> Tensor:
 
     Shapes: `[tokens, vocabulary]` → `[tokens]`.
     """
-    got, expected = (values.double().log_softmax(-1) for values in (logits, full))
-    each = nn.functional.kl_div(got, expected, reduction="none", log_target=True)
-    return each.masked_fill(expected.isneginf(), 0.0).sum(-1).clamp(min=0)  # of what full prefill never says, nothing
+    expected = full.double().log_softmax(-1)
+    terms = nn.functional.kl_div(logits.double().log_softmax(-1), expected, reduction="none", log_target=True)
+    terms = terms.masked_fill(expected.isneginf(), 0.0)  # what full prefill never says adds nothing
+    return terms.sum(-1).clamp(min=0)
 
 
 @torch.no_grad()
@@ -172,69 +178,46 @@ def token_bytes(model: nn.Module) -> int:
 
 
 class AnswerStreamer:
-    """A streamer that notes when each token comes, and passes the answer on while it is written."""
+    """A streamer that records when each token comes, and passes the answer on while it is written."""
 
     def __init__(
         self, tokenizer: Any = None, tell: Callable[[str], None] | None = None, started: float | None = None
     ) -> None:
         self._started = time.perf_counter() if started is None else started
-        self._arrived: list[float] = []  # when each new token came
-        self._tell, self._text = tell, Detokenizer(tokenizer, ())
+        self._times: list[float] = []  # of each new token
+        self._tell = tell
+        self._detokenizer = Detokenizer(tokenizer, ())
         self._ids: list[int] = []
         self._is_prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        """Take new tokens; the first call brings the prompt."""
+        """Receive new tokens; the first call brings the prompt."""
         if self._is_prompt_seen:
-            self._arrived.append(time.perf_counter())
+            self._times.append(time.perf_counter())
             self._ids += value.flatten().tolist()
             self.end(is_last=False)
         self._is_prompt_seen = True
 
     def end(self, is_last: bool = True) -> None:
-        """Pass on what is new, at the end also what was held back."""
-        if self._tell and (new := self._text.feed(self._ids, is_last)):
-            self._tell(new)
+        """Pass on what is new, at the end also what was kept back."""
+        if self._tell is None:
+            return
+        text = self._detokenizer.feed(self._ids, is_last)
+        if text:
+            self._tell(text)
 
     @property
     def ttft_ms(self) -> float:
         """From the start of the request to its first new token."""
-        return 1e3 * (self._arrived[0] - self._started)
+        return 1e3 * (self._times[0] - self._started)
 
     @property
     def decode_tokens_s(self) -> float:
         """Tokens a second after the first."""
-        return (len(self._arrived) - 1) / (self._arrived[-1] - self._arrived[0])
+        return (len(self._times) - 1) / (self._times[-1] - self._times[0])
 
 
 def ends_of(model: nn.Module) -> list[int]:
     """The tokens that end an answer."""
     ends = model.generation_config.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
-
-
-class LoopStop(StoppingCriteria):
-    """Stops an answer that begins to repeat itself.
-
-    Shapes: ids `[1, tokens]`, of which the first `prompt_tokens` are the prompt's, → `[1]`.
-    """
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
-        self.is_looping = False
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        """Return True for an answer that is a loop."""
-        self.is_looping = is_loop(input_ids[0, self._prompt_tokens :].tolist())
-        return torch.full((len(input_ids),), self.is_looping, device=input_ids.device)
-
-
-def is_loop(ids: Sequence[int]) -> bool:
-    """Whether the last tokens of an answer were written again and again, without overlap."""
-    last, times, end = list(ids[-LOOP_TOKENS:]), 0, len(ids)
-    while end >= LOOP_TOKENS and times < LOOP_TIMES:
-        if list(ids[end - LOOP_TOKENS : end]) == last:
-            times, end = times + 1, end - LOOP_TOKENS
-        else:
-            end -= 1
-    return times == LOOP_TIMES

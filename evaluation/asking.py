@@ -28,22 +28,20 @@ from .answering import (
     FULL_REUSE,
     REUSE,
     AnswerStreamer,
-    LoopStop,
     Method,
     Turn,
-    begun,
+    begin,
     build_request,
     divergence,
     ends_of,
     ids_of,
     spans_of,
-)  # fmt: skip
+)
 from .bundled import ModelSource
 from .retrieving import Piece, Retriever
 
 FORCED_TOKENS = 10  # of full prefill's answer
-STUB = "x"  # in the place of documents, where the rest of a prompt is measured
-SEARCHED_TURNS = 1  # earlier questions that the next one may mean with a pronoun
+STUB = "x"  # in place of the documents, where the rest of a prompt is measured
 
 
 class NoRoomError(PromptError):
@@ -54,7 +52,7 @@ class NoRoomError(PromptError):
 class Question:
     """A question, and the prompt in which it is asked over documents."""
 
-    name: str  # that people read: the question's own text, or its number
+    name: str  # that people read: the question's text, or its number
     request: dict[str, Any]  # the prompt as `answering.build_request` makes it
     answers: tuple[str, ...] = ()  # that are known to be right
     sources: tuple[Piece, ...] = ()  # pieces that were retrieved for it and that the model has room for, best first
@@ -63,9 +61,13 @@ class Question:
 
     @property
     def retrieved(self) -> str:
-        """The sources and their places, in a line for people; whether the answer used them is not known."""
-        places = (f"{piece.name}, characters {piece.start} to {piece.stop}" for piece in self.sources)
-        return f"Retrieved: {'; '.join(places)}"
+        """The sources in a line for people; whether the answer used them is not known."""
+        names = [f"{piece.name}, characters {piece.start} to {piece.stop}" for piece in self.sources]
+        return f"Retrieved: {'; '.join(names)}"
+
+    def source_rows(self) -> list[dict[str, Any]]:
+        """The sources as rows."""
+        return [{"name": piece.name, "start": piece.start, "stop": piece.stop} for piece in self.sources]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,6 @@ class Answer:
     is_cut: bool
     cache: BlendCache | None
     logits: Tensor
-    is_loop: bool = False
 
     @property
     def report(self) -> BlendReport | None:
@@ -87,11 +88,14 @@ class Answer:
         return self.cache.report if self.cache else None
 
     @property
-    def gain(self) -> dict[str, int]:
+    def cost(self) -> dict[str, int]:
         """Tokens of the prompt, and of these the ones that were reused as they were and the stored ones recomputed."""
         report = self.report or BlendReport()
-        reused, recomputed = report.past_tokens + report.reused_tokens, sum(map(len, report.chosen_columns))
-        return {"prompt_tokens": len(self.input_ids), "reused_tokens": reused, "recomputed_tokens": recomputed}
+        return {
+            "prompt_tokens": len(self.input_ids),
+            "reused_tokens": report.past_tokens + report.reused_tokens,
+            "recomputed_tokens": sum(len(columns) for columns in report.chosen_columns),
+        }
 
 
 @dataclass(frozen=True)
@@ -148,47 +152,57 @@ class Pipeline:
             cache: of the turns before, with whose tokens the prompt begins.
         """
         streamer = AnswerStreamer(self.tokenizer, tell)
-        cache, inputs = begun(self.model, self.tokenizer, self.store, request, config, cache)
+        cache, inputs = begin(self.model, self.tokenizer, self.store, request, config, cache)
         prompt = inputs["input_ids"][0]
-        loop = LoopStop(len(prompt))
         output = self.model.generate(
-            **inputs, **cache_argument(self.model, cache), streamer=streamer, do_sample=False,
-            max_new_tokens=max_new_tokens, return_dict_in_generate=True, output_logits=first_logits > 0,
-            stopping_criteria=[loop],
-        )  # fmt: skip
+            **inputs,
+            **cache_argument(self.model, cache),
+            streamer=streamer,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True,
+            output_logits=first_logits > 0,
+        )
         ids = output.sequences[0, len(prompt) :].cpu()
         text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
-        is_cut = len(ids) == max_new_tokens and int(ids[-1]) not in ends_of(self.model) and not loop.is_looping
-        logits = torch.cat(output.logits[:first_logits]).float().cpu() if first_logits else torch.empty(0)
-        return Answer(text, streamer.ttft_ms, prompt.cpu(), ids, is_cut, cache, logits, loop.is_looping)
+        is_cut = len(ids) == max_new_tokens and int(ids[-1]) not in ends_of(self.model)
+        logits = torch.empty(0)
+        if first_logits:
+            logits = torch.cat(output.logits[:first_logits]).float().cpu()
+        return Answer(text, streamer.ttft_ms, prompt.cpu(), ids, is_cut, cache, logits)
 
     def ask(
         self, question: Question, method: Method, max_new_tokens: int, tell: Callable[[str], None] | None = None
     ) -> Reply:
         """Answer one question by one method."""
-        kept = FORCED_TOKENS if method.config is None else 0
-        got = self.answer(question.request, method.config, max_new_tokens, kept, tell)
+        first_logits = FORCED_TOKENS if method.config is None else 0
+        answer = self.answer(question.request, method.config, max_new_tokens, first_logits, tell)
+        report = answer.report
         row: dict[str, Any] = {
             "method": method.name,
             "question": question.name,
-            "answer": got.text,
-            "is_cut": got.is_cut,
-            "is_loop": got.is_loop,
-            "ttft_ms": got.ttft_ms,
-            "charged_budget": 1.0 if got.report is None else got.report.charged_budget,
-            "sources": [{"name": piece.name, "start": piece.start, "stop": piece.stop} for piece in question.sources],
-            **got.gain,
+            "answer": answer.text,
+            "is_cut": answer.is_cut,
+            "ttft_ms": answer.ttft_ms,
+            "charged_budget": 1.0 if report is None else report.charged_budget,
+            "sources": question.source_rows(),
+            **answer.cost,
         }
-        if self.store.loads_in_part:
-            partial = (got.report and got.report.partial) or {}
-            row |= {name: partial.get(name, 0) for name in ("loaded_bytes", "all_bytes")}
-        if got.report and got.report.advice:
-            row["advice"] = got.report.advice
-        chosen = set(got.report.chosen_columns[0]) if got.report and got.report.chosen_columns else set()
+        chosen: set[int] = set()
+        if report is not None:
+            if report.partial:
+                row |= {name: report.partial[name] for name in ("loaded_bytes", "all_bytes")}
+            if report.advice:
+                row["advice"] = report.advice
+            if report.chosen_columns:
+                chosen = set(report.chosen_columns[0])
+
+        # Mark the recomputed tokens, up to the last of the documents
         end = max((span.stop for span in spans_of(self.tokenizer, question.request)), default=0)
-        ids = got.input_ids.tolist()[:end]
-        tokens = [(self.tokenizer.decode([token]), place in chosen) for place, token in enumerate(ids)]
-        return Reply(method, row, tokens, got)
+        tokens = []
+        for column, token in enumerate(answer.input_ids.tolist()[:end]):
+            tokens.append((self.tokenizer.decode([token]), column in chosen))
+        return Reply(method, row, tokens, answer)
 
     def time_again(self, question: Question, replies: Sequence[Reply], rounds: int) -> None:
         """Measure the first token of methods in turns; the median counts, of these and of the time that is there."""
@@ -208,10 +222,12 @@ class Pipeline:
         full = next(reply.answer for reply in replies if reply.method.config is None)
         for reply in replies:
             report, config = reply.answer.report, reply.method.config
-            if config is None:
+            if config is None or report is None:
                 reply.row["kl"] = 0.0
+            elif report.reusable_tokens:
+                reply.row["kl"] = self.loss(question, full, config).kl
             else:
-                reply.row["kl"] = self.loss(question, full, config).kl if report and report.reusable_tokens else None
+                reply.row["kl"] = None
 
     def full(self, question: Question, max_new_tokens: int = FORCED_TOKENS) -> Answer:
         """Answer by a full prefill, with the logits that `loss` compares."""
@@ -219,32 +235,32 @@ class Pipeline:
 
     def store_chunks(self, question: Question, config: BlendConfig) -> None:
         """Compute the chunks of a prompt that the store lacks, as a config captures them; not timed."""
-        self.answer(
-            question.request,
-            replace(REUSE, chunk_prefix_ids=config.chunk_prefix_ids, allow_unverified=config.allow_unverified),
-            1,
+        reuse = replace(
+            REUSE, chunk_prefix_ids=config.chunk_prefix_ids, allow_unverified=config.allow_unverified
         )
+        self.answer(question.request, reuse, 1)
 
     @torch.no_grad()
     def loss(self, question: Question, full: Answer, config: BlendConfig) -> Loss:
         """Blend a prompt and force full prefill's answer on it: the KL divergence of the next tokens, and the time."""
-        got = self.answer(question.request, config, 1, 1)
-        report, forced = got.report, full.ids[: len(full.logits) - 1]
+        blended = self.answer(question.request, config, 1, 1)
+        report = blended.report
         if report is None or report.fallback_reason or not report.reusable_tokens:
-            why = (report and report.fallback_reason) or "no token of it is reusable. Two chunks or more are expected"
-            raise PromptError(f"{question.name} cannot be blended: {why.rstrip('.')}. Leave it out.")
+            reason = (report and report.fallback_reason) or "no token of it is reusable. Give two chunks or more"
+            raise PromptError(f"{question.name} cannot be blended: {reason.rstrip('.')}. Leave it out.")
         if report.computed_chunks:
             raise ConfigError(
                 f"the store dropped {report.computed_chunks} chunks of {question.name} before they were used again, "
                 "so times would be wrong. Give a store on disk with --store, or shorter prompts."
             )
-        logits = got.logits
+        logits = blended.logits
+        forced = full.ids[: len(full.logits) - 1]
         if len(forced):
-            answer_ids = forced[None].to(input_device(self.model))
-            more = self.model(answer_ids, **cache_argument(self.model, got.cache)).logits[0]
+            ids = forced[None].to(input_device(self.model))
+            more = self.model(ids, **cache_argument(self.model, blended.cache)).logits[0]
             logits = torch.cat([logits, more.float().cpu()])
         kl = divergence(logits, full.logits)
-        return Loss(float(kl.mean()), float(kl[0]), report.charged_budget, got.ttft_ms / full.ttft_ms)
+        return Loss(float(kl.mean()), float(kl[0]), report.charged_budget, blended.ttft_ms / full.ttft_ms)
 
 
 def prepare(
@@ -257,29 +273,37 @@ def prepare(
 ) -> Question:
     """Retrieve for a question, and put as much into a prompt as the model has room for.
 
-    What came with an earlier turn is not repeated.
+    What came with an earlier turn is not repeated. The question before is searched for, too: a pronoun may mean it.
+
+    Raises:
+        NoRoomError: not even one piece fits.
     """
-    searched = " ".join([*(turn.question for turn in history[-SEARCHED_TURNS:]), question])
-    ranked, said = retriever.rank(searched), {text for turn in history for text in turn.documents}
     tokenizer = source.tokenizer
-    rest = len(ids_of(tokenizer, build_request(tokenizer, [STUB], question, system, history)))
-    room = math.inf if source.positions is None else source.positions - rest - max_new_tokens
+    searched = " ".join([*(turn.question for turn in history[-1:]), question])
+    pieces = retriever.rank(searched)
+    earlier = {text for turn in history for text in turn.documents}
+    room = math.inf
+    if source.positions is not None:
+        rest = ids_of(tokenizer, build_request(tokenizer, [STUB], question, system, history))
+        room = source.positions - len(rest) - max_new_tokens
+
     sources, texts = list[Piece](), list[str]()
-    for piece in ranked:
-        is_new = piece.prompt_text not in said
-        if not is_new or len(piece.ids) <= room:
+    for piece in pieces:
+        if piece.prompt_text in earlier:
             sources.append(piece)
-        if is_new and len(piece.ids) <= room:
+        elif len(piece.ids) <= room:
+            sources.append(piece)
             texts.append(piece.prompt_text)
             room -= len(piece.ids)
     if not sources:
+        tokens = len(pieces[0].ids) if pieces else 0
         raise NoRoomError(
-            f"the question, an answer of {max_new_tokens} tokens and a piece of {len(ranked[0].ids) if ranked else 0} "
-            f"tokens do not fit into the model's {source.positions} positions. Take smaller --chunk-tokens or "
-            "--max-new-tokens, or a model that reads more."
+            f"the question, an answer of {max_new_tokens} tokens and a piece of {tokens} tokens do not fit into the "
+            f"model's {source.positions} positions. Take smaller --chunk-tokens or --max-new-tokens, or a model that "
+            "reads more."
         )
-    made = build_request(tokenizer, texts, question, system, history)
-    return Question(question, made, (), tuple(sources), len(ranked) - len(sources), tuple(texts))
+    request = build_request(tokenizer, texts, question, system, history)
+    return Question(question, request, (), tuple(sources), len(pieces) - len(sources), tuple(texts))
 
 
 @dataclass
@@ -294,35 +318,37 @@ class Chat:
     max_new_tokens: int = 256
     turns: list[Turn] = field(default_factory=list)
     cache: BlendCache | None = None
-    said: Tensor | None = None  # ids of the last prompt and its answer, `[tokens]`
+    history: Tensor | None = None  # ids of the last prompt and its answer, `[tokens]`
     question: Question | None = None  # the last question
     healing: IdleHealing = field(default_factory=IdleHealing)
 
-    def prepare(self, question: str) -> Question:
+    def prepare(self, text: str) -> Question:
         """Retrieve for a question, forgetting the oldest turns that leave no room; none if it cannot be asked."""
-        kept = [*self.turns]
-        while True:
+        for first in range(len(self.turns) + 1):
+            turns = self.turns[first:]
             try:
-                made = prepare(self.source, self.retriever, question, self.system, self.max_new_tokens, kept)
-                break
+                question = prepare(self.source, self.retriever, text, self.system, self.max_new_tokens, turns)
             except NoRoomError:
-                if not kept:
+                if not turns:
                     raise
-                del kept[0]
-        self.turns = kept
-        return made
+                continue
+            self.turns = turns
+            break
+        return question
 
     def answer(self, question: Question, tell: Callable[[str], None] | None = None) -> Answer:
         """Answer, and remember question and answer."""
         self.healing.stop()
         self.question = question
-        got = self.pipeline.answer(question.request, self.config, self.max_new_tokens, tell=tell, cache=self.cache)
-        self.turns.append(Turn(question.name, got.text, question.documents))
-        if "messages" in question.request and got.cache is not None:  # other prompts do not begin as the last one did
-            self.cache = got.cache
-            self.said = torch.cat([got.input_ids, got.ids])
-            self.healing.start(self.cache, self.said)
-        return got
+        answer = self.pipeline.answer(
+            question.request, self.config, self.max_new_tokens, tell=tell, cache=self.cache
+        )
+        self.turns.append(Turn(question.name, answer.text, question.documents))
+        if "messages" in question.request and answer.cache is not None:  # other prompts do not begin as the last did
+            self.cache = answer.cache
+            self.history = torch.cat([answer.input_ids, answer.ids])
+            self.healing.start(self.cache, self.history)
+        return answer
 
     def reset(self) -> None:
         """Forget the conversation."""
@@ -335,7 +361,8 @@ class Chat:
         self.healing.stop()
         if self.cache is None:
             return "Nothing was asked yet."
-        report, tokens = self.cache.report, self.cache.get_seq_length()
+        report = self.cache.report
+        tokens = self.cache.get_seq_length()
         exact = tokens - self.cache.heal(0)
-        self.healing.start(self.cache, self.said)
+        self.healing.start(self.cache, self.history)
         return f"{report}\n{report.healed_tokens} tokens were healed, {exact} of {tokens} are exact."

@@ -2,28 +2,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents that a command is given: files, folders, JSONL, standard input. What is left out is named with its reason.
 
-A file may come from a stranger: what is wrong with it is a refusal of that file, and names are escaped.
+Text is read here, as UTF-8; PDF, HTML, office documents and the like become Markdown by markitdown. Whatever is wrong
+with a file is a refusal of that file.
 """
 
+import contextlib
+import io
+import logging
 import os
+import stat
+import unicodedata
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hf_blend.errors import HfBlendError, PromptError
+from hf_blend.errors import HfBlendError, PromptError, import_extra
 from hf_blend.prompt.pieces import tokenize
 
-from .folder_files import ALL_FILES, FileFilter, Folder
-from .formats import FORMATS
-from .parsing import LIMITS, FileLimits, FileReader, printable, short_reason, unreadable, why
 from .rows import CHUNKS, read_row
 
+CONVERTED = (
+    ".csv", ".docx", ".epub", ".htm", ".html", ".ipynb", ".json", ".msg", ".pdf", ".pptx", ".xls", ".xlsx", ".xml",
+)  # fmt: skip
+MARKDOWN = (".md", ".markdown", *CONVERTED)
+ROWS = (".jsonl", ".ndjson")
+MADE_FOLDERS = ("node_modules", "__pycache__")  # what programs put into folders of people
+MOST_MEGABYTES = 64  # of a file
 NAMES = ("title", "name", "id")  # of a row in a JSONL file, the first that it has
-UNKNOWN_SHARE = 0.2  # of the words, from which on it is said
-MOST_NAMED = 5  # files that are named one by one
 MAX_TITLE = 200  # characters of a title that are part of a name
+MAX_REASON = 200  # characters of another library's message
+MOST_NAMED = 5  # files that are named one by one
+UNKNOWN_SHARE = 0.2  # of the words, from which on it is said
 NO_TEXT = "it holds no text"
 
 
@@ -36,146 +49,208 @@ class Document:
     path: Path | None = None
     is_markdown: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", printable(self.name))
-
 
 @dataclass
 class Corpus:
-    """Documents in files, in folders, and one by one in the lines of JSONL files.
+    """Documents that were read, and the names and reasons of what was left out."""
 
-    Iterating reads them, and fills `left_out`: names with their reasons. `watch` receives the files of each folder and
-    yields them again, which shows how far reading is.
-    """
-
-    names: Sequence[str]
-    stdin: Iterable[str] = ()
-    limits: FileLimits = LIMITS
-    file_filter: FileFilter = ALL_FILES
-    watch: Callable[[Sequence[str]], Iterable[str]] = iter
+    documents: list[Document] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        """Refuse what does not exist, before anything is read."""
-        for name in self.names:
-            if name != "-" and not os.path.exists(name):
-                raise PromptError(
-                    f"there is no file or folder {name!r} that can be read. Give files or folders with documents."
-                )
-
-    def __iter__(self) -> Iterator[Document]:
-        self.left_out.clear()
-        count, refusal = 0, None
-        with FileReader(self.limits) as reader:
-            for name in self.names:
-                try:
-                    for document in self._read_name(name, reader):
-                        if document.text.strip():
-                            count += 1
-                            yield document
-                        else:
-                            self.leave_out(document.name, NO_TEXT)
-                except HfBlendError as error:  # of a file that was named; another may be good
-                    self.leave_out(Path(name).name, short_reason(error))
-                    refusal = error
-        if refusal is not None and len(self.left_out) == 1 and not count:
-            raise refusal
-        if self.names and not count:
-            raise PromptError(
-                f"no document was found in {', '.join(map(repr, self.names))}. {self.said()}".rstrip()
-                + f" Give files or folders with texts: {', '.join(sorted(FORMATS))}."
-            )
-
-    def leave_out(self, name: str, reason: str) -> None:
-        """Note what is left out, and why."""
-        self.left_out.append((printable(name), printable(reason)))
-
-    def said(self, since: int = 0, *, names_all: bool = False) -> str:
+    def summary(self) -> str:
         """Say what was left out, and why, of many files by reasons alone; empty if nothing was."""
-        left_out = self.left_out[since:]
-        if not left_out:
+        if not self.left_out:
             return ""
-        reasons = Counter(reason for _, reason in left_out)
-        if names_all or len(left_out) <= MOST_NAMED:
-            what = "; ".join(f"{name} ({reason})" for name, reason in left_out)
+        if len(self.left_out) <= MOST_NAMED:
+            parts = [f"{name} ({reason})" for name, reason in self.left_out]
         else:
-            what = "; ".join(f"{count} file{'s'[: count > 1]} ({reason})" for reason, count in reasons.most_common())
-        return f"Left out: {what}."
+            reasons = Counter(reason for _, reason in self.left_out)
+            parts = [f"{count} files ({reason})" for reason, count in reasons.most_common()]
+        return f"Left out: {'; '.join(parts)}."
 
-    def _read_name(self, name: str, reader: FileReader) -> Iterator[Document]:
-        if name == "-":
-            yield self._read_stdin()
-            return
-        path = Path(name)
-        if not os.path.isdir(path):
-            yield from read_file(path, path.name, reader)
-            return
-        folder = Folder(path, self.file_filter, reader.ignored)
-        for file in self.watch(folder.files()):
-            try:
-                yield from read_file(folder.root / file, folder.name_of(file), reader)
-            except HfBlendError as error:
-                self.leave_out(folder.name_of(file), short_reason(error))
-        for name, reason in folder.left_out:
-            self.leave_out(name, reason)
+    def rows(self) -> list[dict[str, str]]:
+        """A row for each file or document that was left out."""
+        return [{"name": name, "reason": reason} for name, reason in self.left_out]
 
-    def _read_stdin(self) -> Document:
+
+def read_corpus(
+    names: Sequence[str], stdin: Iterable[str] = (), watch: Callable[[Sequence[Path]], Iterable[Path]] = iter
+) -> Corpus:
+    """Read files, folders and `-`, which is `stdin`. `watch` receives all files and yields them again, for a bar.
+
+    Raises:
+        PromptError: a name is no file or folder, or nothing that was named holds text.
+    """
+    for name in names:
+        if name != "-" and not os.path.exists(name):
+            raise PromptError(
+                f"there is no file or folder {name!r} that can be read. Give files or folders with documents."
+            )
+    corpus = Corpus()
+    labels: dict[Path, str] = {}
+    for name in names:
+        if name != "-":
+            labels |= _files(Path(name))
+    for path in watch(list(labels)):
+        label = printable(labels[path])
         try:
-            document = Document("stdin", "".join(self.stdin))
-        except UnicodeDecodeError as error:
-            raise unreadable("standard input", f"it is not UTF-8 (byte {error.start})") from error
-        _refuse_surrogates("standard input", [document])
-        return document
+            corpus.documents += read_file(path, label)
+        except HfBlendError as error:  # another file may be good
+            corpus.left_out.append((label, short_reason(error)))
+            if len(labels) == 1:
+                raise
+    if "-" in names:
+        corpus.documents.append(_from_stdin(stdin))
+    if names and not corpus.documents:
+        raise PromptError(
+            f"no document was found in {', '.join(map(repr, names))}. {corpus.summary()} Give files of text, or "
+            f"{', '.join(CONVERTED)}."
+        )
+    return corpus
 
 
-def read_file(path: Path, name: str, reader: FileReader | None = None) -> list[Document]:
-    """Read the documents of one file, some of which may be empty."""
-    if reader is None:
-        with FileReader() as reader:
-            return read_file(path, name, reader)
+def read_file(path: Path, name: str) -> list[Document]:
+    """Read the documents of one file: several of a JSONL file, else one.
+
+    Raises:
+        PromptError: it cannot be read as text; a note of the error is the reason alone.
+        MissingExtraError: markitdown is not installed.
+    """
+    kind = path.suffix.lower()
     try:
-        text = reader.read(path)
-        if text.kind == "rows":
-            documents = _lines(path, name, text.content)
-        else:
-            documents = [Document(name, text.content, path, text.kind == "markdown")]
-    except HfBlendError:
+        content = _content(path)
+        text = _converted(content, kind) if kind in CONVERTED else _decoded(content)
+    except (HfBlendError, KeyboardInterrupt):
         raise
-    except Exception as error:  # a crafted file leads to whatever it likes
-        raise unreadable(repr(str(path)), why(error)) from error
-    if not any(document.text.strip() for document in documents):
-        raise unreadable(repr(str(path)), NO_TEXT)
-    _refuse_surrogates(repr(str(path)), documents)
-    return documents
+    except Exception as error:  # a crafted file leads a converter to whatever it likes
+        raise unreadable(path, _first_line(error)) from error
+    documents = [Document(name, text, path, kind in MARKDOWN)]
+    if kind in ROWS:
+        documents = list(_rows(path, name, text))
+    filled = [document for document in documents if document.text.strip()]
+    if not filled:
+        raise unreadable(path, NO_TEXT)
+    for document in filled:
+        _refuse_surrogates(document.text, path)
+    return filled
 
 
-def _refuse_surrogates(what: str, documents: Iterable[Document]) -> None:
-    """Refuse text with half a character, which JSON can write: no tokenizer takes it."""
-    for document in documents:
-        try:
-            document.text.encode()
-        except UnicodeEncodeError as error:
-            raise unreadable(what, f"it holds U+{ord(document.text[error.start]):X}, half a character") from error
+def _files(path: Path) -> dict[Path, str]:
+    """A file, or those of a folder, with names for people; hidden ones and links out of the folder are not read."""
+    if not path.is_dir():
+        return {path: path.name}
+    root = path.resolve()
+    labels = {}
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in MADE_FOLDERS)
+        for name in sorted(names):
+            file = Path(folder, name)
+            if not name.startswith(".") and file.resolve().is_relative_to(root):
+                labels[file] = f"{root.name}/{file.relative_to(root)}"
+    return labels
 
 
-def _lines(path: Path, name: str, text: str) -> list[Document]:
+def _content(path: Path) -> bytes:
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is a pipe, a socket or a device; - is standard input")
+    if status.st_size > MOST_MEGABYTES << 20:
+        raise ValueError(f"it has more than {MOST_MEGABYTES} MB")
+    return path.read_bytes()
+
+
+def _decoded(content: bytes) -> str:
+    if b"\0" in content:
+        raise ValueError("it is not text")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 (byte {error.start})") from error
+
+
+def _converted(content: bytes, kind: str) -> str:
+    """Markdown of a file's content, made by markitdown without plugins; it has nothing to fetch."""
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        text: str = _converter().convert_stream(io.BytesIO(content), file_extension=kind).text_content
+    return text
+
+
+@cache
+def _converter() -> Any:
+    markitdown = import_extra("markitdown", extra="rag", wanted_by="reading documents that are not plain text")
+    logging.getLogger("pdfminer").setLevel(logging.ERROR)  # says a line about every odd font
+    return markitdown.MarkItDown(enable_plugins=False)
+
+
+def _rows(path: Path, name: str, text: str) -> Iterator[Document]:
     """The chunks of a JSONL file's rows, each a document."""
-    lines = enumerate(text.split("\n"), 1)  # a text may hold other line breaks, such as U+2028
-    return [document for number, line in lines if line.strip() for document in _line(path, name, number, line)]
+    for number, line in enumerate(text.split("\n"), 1):  # a text may hold other line breaks, such as U+2028
+        if not line.strip():
+            continue
+        row = read_row(path, number, line, (CHUNKS,), may_be_empty=True)
+        title = next((str(row[key])[:MAX_TITLE] for key in NAMES if row.get(key)), str(number))
+        for index, chunk in enumerate(row[CHUNKS], 1):
+            suffix = f".{index}" if len(row[CHUNKS]) > 1 else ""
+            yield Document(printable(f"{name}:{title}{suffix}"), chunk, path)
 
 
-def _line(path: Path, name: str, number: int, line: str) -> Iterator[Document]:
-    row = read_row(path, number, line, (CHUNKS,), may_be_empty=True)
-    title = next((str(row[key])[:MAX_TITLE] for key in NAMES if row.get(key)), str(number))
-    for index, text in enumerate(row[CHUNKS], 1):
-        yield Document(f"{name}:{title}.{index}" if len(row[CHUNKS]) > 1 else f"{name}:{title}", text, path)
+def _from_stdin(stdin: Iterable[str]) -> Document:
+    try:
+        text = "".join(stdin)
+    except UnicodeDecodeError as error:
+        raise unreadable("standard input", f"it is not UTF-8 (byte {error.start})") from error
+    if not text.strip():
+        raise unreadable("standard input", NO_TEXT)
+    _refuse_surrogates(text, "standard input")
+    return Document("stdin", text)
+
+
+def _refuse_surrogates(text: str, what: Path | str) -> None:
+    """Refuse text with half a character, which JSON can write: no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise unreadable(what, f"it holds U+{ord(text[error.start]):X}, half a character") from error
+
+
+def unreadable(what: Path | str, reason: str) -> PromptError:
+    """The refusal of a document; its note is the reason alone."""
+    error = PromptError(f"the document {str(what)!r} cannot be read as text: {reason}. Give a file with text.")
+    error.add_note(reason)
+    return error
+
+
+def short_reason(error: HfBlendError) -> str:
+    """Say why a file was refused, in a few words and without the folder that it is in."""
+    return "; ".join(getattr(error, "__notes__", ())) or str(error)
+
+
+def _first_line(error: Exception) -> str:
+    """Say in a line what a converter raised."""
+    message = (error.strerror if isinstance(error, OSError) else None) or str(error)  # an OSError names the path
+    lines = message.strip().splitlines() or [type(error).__name__]
+    return printable(lines[0][:MAX_REASON]).rstrip(". ")
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would obey or cannot print: control characters, and bytes that are no UTF-8."""
+    letters = []
+    for letter in text:
+        if letter.isprintable() or unicodedata.category(letter) == "Zs":  # a space of another script
+            letters.append(letter)
+        else:
+            letters.append(letter.encode("unicode_escape").decode())
+    return "".join(letters)
 
 
 def unknown_words(tokenizer: Any, text: str) -> str:
     """Say so if many words of a text are unknown to a tokenizer; else nothing."""
     unknown = getattr(tokenizer, "unk_token_id", None)
-    ids = tokenize(tokenizer, text) if unknown is not None else ()
-    share = sum(token == unknown for token in ids) / max(1, len(ids))
+    if unknown is None:
+        return ""
+    ids = tokenize(tokenizer, text)
+    share = ids.count(unknown) / max(1, len(ids))
     if share < UNKNOWN_SHARE:
         return ""
     return (

@@ -43,21 +43,8 @@ class Shard:
         """Say whether a chunk is this process's."""
         return int(key.digest[:16], 16) % self.count == self.number
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """What storing some pieces takes."""
-
-    pieces: int
-    tokens: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, pieces: Iterable[Piece], model: nn.Module) -> "Estimate":
-        """Count tokens, each once where pieces are the same, and the bytes of their K and V."""
-        unlike = {piece.ids for piece in pieces}
-        tokens = sum(map(len, unlike))
-        return cls(len(unlike), tokens, tokens * token_bytes(model))
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
 
 
 @dataclass
@@ -77,35 +64,52 @@ class Indexer:
     def __init__(
         self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: Sequence[Piece], shard: Shard = Shard()
     ) -> None:
-        self.model, self.tokenizer, self.store = model, tokenizer, store
-        self.fingerprint, sink = fingerprint(model), store.default_prefix(model, tokenizer)
-        self._names = [(piece.name, ChunkKey(self.fingerprint, sink, piece.ids, store.namespace)) for piece in pieces]
-        self._texts = {key: piece.prompt_text for (_, key), piece in zip(self._names, pieces, strict=True)}
-        self.keys = list(self._texts)
-        own = [key for key in self.keys if shard.owns(key)]
-        self.missing = [key for key in own if not store.contains(key)]
-        tokens = sum(len(key.token_ids) for key in self.keys)
-        self.done = Indexed(len(self.keys), tokens, present=len(own) - len(self.missing))
+        self.model = model
+        self.tokenizer = tokenizer
+        self.store = store
+        self.fingerprint = fingerprint(model)
+        self.token_bytes = token_bytes(model)
+        self._pieces: dict[ChunkKey, Piece] = {}
+        self._digests: dict[str, dict[str, None]] = {}  # of each document, in order
+        prefix = store.default_prefix(model, tokenizer)
+        for piece in pieces:
+            key = ChunkKey(self.fingerprint, prefix, piece.ids, store.namespace)
+            self._pieces[key] = piece
+            self._digests.setdefault(piece.name, {})[key.digest] = None
+        shared = [key for key in self._pieces if shard.owns(key)]
+        self.missing = [key for key in shared if not store.contains(key)]
+        tokens = sum(len(key.token_ids) for key in self._pieces)
+        self.done = Indexed(len(self._pieces), tokens, present=len(shared) - len(self.missing))
 
-    def probe_s(self) -> float:
-        """Compute one missing chunk and throw it away."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V of all pieces."""
+        return self.done.tokens * self.token_bytes
+
+    def check_room(self) -> None:
+        """Refuse what the store's disk will not hold."""
+        capacity = self.store.stats()["capacity_bytes"].get("disk")
+        if capacity is not None and self.nbytes > capacity:
+            raise StoreError(
+                f"the corpus takes about {self.nbytes / 1e9:.1f} GB, but the store may hold {capacity / 1e9:.1f} GB: "
+                "what it holds and half of what is free on its disk. Make room, give another --store, or index less."
+            )
+
+    def estimated_s(self) -> float:
+        """How long the missing chunks take, by one that is computed and thrown away."""
         if not self.missing:
             return 0.0
         longest = max(self.missing, key=lambda key: len(key.token_ids))
         with ChunkStore.open("memory://") as scratch:
             started = time.perf_counter()
-            scratch.add(self.model, self.tokenizer, [self._texts[longest]], chunk_prefix_ids=longest.chunk_prefix_ids)
+            self._add(scratch, longest)
             seconds = time.perf_counter() - started
         return seconds * sum(len(key.token_ids) for key in self.missing) / len(longest.token_ids)
-
-    def texts(self) -> list[str | Sequence[int]]:
-        """List the texts of what is missing."""
-        return [self._texts[key] for key in self.missing]
 
     def run(self, progress: Callable[[Iterable[ChunkKey]], Iterable[ChunkKey]] = iter) -> Indexed:
         """Compute and store what is missing."""
         for key in progress(self.missing):
-            self.store.add(self.model, self.tokenizer, [self._texts[key]], chunk_prefix_ids=key.chunk_prefix_ids)
+            self._add(self.store, key)
             if self.store.contains(key):
                 self.done.stored += 1
             else:
@@ -114,24 +118,18 @@ class Indexer:
 
     def name_sources(self, documents: Iterable[Document], model: str, chunk_tokens: int) -> None:
         """Write down beside the store which document each chunk came from."""
-        paths = {document.name: str(document.path.resolve()) if document.path else "" for document in documents}
-        digests: dict[str, dict[str, None]] = {}
-        for name, key in self._names:
-            digests.setdefault(name, {})[key.digest] = None
-        about = (model, self.fingerprint, chunk_tokens, time.time())
-        Sources(self.store).add(
-            Source(name, paths.get(name, ""), *about, tuple(chunk_digests)) for name, chunk_digests in digests.items()
-        )
+        paths = {document.name: str(document.path.resolve()) for document in documents if document.path}
+        sources = []
+        for name, digests in self._digests.items():
+            path = paths.get(name, "")
+            sources.append(
+                Source(name, path, model, self.fingerprint, chunk_tokens, time.time(), tuple(digests))
+            )
+        Sources(self.store).add(sources)
 
-
-def check_room(store: ChunkStore, estimate: Estimate) -> None:
-    """Refuse what a store's disk will not hold."""
-    capacity = store.stats()["capacity_bytes"].get("disk")
-    if capacity is not None and estimate.nbytes > capacity:
-        raise StoreError(
-            f"the corpus takes about {estimate.nbytes / 1e9:.1f} GB, but the store may hold {capacity / 1e9:.1f} GB: "
-            "what it holds and half of what is free on its disk. Make room, give another --store, or index less."
-        )
+    def _add(self, store: ChunkStore, key: ChunkKey) -> None:
+        text = self._pieces[key].prompt_text
+        store.add(self.model, self.tokenizer, [text], chunk_prefix_ids=key.chunk_prefix_ids)
 
 
 def bundled_pieces(tokenizer: Any) -> Iterator[Piece]:

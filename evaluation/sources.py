@@ -9,7 +9,6 @@ request reads them. They hold names in clear.
 import contextlib
 import hashlib
 import json
-import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -22,11 +21,9 @@ from hf_blend.errors import StoreError
 from hf_blend.store.format import hash_namespace
 from hf_blend.store.tiers.files import write_atomically
 
-from .documents import Document
-from .parsing import printable
+from .documents import Document, printable
 
 FORMAT = "hf_blend.source/1"
-MAX_BYTES = 64 << 20  # of an entry: a million chunks
 DIGEST = re.compile("[0-9a-f]{64}")
 FAULTS = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)  # of an entry
 
@@ -51,22 +48,27 @@ class Source:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Build it from what `json` read."""
+        """Build it from what `json` read, which others may have written."""
         source = cls(**{**values, "digests": tuple(values["digests"])})
-        texts = (source.name, source.path, source.model, source.fingerprint, *source.digests)
-        are_typed = all(isinstance(text, str) for text in texts) and type(source.chunk_tokens) is int
-        if not (are_typed and source.chunk_tokens > 0 and math.isfinite(source.created)):
+        texts = (source.name, source.path, source.model, source.fingerprint)
+        are_texts = all(isinstance(text, str) for text in texts)
+        if not are_texts or type(source.chunk_tokens) is not int or source.chunk_tokens < 1:
             raise StoreError(f"no document can have {values}. Index it again.")
-        if not all(map(DIGEST.fullmatch, source.digests)):
+        if not all(DIGEST.fullmatch(digest) for digest in source.digests):
             raise StoreError(f"the digests of {source.name!r} are none. Index it again.")
-        return replace(source, name=printable(source.name), model=printable(source.model))
+        return replace(
+            source,
+            name=printable(source.name),
+            model=printable(source.model),
+            created=float(source.created),
+        )
 
 
 class Sources:
     """The documents of one namespace of a store."""
 
     def __init__(self, store: ChunkStore) -> None:
-        self._folder, self._vectors = beside(store, "sources"), beside(store, "vectors")
+        self._folder = _folder(store)
 
     def add(self, sources: Iterable[Source]) -> None:
         """Write documents down, replacing what was known of the same ones."""
@@ -81,61 +83,58 @@ class Sources:
         """All documents, by name; a file that cannot be read, or holds something else, is passed over."""
         yield from sorted(self._read().values(), key=lambda source: (source.name, source.model))
 
-    def _read(self) -> dict[Path, Source]:
-        sources = {}
-        for path in self._folder.glob("*.json") if self._folder else ():
-            with contextlib.suppress(*FAULTS):
-                if path.is_file() and path.stat().st_size <= MAX_BYTES:
-                    values = json.loads(path.read_text("utf-8"))
-                    if values.pop("format", None) == FORMAT:
-                        sources[path] = Source.from_dict(values)
-        return sources
-
     def named(self, name: str) -> list[Source]:
         """The documents of a name, of a path, or in a folder of that name, however its accents are encoded."""
         plain = _composed(name.rstrip("/"))
-        return [
-            source
-            for source in self
-            if plain in (_composed(source.name), _composed(source.path))
-            or _composed(source.name).startswith(f"{plain}/")
-        ]
+        found = []
+        for source in self:
+            source_name = _composed(source.name)
+            if plain in (source_name, _composed(source.path)) or source_name.startswith(f"{plain}/"):
+                found.append(source)
+        return found
 
-    def chunk_tokens(self, documents: Iterable[Document], model: str) -> dict[str, int]:
-        """The sizes that documents were split at when they were indexed."""
+    def chunk_tokens(self, documents: Iterable[Document]) -> dict[str, int]:
+        """The sizes that documents were last split at when they were indexed, by name."""
         sizes: dict[str, int] = {}
-        for source in sorted(self, key=lambda source: (source.model == model, source.created)):
-            sizes |= {source.name: source.chunk_tokens} | ({source.path: source.chunk_tokens} if source.path else {})
-        paths = (
-            (document.name, str(document.path.resolve()) if document.path else document.name) for document in documents
-        )
-        by_name = {name: sizes.get(path, sizes.get(name)) for name, path in paths}
-        return {name: size for name, size in by_name.items() if size is not None}
+        for source in sorted(self, key=lambda source: source.created):
+            sizes[source.name] = source.chunk_tokens
+            sizes[source.path] = source.chunk_tokens
+        by_name = {}
+        for document in documents:
+            path = str(document.path.resolve()) if document.path else document.name
+            size = sizes.get(path, sizes.get(document.name))
+            if size is not None:
+                by_name[document.name] = size
+        return by_name
 
     def remove(self, sources: Iterable[Source]) -> list[str]:
-        """Strike documents out."""
-        gone = list(sources)
-        for path in [path for path, source in self._read().items() if source in gone]:
-            path.unlink(missing_ok=True)
-        for folder in self._vectors.glob("*") if self._vectors else ():
-            for source in gone:
-                vectors_file(folder, source.name).unlink(missing_ok=True)
+        """Strike documents out; gives the digests of the chunks that no other document has."""
+        removed = list(sources)
+        for path, source in self._read().items():
+            if source in removed:
+                path.unlink(missing_ok=True)
         kept = {digest for source in self for digest in source.digests}
-        return [digest for digest in dict.fromkeys(d for source in gone for d in source.digests) if digest not in kept]
+        digests = dict.fromkeys(digest for source in removed for digest in source.digests)
+        return [digest for digest in digests if digest not in kept]
+
+    def _read(self) -> dict[Path, Source]:
+        sources: dict[Path, Source] = {}
+        if self._folder is None:
+            return sources
+        for path in self._folder.glob("*.json"):
+            with contextlib.suppress(*FAULTS):
+                values = json.loads(path.read_text("utf-8"))
+                if values.pop("format", None) == FORMAT:
+                    sources[path] = Source.from_dict(values)
+        return sources
 
 
-def beside(store: ChunkStore, kind: str) -> Path | None:
-    """The folder beside the chunks of a namespace for what is kept of their documents; None where nothing is kept.
-
-    Nothing is kept of a store that has no folder on this machine.
-    """
-    root = next((Path(tier.root) for tier in store.tiers() if hasattr(tier, "root") and tier.is_local), None)
-    return root / kind / hash_namespace(store.namespace)[:16] if root else None
-
-
-def vectors_file(folder: Path, name: str) -> Path:
-    """The file with the vectors of a document, in the folder of an encoder."""
-    return folder / f"{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}.safetensors"
+def _folder(store: ChunkStore) -> Path | None:
+    """The folder beside the chunks of a namespace; None for a store without a folder here."""
+    for tier in store.tiers():
+        if hasattr(tier, "root") and tier.is_local:
+            return Path(tier.root) / "sources" / hash_namespace(store.namespace)[:16]
+    return None
 
 
 def _composed(text: str) -> str:

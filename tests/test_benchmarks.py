@@ -7,41 +7,13 @@ from pathlib import Path
 
 import bench
 import gpu
-import mixed_folder
 import pytest
-import retrieval
 import torch
 from benches.pipeline import PipelinePlan, measure_pipeline
 
 from tests.conftest import slow_but
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-
-
-def test_what_is_committed_of_the_mixed_folder_is_what_was_promised():
-    kept = json.loads((BENCHMARKS / "results" / "mixed_folder.json").read_text("utf-8"))
-    assert (kept["files"], kept["read"] + kept["left_out"]) == (157, 157)
-    assert kept["good"] >= 140
-    assert [answer["file"] for answer in kept["questions"]] == list(mixed_folder.QUESTIONS)
-    assert sum(answer["rank"] == 1 for answer in kept["questions"]) == kept["first"] >= 7
-
-
-def test_what_is_committed_of_retrieval_is_about_the_fixed_questions_and_says_what_their_ranks_say():
-    kept = json.loads((BENCHMARKS / "results" / "retrieval.json").read_text("utf-8"))
-    fixed = json.loads((BENCHMARKS / "retrieval_questions.json").read_text("utf-8"))
-    assert [{**row, "rank": 0} for row in kept["questions"]] == [{**row, "rank": 0} for row in fixed["questions"]]
-    assert {row["file"] for row in fixed["questions"]} <= {*fixed["files"]}
-    assert (kept["files"], len(fixed["questions"])) == (len(fixed["files"]), 40)
-    assert kept["recall"] == retrieval.recall(kept["questions"], ["words", "meaning", "both"])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not all(root.is_dir() for root in mixed_folder.ROOTS.values()), reason="no Debian")
-def test_a_small_mixed_folder_is_read_and_asked(tmp_path):
-    mixed_folder.main(["--files", "30", "--output", str(tmp_path / "mixed.json")])
-    found = json.loads((tmp_path / "mixed.json").read_text("utf-8"))
-    assert (found["good"], found["unacceptable"]) == (30, [])
-    assert found["first"] >= 7
 
 
 @pytest.mark.slow

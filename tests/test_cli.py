@@ -192,7 +192,7 @@ def test_a_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_an_error_that_is_not_ours_is_a_sentence_that_says_what_to_do(run, monkeypatch, error, code, says):
-    monkeypatch.setattr("hf_blend.evaluation.model_choice.open_model", raising(error))
+    monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", raising(error))
     ended, out, err = run("index")
     assert (ended, out) == (code, "")
     assert all(part in err for part in says)
@@ -273,7 +273,7 @@ FUNCTIONS = {
 EXAMPLES = [line for function in FUNCTIONS.values() for line in split_examples(function.__doc__ or "")[1]]
 UNMARKED = [line for line in EXAMPLES if "#" not in line]
 LAST = {line.split()[1]: line for line in UNMARKED}  # of each command: the smallest
-SHORT = [LAST[name] for name in ("ask", "chat", "env", "eval", "index", "inspect", "store", "tune", "bench")]
+SHORT = [LAST[name] for name in ("ask", "chat", "env", "eval", "index", "store", "tune", "bench")]
 
 
 def marked(example: str) -> object:

@@ -33,7 +33,6 @@ OPTIONS = SETUP["options"]
 FOLDERS = dict(entry.split(" = ") for entry in OPTIONS["package_dir"].split("\n") if entry)
 EXTRAS = SETUP["options.extras_require"]
 IMPORTED_AS = {  # import: distribution
-    "bs4": "beautifulsoup4",
     "haystack": "haystack-ai",
     "llama_index": "llama-index-core",
     "PIL": "pillow",

@@ -21,7 +21,7 @@ from hf_blend.errors import ConfigError
 from hf_blend.model.cache_keyword import cache_argument
 from hf_blend.version import __version__
 
-from ..answering import AnswerStreamer, begun, blend_config, ids_of
+from ..answering import AnswerStreamer, begin, blend_config, ids_of
 from ..blending import variants
 from ..bundled import open_model
 from ..tuning import read_prompts
@@ -143,7 +143,7 @@ def run(
     if _is_cuda(plan):
         torch.cuda.reset_peak_memory_stats()
     streamer = AnswerStreamer()
-    cache, inputs = begun(model, tokenizer, store, request, config)
+    cache, inputs = begin(model, tokenizer, store, request, config)
     model.generate(
         **inputs, **cache_argument(model, cache), streamer=streamer, do_sample=False, eos_token_id=None,
         min_new_tokens=plan.decoded_tokens, max_new_tokens=plan.decoded_tokens,
