@@ -15,7 +15,7 @@ import hf_blend
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # methods that the page shows with their arguments
-    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "heal"),
+    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "heal", "save", "load"),
     "ChunkStore": ("open", "add"),
 }
 LISTED = {  # methods and properties that it shows in a line

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ from .cache_layers import KVLayers
 from .forward_watch import ForwardWatch
 from .healable import Obstacle, refuse
 from .healing import heal
+from .session import load_cache, save_cache
 from .turns import ASK_AGAIN, KnownPrompts, Turns
 
 NOT_A_CHAT = (
@@ -412,6 +414,55 @@ class BlendCache(BatchRows):
         self.report.healed_tokens += heal(self, ids, tokens, author)
         return self.kv.frontier.left(length)
 
+    def save(self, path: str | Path, history: Tensor | Sequence[int] | None = None) -> int:
+        """Write the conversation to a file. An existing file is replaced atomically, and stays if writing fails.
+
+        The file has K, V and states, the ids as far as they are known, and how far healing has come; not the messages,
+        and no chunks of the store. After a switch of adapters it is of the model that computed the tokens.
+
+        Args:
+            path: the file.
+            history: what the last `generate` returned, `[1, tokens]`; without it the ids of the last answer are not
+                known to whoever loads the file.
+
+        Returns:
+            The size of the file in bytes.
+
+        Raises:
+            StoreError: the file cannot be written.
+            ConfigError: the cache holds several requests, rows that were put in another order, or K and V that are on
+                other devices or were loaded in part.
+            PromptError: `history` is not what the cache holds.
+            UnsupportedModelError: tokens were computed inside `self_extend`.
+        """
+        self.watch.take_back()
+        return save_cache(self, path, history)
+
+    @classmethod
+    def load(
+        cls,
+        model: nn.Module,
+        store: ChunkStore,
+        path: str | Path,
+        config: BlendConfig | None = None,
+        **settings: Any,
+    ) -> "BlendCache":
+        """Make a cache that holds what `save` wrote, and continues it as if there had been no file between.
+
+        Args:
+            model: the model that the file was saved of, with the same adapter and weights.
+            store: as for a new cache, and so are `config` and `**settings`.
+            path: the file.
+            config: see `store`; `kv_bits` is that of the file.
+            **settings: see `store`.
+
+        Raises:
+            StoreError: the file is no session of this model, or not what was saved.
+        """
+        cache = cls(model, store, config, **settings)
+        load_cache(cache, path)
+        return cache
+
     def reset(self) -> None:
         """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""
         self.watch.stop()
@@ -469,7 +520,7 @@ class BlendCache(BatchRows):
             f"a BlendCache of {super().get_seq_length()} tokens was to be pickled, or copied by copy.copy, but it "
             "belongs to a model object and an open store, and a copy would share its K and V. Use "
             "copy.deepcopy(cache). In another process make one, BlendCache(model, ChunkStore.open(path)): the chunks "
-            "are in the store. To keep a conversation use SequenceCache and save_session of hf_blend.context."
+            "are in the store. To keep a conversation use cache.save(path) and BlendCache.load(model, store, path)."
         )
 
 

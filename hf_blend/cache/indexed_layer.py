@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer of a blend cache whose attention is sparse: an indexer's keys beside K and V, one vector of each token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -106,6 +106,33 @@ class IndexedLayer(BlendLayer):
         super().paste(columns)
         if keys is not None:
             self.rewrite_indexer(start, keys)
+
+    def state(self) -> dict[str, Tensor]:
+        """See `BlendLayer.state`; the tokens are on the second axis also of the indexer's tensors."""
+        state = super().state()
+        if self.indexer_keys is not None:
+            state["indexer.keys"] = self.indexer_keys
+        if self.indexer_position_ids is not None:
+            state["indexer.position_ids"] = self.indexer_position_ids.movedim(-1, 1)
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor], tokens: int) -> None:
+        """See `BlendLayer.load_state`."""
+        attention = {name: tensor for name, tensor in state.items() if not name.startswith("indexer.")}
+        super().load_state(attention, tokens)
+        self.indexer_keys = state.get("indexer.keys")
+        if "indexer.position_ids" in state:
+            self.indexer_position_ids = state["indexer.position_ids"].movedim(1, -1)
+
+    def has_lengths(self, state: Mapping[str, Tensor], tokens: int) -> bool:
+        """See `BlendLayer.has_lengths`."""
+        attention = {}
+        for name, tensor in state.items():
+            if not name.startswith("indexer."):
+                attention[name] = tensor
+            elif tensor.shape[1] != tokens:
+                return False
+        return super().has_lengths(attention, tokens)
 
     @property
     def is_inference(self) -> bool:

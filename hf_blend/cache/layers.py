@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of a blend cache: K and V in buffers that are allocated once, with room for the answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -178,6 +178,23 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     def get_seq_length(self) -> int:
         """How many tokens have gone through the layer."""
         return self.length
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of one request by name, `[heads, tokens, width]`, from which `load_state` fills a layer."""
+        kept, _ = self.sizes_behind(self.length, 0)
+        start = self.keys.shape[2] - kept
+        return {"k": self.keys[0, :, start:], "v": self.values[0, :, start:]}
+
+    def load_state(self, state: Mapping[str, Tensor], tokens: int) -> None:
+        """Hold what `state` gave of a layer with so many tokens."""
+        self.reset()
+        self.update(state["k"][None], state["v"][None])
+        self.length = tokens
+
+    def has_lengths(self, state: Mapping[str, Tensor], tokens: int) -> bool:
+        """Whether `state` may be of a layer with so many tokens."""
+        kept, _ = self.sizes_behind(tokens, 0)
+        return state["k"].shape[1] == state["v"].shape[1] == kept
 
     @property
     def nbytes(self) -> int:

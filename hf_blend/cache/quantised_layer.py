@@ -307,6 +307,32 @@ class QuantisedLayer(MadeStates, BlendLayer):
             self._shortened()
             self._cells.crop(self.length)
 
+    def state(self) -> dict[str, Tensor]:
+        """See `BlendLayer.state`; what is packed stays so."""
+        cells: Any = self._cells
+        parts: dict[str, Tensor] = cells.parts(torch.arange(self.length))
+        return {**parts, GROUPS: parts[GROUPS][None]}
+
+    def load_state(self, state: Mapping[str, Tensor], tokens: int) -> None:
+        """See `BlendLayer.load_state`."""
+        self.reset()
+        self._begin(state["k"][None], state["v"][None])
+        self.lazy_initialization(state["k"], state["v"])
+        cells: Any = self._cells
+        cells.extend(0, {**state, GROUPS: state[GROUPS][0]})
+        self.length = tokens
+
+    def has_lengths(self, state: Mapping[str, Tensor], tokens: int) -> bool:
+        """See `BlendLayer.has_lengths`."""
+        packed, groups = state[GROUPS].shape[1], state["k.scale"].shape[1]
+        for name, tensor in state.items():
+            expected = groups if is_by_group(name) else packed
+            if name in ("k", "v"):
+                expected = tokens - packed
+            if tensor.shape[1] != expected:
+                return False
+        return is_grouping(state[GROUPS][0], groups)
+
     @property
     def is_healable(self) -> bool:  # type: ignore[override]
         """Whether tokens can be packed in the place of others: a `crop` may have cut a group."""

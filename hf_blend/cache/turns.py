@@ -114,6 +114,11 @@ class KnownPrompts:
             )
         return ids
 
+    def set_known_ids(self, history: Any, tokens: int, placeholders: Container[int]) -> None:
+        """Note the ids of all `tokens` that the cache holds; see `ids_to_heal`."""
+        rows = self.ids_to_heal(history, tokens, placeholders).tolist()
+        self.beginnings = tuple(map(tuple, rows))
+
     def extend(self, ids: Tensor, compared: int) -> None:
         """Note that the cache holds these tokens, `[batch, columns]`: from column `compared` on it was compared."""
         if len(ids) == len(self.beginnings):
@@ -164,8 +169,7 @@ class Turns:
         if not cached:
             return prompts, History(), ""
         if history is not None:
-            cached_ids = cache.prompts.ids_to_heal(history, cached, cache.traits.placeholders)
-            cache.prompts.beginnings = tuple(map(tuple, cached_ids.tolist()))
+            cache.prompts.set_known_ids(history, cached, cache.traits.placeholders)
         is_other, ids, common = self._forget_other(cache, author_of(cache.model)), prompts[0].ids, 0
         first: Any = next(layer for layer in cache.kv.of_tokens if isinstance(layer, CacheLayerMixin))
         if len(prompts) == 1 and first.batch_size == 1:

@@ -5,7 +5,7 @@
 The state is the last inputs of a convolution, that of a scan, or both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -150,6 +150,27 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
     def paste(self, copied: Any) -> None:
         """Nothing, as with `copy_columns`."""
 
+    def state(self) -> dict[str, Tensor]:
+        """The states by name and number, from which `load_state` fills a layer that the same model has filled."""
+        state = {}
+        for name in STATES:
+            for number, tensor in getattr(self, name).items():
+                if tensor is not None:
+                    state[f"{name}.{number}"] = tensor
+        for number, width in self.conv_kernel_size.items():
+            if f"conv_states.{number}" in state:  # one that records its past has more
+                state[f"conv_states.{number}"] = state[f"conv_states.{number}"][..., -width:]
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor], tokens: int) -> None:
+        """Hold what `state` gave of a layer with so many tokens."""
+        for name, tensor in MixerLayer.state(self).items():
+            tensor.copy_(state[name])
+
+    def has_lengths(self, state: Mapping[str, Tensor], tokens: int) -> bool:
+        """True: a state is as large for any number of tokens."""
+        return True
+
     def check_crop(self, tokens_to_remove: int) -> int:
         """Refuse a `crop` that this layer could not do."""
         if tokens_to_remove and not (self.record_past and self._has_only_inputs()):
@@ -223,6 +244,21 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):
         """Return to a snapshot of both."""
         self._attention.restore(self, snapshot[1])
         MixerLayer.restore(self, snapshot[0])
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of both."""
+        return {**MixerLayer.state(self), **self._attention.state(self)}
+
+    def load_state(self, state: Mapping[str, Tensor], tokens: int) -> None:
+        """Hold what `state` gave of both."""
+        MixerLayer.load_state(self, state, tokens)
+        states = MixerLayer.snapshot(self)
+        self._attention.load_state(self, state, tokens)  # resets both
+        MixerLayer.restore(self, states)
+
+    def has_lengths(self, state: Mapping[str, Tensor], tokens: int) -> bool:
+        """Whether K and V may be of so many tokens."""
+        return self._attention.has_lengths(self, state, tokens)
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Refuse a `crop` that one of the two could not do."""

@@ -138,9 +138,7 @@ def capture(
         return _captured(model, inputs, starts, shared)
 
 
-def _captured(
-    model: nn.Module, arguments: Mapping[str, Any], starts: Sequence[int] = (), shared: int = 0
-) -> Capture:
+def _captured(model: nn.Module, arguments: Mapping[str, Any], starts: Sequence[int] = (), shared: int = 0) -> Capture:
     called = decoder_of(model)
     layers, cache, tokens = decoder_layers(model), full_cache(model), arguments["input_ids"].shape[1]
     extras = enumerate(extras_of(model, len(layers)))

@@ -190,9 +190,7 @@ def read_key(source: Source, namespace: str) -> ChunkKey:
 class EntryReader:
     """An entry whose header was checked against its key; tensors are read and checked when they are asked for."""
 
-    def __init__(
-        self, source: Source, key: ChunkKey, layout: Layout | None = None
-    ) -> None:
+    def __init__(self, source: Source, key: ChunkKey, layout: Layout | None = None) -> None:
         self._file = EntryFile(source, KINDS)
         self.key, self.header, self._expected = key, self._file.header, layout
         self.in_blocks = self.header.kind == BLOCKS

@@ -128,9 +128,7 @@ class Header:
         return sum(plan.nbytes for plan in self.tensors)
 
 
-def pack_entry(
-    kind: str, about: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]
-) -> list[memoryview]:
+def pack_entry(kind: str, about: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> list[memoryview]:
     """Write tensors as an entry; equal content gives equal bytes.
 
     A text of `about` may be named "digests" for its place among the others; those of the tensors take it.
@@ -149,9 +147,7 @@ def pack_entry(
 class EntryFile:
     """An opened entry of a kind, whose header was checked; tensors are read and checked when they are asked for."""
 
-    def __init__(
-        self, source: Source, kind: str | Sequence[str], most_bytes: int | None = None
-    ) -> None:
+    def __init__(self, source: Source, kind: str | Sequence[str], most_bytes: int | None = None) -> None:
         raw, kinds = read_raw_header(source), (kind,) if isinstance(kind, str) else kind
         self.source, self.header = source, Header.decode(raw, _kind_of(raw, kinds))
         excess = source.stat.nbytes - len(raw) - self.header.nbytes

@@ -55,9 +55,7 @@ def has_blocks(chunk: ChunkKV) -> bool:
 class BlockReader(EntryReader):
     """An open entry in blocks whose header was checked; blocks are read and checked when they are asked for."""
 
-    def __init__(
-        self, source: Source, key: ChunkKey, layout: Layout | None = None
-    ) -> None:
+    def __init__(self, source: Source, key: ChunkKey, layout: Layout | None = None) -> None:
         super().__init__(source, key, layout)
         if self.in_blocks:
             (self.heads, *_, self.dtype), _ = self.layout.layers[0]
