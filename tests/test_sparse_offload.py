@@ -26,7 +26,7 @@ BATCH = {
     "chunks": [CHUNKS[:3], CHUNKS[1:], [*CHUNKS[2:], CHUNKS[0]]],
     "question": [[5, 6, 7, 8], [9], [17, 3]],
 }
-LOADED = ("loaded_blocks", "prefetched_blocks", "loaded_bytes")
+LOADED = ("loaded_blocks", "loaded_bytes")
 
 
 @pytest.fixture
@@ -61,7 +61,6 @@ def test_sparse_decoding_from_disk_gives_the_text_of_blocks_on_the_device(model,
     with untouched(model):
         found = decoded(model, pieces, sparse=sparse, kv_device_map="disk", offload_folder=str(tmp_path))
     alike(found, expected)
-    assert found[1].prefetched_blocks > 0
     assert found[2].report.sparse == vars(found[1])
     held = sum(layer.nbytes for layer in found[2].layers)
     assert found[2].kv_memory.resident_bytes == held, "nothing of a session stays on the device"

@@ -58,7 +58,7 @@ def _rows(model: nn.Module, context: int, plan: SparsePlan) -> list[dict[str, An
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(plan.rounds + 1):  # the first round warms up
         for name, settings in ways.items():
-            seconds, _ = _decode(model, cache, context, plan, settings)
+            seconds = _decode(model, cache, context, plan, settings)
             times[name] += [seconds] if number else []
     dense = statistics.median(times[DENSE])
     return [
@@ -68,24 +68,21 @@ def _rows(model: nn.Module, context: int, plan: SparsePlan) -> list[dict[str, An
             **settings,
             "tokens_s": plan.tokens / statistics.median(times[name]),
             "vs_dense": dense / statistics.median(times[name]),
-            "kept_mass": _decode(model, cache, context, plan, {**settings, "watch_mass": True})[1],
         }
         for name, settings in ways.items()
     ]
 
 
-def _decode(
-    model: nn.Module, cache: BlendCache, context: int, plan: SparsePlan, settings: dict[str, Any]
-) -> tuple[float, float | None]:
-    """Seconds for a turn, from the first selection on, and the share of attention kept; the cache is as before."""
+def _decode(model: nn.Module, cache: BlendCache, context: int, plan: SparsePlan, settings: dict[str, Any]) -> float:
+    """Seconds for a turn, from the first selection on; the cache is as before."""
     door: AbstractContextManager[Any] = nullcontext()
     if "share" in settings:
         door = sparse_decoding(model, cache, method=plan.method, min_tokens=0, **settings)
-    with door as session:
+    with door:
         started = time.perf_counter()
         for place in range(context, context + plan.tokens):
             step(model, cache, place)
         wait_for(model)
         seconds = time.perf_counter() - started
     cache.crop(-plan.tokens)
-    return seconds, session.kept_mass if session else 1.0
+    return seconds

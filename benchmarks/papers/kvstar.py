@@ -9,7 +9,6 @@ what the model is given and what arrives in each round, not by the session that 
 Source: KVStar (selections of blocks that a draft and its verification share).
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from hf_blend.evaluation.trial import EvalConfig, load_task
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.cache_keyword import cache_among
 from hf_blend.sparse.config import SparseConfig
-from hf_blend.sparse.session import SparseSession, block_shares
+from hf_blend.sparse.session import SparseSession
 from papers.paper_page import Groups, by_way, write_paper
 
 METHOD, CONTROL, BLOCK_TOKENS, TEXT_TOKENS, DRAFTED_TOKENS = "kvstar", "random", 16, 24, 4
@@ -48,7 +47,7 @@ ITSELF = (
     "itself would say. Give a smaller one with --draft."
 )
 Progress = Callable[[str, Iterator[Any], int], Any]
-ALONE, APART, SEES, SELECTS = "", "draft looks at all", "draft sees the selection", "draft selects"
+ALONE, APART, SEES = "", "draft looks at all", "draft sees the selection"
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,11 @@ DRAFTED = Way(draft=APART)
 def figures_of(is_small: bool = False) -> dict[str, list[Way]]:
     """The ways of each figure."""
     shares, locks = ((0.25,), (False,)) if is_small else ((0.5, 0.25, 0.1), (True, False))
-    ways = [(share, how, lock) for share in shares[-2:] for lock in locks for how in (SEES, APART, SELECTS)]
+    ways = [(share, how, lock) for share in shares[-2:] for lock in locks for how in (SEES, APART)]
     return {
         "decoding": [Way(), *(Way(share, lock=lock) for share in shares for lock in (True, False))],
         "speculation": [DRAFTED, *(Way(share, how, lock=lock) for share, how, lock in ways)],
-        "control": [Way(0.25, how, CONTROL, False) for how in (ALONE, SELECTS)],
+        "control": [Way(0.25, how, CONTROL, False) for how in (ALONE, SEES)],
     }
 
 
@@ -91,7 +90,6 @@ TITLES = {
     "decoding": "Answers and tokens a second, by the share of blocks that a step looks at",
     "speculation": "Drafted tokens that are accepted, with and without shared selections",
     "control": "The same share of blocks, selected at random",
-    "overlap": "Jaccard index of what draft and model select for the same round, layer by layer, against chance",
 }
 
 
@@ -121,7 +119,6 @@ def kvstar(
     made = [
         {"name": figure, "title": TITLES[figure], "rows": _rows(lines, found)} for figure, found in figures.items()
     ]
-    made.append({"name": "overlap", "title": TITLES["overlap"], "rows": _overlaps(lines)})
     cannot = [*CANNOT_SHOW, *(() if draft else (ITSELF,))]
     result = {"settings": settings, "cannot_show": cannot, "figures": made}
     write_paper(result, folder, "KVStar", ("share", "share of the blocks"))
@@ -168,12 +165,11 @@ class _Rounds:
 
 
 class _Looking:
-    """Notes what share of the keys a session's steps look at and, where asked, what the model itself would select."""
+    """Counts the keys that a session's steps look at."""
 
-    def __init__(self, session: SparseSession, compares: bool) -> None:
+    def __init__(self, session: SparseSession) -> None:
         self.looked = self.all = 0
-        self.jaccard: dict[int, list[tuple[float, float]]] = {}
-        self._session, self._compares, self._select_kv = session, compares, session.select_kv
+        self._select_kv = session.select_kv
         vars(session)["select_kv"] = self.select_kv  # before the method of the class
 
     def select_kv(self, index: int, query: Tensor, key: Tensor, *given: Any) -> Any:
@@ -181,20 +177,7 @@ class _Looking:
         found = self._select_kv(index, query, key, *given)
         self.all += key.shape[2]
         self.looked += (found[0] if found else key).shape[2]
-        if self._compares and found and query.shape[2] > 1:
-            self._compare(index, query, key.shape[2] - query.shape[2])
         return found
-
-    def _compare(self, index: int, query: Tensor, past: int) -> None:
-        """What its own queries of this round would select, by the same rule, beside what it is looking at."""
-        blocks, config = self._session.layers[index].blocks, self._session.config
-        own = set(blocks.select(block_shares(blocks.scores(query, past)).amax(1)[0], past).blocks)
-        seen = set(self._session.selections(index)[0].blocks)
-        complete = blocks.complete(past)
-        free = set(range(config.first_blocks, complete - config.recent_blocks))
-        if seen & free and own & free:
-            pair = jaccard(seen & free, own & free), chance_jaccard(len(free), len(own & free), len(seen & free))
-            self.jaccard.setdefault(index, []).append(pair)
 
 
 class _Stepped(EvalMethod):
@@ -210,8 +193,8 @@ class _Stepped(EvalMethod):
         return [self.continued(samples[0], Way())]
 
     @torch.no_grad()
-    def continued(self, sample: Sample, way: Way, compares: bool = False) -> Outcome:
-        """Prefill a sample and continue it one way; `compares` the selections, which takes time."""
+    def continued(self, sample: Sample, way: Way) -> Outcome:
+        """Prefill a sample and continue it one way."""
         ids = self.inputs([sample])["input_ids"]
         cache = BlendCache(self.model, ChunkStore.open("memory://"))
         rounds = self.rounds = _Rounds(cache)
@@ -221,12 +204,12 @@ class _Stepped(EvalMethod):
         door: AbstractContextManager[Any] = nullcontext()
         if way.share < 1:
             config = SparseConfig(way.share, BLOCK_TOKENS, way.method, recent_blocks=1, min_tokens=0, lock=way.lock)
-            draft = self._assistant if way.draft in (SEES, SELECTS) else None
-            door = sparse_decoding(self.model, cache, config, draft=draft, draft_selects=way.draft == SELECTS)
+            draft = self._assistant if way.draft == SEES else None
+            door = sparse_decoding(self.model, cache, config, draft=draft)
         noting = self.model.register_forward_pre_hook(observer(rounds.note), with_kwargs=True)
         try:
             with door as session:
-                self.looking = _Looking(session, compares) if session else None
+                self.looking = _Looking(session) if session else None
                 given |= {"past_key_values": cache, "streamer": rounds, "pad_token_id": self._pad}
                 made = self.model.generate(ids, **given)
         finally:
@@ -275,32 +258,9 @@ class _Bench:
                     "looked_share": looking.looked / looking.all if looking and looking.all else 1.0,
                     "prompt_tokens": found.prompt_tokens,
                     "same_text": found.ids == dense,
-                    "jaccard": self._jaccard(sample, way),
                 }
             )
         self._folder.add(lines)
-
-    def _jaccard(self, sample: Sample, way: Way) -> dict[int, tuple[float, float]]:
-        """Layer → means over rounds of the overlap and of chance; in a turn of its own, since comparing takes time."""
-        if way.draft != SELECTS or way.method == CONTROL:
-            return {}
-        self._stepped.continued(sample, way, compares=True)
-        found = self._stepped.looking.jaccard if self._stepped.looking else {}
-        return {
-            layer: (statistics.fmean(own for own, _ in pairs), statistics.fmean(luck for _, luck in pairs))
-            for layer, pairs in found.items()
-        }
-
-
-def jaccard(one: set[int], other: set[int]) -> float:
-    """Blocks in both over blocks in either."""
-    return len(one & other) / len(one | other)
-
-
-def chance_jaccard(count: int, one: int, other: int) -> float:
-    """The mean Jaccard index of two sets of such sizes that are drawn from `count` blocks."""
-    ways = [(both, math.comb(one, both) * math.comb(count - one, other - both)) for both in range(min(one, other) + 1)]
-    return sum(times * both / (one + other - both) for both, times in ways) / math.comb(count, other)
 
 
 def _rows(lines: Sequence[Mapping[str, Any]], ways: Sequence[Way]) -> list[dict[str, Any]]:
@@ -354,29 +314,6 @@ def _ratio_interval(lines: Sequence[Mapping[str, Any]], ratio: float) -> tuple[f
     """Of accepted over proposed tokens of all samples: each sample's part in the ratio, linearised, is resampled."""
     mean = statistics.fmean(line["proposed"] for line in lines)
     return interval([ratio + (line["accepted"] - ratio * line["proposed"]) / mean for line in lines])
-
-
-def _overlaps(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How far the draft's selections are those that the model's own queries of the same round would make."""
-    rows = []
-    for (task, way), found in by_way(lines).items():
-        layers: dict[int, list[Sequence[float]]] = {}
-        for line in found.values():
-            for layer, pair in line["jaccard"].items():
-                layers.setdefault(int(layer), []).append(pair)
-        for layer, pairs in sorted(layers.items()):
-            rows.append(
-                {
-                    "layer": layer,
-                    "jaccard": statistics.fmean(own for own, _ in pairs),
-                    "chance": statistics.fmean(luck for _, luck in pairs),
-                    "difference_to_chance": interval([own - luck for own, luck in pairs]),
-                    "task": task,
-                    "way": way,
-                    "n": len(pairs),
-                }
-            )
-    return rows
 
 
 def _parameters(model: nn.Module) -> int:

@@ -24,7 +24,7 @@ from ..model.anatomy import LayerInfo, decoder_layers, has_indexer, stock_layers
 from ..model.attention import OVERRIDE, AttentionFn, AttentionOverride, hook_attention
 from ..model.cache_keyword import cache_among
 from .config import SparseConfig
-from .session import SparseSession
+from .session import Draft, SparseSession
 
 PADDING_TOKENS = 1024  # by which vocabularies of one tokenizer may differ: 152,064 and 151,936 in Qwen2.5
 
@@ -36,8 +36,6 @@ def sparse_decoding(
     config: SparseConfig | None = None,
     *,
     draft: nn.Module | None = None,
-    draft_selects: bool = False,
-    watch_mass: bool = False,
     **settings: Any,
 ) -> Iterator[SparseSession]:
     """Let the decoding steps of a cache look at a share of its blocks inside a `with` block.
@@ -47,16 +45,13 @@ def sparse_decoding(
         cache: of the model; its steps are sparse, all other calls stay dense.
         config: the settings; None takes the defaults.
         draft: the assistant of assisted decoding; it then sees what the verification of its round will see.
-        draft_selects: the draft looks at all, and its attention in a round selects what the verification sees.
-        watch_mass: measure the share of attention that the selected blocks hold; costs a dense step each time.
         **settings: fields of `SparseConfig` that differ from `config`, such as `share=0.1`.
 
     Yields:
-        The session: its `metrics` and, with `watch_mass`, its `kept_mass`.
+        The session: its `metrics` count locks, steps and rounds.
 
     Raises:
-        ConfigError: a setting is refused, the cache is for another model, `draft_selects` has no draft, or the draft
-            has another vocabulary.
+        ConfigError: a setting is refused, the cache is for another model, or the draft has another vocabulary.
         UnsupportedModelError: no layer of the model attends to its whole context, or an indexer chooses already.
     """
     if cache.model is not model:
@@ -64,9 +59,10 @@ def sparse_decoding(
             f"the cache was made for another {type(cache.model).__name__} than this {type(model).__name__}. Pass the "
             "model that it was made for."
         )
-    _check_draft(model, draft, draft_selects)
+    if draft is not None:
+        _check_draft(model, draft)
     merged = SparseConfig(**{**vars(config or SparseConfig()), **settings})
-    session = SparseSession(cache, merged, watch_mass)
+    session = SparseSession(cache, merged)
     if not session.layers:
         raise UnsupportedModelError(
             f"no layer of {type(model).__name__} keeps the K and V of its whole context, so there is nothing to "
@@ -85,7 +81,7 @@ def sparse_decoding(
     try:
         hooks.append(SparseHooks(model, session))
         if draft is not None:
-            hooks.append(SparseHooks(draft, session.draft(len(decoder_layers(draft)), draft_selects)))
+            hooks.append(SparseHooks(draft, Draft(session, len(decoder_layers(draft)))))
         yield session
     finally:
         for hook in hooks:
@@ -100,15 +96,14 @@ def _repeats_keys(module: Any) -> bool:
     return None not in (heads, *groups) and heads != groups[0] * groups[1]
 
 
-def _check_draft(model: nn.Module, draft: nn.Module | None, selects: bool) -> None:
-    """Blocks are shared by their places, so both must read the same tokens."""
-    if selects and draft is None:
-        raise ConfigError("draft_selects is True, but draft is None. Pass the assistant that generate is given.")
-    sizes = [text_config(lm).vocab_size for lm in (model, draft) if lm is not None]
-    if max(sizes) - min(sizes) > PADDING_TOKENS:
+def _check_draft(model: nn.Module, draft: nn.Module) -> None:
+    """Blocks are shared by the positions of their tokens, so both must read the same tokens."""
+    expected = text_config(model).vocab_size
+    got = text_config(draft).vocab_size
+    if abs(got - expected) > PADDING_TOKENS:
         raise ConfigError(
-            f"the draft knows {sizes[1]} tokens, expected the {sizes[0]} of the model: selections are shared by the "
-            "places of tokens, which another tokenizer cuts elsewhere. Pass a draft of the same family, or none."
+            f"the draft knows {got} tokens, expected the {expected} of the model: selections are shared by the "
+            "positions of tokens, which another tokenizer cuts elsewhere. Pass a draft of the same family, or none."
         )
 
 
@@ -177,10 +172,11 @@ class SparseHooks:
         Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch,
         kv_heads, keys, value_dim]` → `[batch, rows, heads, value_dim]`.
         """
-        index, selected = int(module.layer_idx), None
-        if all(kwargs.get(special) is None for special in ("position_bias", "sliding_window")):
+        index = int(module.layer_idx)
+        selected = None
+        if kwargs.get("position_bias") is None and kwargs.get("sliding_window") is None:
             name = module.config._attn_implementation
-            selected = self._session.select_kv(index, query, key, value, mask, name, scaling)
+            selected = self._session.select_kv(index, query, key, value, mask, name)
         if selected is None and (take := getattr(key, OVERRIDE, None)) is not None:  # a layer that was loaded in part
             return take(stock, module, query, key, value, mask, scaling=scaling, **kwargs)
         if selected is None and key.shape[2] > 1 and key.stride(2) == 0:
@@ -189,4 +185,6 @@ class SparseHooks:
                 "attention to its own: these were not brought to the device. Leave kv_device_map out, or decode "
                 "without sparse."
             )
-        return stock(module, query, *(selected or (key, value, mask)), scaling=scaling, **kwargs)
+        if selected is not None:
+            key, value, mask = selected
+        return stock(module, query, key, value, mask, scaling=scaling, **kwargs)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...errors import ConfigError
 from ...model.attention import STOCK, AttentionFn
 from ...model.row_masks import MadeLines, attend
-from ..layout import as_taken, is_cut, narrowed
+from ..masks import as_taken, is_cut, narrowed
 
 
 def attend_step(
