@@ -108,7 +108,7 @@ class Endpoints:
         async def answer(request: Request) -> Response:
             try:
                 response = await endpoint(request)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - each has an answer
                 response = respond_error(request, error)
             self.meters.responded(response.status_code)
             return response
@@ -208,7 +208,7 @@ class Endpoints:
                     yield event
                 else:
                     self.meters.answered(event, answering.first_token_s)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as event of the stream
             yield _sse(_refusal(error).body())
         finally:
             job.is_cancelled.set()

@@ -273,7 +273,7 @@ class Worker:
         before = report.healed_tokens
         try:
             left = conversation.cache.heal(HEAL_TOKENS, conversation.history)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it was answered; its turns go on blended
             logger.warning("a conversation stays blended: %s: %s", type(error).__name__, error)
             left = 0
         healed = report.healed_tokens - before
