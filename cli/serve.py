@@ -10,8 +10,7 @@ import typer
 
 from hf_blend.errors import import_extra
 
-from .choosing import open_source
-from .options import Device, Dtype, Model, Ratio, Selector, Store, Unverified, Weights
+from .options import REAL, Device, Dtype, Model, Ratio, Selector, Store, Unverified, Weights
 from .output import Json, said_if_slow, say, show
 from .reading import CHECKING
 
@@ -19,7 +18,7 @@ __all__ = ["serve"]
 
 
 def serve(
-    model: Model = None,
+    model: Model = REAL,
     served_model_name: Annotated[str | None, typer.Option(help="Its name in requests; else that of --model.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -57,6 +56,7 @@ def serve(
         import_extra(module, extra="serve", wanted_by="hf-blend serve")
     from hf_blend import BlendConfig, ChunkStore
     from hf_blend.evaluation.answering import blend_config
+    from hf_blend.evaluation.bundled import open_model
     from hf_blend.serving.app import make_app
     from hf_blend.serving.run import bind, make_server, url_of
     from hf_blend.serving.wire import Limits
@@ -86,7 +86,7 @@ def serve(
     elif api_key is not None:
         listed = [Tenant(api_key=check_key(api_key, "--api-key"))]
     listener = bind(host, port)  # before the weights are read
-    source = open_source(model, device, dtype, weights=weights)
+    source = open_model(model, device, dtype, weights)
     name = served_model_name or (Path(source.name).resolve().name if Path(source.name).exists() else source.name)
     memory_bytes = available_bytes() // 4 // len(listed)
     stores = {}
