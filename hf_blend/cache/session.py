@@ -93,7 +93,7 @@ def write_session(path: str | Path, kind: str, about: Mapping[str, str], state: 
     return sum(map(len, parts))
 
 
-def read_session(path: str | Path, kind: str, expected: Mapping[str, str], secret: bytes | None) -> dict[str, Tensor]:
+def read_session(path: str | Path, kind: str, expected: Mapping[str, str]) -> dict[str, Tensor]:
     """The tensors of a file; refused unless every byte is what was written, by the model that is `expected`."""
     try:
         with contextlib.closing(open_regular(Path(path))) as source:
