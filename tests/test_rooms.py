@@ -1,12 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The core does without any room: each is left out of a copy, in which the core is imported and its tests pass.
-
-The tiers on other machines are a room, too, though their files stand beside those of the disk, as methods do.
-"""
+"""The core does without any room: each is left out of a copy, in which the core is imported and its tests pass."""
 
 import ast
-import functools
 import os
 import shutil
 import subprocess
@@ -15,98 +11,96 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-FAR = "far tiers"
-FAR_FILES = ("store/tiers/fsspec.py", "store/tiers/redis.py", "store/tiers/remote.py")
-ROOMS = (*"context hybrids integrations loading offload serving sparse verify".split(), FAR)
-OF_FAR = {"behind", "remote", "tiers"}  # tests of the store that need them
-APART = {*ROOMS, "__main__.py"}  # not of the core
-OF_ROOMS = {*ROOMS, "cli", "evaluation"}  # and the words of `hf_blend` that come from rooms
-OF_ROOMS |= {"ShiftCache", "self_extend", "SequenceCache", "sparse_decoding"}
-OF_THE_REPOSITORY = {"benchmarks", "eval_scores", "faults", "imports", "plugins", "real_model"}
-ALONE = """
-import sys
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("context", "hybrids", "integrations", "loading", "offload", "serving", "sparse", "verify")
+PUBLIC_OF_ROOMS = {"ShiftCache", "SequenceCache", "self_extend", "sparse_decoding"}
+APART = {*ROOMS, "cli", "evaluation", "bundled", "__main__.py"}
+OTHER_TESTS = {"test_benchmarks.py", "test_imports.py", "test_plugins.py", "test_real_model.py"}  # of the repository
+RUN = """
+import importlib, pytest, sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in str(finder)]  # would find what is absent
 sys.path.insert(0, sys.argv[1])
-"""
-RUN = """
-import importlib, pytest
-modules, tests = sys.argv[2].split(), sys.argv[3].split()
-for name in modules:
+for name in sys.argv[2].split():
     importlib.import_module(name)
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *tests]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[3].split()]))
 """
 
 
-def copy_without(folder: Path, rooms: tuple[str, ...]) -> Path:
+def copy_without(folder, rooms):
     """Make a checkout in which some rooms are not there; tests and whatever else they need are links."""
-    copy = folder / "+".join(rooms)
-    (copy / "hf_blend").mkdir(parents=True)
+    (folder / "hf_blend").mkdir(parents=True)
     for name in ("benchmarks", "docs", "setup.cfg", "tests"):
-        (copy / name).symlink_to(ROOT / name)
+        (folder / name).symlink_to(ROOT / name)
     for path in (ROOT / "hf_blend").iterdir():
         if path.suffix == ".py":
-            shutil.copy2(path, copy / "hf_blend")
+            shutil.copy2(path, folder / "hf_blend")
         elif path.name == "bundled":
-            (copy / "hf_blend" / path.name).symlink_to(path)
+            (folder / "hf_blend" / path.name).symlink_to(path)
         elif path.is_dir() and path.name not in rooms:
-            shutil.copytree(path, copy / "hf_blend" / path.name)
-    for name in FAR_FILES if FAR in rooms else ():
-        (copy / "hf_blend" / name).unlink()
-    return copy
+            shutil.copytree(path, folder / "hf_blend" / path.name)
+    return folder
 
 
-def core_modules() -> list[str]:
-    """Every module of the core."""
-    files = [path.relative_to(ROOT) for path in (ROOT / "hf_blend").rglob("*.py")]
-    apart = {*APART, "bundled", *FAR_FILES}
-    core = [path for path in files if apart.isdisjoint((*path.parts, str(path.relative_to("hf_blend"))))]
-    return sorted({".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in core})
+def core_modules():
+    found = set()
+    for path in (ROOT / "hf_blend").rglob("*.py"):
+        inside = path.relative_to(ROOT)
+        if APART.isdisjoint(inside.parts):
+            found.add(".".join(inside.with_suffix("").parts).removesuffix(".__init__"))
+    return sorted(found)
 
 
-@functools.cache
-def parts_imported(path: Path) -> frozenset[str]:
-    """The parts of the package, and words of it, that a file of tests imports, by itself or by a helper."""
-    nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    names |= {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
-    parts = {name.split(".")[1] for name in names if name.startswith("hf_blend.")}
-    others = {node.module or "" for node in froms}
-    helpers = {ROOT / f"{name.replace('.', '/')}.py" for name in others if name.startswith("tests.")}
-    parts |= {part for one in helpers if one.stem != "conftest" and one.exists() for part in parts_imported(one)}
-    return frozenset(parts | ({"verify"} if "families" in others else set()))
+def imports_of(path):
+    """Every dotted name that a file of tests imports, by itself or by a helper."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            helper = ROOT / f"{(node.module or '').replace('.', '/')}.py"
+            if helper.is_relative_to(ROOT / "tests") and helper.exists() and helper.stem != "conftest":
+                found |= imports_of(helper)
+    return found
 
 
-def core_tests(absent: tuple[str, ...] = ()) -> list[str]:
-    """The test files that import nothing but the core, and need no tier of other machines where these are absent."""
+def core_tests():
+    """The test files that import of hf_blend nothing but the core."""
     found = []
     for path in [*(ROOT / "tests").glob("test_*.py"), *(ROOT / "tests" / "store").glob("test_*.py")]:
-        parts = parts_imported(path)
-        if parts and not parts & OF_ROOMS and path.stem.removeprefix("test_") not in OF_THE_REPOSITORY:
+        parts = {name.split(".")[1] for name in imports_of(path) if name.startswith("hf_blend.")}
+        if parts and parts.isdisjoint(APART | PUBLIC_OF_ROOMS) and path.name not in OTHER_TESTS:
             found.append(str(path.relative_to(ROOT)))
-    far = OF_FAR if FAR in absent else ()
-    return sorted(path for path in found if Path(path).stem.removeprefix("test_") not in far)
+    return sorted(found)
 
 
-def run_in(copy: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a copy, where what is installed of the package is not found."""
+def run_in(folder, modules, tests):
+    """Import modules and run tests in a copy, where what is installed of the package is not found."""
     return subprocess.run(
-        [sys.executable, "-P", "-c", ALONE + code, str(copy), *arguments],
-        cwd=copy, text=True, capture_output=True, check=False, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", RUN, str(folder), " ".join(modules), " ".join(tests)],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", [*ROOMS, "all of them"])
-def test_the_tests_of_the_core_pass_without_a_room(room, tmp_path):
-    absent = (room,) if room in ROOMS else ROOMS
-    done = run_in(copy_without(tmp_path, absent), RUN, " ".join(core_modules()), " ".join(core_tests(absent)))
+@pytest.mark.parametrize("absent", [*[(room,) for room in ROOMS], ROOMS], ids="+".join)
+def test_core_tests_pass_without_a_room(absent, tmp_path):
+    done = run_in(copy_without(tmp_path / "copy", absent), core_modules(), core_tests())
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def test_a_setting_of_an_absent_room_is_refused_with_its_name(tmp_path):
-    done = run_in(
-        copy_without(tmp_path, ("offload",)), "from hf_blend import plugins; plugins.extension('offload.layer')"
-    )
-    assert "ConfigError: this needs hf_blend.offload, which is not installed here." in done.stderr
+def test_core_is_imported_without_any_room(tmp_path):
+    done = run_in(copy_without(tmp_path / "copy", ROOMS), core_modules(), ["--version"])
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_setting_of_an_absent_room_is_refused_by_name(monkeypatch):
+    from hf_blend import ConfigError, plugins
+
+    monkeypatch.setitem(sys.modules, "hf_blend.offload", None)
+    monkeypatch.delitem(sys.modules, "hf_blend.offload.layer", raising=False)
+    with pytest.raises(ConfigError, match=r"this needs hf_blend\.offload\.layer, which is not installed here\."):
+        plugins.extension("offload.layer")
