@@ -12,8 +12,6 @@ from transformers import AttentionInterface
 
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.prefill import arguments
-from hf_blend.verify.full_recompute import fused_ratio
-from hf_blend.verify.model_under_test import ModelUnderTest
 from tests.asking import generated, prefill, prepared
 from tests.conftest import shared_zoo_model, slow_but
 
@@ -98,9 +96,3 @@ def test_flex_attention_is_exact(pieces, uncompiled, family, batch):
     cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
     assert (prefill(model, inputs, cache) - prefill(model, inputs)).abs().max() <= 1e-5
     assert cache.report.reusable_tokens > 0
-
-
-@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
-@pytest.mark.parametrize("family", slow_but("llama", among=["llama", "gemma3_text"]))
-def test_with_flex_attention_scattered_rows_are_exact(uncompiled, family):
-    assert fused_ratio(ModelUnderTest(shared_zoo_model(family, "flex_attention"))).error <= 1e-5

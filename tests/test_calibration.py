@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore, calibrate, recipes
-from hf_blend.config import BLIND_RATIO, BLIND_SELECTOR
 from hf_blend.errors import PromptError, UnsupportedModelError
 from hf_blend.evaluation import calibration
-from hf_blend.evaluation.bundled import handbook_pages
 from hf_blend.evaluation.tuning import Point
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.recipes import DEFAULT, MeasuredFamily, Recipe
@@ -45,20 +43,6 @@ def test_the_rule_that_leaves_least_is_chosen_where_it_is_worth_its_charge(left,
     assert calibration.choose(points(**left), 0.0) == "full reuse"  # where nothing is lost, nothing is repaired
 
 
-def test_each_prompt_has_the_page_that_answers_it_and_about_500_tokens(models):
-    model, tokenizer = models["spaces"]
-    prompts = calibration.bundled_prompts(model, tokenizer)
-    pages = list(handbook_pages().values())
-    assert len(prompts) == len(calibration.QUESTIONS) == 10
-    for (number, text), prompt in zip(calibration.QUESTIONS, prompts, strict=True):
-        said = str(prompt.request)
-        chunks = prompt.request.get("documents") or prompt.request["chunks"]
-        assert text in said
-        assert pages[number - 1] in chunks
-        assert len({*chunks}) == len(chunks) >= 2
-        assert 300 < len(" ".join(chunks).split()) < 500 or len(chunks) < calibration.PAGES
-
-
 def test_calibrating_keeps_the_choice_in_the_store_and_leaves_model_and_chunks_as_they_were(
     models, untouched, two_questions, tmp_path
 ):
@@ -81,16 +65,6 @@ def test_calibrating_keeps_the_choice_in_the_store_and_leaves_model_and_chunks_a
     assert found.recipe.source.startswith("calibrated on 2 bundled prompts: ")
     best = min(found.points, key=lambda point: point.kl).candidate
     assert found.recipe.settings["selector"] in (names.get(best, best), "none")
-
-
-def test_calibrating_keeps_another_choice_where_the_question_may_not_be_asked(models, two_questions, monkeypatch):
-    model, tokenizer = models["spaces"]
-    monkeypatch.setattr(calibration, "choose", lambda *given: "full reuse" if given[2] else "query-attention")
-    store = memory()
-    recipe = calibrate(model, tokenizer, store).recipe
-    assert (recipe.settings["selector"], recipe.blind_settings["selector"]) == ("query-attention", "none")
-    assert BlendCache(model, store).config.selector == "query-attention"
-    assert store.recipe(model, is_blind=True).config(is_blind=True).recompute_ratio == 0.0
 
 
 def test_calibrating_refuses_by_name_what_cannot_be_blended_or_reads_too_little(tiny_model, models, two_questions):
@@ -123,23 +97,6 @@ def test_a_model_of_a_measured_family_and_width_is_blended_as_measured(shared_mo
     monkeypatch.setattr(recipes, "MEASURED", (replace(ramp, settings={}),))
     assert BlendCache(model, memory()).config == BlendConfig()
     assert memory().recipe(model).source == "the default, as no measured rule was better on toy"
-
-
-def test_where_the_question_may_not_be_asked_no_recipe_that_asks_it_is_taken(shared_model):
-    model = shared_model()
-    asking = Recipe({"selector": "query-attention", "recompute_ratio": 0.3}, "tuned")
-    for store in (ChunkStore.open("memory://", partial=0.5), memory()):
-        store.recipes.put(fingerprint(model), asking)
-        recipe = store.recipe(model, is_blind=True)
-        assert recipe is DEFAULT
-        assert recipe.config(is_blind=True) == BlendConfig(BLIND_RATIO, BLIND_SELECTOR)
-        store.recipes.put(fingerprint(model), replace(asking, blind_settings={"selector": "none"}))
-        assert store.recipe(model, is_blind=True).config().selector == "none"
-    store.recipes.put(fingerprint(model), Recipe({"selector": "boundary", "recompute_ratio": 0.3}, "tuned"))
-    assert store.recipe(model, is_blind=True).settings["selector"] == "boundary"
-    partial = ChunkStore.open("memory://", partial=0.5)
-    partial.recipes.put(fingerprint(model), asking)
-    assert BlendCache(model, partial).config == BlendConfig(BLIND_RATIO, BLIND_SELECTOR)
 
 
 def test_measured_families_are_those_of_the_table_and_differ_from_the_default_where_it_is_beaten():
@@ -179,34 +136,6 @@ def test_a_choice_is_compared_with_the_best_rule_on_other_prompts_and_keeps_its_
     kept = {row["model"]: row["of_best"] for row in table["rows"] if "of_best" in row}
     assert "smollm2" in kept
     assert all(of_best <= calibrated.PROMISE for of_best in kept.values())
-
-
-def test_recommended_tells_a_rule_from_the_default_only_where_every_task_does():
-    import robust
-
-    def row(task, rule, kl, high, target=0.15):
-        about = {"model": "toy", "task": task, "method": f"{rule}@text", "target": target, "ratio": 0.15}
-        return {**about, "kl": kl, "of_default": [kl / 0.6, 0.1, high, 0.5]}
-
-    rows = [row(task, "expected-error", 0.6, 1.0) for task in "ab"]
-    told = [*rows, row("a", "ramp", 0.3, 0.9), row("b", "ramp", 0.4, 0.95), row("a", "random", 0.1, 0.5)]
-    found = robust.recommended(told)["toy"]
-    assert (found.rule, found.left, found.default_left, found.is_told) == ("ramp", pytest.approx(0.35), 0.6, True)
-    assert not robust.recommended([*told[:-2], row("b", "ramp", 0.4, 1.05)])["toy"].is_told
-    assert robust.recommended(rows)["toy"].rule == "expected-error"
-
-
-def test_quick_tune_needs_no_prompts_says_what_it_takes_and_keeps_its_recipe(
-    run, model_folder, tmp_path, two_questions
-):
-    words = ("tune", "--quick", "--model", model_folder, "--store", tmp_path / "kv")
-    code, out, err = run(*words, "--json")
-    assert code == 0, err
-    document = json.loads(out)
-    [path] = (tmp_path / "kv" / "recipes").glob("*.json")
-    assert json.loads(path.read_text("utf-8"))["settings"] == document["recipe"]["settings"]
-    assert err.index("Calibrating: ") < err.index("ramp: charge ") < err.index("Chosen: calibrated on 2 bundled")
-    assert run("tune", "--quick", "--selector", "ramp")[0] == 2
 
 
 def test_commands_calibrate_once_and_else_say_that_they_can(run, model_folder, tmp_path, two_questions, monkeypatch):

@@ -20,7 +20,6 @@ from hf_blend.prefill.notices import warn_once
 from tests.asking import GREEDY, hooks, memory, prepared
 from tests.conftest import random_pieces
 
-FAMILIES = ("llama", "gemma3_text", "gpt_neox")
 RATIOS = (0.0, 0.15, 1.0)
 WAYS = {**GREEDY, "max_new_tokens": 5}
 LOUD = {"return_dict_in_generate": True, "output_logits": True}
@@ -90,19 +89,6 @@ def test_outputs_of_every_token_are_those_of_a_stock_cache(family, batch, announ
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("asks", ["output_attentions", "output_hidden_states", "config"])
-def test_outputs_that_a_call_or_the_config_asks_for_are_those_of_a_stock_cache(tiny_model, asks):
-    from_config = {"output_hidden_states": True} if asks == "config" else {}
-    model, given = tiny_model(attn_implementation="eager", **from_config), {} if from_config else {asks: True}
-    cache, inputs = asked(model, 0.15)
-    got, stock = (model(**inputs, past_key_values=one, logits_to_keep=1, **given) for one in (cache, DynamicCache()))
-    parts = "attentions" if asks == "output_attentions" else "hidden_states"
-    for mine, theirs in zip(got[parts], stock[parts], strict=True):
-        assert apart(mine, theirs) <= TOLERANCE * max(1.0, float(theirs.abs().max()))
-    assert ("output_hidden_states" if from_config else asks) in cache.report.fallback_reason
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(("family", "batch", "announced"), FORMS)
 def test_logits_to_keep_gives_the_last_rows_and_the_last_is_what_generate_sees(family, batch, announced):
     """Nine are the question; further ones lie in a chunk, and have to be computed for their output."""
@@ -139,33 +125,6 @@ def test_inputs_are_expected_by_the_very_next_call(shared_model, pieces, untouch
         assert cache.report.reusable_tokens == reusable
         if not reusable:
             assert apart(got, model(**inputs, **given).logits) <= 1e-5
-
-
-def test_inputs_that_are_dropped_or_reset_leave_no_hook(shared_model, pieces):
-    model = shared_model()
-    for resets in (True, False):
-        cache, inputs = prepared(model, pieces())
-        assert hooks(model) == 1
-        plain = model.generate(**inputs, **WAYS)  # beside it, with a cache of its own
-        if resets:
-            cache.reset()
-        else:
-            del cache
-        assert hooks(model) == 0
-        assert torch.equal(model.generate(**inputs, **WAYS), plain)
-
-
-@torch.no_grad()
-def test_outputs_of_steps_behind_the_prefill_are_those_of_a_stock_cache():
-    model, stock, more = model_of("llama"), DynamicCache(), torch.tensor([[9, 8, 7, 6]])
-    cache, inputs = asked(model, 1.0)
-    for one in (cache, stock):
-        model(**inputs, past_key_values=one, logits_to_keep=1)
-    for given in ({"labels": more}, {"output_hidden_states": True}, {}):
-        got, expected = (model(more, past_key_values=one, **given) for one in (cache, stock))
-        assert apart(got.logits, expected.logits) <= TOLERANCE
-    assert cache.report.reusable_tokens == 71, "the report is that of the prefill"
-    assert not cache.report.fallback_reason
 
 
 @torch.no_grad()
@@ -275,22 +234,6 @@ def test_step_of_another_model_object_is_refused_and_changes_nothing(another):
     )
 
 
-@torch.no_grad()
-def test_copy_of_a_watched_model_is_another_model_and_its_own_requests_work(tiny_model):
-    model, store = tiny_model(), memory()
-    cache, inputs = prepared(model, random_pieces(), store=store, recompute_ratio=0.15)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises(ConfigError, match="another model object"):
-            twin.generate(**inputs, past_key_values=cache, **WAYS)
-        texts = []
-        for one in (twin, model):
-            own, given = prepared(one, random_pieces(), store=store, recompute_ratio=0.15)
-            texts.append(one.generate(**given, past_key_values=own, **WAYS))
-        assert torch.equal(*texts)
-    assert model.generate(**inputs, past_key_values=cache, **WAYS).shape[1] == 90
-    assert cache.report.reusable_tokens == 71
-
-
 class Wrapped(torch.nn.Module):
     """A wrapper that calls the model's own layers, past its hooks, as PEFT does."""
 
@@ -311,14 +254,6 @@ def test_wrapper_around_the_model_is_the_model(tiny_model):
     assert "Call the object that the cache was made for" in cache.report.fallback_reason
     model(torch.tensor([[5]]), past_key_values=cache)
     assert cache.get_seq_length() == 86
-
-
-def test_update_may_fill_a_cache_by_hand(shared_model):
-    cache = BlendCache(shared_model(), ChunkStore.open("memory://"))
-    for layer in range(4):
-        cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), layer)
-    assert cache.get_seq_length() == 3
-    assert not cache.report.fallback_reason
 
 
 @pytest.mark.parametrize("filled", [False, True])

@@ -2,20 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller recomputes what loading hides, loads what is worth it, and measures a machine once."""
 
-import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from throttled import ThrottledTier
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ChunkStore, ConfigError, plugins
-from hf_blend.loading import profile as profiling
+from hf_blend import ChunkStore, ConfigError, plugins
 from hf_blend.loading.controller import LoadingController, advise
-from hf_blend.loading.profile import Point, Profile, bytes_per_second, profile_of, tier_rates
-from hf_blend.prefill.report import Advice
+from hf_blend.loading.profile import Point, Profile, bytes_per_second, tier_rates
 from tests.asking import logits
 
 
@@ -58,22 +55,6 @@ def test_advise_recomputes_what_loading_hides_and_computes_what_loads_too_slowly
     assert 0 < slow.loaded_chunks < 8
     assert slow.predicted_ms < most
     assert advise(profile, [256] * 8, 1.0, num_layers=30).loaded_chunks == 0
-
-
-def test_profile_of_measures_a_machine_once(tmp_path, monkeypatch):
-    model, calls = tiny_model("llama"), []
-    measured = profiling._measured
-    monkeypatch.setattr(profiling, "_measured", lambda *given: calls.append(1) or measured(*given))
-    first = profile_of(model, lengths=(64, 128), folder=tmp_path)
-    again = profile_of(model, lengths=(64, 128), folder=tmp_path)
-    assert calls == [1]
-    assert again == first
-    assert len(first.points) == 4
-    assert first.bytes_per_token >= 4 * 2 * 2 * 16 * 4
-    (path,) = tmp_path.iterdir()
-    path.write_text("{damaged")
-    profile_of(model, lengths=(64, 128), folder=tmp_path)
-    assert calls == [1, 1]
 
 
 def test_tier_rates_are_measured_tier_by_tier_and_leave_nothing_behind(tmp_path):
@@ -123,26 +104,6 @@ def test_controller_has_chunks_computed_where_loading_takes_longer(tmp_path, pro
     torch.testing.assert_close(got, torch.stack(plain.logits, 1), rtol=1e-4, atol=1e-4)
 
 
-def test_controller_counts_the_projections_of_a_hybrid(tmp_path, profile):
-    model = tiny_model("lfm2")
-    measured = profile_of(model, lengths=(64, 128), folder=tmp_path / "profiles")
-    keys_values, projections = 2 * 2 * 16 * 4, 3 * 2 * 64 * 4  # of the attention layer, of three convolutions: 2 of 3
-    tables = measured.bytes_per_token - keys_values - projections  # of its positions
-    assert 0 <= tables <= 2 * 16 * 4
-    rate = 90 * keys_values / (cost(90, 1.0) / 3)  # K and V alone would be there in a third of the time
-    given = {"least_ratio": 0.15, "num_layers": 4}
-    assert advise(replace(profile, bytes_per_token=keys_values), [40, 50], rate, **given).loaded_chunks == 2
-    whole = replace(profile, bytes_per_token=measured.bytes_per_token)
-    store = stored(model, tmp_path / "store", whole, rate)
-    _, report = answered(model, store)
-    assert store.controller.last.loaded_chunks == report.reusable_tokens == 0
-    assert "load 0 chunks" in str(store.controller.last)
-    store.controller = LoadingController(model, store, profile=whole, rates={"disk": 100 * rate})
-    _, report = answered(model, store)
-    assert store.controller.last.loaded_chunks == 2
-    assert report.reusable_tokens == 50  # the first chunk is where it was computed
-
-
 def test_controller_recomputes_what_loading_hides_and_never_less_than_the_ratio(tmp_path, profile):
     model = tiny_model("llama")
     rate = 90 * profile.bytes_per_token / profile.prefill_s(90, 0.6)
@@ -166,23 +127,6 @@ def test_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, pr
     assert answered(other, disk)[1].reusable_tokens > 0
 
 
-class FullTier(plugins.load("store.tiers", "memory")):
-    """Takes no chunk."""
-
-    def put_if_absent(self, name, parts):
-        return False
-
-
-def test_tier_rates_leave_out_a_tier_that_takes_no_chunk_and_its_chunks_are_loaded(tmp_path, profile):
-    model = tiny_model("llama")
-    store = stored(model, tmp_path, profile)
-    rates = tier_rates(ChunkStore([], [FullTier()]), model, tokens=20)
-    assert rates == {}
-    store.controller = LoadingController(model, store, profile=profile, rates=rates)
-    assert answered(model, store)[1].loaded_chunks > 0
-    assert store.controller.last is None
-
-
 def slow_store(model, bytes_s):
     store = ChunkStore([], [ThrottledTier(plugins.load("store.tiers", "memory")(), bytes_s)])
     keys = store.add(model, None, request()["chunks"], chunk_prefix_ids=(1,))
@@ -204,56 +148,6 @@ def test_controller_finds_out_a_tier_that_became_slow_and_tries_it_again(profile
         store.controller.decide(keys, 0.15)  # nothing is read
     assert store.controller.rates[tier] == pytest.approx(20e6, rel=0.05)
     assert store.controller.last.loaded_chunks == 2
-
-
-def test_traffic_counts_bytes_and_seconds_of_reading_of_a_tier():
-    model = tiny_model("llama")
-    store, keys, tier = slow_store(model, 1e6)
-    sizes = [store.get(key).nbytes for key in keys]
-    read, seconds = store.traffic()[tier]
-    assert read == sum(sizes) == store.stats()["loaded_bytes"][tier]
-    assert seconds >= read / 1e6
-    answered(model, store)
-    streamed = store.traffic()[tier][0] - read
-    assert 0.8 * read <= streamed <= read, "layers that come one by one, and no tables"
-
-
-def test_observe_moves_the_slowdown_by_little_and_by_nothing_where_loading_was_waited_for(profile):
-    store, keys, tier = slow_store(tiny_model("llama"), 1e9)
-    controller = LoadingController(tiny_model("llama"), store, profile=profile, rates={tier: 1e15})
-    before = controller.decide(keys, 0.15)
-    for predicted, load, seconds, slowdown in (
-        (110.0, 10.0, 60.0, 1.25), (210.0, 200.0, 60.0, 1.25), (110.0, 10.0, 0.06, 1.25 * 0.875)
-    ):  # fmt: skip
-        controller.observe(Advice(0.15, 2, predicted_ms=predicted, load_ms=load, compute_ms=100.0), seconds)
-        assert controller.slowdown == pytest.approx(slowdown)
-    assert controller.decide(keys, 0.15).compute_ms == pytest.approx(slowdown * before.compute_ms)
-    for _ in range(40):
-        advice = advise(profile.slowed(controller.slowdown), [256] * 8, 1e12, num_layers=30)
-        controller.observe(advice, 3 * cost(2048, 0.15))
-    assert controller.slowdown == pytest.approx(3, rel=0.01)
-
-
-def test_controller_times_a_request_once_when_its_first_token_is_there(tmp_path, profile, monkeypatch):
-    model, timed = tiny_model("llama"), []
-    store = stored(model, tmp_path, profile, 1e15)
-    answered(model, store)  # computes the prefix
-    monkeypatch.setattr(store.controller, "observe", lambda *given: timed.append(given))
-    _, report = answered(model, store)
-    ((advice, seconds),) = timed
-    assert asdict(advice) == report.advice == json.loads(json.dumps(asdict(store.controller.last)), object_hook=tupled)
-    assert "2 worth loading by the controller" in str(report)
-    assert 0 < seconds < 60
-    cache = BlendCache(model, store)
-    inputs = cache.inputs(None, **request())
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=1, do_sample=False)
-    assert len(timed) == 1, "nothing says when a device was done"
-    answered(model, store, (40, 49))
-    assert len(timed) == 1, "a chunk was computed, which is no part of what was expected"
-
-
-def tupled(found):
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def test_controller_refuses_a_store_that_loads_in_part(tmp_path, profile):

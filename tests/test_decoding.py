@@ -7,13 +7,13 @@ import torch
 
 from hf_blend import BlendCache, observer
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
-from hf_blend.errors import ConfigError, PromptError
+from hf_blend.errors import ConfigError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import THREE, prepared
 from tests.asking import generated as run
-from tests.conftest import IS_OLDEST, IdTokenizer, random_ids, random_pieces, shared_zoo_model
+from tests.conftest import IS_OLDEST, random_ids, random_pieces, shared_zoo_model
 
 REQUEST = THREE[0]
 
@@ -59,35 +59,6 @@ def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, 
     left = [column for column in range(start, start + 21) if column not in chosen]
     stored = chunk.layers[3][1][:, [column - start for column in left]]
     assert torch.equal(cache.layers[3].values[0][:, left], stored)
-
-
-def test_inputs_of_a_later_turn_need_no_chunk_and_text_gets_no_second_bos(shared_model):
-    model = shared_model()
-    cache, inputs = prepared(model, REQUEST, recompute_ratio=1.0)
-    output = run(model, inputs, cache)
-    inputs = cache.inputs(IdTokenizer, prefix="and", chunks=[], question="why", history=output)
-    new = IdTokenizer.encode("and\n\nwhy", add_special_tokens=False)
-    assert inputs["input_ids"][0, output.shape[1] :].tolist() == new
-    assert torch.equal(run(model, inputs, cache), run(model, inputs))
-    with pytest.raises(PromptError, match="behind a history of 1 requests"):
-        cache.inputs(IdTokenizer, chunks=[[], []], question=["a", "b"], history=output)
-    with pytest.raises(PromptError, match=r"chunks is \[\]"):
-        cache.inputs(IdTokenizer, chunks=[], question="why")
-
-
-def test_assisted_decoding_of_a_later_turn_is_refused_until_reset(shared_model):
-    """Stock `generate` passes the whole prompt then, whatever is cached; with a plain cache it garbles the text."""
-    model = shared_model()
-    cache, inputs = prepared(model, REQUEST, recompute_ratio=1.0)
-    output = run(model, inputs, cache, prompt_lookup_num_tokens=3)
-    inputs = cache.inputs(None, **turn_of(5), history=output)
-    held = cache.get_seq_length()
-    with pytest.raises(PromptError, match=rf"(?s)the {held} first of them are in the cache.*Call reset"):
-        run(model, inputs, cache, prompt_lookup_num_tokens=3)
-    assert cache.get_seq_length() == held
-    cache.reset()
-    assert torch.equal(run(model, inputs, cache, prompt_lookup_num_tokens=3), run(model, inputs))
-    assert cache.report.reusable_tokens == 35
 
 
 @pytest.mark.parametrize("kind", [BlendCache, SequenceCache, ShiftCache])
@@ -164,24 +135,3 @@ def test_failed_forward_behind_a_past_can_be_asked_again_and_reuses_as_much(tiny
     assert 0 < expected["charged_budget"] < 1
     assert got == expected
     assert torch.equal(logits, plain)
-
-
-def test_layer_ratios_are_reported_and_kept_by_selectors_that_see_no_states(shared_model):
-    model = shared_model(num_hidden_layers=6)
-    settings = {"check_layers": (1, 3), "layer_ratios": (0.5, 0.2)}
-    cache, inputs = prepared(model, REQUEST, selector="random", **settings)
-    run(model, inputs, cache)
-    assert cache.report.nominal_ratio == pytest.approx((2 * 0.5 + 2 * 0.2) / 4)
-    chosen = cache.report.chosen_columns[0]
-    assert len(chosen) == 36
-    others = ({"recompute_ratio": ratio, "selector": "random"} for ratio in (0.5, 0.0))
-    fresh, stale = (prepared(model, REQUEST, **other) for other in others)
-    for other, inputs in (fresh, stale):
-        run(model, inputs, other)
-    differs = [
-        int((cache.layers[layer].values != stale[0].layers[layer].values)[0, :, 5:76].any(0).any(-1).sum())
-        for layer in range(1, 6)
-    ]
-    assert differs[:3] == [36, 36, 36]
-    assert differs[3:] == [15, 15]
-    assert torch.equal(cache.layers[3].values[:, :, :85], fresh[0].layers[3].values[:, :, :85])

@@ -101,19 +101,6 @@ def test_a_model_whose_last_layers_look_at_the_kv_of_others_is_exact(name):
         cache.reset()
 
 
-@pytest.mark.parametrize("name", ["gptj", "codegen"])
-def test_a_decoder_that_reshapes_its_output_generates_as_it_does_alone(name):
-    model = tiny_model(name)
-    cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
-    assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
-    assert cache.report.reusable_tokens > 0
-
-
-def test_an_expert_that_flips_in_bfloat16_is_not_taken_for_a_wrong_style():
-    styles = rotary_styles(tiny_model("mixtral").bfloat16())
-    assert {style.__name__ for style in styles} == {"Half"}
-
-
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
 def test_what_is_refused_is_moving_where_blending_is_exact(name):
     row = next(row for row in json.loads(RESULTS.read_text("utf-8"))["models"] if row["model"] == name)

@@ -2,18 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every mode of stock `generate` takes a blend cache, for one request or several, or the one keyword `blended`."""
 
-import copy
 import functools
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
-from transformers import StoppingCriteria, StoppingCriteriaList, dynamic_module_utils
+from transformers import dynamic_module_utils
 from worlds import reference_questions
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, blended, sparse_decoding
-from hf_blend.model.cache_keyword import KEYWORD
 from tests.asking import generated, memory, prefill, prepared
 from tests.conftest import random_pieces
 
@@ -86,14 +84,6 @@ def test_generate_at_any_ratio_continues_the_same_blended_prefill_in_every_mode(
     assert mode != "prompt lookup" or torch.equal(first, greedy)
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.15])
-def test_assisted_decoding_changes_nothing(ratio):
-    model, kept, ways = model_of("llama"), memory(), {"assistant_model": zoo_model("llama", seed=1)}
-    (cache, inputs), (plain, _) = (prepared(model, REQUESTS[0], store=kept, recompute_ratio=ratio) for _ in "ab")
-    assert torch.equal(run(model, inputs, cache, **ways), run(model, inputs, None if ratio == 1 else plain))
-    assert cache.report.reusable_tokens == 71
-
-
 @pytest.mark.parametrize(
     ("family", "mode"),
     [("llama", "greedy"), ("gemma3_text", "beams"), pytest.param("gpt_neox", "beams", marks=pytest.mark.slow)],
@@ -129,45 +119,6 @@ def test_batch_of_prompts_found_by_content_may_hit_differently_from_row_to_row(s
         assert torch.equal(together[row], answers(model, {"input_ids": torch.tensor([tokens])}, single)[0])
 
 
-@pytest.mark.parametrize("expand", [{"num_return_sequences": 3, "do_sample": True}, {"num_beams": 2}])
-def test_chosen_columns_are_alike_in_repeated_rows(shared_model, expand):
-    cache, inputs = prepared(shared_model(), *REQUESTS, recompute_ratio=0.15)
-    run(shared_model(), inputs, cache, **expand)
-    repeats, chosen = next(iter(expand.values())), cache.report.chosen_columns
-    assert len(chosen) == 3 * repeats
-    assert all(chosen[row] == chosen[row - row % repeats] for row in range(len(chosen)))
-
-
-def test_random_selector_chooses_in_a_batch_what_it_chooses_for_single_requests(shared_model):
-    def chosen(*requests):
-        cache, inputs = prepared(shared_model(), *requests, selector="random", recompute_ratio=0.15)
-        run(shared_model(), inputs, cache, max_new_tokens=1)
-        pads = (inputs["attention_mask"] == 0).sum(dim=1).tolist()
-        return [[column - pad for column in row] for row, pad in zip(cache.report.chosen_columns, pads, strict=True)]
-
-    assert any(chosen(*REQUESTS))
-    assert chosen(*REQUESTS) == [chosen(one)[0] for one in REQUESTS]
-
-
-def test_deepcopy_knows_the_padding_between_the_turns_of_a_batch(shared_model):
-    model, said, output = shared_model(), [[1, 4], [1, 4]], None
-    cache = BlendCache(model, memory(), recompute_ratio=1.0)
-    turns = (
-        {"prefix": [1, 4], "chunks": [[[*range(10, 40)]], [[*range(20, 60)]]], "question": [[5, 6], [7, 8, 9]]},
-        {"chunks": [[], [[*range(50, 70)]]], "question": [[15, 16], [17, 18, 19]]},
-        {"chunks": [[], []], "question": [[25, 26, 33, 34], [27, 28, 29]]},
-    )
-    for number, turn in enumerate(turns):
-        cache = copy.deepcopy(cache) if number == 2 else cache
-        inputs = cache.inputs(None, **turn, history=output)
-        output = run(model, inputs, cache)
-        for row, answer in enumerate(output[:, inputs["input_ids"].shape[1] :]):
-            said[row] += [*sum(turn["chunks"][row], []), *turn["question"][row]]
-            alone = run(model, {"input_ids": torch.tensor([said[row]])})[0, len(said[row]) :]
-            assert torch.equal(answer, alone), f"turn {number}, row {row}"
-            said[row] += answer.tolist()
-
-
 def test_history_masks_what_a_row_was_padded_with_that_ended_earlier(shared_model, tokenizer):
     model = shared_model()
     cache, inputs = prepared(model, *REQUESTS[:2], recompute_ratio=1.0)
@@ -176,20 +127,6 @@ def test_history_masks_what_a_row_was_padded_with_that_ended_earlier(shared_mode
     again = cache.inputs(tokenizer, chunks=[[], []], question=[[5, 6], [7, 8]], history=output)["attention_mask"]
     assert again[:, -6:].tolist() == [[1] * 6, [0] * 4 + [1] * 2]
     assert torch.equal(again[:, : inputs["input_ids"].shape[1]], inputs["attention_mask"])
-
-
-def test_decoding_never_copies_the_cache_within_its_room(shared_model):
-    model, addresses = shared_model(), set()
-    cache, inputs = prepared(model, REQUESTS[0])
-
-    class Watch(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            addresses.update(layer.keys.data_ptr() for layer in cache.layers)
-            return torch.full((input_ids.shape[0],), False)
-
-    run(model, inputs, cache, stopping_criteria=StoppingCriteriaList([Watch()]), max_new_tokens=40)
-    assert len(addresses) == len(cache.layers)
-    assert cache.get_seq_length() == inputs["input_ids"].shape[1] + 39
 
 
 # One keyword is enough: a callable, or a folder as people put them on the Hub.
@@ -215,15 +152,6 @@ def test_blended_gives_what_a_cache_gives(reference, asked, options):
     assert torch.equal(got, expected)
     assert keyword.report.loaded_chunks > 0
     assert 0 < keyword.report.charged_budget < 1
-
-
-def test_blended_refuses_a_cache_that_is_in_use(reference, asked):
-    (model, _), (inputs, store, _) = reference, asked
-    used = BlendCache(model, store)
-    model.generate(**inputs, past_key_values=used, max_new_tokens=1)
-    longer = {name: torch.cat([value, value[:, -1:]], dim=1) for name, value in inputs.items()}
-    with pytest.raises(ConfigError, match=f"Pass a BlendCache as {KEYWORD}"):
-        model.generate(**longer, past_key_values=used, custom_generate=blended(store), max_new_tokens=2)
 
 
 def test_custom_generate_folder_takes_documents_and_a_question(reference, asked, tmp_path, monkeypatch):

@@ -71,22 +71,6 @@ def test_note_gets_the_attention_of_the_question(model, monkeypatch, untouched, 
         assert told[tuple(chunk)][0][1] == pytest.approx(float(part.mean()), abs=1.01 / len(chunk))
 
 
-def test_note_gets_the_attention_to_the_chunks_of_a_further_turn(model, monkeypatch):
-    monkeypatch.setattr(importance, "LAYERS", 100)
-    store = ChunkStore.open("memory://", eviction="importance")
-    first = {"prefix": [5, 6], "chunks": [list(range(90, 60, -1))], "question": [3, 4]}
-    cache, said = asked(model, store, first, recompute_ratio=1.0)
-    told = listened(monkeypatch, store)
-    inputs = cache.inputs(None, chunks=CHUNKS, question=PIECES["question"], history=said)
-    model.generate(**inputs, past_key_values=cache, **GREEDY)
-    assert cache.report.past_tokens == said.shape[1] - 1
-    ids = [*said[0].tolist(), *sum(CHUNKS, []), *PIECES["question"]]
-    assert ids == inputs["input_ids"][0].tolist()
-    expected = stock_scores(model, ids, 4, range(2, LAYERS - 1), first=said.shape[1])
-    found = torch.cat([told[tuple(chunk)][0][0] for chunk in CHUNKS])
-    torch.testing.assert_close(found, expected / expected.mean(), rtol=2e-3, atol=2e-3)
-
-
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
 def test_note_changes_no_token_and_asks_for_no_recompute(model, monkeypatch, ratio):
     settings = {"recompute_ratio": ratio, **({} if ratio else {"selector": "none"})}
@@ -101,24 +85,6 @@ def test_note_changes_no_token_and_asks_for_no_recompute(model, monkeypatch, rat
         torch.testing.assert_close(layer.keys, twin.keys, rtol=0, atol=2e-5)
     assert set(told) == set(map(tuple, CHUNKS)), "with nothing recomputed too"
     assert not plain.reads_importance
-
-
-def test_note_gets_the_question_of_each_prompt_of_a_batch(model, monkeypatch):
-    store = ChunkStore.open("memory://", eviction="importance")
-    asked(model, store, recompute_ratio=0.3)
-    alone = []
-    for question in ([7, 8], [9, 10, 11]):
-        told = listened(monkeypatch, store)
-        asked(model, store, {**PIECES, "question": question}, recompute_ratio=0.3)
-        alone.append(told)
-        monkeypatch.undo()
-    told = listened(monkeypatch, store)
-    monkeypatch.setattr(importance, "ROWS", 2)
-    batch = {**PIECES, "chunks": [CHUNKS, CHUNKS], "question": [[7, 8], [9, 10, 11]]}
-    asked(model, store, batch, recompute_ratio=0.3)
-    for chunk in map(tuple, CHUNKS):
-        (first, _), _ = told[chunk]
-        torch.testing.assert_close(first, alone[0][chunk][0][0], rtol=1e-3, atol=1e-3)
 
 
 def test_importance_outlives_eviction_and_restarts(model, tmp_path):

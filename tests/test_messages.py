@@ -8,11 +8,10 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from hf_blend import BlendCache, PromptError
 from hf_blend.config import BlendConfig
-from hf_blend.evaluation.answering import FULL_PREFILL, INSTRUCTION, Turn, build_request
+from hf_blend.evaluation.answering import FULL_PREFILL, Turn, build_request
 from hf_blend.evaluation.asking import Method, Pipeline, Question
 from hf_blend.prefill import notices
 from tests.asking import memory
@@ -20,7 +19,6 @@ from tests.chat_templates import (
     ASKED,
     CASES,
     CHATML,
-    COMMAND_R,
     DOCUMENTS,
     GEMMA,
     JOINED,
@@ -29,7 +27,6 @@ from tests.chat_templates import (
     PHI,
     QUESTION,
     SYSTEM,
-    TITLED,
     TURNS,
     small_tokenizer,
 )
@@ -114,15 +111,6 @@ def test_text_before_the_documents_is_exact_from_the_second_request_on(known, ca
     assert reports[1].exact_tokens == reports[0].exact_tokens > 10
 
 
-def test_answer_before_the_documents_is_not_stored(known, cached):
-    model, tokenizer = known
-    store, said = memory(), [{"role": "user", "content": "Hello."}, TURNS[1], TURNS[2]]
-    cache = cached(store)
-    answer(model, cache, cache.inputs_from_messages(tokenizer, said, DOCUMENTS[1:], chat_template=CHATML))
-    assert len(store) == 2
-    assert cache.report.computed_chunks == 2
-
-
 def test_conversation_goes_on_in_the_same_cache_and_another_begins_where_it_differs(known, cached):
     model, tokenizer = known
     cache, messages = cached(recompute_ratio=1.0), [SYSTEM, ASKED]
@@ -181,11 +169,6 @@ def test_inputs_from_messages_refuse_what_makes_no_prompt(known, cached, message
         cached().inputs_from_messages(known[1], messages, documents, **{"chat_template": CHATML, **given})
 
 
-def test_inputs_from_messages_need_a_chat_template(known, cached):
-    with pytest.raises(PromptError, match=r"has no chat template.*inputs and inputs_from_text"):
-        cached().inputs_from_messages(known[1], [ASKED])
-
-
 def test_inputs_warn_once_of_plain_texts_for_a_chat_model(known, cached, caplog):
     cache, tokenizer = cached(), copy.copy(known[1])
     tokenizer.chat_template = CHATML
@@ -201,61 +184,11 @@ def test_inputs_warn_once_of_plain_texts_for_a_chat_model(known, cached, caplog)
     assert "inputs_from_messages" in said
 
 
-def test_documents_that_a_template_writes_as_json_or_stripped_are_found(known, cached):
-    model, tokenizer = known
-    texts = [
-        'The clock of "Lund" is nine minutes slow.\nNobody has repaired it, says the naïve harbour master.',
-        "  Ines Okafor keeps bees. ",
-    ]
-    for filter_ in ("tojson", "trim"):
-        template = "{% for one in messages %}" + f"[{{{{ one.content | {filter_} }}}}]" + "{% endfor %}"
-        messages = [{"role": "user", "content": text} for text in (*texts, QUESTION)]
-        cache = cached(recompute_ratio=1.0)
-        inputs = cache.inputs_from_messages(tokenizer, messages, texts, chat_template=template)
-        expected = stock(tokenizer, messages, chat_template=template)
-        assert torch.equal(answer(model, cache, inputs), model.generate(expected, **WORDS))
-        assert cache.report.reusable_tokens > 15
-
-
-@pytest.mark.parametrize(
-    ("name", "template"), [("mistral-7b-v1-spm", MISTRAL), ("gpt2-bpe", CHATML), ("mistral-7b-v1-spm", COMMAND_R)]
-)
-def test_inputs_from_messages_of_a_published_tokenizer(name, template, tiny_model, published):
-    folder = published / "tokenizers" / name
-    if not folder.is_dir():
-        pytest.skip(f"no tokenizer at {folder}")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
-    model = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=2048, **shape)
-    documents = TITLED if template is COMMAND_R else DOCUMENTS
-    messages = [SYSTEM, {**ASKED, "content": QUESTION} if template is COMMAND_R else ASKED]
-    cache = BlendCache(model, memory(), recompute_ratio=1.0)
-    inputs = cache.inputs_from_messages(tokenizer, messages, documents, chat_template=template)
-    expected = stock(tokenizer, messages, documents, chat_template=template)
-    assert torch.equal(inputs["input_ids"], expected)
-    assert torch.equal(answer(model, cache, inputs), model.generate(expected, **WORDS))
-    assert cache.report.seam_tokens <= 6
-
-
 @pytest.fixture
 def plain(tiny_model):
     tokenizer = small_tokenizer("spaces")
     tokenizer.chat_template = CHATML
     return tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=2048), tokenizer
-
-
-BOTH = ["system", "user"]
-
-
-@pytest.mark.parametrize(("template", "roles"), [(CHATML, BOTH), (LLAMA3, BOTH), (GEMMA, ["user"])])
-def test_the_instruction_is_a_system_message_where_the_template_has_one(plain, template, roles):
-    tokenizer = plain[1]
-    tokenizer.chat_template = template
-    given = build_request(tokenizer, DOCUMENTS, QUESTION, None)
-    assert [message["role"] for message in given["messages"]] == roles
-    text = tokenizer.apply_chat_template(given["messages"], tokenize=False)
-    assert text.count(INSTRUCTION) == 1
-    assert text.index(INSTRUCTION) < text.index(DOCUMENTS[0]) < text.index(QUESTION)
 
 
 def test_a_turn_is_rendered_as_the_template_renders_the_whole_conversation(plain):

@@ -9,11 +9,11 @@ import torch
 from families import EXTEND, broken, verify_types
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ChunkStore, SequenceCache, ShiftCache, UnsupportedModelError, self_extend
+from hf_blend import BlendCache, ChunkStore, SequenceCache, UnsupportedModelError, self_extend
 from hf_blend.context import checks, sequence_layer, tables
 from hf_blend.context import self_extend as extending
 from hf_blend.context.session import save_session
-from hf_blend.errors import ConfigError, PromptError
+from hf_blend.errors import ConfigError
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import verify
 from tests.asking import prompt
@@ -119,23 +119,7 @@ def test_self_extend_that_does_nothing_or_the_wrong_thing_is_seen_and_refused(na
         self_extend(model).__enter__()
 
 
-def test_a_layer_whose_table_cannot_be_made_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(tables, "_known_maker", lambda *_: None)
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 of LlamaForCausalLM rotates its keys \(Half\), but"):
-        ShiftCache(tiny_model("llama"), allow_unverified=True)
-
-
 # Trust: as of blending, in tests/test_trust.py.
-
-
-def test_self_tests_of_sequences_leave_the_model_as_it_was_in_training_too(untouched):
-    model = tiny_model("llama")
-    model.train()
-    with untouched(model):
-        SequenceCache(model)
-        with contextlib.suppress(UnsupportedModelError), self_extend(model):
-            pass
-    assert model.training
 
 
 def test_self_tests_of_sequences_pass_in_sixteen_bits():
@@ -188,13 +172,6 @@ def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(t
     assert list(tmp_path.iterdir()) == []
     answered = model.generate(**inputs, past_key_values=blend, max_new_tokens=2)
     assert answered.shape[1] == inputs["input_ids"].shape[1] + 2
-
-
-def test_a_position_beyond_a_buffer_of_sines_is_refused():
-    cache = filled(shared_zoo_model("gptj"), 40)
-    cache.shift(0, 0, None, 10_000)
-    with pytest.raises(PromptError, match=r"position 10039, but the model's rotary (buffer|table).* 512"):
-        cache.materialize()
 
 
 @pytest.mark.slow

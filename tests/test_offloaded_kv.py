@@ -4,9 +4,7 @@
 
 import copy
 import gc
-import json
 import os
-import shutil
 import signal
 from contextlib import nullcontext
 from itertools import product
@@ -24,7 +22,7 @@ from hf_blend.offload import memory as placing
 from hf_blend.offload.layer import OffloadedLayer
 from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.offload.states import Folder, States
-from tests.asking import GREEDY, memory, noting
+from tests.asking import GREEDY, memory
 from tests.asking import LONG as PIECES
 from tests.asking import asked as answered
 from tests.conftest import slow_but
@@ -177,27 +175,6 @@ def test_offloaded_layer_is_a_layer_on_its_device_whatever_is_done_with_it(tmp_p
     assert files(tmp_path) == []
 
 
-def test_max_memory_counts_packed_layers_as_they_are_kept_and_the_one_at_work_unpacked(long_model, tmp_path):
-    store, limit = memory(), KV_BYTES // 3
-    _, expected = asked(long_model, store, LONG, kv_bits=8)
-    places = {"kv_device_map": "auto", "max_memory": {"cpu": limit}, "offload_folder": tmp_path}
-    cache, got = asked(long_model, store, LONG, kv_bits=8, **places)
-    assert torch.equal(got, expected)
-    assert 3 < list(cache.kv_memory.device_map.values()).count("cpu") < LAYERS
-    assert limit / 2 < cache.kv_memory.peak_resident_bytes <= limit + (TOKENS + 12 + 2 * GROW_TOKENS) * ROW
-
-
-def test_decoding_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch):
-    written = []
-    noting(monkeypatch, States, "_write", lambda states, name, data, offset: written.append(len(data)))
-    ways = {**WAYS, "max_new_tokens": 80}
-    cache, _ = asked(model, memory(), ways=ways, selector="ramp", kv_device_map="disk", offload_folder=tmp_path)
-    tokens = sum(written) / (ROW * 4)
-    assert tokens == 3 + 80 + 65 + 4 + GROW_TOKENS, "each token once, the last ones not yet"
-    assert len([size for size in written if size]) == 2 * 4 * 2, "the prompt, and one block"
-    assert cache.kv_memory.disk_bytes == sum(written)
-
-
 @pytest.mark.parametrize(("family", "bits", "how"), slow_but(*CASES, among=ALL))
 def test_kv_device_map_gives_the_logits_of_a_cache_on_its_device(tmp_path, family, bits, how):
     model, store, pieces = zoo_model(family), memory(), PIECES
@@ -221,20 +198,6 @@ def test_kv_device_map_gives_the_logits_of_a_cache_on_its_device(tmp_path, famil
     whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in own.values())
     assert there.kv_memory.disk_bytes <= whole * {None: 1, 8: 0.6, 4: 0.5}[bits]
     assert not bits or all(there.layers[n].away_tokens == one.packed_tokens > 100 for n, one in own.items())
-
-
-@pytest.mark.parametrize("selector", ["kv-deviation", "query-attention"])
-def test_history_goes_on_in_offloaded_kv(model, tmp_path, selector):
-    store, ways, texts = memory(), {**WAYS, "max_new_tokens": 10}, []
-    for settings in ({}, {"kv_device_map": "disk", "offload_folder": str(tmp_path)}):
-        cache = BlendCache(model, store, selector=selector, **settings)
-        first = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **ways)
-        more = cache.inputs(None, chunks=[list(range(30, 100))], question=[3, 4], history=first)
-        texts.append(model.generate(**more, past_key_values=cache, **ways))
-        twin = copy.deepcopy(cache)
-        texts.append(model.generate(texts[-1], past_key_values=twin, **ways))
-    assert torch.equal(texts[0], texts[2])
-    assert torch.equal(texts[1], texts[3])
 
 
 @pytest.mark.parametrize("how", ["cpu", "disk"])
@@ -318,22 +281,6 @@ def test_folders_of_processes_that_were_killed_are_swept_and_those_in_use_stay(t
     del one, two
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_reset_makes_a_folder_again_that_somebody_deleted(model, tmp_path, bits):
-    folder = tmp_path / "of" / "all"
-    cache = BlendCache(model, memory(), kv_device_map="disk", offload_folder=folder, kv_bits=bits)
-    inputs = cache.inputs(None, **PIECES)
-    expected = model.generate(**inputs, past_key_values=cache, **WAYS)
-    for gone in ("of", "of/all", "of/all/*"):
-        shutil.rmtree(next(tmp_path.glob(gone)))
-        with pytest.raises(OffloadError, match=r"Call reset\(\)"):
-            model.generate(expected, past_key_values=cache, **WAYS)
-        cache.reset()
-        got = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **WAYS)
-        assert torch.equal(got, expected)
-        assert files(folder)
-
-
 REFUSED = {
     "a name": ({"kv_device_map": "disc"}, r"kv_device_map is 'disc'.*\"auto\" or layer → device"),
     "limits alone": ({"max_memory": {"cpu": 1}}, r"max_memory=.* expected \"auto\""),
@@ -361,11 +308,3 @@ def test_kv_device_map_refuses_at_once_what_cannot_be_placed(model):
 def test_max_memory_refuses_what_fits_nowhere_before_it_is_written(model, limits, message, untouched):
     with untouched(model), pytest.raises((ConfigError, OffloadError), match=message):
         asked(model, memory(), kv_device_map="auto", max_memory=limits)
-
-
-def test_kv_device_map_survives_json(tmp_path):
-    config = BlendConfig(kv_device_map={4: "cuda:1", 5: 0, 6: "disk"}, offload_folder=tmp_path)
-    again = BlendConfig.from_dict(json.loads(config.to_json()))
-    assert again == config
-    assert again.device_map == {4: 1, 5: 0, 6: "disk"}
-    assert BlendConfig(kv_device_map="auto", max_memory={0: "4GB", "cpu": 10}).memory_limits == {0: "4GB", "cpu": 10}

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ConfigError, observer, plugins
+from hf_blend import BlendCache, observer, plugins
 from hf_blend.model.cache_keyword import cache_among
 from hf_blend.model.capture import capture_chunk
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.sparse.partial.blocked import BlockReader
-from hf_blend.sparse.partial.itf import agreed, importance, probe_count, similarity, threshold
+from hf_blend.sparse.partial.itf import probe_count
 from hf_blend.sparse.partial.layers import PartialLayers
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks
@@ -153,27 +153,6 @@ def masked(model: Any, store: Any, hidden: list[torch.Tensor], settings: Any) ->
             handle.remove()
 
 
-def test_a_quarter_of_the_blocks_takes_less_to_load_and_no_model_sees_all_of_it_unguarded(model, store):
-    _, cache, report = answered(model, store, 0.25, {"alpha": ANYHOW})
-    assert report.partial_layers >= 2, "the others have probe heads that share no block at all"
-    assert report.unseen_share > 0.3
-    layer = next(one for one in cache.layers if one.visible is not None)
-    layer.is_guarded = False
-    with pytest.raises(ConfigError, match="holds a part of its prompt"):
-        layer.update(layer.keys[:, :, :1], layer.values[:, :, :1])
-
-
-def test_a_new_order_puts_important_tokens_together_and_loses_nothing(model, store):
-    before, *_ = answered(model, store)
-    answered(model, store, 0.3)
-    assert store.blocks.reorder() == 3
-    orders = [BlockReader(source, key).order for source, key in store.opened()]
-    assert any(order.tolist() != sorted(order.tolist()) for order in orders)
-    assert torch.equal(answered(model, store)[0], before)
-    _, cache, report = answered(model, store, 0.3)
-    assert report.partial_layers + report.fallback_layers == len(cache.layers)
-
-
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_flipped_bit_in_a_loaded_block_is_a_fault_and_in_another_is_not_read(model, store, part):
     source, key = store.opened()[0]
@@ -254,23 +233,3 @@ def test_heads_in_any_order_are_those_heads_behind_a_fault_too():
 
 def test_probe_heads_follow_the_paper_and_the_number_of_heads():
     assert [probe_count(heads) for heads in (1, 2, 4, 8, 16, 32, 64)] == [1, 2, 2, 2, 2, 3, 6]
-
-
-def test_agreement_is_measured_against_chance():
-    assert threshold(25, 100, 1.0) == pytest.approx(0.25 / 1.75)
-    assert threshold(25, 100, 0.6) == pytest.approx((0.25 / 1.75) ** 0.6)
-    assert similarity([{1, 2}, {2, 3}, {1, 2}]) == pytest.approx((1 / 3 + 1 + 1 / 3) / 3)
-    alike = torch.tensor([[0.9, 0.1, 0.8, 0.0], [0.7, 0.2, 0.9, 0.1]])
-    assert agreed(alike, 2, 0.6) == [0, 2]
-    apart = torch.tensor([[0.9, 0.8, 0.0, 0.0], [0.0, 0.0, 0.9, 0.8]])
-    assert agreed(apart, 2, 0.6) is None
-    assert agreed(apart, 4, 0.6) == [0, 1, 2, 3]
-    votes = torch.tensor([[0.9, 0.8, 0.1, 0.0], [0.9, 0.1, 0.8, 0.0], [0.9, 0.05, 0.7, 0.0]])
-    assert agreed(votes, 2, 0.9) == [0, 2], "two of three heads vote for block 2"
-
-
-def test_importance_is_the_column_sum_of_attention_over_a_group():
-    queries, keys = torch.randn(4, 3, 8), torch.randn(2, 5, 8)
-    found = importance(queries, keys, 0.3)
-    plain = torch.stack([(queries[head] @ keys[head // 2].T * 0.3).softmax(-1).sum(0) for head in range(4)])
-    torch.testing.assert_close(found, plain.view(2, 2, 5).sum(1))

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunkStore.open(partial=0.25)`: what a loader made by hand gives, for every request, after a restart too."""
 
-import dataclasses
-import math
 import os
 import signal
 from contextlib import nullcontext
@@ -12,13 +10,12 @@ import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
 
-from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, plugins, sparse_decoding
+from hf_blend import BlendCache, ChunkStore, ConfigError, plugins, sparse_decoding
 from hf_blend.sparse.partial import loading
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks
-from tests.asking import prefilled
 from tests.conftest import random_pieces
-from tests.forging import first_block, taken_apart
+from tests.forging import first_block
 from tests.test_partial import CHUNKS, PIECES, faults
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -132,22 +129,6 @@ def test_an_entry_whose_header_is_damaged_is_computed_again_or_read_whole_from_a
             assert logits_of(model, store)[1].report.partial["partial_layers"] > 0, "it is in blocks again"
 
 
-def test_what_was_read_whole_behind_a_fault_is_whole(model, tmp_path):
-    with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
-        key = store.add(model, None, CHUNKS[:1])[0]
-        store.stream(key, lambda: None)  # writes its blocks
-        chunk = store.get(key)
-        (path,) = block_files(tmp_path)
-        path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
-        layers = store.stream(key, lambda: chunk).layers
-        last = len(layers) - 1
-        assert not layers.is_whole(last)
-        assert all(torch.equal(*pair) for pair in zip(layers[last], chunk.layers[last], strict=True))
-        assert faults(store) == {"digest": 1}
-        assert layers.is_whole(last)
-        assert not layers.is_whole(0)
-
-
 def test_chunks_that_were_stored_whole_are_put_into_blocks_and_stay(model, tmp_path):
     with ChunkStore.open(tmp_path) as store:
         _, expected = asked(model, store)
@@ -203,36 +184,6 @@ def as_mask(visible, tokens):
     return visible if visible.dim() == 3 else torch.zeros(1, 1, tokens, dtype=torch.bool).index_fill_(2, visible, True)
 
 
-def test_beams_look_at_the_part_of_their_prompt(model, tmp_path):
-    store = ChunkStore.open("memory://", partial={**ANYHOW, "reorder": False})
-    asked(model, store)
-    cache, text = asked(model, store, num_beams=3)
-    away = BlendCache(model, store, **REUSE, kv_device_map="disk", offload_folder=str(tmp_path))
-    ways = {**GREEDY, "num_beams": 3}
-    assert torch.equal(model.generate(**away.inputs(None, **PIECES), past_key_values=away, **ways), text)
-    assert torch.equal(away.layers[1].visible, cache.layers[1].visible)
-    one, _ = asked(model, store)
-    assert cache.report.partial["loaded_bytes"] == one.report.partial["loaded_bytes"], "read once for all beams"
-    assert cache.layers[1].visible.shape[0] == 3
-
-
-@torch.no_grad()
-def test_several_new_tokens_at_once_see_what_they_see_one_after_another(model):
-    store = ChunkStore.open("memory://", partial=ANYHOW)
-    asked(model, store)
-    one, _ = asked(model, store, max_new_tokens=1)
-    many, _ = asked(model, store, max_new_tokens=1)
-    many.crop(-2)  # behind a crop too
-    start, tokens = many.get_seq_length(), torch.tensor([[9, 11, 30, 31, 32]])
-    one.crop(-2)
-    places = torch.arange(start, start + 5)[None]
-    together = model(tokens, past_key_values=many, position_ids=places, use_cache=True).logits
-    apart = [
-        model(tokens[:, n : n + 1], past_key_values=one, position_ids=places[:, n : n + 1]).logits for n in range(5)
-    ]
-    torch.testing.assert_close(together, torch.cat(apart, 1), rtol=0, atol=2e-5)
-
-
 def test_an_exception_while_decoding_leaves_the_model_untouched(model, untouched, monkeypatch):
     store = ChunkStore.open("memory://", partial=ANYHOW)
     asked(model, store)
@@ -286,32 +237,6 @@ def test_a_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_pa
         assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_blocks_are_ordered_beside_requests_by_what_was_looked_at_before_a_restart_too(model, tmp_path):
-    for number in range(2):  # one computes, two report, and two more behind a restart: the fourth makes chunks due
-        with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
-            for _ in range(3 - number):
-                asked(model, store)
-            assert store.layer_reader.reordering.flush(10)
-            known = store.storage.importance
-            scores = [torch.from_numpy(known.get(digest).scores) for digest in known.digests()]
-    found = {tuple(taken_apart(path.read_bytes())[1]["order"].tolist()) for path in block_files(tmp_path)}
-    expected = {tuple(one.argsort(descending=True, stable=True).tolist()) for one in scores}
-    assert len(expected) == len(CHUNKS)
-    assert expected & found, "some chunk was written in the order of its averages"
-
-
-def test_blocks_have_a_cap_and_leave_by_importance(model, tmp_path):
-    given = {"partial": ANYHOW, "memory_bytes": 0, "eviction": "importance"}
-    with ChunkStore.open(tmp_path, **given) as store:
-        asked(model, store)
-        nbytes = store.stats()["bytes"]["disk"]
-    with ChunkStore.open(tmp_path / "capped", **given, disk_bytes=nbytes - nbytes // 6) as store:
-        asked(model, store)
-        stats = store.stats()
-        assert stats["bytes"]["disk"] <= stats["capacity_bytes"]["disk"]
-        assert stats["evicted"]["disk"] > 0
-
-
 def test_what_was_deleted_or_is_too_old_is_not_loaded(model, tmp_path):
     with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
         keys = store.add(model, None, CHUNKS)
@@ -337,35 +262,6 @@ def test_chunks_in_blocks_are_read_whole_by_every_store_and_a_codec_rounds_them_
                 assert got.canary == expected.canary
                 for mine, theirs in zip(got.layers, expected.layers, strict=True):
                     assert all(map(torch.equal, mine, theirs))
-
-
-def test_blocks_are_loaded_without_a_pipeline_too(model, tmp_path):
-    reports = []
-    for depth in (math.inf, 0):
-        with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
-            store.pipeline_depth = depth
-            asked(model, store)
-            cache, _ = asked(model, store)
-        reports.append(cache.report.partial)
-    assert reports[0] == reports[1]
-    assert reports[1]["partial_layers"] > 0
-
-
-def test_a_chunk_that_cannot_be_in_blocks_is_written_once(model, tmp_path):
-    with ChunkStore.open(tmp_path / "whole") as store:
-        [key] = store.add(model, None, [CHUNKS[0]])
-        chunk = store.get(key)
-    narrow = tuple(states[..., :8].contiguous() for states in chunk.layers[-1])
-    with ChunkStore.open(tmp_path / "parts", partial=ANYHOW, memory_bytes=0) as store:
-        store.put(dataclasses.replace(chunk, layers=(*chunk.layers[:-1], narrow)))
-        [path] = block_files(tmp_path / "parts")
-        written = path.stat()
-        for _ in range(2):
-            assert torch.equal(store.stream(key, lambda: pytest.fail("it is stored")).layers[-1][0], narrow[0])
-        store.layer_reader.note(key)
-        assert store.layer_reader.reorder() == 0
-        now = path.stat()
-    assert (now.st_ino, now.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
 
 
 REFUSED = {
@@ -397,14 +293,6 @@ def test_chunks_are_loaded_whole_for_attention_that_no_function_can_take(family)
         assert cache.report.loaded_chunks > 1
         found.append(logits)
     assert torch.equal(*found)
-
-
-def test_attention_to_other_keys_than_the_cache_has_is_refused_in_part(pieces):
-    model, given = zoo_model("jetmoe"), pieces((40, 40))
-    store = ChunkStore.open("memory://", partial=ANYHOW)
-    store.add(model, None, given["chunks"])
-    with pytest.raises(UnsupportedModelError, match=r"JetMoeAttention, attends to keys of shape.*without partial"):
-        prefilled(model, given, store=store, recompute_ratio=0.3)
 
 
 SPARSE = {"share": 0.5, "block_tokens": 8, "min_tokens": 0}

@@ -2,23 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that come while the model computes: the same bits as from memory, whatever happens on the way."""
 
-import contextlib
-import gc
-import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hf_blend import ChunkStore, observer, plugins
+from hf_blend import ChunkStore, plugins
 from hf_blend.prefill.pipeline import Pipeline
 from hf_blend.store import entry
 from hf_blend.store.stream import StreamedLayers
 from hf_blend.store.tiers.base import EntryFault
-from tests.asking import logits, raising
+from tests.asking import logits
 from tests.conftest import shared_zoo_model
 from tests.faults.faulty_tier import FaultyTier
 
@@ -44,15 +40,6 @@ def cold(tier: Any) -> ChunkStore:
 
 def threads() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name == "hf_blend-load"]
-
-
-def open_entries(folder: Path) -> list[str]:
-    """The entries of a store that this process has open; what else it has open is nobody's business here."""
-    targets = []
-    for handle in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that listed them is closed again
-            targets.append(os.readlink(f"/proc/self/fd/{handle}"))
-    return [path for path in targets if path.startswith(f"{folder}{os.sep}") and ".safetensors" in path]
 
 
 @pytest.fixture
@@ -95,17 +82,6 @@ def test_layers_come_several_at_a_time_where_they_are_small_and_the_tier_is_fast
     every = 3 * model.config.num_hidden_layers
     assert len(asked) == every if least_bytes == 1 or not within_s else len(asked) < every
     assert asked.count(0) == 3, "the first layer of each chunk comes alone"
-
-
-def test_chunk_that_came_whole_is_held_and_read_no_more(model, tmp_path):
-    store = ChunkStore.open(tmp_path, memory_bytes=1 << 24)
-    expected, _ = answered(model, store)
-    again = ChunkStore.open(tmp_path, memory_bytes=1 << 24)
-    for loads in (3, 3):
-        got, _ = answered(model, again)
-        assert torch.equal(got, expected)
-        assert again.stats()["hits"].get("disk") == loads, "the second time they are in memory"
-    assert open_entries(tmp_path) == []
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -158,20 +134,6 @@ def test_layer_that_is_late_is_computed(model, filled, monkeypatch):
     assert "bytes:late" in store.stats()["load_failures"]
 
 
-def test_exception_in_the_model_ends_the_reading(model, filled, tmp_path):
-    tier, expected = filled
-    answered(model, ChunkStore.open(tmp_path))
-
-    handle = model.model.layers[1].register_forward_pre_hook(observer(raising(KeyError("on purpose"))))
-    with pytest.raises(KeyError, match="on purpose"):
-        answered(model, ChunkStore.open(tmp_path))
-    handle.remove()
-    assert not threads()
-    gc.collect()  # frames of the exception hold the plan of the pass of the question
-    assert open_entries(tmp_path) == []
-    assert torch.equal(answered(model, cold(tier))[0], expected)
-
-
 def test_pipeline_reads_ahead_but_no_farther_than_its_depth():
     read: list[int] = []
     moment = threading.Condition()
@@ -194,13 +156,3 @@ def test_pipeline_reads_ahead_but_no_farther_than_its_depth():
     assert whole == [1]
     pipeline.close()
     assert not pipeline.is_running
-
-
-def test_streamed_layers_without_a_pipeline_are_read_where_they_are_used():
-    read = lambda place: [(torch.tensor(place), torch.tensor(place))]  # noqa: E731
-    stream = StreamedLayers(3, read, None, lambda layers: None, 5.0)
-    assert [int(keys) for keys, _ in stream] == [0, 1, 2]
-    assert len(stream[:2]) == 2
-    assert int(stream[-1][0]) == 2
-    gc.collect()
-    assert not threads()

@@ -11,9 +11,8 @@ from transformers import DynamicCache
 
 from hf_blend import BlendCache
 from hf_blend.prefill.positions import Run, find_runs
-from tests.asking import apart, as_stock, memory, prepared
+from tests.asking import apart, memory, prepared
 from tests.conftest import shared_zoo_model, slow_but
-from tests.tiny_image_models import tiny_image_model
 
 A, B, Q = [*range(10, 34)], [*range(60, 82)], [5, 6, 7, 8, 9]
 REQUEST = {"prefix": [1], "chunks": [A, B], "question": Q}
@@ -174,32 +173,6 @@ def test_position_ids_of_a_padded_batch_are_those_of_stock(family, place):
             assert apart(logits, expected) <= TOLERANCE
 
 
-BEHIND = [*itertools.product(("llama", "gemma3_text", "deepseek_v3"), ("far", "a stride", "a step back inside"))]
-
-
-@pytest.mark.parametrize(
-    ("family", "place"),
-    slow_but(("llama", "far"), ("llama", "a stride"), ("gemma3_text", "a step back inside"), among=BEHIND),
-)
-@torch.no_grad()
-def test_position_ids_behind_a_first_turn_are_those_of_stock(family, place):
-    model, (positions, reused) = model_of(family), PLACES[place]
-    first = torch.arange(9)[None] + 3
-    for ratio in RATIOS:
-        true, cache = DynamicCache(config=model.config), BlendCache(model, memory(), recompute_ratio=ratio)
-        for one in (true, cache):
-            model(first, past_key_values=one)
-        inputs = cache.inputs(None, **REQUEST, history=first)
-        new, mask, given = inputs["input_ids"][:, 9:], inputs["attention_mask"], positions[None] + 20
-        expected, _ = stock_prefill(model, given, new, cache=true, attention_mask=mask)
-        got = model(
-            new, attention_mask=mask, position_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=5
-        ).logits
-        assert cache.report.reusable_tokens == reused
-        if ratio == 1.0 or not reused:
-            assert apart(got, expected) <= TOLERANCE
-
-
 CUTS, CUT_PLACES = (9, SECOND, SECOND + 9), ("a gap before the first chunk", "far", "here", "a stride", "before")
 CUT_FAST = [("llama", 9, place) for place in CUT_PLACES] + [("llama", SECOND, "a gap before the first chunk"),
             ("llama", SECOND + 9, "here"), ("gemma3_text", 9, "before")]  # fmt: skip
@@ -242,62 +215,6 @@ def test_what_a_cache_begins_with_is_kept_only_where_it_is_at_its_positions(know
     held = cache.get_seq_length()
     got = model(inputs["input_ids"][:, held:], past_key_values=cache, logits_to_keep=1).logits
     assert apart(got, model(inputs["input_ids"], logits_to_keep=1).logits) <= TOLERANCE
-
-
-@torch.no_grad()
-def test_selectors_see_the_question_at_the_callers_positions():
-    """Attention looks at distances: moved as a whole, the same tokens are selected; so are those of a padded row."""
-    model, store = model_of("llama"), memory()
-    chosen = []
-    for positions in (moved()[None], moved()[None] + 200, None):
-        _, cache = blended(model, store, positions, 0.3, REQUEST, selector="query-attention", chunk_prefix_ids=(3,))
-        chosen.append(cache.report.chosen_columns)
-    assert chosen[0] == chosen[1] == chosen[2]
-    *_, given = padded((IDS[0].tolist(), moved()), (OTHER_IDS, torch.arange(len(OTHER_IDS))))
-    settings = {"selector": "query-attention", "chunk_prefix_ids": (3,)}
-    pair = [blended(model, store, one, 0.3, REQUEST, OTHER, **settings)[1].report for one in (given, None)]
-    assert pair[0].chosen_columns == pair[1].chosen_columns
-
-
-@pytest.mark.parametrize("axes", [3, 4])
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_position_ids_of_several_axes_are_those_of_stock(axes, ratio):
-    """Each axis in an order of its own; a step on one axis alone is a gap, too."""
-    model, store = tiny_image_model("qwen3_vl"), memory()
-    same = moved().expand(axes, 1, -1)
-    uneven = same.clone()
-    uneven[-1, :, SECOND + 8 :] += 2
-    shuffled = same[..., torch.randperm(WIDTH, generator=torch.Generator().manual_seed(1))]
-    for name, positions, reused in (("same", same, 46), ("uneven", uneven, 24), ("mixed", shuffled, 0)):
-        expected, true = stock_prefill(model, positions)
-        logits, cache = blended(model, store, positions, ratio)
-        assert apart(cache.layers[0].keys, true.layers[0].keys) <= TOLERANCE, name
-        assert cache.report.exact_tokens + cache.report.reusable_tokens - reused in (0, 1), name
-        if ratio == 1.0 or not reused:
-            assert apart(logits, expected) <= TOLERANCE, name
-
-
-def test_generate_takes_the_callers_positions():
-    model, positions = model_of("llama"), PLACES["a gap before the first chunk"][0][None]
-    cache, inputs = prepared(model, REQUEST, recompute_ratio=1.0)
-    as_stock(model, inputs, cache, position_ids=positions)
-    assert cache.report.reusable_tokens == 46
-
-
-@pytest.mark.parametrize("shape", [(WIDTH,), (2, WIDTH), (1, WIDTH + 1)])
-@torch.no_grad()
-def test_position_ids_of_another_shape_are_the_models_alone(shape):
-    """Nothing is reused: it raises what stock raises, or gives what it gives."""
-    model, positions = model_of("llama"), torch.zeros(shape, dtype=torch.long)
-    cache, inputs = prepared(model, REQUEST)
-    outcomes = []
-    for one in (cache, DynamicCache()):
-        try:
-            outcomes.append(model(**inputs, position_ids=positions, past_key_values=one, logits_to_keep=1).logits)
-        except (RuntimeError, IndexError) as error:
-            outcomes.append(type(error))
-    assert str(shape) in cache.report.fallback_reason.replace("torch.Size", "")
-    assert str(outcomes[0]) == str(outcomes[1])
 
 
 def test_find_runs_finds_the_first_token_of_each_run_over_the_borders_of_parts():

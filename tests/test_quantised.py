@@ -12,8 +12,6 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from hf_blend import plugins
-from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.model.quantised import LOGGER
@@ -127,19 +125,6 @@ def test_fingerprint_of_repacked_weights_changes_with_them(folder, rounding_cpu)
     weight.quant_state.absmax[0, 5] *= 2
     seen.add(fingerprint(model, reread=True))
     assert len(seen) == 3
-
-
-def test_chunks_indexed_before_the_first_forward_are_found_after_it(folder, rounding_cpu):
-    store, model = memory(), load_model(str(folder / "4bit"))
-    store.add(model, None, PIECES["chunks"])
-    assert asked(model, PIECES, store=store)[0].report.loaded_chunks == 2
-
-
-def test_rotary_styles_refuse_a_wrong_style_however_noisy_the_products_are(folder, rounding_cpu, monkeypatch):
-    available = plugins.describe("rotary")
-    monkeypatch.setattr(plugins, "describe", lambda kind: {"interleaved": available["interleaved"]})
-    with pytest.raises(UnsupportedModelError, match="layer 0 of LlamaForCausalLM cannot be moved"):
-        rotary_styles(load_model(str(folder / "4bit")))
 
 
 def test_checks_hold_within_the_measured_floor(climbed):

@@ -44,14 +44,6 @@ def test_the_cost_of_a_layer_is_counted_not_looked_up_and_leaves_the_model_untou
     assert costs[0].of_columns(torch.tensor([3, 10])) == whole([3, 10])
 
 
-def test_reusable_tokens_are_without_those_whose_logits_are_asked_for(shared_model):
-    model, cache = shared_model(), BlendCache(shared_model(), ChunkStore.open("memory://"))
-    inputs = cache.inputs(None, prefix=[1, 4], chunks=[range(10, 40)], question=[5, 6])
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache, logits_to_keep=10)
-    assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (2, 22)
-
-
 @pytest.mark.parametrize("ratio", [0.15, 0.5, 1.0])
 def test_the_charged_budget_is_what_a_count_by_hand_gives(report, ratio):
     got = report(recompute_ratio=ratio)
@@ -69,16 +61,6 @@ def test_the_charged_budget_holds_what_the_look_of_a_selector_costs(report):
     spent = (LAYERS - 1) * whole(chosen) + BEFORE * len(chosen)  # the last layer computes K and V
     assert got.scoring_flops > 0
     assert got.charged_budget == pytest.approx((spent + got.scoring_flops) / (LAYERS * whole(REUSABLE)), rel=1e-6)
-
-
-def test_the_shares_of_products_and_attention_make_up_what_was_spent(report):
-    flop_shares = pytest.importorskip("benches.hybrids").flop_shares  # which the room brings
-    got, tokens = report(recompute_ratio=0.3), 85
-    shares, products = flop_shares(got), LAYERS * tokens * (BEFORE + AFTER)
-    attention = LAYERS * PER_KEY * tokens * (tokens + 1) / 2
-    spent = shares["products"] * products + shares["attention"] * attention
-    assert spent + got.scoring_flops == pytest.approx(got.flops, rel=1e-9)
-    assert 0.3 < shares["products"] < 1
 
 
 def test_behind_a_history_every_token_is_charged_for_the_keys_of_the_history_too(shared_model, pieces, tokenizer):

@@ -63,12 +63,6 @@ def assert_close(got, expected, relative):
     assert error <= relative, f"off by {error:.3g} of the size, {relative:g} allowed"
 
 
-@given(styles, positions, widths, st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
-def test_move_by_nothing_changes_no_bit(style, start, width, dtype):
-    keys, here = fresh_keys(dtype=dtype), table(style, start, width=width, factor=1.3)
-    assert torch.equal(moved(style, keys, here, here), keys)
-
-
 @given(styles, st.tuples(positions, positions, positions), widths)
 def test_move_there_and_back_and_by_way_of_a_third_position(style, places, width):
     keys, (first, second, third) = fresh_keys(), (table(style, place, width=width) for place in places)
@@ -109,11 +103,6 @@ def test_move_from_short_to_long_factors_in_coarse_keys_and_by_views(style):
     for part in style.split(keys, HEAD_DIM // 2):
         part += 1
     assert torch.equal(keys, torch.ones_like(keys))
-
-
-def test_unrotated_keys_stay():
-    assert torch.equal(moved(Unrotated, fresh_keys(), table(Half, 3), table(Half, 50)), fresh_keys())
-    assert compose(Unrotated, table(Half, 3), table(Half, 50))[0].shape[-1] == 0
 
 
 def test_rotary_table_takes_only_the_form_that_is_understood():

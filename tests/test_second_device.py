@@ -6,7 +6,6 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.model.anatomy import decoder_layers
@@ -115,15 +114,6 @@ def test_what_is_stored_of_a_layer_is_copied_while_the_one_before_computes(model
     assert events.count(("close",)) == 1
 
 
-def test_what_is_on_the_device_is_not_copied(models, pieces, said):
-    with second_device() as mode, torch.no_grad():
-        store = ChunkStore.open("memory://", device=str(DEVICE), device_bytes=1 << 24)
-        store.add(models[1], None, pieces()["chunks"])
-        _, cache, found = prefilled(models[1], store, pieces, said, mode)
-    assert cache.report.loaded_chunks >= 3
-    assert not [one for one in found if one[0] == "copy"]
-
-
 @pytest.mark.parametrize("selector", ["boundary", "kv-deviation", "query-attention"])
 def test_inside_the_layers_no_value_is_asked_of_the_device_but_once_per_request(models, pieces, said, selector):
     with second_device() as mode, torch.no_grad():
@@ -169,41 +159,6 @@ def test_no_tensor_meets_one_of_another_device(models, pieces, tokenizer, said, 
     with second_device(), torch.no_grad():
         output, _ = generated(models[1], lambda one: one.inputs(tokenizer, **given), **settings)
     assert torch.equal(output.cpu(), expected)
-
-
-def carried(module, device):
-    """Let a module bring what it is given to a device first, as accelerate does."""
-    run, move_to = module.forward, lambda one: one.to(device) if isinstance(one, torch.Tensor) else one
-    module.forward = lambda *args, **kwargs: run(*tree_map(move_to, args), **tree_map(move_to, kwargs))
-
-
-SPREAD = ({"selector": "kv-deviation", "check_layers": (2,)}, {"selector": "query-attention"})
-
-
-def blends(model):
-    """Logits, and K and V of each layer, of a prompt with other tokens between its chunks, blended in several ways."""
-    chunks, store = [[*range(start, start + 20)] for start in (5, 30)], ChunkStore.open("memory://")
-    store.add(model, None, chunks)
-    for case in SPREAD:
-        cache = BlendCache(model, store, recompute_ratio=0.2, **case)
-        cache.get_seq_length()
-        ids = torch.tensor([[1, *chunks[0], 90, *chunks[1], 91, 92]])
-        output = model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-        assert cache.report.reusable_tokens == 20
-        yield output.logits, *(part.cpu() for layer in cache.layers for part in (layer.keys, layer.values))
-
-
-@torch.no_grad()
-def test_a_model_on_two_devices_blends_chunks_that_have_other_tokens_between_them(models, said):
-    wanted = list(blends(models[0]))
-    with second_device():
-        spread = build_tiny_model()
-        for layer in decoder_layers(spread)[2:]:
-            carried(move(layer), DEVICE)
-        carried(spread.model.norm, "cpu")
-        found = list(blends(spread))
-    for case, *pair in zip(SPREAD, wanted, found, strict=True):
-        assert all(torch.allclose(*parts, atol=1e-4) for parts in zip(*pair, strict=True)), case
 
 
 def test_a_second_device_refuses_what_a_real_one_refuses():

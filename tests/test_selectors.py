@@ -16,7 +16,7 @@ from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.prefill.rows import highest
 from hf_blend.selectors import expected_error
 from hf_blend.selectors.attention import Attention, received
-from hf_blend.selectors.base import TokenView, by_turns, layer_numbers
+from hf_blend.selectors.base import TokenView
 
 SELECTORS = plugins.describe("selectors")
 CHUNKS, QUESTION, LAYERS, CHECK = (7, 12, 5), 4, 4, 1
@@ -104,13 +104,6 @@ def test_score_is_one_finite_float32_a_token_and_a_function_of_what_is_reusable(
 
 
 @each
-def test_score_of_an_entry_is_the_same_beside_any_neighbours_and_behind_any_padding(name):
-    together, alone = selector(name).score(view((3, 0, 5))), selector(name).score(view((0,)))
-    torch.testing.assert_close(together[1], alone[0], rtol=1e-6, atol=0)
-    torch.testing.assert_close(selector(name).score(view((0,), pad=9)), alone, rtol=1e-6, atol=0)
-
-
-@each
 def test_count_is_the_size_of_nested_sets_and_a_share_or_an_end_of_the_scale(name):
     one, seen, before = selector(name), view(), torch.zeros(1, sum(CHUNKS) + QUESTION, dtype=torch.bool)
     for ratio in (0.0, 0.01, 0.15, 0.3, 0.5, 0.9, 1.0):
@@ -154,18 +147,6 @@ def test_kv_deviation_is_the_squared_distance_over_heads_and_width(on, parts):
         assert math.isclose(float(got[0, token]), expected, rel_tol=1e-5)
 
 
-def test_kv_deviation_sums_in_float32():
-    seen = view()
-    huge = replace(seen, pair=lambda part: (seen.pair(part)[0].half() * 1000, seen.pair(part)[1].half()))
-    assert torch.isfinite(selector("kv-deviation").score(huge)).all()
-
-
-@pytest.mark.parametrize(("name", "option", "value"), [("kv-deviation", "on", "q"), ("boundary", "edge", "middle")])
-def test_unknown_choice_of_an_option_is_refused_with_those_that_exist(name, option, value):
-    with pytest.raises(ConfigError, match=rf"(?s){value}.*give {option}="):
-        selector(name, **{option: value}).score(view())
-
-
 @pytest.mark.parametrize(
     ("edge", "expected"),
     [("head", [0, 1, 7, 8, 19, 20]), ("tail", [5, 6, 17, 18, 22, 23]), ("both", [0, 6, 7, 18, 19, 23])],
@@ -181,19 +162,6 @@ def test_ramp_takes_longer_heads_of_later_chunks():
         marked = chosen(selector("ramp"), view(pad=pad), 11 / sum(CHUNKS))[0].nonzero().flatten().tolist()
         assert marked == [7, 8, 9, 10, 11, 12, *range(19, 24)]
     assert chosen(selector("ramp"), view(), 16 / sum(CHUNKS))[0, :7].sum() == 0
-
-
-def test_random_differs_by_seed_and_looks_like_a_draw():
-    draws = [selector("random", seed=seed).score(view())[0] for seed in range(3)]
-    assert not torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[1], draws[2])
-    assert 0 <= torch.stack(draws).min() < 0.2 < 0.8 < torch.stack(draws).max() < 1
-
-
-def test_random_with_free_layers_waits_for_the_check_layer():
-    assert not selector("random").needs_kv
-    assert selector("random", free_layers=True).needs_kv
-    assert torch.equal(selector("random", free_layers="true").score(view()), selector("random").score(view()))
 
 
 def blended(model, request, hear=None, **settings):
@@ -222,18 +190,6 @@ def test_attention_observer_gets_the_models_own_attention_and_changes_no_answer(
     assert sorted(heard) == list(range(4))
     answers = [blended(model, pieces(), one, recompute_ratio=0.3)[1] for one in (None, lambda *_: None)]
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gemma"])
-def test_query_attention_is_charged_exact_at_ratio_1_and_leaves_the_model_alone(tiny_model, untouched, pieces, family):
-    model = tiny_model(family)
-    with untouched(model):
-        cache, _, _ = blended(model, pieces(), selector="query-attention", recompute_ratio=0.1)
-        _, logits, inputs = blended(model, pieces(), selector="query-attention", recompute_ratio=1.0)
-    assert cache.report.scoring_flops > 0
-    assert cache.report.charged_budget > 0.1 * 0.8
-    with torch.no_grad():
-        torch.testing.assert_close(logits, model(**inputs).logits[:, -1], rtol=1e-3, atol=1e-3)
 
 
 def test_query_attention_of_an_entry_of_a_batch_is_what_it_is_alone(shared_model, pieces):
@@ -323,26 +279,6 @@ def test_received_by_hand(reduce, expected):
     seen = Attention(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 2, 1), torch.ones(1, 1, 2, 1), torch.zeros(1, 3))
     rows = torch.tensor([[False, True, True]])
     torch.testing.assert_close(received(seen, weights, rows, reduce), torch.tensor([expected]), rtol=1e-3, atol=0)
-
-
-def test_by_turns_takes_chunks_by_share():
-    scores, chunk = torch.tensor([[5.0, 4, 3, 2, 1, 0]]), torch.tensor([[0, 0, 0, 0, 1, 1]])
-    turns = by_turns(scores, chunk, torch.tensor([[1.0, 1, 1, 1, 2, 2]]))
-    assert turns.argsort(dim=1, descending=True, stable=True)[0].tolist() == [4, 0, 5, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [("all", [0, 1, 2, 3, 4, 5]), ("last", [5]), ("middle", [2, 3]), ("0,3", [0, 3]), (2, [2]), ((4, 1), [1, 4])],
-)
-def test_layer_numbers_by_name_or_number(given, expected):
-    assert layer_numbers(given, 6) == expected
-
-
-@pytest.mark.parametrize("given", ["first", "6", "-1", (), "1,x"])
-def test_layer_numbers_refuses_layers_that_do_not_exist(given):
-    with pytest.raises(ConfigError, match="layers is"):
-        layer_numbers(given, 6)
 
 
 def test_options_take_numbers_as_text_and_nothing_else():

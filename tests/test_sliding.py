@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_blend import observer
-from hf_blend.cache.layers import ROOM_TOKENS, BlendSlidingLayer
+from hf_blend.cache.layers import BlendSlidingLayer
 from hf_blend.errors import ConfigError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.verify.full_recompute import fused_ratio
@@ -95,15 +95,6 @@ def test_a_window_and_the_answer_is_all_that_is_held(pieces, family):
             assert layer.keys.shape[2] == 4 * WINDOW + NEW - 1
 
 
-@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 13}])
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
-def test_windows_roll_in_every_mode(pieces, family, mode):
-    model = model_of(family, "sdpa")
-    cache, inputs = prepared(model, pieces(**FOUR_WINDOWS), recompute_ratio=1.0)
-    as_stock(model, inputs, cache, **mode)
-    assert cache.report.reusable_tokens > 0
-
-
 @torch.no_grad()
 def test_an_exception_puts_the_windows_back(pieces):
     model, request = model_of("gemma3_text"), pieces(**FOUR_WINDOWS)
@@ -149,15 +140,6 @@ def test_it_shows_what_a_dynamic_sliding_layer_shows(window, recording):
     assert mine.get_max_length() == theirs.get_max_length() == window
 
 
-def test_rolling_copies_the_window_once_per_room():
-    layer, places = BlendSlidingLayer(ROOM_TOKENS), set()
-    layer.update(*states(3 * ROOM_TOKENS, 0))
-    for seed in range(2 * ROOM_TOKENS):
-        layer.update(*states(1, seed))
-        places.add(layer._buffers[0].data_ptr())
-    assert len(places) <= 3
-
-
 def test_a_crop_into_a_forgotten_window_is_refused_and_changes_nothing(pieces):
     model = model_of("gemma3_text")
     cache, inputs = prepared(model, pieces(**FOUR_WINDOWS))
@@ -181,26 +163,3 @@ def test_a_history_that_parts_before_what_a_window_keeps_is_computed_again(piece
     assert cache.get_seq_length() == 0
     as_stock(model, second, cache)
     assert len(cache.store) == stored + 1, "what was said is no entry"
-
-
-def test_a_window_that_is_not_full_can_be_cropped():
-    layer = BlendSlidingLayer(10)
-    layer.update(*states(9, 0))
-    layer.crop(-4)
-    assert (layer.get_seq_length(), layer.keys.shape[2], layer.get_mask_sizes(2)) == (5, 5, (7, 0))
-    layer.reset()
-    layer.crop(0)
-    assert (layer.get_seq_length(), layer.nbytes, layer.is_initialized) == (0, 0, False)
-
-
-def test_a_snapshot_brings_back_an_empty_and_a_rolled_window():
-    layer = BlendSlidingLayer(6)
-    empty = layer.snapshot()
-    layer.update(*states(20, 0))
-    kept, filled = layer.keys.clone(), layer.snapshot()
-    layer.update(*states(30, 1))
-    layer.restore(filled)
-    assert torch.equal(layer.keys, kept)
-    assert layer.get_seq_length() == 20
-    layer.restore(empty)
-    assert (layer.get_seq_length(), layer.is_initialized) == (0, False)

@@ -249,18 +249,6 @@ def test_draft_over_all_blocks_gives_the_text_of_greedy_search(model, share):
     assert bool(session.metrics.rounds) == (share < 1)
 
 
-def test_lock_ages_by_the_accepted_tokens_of_a_round(model):
-    draft = tiny_model("llama")  # a copy: everything is accepted
-    draft.set_attn_implementation(model.config._attn_implementation)
-    draft.generation_config.num_assistant_tokens = 3
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
-    session = sparsely(model, draft=draft, share=0.9999, checkpoint_interval=8, ways={"max_new_tokens": 40})[2]
-    metrics = session.metrics
-    assert metrics.full_rounds == metrics.rounds > 6
-    assert metrics.kept, "compared after eight tokens, which is two rounds"
-
-
 def test_draft_of_another_vocabulary_is_refused_by_name(model):
     size = model.config.vocab_size
     with sparse_decoding(model, new_cache(model), draft=tiny_model("llama", vocab_size=size + 1024)):
@@ -275,15 +263,6 @@ def test_sparse_decoding_refuses_attention_that_no_function_can_take(kind):
         sparsely(tiny_model(kind))
 
 
-def test_sparse_decoding_selects_from_full_layers_alone():
-    gemma = tiny_model("gemma3_text")
-    session = sparsely(gemma)[2]
-    kinds = gemma.config.layer_types
-    assert set(session.layers) == {number for number, kind in enumerate(kinds) if kind == "full_attention"}
-    with pytest.raises(UnsupportedModelError, match="windows"):
-        sparsely(tiny_model("mistral"))
-
-
 REFUSED = [("share", 0.0), ("share", 1.5), ("block_tokens", 0), ("lock_duration", 0)]
 
 
@@ -291,19 +270,6 @@ REFUSED = [("share", 0.0), ("share", 1.5), ("block_tokens", 0), ("lock_duration"
 def test_sparse_config_refuses_what_makes_no_sense(name, value):
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
         SparseConfig(**{name: value})
-
-
-def test_random_method_is_the_same_luck_for_the_same_query_and_uniform():
-    method = plugins.load("sparse.methods", "random")({})
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 2, 50, 8, 16, generator=generator)
-    queries = torch.randn(2, 2, 3, 40, 16, generator=generator)
-    blocks = method.represent(keys, None)
-    scores = method.score(queries, blocks, None)
-    assert torch.equal(scores[:, 7:8], method.score(queries[:, :, :, 7:8], blocks, None))
-    chosen = scores.topk(10).indices.flatten().bincount(minlength=50) / 80
-    assert (chosen - 0.2).abs().max() < 0.2, "no block is preferred"
-    assert abs(float(scores.mean()) - 0.5) < 0.03
 
 
 # The lock's state machine against a plain model of its description, over random programs.
@@ -377,11 +343,3 @@ def test_selection_lock_does_what_is_described(config, program):
         assert got.rows == (plain.get(blocks, steps),)
         assert bool(made) == is_due, "a selection is made only when it is needed"
     assert {name: getattr(metrics, name) for name in plain.counts} == plain.counts
-
-
-def test_differences_counts_only_blocks_that_both_selections_could_choose():
-    older, newer = Selection(((0, 3, 8, 9),), 40), Selection(((0, 4, 10, 11),), 48)
-    assert older.differences(newer, SIZE) == 4  # 3, 8, 9 and 4: blocks 10 and 11 were in the older one's tail
-    assert newer.differences(older, SIZE) == 4
-    two = Selection(((0, 3, 8, 9), (0, 4, 5, 6)), 40)
-    assert two.differences(Selection(((0, 3, 8, 9), (0, 4, 5, 7)), 40), SIZE) == 2, "of the request with most"

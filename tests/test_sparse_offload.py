@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, observer, sparse_decoding
-from hf_blend.errors import UnsupportedModelError
 from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.prefill import copies
-from hf_blend.sparse import decoding
 from hf_blend.sparse.blocks import ROOM_TOKENS
-from tests.conftest import build_tiny_model, shared_zoo_model, slow_but
+from tests.conftest import build_tiny_model, shared_zoo_model
 from tests.second_device import There, move, second_device
 from tests.test_sparse import draft_model
 
@@ -68,28 +66,6 @@ def test_sparse_decoding_from_disk_gives_the_text_of_blocks_on_the_device(model,
     assert pieces is BATCH or found[2].kv_memory.peak_resident_bytes < whole
 
 
-WAYS = {
-    "beams": ({**GREEDY, "num_beams": 3, "max_new_tokens": 10}, {}),
-    "sampling": ({**GREEDY, "do_sample": True, "top_k": 20}, {}),
-    "unlocked": (GREEDY, {"lock": False}),
-    "long locks": (GREEDY, {"lock_duration": 1000, "checkpoint_interval": 3}),
-    "blocks of another size": (GREEDY, {"block_tokens": 12}),
-    "nearly all": (GREEDY, {"share": 0.999}),
-    "lookup": ({**GREEDY, "prompt_lookup_num_tokens": 5}, {}),
-    "long": ({**GREEDY, "max_new_tokens": 80}, {}),
-}
-
-
-@pytest.mark.parametrize("how", slow_but("beams", "lookup", among=WAYS))
-def test_sparse_decoding_from_disk_in_every_way_of_decoding(model, tmp_path, how):
-    ways, settings = WAYS[how]
-    sparse = {**SMALL, **settings}
-    torch.manual_seed(4)
-    expected = decoded(model, ways=ways, sparse=sparse)
-    torch.manual_seed(4)
-    alike(decoded(model, ways=ways, sparse=sparse, kv_device_map="disk", offload_folder=str(tmp_path)), expected)
-
-
 def test_draft_sees_what_its_target_sees_from_disk(tmp_path):
     model, draft = shared_zoo_model("llama"), draft_model()
     pieces = {**PIECES, "chunks": [[one % 80 + 5 for one in chunk] for chunk in CHUNKS[:2]]}
@@ -97,12 +73,6 @@ def test_draft_sees_what_its_target_sees_from_disk(tmp_path):
     expected = decoded(model, pieces, ways, draft=draft)
     alike(decoded(model, pieces, ways, draft=draft, kv_device_map="disk", offload_folder=str(tmp_path)), expected)
     assert expected[1].rounds > 0
-
-
-def test_kv_device_map_decodes_a_layer_that_stays_beside_one_that_does_not(model, tmp_path):
-    for places, bits in (({1: "disk", 3: "disk"}, None), ("disk", 8), ({1: "disk", 3: "cpu"}, 4)):
-        expected = decoded(model, kv_bits=bits)
-        alike(decoded(model, kv_bits=bits, kv_device_map=places, offload_folder=str(tmp_path)), expected)
 
 
 def test_contexts_that_grow_and_shrink_between_sessions_are_read_again(model, tmp_path):
@@ -164,12 +134,3 @@ def test_the_device_holds_the_share_and_the_tail_and_the_rest_is_in_host_memory(
         assert 0.25 * every < live.peak < 0.25 * every + spare + masks
         assert live.peak <= cache.kv_memory.peak_resident_bytes + masks, "the counter is right"
         assert cache.kv_memory.disk_bytes == 0
-
-
-def test_attention_that_would_see_nothing_of_what_is_away_is_refused(model, tmp_path, monkeypatch):
-    attend, bias = decoding.SparseHooks._attend, torch.ones(1)
-    monkeypatch.setattr(
-        decoding.SparseHooks, "_attend", lambda *given, **more: attend(*given, **more, position_bias=bias)
-    )
-    with pytest.raises(UnsupportedModelError, match="Leave kv_device_map out"):
-        decoded(model, kv_device_map="disk", offload_folder=str(tmp_path))

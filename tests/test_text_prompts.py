@@ -2,25 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prompt that is one text keeps its ids, and what is inside its chunks is reused."""
 
-import itertools
-import json
 import logging
-import re
 from difflib import SequenceMatcher
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from hf_blend import BlendCache, ChunkStore, PromptError, blended
-from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill import notices
-from hf_blend.prefill.plan import ChunkOrigin, Planner, PromptRow
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.prompt.text import build_text
 from hf_blend.prompt.tokenizer import tokenizer_digest
 from tests.asking import memory
-from tests.chat_templates import DOCUMENTS, JOINED, QUESTION, small_tokenizer
+from tests.chat_templates import DOCUMENTS, JOINED, QUESTION
 
 WORDS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 JOINS = {
@@ -88,19 +82,6 @@ def test_reused_values_are_the_stored_ones_of_just_these_tokens(known):
     assert torch.allclose(cache.layers[0].keys, plain.layers[0].keys, atol=1e-4), "at layer 0 K depends on the token"
 
 
-def test_seam_tokens_of_a_prompt_in_parts_are_counted_once(known):
-    model, tokenizer = known
-    text, counts = f"Answer.\n{JOINED}\n\n{QUESTION}", []
-    store = memory()
-    for part in (None, 17):
-        cache = BlendCache(model, store, recompute_ratio=1.0)
-        inputs = cache.inputs_from_text(tokenizer, text, DOCUMENTS)
-        output = model.generate(**inputs, past_key_values=cache, prefill_chunk_size=part, **WORDS)
-        assert torch.equal(output, model.generate(**tokenizer(text, return_tensors="pt"), **WORDS))
-        counts.append(cache.report.seam_tokens)
-    assert counts[0] == counts[1] > 0
-
-
 def test_build_text_stores_a_chunk_of_which_every_token_differs_as_the_prompt_has_it(known):
     tokenizer = known[1]
     text = "Ines: " + "".join(f"{letter}​" for letter in DOCUMENTS[1][:40]) + QUESTION
@@ -118,41 +99,6 @@ def test_build_text_stores_a_chunk_of_which_every_token_differs_as_the_prompt_ha
     (span,) = prompt.spans()
     assert span.token_ids == prompt.ids[span.start : span.stop]
     assert span.first == 0
-
-
-class Slow:
-    """A tokenizer that knows no offsets."""
-
-    is_fast = False
-
-    def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens)}
-
-    def __getattr__(self, name):
-        return getattr(self._tokenizer, name)
-
-
-def test_build_text_finds_the_same_runs_without_offsets(known):
-    _, tokenizer = known
-    for join in JOINS.values():
-        text = f"Answer.\n{join(DOCUMENTS)}\n\n{QUESTION}"
-        fast, slow = (build_text(one, text, DOCUMENTS, special=True) for one in (tokenizer, Slow(tokenizer)))
-        assert (fast.ids, fast.known) == (slow.ids, slow.known)
-
-
-def test_inputs_from_text_that_begins_with_bos_never_make_two(known):
-    model, tokenizer = known
-    cache = BlendCache(model, memory())
-    with pytest.raises(PromptError, match=r"begins with '<s>.*one is expected. Pass add_special_tokens=False"):
-        cache.inputs_from_text(tokenizer, f"<s>{JOINED}", DOCUMENTS)
-    inputs = cache.inputs_from_text(tokenizer, f"<s>{JOINED}", DOCUMENTS, add_special_tokens=False)
-    assert inputs["input_ids"][0].tolist().count(1) == 1
-    cache = BlendCache(model, memory())
-    inputs = cache.inputs(tokenizer, prefix="<s>[INST] ", chunks=DOCUMENTS, question=QUESTION)
-    assert inputs["input_ids"][0].tolist().count(1) == 1, "pieces, as guides show them"
 
 
 def test_inputs_from_text_refuse_what_makes_no_prompt(known):
@@ -200,17 +146,6 @@ def test_fallback_reason_says_once_that_a_store_finds_nothing(known, caplog):
     assert len(caplog.records) == 1
 
 
-def test_fallback_reason_names_a_store_of_another_model_or_sink(known, tiny_model):
-    model, tokenizer = known
-    store, asked = memory(), tokenizer(QUESTION, return_tensors="pt")
-    store.add(tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, seed=1), tokenizer, DOCUMENTS)
-    for says in ("holds 3 chunks, but none of this model", r"but none behind chunk_prefix_ids=\(1,\)"):
-        cache = BlendCache(model, store, chunk_prefix_ids=(1,))
-        model.generate(**asked, past_key_values=cache, max_new_tokens=1)
-        assert re.search(says, cache.report.fallback_reason)
-        store.add(model, tokenizer, DOCUMENTS, chunk_prefix_ids=(1, 5))
-
-
 def test_fallback_reason_and_notice_name_another_tokenizer(models, tmp_path, caplog):
     (model, tokenizer), (_, other) = models["spaces"], models["bytes"]
     assert tokenizer_digest(tokenizer) == tokenizer_digest(tokenizer) != tokenizer_digest(other) != ""
@@ -229,35 +164,3 @@ def test_fallback_reason_and_notice_name_another_tokenizer(models, tmp_path, cap
     assert named in cache.report.notice
     assert cache.report.notice in str(cache.report)
     assert len(caplog.records) == 2
-
-
-def test_tokenizer_digest_ignores_padding_and_truncation(known):
-    tokenizer = small_tokenizer("spaces")
-    before = tokenizer_digest(known[1])
-    tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
-    assert tokenizer_digest(tokenizer) == before
-    tokenizer.add_tokens(["<new>"])
-    assert tokenizer_digest(tokenizer) != before
-    assert tokenizer_digest(None) == ""
-
-
-@pytest.mark.parametrize("name", ["gpt2-bpe", "mistral-7b-v1-spm"])
-def test_plan_reuses_nearly_all_of_published_passages_however_they_are_joined(name, published, tiny_model):
-    folder, rows = published / "tokenizers" / name, published / "hotpotqa_natural.jsonl"
-    if not (folder.is_dir() and rows.is_file()):
-        pytest.skip(f"{folder} or {rows} is not there")
-    with rows.open(encoding="utf-8") as lines:
-        chunks = [json.loads(line)["chunks"] for line in itertools.islice(lines, 1)]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
-    model = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=1, max_position_embeddings=8192, **shape)
-    store = memory()
-    for texts in chunks:
-        store.add(model, tokenizer, texts)
-    planner = Planner(model, store, fingerprint(model), ChunkOrigin(store.default_prefix(model, tokenizer)))
-    for texts, (join, joined) in itertools.product(chunks, JOINS.items()):
-        ids = tokenizer(f"Answer.\n\n{joined(texts)}\n\nQuestion:")["input_ids"]
-        made = planner.plan([PromptRow(tuple(ids), len(ids), 0)], len(ids))
-        stored = sum(len(tokenize(tokenizer, text)) for text in texts)
-        assert sum(slot.tokens for slot in made.chunks if not slot.exact) >= 0.97 * stored, join
-        assert len({slot.chunk.key for slot in made.chunks}) >= len(texts), join

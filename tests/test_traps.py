@@ -21,7 +21,6 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence
 from hf_blend import ChunkStore
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.prefill import blend
-from hf_blend.rotary.regime import frequency_regime, stretches
 from tests.asking import GREEDY, PIECES, noting, prefilled, prepared
 from tests.asking import prefill as logits
 from tests.conftest import shared_zoo_model
@@ -112,16 +111,6 @@ def test_an_answer_that_crosses_into_long_factors_is_that_of_the_plain_model():
     assert torch.equal(got, model.generate(inputs["input_ids"], **WAYS))
 
 
-@pytest.mark.parametrize("requests", [[PIECES], [PIECES, OTHER]])
-def test_queries_that_are_scaled_by_their_position_are_scaled_by_their_own(requests, monkeypatch):
-    for attention in ("eager", "sdpa"):
-        model = shared_zoo_model("llama4_text", attention, **CHUNKED)
-        assert error(model, *requests) <= 1e-5
-    counted = property(lambda self: self.context.request.past, lambda *_: 0)
-    monkeypatch.setattr(blend.Prefill, "past", counted, raising=False)
-    assert error(model, *requests) > 1e-3, "the trap: they count from the number of past tokens on"
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_batch_whose_layers_count_positions_recomputes_the_same_columns_in_every_entry(attention):
     model, found = shared_zoo_model("llama4_text", attention, **CHUNKED), []
@@ -148,19 +137,6 @@ def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_a_cache
     assert [layer.keys.shape[2] for layer in cache.layers] == [held[kind] for kind in model.config.layer_types]
 
 
-def test_a_prefix_computed_by_short_factors_is_not_exact_in_a_long_prompt():
-    model, store = phi3(), ChunkStore.open("memory://")
-    short = {**PIECES, "chunks": [PIECES["chunks"][0]]}
-    cache, inputs = prepared(model, short, store=store)
-    logits(model, inputs, cache)
-    assert cache.report.exact_tokens >= len(PIECES["prefix"])
-    assert error(model, PIECES, store=store) <= 1e-5
-    cache, inputs = prepared(model, PIECES, store=store, recompute_ratio=1.0)
-    logits(model, inputs, cache)
-    assert cache.report.exact_tokens == 0
-    assert cache.report.reusable_tokens == inputs["input_ids"].shape[1] - len(PIECES["question"])
-
-
 def test_frequencies_that_depend_on_the_longest_prompt_so_far_are_those_of_the_plain_model():
     model = zoo_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=58)
     store, twin = ChunkStore.open("memory://"), copy.deepcopy(model)
@@ -171,13 +147,3 @@ def test_frequencies_that_depend_on_the_longest_prompt_so_far_are_those_of_the_p
     after = logits(twin, prepared(model, PIECES, store=store)[1], DynamicCache())
     assert (after - before).abs().max() > 1e-3, "the trap: the same prompt has other logits"
     assert error(model, PIECES, other=twin, store=store) <= 1e-5
-
-
-def test_prompts_beyond_the_trained_length_are_taken_only_where_frequencies_adapt():
-    longrope, dynamic = phi3().config, zoo_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=58).config
-    assert [frequency_regime(longrope, tokens) for tokens in (58, 59, 500)] == [(0,), (1,), (1,)]
-    assert [frequency_regime(dynamic, tokens) for tokens in (5, 57, 58, 90)] == [(0,), (0,), (58,), (90,)]
-    assert stretches(dynamic)
-    assert not stretches(longrope)
-    by_kind = zoo_model("gemma3_text", rope_parameters={"full_attention": DYNAMIC, "sliding_attention": LONGROPE})
-    assert frequency_regime(by_kind.config, 600) == (600, 1)
