@@ -32,8 +32,8 @@ __all__ = ["BlendChatGenerator"]
 class BlendChatGenerator:
     """A chat generator for Haystack on a model of transformers and a `BlendCache`.
 
-    Connect a retriever's `documents` to it: those that are in no message are put before the last question, or passed
-    to a chat template that takes documents. Without them, stored chunks are found in the messages. `meta["hf_blend"]`
+    Connect a retriever's `documents` to it: those that are in no message are put before the last question. Without
+    them, stored chunks are found in the messages. `meta["hf_blend"]`
     of a reply says what the prefill cost.
     """
 
@@ -52,7 +52,8 @@ class BlendChatGenerator:
         has texts that end the answer; `template` has arguments of the chat template.
         """
         self._answerer = Answerer(model, tokenizer, store, blend or BlendConfig(), {"max_new_tokens": 256})
-        self.generation_kwargs, self.streaming_callback = generation_kwargs or {}, streaming_callback
+        self.generation_kwargs = generation_kwargs or {}
+        self.streaming_callback = streaming_callback
 
     @component.output_types(replies=list[ChatMessage])
     def run(
@@ -65,9 +66,10 @@ class BlendChatGenerator:
         """Answer messages; arguments are added to those of the component, a callback takes the place of its own."""
         tell = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=False)
         settings = {**self.generation_kwargs, **(generation_kwargs or {})}
-        template, stops = settings.pop("template", None), settings.pop("stop", ())
-        said = [message.to_openai_dict_format(require_tool_call_ids=False) for message in messages]
-        answer = self._answerer.chat(said, documents, template, stops, **settings)
+        template = settings.pop("template", None)
+        stops = settings.pop("stop", None)
+        converted = [message.to_openai_dict_format(require_tool_call_ids=False) for message in messages]
+        answer = self._answerer.chat(converted, documents, template, stops, **settings)
         for number, text in enumerate(answer):
             if tell:
                 tell(StreamingChunk(text, index=0, start=number == 0))

@@ -9,19 +9,19 @@ Its messages are rendered by the model's own chat template.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any
 
-from ..errors import ConfigError, import_extra
-from .answering import NO_CALLS, Answer
+from ..config import BlendConfig
+from ..errors import import_extra
+from .answering import Answer, Answerer
 
 try:
     from langchain_core.callbacks import CallbackManagerForLLMRun
     from langchain_core.language_models.chat_models import BaseChatModel
     from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, convert_to_openai_messages
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-
-    from .pydantic_fields import AnswererFields
+    from pydantic import ConfigDict, Field
 except ModuleNotFoundError:
     import_extra("langchain_core", extra="langchain", wanted_by="ChatBlend")
     raise
@@ -29,19 +29,26 @@ except ModuleNotFoundError:
 __all__ = ["ChatBlend"]
 
 
-class ChatBlend(AnswererFields, BaseChatModel):
+class ChatBlend(BaseChatModel):
     """A chat model for LangChain on a model of transformers and a `BlendCache`.
 
     `invoke`, `stream`, `batch` and their asynchronous forms take `documents`: what a retriever gave. Those that are in
-    no message are put before the last question, or passed to a chat template that takes documents. Without them,
-    stored chunks are found in the messages. `template` has arguments of the chat template, such as `tools`; all other
-    keywords, here and when the model is made, are those of `generate`; `max_tokens` is `max_new_tokens`, and `stop`
-    has texts that end an answer. `response_metadata["hf_blend"]` says what the prefill cost, and `usage_metadata`
-    counts the reused tokens as `cache_read`. A `temperature` of 0 is greedy; None is as the generation config says.
-    It calls no tools.
+    no message are put before the last question. Without them, stored chunks are found in the messages. `template` has
+    arguments of the chat template, such as `tools`; all other keywords of a call, and `settings`, are those of
+    `generate`; `max_tokens` is `max_new_tokens`, and `stop` has texts that end an answer.
+    `response_metadata["hf_blend"]` says what the prefill cost, and `usage_metadata` counts the reused tokens as
+    `cache_read`. A `temperature` of 0 is greedy; None is as the generation config says. It calls no tools.
     """
 
-    streaming: bool = False
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    model: Any
+    tokenizer: Any
+    store: Any
+    blend: BlendConfig = Field(default_factory=BlendConfig)
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def _llm_type(self) -> str:
@@ -51,21 +58,18 @@ class ChatBlend(AnswererFields, BaseChatModel):
     def _identifying_params(self) -> dict[str, Any]:
         """What tells its answers from those of another, in a cache of answers."""
         config = self.model.config.to_json_string(use_diff=False).encode()
-        own = {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "settings", "blend")}
-        return {"model": self.model.config.name_or_path, "config": hashlib.sha256(config).hexdigest(), **own}
+        return {
+            "model": self.model.config.name_or_path,
+            "config": hashlib.sha256(config).hexdigest(),
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "settings": self.settings,
+            "blend": self.blend,
+        }
 
     def get_token_ids(self, text: str) -> list[int]:
         """The ids of a text by the model's own tokenizer, by which LangChain counts."""
-        count = self.custom_get_token_ids
-        return count(text) if count is not None else list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
-        """Refuse tools."""
-        raise ConfigError(f"{len(tools)} tools came for {type(self).__name__}, but {NO_CALLS}")
-
-    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
-        """Refuse a schema."""
-        raise ConfigError(f"the schema {schema!r:.60} came for {type(self).__name__}, but {NO_CALLS}")
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _generate(
         self,
@@ -95,10 +99,13 @@ class ChatBlend(AnswererFields, BaseChatModel):
         yield ChatGenerationChunk(message=last)
 
     def _answer(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> Answer:
-        documents, template, _ = (options.pop(name, None) for name in ("documents", "template", "stream"))
+        settings = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
+        answerer = Answerer(self.model, self.tokenizer, self.store, self.blend, settings)
+        documents = options.pop("documents", None)
+        template = options.pop("template", None)
+        options.pop("stream", None)
         converted = convert_to_openai_messages(messages, text_format="string")
-        stops = self.settings.get("stop", ()) if stop is None else stop
-        return self._answerer().chat(converted, documents, template, stops, **options)
+        return answerer.chat(converted, documents, template, stop, **options)
 
 
 def _usage(answer: Answer) -> Any:

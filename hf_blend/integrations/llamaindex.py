@@ -11,9 +11,10 @@ LlamaIndex passes text to a model, not nodes: stored nodes are found in that tex
 from collections.abc import Sequence
 from typing import Any
 
+from ..config import BlendConfig
 from ..errors import import_extra
 from ..prompt.documents import leave_out_empty
-from .answering import Answer
+from .answering import Answer, Answerer
 
 try:
     from llama_index.core.base.llms.types import (
@@ -29,8 +30,7 @@ try:
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
     from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
-
-    from .pydantic_fields import AnswererFields
+    from pydantic import ConfigDict, Field
 except ModuleNotFoundError:
     import_extra("llama_index.core", extra="llamaindex", wanted_by="BlendLLM")
     raise
@@ -42,16 +42,26 @@ TOOLS = ("name", "tool_calls", "tool_call_id")
 CONTEXT_TOKENS = 4096  # of a model whose config does not say it
 
 
-class BlendLLM(AnswererFields, CustomLLM):
+class BlendLLM(CustomLLM):
     """A language model for LlamaIndex on a model of transformers and a `BlendCache`.
 
     Stored nodes are found in any prompt that LlamaIndex writes: `StoreNodes` stores what was retrieved, `add_nodes`
     does it ahead of time. `complete`, `chat` and their streaming forms also take `documents`, a list of documents of
-    any kind; `template`, arguments of the chat template; `stop`, texts that end the answer; all other keywords, here
-    and when the model is made, are those of `generate`, and `max_tokens` is `max_new_tokens`. `raw` of a response says
-    what the prefill cost. With a chat template, query engines use `chat`, without one `complete`. A `temperature` of 0
-    is greedy; None is as the generation config says.
+    any kind; `template`, arguments of the chat template; `stop`, texts that end the answer; all other keywords of a
+    call, and `settings`, are those of `generate`, and `max_tokens` is `max_new_tokens`. `raw` of a response says what
+    the prefill cost. With a chat template, query engines use `chat`, without one `complete`. A `temperature` of 0 is
+    greedy; None is as the generation config says.
     """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    model: Any
+    tokenizer: Any
+    store: Any
+    blend: BlendConfig = Field(default_factory=BlendConfig)
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
     def class_name(cls) -> str:
@@ -61,9 +71,9 @@ class BlendLLM(AnswererFields, CustomLLM):
     @property
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex plans prompts by."""
-        most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        positions = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return LLMMetadata(
-            context_window=most or CONTEXT_TOKENS,
+            context_window=positions or CONTEXT_TOKENS,
             num_output=self.max_new_tokens,
             is_chat_model=bool(getattr(self.tokenizer, "chat_template", None)),
             model_name=self.model.config.name_or_path or type(self.model).__name__,
@@ -79,37 +89,40 @@ class BlendLLM(AnswererFields, CustomLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Continue a text."""
-        answer = self._complete(prompt, kwargs).whole()
+        answer = self._complete(prompt, **kwargs).whole()
         return CompletionResponse(text=answer.text, raw=answer.meta)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Continue a text, and give what there is of it each time that there is more."""
-        answer = self._complete(prompt, kwargs)
+        answer = self._complete(prompt, **kwargs)
         return (CompletionResponse(text=answer.text, delta=text) for text in answer)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer messages by the model's own chat template."""
-        answer = self._chat(messages, kwargs).whole()
+        answer = self._chat(messages, **kwargs).whole()
         return ChatResponse(message=_message(answer), raw=answer.meta)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer messages, and give what there is of the answer each time that there is more."""
-        answer = self._chat(messages, kwargs)
+        answer = self._chat(messages, **kwargs)
         return (ChatResponse(message=_message(answer), delta=text) for text in answer)
 
-    def _complete(self, prompt: str, options: dict[str, Any]) -> Answer:
-        return self._answerer().complete(prompt, options.pop("documents", None), self._stops(options), **options)
+    def _answerer(self) -> Answerer:
+        settings = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
+        return Answerer(self.model, self.tokenizer, self.store, self.blend, settings)
 
-    def _chat(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> Answer:
-        said = list(map(_said, messages))
-        named, template, stops = options.pop("documents", None), options.pop("template", None), self._stops(options)
-        return self._answerer().chat(said, named, template, stops, **options)
+    def _complete(self, prompt: str, documents: Any = None, stop: Any = None, **settings: Any) -> Answer:
+        return self._answerer().complete(prompt, documents, stop, **settings)
 
-    def _stops(self, options: dict[str, Any]) -> Any:
-        return options.pop("stop", self.settings.get("stop", ()))
+    def _chat(
+        self, messages: Sequence[ChatMessage], documents: Any = None, template: Any = None, stop: Any = None,
+        **settings: Any,
+    ) -> Answer:  # fmt: skip
+        converted = [_as_dict(message) for message in messages]
+        return self._answerer().chat(converted, documents, template, stop, **settings)
 
 
 class StoreNodes(BaseNodePostprocessor):
@@ -129,7 +142,7 @@ class StoreNodes(BaseNodePostprocessor):
         return nodes
 
 
-def _said(message: ChatMessage) -> dict[str, Any]:
+def _as_dict(message: ChatMessage) -> dict[str, Any]:
     """A message as a dict for chat templates; parts that are no text are left as they are, and refused by `chat`."""
     tools = {name: message.additional_kwargs[name] for name in TOOLS if name in message.additional_kwargs}
     others = [block for block in message.blocks if type(block).__name__ not in TEXTS]
