@@ -23,7 +23,8 @@ REQUESTS_OF = {"gemma3_text": 1, "mistral": 2, "llama": 2}  # how many are in a 
 
 def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **_):
     """What flash attention computes, with the only mask it knows: rows at the end, a window, padding in front."""
-    rows, keys = query.shape[2], key.shape[2]
+    rows = query.shape[2]
+    keys = key.shape[2]
     behind = torch.arange(keys)[None] - torch.arange(keys - rows, keys)[:, None]
     seen = (behind <= 0) & (behind > -(sliding_window or keys + 1))
     if attention_mask is not None:
@@ -54,7 +55,8 @@ def flash_model(monkeypatch):
 def test_flash_attention_goes_through_sdpa_for_scattered_rows_and_says_so_once(
     flash_model, pieces, untouched, caplog, family, batch
 ):
-    model, requests = flash_model(family), [pieces(**one) for one in BATCH[:batch]]
+    model = flash_model(family)
+    requests = [pieces(**one) for one in BATCH[:batch]]
     with untouched(model), caplog.at_level(logging.WARNING):
         for _ in range(2):
             cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
@@ -68,7 +70,8 @@ def test_flash_attention_goes_through_sdpa_for_scattered_rows_and_says_so_once(
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "batch"), [("llama", 1), ("gemma3_text", 2)])
 def test_with_flash_attention_scattered_rows_are_those_of_sdpa(flash_model, pieces, family, batch):
-    results, stock = [], shared_zoo_model(family, "sdpa", **MIXED.get(family, {}))
+    results = []
+    stock = shared_zoo_model(family, "sdpa", **MIXED.get(family, {}))
     for model in (flash_model(family), stock):
         cache, inputs = prepared(model, *(pieces(**one) for one in BATCH[:batch]), recompute_ratio=0.3)
         results.append((prefill(model, inputs, cache), cache.report.chosen_columns))
@@ -92,7 +95,8 @@ def uncompiled():
 @pytest.mark.parametrize(("family", "batch"), slow_but(("gemma3_text", 1), ("llama", 2), among=[*REQUESTS_OF.items()]))
 @torch.no_grad()
 def test_flex_attention_is_exact(pieces, uncompiled, family, batch):
-    model, requests = shared_zoo_model(family, "flex_attention"), [pieces(**one) for one in BATCH[:batch]]
+    model = shared_zoo_model(family, "flex_attention")
+    requests = [pieces(**one) for one in BATCH[:batch]]
     cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
     assert (prefill(model, inputs, cache) - prefill(model, inputs)).abs().max() <= 1e-5
     assert cache.report.reusable_tokens > 0

@@ -36,11 +36,15 @@ def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, run):
     words = ("--model", model_folder, "--data", path, "--limit", 2, "--ratios", 0.5, "--rounds", 2)
     code, out, err = run("bench", "ttft", *words, "--json")
     found = json.loads(out)
-    assert (code, found["prompts"], err.count("prompt 2 of 2")) == (0, 2, 6)
+    assert code == 0
+    assert found["prompts"] == 2
+    assert err.count("prompt 2 of 2") == 6
     letters = len("The mill is old.\n\nAnn owns it 0.\n\nWho?")  # bytes; no BOS before a text
-    assert (found["rows"][0]["ratio"], found["rows"][0]["prompt_tokens"]) == (0.5, letters)
+    assert found["rows"][0]["ratio"] == 0.5
+    assert found["rows"][0]["prompt_tokens"] == letters
     code, _, err = run("bench", "ttft", "--shape", "tiny", "--data", path)
-    assert (code, "'tiny' is a shape, which has no tokenizer. Name a model with --model" in err) == (2, True)
+    assert code == 2
+    assert "'tiny' is a shape, which has no tokenizer. Name a model with --model" in err
 
 
 def test_a_name_says_whether_it_is_a_shape_and_a_dtype_is_known(model_folder):

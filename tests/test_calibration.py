@@ -79,7 +79,8 @@ def test_calibrating_refuses_by_name_what_cannot_be_blended_or_reads_too_little(
 
 
 def test_a_model_of_a_measured_family_and_width_is_blended_as_measured(shared_model, monkeypatch, tmp_path):
-    model, other = shared_model(), shared_model("qwen3")
+    model = shared_model()
+    other = shared_model("qwen3")
     width = model.config.hidden_size
     ramp = MeasuredFamily("toy", "llama", range(width, width + 1), {"selector": "ramp", "recompute_ratio": 0.2})
     monkeypatch.setattr(recipes, "MEASURED", (ramp,))
@@ -130,7 +131,8 @@ def test_a_choice_is_compared_with_the_best_rule_on_other_prompts_and_keeps_its_
     ]  # fmt: skip
     row = calibrated.compared({"model": "toy", "choice": "expected-error"}, rows)
     assert row["left"] == pytest.approx({"none": 0.6, "ramp": 0.3, "expected-error": 0.33})
-    assert (row["best"], row["of_best"]) == ("ramp", pytest.approx(1.1))
+    assert row["best"] == "ramp"
+    assert row["of_best"] == pytest.approx(1.1)
     assert "of_best" not in calibrated.compared({"model": "other", "choice": "ramp"}, rows)
     table = json.loads((calibrated.RESULTS / "calibrated.json").read_text("utf-8"))
     kept = {row["model"]: row["of_best"] for row in table["rows"] if "of_best" in row}
@@ -143,12 +145,19 @@ def test_commands_calibrate_once_and_else_say_that_they_can(run, model_folder, t
     document.write_text("The mill is old. Ann owns it.")
     words = ("--model", model_folder, "--store", tmp_path / "kv")
     code, _, err = run("index", document, *words)
-    assert (code, "Calibrating" in err, "--calibrate finds one, once" in err) == (0, False, True), err
+    assert code == 0, err
+    assert "Calibrating" not in err, err
+    assert "--calibrate finds one, once" in err, err
     code, _, err = run("index", document, *words, "--calibrate")
-    assert (code, "Calibrating" in err, "--calibrate finds" in err) == (0, True, False), err
+    assert code == 0, err
+    assert "Calibrating" in err, err
+    assert "--calibrate finds" not in err, err
     ask = ("ask", "Who owns it?", document, *words, "--max-new-tokens", 2)
     code, _, err = run(*ask, "--calibrate")
-    assert (code, "Calibrating" in err) == (0, False), err
+    assert code == 0, err
+    assert "Calibrating" not in err, err
     assert "Rule for the tokens to recompute: calibrated on 2 bundled prompts" in err
     code, _, err = run(*ask, "--selector", "ramp")
-    assert (code, "Rule for the tokens" in err, "--calibrate" in err) == (0, False, False), err
+    assert code == 0, err
+    assert "Rule for the tokens" not in err, err
+    assert "--calibrate" not in err, err

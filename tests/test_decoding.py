@@ -33,9 +33,12 @@ def test_history_at_ratio_1_goes_on_as_without_a_cache(family):
         held = cache.get_seq_length()
         inputs = cache.inputs(None, **turn_of(turn + 5), history=output)
         assert torch.equal(inputs["input_ids"][:, : output.shape[1]], output)
-        expected, output = run(model, inputs), run(model, inputs, cache)
+        expected = run(model, inputs)
+        output = run(model, inputs, cache)
         assert torch.equal(output, expected)
-        assert (cache.report.past_tokens, cache.report.reusable_tokens, cache.report.exact_tokens) == (held, 35, 0)
+        assert cache.report.past_tokens == held
+        assert cache.report.reusable_tokens == 35
+        assert cache.report.exact_tokens == 0
 
 
 @torch.no_grad()
@@ -65,7 +68,8 @@ def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, 
 @pytest.mark.parametrize("cached", [10, 40])
 def test_prefill_chunk_size_continues_a_cache_or_is_refused_by_name(store, kind, cached):
     """In 5.17 `generate` computes the cached tokens again, behind themselves."""
-    model, ids = shared_zoo_model("llama"), torch.tensor([random_ids(60, 1)])
+    model = shared_zoo_model("llama")
+    ids = torch.tensor([random_ids(60, 1)])
     cache = kind(model, store) if kind is BlendCache else kind(model)
     run(model, {"input_ids": ids[:, :cached]}, cache, max_new_tokens=1)
     whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -82,7 +86,8 @@ def test_prefill_chunk_size_continues_a_cache_or_is_refused_by_name(store, kind,
     [("llama", 1, 7), ("gemma3_text", 3, 25), pytest.param("llama", 3, 64, marks=pytest.mark.slow)],
 )
 def test_prefill_chunk_size_blends_every_part(store, family, batch, size):
-    model, requests = shared_zoo_model(family), THREE[:batch]
+    model = shared_zoo_model(family)
+    requests = THREE[:batch]
     cache, inputs = prepared(model, *requests, store=store, recompute_ratio=1.0)
     got = run(model, inputs, cache, prefill_chunk_size=size)
     assert torch.equal(got, run(model, inputs))
@@ -108,7 +113,8 @@ FIGURES = ("prompt_tokens", "past_tokens", "reusable_tokens", "exact_tokens", "l
 @torch.no_grad()
 @pytest.mark.parametrize("behind", ["a part", "a turn", "a turn and a part"])
 def test_failed_forward_behind_a_past_can_be_asked_again_and_reuses_as_much(tiny_model, store, monkeypatch, behind):
-    model, found = tiny_model(), []
+    model = tiny_model()
+    found = []
     for fails in (None, False, True):  # the first fills the store
         cache, inputs = prepared(model, REQUEST, store=store, recompute_ratio=0.3)
         if "turn" in behind:

@@ -78,13 +78,15 @@ def test_checks_hold_wherever_layers_are(name, where, checks, tmp_path):
 
 @in_every_way
 def test_fingerprint_chunks_and_text_of_a_dispatched_model_are_the_same(how, tmp_path):
-    whole, store = tiny_model("llama"), memory()
+    whole = tiny_model("llama")
+    store = memory()
     model = offloaded(copy.deepcopy(whole), how, tmp_path)
     assert fingerprint.fingerprint(model) == fingerprint.fingerprint(whole)
     cache, expected = asked(whole, PIECES, store=store)
     assert cache.report.computed_chunks == 3
     cache, got = asked(model, PIECES, store=store)
-    assert (cache.report.loaded_chunks, cache.report.computed_chunks) == (3, 0)
+    assert cache.report.loaded_chunks == 3
+    assert cache.report.computed_chunks == 0
     assert torch.equal(got, expected)
     check_exact(model, whole)
 
@@ -128,4 +130,5 @@ def test_a_mask_that_is_brought_to_another_device_goes_on_attending_by_blocks():
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, RowMask)
     assert moved.is_meta
-    assert (moved.lines._numbers, moved.shape) == ([2, 5, 8], (1, 1, 3, 9))
+    assert moved.lines._numbers == [2, 5, 8]
+    assert moved.shape == (1, 1, 3, 9)

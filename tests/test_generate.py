@@ -63,7 +63,8 @@ def answers(model, inputs, cache=None, **ways):
     ],
 )
 def test_generate_at_ratio_1_gives_the_text_of_a_plain_run(family, attention, requests, mode):
-    model, ways = model_of(family, attention), MODES[mode]
+    model = model_of(family, attention)
+    ways = MODES[mode]
     cache, inputs = prepared(model, *REQUESTS[:requests], recompute_ratio=1.0)
     assert (inputs["attention_mask"].min() == 0) == (requests > 1)
     assert torch.equal(run(model, inputs, cache, **ways), run(model, inputs, **ways))
@@ -74,7 +75,9 @@ def test_generate_at_ratio_1_gives_the_text_of_a_plain_run(family, attention, re
 
 @pytest.mark.parametrize("mode", ["beams that sample", "several returned", "prompt lookup"])
 def test_generate_at_any_ratio_continues_the_same_blended_prefill_in_every_mode(mode):
-    model, kept, found = model_of("llama"), memory(), []
+    model = model_of("llama")
+    kept = memory()
+    found = []
     for ways in (MODES[mode], MODES[mode], {}):
         cache, inputs = prepared(model, REQUESTS[0], store=kept, recompute_ratio=0.15)
         found.append((run(model, inputs, cache, **ways), cache.report.chosen_columns[0]))
@@ -89,7 +92,8 @@ def test_generate_at_any_ratio_continues_the_same_blended_prefill_in_every_mode(
     [("llama", "greedy"), ("gemma3_text", "beams"), pytest.param("gpt_neox", "beams", marks=pytest.mark.slow)],
 )
 def test_batch_gives_the_text_and_the_logits_of_its_single_requests(family, mode):
-    model, kept = model_of(family), memory()
+    model = model_of(family)
+    kept = memory()
     cache, inputs = prepared(model, *REQUESTS, store=kept, recompute_ratio=0.15)
     together = answers(model, inputs, cache, **MODES[mode])
     assert 0 < cache.report.charged_budget < 0.8
@@ -104,7 +108,8 @@ def test_batch_gives_the_text_and_the_logits_of_its_single_requests(family, mode
 
 def test_batch_of_prompts_found_by_content_may_hit_differently_from_row_to_row(shared_model):
     """All chunks of the first request are stored, one of the third, none of the second."""
-    model, store = shared_model(), memory()
+    model = shared_model()
+    store = memory()
     store.add(model, None, [*REQUESTS[0]["chunks"], REQUESTS[2]["chunks"][1]])
     rows = [[*one["prefix"], *sum(one["chunks"], []), *one["question"]] for one in REQUESTS]
     width = max(map(len, rows))
@@ -136,7 +141,8 @@ def test_history_masks_what_a_row_was_padded_with_that_ended_earlier(shared_mode
 def asked(reference):
     """Prompt, store with its chunks, and the question with the answer that is expected."""
     model, tokenizer = reference
-    one, store = reference_questions()[0], memory()
+    one = reference_questions()[0]
+    store = memory()
     store.add(model, tokenizer, one["chunks"])
     inputs = BlendCache(model, store).inputs(tokenizer, chunks=one["chunks"], question=one["question"])
     return inputs, store, one

@@ -23,7 +23,8 @@ def model():
 
 def listened(monkeypatch, store):
     """What a store gets, by digest; it takes it in as before."""
-    told, note = {}, store.note
+    told = {}
+    note = store.note
 
     def hear(key, scores, ratio):
         told.setdefault(key.token_ids, []).append((scores, ratio))
@@ -74,7 +75,8 @@ def test_note_gets_the_attention_of_the_question(model, monkeypatch, untouched, 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
 def test_note_changes_no_token_and_asks_for_no_recompute(model, monkeypatch, ratio):
     settings = {"recompute_ratio": ratio, **({} if ratio else {"selector": "none"})}
-    plain, store = ChunkStore.open("memory://"), ChunkStore.open("memory://", eviction="importance")
+    plain = ChunkStore.open("memory://")
+    store = ChunkStore.open("memory://", eviction="importance")
     for one in (plain, store):
         asked(model, one, **settings)
     told = listened(monkeypatch, store)

@@ -84,7 +84,8 @@ def test_inputs_from_messages_are_the_ids_of_apply_chat_template_and_give_its_te
 def test_documents_in_messages_are_loaded_and_a_prompt_that_was_seen_computes_no_chunk(known, cached, case):
     model, tokenizer = known
     template, messages, documents, given = CASES.get(case, (CHATML, [SYSTEM, *TURNS], (), {}))
-    store, reports = memory(), []
+    store = memory()
+    reports = []
     keys = store.add(model, tokenizer, DOCUMENTS)
     for _ in range(2):
         cache = cached(store)
@@ -100,9 +101,11 @@ def test_documents_in_messages_are_loaded_and_a_prompt_that_was_seen_computes_no
 
 def test_text_before_the_documents_is_exact_from_the_second_request_on(known, cached):
     model, tokenizer = known
-    store, reports = memory(), []
+    store = memory()
+    reports = []
     for documents in (DOCUMENTS, DOCUMENTS[::-1]):
-        cache, asked = cached(store), {"role": "user", "content": "\n\n".join([*documents, QUESTION])}
+        cache = cached(store)
+        asked = {"role": "user", "content": "\n\n".join([*documents, QUESTION])}
         inputs = cache.inputs_from_messages(tokenizer, [SYSTEM, asked], documents, chat_template=LLAMA3)
         answer(model, cache, inputs)
         reports.append(cache.report)
@@ -113,7 +116,8 @@ def test_text_before_the_documents_is_exact_from_the_second_request_on(known, ca
 
 def test_conversation_goes_on_in_the_same_cache_and_another_begins_where_it_differs(known, cached):
     model, tokenizer = known
-    cache, messages = cached(recompute_ratio=1.0), [SYSTEM, ASKED]
+    cache = cached(recompute_ratio=1.0)
+    messages = [SYSTEM, ASKED]
 
     def said(messages, documents):
         inputs = cache.inputs_from_messages(tokenizer, messages, documents, chat_template=CHATML)
@@ -170,7 +174,8 @@ def test_inputs_from_messages_refuse_what_makes_no_prompt(known, cached, message
 
 
 def test_inputs_warn_once_of_plain_texts_for_a_chat_model(known, cached, caplog):
-    cache, tokenizer = cached(), copy.copy(known[1])
+    cache = cached()
+    tokenizer = copy.copy(known[1])
     tokenizer.chat_template = CHATML
     notices.warn_once.cache_clear()
     caplog.set_level(logging.WARNING, "hf_blend")

@@ -105,7 +105,8 @@ def nothing_moves(source, layer, states, old, new):
 
 def first_dimensions(source, layer, states, old, new):
     """Latent attention rotated where others are."""
-    moved, style = torch.empty_like(states), source.styles[layer]
+    moved = torch.empty_like(states)
+    style = source.styles[layer]
     for row in range(states.shape[0]):
         style.move(states[row], source.rotation(layer, old[row], new[row]), out=moved[row])
     return moved
@@ -154,7 +155,9 @@ def test_holes_are_refused_where_attention_counts_tokens(name):
 
 
 def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(tmp_path):
-    model, store, ids = shared_zoo_model("llama"), ChunkStore.open("memory://"), prompt(40)
+    model = shared_zoo_model("llama")
+    store = ChunkStore.open("memory://")
+    ids = prompt(40)
     blend = BlendCache(model, store)
     inputs = blend.inputs(None, chunks=[ids[0, :30].tolist()], question=ids[0, 30:].tolist())
     cache = SequenceCache(model)

@@ -36,7 +36,8 @@ CASES = [
     *(("llama", None, how) for how in ("beams", "lookup", "sampling", "batch")), ("llama", 4, "beams"),
     ("gemma3_text", None, "auto"), ("gemma3_text", 8, "batch"), ("qwen3_next", 8, "auto"), ("llama", 8, "here"),
 ]  # fmt: skip
-LAYERS, ROW = 12, 2 * 2 * 16 * 4  # of the long model; bytes of K and V of a token in a layer
+LAYERS = 12  # of the long model; bytes of K and V of a token in a layer
+ROW = 2 * 2 * 16 * 4
 WAYS = {**GREEDY, "max_new_tokens": 12}
 LONG = {
     "prefix": [1, 4, 5],
@@ -69,7 +70,9 @@ class Live:
     """The oracle: tensors that are alive while a step attends, found by the garbage collector."""
 
     def __init__(self, model, tokens):
-        self.least, self.most, self.peak = tokens * ROW // 2, (tokens + 2 * GROW_TOKENS) * ROW // 2, 0
+        self.least = tokens * ROW // 2
+        self.most = (tokens + 2 * GROW_TOKENS) * ROW // 2
+        self.peak = 0
         gc.collect()  # what other tests have left
         projections = [layer.self_attn.o_proj for layer in model.model.layers[5:6]]
         self.columns = range(tokens, tokens + 2 * GROW_TOKENS + 1)  # no other test has prompts of this length
@@ -125,7 +128,8 @@ def test_offloaded_layer_is_a_layer_on_its_device_whatever_is_done_with_it(tmp_p
 
     plain = BlendLayer() if bits is None else QuantisedLayer(bits)
     memory = KVMemory([0, 1], BlendConfig(kv_device_map=place, offload_folder=tmp_path, kv_bits=bits))
-    layer, other = OffloadedLayer(memory, 0), OffloadedLayer(memory, 1)
+    layer = OffloadedLayer(memory, 0)
+    other = OffloadedLayer(memory, 1)
 
     def same(what):
         assert layer.get_seq_length() == plain.get_seq_length(), what
@@ -177,7 +181,9 @@ def test_offloaded_layer_is_a_layer_on_its_device_whatever_is_done_with_it(tmp_p
 
 @pytest.mark.parametrize(("family", "bits", "how"), slow_but(*CASES, among=ALL))
 def test_kv_device_map_gives_the_logits_of_a_cache_on_its_device(tmp_path, family, bits, how):
-    model, store, pieces = zoo_model(family), memory(), PIECES
+    model = zoo_model(family)
+    store = memory()
+    pieces = PIECES
     ways = {**WAYS, "max_new_tokens": 70, "output_logits": True, "return_dict_in_generate": True, **HOW[how]}
     ways |= {"prompt_lookup_num_tokens": None} if family == "qwen3_next" else {}
     places = {"kv_device_map": {"here": "cpu", "auto": "auto"}.get(how, "disk"), "offload_folder": tmp_path}
@@ -202,7 +208,8 @@ def test_kv_device_map_gives_the_logits_of_a_cache_on_its_device(tmp_path, famil
 
 @pytest.mark.parametrize("how", ["cpu", "disk"])
 def test_kv_device_map_of_a_model_that_accelerate_offloads(tiny_model, tmp_path, how):
-    model, store = tiny_model(), memory()
+    model = tiny_model()
+    store = memory()
     _, expected = asked(model, store)
     if how == "cpu":
         cpu_offload(model, torch.device("cpu"))
@@ -244,7 +251,8 @@ def test_forward_or_write_that_fails_leaves_what_was_there_and_can_be_asked_agai
     cache, first = asked(model, memory(), recompute_ratio=1.0, **places)
     turn = {"chunks": [list(range(30, 100))], "question": [3, 4]}
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    write, writes = States._write, iter(range(100))
+    write = States._write
+    writes = iter(range(100))
 
     def fill(self, name, data, offset):
         if next(writes) == failing:

@@ -136,7 +136,8 @@ def masked(model: Any, store: Any, hidden: list[torch.Tensor], settings: Any) ->
     def shut(index: int) -> Any:
         def before(module: Any, args: Any, kwargs: Any) -> Any:
             mask = kwargs["attention_mask"]
-            rows, keys = kwargs["hidden_states"].shape[1], cache_among(kwargs).get_seq_length(index)
+            rows = kwargs["hidden_states"].shape[1]
+            keys = cache_among(kwargs).get_seq_length(index)
             if mask is None:
                 mask = torch.ones(1, 1, rows, keys + rows, dtype=torch.bool)
             plain = mask.as_subclass(torch.Tensor).clone()
@@ -191,7 +192,8 @@ CRAFTED = {
 
 @pytest.mark.parametrize(("change", "reason"), CRAFTED.values(), ids=CRAFTED)
 def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
-    model, tier = tiny_model("llama"), MemoryTier()
+    model = tiny_model("llama")
+    tier = MemoryTier()
     store = Watched(tier)
     wanted, *_ = answered(model, store)
     good = dict(tier.objects)

@@ -187,7 +187,8 @@ def as_mask(visible, tokens):
 def test_an_exception_while_decoding_leaves_the_model_untouched(model, untouched, monkeypatch):
     store = ChunkStore.open("memory://", partial=ANYHOW)
     asked(model, store)
-    calls, attend_step = [], loading.attend_step
+    calls = []
+    attend_step = loading.attend_step
 
     def fails_in_the_second_step(*given, **more):
         calls.append(1)
@@ -284,7 +285,8 @@ def test_what_makes_no_sense_is_refused_before_anything_is_made(which, tmp_path)
 @pytest.mark.parametrize("family", ["falcon", "bloom"])
 @torch.no_grad()
 def test_chunks_are_loaded_whole_for_attention_that_no_function_can_take(family):
-    model, found = zoo_model(family), []
+    model = zoo_model(family)
+    found = []
     for store in (ChunkStore.open("memory://", partial=ANYHOW), ChunkStore.open("memory://")):
         for _ in range(2):
             cache = BlendCache(model, store, recompute_ratio=0.3)

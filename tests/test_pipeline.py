@@ -97,7 +97,8 @@ def test_layer_that_is_damaged_or_cannot_be_read_is_computed_in_the_same_request
 
 def test_damaged_layer_is_put_again(model, filled, monkeypatch):
     tier, expected = filled
-    read, broken = entry.EntryReader.layers, []
+    read = entry.EntryReader.layers
+    broken = []
 
     def damaged(self: Any, place: int, least_bytes: int) -> Any:
         if place == 2 and not broken:
@@ -115,7 +116,8 @@ def test_damaged_layer_is_put_again(model, filled, monkeypatch):
 
 def test_layer_that_is_late_is_computed(model, filled, monkeypatch):
     tier, expected = filled
-    read, hold = entry.EntryReader.layers, threading.Event()
+    read = entry.EntryReader.layers
+    hold = threading.Event()
 
     def hanging(self: Any, place: int, least_bytes: int) -> Any:
         if place == 2:

@@ -12,7 +12,9 @@ from hf_blend.prefill.request import PendingPrompt, Request, _column_mask
 from hf_blend.prompt.pieces import Span
 
 BOS = (1,)
-A, B, C = tuple(range(10, 17)), tuple(range(20, 25)), tuple(range(30, 39))
+A = tuple(range(10, 17))
+B = tuple(range(20, 25))
+C = tuple(range(30, 39))
 Q = (50, 51, 52)
 
 
@@ -21,7 +23,8 @@ def planner(shared_model):
     """A planner for a store that holds the given chunks; `planner(A, B)`."""
 
     def make(*chunks, sink=BOS, **settings):
-        model, store = shared_model(num_hidden_layers=2), ChunkStore.open("memory://", **settings)
+        model = shared_model(num_hidden_layers=2)
+        store = ChunkStore.open("memory://", **settings)
         store.add(model, None, chunks, chunk_prefix_ids=sink)
         return Planner(model, store, fingerprint(model), ChunkOrigin(sink))
 
@@ -42,7 +45,8 @@ def slots(made):
 
 
 def test_a_prefix_is_an_entry_of_its_own_once_it_was_computed(planner):
-    one, prefix = planner(A), (*BOS, 5, 6)
+    one = planner(A)
+    prefix = (*BOS, 5, 6)
     row = (*prefix, *A, *Q)
     assert slots(plan(one, row)) == [(0, 3, A, False)]
     assert slots(plan(one, row, known=[[Span.whole(3, A)]])) == [(0, 0, prefix, True), (0, 3, A, False)]
@@ -69,7 +73,9 @@ def test_parse_counts_what_came_of_a_prompt_and_not_what_was_held_before_it(shar
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1, 1]])  # 4 held, 3 of the prompt, 2 new
     arguments = {"input_ids": torch.tensor([[8, 9], [8, 9]]), "attention_mask": mask, "logits_to_keep": 1}
     request = Request.parse(arguments, shared_model(), 7, PendingPrompt(cached=4))
-    assert (request.rows, request.before, request.starts) == ([[8, 9]] * 2, [3, 2], [0, 0])
+    assert request.rows == [[8, 9]] * 2
+    assert request.before == [3, 2]
+    assert request.starts == [0, 0]
 
 
 LONG = tuple(range(20, 60))
@@ -101,7 +107,8 @@ def test_places_inside_a_chunk_are_counted_from_its_stored_beginning(planner):
 
 
 def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
-    one, row = planner(A, LONG), (*BOS, 5, *A, *LONG, *Q)
+    one = planner(A, LONG)
+    row = (*BOS, 5, *A, *LONG, *Q)
     known = [[Span(3, A, 1, 6)]]
     searched = one.plan([PromptRow(row, len(row), 0, spans=known[0], prefix=0, is_searched=True)], len(row))
     assert parts(searched) == [(3, 1, 6, False), (9, 0, 40, False)]
@@ -110,7 +117,8 @@ def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
 
 def test_a_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(planner):
     row = (*BOS, 5, *A, *B, *Q)
-    columns, width = (*range(5), *range(7, len(row) + 2)), len(row) + 2
+    columns = (*range(5), *range(7, len(row) + 2))
+    width = len(row) + 2
     made = planner(A, B).plan([PromptRow(row, len(row), 0, columns=columns)], width)
     assert slots(made) == [(0, 11, B, False)]
 
@@ -124,9 +132,11 @@ def test_drop_makes_the_tokens_of_a_chunk_fresh_whatever_else_is_computed(planne
 def test_drop_counts_only_what_was_to_be_reused_before_the_rows_whose_logits_are_asked_for(planner):
     row = (*BOS, 5, *A, *B, *Q)
     made = planner(A, B).plan([PromptRow(row, len(row), 0)], len(row), logits_rows=5)  # two are of B
-    assert (made.stored_counts, made.fresh_counts) == ([7 + 3], [2 + 5])
+    assert made.stored_counts == [7 + 3]
+    assert made.fresh_counts == [2 + 5]
     made.drop(made.chunks[1])
-    assert (made.stored_counts, made.fresh_counts) == ([7], [2 + 8])
+    assert made.stored_counts == [7]
+    assert made.fresh_counts == [2 + 8]
     assert made.fresh(with_reusable=False).tolist() == [[True] * 2 + [False] * 7 + [True] * 8]
 
 
@@ -138,7 +148,8 @@ def test_a_probe_computes_none_of_a_draft_behind_the_prompt(planner):
 
 
 def test_column_mask_is_that_of_the_layers_that_see_everything():
-    seen, window = torch.ones(2, 1, 2, 6, dtype=torch.bool), torch.ones(2, 1, 2, 6, dtype=torch.bool)
+    seen = torch.ones(2, 1, 2, 6, dtype=torch.bool)
+    window = torch.ones(2, 1, 2, 6, dtype=torch.bool)
     seen[1, ..., :2] = window[1, ..., :2] = window[0, ..., :1] = False
     mask = _column_mask({"sliding_attention": window, "full_attention": seen}, 2, PendingPrompt())
     assert mask.tolist() == [[True] * 6, [False] * 2 + [True] * 4]

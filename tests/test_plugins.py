@@ -84,7 +84,8 @@ def test_a_wrong_kind_is_answered_with_the_near_one(fruits, call):
 
 
 def test_a_file_with_two_plugins_is_refused_and_private_classes_and_imported_ones_do_not_count(fruits):
-    one, others = PLUGIN.format(line="One.", name="One"), "\n\nclass _Three(Fruit): ...\n\n\nSame = Fruit\n"
+    one = PLUGIN.format(line="One.", name="One")
+    others = "\n\nclass _Three(Fruit): ...\n\n\nSame = Fruit\n"
     (fruits / "helped.py").write_text(one + others)
     (fruits / "both.py").write_text(f'{one}\n\nclass Two(Fruit):\n    """Doc."""\n{others}')
     assert plugins.load("fruits", "helped").__name__ == "One"

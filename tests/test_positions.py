@@ -14,10 +14,13 @@ from hf_blend.prefill.positions import Run, find_runs
 from tests.asking import apart, memory, prepared
 from tests.conftest import shared_zoo_model, slow_but
 
-A, B, Q = [*range(10, 34)], [*range(60, 82)], [5, 6, 7, 8, 9]
+A = [*range(10, 34)]
+B = [*range(60, 82)]
+Q = [5, 6, 7, 8, 9]
 REQUEST = {"prefix": [1], "chunks": [A, B], "question": Q}
 IDS = torch.tensor([[1, *A, *B, *Q]])
-WIDTH, SECOND = IDS.shape[1], 1 + len(A)
+WIDTH = IDS.shape[1]
+SECOND = 1 + len(A)
 TOLERANCE = 2e-5  # of logits of size 1 to 10, float32
 RATIOS = (0.0, 0.15, 1.0)
 
@@ -125,7 +128,8 @@ def test_position_ids_are_those_of_stock_at_every_ratio(family, place):
 @pytest.mark.parametrize("family", slow_but("llama", among=["llama", "gpt_neox", "deepseek_v3", "cohere"]))
 @torch.no_grad()
 def test_what_is_reused_is_the_chunk_alone_at_the_callers_positions(family):
-    model, positions = model_of(family), PLACES["a gap before the first chunk"][0]
+    model = model_of(family)
+    positions = PLACES["a gap before the first chunk"][0]
     _, cache = blended(model, memory(), positions[None], 0.0, selector="none")
     for chunk, start in ((A, 1), (B, SECOND)):
         alone = DynamicCache()
@@ -158,7 +162,9 @@ PADDED_FAST = [("llama", "shuffled"), ("gemma3_text", "a gap before the first ch
 @pytest.mark.parametrize(("family", "place"), slow_but(*PADDED_FAST, ("llama", None), among=PADDED))
 def test_position_ids_of_a_padded_batch_are_those_of_stock(family, place):
     """Each row at its own; without any, columns are positions."""
-    model, store, count = model_of(family), memory(), len(OTHER_IDS)
+    model = model_of(family)
+    store = memory()
+    count = len(OTHER_IDS)
     positions = torch.arange(count) * 3 if place == "shuffled" else torch.arange(count) + 40
     ids, mask, given = padded((IDS[0].tolist(), PLACES[place or "consecutive"][0]), (OTHER_IDS, positions))
     given = None if place is None else given
@@ -173,7 +179,8 @@ def test_position_ids_of_a_padded_batch_are_those_of_stock(family, place):
             assert apart(logits, expected) <= TOLERANCE
 
 
-CUTS, CUT_PLACES = (9, SECOND, SECOND + 9), ("a gap before the first chunk", "far", "here", "a stride", "before")
+CUTS = (9, SECOND, SECOND + 9)
+CUT_PLACES = ("a gap before the first chunk", "far", "here", "a stride", "before")
 CUT_FAST = [("llama", 9, place) for place in CUT_PLACES] + [("llama", SECOND, "a gap before the first chunk"),
             ("llama", SECOND + 9, "here"), ("gemma3_text", 9, "before")]  # fmt: skip
 CUT_ALL = [*itertools.product(("llama", "gemma3_text", "qwen3_next"), CUTS, CUT_PLACES)]
@@ -220,10 +227,19 @@ def test_what_a_cache_begins_with_is_kept_only_where_it_is_at_its_positions(know
 def test_find_runs_finds_the_first_token_of_each_run_over_the_borders_of_parts():
     columns = np.arange(4)
     new, run = find_runs(np.stack((columns, columns + 2)), 0, 0)
-    assert (new.starts.tolist(), new.is_moved, new.in_order, run.start) == ([0] * 4, True, 0, 0)
+    assert new.starts.tolist() == [0] * 4
+    assert new.is_moved
+    assert new.in_order == 0
+    assert run.start == 0
     new, run = find_runs(np.stack((columns + 4, columns + 6)), 4, 4, run)
-    assert (new.starts.tolist(), run.start, new.in_order) == ([0] * 4, 0, 4)
+    assert new.starts.tolist() == [0] * 4
+    assert run.start == 0
+    assert new.in_order == 4
     new, run = find_runs(np.stack((columns + 8, [10, 11, 13, 14])), 8, 8, run)
-    assert (new.starts.tolist(), run.start, run.last.tolist()) == ([0, 0, 10, 10], 10, [11, 14])
+    assert new.starts.tolist() == [0, 0, 10, 10]
+    assert run.start == 10
+    assert run.last.tolist() == [11, 14]
     new, _ = find_runs(np.stack((columns + 4, columns + 4)), 4, 4, Run(0, np.array([3, 3])))
-    assert (new.starts.tolist(), new.is_moved, new.in_order) == ([0] * 4, False, 8)
+    assert new.starts.tolist() == [0] * 4
+    assert not new.is_moved
+    assert new.in_order == 8

@@ -30,7 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "4bit-bfloat16": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16},
 }
 RUNGS = ("layer_0", "ratio_1", "fused_ratio", "untouched")  # all of them in the slow suite
-OUTLIER_FEATURES, OUTLIER_SCALE = 3, 40.0  # above the threshold of 6 in some rows and below it in others
+OUTLIER_FEATURES = 3  # above the threshold of 6 in some rows and below it in others
+OUTLIER_SCALE = 40.0
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +86,15 @@ def is_packed(model: torch.nn.Module) -> bool:
 
 @pytest.mark.parametrize("kind", slow_but("4bit-nested", among=["4bit", "4bit-nested"]))
 def test_cpu_that_repacks_and_rounds_is_simulated_and_calibrated_by_its_own_noise(kind, folder, rounding_cpu):
-    model, plain = load_model(str(folder / kind)), load_model(str(folder / kind))
+    model = load_model(str(folder / kind))
+    plain = load_model(str(folder / kind))
     for module in plain.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
-        exact, rounded = plain(ids).logits, model(ids).logits
+        exact = plain(ids).logits
+        rounded = model(ids).logits
     assert is_packed(model)
     assert not is_packed(plain)
     assert 1e-4 < (exact - rounded).norm() / exact.norm() < 0.1, "the same weights, in another precision"
@@ -104,7 +107,8 @@ def test_cpu_that_repacks_and_rounds_is_simulated_and_calibrated_by_its_own_nois
 )
 def test_fingerprint_of_weights_that_their_first_forward_repacks_stays(kind, folder, rounding_cpu):
     before = fingerprint(load_model(str(folder / kind)))
-    model, late = load_model(str(folder / kind)), load_model(str(folder / kind))
+    model = load_model(str(folder / kind))
+    late = load_model(str(folder / kind))
     assert fingerprint(model) == before
     with torch.no_grad():
         model(torch.tensor([[5, 6, 7]]))
@@ -150,7 +154,8 @@ def test_every_rung_holds(kind, folder):
 
 @pytest.mark.slow
 def test_without_a_threshold_8_bit_is_exact_and_with_one_its_floor_is_measured(climbed):
-    exact, found = climbed("8bit-exact"), climbed("8bit")
+    exact = climbed("8bit-exact")
+    found = climbed("8bit")
     errors = [rung.max_abs_error for rung in exact.checks if rung.name == "ratio_1"]
     assert len(errors) == 1
     assert errors[0] < 1e-5

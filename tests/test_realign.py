@@ -43,7 +43,8 @@ MODELS = {
 def laid(model, chunk, start, total, slots=None):
     """Realign a chunk to `start` in a prompt of `total` tokens; gives the realigner and (K, V) of each layer."""
     tables = capture(model, torch.full((1, total), 5)).tables
-    realigner, states = Realigner(rotary_styles(model), BlendReport()), []
+    realigner = Realigner(rotary_styles(model), BlendReport())
+    states = []
     for layer, (keys, values) in enumerate(chunk.layers):
         realigner.tables[layer] = tables[layer]
         whole = tuple(torch.full((1, part.shape[0], total, part.shape[2]), 7.0) for part in (keys, values))
@@ -58,7 +59,8 @@ def laid(model, chunk, start, total, slots=None):
 def test_layer_zero_of_a_realigned_chunk_is_that_of_a_full_prefill(tiny_model, name, start):
     model_type, config = MODELS[name]
     model = tiny_model(model_type, **{**LONG, **config})
-    plain, total = DynamicCache(), start + len(CHUNK) + 4
+    plain = DynamicCache()
+    total = start + len(CHUNK) + 4
     ids = torch.tensor([[*[5] * start, *CHUNK, 6, 7, 8, 9]])
     model(ids, past_key_values=plain)
     short, whole = (capture(model, one).tables[0][0][0, 1] for one in (ids[:, :20], ids))
@@ -73,7 +75,9 @@ def test_layer_zero_of_a_realigned_chunk_is_that_of_a_full_prefill(tiny_model, n
 @pytest.mark.parametrize("first", [0, 1])
 def test_layers_that_share_a_table_turn_by_their_own_styles(tiny_model, first):
     model = tiny_model("smollm3", no_rope_layers=[first, 1 - first, first, 1 - first])
-    chunk, moved, places = capture_chunk(model, CHUNK, (1,), "f"), DynamicCache(), torch.arange(31)[None] + 49
+    chunk = capture_chunk(model, CHUNK, (1,), "f")
+    moved = DynamicCache()
+    places = torch.arange(31)[None] + 49
     model(torch.tensor([[1, *CHUNK]]), position_ids=places, past_key_values=moved)
     _, states = laid(model, chunk, 50, 90)
     for (keys, _), plain in zip(states, moved.layers, strict=True):
@@ -90,8 +94,10 @@ def test_a_chunk_may_stand_in_several_places(shared_model):
 
 
 def test_mismatches_are_relative_and_take_the_worse_of_keys_and_values_of_each_chunk(shared_model):
-    model, nan = shared_model(), float("nan")
-    one, other = capture_chunk(model, CHUNK, (1,), "f"), capture_chunk(model, CHUNK[:7], (1,), "f")
+    model = shared_model()
+    nan = float("nan")
+    one = capture_chunk(model, CHUNK, (1,), "f")
+    other = capture_chunk(model, CHUNK[:7], (1,), "f")
     slots = [PlacedChunk(0, 5, one, False, 0), PlacedChunk(0, 50, other, False, 1)]
     realigner, states = laid(model, one, 0, 90, slots)
     keys, values = states[1]

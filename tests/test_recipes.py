@@ -28,7 +28,8 @@ def test_recipe_of_a_model_is_taken_said_and_survives_the_process(shared_model, 
     store.recipes.put(fingerprint(model), TUNED)
     with ChunkStore.open(tmp_path / "kv") as again:
         cache = prefilled(model, PIECES, store=again)[0]
-    assert (cache.config.selector, cache.config.recompute_ratio) == ("boundary", 0.3)
+    assert cache.config.selector == "boundary"
+    assert cache.config.recompute_ratio == 0.3
     assert cache.report.recipe == "tuned on 4 prompts"
     assert cache.report.nominal_ratio == 0.3
     other = shared_model("qwen3")
@@ -68,7 +69,8 @@ def test_recipe_that_cannot_be_read_is_left_out_and_named(shared_model, store, t
 
 
 def test_store_in_memory_keeps_a_recipe_and_one_in_part_asks_no_question(shared_model):
-    model, store = shared_model(), ChunkStore.open("memory://")
+    model = shared_model()
+    store = ChunkStore.open("memory://")
     assert not store.recipes
     store.recipes.put(fingerprint(model), TUNED)
     assert BlendCache(model, store).config.selector == "boundary"
@@ -77,7 +79,9 @@ def test_store_in_memory_keeps_a_recipe_and_one_in_part_asks_no_question(shared_
 
 
 def test_a_file_that_a_folder_names_is_never_run(shared_model, tmp_path, caplog):
-    model, ran, plugin = shared_model(), tmp_path / "ran", tmp_path / "mine.py"
+    model = shared_model()
+    ran = tmp_path / "ran"
+    plugin = tmp_path / "mine.py"
     plugin.write_text(f"open({str(ran)!r}, 'w').close()\nfrom hf_blend.selectors.random import Random as Mine\n")
     settings = {"selector": str(plugin)}
     recipes = tmp_path / "kv" / "recipes"

@@ -11,7 +11,8 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.flops import layer_costs
 from hf_blend.prefill.report import BlendReport
 
-LAYERS, REUSABLE = 4, range(5, 76)
+LAYERS = 4
+REUSABLE = range(5, 76)
 BEFORE = 2 * 64 * (64 + 32 + 32)  # queries, keys, values of the tiny model
 AFTER = 2 * (64 * 64 + 3 * 64 * 128)  # output projection, and the three matrices of the MLP
 PER_KEY = 2 * 2 * 64  # scores and sums, over all heads
@@ -68,12 +69,17 @@ def test_behind_a_history_every_token_is_charged_for_the_keys_of_the_history_too
     cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3, selector="kv-deviation")
     given = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     output = model.generate(**cache.inputs(tokenizer, **pieces()), **given)
-    held, turn = cache.get_seq_length(), pieces((14, 21), seed=5)
+    held = cache.get_seq_length()
+    turn = pieces((14, 21), seed=5)
     inputs = cache.inputs(tokenizer, chunks=turn["chunks"], question=turn["question"], history=output)
     model.generate(**inputs, **given)
-    got, first = cache.report, output.shape[1]  # the last token that was said comes before the chunks
-    chosen, reusable = got.chosen_columns[0], range(first, first + 35)
-    assert (got.past_tokens, got.reusable_tokens, held) == (88, 35, first - 1)
+    got = cache.report  # the last token that was said comes before the chunks
+    first = output.shape[1]
+    chosen = got.chosen_columns[0]
+    reusable = range(first, first + 35)
+    assert got.past_tokens == 88
+    assert got.reusable_tokens == 35
+    assert held == first - 1
     spent = whole(reusable) + BEFORE * len(reusable) + 2 * whole(chosen) + BEFORE * len(chosen)
     assert got.charged_budget == pytest.approx(spent / (LAYERS * whole(reusable)), rel=1e-9)
     full = LAYERS * whole(range(held, first + 35 + len(turn["question"])))
@@ -86,7 +92,9 @@ def test_charged_budget_of_an_early_choice_and_of_exact_chunks(report, pieces):
     wanted = (3 * whole(chosen) + BEFORE * len(chosen)) / (LAYERS * whole(REUSABLE))
     assert got.charged_budget == pytest.approx(wanted, rel=1e-6)
     got = report(request=pieces((30,), prefix=0))
-    assert (got.reusable_tokens, got.exact_tokens, got.charged_budget) == (0, 31, 0)
+    assert got.reusable_tokens == 0
+    assert got.exact_tokens == 31
+    assert got.charged_budget == 0
     assert got.flop_bound > 2
 
 
@@ -99,4 +107,5 @@ def test_a_report_is_one_line_for_people_and_json_for_programs(report):
     assert "85 tokens: 9 new, 5 exact, 71 reusable, of which 11 recomputed (nominal 15%, charged" in str(got)
     assert "\n" not in str(got)
     fresh = BlendReport(0.15)
-    assert (fresh.charged_budget, fresh.flop_bound) == (0, 1)
+    assert fresh.charged_budget == 0
+    assert fresh.flop_bound == 1

@@ -140,7 +140,8 @@ def test_a_draft_with_another_vocabulary_is_refused(untied, asked):
 def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes_on(
     saved, asked, tmp_path, monkeypatch, capsys
 ):
-    arguments, loaded = ["cacheblend", "--model", saved("model", num_hidden_layers=5, hidden_size=16), *asked], []
+    arguments = ["cacheblend", "--model", saved("model", num_hidden_layers=5, hidden_size=16), *asked]
+    loaded = []
     monkeypatch.setattr(cacheblend_figures, "load_model", lambda *given: loaded.append(given) or load_model(*given))
     _, figures = made_by(arguments, capsys)
     assert len(loaded) == 1, "one model for all figures"

@@ -19,8 +19,10 @@ from hf_blend.rotary.interleaved_halves import InterleavedHalves
 from hf_blend.rotary.tables import rotary_table
 from hf_blend.rotary.unrotated import Unrotated
 
-HEAD_DIM, TOKENS = 16, 5
-SLOW, TURNING = pytest.mark.slow, (Half, Interleaved, InterleavedHalves)
+HEAD_DIM = 16
+TOKENS = 5
+SLOW = pytest.mark.slow
+TURNING = (Half, Interleaved, InterleavedHalves)
 styles = st.sampled_from(TURNING)
 positions = st.integers(0, 100_000)
 widths = st.sampled_from((8, HEAD_DIM))  # 8: half of each head turns
@@ -83,9 +85,13 @@ def test_move_gives_what_the_model_computes_there_at_any_distance(style, here, t
 
 
 def test_move_is_exact_where_turning_by_the_difference_of_angles_is_not():
-    here, there = 7, 100_003
-    old, new, difference = table(Half, here), table(Half, there), table(Half, there - here)
-    stored, expected = rotated(Half, fresh_keys(), old).float(), rotated(Half, fresh_keys(), new)
+    here = 7
+    there = 100_003
+    old = table(Half, here)
+    new = table(Half, there)
+    difference = table(Half, there - here)
+    stored = rotated(Half, fresh_keys(), old).float()
+    expected = rotated(Half, fresh_keys(), new)
     by_difference = rotated(Half, stored, tuple(part[:1].expand_as(part) for part in difference))
     assert relative_error(by_difference, expected) > 1e-4
     assert_close(moved(Half, stored, old, new), expected, 6e-7)
@@ -94,7 +100,8 @@ def test_move_is_exact_where_turning_by_the_difference_of_angles_is_not():
 
 @pytest.mark.parametrize("style", TURNING)
 def test_move_from_short_to_long_factors_in_coarse_keys_and_by_views(style):
-    old, new = table(style, 1), table(style, 5000, theta=500_000.0, factor=1.19)
+    old = table(style, 1)
+    new = table(style, 5000, theta=500_000.0, factor=1.19)
     got = moved(style, rotated(style, fresh_keys(), old).float(), old, new)
     assert_close(got, rotated(style, fresh_keys(), new), 6e-7)
     keys = fresh_keys(dtype=torch.bfloat16)
@@ -106,7 +113,8 @@ def test_move_from_short_to_long_factors_in_coarse_keys_and_by_views(style):
 
 
 def test_rotary_table_takes_only_the_form_that_is_understood():
-    one, narrow = torch.ones(1, 4, 8), torch.ones(1, 4, 16)
+    one = torch.ones(1, 4, 8)
+    narrow = torch.ones(1, 4, 16)
     assert rotary_table({"position_embeddings": (one, one)}) is not None
     assert rotary_table({"position_embeddings": [one.repeat(2, 1, 1)] * 2}) is not None
     wrong = (None, one, (one,), (one, "sin"), (one, narrow), (one[0], one[0]), (one.cfloat(), one.cfloat()))
@@ -130,7 +138,8 @@ def test_rotary_table_takes_only_the_form_that_is_understood():
     ],
 )
 def test_rotary_styles_of_each_layer_are_found_once_per_model(tiny_model, untouched, model_type, config, expected):
-    model, calls = tiny_model(model_type, **config), []
+    model = tiny_model(model_type, **config)
+    calls = []
     decoder_layers(model)[0].register_forward_pre_hook(observer(lambda *_: calls.append(1)))
     with untouched(model):
         assert rotary_styles(model) == tuple(expected)

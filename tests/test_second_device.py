@@ -22,7 +22,8 @@ class Recorder:
     """A stream of copies that does each at once, and says in which order they were asked for."""
 
     def __init__(self, said):
-        self.said, self.place = said, None
+        self.said = said
+        self.place = None
 
     def submit(self, place, work):
         self.place, done = place, Future()
@@ -77,7 +78,8 @@ def prefilled(model, store, pieces, said, mode, **settings):
         return observer(lambda *_: said.append((name, index, sum(mode.asked.values()))))
 
     cache = BlendCache(model, store, **{"recompute_ratio": 0.15, **settings})
-    inputs, handles = cache.inputs(None, **pieces()), []
+    inputs = cache.inputs(None, **pieces())
+    handles = []
     for index, layer in enumerate(decoder_layers(model)):
         handles.append(layer.register_forward_pre_hook(says("begin", index)))
         handles.append(layer.register_forward_hook(says("end", index)))
@@ -126,7 +128,9 @@ def test_inside_the_layers_no_value_is_asked_of_the_device_but_once_per_request(
 
 @pytest.mark.parametrize("shape", [(1, 9), (2, 9), (3, 2, 9), (4, 1, 9)])
 def test_parse_reads_position_ids_with_the_ids_and_asks_the_device_once(models, shape):
-    ids, positions, asked = torch.arange(18).view(2, 9) + 3, torch.arange(9).expand(shape), []
+    ids = torch.arange(18).view(2, 9) + 3
+    positions = torch.arange(9).expand(shape)
+    asked = []
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions.contiguous()}
     with second_device() as mode:
         there = {name: part.to(DEVICE) for name, part in inputs.items()}
@@ -168,5 +172,6 @@ def test_a_second_device_refuses_what_a_real_one_refuses():
         with pytest.raises(RuntimeError, match="on two devices"):
             _ = there + torch.ones(2, 3)
         mode.asked.clear()
-        assert (there.sum().item(), there[0].tolist()) == (6.0, [1.0] * 3)
+        assert there.sum().item() == 6.0
+        assert there[0].tolist() == [1.0] * 3
         assert sum(mode.asked.values()) == 2

@@ -19,7 +19,10 @@ from hf_blend.selectors.attention import Attention, received
 from hf_blend.selectors.base import TokenView
 
 SELECTORS = plugins.describe("selectors")
-CHUNKS, QUESTION, LAYERS, CHECK = (7, 12, 5), 4, 4, 1
+CHUNKS = (7, 12, 5)
+QUESTION = 4
+LAYERS = 4
+CHECK = 1
 each = pytest.mark.parametrize("name", SELECTORS)
 
 
@@ -86,10 +89,13 @@ def chosen(one, seen, ratio):
 
 @each
 def test_score_is_one_finite_float32_a_token_and_a_function_of_what_is_reusable(name):
-    one, seen, other = selector(name), view(), view((8,))
+    one = selector(name)
+    seen = view()
+    other = view((8,))
     before = [part.clone() for part in (seen.columns, seen.reusable, seen.chunk, *seen.pair(0), *seen.pair(1))]
     scores = one.score(seen)
-    assert (scores.shape, scores.dtype) == ((1, sum(CHUNKS) + QUESTION), torch.float32)
+    assert scores.shape == (1, sum(CHUNKS) + QUESTION)
+    assert scores.dtype == torch.float32
     assert torch.isfinite(scores[seen.reusable]).all()
     after = (seen.columns, seen.reusable, seen.chunk, *seen.pair(0), *seen.pair(1))
     assert all(torch.equal(was, now) for was, now in zip(before, after, strict=True)), "what is seen is not written"
@@ -105,7 +111,9 @@ def test_score_is_one_finite_float32_a_token_and_a_function_of_what_is_reusable(
 
 @each
 def test_count_is_the_size_of_nested_sets_and_a_share_or_an_end_of_the_scale(name):
-    one, seen, before = selector(name), view(), torch.zeros(1, sum(CHUNKS) + QUESTION, dtype=torch.bool)
+    one = selector(name)
+    seen = view()
+    before = torch.zeros(1, sum(CHUNKS) + QUESTION, dtype=torch.bool)
     for ratio in (0.0, 0.01, 0.15, 0.3, 0.5, 0.9, 1.0):
         marked = chosen(one, seen, ratio)
         assert int(marked.sum()) == one.count(ratio, sum(CHUNKS))
@@ -141,7 +149,8 @@ def test_count_is_the_ceiling_of_the_share_without_the_noise_of_floating_point()
 
 @pytest.mark.parametrize(("on", "parts"), [("v", (1,)), ("k", (0,)), ("kv", (0, 1))])
 def test_kv_deviation_is_the_squared_distance_over_heads_and_width(on, parts):
-    seen, got = view(), selector("kv-deviation", on=on).score(view())
+    seen = view()
+    got = selector("kv-deviation", on=on).score(view())
     for token in range(sum(CHUNKS)):
         expected = sum(float((torch.sub(*seen.pair(part))[0, :, token] ** 2).sum()) for part in parts)
         assert math.isclose(float(got[0, token]), expected, rel_tol=1e-5)
@@ -177,7 +186,8 @@ def blended(model, request, hear=None, **settings):
 def test_attention_observer_gets_the_models_own_attention_and_changes_no_answer(
     shared_model, pieces, family, attention
 ):
-    model, heard = shared_model(family, attention), {}
+    model = shared_model(family, attention)
+    heard = {}
     hear = lambda layer, seen, weights: heard.update({layer: weights})  # noqa: E731
     _, _, inputs = blended(model, pieces(), hear, selector="full", recompute_ratio=1.0)
     with torch.no_grad():
@@ -206,9 +216,12 @@ def test_query_attention_of_an_entry_of_a_batch_is_what_it_is_alone(shared_model
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 def test_expected_error_sees_what_stock_attention_of_some_rows_of_the_question_sees(shared_model, monkeypatch, family):
-    model, weights, columns = shared_model(family, "eager"), [], []
+    model = shared_model(family, "eager")
+    weights = []
+    columns = []
     prompt = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [*range(30, 52)]}
-    first, rows = 58, [58, 67, 76, 77, 78, 79]  # three of the last, three of those before at equal distances
+    first = 58  # three of the last, three of those before at equal distances
+    rows = [58, 67, 76, 77, 78, 79]
     reuse, _, inputs = blended(model, prompt, recompute_ratio=0.0)
     taken = expected_error._taken
 
@@ -240,7 +253,9 @@ def test_expected_error_sees_what_stock_attention_of_some_rows_of_the_question_s
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_expected_error_reads_no_memory_that_nothing_was_written_to(shared_model, monkeypatch, family):
     prompt = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [*range(30, 70)]}
-    model, chosen, empty = shared_model(family), [], torch.empty
+    model = shared_model(family)
+    chosen = []
+    empty = torch.empty
     for filling in (None, torch.nan):
 
         def filled(*size, filling=filling, **given):
@@ -259,7 +274,8 @@ def test_expected_error_reads_no_memory_that_nothing_was_written_to(shared_model
 
 def test_attention_weights_by_hand():
     queries = torch.tensor([[[[1.0], [2.0]], [[0.0], [1.0]]]])  # two heads, two rows
-    keys, values = torch.tensor([[[[1.0], [2.0], [3.0]]]]), torch.tensor([[[[1.0], [10.0], [100.0]]]])
+    keys = torch.tensor([[[[1.0], [2.0], [3.0]]]])
+    values = torch.tensor([[[[1.0], [10.0], [100.0]]]])
     spent = []
     seen = Attention(queries, keys, values, torch.tensor([[1, 2]]), 0, None, 1.0, charge=spent.append)
     weights = seen.weights(slice(None))
@@ -284,6 +300,7 @@ def test_received_by_hand(reduce, expected):
 def test_options_take_numbers_as_text_and_nothing_else():
     attention = plugins.load("selectors", "query-attention")
     made = attention({"anchor_ratio": "0.5", "by_value": "true"})
-    assert (made.options["anchor_ratio"], made.options["by_value"]) == (0.5, True)
+    assert made.options["anchor_ratio"] == 0.5
+    assert (made.options["by_value"])
     with pytest.raises(ConfigError, match=r"anchor_ratio='many'.*float"):
         attention({"anchor_ratio": "many"})

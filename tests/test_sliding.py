@@ -51,7 +51,8 @@ def sliding(cache):
     ),
 )  # fmt: skip
 def test_a_prompt_of_four_windows_is_exact(pieces, family, attention, batch):
-    model, requests = model_of(family, attention), [pieces(**one) for one in BATCH[:batch]]
+    model = model_of(family, attention)
+    requests = [pieces(**one) for one in BATCH[:batch]]
     cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
     assert inputs["input_ids"].shape[1] == 4 * WINDOW
     error = (prefill(model, inputs, cache) - prefill(model, inputs, DynamicCache(config=model.config))).abs().max()
@@ -97,7 +98,8 @@ def test_a_window_and_the_answer_is_all_that_is_held(pieces, family):
 
 @torch.no_grad()
 def test_an_exception_puts_the_windows_back(pieces):
-    model, request = model_of("gemma3_text"), pieces(**FOUR_WINDOWS)
+    model = model_of("gemma3_text")
+    request = pieces(**FOUR_WINDOWS)
     cache, inputs = prepared(model, request)
     output = run(model, inputs, cache)
     before = [(layer.keys.clone(), layer.get_seq_length(), layer.get_mask_sizes(5)) for layer in cache.layers]
@@ -108,13 +110,15 @@ def test_an_exception_puts_the_windows_back(pieces):
     handle.remove()
     for layer, (keys, length, sizes) in zip(cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
-        assert (layer.get_seq_length(), layer.get_mask_sizes(5)) == (length, sizes)
+        assert layer.get_seq_length() == length
+        assert layer.get_mask_sizes(5) == sizes
 
 
 @pytest.mark.parametrize("recording", [False, True])
 @pytest.mark.parametrize("window", [2, 5, 16, 40])
 def test_it_shows_what_a_dynamic_sliding_layer_shows(window, recording):
-    mine, theirs = BlendSlidingLayer(window), DynamicSlidingWindowLayer(window)
+    mine = BlendSlidingLayer(window)
+    theirs = DynamicSlidingWindowLayer(window)
     draw = torch.Generator().manual_seed(window)
     if recording:
         mine.activate_past_recording()

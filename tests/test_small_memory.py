@@ -10,7 +10,8 @@ import torch
 from hf_blend import ChunkStore, observer
 from tests.asking import prefilled, raising
 
-CHUNKS, TOKENS = 10, 20
+CHUNKS = 10
+TOKENS = 20
 MODEL = "llama"
 
 
@@ -45,9 +46,11 @@ def test_notice_says_how_much_of_a_prompt_there_is_room_for(shared_model, prompt
     with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes), eviction=eviction) as store:
         first, *more = [ask(model, store, prompt) for _ in range(3)]
         assert store.stats()["bytes"]["memory"] <= 6.5 * chunk_bytes
-    assert (first[0].loaded_chunks, first[0].computed_chunks) == (0, CHUNKS + 1)
+    assert first[0].loaded_chunks == 0
+    assert first[0].computed_chunks == CHUNKS + 1
     for report, logits in more:
-        assert (report.loaded_chunks, report.computed_chunks) == (7, 4)
+        assert report.loaded_chunks == 7
+        assert report.computed_chunks == 4
         assert torch.equal(logits, expected[1])
     for report, _ in (first, *more):
         assert "the store has room for 60% of this prompt's chunks" in report.notice
@@ -59,11 +62,14 @@ def test_notice_is_empty_where_the_disk_keeps_what_memory_does_not(shared_model,
     with ChunkStore.open(tmp_path, memory_bytes=int(3.5 * chunk_bytes)) as store:
         assert ask(shared_model(MODEL), store, prompt)[0].notice == ""
         report, _ = ask(shared_model(MODEL), store, prompt)
-    assert (report.notice, report.loaded_chunks, report.computed_chunks) == ("", CHUNKS + 1, 0)
+    assert report.notice == ""
+    assert report.loaded_chunks == CHUNKS + 1
+    assert report.computed_chunks == 0
 
 
 def test_chunks_of_a_request_that_failed_or_ended_may_go(shared_model, prompt, pieces, chunk_bytes, monkeypatch):
-    model, other = shared_model(MODEL), {**pieces((TOKENS,) * 3, prefix=0, seed=5), "prefix": [1]}
+    model = shared_model(MODEL)
+    other = {**pieces((TOKENS,) * 3, prefix=0, seed=5), "prefix": [1]}
     with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes)) as store:
         with monkeypatch.context() as patch:
             fails = raising(RuntimeError("fails here"))  # with its traceback, which holds the request
@@ -75,12 +81,15 @@ def test_chunks_of_a_request_that_failed_or_ended_may_go(shared_model, prompt, p
         ask(model, store, prompt)
         ask(model, store, other)
         report, _ = ask(model, store, other)
-    assert (report.loaded_chunks, report.computed_chunks) == (4, 0)
+    assert report.loaded_chunks == 4
+    assert report.computed_chunks == 0
 
 
 def test_a_forward_that_ended_protects_nothing_though_its_plan_is_kept(shared_model, prompt, monkeypatch):
     with ChunkStore.open("memory://") as store:
-        protect, plans, releases = store.protect, [], []
+        protect = store.protect
+        plans = []
+        releases = []
 
         def noting(keys, plan):
             plans.append(plan)
@@ -96,7 +105,8 @@ def test_protect_ends_with_the_last_of_two_requests(chunk_bytes, shared_model, p
     class Owner:
         pass
 
-    first, second = Owner(), Owner()
+    first = Owner()
+    second = Owner()
     with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes)) as store:
         ask(shared_model(MODEL), store, {**prompt, "chunks": prompt["chunks"][:1]})
         (key,) = store.keys(shared_model(MODEL), None, prompt["chunks"][:1])

@@ -163,7 +163,8 @@ def test_sparse_decoding_leaves_the_model_as_it_was_after_an_exception_too(model
 
 def test_sparse_decoding_leaves_another_cache_and_another_thread_dense(model):
     expected = generated(model, prompt(), past_key_values=DynamicCache())
-    cache, found = new_cache(model), []
+    cache = new_cache(model)
+    found = []
 
     def dense():
         found.append(generated(model, prompt(), past_key_values=DynamicCache()))
@@ -215,7 +216,8 @@ def draft_model():
 def test_draft_and_verification_of_a_round_see_the_same_selection(model, monkeypatch):
     draft = draft_model()
     draft.set_attn_implementation(model.config._attn_implementation)
-    drafted, verified = [], []
+    drafted = []
+    verified = []
 
     def watch(session):
         select_kv = session.select_kv
@@ -292,7 +294,10 @@ class Described:
     """What the description says, written down step by step."""
 
     def __init__(self, config):
-        self.config, self.blocks, self.age, self.unchecked = config, None, 0, 0
+        self.config = config
+        self.blocks = None
+        self.age = 0
+        self.unchecked = 0
         self.counts = dict.fromkeys(("locks", "unlocks", "kept", "changed"), 0)
 
     def unlock(self):
@@ -304,14 +309,17 @@ class Described:
             self.unlock()
         if self.blocks is None:
             self.counts["locks"] += 1
-            self.blocks, self.age, self.unchecked = new, 0, 0
+            self.blocks = new
+            self.age = 0
+            self.unchecked = 0
         elif self.unchecked >= self.config.checkpoint_interval:
             self.unchecked = 0
             if len(set(new) ^ set(self.blocks)) <= self.config.update_threshold:
                 self.counts["kept"] += 1
             else:
                 self.counts["changed"] += 1
-                self.blocks, self.age = new, 0
+                self.blocks = new
+                self.age = 0
         self.age += steps
         self.unchecked += steps
         return self.blocks
@@ -324,7 +332,8 @@ class Described:
 @given(CONFIGS, PROGRAMS)
 def test_selection_lock_does_what_is_described(config, program):
     metrics = SparseMetrics()
-    lock, plain = SelectionLock(config, metrics), Described(config)
+    lock = SelectionLock(config, metrics)
+    plain = Described(config)
     for one in program:
         if one == "unlock":
             lock.unlock()

@@ -67,7 +67,8 @@ def test_sparse_decoding_from_disk_gives_the_text_of_blocks_on_the_device(model,
 
 
 def test_draft_sees_what_its_target_sees_from_disk(tmp_path):
-    model, draft = shared_zoo_model("llama"), draft_model()
+    model = shared_zoo_model("llama")
+    draft = draft_model()
     pieces = {**PIECES, "chunks": [[one % 80 + 5 for one in chunk] for chunk in CHUNKS[:2]]}
     ways = {**GREEDY, "assistant_model": draft}
     expected = decoded(model, pieces, ways, draft=draft)

@@ -169,10 +169,12 @@ def test_what_is_listed_as_a_difference_is_one(name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_method_gives_what_stock_gives_or_differs_as_the_docs_say(kind, state):
     differing = {name: given[state] for (name, *kinds), given in DIFFERENCES.items() if kind in kinds}
-    wrong, present = [], {name for name in CALLS if name.startswith("__") or hasattr(Cache, name)}
+    wrong = []
+    present = {name for name in CALLS if name.startswith("__") or hasattr(Cache, name)}
     for name in sorted(present - (set() if resets() else FAULTY)):
         for number, call in enumerate(CALLS[name]):
-            own, other = made(kind, state), made("stock", state)
+            own = made(kind, state)
+            other = made("stock", state)
             (got, error), (expected, stock_error) = result(call, own), result(call, other)
             if name in differing:
                 expected = differing[name][number]
@@ -205,7 +207,8 @@ def test_a_number_of_tokens_to_keep_is_refused_by_crop_as_by_stock(kind):
 def test_after_a_reset_another_prompt_is_answered_as_by_a_new_cache(kind):
     used = made(kind, "filled")
     used.reset()
-    asked, greedy = prompt(9, 5), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    asked = prompt(9, 5)
+    greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     new = model().generate(asked, past_key_values=made(kind, "empty"), **greedy)
     assert torch.equal(model().generate(asked, past_key_values=used, **greedy), new)
     assert used.get_seq_length() == 14

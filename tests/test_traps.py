@@ -48,11 +48,13 @@ def phi3(**fields):
 
 @torch.no_grad()
 def test_a_mask_that_is_left_out_hides_the_wrong_keys_from_scattered_rows(monkeypatch):
-    model, seen = zoo_model("llama"), []
+    model = zoo_model("llama")
+    seen = []
     model.set_attn_implementation("sdpa")
     draw = torch.Generator().manual_seed(0)
     query, keys = (torch.randn(1, 4, 20, 16, generator=draw) for _ in range(2))
-    attention, rows = decoder_layers(model)[0].self_attn, torch.tensor([2, 9, 15, 19])
+    attention = decoder_layers(model)[0].self_attn
+    rows = torch.tensor([2, 9, 15, 19])
     attention.num_key_value_groups = 1
     full = sdpa_attention_forward(attention, query, keys, keys, None)[0]
     scattered = sdpa_attention_forward(attention, query[:, :, rows], keys, keys, None)[0]
@@ -113,7 +115,8 @@ def test_an_answer_that_crosses_into_long_factors_is_that_of_the_plain_model():
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_batch_whose_layers_count_positions_recomputes_the_same_columns_in_every_entry(attention):
-    model, found = shared_zoo_model("llama4_text", attention, **CHUNKED), []
+    model = shared_zoo_model("llama4_text", attention, **CHUNKED)
+    found = []
     for requests in ([PIECES], [PIECES, PIECES], [PIECES, OTHER]):
         cache, inputs = prepared(model, *requests, recompute_ratio=0.3)
         found.append((logits(model, inputs, cache)[:1], cache.report.charged_budget))
@@ -139,7 +142,8 @@ def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_a_cache
 
 def test_frequencies_that_depend_on_the_longest_prompt_so_far_are_those_of_the_plain_model():
     model = zoo_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=58)
-    store, twin = ChunkStore.open("memory://"), copy.deepcopy(model)
+    store = ChunkStore.open("memory://")
+    twin = copy.deepcopy(model)
     assert error(model, PIECES, other=twin, store=store) <= 1e-5
     before = logits(twin, prepared(model, PIECES, store=store)[1], DynamicCache())
     for one in (model, twin):

@@ -231,10 +231,16 @@ def seeing_ahead(self: Any, hidden_states: Any, *given: Any, **kwargs: Any) -> A
 
 
 FORWARD = LlamaAttention.forward
-COMPOSE, WRITE, ROW_MASK, HIGHEST = realign.compose, realign.Realigner.write, arguments.row_mask, selection.highest
-COMPUTE_CHUNKS, BEGIN = plan.compute_chunks, blend.Prefill._begin
+COMPOSE = realign.compose
+WRITE = realign.Realigner.write
+ROW_MASK = arguments.row_mask
+HIGHEST = selection.highest
+COMPUTE_CHUNKS = plan.compute_chunks
+BEGIN = blend.Prefill._begin
 CUT = arguments.RowArguments.cut
-WRITE_STATES, ENDED, LAYER_UPDATE = rows.Rows.write_states, hooks.ForwardHooks._ended, layers.BlendLayer.update
+WRITE_STATES = rows.Rows.write_states
+ENDED = hooks.ForwardHooks._ended
+LAYER_UPDATE = layers.BlendLayer.update
 
 
 def one_column_on(twin, start, exact):
@@ -367,19 +373,23 @@ def test_verify_command_prints_one_json_document_of_a_type_or_a_folder(tmp_path,
         assert code == 0
         assert "1 of 2 in float32 with sdpa attention: ratio_1\n2 of 2 in float32 with sdpa" in err
         assert {"model", "supported", "reason", "rungs"} <= set(document)
-        assert (document["model"], document["supported"], document["reason"]) == (name, True, None)
+        assert document["model"] == name
+        assert (document["supported"])
+        assert document["reason"] is None
         assert all({"name", "passed", "max_abs_error", "tolerance"} < set(rung) for rung in document["rungs"])
         assert len({(rung["name"], rung["dtype"], rung["attention"]) for rung in document["rungs"]}) == count
 
 
 def test_verify_command_ends_with_1_and_names_what_fails_or_is_refused(monkeypatch, run):
     code, out, err = run("verify", "tiny:gpt2", "--json")
-    assert (code, json.loads(out)["rungs"]) == (1, [])
+    assert code == 1
+    assert json.loads(out)["rungs"] == []
     assert "layer 0 of GPT2LMHeadModel" in err
     monkeypatch.setattr(arguments, "row_mask", looking_ahead)
     code, out, err = run(*"verify tiny:llama --dtype float32 --attention sdpa --rung causality --json".split())
     document = json.loads(out)
-    assert (code, document["supported"]) == (1, False)
+    assert code == 1
+    assert not (document["supported"])
     assert not document["rungs"][0]["passed"]
     assert "causality" in document["reason"]
     assert "causality" in err
@@ -389,7 +399,8 @@ def test_verify_command_that_is_stopped_says_what_was_checked_until_then(monkeyp
     monkeypatch.setitem(CHECKS, "selection", replace(CHECKS["selection"], measure=raising(KeyboardInterrupt())))
     words = "verify tiny:llama --dtype float32 --attention sdpa --rung ratio_1 --rung selection".split()
     code, out, err = run(*words)
-    assert (code, out) == (130, "")
+    assert code == 130
+    assert out == ""
     assert "Stopped. Checks run until then: 1, none of them wrong. The rest was not checked" in err
 
 
