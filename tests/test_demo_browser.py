@@ -14,7 +14,7 @@ from worlds import REFERENCE, reference_questions
 from hf_blend import ChunkStore
 from hf_blend.evaluation.demo.compare import compare
 from hf_blend.evaluation.demo.page import Demo, serve
-from hf_blend.evaluation.demo.request import DemoRequest, first_request, page_questions
+from hf_blend.evaluation.demo.request import DemoRequest, first_request
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
 from tests.servers import start_space
 
@@ -31,9 +31,11 @@ FLAGS = (
 )
 WAIT_MS = 90_000  # a busy machine
 STORY = [one for one in reference_questions() if one["story"] == 1]
-TEXT, ANSWERS = "".join(STORY[0]["chunks"]).rstrip(), {one["question"]: one["answer"] for one in STORY}
+TEXT = "".join(STORY[0]["chunks"]).rstrip()
+ANSWERS = {one["question"]: one["answer"] for one in STORY}
 FIRST, OTHER = [*ANSWERS][:2]
-DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+DESKTOP = {"width": 1280, "height": 800}
+PHONE = {"width": 390, "height": 844}
 METHODS = ("full prefill", "full reuse", "blend")
 NOTES = {"light.md": "# Light\n\nInes keeps the light of Lund.\n", "bees.txt": "The bees are in the garden.\n"}
 
@@ -95,7 +97,8 @@ class Visit:
         )
         self.page = self.context.new_page()
         self.page.set_default_timeout(WAIT_MS)
-        self.complaints, self.fetched = [], []
+        self.complaints = []
+        self.fetched = []
         self.page.on("console", lambda one: self.complaints.append(one.text) if one.type == "error" else None)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.fetched.append(request.url))
@@ -186,18 +189,6 @@ def test_the_page_opens_with_question_counts_bars_and_tokens(visit, opened, arte
 
 
 @pytest.mark.slow
-def test_a_question_that_is_picked_is_asked(visit):
-    seen = visit()
-    seen.short()
-    picked = [*page_questions()][1]
-    seen.page.locator("#hb-pick input").click()
-    seen.page.get_by_role("option", name=picked).click()
-    seen.page.locator("#hb-status", has_text="pieces stored now").wait_for()
-    expect(seen.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(picked)
-    expect(seen.page.locator("#hb-pick input")).to_have_value("")
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_smollm2")
 def test_the_space_answers_a_question_that_is_typed(browser, tmp_path, artefacts):
     server = start_space(tmp_path / "space")
@@ -229,47 +220,6 @@ def test_no_tab_has_a_serious_barrier(visit, artefacts, size, dark):
         found = axe.Axe().run(seen.page, context={"exclude": [[".hb-token"]]}).response["violations"]
         serious = [one for one in found if one["impact"] in ("serious", "critical")]
         assert not serious, [(one["id"], [node["html"] for node in one["nodes"]]) for one in serious]
-
-
-def test_asking_gives_three_answers_and_marks_what_was_recomputed(visit, artefacts):
-    seen = visit()
-    seen.short()
-    seen.ask()
-    assert seen.answer("full prefill") == ANSWERS[FIRST]
-    assert seen.answer("full reuse")
-    assert "ms" in seen.panel("full reuse").locator(".hb-figures").inner_text()
-    few, full = seen.chosen(), seen.panel("full prefill").inner_text()
-    slider = seen.page.locator("#hb-ratio input[type=range]")
-    slider.scroll_into_view_if_needed()
-    box = slider.bounding_box()
-    seen.page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
-    seen.chosen_more_than(few)
-    assert seen.answer("blend")
-    few = seen.chosen()
-    seen.page.locator("#hb-ratio input[type=number]").fill("0.9")  # typed, not dragged
-    seen.page.keyboard.press("Enter")
-    seen.chosen_more_than(few)
-    assert seen.panel("full prefill").inner_text() == full
-    seen.page.screenshot(path=artefacts / "answers.png", full_page=True)
-
-
-@pytest.mark.slow
-def test_the_address_is_a_link_to_the_question(visit):
-    seen = visit()
-    seen.short()
-    seen.write("#hb-question", OTHER)
-    seen.ask()
-    answer = seen.answer("blend")
-    seen.page.wait_for_url("**/?*")
-    link = seen.page.evaluate("() => location.search")
-    again = visit(link)
-    again.page.locator("#hb-status", has_text="pieces stored now").wait_for()
-    expect(again.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(OTHER)
-    expect(again.page.locator("#hb-text textarea")).to_have_value(TEXT)
-    again.page.wait_for_function(
-        "text => document.querySelector('#hb-panels [data-method=blend][data-state=done] .hb-answer')?.innerText"
-        ".trim() === text && document.querySelectorAll('#hb-documents .hb-token').length < 500", arg=answer
-    )  # fmt: skip
 
 
 @pytest.mark.slow

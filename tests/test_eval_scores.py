@@ -97,25 +97,6 @@ def test_exact_match_by_hand(prediction, answer, right):
     assert scored("exact-match", prediction, answer) == right
 
 
-@pytest.mark.parametrize("name", ["word-f1", "exact-match"])
-@pytest.mark.parametrize(
-    "text", ["Norway", "November 1912", "Nobel Prize", "nominated for one", "No Doubt", "Yes Minister", "Yesterday"]
-)
-def test_what_only_begins_like_yes_or_no_is_right_where_it_is_right(name, text):
-    assert scored(name, text, text) == 1
-    assert scored(name, text, "Yes") < 1 or text.startswith("Yes ")
-    assert scored(name, text, "no") < 1 or text.startswith("No ")
-
-
-@pytest.mark.parametrize("name", ["word-f1", "exact-match"])
-@pytest.mark.parametrize(
-    ("prediction", "answer"), [("No, they are not.", "no"), (" Yes, both are", "Yes"), ("yes.", "yes"), ("NO", "No")]
-)
-def test_a_yes_or_no_with_more_behind_it_counts_as_that_word(name, prediction, answer):
-    assert scored(name, prediction, answer) == 1
-    assert scored(name, prediction, {"no": "yes", "yes": "no"}[answer.lower()]) == 0
-
-
 @pytest.mark.parametrize(
     ("prediction", "answer", "f1"),
     [
@@ -149,14 +130,6 @@ def test_rouge_l_by_hand(prediction, answer, f_measure):
     pytest.importorskip("rouge_score")
     assert scored("rouge-l", prediction, answer) == pytest.approx(f_measure, abs=1e-12)
     assert scored("rouge-l-whole", prediction, answer) == pytest.approx(f_measure, abs=1e-12)
-
-
-def test_rouge_l_reads_the_first_line_behind_line_breaks_and_the_whole_text_only_where_its_name_says_so():
-    pytest.importorskip("rouge_score")
-    said = "\n\nAnn meets Bob\n\nDialogue: Carl: hello"
-    assert scored("rouge-l", said, "Ann meets Bob") == 1
-    assert scored("rouge-l-whole", said, "Ann meets Bob") == pytest.approx(2 * (3 / 6) / (3 / 6 + 1))
-    assert scored("rouge-l", " \nAnn meets Bob", "Ann meets Bob") == 0, "as published: the first line is a space"
 
 
 def test_a_rule_that_fails_or_lacks_its_library_is_an_error_and_not_0(monkeypatch):
@@ -193,7 +166,8 @@ def wikimqa(folder):
 @pytest.mark.parametrize("answers", [musique, wikimqa])
 def test_recorded_answers_score_the_published_mean(published, mistral_tokenizer, answers):
     said, mean = recorded(published, answers.__name__)
-    rule, right = score("subword-f1", mistral_tokenizer), answers(published)
+    rule = score("subword-f1", mistral_tokenizer)
+    right = answers(published)
     assert len(said) == len(right)
     assert statistics.fmean(map(rule.best, said, right)) == pytest.approx(mean, abs=1e-9)
 

@@ -17,7 +17,8 @@ from hf_blend.evaluation.tasks.base import Sample, Shape, Task, polished
 from tests.asking import jsonl, raising
 
 TASKS = ("hotpotqa", "multi-news", "musique", "needle", "samsum", "wikimqa")
-INSTRUCTION, END = (733, 16289, 28793), (733, 28748, 16289, 28793)
+INSTRUCTION = (733, 16289, 28793)
+END = (733, 28748, 16289, 28793)
 FILES = {
     "musique": "musique_cacheblend.jsonl",
     "wikimqa": "2wikimqa_cacheblend_clean.jsonl",
@@ -44,19 +45,13 @@ PROMPTS["hotpotqa"] = PROMPTS["wikimqa"]
 class Words:
     """A tokenizer whose tokens are words; it adds BOS unless told not to."""
 
-    bos_token_id, bos_token, chat_template = 1, "<s>", None
+    bos_token_id = 1
+    bos_token = "<s>"
+    chat_template = None
 
     def encode(self, text, add_special_tokens=True):
         words = text.replace("<s>", "<s> ").split()
         return [1] * add_special_tokens + [1 if word == "<s>" else 10 + sum(word.encode()) for word in words]
-
-
-class Chatty(Words):
-    chat_template = "given"
-
-    def apply_chat_template(self, turns, tokenize, add_generation_prompt):
-        assert (tokenize, add_generation_prompt) == (False, True)
-        return f"<s><user> {turns[0]['content']} <end> <assistant>"
 
 
 def task(name, tokenizer=None, data=None, seed=0):
@@ -82,7 +77,8 @@ def encoded(tokenizer, text):
 @pytest.mark.parametrize("name", ["musique", "wikimqa", "hotpotqa"])
 def test_a_question_prompt_is_the_published_one_piece_by_piece(published, mistral_tokenizer, name):
     path, (prefix, asked) = real(published, name), PROMPTS[name]
-    first, source = task(name, mistral_tokenizer, path).samples(1)[0], read_rows(path)
+    first = task(name, mistral_tokenizer, path).samples(1)[0]
+    source = read_rows(path)
     ids = partial(encoded, mistral_tokenizer)
     assert first.prefix == INSTRUCTION + ids(prefix)
     assert first.chunks == tuple(ids(f"\n\n{chunk}\n\n") for chunk in source[0]["chunks"])
@@ -91,32 +87,13 @@ def test_a_question_prompt_is_the_published_one_piece_by_piece(published, mistra
     assert first.answers == tuple(source[0]["answers"])
 
 
-@pytest.mark.parametrize("name", ["musique", "wikimqa"])
-def test_going_through_text_as_the_published_scripts_do_gives_the_same_tokens(published, mistral_tokenizer, name):
-    for sample in task(name, mistral_tokenizer, real(published, name)).samples(3):
-        ids = [*sample.prefix, *itertools.chain(*sample.chunks), *sample.question]
-        assert mistral_tokenizer.encode(mistral_tokenizer.decode(ids)) == [1, *ids]
-
-
-def test_no_token_is_lost_where_a_tokenizer_adds_no_bos(published):
-    from transformers import AutoTokenizer
-
-    folder = published / "tokenizers" / "gpt2-bpe"
-    if not folder.is_dir():
-        pytest.skip("the tokenizer of GPT-2 is not here")
-    tokenizer, path = AutoTokenizer.from_pretrained(folder), real(published, "musique")
-    sample = task("musique", tokenizer, path).samples(1)[0]
-    texts = [tokenizer.decode(chunk) for chunk in sample.chunks]
-    assert texts == [f"\n\n{chunk}\n\n" for chunk in read_rows(path)[0]["chunks"]]
-    assert tokenizer.decode(sample.prefix).startswith("You will be asked"), "no tags where the tokenizer has none"
-
-
 def test_a_few_shot_prompt_has_no_tags_and_leaves_out_the_middle_example_until_the_rest_fits(
     published, mistral_tokenizer
 ):
     path = real(published, "samsum")
     ids = partial(encoded, mistral_tokenizer)
-    samples, rows = task("samsum", mistral_tokenizer, path).samples(5), read_rows(path)
+    samples = task("samsum", mistral_tokenizer, path).samples(5)
+    rows = read_rows(path)
     assert len(samples) == 5
     for sample, source in zip(samples, rows, strict=False):
         known = [ids(chunk) for chunk in source["chunks"]]
@@ -152,27 +129,16 @@ def test_every_task_reads_every_real_file_or_says_why_not(published, mistral_tok
         assert all([sample.chunks, *sample.chunks, sample.question, sample.answers]), path
 
 
-def test_a_question_ends_in_its_mark_and_begins_small():
-    questions = ("Who is it?", "Who is it", "É ele?", "who?", "A")
-    assert [*map(polished, questions)] == ["who is it?", "who is it?", "é ele?", "who?", "a?"]
-
-
-def test_other_tokenizers_get_what_their_template_puts_around_a_users_turn(tmp_path):
-    path, words = jsonl(tmp_path / "rows.jsonl", row()), partial(encoded, Words())
-    chatty, plain = (task("musique", one, path).samples()[0] for one in (Chatty(), Words()))
-    assert chatty.prefix == words("<user>") + plain.prefix, "BOS stands in front once, not here"
-    assert chatty.question == plain.question + words("<end> <assistant>")
-    assert task("samsum", Chatty(), path).samples()[0].question == task("samsum", data=path).samples()[0].question
-
-
 @pytest.mark.parametrize("name", ["needle", REFERENCE_TASK])
 def test_what_is_made_here_depends_on_the_seed_alone_and_never_ends(name):
     first, again, other = (task(name, seed=seed).samples(4) for seed in (3, 3, 4))
     assert first == again != other
     assert len({one.id for one in first}) == 4
     assert task(name, seed=3).samples(2) == first[:2]
-    row, chunks = next(iter(task(name, seed=3).rows())), first[0].chunks
-    assert (first[0].id, first[0].answers) == (row["id"], tuple(row["answers"]))
+    row = next(iter(task(name, seed=3).rows()))
+    chunks = first[0].chunks
+    assert first[0].id == row["id"]
+    assert first[0].answers == tuple(row["answers"])
     assert chunks == tuple(task(name).ids(chunk) for chunk in row["chunks"])
     with pytest.raises(ConfigError, match=r"without end.*limit"):
         task(name).samples()
@@ -245,7 +211,8 @@ ROWS_OF_THE_HUB = {
 def hub(monkeypatch):
     """Stands in for the hub: calls are noted, rows come as they were put there."""
     datasets = pytest.importorskip("datasets")
-    asked, held = [], {}
+    asked = []
+    held = {}
 
     def load_dataset(name, configuration=None, *, split, streaming):
         assert streaming, "a few rows must not cost the whole data set"
@@ -262,24 +229,12 @@ def test_a_row_of_the_hub_becomes_passages_question_and_answers(hub, name):
     held[where[2]] = [source]
     made = task(name)
     (found,) = made.rows()
-    assert (found["chunks"], found["answers"], asked) == (chunks, answers, [where])
+    assert found["chunks"] == chunks
+    assert found["answers"] == answers
+    assert asked == [where]
     (sample,) = made.samples()
-    assert (sample.answers, len(sample.chunks)) == (tuple(answers), len(chunks))
-
-
-def test_news_without_an_article_is_left_out(hub):
-    hub[1]["test"] = [{"document": " ||||| ", "summary": "nothing"}, ROWS_OF_THE_HUB["multi-news"][1]]
-    assert [len(one.chunks) for one in task("multi-news").samples()] == [2]
-
-
-def test_dialogues_of_the_hub_come_behind_examples_from_the_training_split(hub):
-    asked, held = hub
-    held["train"] = ({"id": str(n), "dialogue": f"Ann: {n}", "summary": f"Ann says {n}."} for n in itertools.count())
-    held["test"] = [{"id": "t1", "dialogue": "Bob: hi\r\nAnn: hi", "summary": "They greet."}]
-    (found,) = task("samsum").rows()
-    assert asked == [("knkarthick/samsum", None, "train"), ("knkarthick/samsum", None, "test")]
-    assert found["chunks"] == [f"Dialogue: Ann: {n}\nSummary: Ann says {n}.\n" for n in range(20)]
-    assert (found["question"], found["answers"]) == ("Dialogue: Bob: hi\r\nAnn: hi\nSummary: ", ["They greet."])
+    assert sample.answers == tuple(answers)
+    assert len(sample.chunks) == len(chunks)
 
 
 @pytest.mark.parametrize("error", [ConnectionError("offline"), RuntimeError("scripts are no longer supported")])
@@ -321,30 +276,3 @@ def test_a_file_that_is_no_good_is_refused_with_file_line_and_remedy(tmp_path, k
     with pytest.raises(PromptError, match=f"(?s){message}") as raised:
         task("needle", data=path).samples(5)
     assert re.search(r"bad\.jsonl", str(raised.value))
-
-
-def test_a_folder_or_a_file_that_is_not_there_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "absent.jsonl"):
-        with pytest.raises(PromptError, match="cannot be read"):
-            task("musique", data=path).samples()
-
-
-def test_read_rows_takes_odd_line_breaks_a_mark_and_other_names_of_a_field(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    source = row(chunks=["one\u2028two\u0085three"], question="Who\u2029?")
-    path.write_text("\ufeff" + json.dumps(source, ensure_ascii=False) + "\r\n", "utf-8", newline="")
-    assert read_rows(path) == [{"id": "1", **source}]
-    path.write_text(json.dumps(source).replace(", ", ",\r") + "\n", "utf-8", newline="")
-    assert read_rows(path) == [{"id": "1", **source}], "a carriage return alone ends no line"
-    path = jsonl(
-        path, row(), {"documents": ["one two", "three"], "question": "Who?", "answer": "Ann"}, {"text": "one"}
-    )
-    first, second, third = read_rows(path, needs=("chunks",))
-    assert {**second, "id": first["id"]} == first
-    assert third == {"id": "3", "chunks": ["one"]}
-
-
-def test_the_limit_counts_samples_and_no_further_row_is_read(tmp_path):
-    path = jsonl(tmp_path / "rows.jsonl", *[row(id=str(n)) for n in range(5)])
-    assert [one.id for one in task("musique", data=path).samples(2)] == ["0", "1"]
-    assert len(task("musique", data=path).samples()) == 5

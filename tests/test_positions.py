@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend import BlendCache
 from hf_blend.prefill.positions import Run, find_runs
 from tests.asking import apart, memory, prepared
 from tests.conftest import shared_zoo_model, slow_but
@@ -208,20 +207,6 @@ def test_position_ids_of_a_prompt_in_parts_are_those_of_stock(family, cut, place
         for got, known in zip(first_layer(cache), first_layer(true), strict=True):
             count = min(got.shape[2], known.shape[2])
             assert apart(got[:, :, -count:], known[:, :, -count:]) <= TOLERANCE
-
-
-@pytest.mark.parametrize("text", ["The north gate opens at seven. The tower is closed.", "The"])
-@torch.no_grad()
-def test_what_a_cache_begins_with_is_kept_only_where_it_is_at_its_positions(known, text):
-    """The next prompt begins alike, but would be elsewhere; the second begins with a single token."""
-    model, tokenizer = known
-    cache = BlendCache(model, memory(), recompute_ratio=1.0)
-    ids = cache.inputs_from_text(tokenizer, text, [])["input_ids"]
-    model(ids, position_ids=torch.arange(ids.shape[1])[None] + 50, past_key_values=cache, logits_to_keep=1)
-    inputs = cache.inputs_from_text(tokenizer, text + " north gate is open", [])
-    held = cache.get_seq_length()
-    got = model(inputs["input_ids"][:, held:], past_key_values=cache, logits_to_keep=1).logits
-    assert apart(got, model(inputs["input_ids"], logits_to_keep=1).logits) <= TOLERANCE
 
 
 def test_find_runs_finds_the_first_token_of_each_run_over_the_borders_of_parts():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from papers import cacheblend as cacheblend_figures
 from papers import kvstar
-from papers.cacheblend import ReadAtRate, cacheblend, data_files
+from papers.cacheblend import ReadAtRate, data_files
 from reproduce import main
 from worlds import REFERENCE, REFERENCE_TASK
 
@@ -125,18 +125,6 @@ def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(
 
 
 @pytest.mark.slow
-def test_a_copy_as_draft_is_accepted_whole_and_said_to_be_a_copy(untied, asked, capsys):
-    found, figures = made_by(["kvstar", "--model", untied, *asked], capsys)
-    assert figures["speculation"][0]["acceptance"] == 1
-    assert any("copy of the model" in one for one in found["cannot_show"])
-
-
-def test_a_draft_with_another_vocabulary_is_refused(untied, asked):
-    with pytest.raises(ConfigError, match="has another vocabulary"):
-        main(["kvstar", "--model", untied, *asked, "--draft", REFERENCE])
-
-
-@pytest.mark.slow
 def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes_on(
     saved, asked, tmp_path, monkeypatch, capsys
 ):
@@ -160,11 +148,6 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
 
     monkeypatch.setattr("hf_blend.evaluation.trial._Bench.answer", None)  # nothing is answered again
     assert made_by(arguments, capsys)[1] == figures
-
-
-def test_the_number_of_chunks_varies():
-    trials = {figure.name: figure.trials for figure in cacheblend(EvalConfig(("needle",)))}
-    assert [trial.shape().most_chunks for _, trial in trials["chunks"]] == [2, 4, 8, 16]
 
 
 def lines_of(tmp_path, **settings):

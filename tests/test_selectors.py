@@ -15,7 +15,7 @@ from hf_blend.errors import ConfigError
 from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.prefill.rows import highest
 from hf_blend.selectors import expected_error
-from hf_blend.selectors.attention import Attention, received
+from hf_blend.selectors.attention import Attention
 from hf_blend.selectors.base import TokenView
 
 SELECTORS = plugins.describe("selectors")
@@ -202,18 +202,6 @@ def test_attention_observer_gets_the_models_own_attention_and_changes_no_answer(
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
 
 
-def test_query_attention_of_an_entry_of_a_batch_is_what_it_is_alone(shared_model, pieces):
-    requests = [pieces(), pieces((11, 29), question=5, seed=3)]
-    together = {part: [request[part] for request in requests] for part in requests[0]}
-    settings = {"selector": "query-attention", "recompute_ratio": 0.2}
-    both, logits, inputs = blended(shared_model(), together, **settings)
-    for row, request in enumerate(requests):
-        alone, own, _ = blended(shared_model(), request, **settings)
-        padding = int((inputs["attention_mask"][row] == 0).sum())
-        assert [column - padding for column in both.report.chosen_columns[row]] == alone.report.chosen_columns[0]
-        torch.testing.assert_close(logits[row], own[0], rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 def test_expected_error_sees_what_stock_attention_of_some_rows_of_the_question_sees(shared_model, monkeypatch, family):
     model = shared_model(family, "eager")
@@ -270,31 +258,6 @@ def test_expected_error_reads_no_memory_that_nothing_was_written_to(shared_model
         chosen.append(cache.report.chosen_columns)
         assert logits.isfinite().all()
     assert chosen[0] == chosen[1]
-
-
-def test_attention_weights_by_hand():
-    queries = torch.tensor([[[[1.0], [2.0]], [[0.0], [1.0]]]])  # two heads, two rows
-    keys = torch.tensor([[[[1.0], [2.0], [3.0]]]])
-    values = torch.tensor([[[[1.0], [10.0], [100.0]]]])
-    spent = []
-    seen = Attention(queries, keys, values, torch.tensor([[1, 2]]), 0, None, 1.0, charge=spent.append)
-    weights = seen.weights(slice(None))
-    torch.testing.assert_close(weights[0, 0, 0], torch.tensor([1.0, 2.0, -torch.inf]).softmax(0))
-    torch.testing.assert_close(weights[0, 1, 1], torch.tensor([1.0, 2.0, 3.0]).softmax(0))
-    assert [flops() for flops in spent] == [2 * 1 * 2 * (2 + 3)]  # two FLOPs, width 1, two heads, keys that are seen
-    capped = replace(seen, softcap=2.0).weights(slice(None))[0, 0, 1]
-    torch.testing.assert_close(capped, (2 * torch.tensor([1.0, 2.0, 3.0]).tanh()).softmax(0))
-    torch.testing.assert_close(seen.outputs(weights), weights @ values)
-
-
-@pytest.mark.parametrize(
-    ("reduce", "expected"), [("mean", [0.3, 0.2]), ("last", [0.4, 0.1]), ("max", [0.4, 0.3]), ("l2", [0.4472, 0.3162])]
-)
-def test_received_by_hand(reduce, expected):
-    weights = torch.tensor([[[[0.9, 0.9], [0.2, 0.3], [0.4, 0.1]]]])
-    seen = Attention(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 2, 1), torch.ones(1, 1, 2, 1), torch.zeros(1, 3))
-    rows = torch.tensor([[False, True, True]])
-    torch.testing.assert_close(received(seen, weights, rows, reduce), torch.tensor([expected]), rtol=1e-3, atol=0)
 
 
 def test_options_take_numbers_as_text_and_nothing_else():

@@ -3,7 +3,7 @@
 """The cheapest candidate that leaves little enough is chosen on one half of the prompts, and measured on the other."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,11 +12,10 @@ import torch
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, PluginNotFoundError, PromptError
-from hf_blend.evaluation import tuning
 from hf_blend.evaluation.answering import REUSE
 from hf_blend.evaluation.asking import Answer, Loss, Pipeline, Question
 from hf_blend.evaluation.summary import share_interval
-from hf_blend.evaluation.tuning import Point, candidates, choose, read_prompts, scored, tune
+from hf_blend.evaluation.tuning import Point, candidates, choose, read_prompts, tune
 from tests.asking import jsonl
 
 ROW = {"id": "a", "chunks": ["The mill is old.", "Ann owns it. ", "Bob left."], "question": "Who owns it?"}
@@ -30,11 +29,13 @@ def point(name, charged, kl):
 def test_the_cheapest_that_leaves_little_enough_is_chosen_or_else_the_nearest(leave, name, is_enough):
     points = [point("full reuse", 0.0, 1.0), point("d", 0.4, 0.3), point("b", 0.1, 0.45), point("c", 0.2, 0.1)]
     found, enough = choose(points, leave)
-    assert (found.candidate, enough) == (name, is_enough)
+    assert found.candidate == name
+    assert enough == is_enough
 
 
 def test_the_interval_of_a_share_is_that_of_paired_sums():
-    parts, wholes = np.array([0.1, 0.4, 0.2, 0.6]), np.array([1.0, 2.0, 1.0, 3.0])
+    parts = np.array([0.1, 0.4, 0.2, 0.6])
+    wholes = np.array([1.0, 2.0, 1.0, 3.0])
     drawn = [
         (parts[some].sum() / wholes[some].sum()) for some in np.random.default_rng(5).integers(0, 4, size=(4000, 4))
     ]
@@ -47,7 +48,8 @@ class Told:
     """Stands in for `Pipeline`: a candidate at ratio r loses 1 - 2r of full reuse's; what was asked is noted."""
 
     def __init__(self):
-        self.asked, self.stored = [], []
+        self.asked = []
+        self.stored = []
 
     def store_chunks(self, prompt, config):
         self.stored.append(prompt.name)
@@ -65,34 +67,26 @@ class Told:
 
 
 def test_the_choice_is_measured_on_prompts_that_did_not_choose_it():
-    measure, prompts = Told(), [Question(str(number), {}) for number in range(7)]
+    measure = Told()
+    prompts = [Question(str(number), {}) for number in range(7)]
     got = tune(measure, prompts, candidates(["random", "boundary@0.45"], (0.1, 0.3)), 0.5)
     chose = {name for name, ratio in measure.asked if ratio == 0.1}
     reported = [name for name, ratio in measure.asked if ratio in (0.0, 0.3) and name not in chose]
-    assert (len(chose), len(reported)) == (4, 6)
+    assert len(chose) == 4
+    assert len(reported) == 6
     assert {*reported} | chose == {prompt.name for prompt in prompts} == {*measure.stored}
     assert [one.candidate for one in got.points] == ["full reuse", "random@0.1", "random@0.3", "boundary@0.45"]
     assert [one.kl for one in got.points] == pytest.approx([1, 0.8, 0.4, 0.1])
-    assert (got.choice.candidate, got.choice.n, got.leaves_enough) == ("random@0.3", 3, True)
+    assert got.choice.candidate == "random@0.3"
+    assert got.choice.n == 3
+    assert got.leaves_enough
     assert (got.choice.kl, got.choice.low, got.choice.high) == pytest.approx((0.4, 0.4, 0.4))
     assert (got.choice.charged, got.choice.ttft_ratio) == pytest.approx((0.3, 0.4))
     assert got.reuse_kl == pytest.approx(sum(1 + int(name) for name in {*reported}) / 3)
-    assert (got.config["selector"], got.config["recompute_ratio"], got.answers) == ("random", 0.3, None)
+    assert got.config["selector"] == "random"
+    assert got.config["recompute_ratio"] == 0.3
+    assert got.answers is None
     assert json.loads(json.dumps(asdict(got)))["config"] == got.config
-
-
-def test_answers_are_scored_where_all_prompts_have_right_ones():
-    prompts = [Question(str(number), {}, ("Ann",)) for number in range(4)]
-    got = tune(Told(), prompts, candidates(["boundary"], (0.45,)), 0.5)
-    assert got.answers["full prefill"] == {"f1": 0.0, "containment": 0.0, "right": 0, "n": 2}
-    assert got.answers["boundary@0.45"] == {"f1": pytest.approx(1 / 3), "containment": 1.0, "right": 2, "n": 2}
-    assert scored(["Ann"], prompts[:1]) == {"f1": 1.0, "containment": 1.0, "right": 1, "n": 1}
-
-
-def test_where_full_reuse_loses_nothing_nothing_is_recomputed():
-    measure, prompts = Told(), [Question("-1", {})] * 2  # a loss of 0
-    got = tune(measure, prompts, candidates(["random"], (0.1,)), 0.3)
-    assert (got.choice.candidate, got.choice.kl, got.leaves_enough) == ("full reuse", 0.0, True)
 
 
 def test_candidates_are_every_selector_at_every_ratio(tmp_path):
@@ -102,7 +96,8 @@ def test_candidates_are_every_selector_at_every_ratio(tmp_path):
     )
     found = candidates(["boundary", "kv-deviation:on=k@0.2", str(mine)], (0.1, 0.3))
     assert [one.name for one in found[:3]] == ["boundary@0.1", "boundary@0.3", "kv-deviation:on=k@0.2"]
-    assert (found[2].config.selector_options, found[2].config.recompute_ratio) == ({"on": "k"}, 0.2)
+    assert found[2].config.selector_options == {"on": "k"}
+    assert found[2].config.recompute_ratio == 0.2
     assert {one.config.selector for one in found} == {"boundary", "kv-deviation", str(mine)}
     with pytest.raises(PluginNotFoundError, match="Did you mean 'boundary'"):
         candidates(["boundry"], (0.1,))
@@ -143,7 +138,8 @@ def test_the_loss_is_the_divergence_of_the_answer_that_full_prefill_gives(asker,
     got = asker.loss(prompt, full, REUSE)
     assert got.kl == pytest.approx(float(torch.stack(expected).mean()), rel=1e-4)
     assert got.kl_first == pytest.approx(float(expected[0]), rel=1e-4)
-    assert (got.charged, got.ttft_ratio > 0) == (0.0, True)
+    assert got.charged == 0.0
+    assert got.ttft_ratio > 0
     assert asker.loss(prompt, full, BlendConfig(1.0, "full")).kl < 1e-6 < got.kl
 
 
@@ -160,7 +156,9 @@ def test_a_prompt_with_nothing_to_choose_among_and_a_store_that_is_too_small_are
 class Chat:
     """A tokenizer of letters with a chat template."""
 
-    chat_template, bos_token, bos_token_id = "x", None, None
+    chat_template = "x"
+    bos_token = None
+    bos_token_id = None
 
     def apply_chat_template(self, messages, **_):
         return "".join(f"<{one['role']}>{one['content']}</>" for one in messages)
@@ -178,7 +176,9 @@ def test_prompts_are_what_a_chat_model_is_asked_and_keep_their_passages_apart(tm
     assert first.request["documents"] == ["The mill is old.\n\n", "Ann owns it. ", "Bob left.\n\n"]
     assert [one["role"] for one in first.request["messages"]] == ["system", "user"]
     assert first.request["messages"][1]["content"].endswith("Bob left.\n\nQuestion: Who owns it?")
-    assert (first.name, first.answers, second.answers) == ("row 'a'", ("Ann", "Anna"), ("Ann",))
+    assert first.name == "row 'a'"
+    assert first.answers == ("Ann", "Anna")
+    assert second.answers == ("Ann",)
     (plain,) = read_prompts(path, tokenizer, limit=1)
     assert plain.request == {"prefix": None, "chunks": first.request["documents"], "question": "Who owns it?"}
 
@@ -186,14 +186,6 @@ def test_prompts_are_what_a_chat_model_is_asked_and_keep_their_passages_apart(tm
 def test_a_prompt_that_is_too_long_is_refused_by_name(tmp_path, tokenizer):
     with pytest.raises(PromptError, match=r"row 'a' of '.*rows.jsonl' has 8[0-9] tokens.*at most the model's 60"):
         read_prompts(jsonl(tmp_path / "rows.jsonl", ROW), tokenizer, positions=60)
-
-
-def test_bundled_prompts_ask_in_turn_over_pages_that_are_drawn(tokenizer):
-    made, again, other = (tuning.bundled_prompts(4, seed, tokenizer) for seed in (1, 1, 2))
-    assert made == again != other
-    assert made[0].request["question"] == made[3].request["question"] != made[1].request["question"]
-    assert made[0].request["chunks"] != made[3].request["chunks"]
-    assert {len(set(one.request["chunks"])) for one in made} == {tuning.BUNDLED_PAGES}
 
 
 def test_the_command_prints_one_document_for_a_model_of_ones_own(tmp_path, model_folder, run):
@@ -205,18 +197,9 @@ def test_the_command_prints_one_document_for_a_model_of_ones_own(tmp_path, model
     assert code == 0
     assert {"candidate", "kl", "low", "high", "charged", "ttft_ratio"} <= found["choice"].keys()
     assert [one["candidate"] for one in found["points"]] == ["full reuse", "boundary@0.5"]
-    assert (found["choice"]["candidate"], found["choice"]["n"], found["answers"]) == ("full reuse", 2, None)
-
-
-def test_the_command_says_where_answers_cannot_choose_and_where_nothing_is_near_enough(tmp_path, model_folder, run):
-    rows = [{**ROW, "id": str(number), "question": f"{number}?", "answers": ["xyzzy"]} for number in range(2)]
-    words = ("--prompts", jsonl(tmp_path / "rows.jsonl", *rows), "--selector", "random@0.01", "--leave", 0)
-    code, out, err = run("tune", "--model", model_folder, *words)
-    assert code == 1
-    assert "full prefill answers 0 of 1: nothing to keep by answers" in err
-    assert "None leaves at most 0 on the choosing half; the nearest is shown." in err
-    assert out.count("random@0.01") >= 1
-    assert "of the KL divergence of reuse behind BOS" in err
+    assert found["choice"]["candidate"] == "full reuse"
+    assert found["choice"]["n"] == 2
+    assert found["answers"] is None
 
 
 def test_tune_keeps_its_choice_in_a_store_on_disk_and_says_what_recomputing_bought(tmp_path, run, model_folder):
@@ -231,11 +214,3 @@ def test_tune_keeps_its_choice_in_a_store_on_disk_and_says_what_recomputing_boug
     kept = json.loads(path.read_text("utf-8"))
     assert kept["settings"]["selector"] in ("boundary", "none")
     assert kept["source"].startswith("tuned on 2 prompts: ")
-
-
-def test_bought_names_the_charge_from_which_less_is_left():
-    reuse = replace(point("full reuse", 0.0, 0.5), low=0.4, high=0.6)
-    assert "from a charge of 0.14 on: b leaves 0.30" in tuning.bought(
-        [reuse, point("a", 0.1, 0.45), point("b", 0.14, 0.3)]
-    )
-    assert "nothing that was tried leaves less" in tuning.bought([reuse, point("a", 0.1, 0.45)])
