@@ -68,7 +68,7 @@ class BlendConfig:
         kv_device_map: where K and V are kept: "auto", "cpu", "disk", or layer → device, see docs/holding_less.md.
             None, and layers that are not named: where they are computed.
         max_memory: for "auto": device → bytes, a number or "10GB"; None is what is free.
-        offload_folder: for K and V on disk; each cache makes and deletes a folder of its own there.
+        offload_folder: for K and V on disk; files there have no names and go with the cache.
         allow_unverified: use a model that fails the self-test, with one warning.
         seed: for selectors that draw at random.
     """

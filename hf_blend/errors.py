@@ -32,7 +32,7 @@ class StoreError(HfBlendError, OSError):
 
 
 class OffloadError(HfBlendError, OSError):
-    """K and V that were offloaded cannot be written, or are not what was written."""
+    """K and V that are away from their device cannot be written, or belong to another process."""
 
 
 class PluginNotFoundError(HfBlendError, LookupError):

@@ -3,5 +3,5 @@
 """K and V beyond the device; accelerate decides which layers are kept where.
 
 `memory` places the layers of one cache and counts bytes, `states` stores the K and V that are elsewhere, and `layer`
-is the cache layer over both. Files are append-only, and verified whenever they are read.
+is the cache layer over both.
 """
