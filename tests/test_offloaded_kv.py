@@ -24,7 +24,8 @@ from tests.asking import LONG as PIECES
 from tests.asking import asked as answered
 from tests.conftest import slow_but
 
-LAYERS, ROW = 12, 2 * 2 * 16 * 4  # of the long model; bytes of K and V of a token in a layer
+LAYERS = 12  # of the long model
+ROW = 2 * 2 * 16 * 4  # bytes of K and V of a token in a layer
 WAYS = {**GREEDY, "max_new_tokens": 12}
 LONG = {
     "prefix": [1, 4, 5],
@@ -53,7 +54,9 @@ class Live:
     """The oracle: tensors that are alive while a step attends, found by the garbage collector; no mapped files."""
 
     def __init__(self, model, tokens, cache):
-        self.least, self.most, self.peak = tokens * ROW // 2, (tokens + 2 * GROW_TOKENS) * ROW // 2, 0
+        self.least = tokens * ROW // 2
+        self.most = (tokens + 2 * GROW_TOKENS) * ROW // 2
+        self.peak = 0
         gc.collect()  # what other tests have left
         self.cache = cache
         self.columns = range(tokens, tokens + 2 * GROW_TOKENS + 1)  # no other test has prompts of this length
