@@ -89,7 +89,8 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    measure, write = commands.add_parser("run"), commands.add_parser("table")
+    measure = commands.add_parser("run")
+    write = commands.add_parser("table")
     measure.add_argument("--model", choices=FAMILIES, required=True)
     measure.add_argument("--dtype", default="auto")
     measure.add_argument("--output", type=Path, required=True)

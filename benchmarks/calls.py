@@ -22,7 +22,9 @@ import hf_blend
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 
 PACKAGE = Path(hf_blend.__file__).parent
-CHUNKS, CHUNK_TOKENS, QUESTION_TOKENS = 2, 64, 8
+CHUNKS = 2
+CHUNK_TOKENS = 64
+QUESTION_TOKENS = 8
 COUNTED = (
     "A request with two chunks that are stored in memory, on a model that was used before. `prompt`: "
     "BlendCache(model, store) and cache.inputs; `prefill`: from the model's first hook to its last. Files: those of "

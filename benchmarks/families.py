@@ -104,12 +104,15 @@ def healed_in_bfloat16(model_type: str, attention: tuple[str, ...] = ("sdpa", "e
         loaded.append(load_model(*how))
         return loaded[-1]
 
-    verdict, used = Verdict(model_type), attention[0]
+    verdict = Verdict(model_type)
+    used = attention[0]
     for used in attention:
         verdict = verify(TINY + model_type, dtypes=["bfloat16"], attention=[used], checks=HEAL, load=load)
         if verdict.checks or verdict.refusal is not None:
             break
-    error, floor, said = _largest(verdict, HEAL), None, _verdict(verdict)
+    error = _largest(verdict, HEAL)
+    floor = None
+    said = _verdict(verdict)
     if error is not None:
         with attending(loaded[-1], used):
             floor = _floor_of_pieces(loaded[-1])

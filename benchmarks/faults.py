@@ -25,7 +25,8 @@ from tests.faults.fault import BROKEN, Verdict
 from tests.faults.run import AFTER, CLASSES, Run
 from tests.faults.world import World
 
-PREFIX, QUESTION = [1, 3, 4, 5], list(range(80, 89))
+PREFIX = [1, 3, 4, 5]
+QUESTION = list(range(80, 89))
 NEW_TOKENS = 4
 RATIO = 0.3
 PATIENCE_S = 5.0  # for threads that still wait for a server
@@ -76,7 +77,9 @@ def _held() -> tuple[int, int]:
 
 def until(run: Run, faults: int, kills: int, seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
     """Inject rounds until there are enough, or the time is over."""
-    began_s, number, aftermath = time.monotonic(), 0, Aftermath(run.world)
+    began_s = time.monotonic()
+    number = 0
+    aftermath = Aftermath(run.world)
     after = {"checked": 0, "different": 0, "leaks": 0}
     while True:
         run.round(number, kills / faults if faults else 0.0)

@@ -27,7 +27,9 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.version import __version__
 
-FEWEST, MOST, ROWS = 8, 10, 60  # passages of a prompt, and how many rows of the file are looked at
+FEWEST = 8  # passages of a prompt, and how many rows of the file are looked at
+MOST = 10
+ROWS = 60
 
 
 def choose(tokenizer: Any, path: Path, tokens: int) -> tuple[list[str], str]:

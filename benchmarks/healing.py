@@ -34,7 +34,9 @@ from transformers import DynamicCache
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.cache.healing import BLOCK_TOKENS
 
-PASSAGES, ANSWER_TOKENS, COMPARED_TOKENS = 10, 20, 10
+PASSAGES = 10
+ANSWER_TOKENS = 20
+COMPARED_TOKENS = 10
 TOKENS[PASSAGES] = (800, 2400)
 FURTHER = ("Which sentence of the documents says so?", "Say it again in a few words.")
 TURN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # of both models' templates
@@ -71,8 +73,10 @@ class Stock:
 
         The cache holds all before the turn, or, with the logits `before`, `[1, words]`, its question, too.
         """
-        ids, answer = self.ids(number + 1), self.answers[number]
-        new, kept = ids[None, cache.get_seq_length() : -1], len(answer) - (before is not None)
+        ids = self.ids(number + 1)
+        answer = self.answers[number]
+        new = ids[None, cache.get_seq_length() : -1]
+        kept = len(answer) - (before is not None)
         logits = [] if before is None else [before]
         if kept:
             logits.append(bench.model(new, past_key_values=cache, logits_to_keep=kept).logits[0])
@@ -96,15 +100,18 @@ def measured(bench: Bench, row: dict[str, Any], ratio: float, is_timed: bool) ->
     """The divergences of every turn, by method and share that is healed behind each answer."""
     store = ChunkStore.open("memory://")
     prompt = bench.inputs(BlendCache(bench.model, store), row)["input_ids"]
-    stock, kl = Stock(bench, prompt), dict[str, list[float]]()
+    stock = Stock(bench, prompt)
+    kl = dict[str, list[float]]()
     blended(bench, row, store, REUSE, 0.0)  # stores the chunks
     for name, method, shares in (("reuse", REUSE, SHARES[:1]), ("default", DEFAULT, SHARES)):
         (cache, logits), healed = blended(bench, row, store, method, ratio if method is DEFAULT else 0.0), 0
-        charged, first = cache.report.charged_budget, stock.turn(bench, cache, 0, logits)
+        charged = cache.report.charged_budget
+        first = stock.turn(bench, cache, 0, logits)
         left = cache.heal(0)
         for share in shares:
             cache.heal(round(share * left) - healed, stock.ids(1)[None])
-            healed, copied = round(share * left), copy.deepcopy(cache)
+            healed = round(share * left)
+            copied = copy.deepcopy(cache)
             second = stock.turn(bench, copied, 1)
             copied.heal(round(share * copied.heal(0)), stock.ids(2)[None])
             kl[f"{name} {share:.2f}"] = [round(value, 6) for value in (first, second, stock.turn(bench, copied, 2))]
@@ -114,7 +121,9 @@ def measured(bench: Bench, row: dict[str, Any], ratio: float, is_timed: bool) ->
 
 def cost(bench: Bench, row: dict[str, Any], store: ChunkStore, ratio: float, stock: Stock) -> dict[str, Any]:
     """CPU seconds of healing the first turn, and of stock's prefill of these tokens in blocks, in turns."""
-    ids, heal_s, stock_s = stock.ids(1)[None, :-1], list[float](), list[float]()
+    ids = stock.ids(1)[None, :-1]
+    heal_s = list[float]()
+    stock_s = list[float]()
     for _ in range(3):
         cache, logits = blended(bench, row, store, DEFAULT, ratio)
         stock.turn(bench, cache, 0, logits)

@@ -106,7 +106,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args()
-    bench, rows = Bench(asked.model, {}), []
+    bench = Bench(asked.model, {})
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         rewrite(gguf.GGMLQuantizationType.Q8_0, Path(folder, "q8_0.gguf"))
         for tokens in asked.tokens:

@@ -36,6 +36,8 @@ def open_server(path: Path, tokens: int, at_once: int) -> xllamacpp.Server:
     """Start a server with one thread and its defaults, with room for requests of so many tokens."""
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
-    params.n_ctx, params.n_parallel, params.warmup = at_once * tokens, at_once, True
+    params.n_ctx = at_once * tokens
+    params.n_parallel = at_once
+    params.warmup = True
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     return xllamacpp.Server(params)

@@ -61,7 +61,8 @@ def draw(persons: dict[str, tuple[str, str]], number: int, hops: int = 1) -> dic
     rng = random.Random(f"{SEED}-{number}")
     shown = [asked, *rng.sample([name for name in names if name != asked], PASSAGES - 1)]
     rng.shuffle(shown)
-    year, question = persons[asked][1], f"In which year was {asked} born?"
+    year = persons[asked][1]
+    question = f"In which year was {asked} born?"
     if hops == 2:
         other = rng.choice([name for name in shown if persons[name][1] != year])
         year = min(year, persons[other][1])
@@ -79,7 +80,8 @@ def draw(persons: dict[str, tuple[str, str]], number: int, hops: int = 1) -> dic
 
 def most_likely(bench: Bench, logits: torch.Tensor, cache: Any, years: Sequence[str]) -> str:
     """Return the most likely of some years behind a prompt, whose last logits `[words]` are given."""
-    first, scores = torch.log_softmax(logits.float(), -1), []
+    first = torch.log_softmax(logits.float(), -1)
+    scores = []
     for year in years:
         ids = bench.tokenizer(year, add_special_tokens=False).input_ids
         found = bench.model(torch.tensor([ids[:-1]]), past_key_values=cache).logits[0]

@@ -38,7 +38,8 @@ STEPS = 10
 @torch.no_grad()
 def continued(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The greedy tokens behind a full prefill, all but the last, and the distributions they come from."""
-    cache, rows = DynamicCache(), []
+    cache = DynamicCache()
+    rows = []
     logits = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
     tokens = []
     for step in range(STEPS):
@@ -80,7 +81,8 @@ def ask(model: Any, tokenizer: Any, row: dict[str, Any], passages: int) -> list[
     messages = [{"role": "user", "content": "\n\n".join([*chunks, row["question"]])}]
     found = []
     with tempfile.TemporaryDirectory() as folder, ChunkStore.open("memory://") as memory:
-        computed, put = list[Any](), memory.put
+        computed = list[Any]()
+        put = memory.put
         memory.put = lambda chunk: (computed.append(chunk), put(chunk))[1]  # type: ignore[method-assign]
         first = BlendCache(model, memory, WAYS["full reuse"])
         inputs = first.inputs_from_messages(tokenizer, messages, documents=chunks)
@@ -93,7 +95,8 @@ def ask(model: Any, tokenizer: Any, row: dict[str, Any], passages: int) -> list[
                     store.put(chunk)
                 began = time.process_time()
                 loaded = [store.get(chunk.key) for chunk in computed]
-                load_ms, tokens = 1e3 * (time.process_time() - began), sum(chunk.tokens for chunk in loaded)
+                load_ms = 1e3 * (time.process_time() - began)
+                tokens = sum(chunk.tokens for chunk in loaded)
                 size = sum(entry.nbytes for entry in store.entries()) / tokens
                 about = {"codec": codec, "bytes_per_token": size, "load_ms_per_1000_tokens": 1e3 * load_ms / tokens}
                 for way, config in WAYS.items():

@@ -42,7 +42,10 @@ BLOCKS = {  # way → settings of sparse decoding
     "random 0.25": {"share": 0.25, "method": "random"},
 }
 LOADED = {"partial 0.5": 0.5, "partial 0.25": 0.25}
-BLOCK_TOKENS, WINDOW, READ, PIECE = 16, 128, 384, 64
+BLOCK_TOKENS = 16
+WINDOW = 128
+READ = 384
+PIECE = 64
 PROMPTS = Task(tokens=(700, 1045))
 Line = dict[str, Any]
 
@@ -81,7 +84,8 @@ def decoding(bench: Bench, row: Line) -> Iterator[Line]:
 
 def counted(session: Any) -> dict[str, int]:
     """Count the keys that steps look at, and those that there are."""
-    counts, select = {"looked": 0, "all": 0}, session.select_kv
+    counts = {"looked": 0, "all": 0}
+    select = session.select_kv
 
     def select_kv(index: int, query: Tensor, key: Tensor, *given: Any) -> Any:
         found = select(index, query, key, *given)
@@ -132,7 +136,8 @@ def reader(bench: Bench, cache: Any) -> Callable[[Tensor], Tensor]:
 
 def cut_reader(bench: Bench) -> Callable[[Tensor], Tensor]:
     """Reads a piece behind what fits a window; where it is full, its newer half is prefilled again."""
-    kept, held = torch.zeros(0, dtype=torch.long), [DynamicCache()]
+    kept = torch.zeros(0, dtype=torch.long)
+    held = [DynamicCache()]
 
     def read(piece: Tensor) -> Tensor:
         nonlocal kept

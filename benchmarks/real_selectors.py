@@ -185,14 +185,16 @@ class Bench:
             The answer's ids `[tokens]`, the log probabilities of each of its tokens `[tokens, words]`, and the CPU
             milliseconds to the first of them.
         """
-        cache, began = DynamicCache(config=self.model.config), time.process_time()
+        cache = DynamicCache(config=self.model.config)
+        began = time.process_time()
         logits = self.model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
         spent = 1e3 * (time.process_time() - began)
         return *self.continued(cache, logits, tokens), spent
 
     def continued(self, cache: Any, logits: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Go on greedily from logits `[1, words]`: ids `[tokens]`, log probabilities `[tokens, words]`."""
-        answer, found = [], []
+        answer = []
+        found = []
         while len(answer) < tokens:
             found.append(torch.log_softmax(logits[0].float(), -1))
             answer.append(int(logits.argmax()))
@@ -219,12 +221,15 @@ class Bench:
             the score of the answer that this prefill writes itself, where the task has one.
         """
         cache = BlendCache(self.model, store, chunk_prefix_ids=self.contexts[context], **settings)
-        inputs, began = self.inputs(cache, row), time.process_time()
+        inputs = self.inputs(cache, row)
+        began = time.process_time()
         first = self.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1:]
-        spent, report = 1e3 * (time.process_time() - began), cache.report
+        spent = 1e3 * (time.process_time() - began)
+        report = cache.report
         if report.fallback_reason:
             raise HfBlendError(report.fallback_reason)
-        score, held = None, cache.get_seq_length()
+        score = None
+        held = cache.get_seq_length()
         if self.score and len(answer) > 1:
             score = self.scored(row, self.continued(cache, first[:, -1], self.task.max_new_tokens)[0])
             if cache.get_seq_length() > held:
@@ -264,7 +269,8 @@ def run(asked: argparse.Namespace) -> None:
     if asked.examples:
         prompts = behind_examples(prompts, asked.examples, task)
     fitting = (row for row in prompts if is_fitting(bench, row))
-    apart, rows = list(itertools.islice(fitting, 2)), list(itertools.islice(fitting, asked.limit))
+    apart = list(itertools.islice(fitting, 2))
+    rows = list(itertools.islice(fitting, asked.limit))
     methods = [Method(text) for text in asked.methods]
     methods = [method for method in methods if any((row["id"], method.text) not in done for row in rows[asked.skip :])]
     found = {line["method"]: line["ratio"] for line in lines}
@@ -296,7 +302,8 @@ def measured(
     ids = bench.inputs(BlendCache(bench.model, ChunkStore.open("memory://")), row)["input_ids"]
     answer, full, full_ms = bench.full(ids, bench.task.max_new_tokens)
     scores = {"full_score": round(bench.scored(row, answer), 4)} if bench.score else {}
-    answer, full = answer[:ANSWER_TOKENS], full[:ANSWER_TOKENS]
+    answer = answer[:ANSWER_TOKENS]
+    full = full[:ANSWER_TOKENS]
     for context, store in stores.items():  # fill the stores
         bench.blended(row, answer[:1], store, context, {"recompute_ratio": 0.0})
     for method in random.Random(row["id"]).sample(methods, len(methods)):
@@ -414,7 +421,8 @@ def command_line(about: str | None, name: str, run: Any, table: Any) -> tuple[ar
     """Parse `run` for a model and `table`, over rows in a folder of this name; gives their parent and both."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    measure, write = commands.add_parser("run"), commands.add_parser("table")
+    measure = commands.add_parser("run")
+    write = commands.add_parser("table")
     measure.add_argument("--model", default="smollm2")
     measure.set_defaults(do=run)
     write.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")

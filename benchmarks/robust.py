@@ -62,9 +62,11 @@ METHODS = (
 UNIT = METHODS[0]
 DEFAULT = f"{BlendConfig.selector}@text={CHARGES[-1]}"
 FAMILIES = {"smollm2": "Llama", **{name: parted.family for name, parted in parted_models.PARTED.items()}}
-PASSAGES, SEED = 6, 7
+PASSAGES = 6
+SEED = 7
 TOKENS = {2: (100, 800), 6: (500, 1500), 12: (1000, 2600), 20: (1600, 3600)}  # of the passages together
-ANSWER_TOKENS, COMPARED_TOKENS = 20, 10
+ANSWER_TOKENS = 20
+COMPARED_TOKENS = 10
 FEWEST = 10  # prompts of a model and task, or it is left out
 COMPLETE = 0.9  # share of the prompts that a method was measured on, or it is left out
 COMMON = frozenset(
@@ -127,7 +129,8 @@ class Blended:
             bench.model, store, chunk_prefix_ids=bench.contexts[method.context], **method.settings(ratio)
         )
         cache.activate_past_recording()  # `own_answer` crops, also in windows
-        inputs, began = bench.inputs(cache, row), time.process_time()
+        inputs = bench.inputs(cache, row)
+        began = time.process_time()
         logits = bench.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1:]
         ms = 1e3 * (time.process_time() - began)
         if cache.report.fallback_reason:
@@ -160,7 +163,8 @@ def run(arguments: argparse.Namespace) -> None:
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
     done = {(line["id"], line["method"]) for line in lines}
     rows = prompts(arguments.data / f"{arguments.task}_natural.jsonl", bench, arguments.passages)
-    apart, rows = rows[-2:], rows[: arguments.limit]
+    apart = rows[-2:]
+    rows = rows[: arguments.limit]
     ratios: dict[str, float | None] = {line["method"]: line["ratio"] for line in lines}
     methods = [Method(text) for text in METHODS if not arguments.methods or text in arguments.methods]
     for method in methods:
@@ -274,7 +278,8 @@ def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _shares(own: Sequence[dict[str, Any]], unit: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    kl, whole = [line["kl"] for line in own], [line["kl"] for line in unit]
+    kl = [line["kl"] for line in own]
+    whole = [line["kl"] for line in unit]
     low, high = share_interval(kl, whole)
     return {
         "kl": round(sum(kl) / sum(whole), 4),
@@ -289,7 +294,8 @@ def _shares(own: Sequence[dict[str, Any]], unit: Sequence[dict[str, Any]]) -> di
 
 def _of(own: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[float]:
     """The error as a share of another method's, the ends of its interval, and on what share of prompts it is less."""
-    kl, other = [line["kl"] for line in own], [line["kl"] for line in others]
+    kl = [line["kl"] for line in own]
+    other = [line["kl"] for line in others]
     better = statistics.fmean(mine < theirs for mine, theirs in zip(kl, other, strict=True))
     return [round(value, 4) for value in (sum(kl) / sum(other), *share_interval(kl, other), better)]
 
@@ -353,7 +359,8 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    measure, write = commands.add_parser("run"), commands.add_parser("table")
+    measure = commands.add_parser("run")
+    write = commands.add_parser("table")
     measure.add_argument("--model", choices=FAMILIES, required=True)
     measure.add_argument("--dtype", default="auto")
     measure.add_argument("--task", choices=("hotpotqa", "musique"), required=True)

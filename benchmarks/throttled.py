@@ -72,11 +72,13 @@ class ThrottledTier(WrappedTier):
 
 class _SlowSource:
     def __init__(self, source: Source, tier: ThrottledTier) -> None:
-        self._source, self._tier = source, tier
+        self._source = source
+        self._tier = tier
         self.stat, self.identity = source.stat, source.identity
 
     def read_into(self, start: int, target: memoryview) -> None:
-        nbytes, begun = len(target), time.perf_counter()
+        nbytes = len(target)
+        begun = time.perf_counter()
         self._source.read_into(start, target)
         self._tier.wait(nbytes, begun)
 

@@ -178,7 +178,8 @@ def _tiny_config(model_type: str, fields: dict[str, Any], fill: bool) -> Any:
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(model_type)
-    shrunk, extra = _shrunk(default, fill), EXTRA.get(model_type, {})
+    shrunk = _shrunk(default, fill)
+    extra = EXTRA.get(model_type, {})
     inner = {name: {**shrunk[name], **extra[name]} for name in extra if isinstance(shrunk.get(name), dict)}
     return AutoConfig.for_model(model_type, **{**shrunk, **extra, **inner, **fields})
 

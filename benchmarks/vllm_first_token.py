@@ -39,7 +39,8 @@ def child(job: dict[str, Any]) -> None:
     engine = make_engine(job)
     print("ready", file=out, flush=True)
     for line in sys.stdin:
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu = time.process_time()
         (found,) = answer(engine, [json.loads(line)], new_tokens=1)
         took = {"s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu, "cached": found["cached"]}
         took["rss"] = psutil.Process().memory_info().rss
@@ -73,7 +74,8 @@ class Engine:
 
 def passages(rows: Path, tokenizer: Any, tokens: int) -> tuple[list[list[int]], list[int]]:
     """Passages of so many tokens together, and a question."""
-    found, given = list[list[int]](), [json.loads(line) for line in rows.read_text("utf-8").splitlines()[:20]]
+    found = list[list[int]]()
+    given = [json.loads(line) for line in rows.read_text("utf-8").splitlines()[:20]]
     for text in dict.fromkeys(text for row in given for text in row["chunks"]):
         if sum(map(len, found)) < tokens:
             found.append(tokenizer.encode(f"{text}\n\n"))
@@ -94,15 +96,18 @@ def measure(model: str, rows: Path, tokens: int, rounds: int) -> dict[str, Any]:
     from hf_blend import BlendConfig
     from hf_blend.integrations.vllm import plan_salt
 
-    tokenizer, config = AutoTokenizer.from_pretrained(model), BlendConfig(recompute_ratio=RATIO)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = BlendConfig(recompute_ratio=RATIO)
     documents, question = passages(rows, tokenizer, tokens)
-    draw, took = random.Random(0), list[dict[str, Any]]()
+    draw = random.Random(0)
+    took = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as store:
         alone = Engine(model, None)
         with_connector = Engine(model, {"store": store, "recompute_ratio": RATIO})
         for number in range(rounds + WARM_UP_ROUNDS):
             draw.shuffle(documents)
-            ids, spans = tokenizer.encode("<|im_start|>user\n"), []
+            ids = tokenizer.encode("<|im_start|>user\n")
+            spans = []
             for document in documents:
                 spans.append([len(ids), len(ids) + len(document)])
                 ids = ids + document

@@ -59,7 +59,6 @@ SMALL = {
     "sequences": "--shape tiny --prefix-tokens 64 --tails 8 --sequences 2 --rounds 1",
     "store": "--entries 2 --tokens 16 --small-entries 20 --rounds 1",
     "sparse-decode": "--shape tiny --contexts 256 --shares 0.5 --tokens 2 --rounds 1",
-    "sparse-offload": "--shape tiny --contexts 256 --shares 0.5 --tokens 2 --rounds 1",
 }
 
 

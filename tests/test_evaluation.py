@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 from worlds import reference_questions
-from worlds.world.sampling import sample_examples
 
-from hf_blend import BlendConfig, ConfigError
+from hf_blend import BlendConfig
 from hf_blend.evaluation import answering, asking
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
 from hf_blend.evaluation.summary import interval
@@ -58,9 +57,3 @@ def test_the_bench_reports_every_ratio_beside_its_bound():
     assert some["reusable_tokens"] == 96
     assert some["exact_tokens"] == 49
     assert len(told) == 6
-
-
-def test_the_same_seed_gives_the_same_examples_and_an_unknown_split_is_refused():
-    assert sample_examples(5, seed=3) == sample_examples(5, seed=3) != sample_examples(5, seed=4)
-    with pytest.raises(ConfigError, match=r"'test'|expected one of train, heldout"):
-        sample_examples(1, seed=0, split="test")

@@ -8,16 +8,13 @@ from contextlib import contextmanager
 import pytest
 from papers import cacheblend as cacheblend_figures
 from papers import kvstar
-from papers.cacheblend import ReadAtRate, data_files
+from papers.cacheblend import data_files
 from reproduce import main
-from worlds import REFERENCE, REFERENCE_TASK
 
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.answering import blend_config
 from hf_blend.evaluation.bundled import load_model
-from hf_blend.evaluation.folder import RunFolder
 from hf_blend.evaluation.methods.base import EvalMethod
-from hf_blend.evaluation.trial import EvalConfig, run
 from tests.asking import jsonl
 
 
@@ -148,24 +145,6 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
 
     monkeypatch.setattr("hf_blend.evaluation.trial._Bench.answer", None)  # nothing is answered again
     assert made_by(arguments, capsys)[1] == figures
-
-
-def lines_of(tmp_path, **settings):
-    asked = {"limit": 4, "batch": 2, "methods": ("full-reuse", "kv-deviation@0.15"), **settings}
-    trial = (ReadAtRate if "read_gb_s" in asked else EvalConfig)((REFERENCE_TASK,), (REFERENCE,), **asked)
-    with RunFolder(tmp_path / "run", trial.settings) as folder:
-        run(trial, folder)
-        return list(folder.lines.values())
-
-
-@pytest.mark.slow
-def test_chunks_take_as_long_to_read_as_the_rate_of_the_storage_says(tmp_path):
-    gb_s = 0.001  # waiting takes longer than computing
-    lines = lines_of(tmp_path, read_gb_s=gb_s, times_batches=True, limit=2)
-    for method in ("full-reuse", "kv-deviation"):
-        for line, other in zip(*[iter(line for line in lines if line["method"] == method)] * 2, strict=True):
-            assert line["ttft_ms"] == other["ttft_ms"], "of the batch"
-            assert line["ttft_ms"] >= 1e3 * min(line["read_bytes"], other["read_bytes"]) / (1e9 * gb_s) > 0
 
 
 def test_a_folder_without_a_task_and_a_layer_that_is_no_number_are_refused(tmp_path):

@@ -19,7 +19,9 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.evaluation.bench.shapes import text_config, timed_model, wait_for
 from hf_blend.model.placement import input_device
 
-OURS, DYNAMIC, STATIC = "blend", "dynamic", "static"
+OURS = "blend"
+DYNAMIC = "dynamic"
+STATIC = "static"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def _caches(model: nn.Module, context: int, room: int) -> dict[str, Cache]:
 
 def fill(model: Any, caches: list[Cache], context: int, seed: int) -> None:
     """The same random K and V in every layer of every cache, `[1, kv_heads, context, head_dim]`."""
-    config, generator = text_config(model), torch.Generator().manual_seed(seed)
+    config = text_config(model)
+    generator = torch.Generator().manual_seed(seed)
     shape = (1, config.num_key_value_heads, context, head_width(config))
     for layer in range(config.num_hidden_layers):
         keys, values = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(2))
@@ -103,5 +106,6 @@ def head_width(config: Any) -> int:
 
 def kv_bytes(model: nn.Module, tokens: int) -> int:
     """Count the bytes of K and V of some tokens, in the model's dtype."""
-    config, itemsize = text_config(model), next(model.parameters()).element_size()
+    config = text_config(model)
+    itemsize = next(model.parameters()).element_size()
     return int(2 * tokens * config.num_key_value_heads * head_width(config) * itemsize * config.num_hidden_layers)

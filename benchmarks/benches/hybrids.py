@@ -63,7 +63,9 @@ def _row(shape: str, plan: HybridsPlan, progress: Callable[[str], None]) -> dict
     draw = torch.Generator().manual_seed(plan.seed)
     ids = lambda count: torch.randint(3, text_config(model).vocab_size, (count,), generator=draw).tolist()  # noqa: E731
     pieces = {"chunks": [ids(plan.chunk_tokens) for _ in range(plan.chunks)], "question": ids(plan.question_tokens)}
-    store, watch, kept = ChunkStore.open("memory://", memory_bytes=64 << 30), _Watch(model, plan.clock), []
+    store = ChunkStore.open("memory://", memory_bytes=64 << 30)
+    watch = _Watch(model, plan.clock)
+    kept = []
     for number in range(plan.rounds + 1):  # the first round fills the store
         progress(f"{shape}: round {number} of {plan.rounds}")
         cache = BlendCache(model, store, recompute_ratio=plan.ratio, selector=plan.selector)
@@ -72,7 +74,8 @@ def _row(shape: str, plan: HybridsPlan, progress: Callable[[str], None]) -> dict
         blend_ms = watch.prefill({**inputs, "past_key_values": cache})
         kept.append({**parts, "blend_ms": blend_ms, "bound_ms": _bound(parts, flop_shares(cache.report))})
     figures, (key,) = _figures(kept[1:]), store.add(model, None, pieces["chunks"][:1])
-    sizes, layers = _bytes(model, store, key), len(mixers_of(model))
+    sizes = _bytes(model, store, key)
+    layers = len(mixers_of(model))
     loaded = plan.chunks * plan.chunk_tokens * sum(sizes[f"{one}_bytes_per_token"] for one in STORED)
     most_ms = figures["stock_ms"] * layers / (layers + 1)  # the loading of one layer is hidden behind nothing
     least = {"least_tier_mb_s": loaded / 1e3 / most_ms}
@@ -166,9 +169,11 @@ def _figures(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 def flop_shares(report: BlendReport) -> dict[str, float]:
     """Of what a full prefill spends on products of weights and tokens, and on attention, the shares spent here."""
-    full, spent = [0.0, 0.0], [0.0, 0.0]
+    full = [0.0, 0.0]
+    spent = [0.0, 0.0]
     for work in report._work:
-        cost, active = report._costs[work.layer], work.real & work.active_columns
+        cost = report._costs[work.layer]
+        active = work.real & work.active_columns
         if work.kv_only:
             spent[0] += cost.before_kv * int(active.sum())
             continue

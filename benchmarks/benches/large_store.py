@@ -31,7 +31,10 @@ from hf_blend.store import ChunkKey, ChunkKV
 from hf_blend.store.catalog import entry_name, owner_of
 from hf_blend.version import __version__
 
-MODEL, SINK, REAL, PAGE = "0" * 64, (1,), 4, 5000
+MODEL = "0" * 64
+SINK = (1,)
+REAL = 4
+PAGE = 5000
 STATUS = Path("/proc/self/status")
 
 
@@ -71,7 +74,9 @@ def measure_large_store(plan: LargeStorePlan, progress: Callable[[str], None] | 
 
 def make_store(folder: Path, entries: int, plan: LargeStorePlan) -> None:
     """Fill a folder with names and rows, and store a few real chunks among them."""
-    random, space, owner = np.random.default_rng(plan.seed), entry_name("", "")[:2], owner_of("")
+    random = np.random.default_rng(plan.seed)
+    space = entry_name("", "")[:2]
+    owner = owner_of("")
     for number in range(256):
         (folder / "objects" / space / f"{number:02x}").mkdir(parents=True, exist_ok=True)
     digests = sorted(random.bytes(32).hex() for _ in range(entries - REAL))
@@ -86,7 +91,9 @@ def make_store(folder: Path, entries: int, plan: LargeStorePlan) -> None:
 
 def _fill(path: Path, names: list[str], owner: str, plan: LargeStorePlan) -> None:
     """Write rows as the store would, all at once: one by one they take an hour."""
-    random, first, tokens = np.random.default_rng(plan.seed), 100, plan.chunk_tokens
+    random = np.random.default_rng(plan.seed)
+    first = 100
+    tokens = plan.chunk_tokens
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
         rest = db.execute("SELECT name, sql FROM sqlite_schema WHERE type = 'index' AND sql NOT NULL").fetchall()
         for statement in ("PRAGMA synchronous = OFF", "BEGIN", *(f"DROP INDEX {name}" for name, _ in rest)):
@@ -126,7 +133,8 @@ def look_up(folder: Path, plan: LargeStorePlan) -> dict[str, Any]:
     for number in range(REAL):
         prompt[number * 200 : number * 200 + plan.chunk_tokens] = drawn(number, plan).key.token_ids
     ChunkStore.open("memory://").put(drawn(0, plan))  # what a process imports is not what a store costs
-    before, took = _held(), {}
+    before = _held()
+    took = {}
 
     def timed(name: str, act: Callable[[], Any]) -> Any:
         began_s = time.perf_counter()

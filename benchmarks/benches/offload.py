@@ -20,7 +20,10 @@ from benches.decode import fill, kv_bytes, step
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.evaluation.bench.shapes import timed_model, wait_for
 
-OURS, RESIDENT, DYNAMIC, STOCK = "kv_device_map", "blend", "DynamicCache", "OffloadedCache"
+OURS = "kv_device_map"
+RESIDENT = "blend"
+DYNAMIC = "DynamicCache"
+STOCK = "OffloadedCache"
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ class KernelCount:
     @contextmanager
     def counting(self) -> Iterator["KernelCount"]:
         """Count what runs inside."""
-        kernels, syncs = self.kernels, self.syncs
+        kernels = self.kernels
+        syncs = self.syncs
 
         class Dispatched(TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +96,9 @@ def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None] | None 
 
 def _row(model: nn.Module, plan: OverheadPlan, selector: str, ratio: float, chunks: int) -> dict[str, Any]:
     blend, stock, report = _runs(model, plan, (selector, ratio), chunks, plan.tokens)
-    layers, ours, plain = text_config(model).num_hidden_layers, count(blend), count(stock)
+    layers = text_config(model).num_hidden_layers
+    ours = count(blend)
+    plain = count(stock)
     return {
         "selector": selector,
         "ratio": ratio,

@@ -48,7 +48,8 @@ def measure_partial_load(plan: PartialPlan, progress: Callable[[str], None] | No
     """Measure both shapes at every rate."""
     rows = []
     for name, heads in SHAPES.items():
-        model, pieces = _tied_model(plan, *heads), _pieces(plan)
+        model = _tied_model(plan, *heads)
+        pieces = _pieces(plan)
         with TemporaryDirectory() as folder:
             for rate in plan.rates:
                 if progress:
@@ -83,7 +84,8 @@ def _row(model: nn.Module, pieces: dict[str, Any], plan: PartialPlan, rate: floa
             forget(folder)
             ttft_ms, reports[way] = _run(model, stores[way], pieces)
             known += [ttft_ms] if number > 1 else []
-    whole, part = statistics.median(times["whole"]), statistics.median(times["part"])
+    whole = statistics.median(times["whole"])
+    part = statistics.median(times["part"])
     found = reports["part"]
     stored = sum(entry.nbytes for entry in stores["whole"].entries())
     for store in stores.values():

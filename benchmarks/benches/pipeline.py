@@ -135,7 +135,9 @@ class _Bench:
     """A model whose layers sleep, and its chunks on two tiers."""
 
     def __init__(self, plan: PipelinePlan) -> None:
-        self._plan, self._row_s, self._owed_s = plan, 0.0, 0.0
+        self._plan = plan
+        self._row_s = 0.0
+        self._owed_s = 0.0
         self.model: Any = random_model(plan.shape, torch.float32, "cpu")
         self.layers = len(decoder_layers(self.model))
         for layer in decoder_layers(self.model):
@@ -185,7 +187,9 @@ class _Bench:
 
     def plans(self, load_to_compute: float, profile: Profile) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """One cell: what the controller does of its own accord, and every fixed plan."""
-        plan, half, rates = self._plan, self._plan.chunks // 2, self._rates(load_to_compute)
+        plan = self._plan
+        half = self._plan.chunks // 2
+        rates = self._rates(load_to_compute)
         self._near.is_full = self._far.is_full = False  # a chunk is put, read and removed
         measured = tier_rates(self._store(rates), self.model, plan.chunk_tokens)
         self._near.is_full = self._far.is_full = True
@@ -197,7 +201,8 @@ class _Bench:
                 ways[near, far, ratio] = partial(self._controlled, rates, _FixedPlan(loaded, ratio))
         rounds = _in_turns(ways, plan.plan_rounds)
         times = {way: 1e3 * min(some) for way, some in rounds.items()}
-        controlled_ms, advice = times.pop("controller"), controller.last
+        controlled_ms = times.pop("controller")
+        advice = controller.last
         best = min(times, key=lambda one: times[one])
         fixed = [
             {"near_chunks": near, "far_chunks": far, "ratio": ratio, "ttft_ms": value}

@@ -35,7 +35,8 @@ def measure_sequences(plan: SequencesPlan, progress: Callable[[str], None] | Non
     """Decode a batch behind a shared prefix in one storage and in stock caches, step by step in turn."""
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     draw = torch.Generator().manual_seed(plan.seed)
-    cache, rows = SequenceCache(model), []
+    cache = SequenceCache(model)
+    rows = []
     with cache:
         model(_ids(model, 1, plan.prefix_tokens, draw), past_key_values=cache, logits_to_keep=1)
         prefix_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)  # type: ignore[union-attr]
@@ -54,12 +55,14 @@ def _row(
 ) -> dict[str, Any]:
     """Measure steps, and leave their tokens in the cache."""
     held = cache.get_seq_length()
-    stock, static = _stock(cache), _stock(cache, held + plan.rounds)
+    stock = _stock(cache)
+    static = _stock(cache, held + plan.rounds)
     caches = {"stock": stock, "static": static, "shared": cache}
     times: dict[str, list[float]] = {name: [] for name in caches}
     apart = 0.0
     for _ in range(plan.rounds):
-        ids, logits = _ids(model, plan.sequences, 1, draw), []
+        ids = _ids(model, plan.sequences, 1, draw)
+        logits = []
         for name, one in caches.items():
             started = time.perf_counter()
             logits.append(model(ids, past_key_values=one).logits)

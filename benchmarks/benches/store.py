@@ -72,7 +72,8 @@ def _chunk(number: int, tokens: int, layers: int, heads: int, width: int = 64) -
 
 
 def _put(plan: StorePlan, root: Path) -> tuple[list[ChunkKey], float]:
-    keys, rates = [], []
+    keys = []
+    rates = []
     with ChunkStore.open(root, memory_bytes=0) as store:
         for number in range(plan.entries):
             chunk = _chunk(number, plan.tokens, plan.layers, plan.kv_heads)

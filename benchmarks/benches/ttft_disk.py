@@ -58,12 +58,14 @@ def measure_ttft_disk(plan: DiskPlan, progress: Callable[[str], None] | None = N
 def _row(
     model: nn.Module, pieces: dict[str, Any], plan: DiskPlan, rate: float, folder: Path, profile: Any
 ) -> dict[str, Any]:
-    given, ratio = plan, plan.ratios[0]
+    given = plan
+    ratio = plan.ratios[0]
     config = blend_config(plan.selector, recompute_ratio=ratio)
     disk = plugins.load("store.tiers", "disk")(folder / "store", durable=False)
     tier = ThrottledTier(disk, rate * GB) if rate else disk
     memory = ChunkStore.open("memory://", memory_bytes=64 << 30)
-    whole, streaming = ChunkStore([], [tier]), ChunkStore([], [tier])
+    whole = ChunkStore([], [tier])
+    streaming = ChunkStore([], [tier])
     for store in (memory, streaming):
         keys = store.add(model, None, pieces["chunks"], chunk_prefix_ids=(1,))
     whole.pipeline_depth = 0

@@ -34,7 +34,8 @@ TASKS = ("musique", "wikimqa", "samsum", "multi-news")
 FILES = sorted(str(path) for path in (Path(__file__).resolve().parent.parent / "baselines").glob("*.py"))
 BASELINES = ("prefix-caching", "full-reuse", *FILES)
 BLEND = "kv-deviation"
-CUT, CHUNKS = 256, 8  # tokens of a chunk where their number varies; how many chunks where nothing else is said
+CUT = 256  # tokens of a chunk where their number varies; how many chunks where nothing else is said
+CHUNKS = 8
 Progress = Callable[[str, Iterator[Any], int], Any]
 
 

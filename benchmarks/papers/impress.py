@@ -39,8 +39,11 @@ from hf_blend.store.chunk import ChunkKey
 from hf_blend.store.index import Index
 from papers.paper_page import Groups, by_way, write_paper
 
-SHARE, ALPHA, BLOCK_TOKENS = 0.25, 0.6, 16
-CACHED_SHARE, TRACE_PER_SAMPLE = 0.25, 4  # memory before the disk, of all bytes; requests of the trace
+SHARE = 0.25
+ALPHA = 0.6
+BLOCK_TOKENS = 16
+CACHED_SHARE = 0.25  # memory before the disk, of all bytes; requests of the trace
+TRACE_PER_SAMPLE = 4
 CANNOT_SHOW = (
     "time saved: blocks are read from memory, so times to the first token are those of computing and choosing. Bytes "
     "are what a slow disk would be asked for; `python benchmarks/bench.py partial-load` measures times.",
@@ -71,7 +74,8 @@ class Way:
         return f"share {self.share:g}, alpha {self.alpha:g}, blocks of {self.block_tokens}, probes {probes}{order}"
 
 
-WHOLE, STATIC = Way(share=1.0), Way(probes=0)
+WHOLE = Way(share=1.0)
+STATIC = Way(probes=0)
 
 
 def figures_of(kv_heads: int, is_small: bool = False) -> dict[str, list[Way]]:
@@ -137,14 +141,17 @@ class _InPart(Blended):
 
     def __init__(self, model: nn.Module, tokenizer: Any, store: Any, max_new_tokens: int, way: Way) -> None:
         super().__init__(model, tokenizer, store, max_new_tokens)
-        self.config, self._way = BlendConfig(selector="kv-deviation"), way
+        self.config = BlendConfig(selector="kv-deviation")
+        self._way = way
         self.report = LoadReport()
         self.jaccard: dict[int, tuple[float, float]] = {}
 
     def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
         """Answer one sample."""
-        started, way = time.perf_counter(), self._way
-        prompt, cache = self.prompt(samples[0]), BlendCache(self.model, self.store, self.config)
+        started = time.perf_counter()
+        way = self._way
+        prompt = self.prompt(samples[0])
+        cache = BlendCache(self.model, self.store, self.config)
         made: list[_Watched] = []
         self.store.part_loader = lambda one: made.append(_Watched(one, way)) or made[-1]
         inputs = cache.inputs(self.tokenizer, prefix=prompt.prefix, chunks=prompt.chunks, question=prompt.question)
@@ -183,7 +190,11 @@ class _Bench:
     """One task with one model."""
 
     def __init__(self, names: tuple[str, str], model: nn.Module, tokenizer: Any, task: Any, folder: RunFolder) -> None:
-        self._names, self._model, self._tokenizer, self._task, self._folder = names, model, tokenizer, task, folder
+        self._names = names
+        self._model = model
+        self._tokenizer = tokenizer
+        self._task = task
+        self._folder = folder
         self._rule = plugins.load("evaluation.scores", task.score)(tokenizer)
         self._fingerprint = fingerprint(model)
 
@@ -194,7 +205,8 @@ class _Bench:
             (*self._names, name, None, sample.id) in self._folder.lines for name in (FULL, *(w.name for w in ways))
         ):
             return
-        store, length = ChunkStore.open("memory://"), self._task.max_new_tokens
+        store = ChunkStore.open("memory://")
+        length = self._task.max_new_tokens
         given = (self._model, self._tokenizer, store, length)
         make_method(WARM, None, *given).answer([sample])
         full = make_method(FULL, None, *given).answer([sample])[0]
@@ -337,10 +349,12 @@ def _cached(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _replayed(policy: str, cap: float, requests: Sequence[Mapping[str, Any]]) -> float:
     """Bytes that are not in memory when they are asked for, the chunks of a sample together."""
-    scores, read = plugins.load("store.eviction", policy)(), 0
+    scores = plugins.load("store.eviction", policy)()
+    read = 0
     budget = Budget(int(cap), scores, Index(None, scores))
     for line in requests:
-        name, important = line["id"], min(1.0, 1.0 - line["unseen_share"])
+        name = line["id"]
+        important = min(1.0, 1.0 - line["unseen_share"])
         if name in budget.index:
             budget.use(name)
         else:

@@ -34,8 +34,13 @@ from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.session import SparseSession
 from papers.paper_page import Groups, by_way, write_paper
 
-METHOD, CONTROL, BLOCK_TOKENS, TEXT_TOKENS, DRAFTED_TOKENS = "kvstar", "random", 16, 24, 4
-DENSE, WHOLE = "dense", "exact-match"
+METHOD = "kvstar"
+CONTROL = "random"
+BLOCK_TOKENS = 16
+TEXT_TOKENS = 24
+DRAFTED_TOKENS = 4
+DENSE = "dense"
+WHOLE = "exact-match"
 CANNOT_SHOW = (
     "what batches gain: one request at a time.",
     "speed on a GPU, or of a model whose decoding is bound by reading K and V: in a small model or a short prompt the "
@@ -47,7 +52,9 @@ ITSELF = (
     "itself would say. Give a smaller one with --draft."
 )
 Progress = Callable[[str, Iterator[Any], int], Any]
-ALONE, APART, SEES = "", "draft looks at all", "draft sees the selection"
+ALONE = ""
+APART = "draft looks at all"
+SEES = "draft sees the selection"
 
 
 @dataclass(frozen=True)
@@ -225,9 +232,11 @@ class _Bench:
     def __init__(
         self, names: tuple[str, str], model: nn.Module, assistant: Any, tokenizer: Any, task: Any, folder: RunFolder
     ) -> None:
-        self._names, self._folder = names, folder
+        self._names = names
+        self._folder = folder
         settings = assistant.generation_config
-        settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = DRAFTED_TOKENS, "constant"
+        settings.num_assistant_tokens = DRAFTED_TOKENS
+        settings.num_assistant_tokens_schedule = "constant"
         settings.assistant_confidence_threshold = 0.0
         self._stepped = _Stepped(model, tokenizer, task.max_new_tokens, assistant)
         self._rule, self._whole = (plugins.load("evaluation.scores", one)(tokenizer) for one in (task.score, WHOLE))
@@ -236,9 +245,12 @@ class _Bench:
         """Answer a sample every way; nothing if the folder has it."""
         if all((*self._names, way.name, None, sample.id) in self._folder.lines for way in ways):
             return
-        lines, dense = [], ()
+        lines = []
+        dense = ()
         for way in ways:
-            found, rounds, looking = self._stepped.continued(sample, way), self._stepped.rounds, self._stepped.looking
+            found = self._stepped.continued(sample, way)
+            rounds = self._stepped.rounds
+            looking = self._stepped.looking
             dense = dense or found.ids
             lines.append(
                 {

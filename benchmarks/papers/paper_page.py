@@ -12,7 +12,8 @@ from typing import Any
 
 from hf_blend.evaluation.report import chart, page, table
 
-RESULT, PAGE = "result.json", "index.html"
+RESULT = "result.json"
+PAGE = "index.html"
 Row = Mapping[str, Any]
 Groups = Mapping[tuple[str, str], Mapping[str, Row]]  # (task, way) → sample → line
 
@@ -21,7 +22,8 @@ def write_paper(result: Mapping[str, Any], folder: Path, title: str, against: tu
     """Write `result.json`, `index.html`, and each figure as CSV and as a LaTeX table."""
     parts = [f"<p>This page cannot show: {escape(one)}</p>" for one in result["cannot_show"]]
     for figure in result["figures"]:
-        rows, name = figure["rows"], figure["name"]
+        rows = figure["rows"]
+        name = figure["name"]
         parts.append(f"<h2>{escape(figure['title'])}</h2>{_chart(rows, *against)}{every_column(rows)}")
         (folder / f"{name}.csv").write_text(as_csv(rows), "utf-8")
         (folder / f"{name}.tex").write_text(as_latex(rows), "utf-8")

@@ -11,7 +11,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REFERENCE = str(HERE / "models" / "reference")
-REFERENCE_TASK = str(HERE / "tasks" / "reference_world.py")
 
 
 def reference_questions() -> list[dict[str, Any]]:

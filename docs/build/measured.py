@@ -306,17 +306,6 @@ SECTIONS = (
         "Not measured: text; random K and V are attended to evenly.",
     ),
     Section(
-        "Fewer blocks of K and V on disk",
-        "sparse_offload",
-        lambda found: (
-            "With a quarter of K and V on the device, a quarter of the blocks decodes "
-            f"{_first(found, context=32768, place='disk', way='0.25 locked')['vs_dense_there']:.1f} times as fast as "
-            "all of them at 32,768 tokens."
-        ),
-        lambda found: f"`benchmarks/bench.py sparse-offload`{_of_shape(found)}; files in the page cache.",
-        "Not measured: a cold disk; text.",
-    ),
-    Section(
         "Loading a part",
         "partial_load",
         lambda found: (

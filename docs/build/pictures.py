@@ -19,7 +19,10 @@ from hf_blend.errors import ConfigError, import_extra
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures"
-STORED, COMPUTED, EXACT, PALE = "#93c5fd", "#fb923c", "#c7d2fe", "#f1f5f9"
+STORED = "#93c5fd"
+COMPUTED = "#fb923c"
+EXACT = "#c7d2fe"
+PALE = "#f1f5f9"
 PIECES = (("prefix", 70), ("chunk A", 150), ("chunk B", 150), ("chunk C", 150), ("question", 90))
 LEFT = 130
 TAKEN = {1: (14, 96), 2: (4, 60, 128), 3: (30, 84)}  # by piece, where recomputed tokens stand in it
@@ -73,11 +76,13 @@ def speed() -> str:
 def gain() -> str:
     """What reuse and the default leave of the error, and when their first token comes: two bars for each model."""
     found = {key: rows for key, rows in robust_rows(load_result("robust")).items() if key[1] == "hotpotqa"}
-    parts, y = [], 40
+    parts = []
+    y = 40
     for (model, _), rows in found.items():
         parts.append(f'<text x="10" y="{y + 14}" font-weight="bold">{MODELS[model]}</text>')
         for place, (name, key) in enumerate((("reuse", REUSE), ("default", DEFAULT))):
-            row, top = rows[key], y + 22 + 26 * place
+            row = rows[key]
+            top = y + 22 + 26 * place
             width = max(2, round(330 * row["kl"]))
             said = f"{row['kl']:.2f} of the error, first token {row['ttft_x']:.1f} x as fast"
             parts += [
@@ -100,7 +105,8 @@ def gain() -> str:
 
 def healing() -> str:
     """The error of the second and third turn against the share that was healed, of what it is without healing."""
-    lines, rows = list[Line](), load_result("healing")["rows"]
+    lines = list[Line]()
+    rows = load_result("healing")["rows"]
     for model in dict.fromkeys(row["model"] for row in rows):
         own = {float(row["method"].split()[1]): row["kl"] for row in rows
                if row["model"] == model and row["method"].startswith("default")}  # fmt: skip
@@ -156,7 +162,9 @@ def main() -> None:
 
 
 def _row(place: int, name: str, colours: list[str], taken: dict[int, tuple[int, ...]]) -> str:
-    y, x, parts = 14 + place * 56, LEFT, [_text(LEFT - 12, 14 + place * 56 + 24, name, "end", 14)]
+    y = 14 + place * 56
+    x = LEFT
+    parts = [_text(LEFT - 12, 14 + place * 56 + 24, name, "end", 14)]
     for piece, ((said, width), colour) in enumerate(zip(PIECES, colours, strict=True)):
         parts.append(_box(x, y, width - 4, 38, colour))
         parts += [_box(x + offset, y, 12, 38, COMPUTED) for offset in taken.get(piece, ())]

@@ -11,8 +11,12 @@ from html import escape
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#64748b")
 DASHES = ("", "8 4", "2 4", "12 4 2 4")  # of lines that share a colour
-WIDTH, HEIGHT = 720, 380
-LEFT, RIGHT, TOP, BOTTOM = 64, 28, 16, 92  # margins, in pixels
+WIDTH = 720
+HEIGHT = 380
+LEFT = 64  # margins, in pixels
+RIGHT = 28
+TOP = 16
+BOTTOM = 92
 INK = "#1f2937"
 THEMED = "themed"  # a background that is white or dark, as the reader prefers
 DARK = "@media (prefers-color-scheme:dark){.ground{fill:#0d1117}.ink{color:#e5e7eb}}"
@@ -77,9 +81,11 @@ def page(width: float, height: float, content: str, title: str, background: str 
 
 
 def _axes(frame: Frame, x_label: str, y_label: str, unit: str) -> str:
-    parts, factor = [], 100 if unit == "%" else 1
+    parts = []
+    factor = 100 if unit == "%" else 1
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y, x = frame.y(share * frame.most_y), frame.x(share * frame.most_x)
+        y = frame.y(share * frame.most_y)
+        x = frame.x(share * frame.most_x)
         parts.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="currentColor" opacity="0.2"/>')
         parts.append(_text(LEFT - 8, y + 4, f"{share * frame.most_y:.3f}".removesuffix("0"), "end"))
         parts.append(_text(x, HEIGHT - BOTTOM + 18, f"{factor * share * frame.most_x:g} {unit}", "middle"))
@@ -104,7 +110,8 @@ def _line(frame: Frame, line: Line, place: int) -> str:
 
 
 def _legend(line: Line, place: int) -> str:
-    x, y = LEFT + (place % 3) * 210, HEIGHT - 26 + (place // 3) * 18
+    x = LEFT + (place % 3) * 210
+    y = HEIGHT - 26 + (place // 3) * 18
     colour = COLOURS[place % len(COLOURS)]
     mark = f'<path d="M{x} {y - 4}h24" stroke="{colour}" stroke-width="3"{_dash(line, place)}/>'
     return mark + _text(x + 30, y, line.name, "start")

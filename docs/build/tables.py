@@ -19,10 +19,13 @@ from hf_blend.config import BlendConfig
 from hf_blend.model_names import from_checkout
 
 families = from_checkout("families")
-EXACT, judged = families.EXACT, families.judged
+EXACT = families.EXACT
+judged = families.judged
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
-YES, NO, UNJUDGED = "✓", "\N{EN DASH}", "?"
+YES = "✓"
+NO = "\N{EN DASH}"
+UNJUDGED = "?"
 # words of a reason, and what it means; the table gives the number
 REASONS = (
     ("attends within a window", "a layer attends within a window of its own, so there are no far tokens to group"),
@@ -50,7 +53,8 @@ SOURCES = {
     "rules": "robust",
 }
 DEFAULT = f"{BlendConfig.selector}@text", 0.15  # a method of `robust.py`, and the charge that was asked for
-REUSE, RANDOM = ("none@text", 0.0), ("random@text", 0.15)
+REUSE = ("none@text", 0.0)
+RANDOM = ("random@text", 0.15)
 MODELS = {  # of `robust.py`
     "smollm2": "SmolLM2-135M",
     "gemma3": "Gemma 3 270M",
@@ -320,7 +324,8 @@ def _type(row: dict[str, Any]) -> str:
 def _support(document: dict[str, Any]) -> list[str]:
     """How many model types are blended, in a sentence."""
     rows = document["models"]
-    count, unknown = sum(row["supported"] for row in rows), sum(not judged(row) for row in rows)
+    count = sum(row["supported"] for row in rows)
+    unknown = sum(not judged(row) for row in rows)
     apart = f"; {unknown} could not be tried" if unknown else ""
     return [
         f"Of the {len(rows)} causal model types of transformers, {count} are blended exactly; "
