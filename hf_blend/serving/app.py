@@ -22,7 +22,7 @@ from starlette.routing import Route
 from ..errors import PromptError
 from ..tenants import Tenant
 from .meters import Meters
-from .wire import ChatRequest, CompletionRequest, Limits, Refused, read_request
+from .wire import FAILED, ChatRequest, CompletionRequest, Limits, Refused, read_request
 from .worker import Answer, Job, Worker
 
 __all__ = ["make_app"]
@@ -49,14 +49,14 @@ class Answering:
 
     async def next_part(self) -> str | Answer:
         """Wait for text or the end of the answer; raises what the worker could not do, and if the client left."""
-        while self._parts.empty():
+        part = None
+        while part is None:
             try:
                 async with asyncio.timeout(POLL_S):
-                    self._parts.put_nowait(await self._parts.get())
+                    part = await self._parts.get()
             except TimeoutError:
                 if await self._request.is_disconnected():
                     raise ClientDisconnect from None
-        part = self._parts.get_nowait()
         if isinstance(part, Exception):
             raise part
         self.first_token_s = self.first_token_s or time.perf_counter() - self._began_s
@@ -255,7 +255,7 @@ def _refusal(error: Exception) -> Refused:
     if isinstance(error, ClientDisconnect):
         return Refused("the client left.", status=CLIENT_GONE)
     logger.error("a request failed", exc_info=error)
-    return Refused("the server failed; its log says why. Send the request again.", status=500, code="internal_error")
+    return Refused(FAILED, status=500, code="internal_error")
 
 
 def _choice(said: dict[str, Any], reason: str | None) -> dict[str, Any]:

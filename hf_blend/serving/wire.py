@@ -17,6 +17,7 @@ from ..errors import HfBlendError
 __all__ = ["ChatRequest", "CompletionRequest", "Generation", "Limits", "Refused", "read_request"]
 
 ELSEWHERE = "vLLM with the connector of hf_blend serves more (docs/vllm.md)"
+FAILED = "the server failed to answer; its log says why. Send the request again."
 MOST_SEED = 1 << 63
 MOST_CHARS = 400  # of the text of an error
 UNION_BRANCH = re.compile(r"str|list\[.*|dict\[.*")  # in a path of pydantic: which type was tried, no field

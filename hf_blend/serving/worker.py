@@ -26,7 +26,7 @@ from ..prefill.report import BlendReport
 from ..prompt.detokenizer import Detokenizer
 from ..store import ChunkStore
 from .prompts import Prompt, make_prompt
-from .wire import ChatRequest, CompletionRequest, Generation, Limits, Refused
+from .wire import FAILED, ChatRequest, CompletionRequest, Generation, Limits, Refused
 
 __all__ = ["Answer", "Job", "Worker"]
 
@@ -162,14 +162,14 @@ class Worker:
     def _answer_or_tell(self, job: Job) -> None:
         try:
             job.tell(self._answer(job))
-        except (PromptError, Refused) as error:
+        except (PromptError, RecursionError, Refused) as error:
             job.tell(error)
         except (MemoryError, torch.OutOfMemoryError):
             self._forget_but(0)
             job.tell(Refused("the memory is full. Send less, or send it later.", status=503, code="memory"))
-        except Exception as error:
+        except Exception:
             logger.exception("a request failed")
-            job.tell(error)
+            job.tell(Refused(FAILED, status=500, code="internal_error"))
 
     def _answer(self, job: Job) -> Answer:
         """Answer a request, and keep its conversation."""

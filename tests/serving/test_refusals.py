@@ -1,0 +1,136 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a server does not do is refused by the name of the field, in the form of OpenAI's errors."""
+
+import json
+
+import pytest
+
+wire = pytest.importorskip("hf_blend.serving.wire", reason="pip install hf-blend[serve]")
+
+MESSAGE = {"role": "user", "content": "Where?"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+ELSEWHERE = "vLLM with the connector of hf_blend serves more"
+
+UNSERVED = {
+    "tools": [{"type": "function", "function": {"name": "find"}}],
+    "tool_choice": "required",
+    "functions": [{"name": "find"}],
+    "response_format": {"type": "json_object"},
+    "logprobs": True,
+    "top_logprobs": 3,
+    "n": 2,
+    "logit_bias": {"5": 1},
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "top_k": 4,
+    "modalities": ["audio"],
+    "reasoning_effort": "low",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "chat_template": "{{ 7 * 191 }}",
+    "tempreature": 1,
+}
+WRONG = {  # the text begins with the field
+    "messages is missing, expected a value": {"messages": None},
+    "messages is 'hi', expected a valid list": {"messages": "hi"},
+    "messages.0 is 1, expected": {"messages": [1]},
+    "messages.0.role 'tool' is not served here": {"messages": [{"role": "tool", "content": "a"}]},
+    "messages.0.content is missing": {"messages": [{"role": "user"}]},
+    "messages.0.content is 5, expected a valid string or a valid list": {"messages": [{"role": "user", "content": 5}]},
+    "messages.0.content.0.type 'image_url' is not served here": {"messages": [{"role": "user", "content": [IMAGE]}]},
+    "messages.0.name is not served here": {"messages": [{**MESSAGE, "name": "Una"}]},
+    "messages.0.tool_calls is not served here": {"messages": [{**MESSAGE, "tool_calls": [{"id": "a"}]}]},
+    "messages has none with the role 'user'": {"messages": [{"role": "system", "content": "a"}]},
+    "messages has 1025 elements, at most 1024": {"messages": [MESSAGE] * 1025},
+    "content has 1025 elements, at most 1024": {"messages": [{"role": "user", "content": [1] * 1025}]},
+    "documents has 257 elements, at most 256": {"documents": ["a"] * 257},
+    "documents.0 is 5, expected a valid string or a valid dictionary": {"documents": [5]},
+    "temperature is 3, expected less than or equal to 2": {"temperature": 3},
+    "temperature is '1', expected a valid number": {"temperature": "1"},
+    "top_p is 0, expected greater than 0": {"top_p": 0},
+    "max_tokens is 0, expected greater than or equal to 1": {"max_tokens": 0},
+    "max_completion_tokens is 1.5, expected a valid integer": {"max_completion_tokens": 1.5},
+    "seed is 'a', expected a valid integer": {"seed": "a"},
+    "stream is 1, expected a valid boolean": {"stream": 1},
+    "stream_options.pad is not served here": {"stream_options": {"pad": True}},
+    "stop has 5 elements, at most 4": {"stop": list("abcde")},
+    "stop has a text of 0 characters": {"stop": [""]},
+    "stop has a text of 257 characters": {"stop": "a" * 257},
+}
+BODIES = {
+    "the body is no JSON": b"\xff\xfe{",
+    "the body is no JSON: NaN is no number of JSON": b'{"temperature": NaN}',
+    "surrogates not allowed": b'{"messages": "\\ud800"}',
+    "the body is no JSON: Exceeds the limit": b'{"seed": ' + b"9" * 10_000 + b"}",
+    "the body is nested too deeply": b'{"a":' + b"[" * 200_000,
+    "the body is [1], expected an object of JSON": b"[1]",
+}
+
+
+def read(**fields):
+    body = json.dumps({"messages": [MESSAGE], **fields}).encode()
+    return wire.read_request(wire.ChatRequest, body, wire.Limits())
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_unserved_field_is_refused_by_name(name):
+    with pytest.raises(wire.Refused) as raised:
+        read(**{name: UNSERVED[name]})
+    error = raised.value.body()["error"]
+    assert error["message"].startswith(f"{name!r} is not served here.")
+    assert ELSEWHERE in error["message"]
+    assert (error["param"], error["type"], error["code"]) == (name, "invalid_request_error", "not_served")
+
+
+def test_unserved_field_names_the_nearest():
+    with pytest.raises(wire.Refused, match="Write 'temperature', or leave it out"):
+        read(tempreature=1)
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_value_is_refused_by_name(text):
+    with pytest.raises(wire.Refused) as raised:
+        read(**WRONG[text])
+    assert str(raised.value).startswith(text)
+    assert raised.value.status == 400
+    assert raised.value.param
+    if "not served here" in text:
+        assert ELSEWHERE in str(raised.value)
+
+
+@pytest.mark.parametrize("text", BODIES)
+def test_body_that_is_no_request_is_refused(text):
+    with pytest.raises(wire.Refused) as raised:
+        wire.read_request(wire.ChatRequest, BODIES[text], wire.Limits())
+    assert text in str(raised.value)
+
+
+def test_completion_refuses_what_is_no_text():
+    for prompt in ([5, 6], ["a", "b"], "", None):
+        with pytest.raises(wire.Refused, match=r"^prompt"):
+            wire.read_request(wire.CompletionRequest, json.dumps({"prompt": prompt}).encode(), wire.Limits())
+
+
+def test_fields_that_ask_for_nothing_are_accepted():
+    neutral = {name: values[0] for name, values in wire.NEUTRAL.items()}
+    assert read(**neutral, **dict.fromkeys(wire.IGNORED, "a")) == read()
+    assert read(**dict.fromkeys(UNSERVED)) == read(), "null asks for nothing"
+
+
+def test_answer_of_the_server_is_accepted_as_a_message():
+    from openai.types.chat import ChatCompletionMessage
+
+    answer = ChatCompletionMessage(role="assistant", content="There.").model_dump()
+    request = read(messages=[MESSAGE, answer, MESSAGE])
+    assert [message.text for message in request.messages] == ["Where?", "There.", "Where?"]
+
+
+def test_parts_of_text_are_one_text():
+    parts = [{"type": "text", "text": "Whe"}, {"type": "text", "text": "re?"}]
+    assert read(messages=[{"role": "user", "content": parts}]).messages[0].text == "Where?"
+
+
+def test_error_text_is_short_and_encodable():
+    with pytest.raises(wire.Refused) as raised:
+        read(**{"x" * 100_000: 1})
+    assert len(json.dumps(raised.value.body())) < 1500

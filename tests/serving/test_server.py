@@ -1,0 +1,364 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A server answers as the model does, in turns, for those with a key, within its limits."""
+
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+import torch
+
+from hf_blend import BlendConfig, observer
+from hf_blend.tenants import Tenant
+from tests.chat_templates import DOCUMENTS, QUESTION
+from tests.conftest import build_tiny_model
+from tests.servers import wait_for
+
+wire = pytest.importorskip("hf_blend.serving.wire", reason="pip install hf-blend[serve]")
+worker_module = pytest.importorskip("hf_blend.serving.worker")
+
+COMPUTED = len(DOCUMENTS) + 1  # and what is before them, with which other chats begin
+EVERYTHING = BlendConfig(recompute_ratio=1.0)
+KEYS = {"anna": "a" * 16, "ben": "b" * 16}
+TENANTS = tuple(Tenant(name, key) for name, key in KEYS.items())
+OTHER = "And of which year is the crane of the harbour?"
+
+
+def stock_answer(model, tokenizer, messages, new_tokens=8, documents=(), **settings):
+    """What plain `generate` answers; documents are before the first question."""
+    messages = [dict(message) for message in messages]
+    messages[0]["content"] = "\n\n".join([*documents, messages[0]["content"]])
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    settings = {"do_sample": False} | settings
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **settings)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def asked(text=QUESTION):
+    return [{"role": "user", "content": text}]
+
+
+def text_of(response):
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def client_of(server, key="none"):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def streamed(chunks):
+    """The text of a stream, its reasons to end, and its usage."""
+    text, reasons, usage = "", [], None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            delta = getattr(choice, "delta", None)
+            text += (delta.content if delta else choice.text) or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    return text, reasons, usage
+
+
+def block(server):
+    """Let the worker write an answer that goes on when the returned event is set."""
+    gate, parts = threading.Event(), []
+    request = wire.ChatRequest(messages=[wire.Message(role="user", content="Where?")], max_tokens=2)
+
+    def tell(part):
+        parts.append(part)
+        gate.wait(60)
+
+    server.worker.submit(worker_module.Job("", request, tell, time.monotonic() + 60))
+    wait_for(lambda: parts, "the first token")
+    return gate
+
+
+def test_chat_is_that_of_stock_generate(serve, chatting):
+    with serve(config=EVERYTHING) as server:
+        answer = server.chat(QUESTION, documents=DOCUMENTS)
+        assert text_of(answer) == stock_answer(*chatting, asked(), documents=DOCUMENTS)
+        usage = answer.json()["usage"]
+        assert usage["completion_tokens"] == 8
+        assert usage["hf_blend"]["computed_chunks"] == COMPUTED
+        assert text_of(server.chat(QUESTION)) == stock_answer(*chatting, asked())
+
+
+def test_completion_is_that_of_stock_generate(serve, chatting):
+    model, tokenizer = chatting
+    with serve(config=EVERYTHING) as server:
+        body = {"prompt": OTHER, "documents": DOCUMENTS[:1], "temperature": 0, "max_tokens": 8}
+        answer = server.post("/v1/completions", body).json()["choices"][0]
+    ids = tokenizer(f"{DOCUMENTS[0]}\n\n{OTHER}", return_tensors="pt")["input_ids"]
+    output = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert answer["text"] == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_stored_documents_are_reused_in_any_order(serve):
+    with serve(heal=False) as server:
+        server.chat(QUESTION, documents=DOCUMENTS)
+        usage = server.chat(OTHER, documents=DOCUMENTS[::-1]).json()["usage"]
+    report = usage["hf_blend"]
+    assert report["computed_chunks"] == 0
+    assert report["reused_tokens"] > 50
+    assert usage["prompt_tokens_details"]["cached_tokens"] == report["reused_tokens"]
+    assert 0 < report["charged_budget"] < 1
+
+
+def test_documents_in_a_message_stay_there(serve):
+    inside = asked(f"{DOCUMENTS[0]}\n\n{QUESTION}")
+    with serve(heal=False) as server:
+        named = server.chat(inside, documents=DOCUMENTS[:1]).json()
+        unnamed = server.chat(inside).json()
+    assert named["usage"]["prompt_tokens"] == unnamed["usage"]["prompt_tokens"]
+    assert named["usage"]["hf_blend"]["computed_chunks"] == 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_continued_and_healed_conversation_is_that_of_stock_generate(serve, chatting, kind):
+    model, tokenizer = chatting
+    if kind == "mistral":  # every layer forgets
+        shape = {"num_hidden_layers": 2, "max_position_embeddings": 2048, "sliding_window": 24}
+        model = build_tiny_model("mistral", vocab_size=len(tokenizer), **shape)
+    with serve(model=model) as server:
+        first = text_of(server.chat(QUESTION, documents=DOCUMENTS))
+        (conversation,) = server.worker._conversations
+        wait_for(lambda: conversation.is_healed, "healing")
+        messages = [*asked(), {"role": "assistant", "content": first}, *asked(OTHER)[:1]]
+        second = server.chat(messages, documents=DOCUMENTS)
+        assert text_of(second) == stock_answer(model, tokenizer, messages, documents=DOCUMENTS)
+        assert server.worker.healed_tokens > 0 or kind == "mistral"
+        if kind == "llama":
+            assert second.json()["usage"]["hf_blend"]["continued_tokens"] > 100
+
+
+def test_conversations_are_kept_by_tenant_and_only_the_latest(serve):
+    with serve({"conversations": 2}, TENANTS, heal=False) as server:
+        for text in ("One?", "Two?", "Three?"):
+            server.chat(text, KEYS["anna"])
+        assert [row.prompt.messages[0]["content"] for row in server.worker._conversations] == ["Two?", "Three?"]
+        turn = [*asked("Three?"), {"role": "assistant", "content": "No."}, *asked("Why?")]
+        assert server.chat(turn, KEYS["ben"]).json()["usage"]["hf_blend"]["continued_tokens"] == 0
+        assert server.chat(turn, KEYS["anna"]).json()["usage"]["hf_blend"]["continued_tokens"] > 0
+
+
+@pytest.mark.parametrize("settings", [{"kv_bits": 8}, {}], ids=["8 bits", "plain"])
+def test_settings_of_blend_cache_are_served(serve, settings):
+    with serve(**settings) as server:
+        assert server.chat(QUESTION, documents=DOCUMENTS).status_code == 200
+
+
+def test_seed_temperature_and_stop(serve, chatting):
+    with serve(heal=False) as server:
+        sampled = {"temperature": 1.5, "top_p": 0.9, "max_tokens": 12}
+        texts = [text_of(server.chat(QUESTION, seed=seed, **sampled)) for seed in (1, 1, 2, None, None)]
+        assert texts[0] == texts[1]
+        assert len({*texts}) == 4, "without a seed no answer continues the numbers of another"
+        whole = text_of(server.chat(QUESTION, max_tokens=30))
+        stop = whole[5:8]
+        answer = server.chat(QUESTION, max_tokens=30, stop=[stop, "no such text"])
+        assert text_of(answer) == whole[: whole.index(stop)]
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"
+        assert server.chat(QUESTION).json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_assistant_message_is_continued(serve, chatting):
+    model, tokenizer = chatting
+    messages = [*asked(), {"role": "assistant", "content": "It is nine"}]
+    with serve(config=EVERYTHING) as server:
+        text = text_of(server.chat(messages))
+    ids = tokenizer.apply_chat_template(messages, continue_final_message=True, return_tensors="pt", return_dict=False)
+    output = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert text == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_four_clients_at_once_streamed_and_not(serve):
+    questions = [f"{QUESTION} {number}" for number in range(4)]
+
+    def ask(server, number, is_streamed):
+        fields = {"model": "tiny", "messages": asked(questions[number]), "temperature": 0, "max_tokens": 12}
+        extra = {"documents": DOCUMENTS[number % 3 :] + DOCUMENTS[: number % 3]}
+        client = client_of(server)
+        if not is_streamed:
+            answer = client.chat.completions.create(**fields, extra_body=extra)
+            return answer.choices[0].message.content, [answer.choices[0].finish_reason], answer.usage.total_tokens
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        text, reasons, usage = streamed(client.chat.completions.create(**fields, **options, extra_body=extra))
+        return text, reasons, usage.total_tokens
+
+    with serve(config=EVERYTHING, heal=False) as server:
+        alone = [ask(server, number, False) for number in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            whole = list(pool.map(lambda number: ask(server, number, False), range(4)))
+            parts = list(pool.map(lambda number: ask(server, number, True), range(4)))
+        mixed = streamed(client_of(server).completions.create(model="tiny", prompt="A", max_tokens=3, stream=True))
+    assert alone == whole == parts
+    assert mixed[1] in (["length"], ["stop"])
+    assert mixed[2] is None, "usage is sent where it is asked for"
+
+
+def test_client_that_leaves_is_cancelled(serve, chatting):
+    model, _ = chatting
+    calls = []
+    handle = model.register_forward_hook(observer(lambda *_: calls.append(1)))
+    try:
+        with serve(heal=False) as server:
+            stream = client_of(server).chat.completions.create(
+                model="tiny", messages=asked(), max_tokens=1900, temperature=0, stream=True
+            )
+            next(iter(stream))
+            stream.close()
+            body = {"messages": asked(), "max_tokens": 1900, "temperature": 0}
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=0.3)
+            server.chat(QUESTION)
+    finally:
+        handle.remove()
+    assert len(calls) < 1900, "neither of both was written to its end"
+
+
+def test_keys_are_needed_and_open_namespaces(serve):
+    with serve(tenants=TENANTS, heal=False) as server:
+        for key in ("none", "wrong", "a" * 15, "ä" * 8):
+            headers = {"authorization": f"Bearer {key}".encode()}
+            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "bad_key")
+        with pytest.raises(openai.AuthenticationError):
+            client_of(server, "wrong").models.list()
+        assert [model.id for model in client_of(server, KEYS["anna"]).models.list()] == ["tiny"]
+        computed = [
+            server.chat(QUESTION, KEYS[name], documents=DOCUMENTS).json()["usage"]["hf_blend"]["computed_chunks"]
+            for name in ("anna", "anna", "ben", "ben")
+        ]
+    assert computed == [COMPUTED, 0, COMPUTED, 0]
+
+
+STATUSES = {
+    401: (("/v1/completions", {"prompt": "a"}), {"key": "wrong"}),
+    404: (("/v1/completions", {"prompt": "a", "model": "gpt-5"}), {}),
+    405: (("/v1/models", {}), {}),
+    413: (("/v1/completions", {"prompt": "a" * 5000}), {}),
+    415: (("/v1/completions", {"prompt": "a"}), {"content-type": "text/plain"}),
+}
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_status_and_error_body(serve, status):
+    arguments, settings = STATUSES[status]
+    with serve({"body_bytes": 4000}, (Tenant(api_key="k" * 16),)) as server:
+        answer = server.post(*arguments, **{"key": "k" * 16} | settings)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+def test_length_is_bounded(serve):
+    with serve({"tokens": 120}) as server:
+        for fields in ({"max_tokens": 100}, {"documents": DOCUMENTS}, {"documents": ["a " * 3000]}):
+            answer = server.chat(QUESTION, **fields)
+            assert answer.status_code == 400
+            assert "expected at most" in answer.json()["error"]["message"]
+        assert server.chat(QUESTION, max_tokens=None).json()["usage"]["total_tokens"] <= 120
+
+
+def test_queue_and_seconds_are_bounded(serve):
+    with serve({"queue": 1, "request_s": 1.0}, heal=False) as server, ThreadPoolExecutor(1) as pool:
+        gate = block(server)
+        waiting = pool.submit(server.chat, QUESTION)
+        wait_for(lambda: server.worker.waiting, "a request that waits")
+        refused = server.chat(OTHER)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        time.sleep(1.2)
+        gate.set()
+        late = waiting.result()
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "timeout")
+        assert server.chat(QUESTION).status_code == 200
+
+
+def test_slow_body_is_cut(serve):
+    with serve({"body_s": 0.2}) as server:
+
+        def drip():
+            yield b"{"
+            time.sleep(1.0)
+            yield b"}"
+
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{server.url}/v1/completions", content=drip(), headers=headers)
+    assert answer.status_code == 408
+
+
+def test_close_tells_those_who_wait(chatting, store):
+    worker = worker_module.Worker(*chatting, {"": store}, wire.Limits(), heal=False)
+    worker.start()
+    told = [queue.SimpleQueue() for _ in range(3)]
+    request = wire.ChatRequest(messages=[wire.Message(role="user", content="Where?")], max_tokens=1500)
+    for one in told:
+        worker.submit(worker_module.Job("", request, one.put, time.monotonic() + 60))
+    told[0].get()
+    worker.close()
+    for one in told:
+        last = None
+        while not one.empty():
+            last = one.get()
+        assert isinstance(last, wire.Refused)
+        assert (last.status, last.code) == (503, "stopping")
+    with pytest.raises(wire.Refused, match="about to stop"):
+        worker.submit(worker_module.Job("", request, print, time.monotonic() + 60))
+
+
+def test_failure_is_answered_and_logged_once(serve, chatting, monkeypatch, caplog):
+    with serve() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(chatting[0], "generate", lambda **_: 1 / 0)
+            answer = server.chat(QUESTION)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+        assert "ZeroDivisionError" not in answer.text
+        assert [record.message for record in caplog.records if record.exc_info] == ["a request failed"]
+        assert server.chat(QUESTION).status_code == 200
+
+
+def test_full_memory_forgets_conversations(serve, chatting, monkeypatch):
+    def fail(**_):
+        raise torch.OutOfMemoryError("full")
+
+    with serve() as server:
+        server.chat(QUESTION)
+        assert server.worker._conversations
+        with monkeypatch.context() as patch:
+            patch.setattr(chatting[0], "generate", fail)
+            answer = server.chat(OTHER)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "memory")
+        assert not server.worker._conversations
+
+
+def test_error_behind_the_first_token_ends_a_stream(serve):
+    with serve({"request_s": 1.0}) as server:
+        body = {"messages": asked(), "max_tokens": 1900, "temperature": 0, "stream": True}
+        lines = server.post("/v1/chat/completions", body).text.strip().split("\n\n")
+    assert '"code": "timeout"' in lines[-2]
+    assert lines[-1] == "data: [DONE]"
+
+
+def test_health_and_metrics(serve):
+    with serve() as server:
+        assert httpx.get(f"{server.url}/health").json() == {"ready": True}
+        server.chat(QUESTION, documents=DOCUMENTS)
+        server.chat(5)
+        text = httpx.get(f"{server.url}/metrics").text
+    for line in (
+        'hf_blend_requests_total{status="200"} 1.0',
+        'hf_blend_requests_total{status="400"} 1.0',
+        'hf_blend_tokens_total{kind="answer"} 8.0',
+        "hf_blend_first_token_seconds_count 1.0",
+        "hf_blend_requests_waiting 0.0",
+        f"hf_blend_entries {COMPUTED}.0",
+    ):
+        assert line in text
+
+
+def test_metrics_do_not_name_tenants(serve):
+    with serve(tenants=TENANTS) as server:
+        assert "anna" not in httpx.get(f"{server.url}/metrics").text
