@@ -28,7 +28,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 is any free one.")] = 8000,
     ratio: Ratio = None,
     selector: Selector = None,
-    tenants: Annotated[Path | None, typer.Option(help="JSON file of tenants: name, api_key, secret of each.")] = None,
+    tenants: Annotated[Path | None, typer.Option(help="JSON file of tenants: name and api_key of each.")] = None,
     api_key: Annotated[
         str | None, typer.Option(help="Of requests; better as HF_BLEND_SERVE_API_KEY, which ps does not show.")
     ] = None,
@@ -91,9 +91,7 @@ def serve(
     memory_bytes = available_bytes() // 4 // len(listed)
     stores = {}
     for tenant in listed:
-        stores[tenant.name] = ChunkStore.open(
-            store, namespace=tenant.name, secret=tenant.secret, memory_bytes=memory_bytes
-        )
+        stores[tenant.name] = ChunkStore.open(store, namespace=tenant.name, memory_bytes=memory_bytes)
     with said_if_slow(CHECKING):
         worker = Worker(source.load(), source.tokenizer, stores, limits, config, heal=heal, **settings)
     app = make_app(worker, name, listed, limits)

@@ -18,7 +18,7 @@ FIELDS = ("name", "api_key", "secret")
 
 @dataclass(frozen=True)
 class Tenant:
-    """A client: its namespace in the store, the key that its requests bear, and the secret that signs its chunks."""
+    """A client: its namespace in the store, the key that its requests bear, and the secret of its salts in vLLM."""
 
     name: str = ""
     api_key: str = ""
