@@ -32,6 +32,7 @@ __all__ = ["Answer", "Job", "Worker"]
 
 logger = logging.getLogger(__name__)
 
+GREEDY = 1e-3  # temperatures below are as 0: logits over them may be beyond float32
 HEAL_TOKENS = 64  # of one step; a request that arrives waits for one
 DEFAULT_TOKENS = 4096  # of a model that names no limit
 LATE = "the request took longer than the {:g} s that the server allows. Ask for fewer tokens."
@@ -230,7 +231,7 @@ class Worker:
                 f"{self.tokens} together. Shorten the prompt or ask for fewer."
             )
         settings: dict[str, Any] = {"max_new_tokens": new_tokens}
-        if request.temperature == 0:
+        if request.temperature is not None and request.temperature < GREEDY:
             return {**settings, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if request.temperature is not None:
             settings |= {"do_sample": True, "temperature": request.temperature}
