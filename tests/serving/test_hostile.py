@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile requests, each kind once, and 200 of them: none is answered 5xx but 503, nothing is raised, and the memory stays within 300 MB."""
+"""Hostile requests, each kind once, and 200: none gets 5xx but 503, nothing raises, memory stays within 300 MB."""
 
 import json
 import os
