@@ -55,8 +55,6 @@ SMALL = {
     "hybrids": "--shapes tiny-hybrid --chunks 2 --chunk-tokens 24 --rounds 1",
     "overhead": "--shape tiny --tokens 64 --chunks 2 --rounds 1",
     "offload": "--shape tiny --contexts 64 --tokens 2 --rounds 1",
-    "partial-load": "--chunks 2 --chunk-tokens 32 --layers 2 --rates 1 --rounds 1",
-    "sequences": "--shape tiny --prefix-tokens 64 --tails 8 --sequences 2 --rounds 1",
     "store": "--entries 2 --tokens 16 --small-entries 20 --rounds 1",
     "sparse-decode": "--shape tiny --contexts 256 --shares 0.5 --tokens 2 --rounds 1",
 }

@@ -173,14 +173,6 @@ def _against_llama(document: Document) -> str:
     )
 
 
-def _together(document: Document) -> str:
-    row = document["rows"][-1]
-    return (
-        f"With {row['tail_tokens']} tokens of its own for each of {document['sequences']} sequences, a step takes "
-        f"{row['shared_over_stock']:.2f} of stock's time and {row['nbytes'] / row['stock_nbytes']:.2f} of its bytes."
-    )
-
-
 def _hidden(document: Document) -> str:
     worst = max(row["vs_max"] for row in document["rows"])
     return f"Loading mostly hides behind computing: both together take at most {worst:.2f} times the longer of them."
@@ -306,22 +298,6 @@ SECTIONS = (
         "Not measured: text; random K and V are attended to evenly.",
     ),
     Section(
-        "Loading a part",
-        "partial_load",
-        lambda found: (
-            "Loading a quarter of the blocks is not faster here: "
-            f"{min(row['fewer_bytes'] for row in found['rows']):.1f} to "
-            f"{max(row['fewer_bytes'] for row in found['rows']):.1f} times fewer bytes are read, and the first token "
-            f"comes up to {max(1 / row['ttft_ratio'] for row in found['rows']):.2f} times as late."
-        ),
-        lambda found: (
-            f"`benchmarks/bench.py partial-load`: {found['chunks']} chunks of {found['chunk_tokens']} tokens, "
-            f"{found['layers']} layers whose heads agree. Loading whole chunks hides behind "
-            "computing."
-        ),
-        "`benchmarks/reproduce.py impress --model M` measures yours.",
-    ),
-    Section(
         "Less of K and V, on a real model",
         "real_decoding",
         _less,
@@ -396,12 +372,6 @@ SECTIONS = (
             f"{_share(found['ratio'])} recomputed."
         ),
         "Not measured: fused kernels, beside which copies weigh more.",
-    ),
-    Section(
-        "Several sequences behind one prefix",
-        "sequences",
-        _together,
-        lambda found: f"`benchmarks/bench.py sequences`{_of_shape(found)}, {found['prefix_tokens']:,} shared tokens.",
     ),
 )
 
