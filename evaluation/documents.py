@@ -25,9 +25,19 @@ from hf_blend.prompt.pieces import tokenize
 
 from .rows import CHUNKS, read_row
 
-CONVERTED = (
-    ".csv", ".docx", ".epub", ".htm", ".html", ".ipynb", ".json", ".msg", ".pdf", ".pptx", ".xls", ".xlsx", ".xml",
-)  # fmt: skip
+CONVERTED = {  # ending → the converter of markitdown; others of its converters fetch, unpack or take anything for text
+    ".csv": "CsvConverter",
+    ".docx": "DocxConverter",
+    ".epub": "EpubConverter",
+    ".htm": "HtmlConverter",
+    ".html": "HtmlConverter",
+    ".ipynb": "IpynbConverter",
+    ".msg": "OutlookMsgConverter",
+    ".pdf": "PdfConverter",
+    ".pptx": "PptxConverter",
+    ".xls": "XlsConverter",
+    ".xlsx": "XlsxConverter",
+}
 MARKDOWN = (".md", ".markdown", *CONVERTED)
 ROWS = (".jsonl", ".ndjson")
 MADE_FOLDERS = ("node_modules", "__pycache__")  # what programs put into folders of people
@@ -169,7 +179,7 @@ def _decoded(content: bytes) -> str:
 
 
 def _converted(content: bytes, kind: str) -> str:
-    """Markdown of a file's content, made by markitdown without plugins; it has nothing to fetch."""
+    """Markdown of a file's content, made by markitdown."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         text: str = _converter().convert_stream(io.BytesIO(content), file_extension=kind).text_content
@@ -178,9 +188,12 @@ def _converted(content: bytes, kind: str) -> str:
 
 @cache
 def _converter() -> Any:
-    markitdown = import_extra("markitdown", extra="rag", wanted_by="reading documents that are not plain text")
+    library = import_extra("markitdown", extra="rag", wanted_by="reading documents that are not plain text")
     logging.getLogger("pdfminer").setLevel(logging.ERROR)  # says a line about every odd font
-    return markitdown.MarkItDown(enable_plugins=False)
+    converter = library.MarkItDown(enable_builtins=False, enable_plugins=False)
+    for name in {*CONVERTED.values()}:
+        converter.register_converter(getattr(library.converters, name)())
+    return converter
 
 
 def _rows(path: Path, name: str, text: str) -> Iterator[Document]:

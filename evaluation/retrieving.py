@@ -23,9 +23,12 @@ TOP_K = 4  # pieces for a question
 END = "\n\n"
 WINDOW_CHARS = 8  # for each token of a piece: so much of a document is split at once, at first
 WINDOW_PIECES = 4  # a window of fewer is doubled
+SYLLABLES = "\u2e80"  # from here on a character of the scripts below may be a word
 UNSPACED = (  # scripts whose words run together, or in which one character may be a word
-    ("\u0e00", "\u109f"), ("\u2e80", "\u9fff"), ("\uac00", "\ud7ff"), ("\U00020000", "\U0003ffff"),
+    ("\u0e00", "\u109f"), ("\u1780", "\u17ff"), ("\u2e80", "\u9fff"), ("\uac00", "\ud7ff"),
+    ("\U00020000", "\U0003ffff"),
 )  # fmt: skip
+TATWEEL = "\u0640"  # lengthens Arabic letters
 
 
 @dataclass(frozen=True)
@@ -163,16 +166,17 @@ class Retriever:
 def words_of(text: str) -> list[str]:
     """The words of a text, however its letters are encoded, in lower case, with their marks.
 
-    Of scripts whose words run together, each character is a word, and so are every two neighbours.
+    Of scripts whose words run together every two neighbours are a word, and where one character may be a word, that.
     """
-    composed = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    composed = unicodedata.normalize("NFKC", text).casefold().replace(TATWEEL, "")
+    visible = "".join(letter for letter in composed if unicodedata.category(letter) != "Cf")  # no joiners
     words = []
-    for kind, run in groupby(composed, _kind):
+    for kind, run in groupby(unicodedata.normalize("NFKC", visible), _kind):
         letters = list(run)
         if kind == "word":
             words.append("".join(letters))
         elif kind == "unspaced":
-            words += letters
+            words += [letter for letter in letters if letter >= SYLLABLES or len(letters) == 1]
             words += ["".join(pair) for pair in pairwise(letters)]
     return words
 

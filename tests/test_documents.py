@@ -1,0 +1,357 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Documents are read from what people have, what is left out is named, pieces are found, names lie beside the chunks."""
+
+import io
+import json
+import os
+import re
+import unicodedata
+import zipfile
+from dataclasses import replace
+
+import pytest
+
+from hf_blend import ChunkStore
+from hf_blend.errors import MissingExtraError, PromptError
+from hf_blend.evaluation import documents
+from hf_blend.evaluation.documents import Document, printable, read_corpus
+from hf_blend.evaluation.retrieving import Piece, Retriever, Splitter, words_of
+from hf_blend.evaluation.sources import Source, Sources
+
+for module in ("semantic_text_splitter", "bm25s", "markitdown"):
+    pytest.importorskip(module, reason="the extra rag is not installed: pip install hf-blend[rag]")
+
+HTML = b"<html><script>var x = 1</script><body><h1>Keepers</h1><p>Mara keeps the <b>light</b>.</p></body></html>"
+DOCX = {
+    "[Content_Types].xml": '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types"/>',
+    "_rels/.rels": '<Relationships xmlns="http://schemas.openxmlformats.org/package/2006/relationships"><Relationship '
+    'Id="r" Type="http://schemas.openxmlformats.org/officeDocument/2006/relationships/officeDocument" '
+    'Target="word/document.xml"/></Relationships>',
+    "word/document.xml": '<w:document xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"><w:body>'
+    "<w:p><w:r><w:t>Tomas repairs boats.</w:t></w:r></w:p></w:body></w:document>",
+}
+
+
+def docx():
+    """A Word document of one paragraph."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, text in DOCX.items():
+            archive.writestr(name, text)
+    return content.getvalue()
+
+
+def pdf(text):
+    """A PDF of one page, written by hand."""
+    stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        b"/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream),
+    ]
+    content = b"%PDF-1.4\n"
+    offsets = []
+    for number, text in enumerate(objects, 1):
+        offsets.append(len(content))
+        content += b"%d 0 obj\n%s\nendobj\n" % (number, text)
+    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
+    trailer = b"trailer << /Size 5 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % len(content)
+    return content + b"xref\n0 5\n0000000000 65535 f \n" + table + trailer
+
+
+GOOD = {  # name → bytes, what is read of it
+    "a.txt": (b"Mara keeps the light.\n", "Mara keeps the light.\n"),
+    "bom.txt": ("\ufeffGrüße".encode(), "Grüße"),
+    "Makefile": (b"all:\n", "all:\n"),
+    "sub/B.MD": (b"# Boats\n", "# Boats\n"),
+    "c.HTML": (HTML, "# Keepers\n\nMara keeps the **light**."),
+    "d.pdf": (pdf("The mill stands on the river."), "The mill stands on the river."),
+    "e.docx": (docx(), "Tomas repairs boats."),
+    "f.csv": (b"name,boat\nGerda,red\n", "| name | boat |\n| --- | --- |\n| Gerda | red |"),
+}
+BAD = {  # name → bytes, why it is left out
+    "data": (b"\1\2\0\4", "it is not text"),
+    "latin.txt": ("Grüße".encode("latin-1"), "it is not UTF-8 (byte 2)"),
+    "empty.md": (b" \n", "it holds no text"),
+    "no.pdf": (b"%PDF-1.4 nothing", ""),
+    "no.docx": (b"PK\x03\x04", ""),
+    "no.xlsx": (b"PK\x03\x04", ""),
+    "deep.ipynb": (b"[" * 100_000, ""),
+    "half.jsonl": (rb'"\ud83d"', "it holds U+D83D, half a character"),
+    "odd.jsonl": (b"{'a'}", "line 1 is not JSON"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder as people have them."""
+    root = tmp_path / "notes"
+    files = {**GOOD, **BAD, ".git/config": (b"hidden",), "__pycache__/x.txt": (b"made",)}
+    for name, (content, *_) in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "secret.txt").write_text("out of the folder")
+    (root / "link.txt").symlink_to(tmp_path / "secret.txt")
+    return root
+
+
+def test_read_corpus_reads_every_format_and_names_what_it_leaves_out(folder):
+    corpus = read_corpus([str(folder)])
+    texts = {document.name: document.text for document in corpus.documents}
+    assert texts.keys() == {f"notes/{name}" for name in GOOD}
+    for name, (_, text) in GOOD.items():
+        assert texts[f"notes/{name}"].strip() == text.strip(), name
+    reasons = dict(corpus.left_out)
+    assert reasons.keys() == {f"notes/{name}" for name in BAD}
+    for name, (_, reason) in BAD.items():
+        assert reasons[f"notes/{name}"].startswith(reason), name
+        assert "\n" not in reasons[f"notes/{name}"]
+    assert re.search(r"Left out: .*\d files \(.*\)", corpus.summary())
+    assert corpus.rows()[0].keys() == {"name", "reason"}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_read_corpus_refuses_a_single_bad_file_in_a_sentence(folder, name):
+    with pytest.raises(PromptError, match="Give a file with text|Correct it"):
+        read_corpus([str(folder / name)])
+
+
+def test_read_corpus_goes_on_behind_a_bad_file(folder):
+    corpus = read_corpus([str(folder / name) for name in ("empty.md", "a.txt")])
+    assert [document.name for document in corpus.documents] == ["a.txt"]
+    assert corpus.left_out == [("empty.md", "it holds no text")]
+
+
+def test_read_corpus_refuses_what_is_too_large_no_file_or_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MOST_MEGABYTES", 1)
+    (tmp_path / "large.txt").write_bytes(b"a" * (1 << 20) + b"b")
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (("large.txt", "more than 1 MB"), ("pipe", "it is a pipe"), ("nowhere", "no file or folder")):
+        with pytest.raises(PromptError, match=words):
+            read_corpus([str(tmp_path / name)])
+    with pytest.raises(PromptError, match=r"no document was found in .*pipe.*large\.txt|large.*pipe"):
+        read_corpus([str(tmp_path)])
+
+
+def test_read_corpus_names_the_extra_that_is_missing(folder, monkeypatch):
+    documents._converter.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "markitdown", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "hf-blend\[rag\]"'):
+        read_corpus([str(folder / "d.pdf")])
+    assert "pip install" in dict(read_corpus([str(folder)]).left_out)["notes/d.pdf"]
+
+
+def test_read_corpus_reads_rows_and_standard_input(tmp_path):
+    rows = [
+        {"id": "7", "chunks": ["one\u2028two", "three"], "question": "Who?", "answers": ["Ann"]},
+        {"documents": ["four"]},
+        {"text": "five", "title": "Fifth\x1b[2J"},
+    ]
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
+    corpus = read_corpus([str(path), "-"], ["a\n", "b"])
+    assert {document.name: document.text for document in corpus.documents} == {
+        "x.jsonl:7.1": "one\u2028two",
+        "x.jsonl:7.2": "three",
+        "x.jsonl:2": "four",
+        r"x.jsonl:Fifth\x1b[2J": "Fifth\x1b[2J\n\nfive",
+        "stdin": "a\nb",
+    }
+    with pytest.raises(PromptError, match="it holds no text"):
+        read_corpus(["-"], [" \n"])
+
+
+def test_printable_escapes_what_a_terminal_would_obey():
+    assert printable("a\x1b[2Jb\u202ec\u3000é") == "a\\x1b[2Jb\\u202ec\u3000é"
+
+
+SENTENCES = [f"Sentence number {n} says that boat {n * 7} lies in harbour {n * 3}." for n in range(60)]
+PROSE = "\n\n".join(" ".join(SENTENCES[start : start + 4]) for start in range(0, 60, 4))
+LARGE = {
+    "prose": PROSE * 3,
+    "headings": "\n\n".join(f"# Part {number}\n\n{PROSE}" for number in range(2)),
+    "one letter": "a" * 8_000,
+    "characters without punctuation": "".join(chr(0x4E00 + at * 37 % 20_000) for at in range(4_000)),
+    "lines": "\n".join(SENTENCES * 3),
+    "marks": "a" + "\u0301" * 4_000,
+    "white space": f"{' ' * 200_000}end",
+}
+
+
+@pytest.mark.parametrize("is_markdown", [False, True])
+@pytest.mark.parametrize("kind", LARGE)
+def test_splitter_cuts_by_windows_where_it_cuts_a_whole(kind, is_markdown, byte_tokenizer):
+    splitter = Splitter(byte_tokenizer, 100)
+    text = LARGE[kind]
+    name = "_markdown_splitter" if is_markdown else "_text_splitter"
+    library = getattr(splitter, name)
+    windows = []
+
+    class Recorded:
+        def chunk_indices(self, text):
+            windows.append(len(text))
+            return library.chunk_indices(text)
+
+    splitter.__dict__[name] = Recorded()
+    pieces = splitter.split(Document("a", text, is_markdown=is_markdown))
+    assert all(len(piece.ids) <= 100 for piece in pieces)
+    assert all(text[piece.start : piece.stop] == piece.text for piece in pieces)
+    assert re.sub(r"\s", "", "".join(piece.text for piece in pieces)) == re.sub(r"\s", "", text)
+    if kind in ("prose", "lines"):
+        assert [(piece.start, piece.text) for piece in pieces] == library.chunk_indices(text)
+    if kind != "white space":
+        assert max(windows) <= 3200 < len(text), "however long the text is"
+        assert sum(windows) < 3 * len(text)
+
+
+def test_splitter_leaves_a_short_document_as_it_is(byte_tokenizer):
+    splitter = Splitter(byte_tokenizer, 100)
+    (piece,) = splitter.split(Document("a", "Mara keeps the light.\n"))
+    assert (piece.start, piece.text) == (0, "Mara keeps the light.\n")
+    assert splitter.split(Document("a", " \n")) == []
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(model_folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+TEXTS = ("a: the mill and the river", "b: Mara keeps the light", "c: 灯台の番人はマラです", "d: boats")
+PIECES = [Piece(text[:2], 0, text, (1,)) for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("question", "first"), [("Who keeps the LIGHT?", "b:"), ("灯台", "c:"), ("Which river?", "a:"), ("Boats?", "d:")]
+)
+def test_retriever_ranks_the_piece_with_the_telling_words_first(question, first):
+    retriever = Retriever(PIECES, top_k=2)
+    assert retriever.rank(question)[0].name == first
+    assert len(retriever.rank(question)) == 2
+    assert retriever.knows(question)
+
+
+def test_retriever_gives_the_beginning_where_no_word_is_known_and_all_where_all_may_come():
+    retriever = Retriever(PIECES, top_k=2)
+    assert retriever.rank("Xyzzy?") == PIECES[:2]
+    assert not retriever.knows("Xyzzy?")
+    for top_k in (0, 4, 9):
+        assert Retriever(PIECES, top_k).rank("Xyzzy?") == PIECES
+        assert Retriever(PIECES, top_k).knows("Xyzzy?")
+
+
+FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+READ = {  # a word in a question → a text that has it
+    "Dvořák": "The quartet by DVOŘÁK is played",
+    "strasse": "Die Straße ist lang",
+    "file": "a \ufb01le is open",
+    "ΣΊΣΥΦΟΣ": "βράχος Σίσυφος ανεβαίνει",
+    "प्रकाशस्तंभ": "गाँव का प्रकाशस्तंभ पुराना है",
+    "مُحَمَّد": "كتب مُحَمَّد رسالة",
+    "المنارة": "حارس المـنـارة نائم",
+    "등대": "그는 등대를 지킨다",
+    "2026": "im Jahr \uff12\uff10\uff12\uff16 gebaut",
+    "データ": "古いﾃﾞｰﾀが残る",
+    "cooperate": "they co\u00adoperate often",
+    "灯台": "あの灯台は古い",
+    "猫": "黒い猫がいる",
+    "ประภาคาร": "เขาดูแลประภาคารทุกคืน",
+    "ប៉មភ្លើង": "គាត់ថែរក្សាប៉មភ្លើងរាល់យប់",
+    "မီးပြတိုက်": "သူသည်မီးပြတိုက်ကိုစောင့်သည်",
+}
+FILLERS = (  # other texts in the same scripts, without the words
+    "The mill stands on the river and the boats lie in the harbour",
+    "θάλασσα είναι ήσυχη",
+    "बारिश में नाव किनारे पर है",
+    "السفينة في البحر اليوم",
+    "비가 오는 날에는 쉰다",
+    "雨の日は休みです",
+    "วันฝนตกพวกเราหยุดงาน",
+    "ថ្ងៃភ្លៀងយើងឈប់សម្រាក",
+    "မိုးရွာသောနေ့တွင်နားသည်",
+)
+
+
+@pytest.mark.parametrize("word", READ)
+def test_retriever_finds_a_word_however_either_side_is_encoded(word):
+    for written in FORMS:
+        texts = [*FILLERS, unicodedata.normalize(written, READ[word])]
+        retriever = Retriever([Piece(str(number), 0, text, (1,)) for number, text in enumerate(texts)], top_k=1)
+        for asked in FORMS:
+            question = unicodedata.normalize(asked, word.upper())
+            assert retriever.rank(question)[0].text == texts[-1], (asked, written)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("हिन्दी में مُحَمَّد e\u0323\u0301", ["हिन्दी", "में", "مُحَمَّد", "ẹ́"]),
+        ("don't 3.14 a_b", ["don", "t", "3", "14", "a", "b"]),
+        ("灯台の", ["灯", "台", "の", "灯台", "台の"]),
+        ("\u200b\u00ad ؟", []),
+    ],
+)
+def test_words_of_keeps_marks_with_their_letters(text, words):
+    assert words_of(text) == words
+
+
+OLD = Source("notes/a.md", "/somewhere/notes/a.md", "mine", "f" * 64, 512, 1.0, ("1" * 64, "2" * 64))
+OTHER = Source("notes/b.md", "/somewhere/notes/b.md", "mine", "f" * 64, 512, 2.0, ("2" * 64, "3" * 64))
+
+
+@pytest.fixture
+def store(tmp_path):
+    with ChunkStore.open(tmp_path / "kv") as store:
+        yield store
+
+
+def test_sources_replace_the_entry_of_a_document_and_are_read_by_another_store(store, tmp_path):
+    new = replace(OLD, chunk_tokens=256, created=3.0, digests=("4" * 64,))
+    other_model = replace(new, model="yours", fingerprint="e" * 64)
+    Sources(store).add([OTHER, OLD])
+    Sources(store).add([new, other_model])
+    with ChunkStore.open(tmp_path / "kv") as again:
+        assert list(Sources(again)) == [new, other_model, OTHER]
+        assert Sources(again).chunk_tokens([Document("notes/a.md", ""), Document("z", "")]) == {"notes/a.md": 256}
+    with ChunkStore.open(tmp_path / "kv", namespace="other") as other:
+        assert list(Sources(other)) == []
+
+
+def test_sources_remove_keeps_chunks_that_another_document_has(store):
+    Sources(store).add([OLD, OTHER])
+    assert Sources(store).remove([OLD]) == ["1" * 64]
+    assert list(Sources(store)) == [OTHER]
+    assert Sources(store).remove([OTHER]) == ["2" * 64, "3" * 64]
+
+
+def test_sources_are_found_by_name_path_and_folder_however_accents_are_encoded(store):
+    decomposed = replace(OLD, name=unicodedata.normalize("NFD", "café/Årsta.md"), path="")
+    Sources(store).add([OLD, OTHER, decomposed])
+    for name, expected in (
+        ("notes/a.md", [OLD]),
+        (OLD.path, [OLD]),
+        ("notes/", [OLD, OTHER]),
+        ("note", []),
+        ("café", [decomposed]),
+        (decomposed.name, [decomposed]),
+    ):
+        assert Sources(store).named(unicodedata.normalize("NFC", name)) == expected, name
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["", "[]", '{"format": "hf_blend.source/1"}', '{"format": "other"}', "[" * 100_000]
+    + [json.dumps({"format": "hf_blend.source/1", **vars(OLD), **change}) for change in
+       ({"name": 5}, {"chunk_tokens": 0}, {"digests": ["../x"]}, {"created": "now"}, {"more": 1})],
+    ids=range(10),
+)  # fmt: skip
+def test_sources_pass_over_a_file_that_others_wrote(store, wrong):
+    sources = Sources(store)
+    sources.add([OTHER])
+    (sources._folder / "odd.json").write_text(wrong)
+    assert list(sources) == [OTHER]
