@@ -14,7 +14,7 @@ from worlds import REFERENCE, reference_questions
 from hf_blend import ChunkStore
 from hf_blend.evaluation.demo.compare import compare
 from hf_blend.evaluation.demo.page import Demo, serve
-from hf_blend.evaluation.demo.request import DemoRequest, first_request
+from hf_blend.evaluation.demo.request import DemoRequest, first_request, page_questions
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
 from tests.servers import start_space
 
@@ -32,12 +32,11 @@ FLAGS = (
 WAIT_MS = 90_000  # a busy machine
 STORY = [one for one in reference_questions() if one["story"] == 1]
 TEXT = "".join(STORY[0]["chunks"]).rstrip()
-ANSWERS = {one["question"]: one["answer"] for one in STORY}
-FIRST, OTHER = [*ANSWERS][:2]
+ANSWERS = {row["question"]: row["answer"] for row in STORY}
+FIRST = next(iter(ANSWERS))
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
 METHODS = ("full prefill", "full reuse", "blend")
-NOTES = {"light.md": "# Light\n\nInes keeps the light of Lund.\n", "bees.txt": "The bees are in the garden.\n"}
 
 
 def expect(locator):
@@ -57,7 +56,7 @@ def opened(demo):
     """Answers that the page is shown with, of a small model; the handbook is more than it reads."""
     asked = DemoRequest(TEXT, FIRST, 0.3, "kv-deviation")
     with ChunkStore.open("memory://") as store:
-        *_, state = compare(demo.models.take(REFERENCE), store, asked, demo.visitors.limits)
+        *_, state = compare(demo.models.get(REFERENCE), store, asked, demo.visitors.limits)
     judged = (replace(panel, correct=panel.text == ANSWERS[FIRST]) for panel in state.panels)
     return replace(state, panels=tuple(judged))
 
@@ -97,8 +96,7 @@ class Visit:
         )
         self.page = self.context.new_page()
         self.page.set_default_timeout(WAIT_MS)
-        self.complaints = []
-        self.fetched = []
+        self.complaints, self.fetched = [], []
         self.page.on("console", lambda one: self.complaints.append(one.text) if one.type == "error" else None)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.fetched.append(request.url))
@@ -174,7 +172,6 @@ def test_the_page_opens_with_question_counts_bars_and_tokens(visit, opened, arte
         "#hb-question",
         "#hb-pick",
         "#hb-ask",
-        "#hb-counts",
         *(f"[data-method='{name}']" for name in METHODS),
     ):
         box = seen.page.locator(f"{shown}").first.bounding_box()
@@ -186,6 +183,18 @@ def test_the_page_opens_with_question_counts_bars_and_tokens(visit, opened, arte
     box = seen.page.locator("#hb-question textarea, #hb-question input").first
     expect(box).to_have_value(first_request().question)
     seen.page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
+
+
+@pytest.mark.slow
+def test_a_question_that_is_picked_is_asked(visit):
+    seen = visit()
+    seen.short()
+    picked = [*page_questions()][1]
+    seen.page.locator("#hb-pick input").click()
+    seen.page.get_by_role("option", name=picked).click()
+    seen.page.locator("#hb-status", has_text="pieces stored now").wait_for()
+    expect(seen.page.locator("#hb-question textarea, #hb-question input").first).to_have_value(picked)
+    expect(seen.page.locator("#hb-pick input")).to_have_value("")
 
 
 @pytest.mark.slow
@@ -214,7 +223,7 @@ def test_the_space_answers_a_question_that_is_typed(browser, tmp_path, artefacts
 def test_no_tab_has_a_serious_barrier(visit, artefacts, size, dark):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     seen = visit(**size, dark=dark)
-    for tab in ("Examples", "Your files", "Quality"):
+    for tab in ("Ask", "Quality"):
         seen.tab(tab)
         seen.page.screenshot(path=artefacts / f"{tab}-{size['width']}{'-dark' * dark}.png")
         found = axe.Axe().run(seen.page, context={"exclude": [[".hb-token"]]}).response["violations"]
@@ -222,26 +231,23 @@ def test_no_tab_has_a_serious_barrier(visit, artefacts, size, dark):
         assert not serious, [(one["id"], [node["html"] for node in one["nodes"]]) for one in serious]
 
 
-@pytest.mark.slow
-def test_files_are_retrieved_from_and_named_and_answers_grow(visit, model_folder, tmp_path, artefacts):
-    for name, text in NOTES.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    (tmp_path / "broken.txt").write_bytes(b"\xff\xfe\x00")
+def test_asking_gives_three_answers_and_marks_what_was_recomputed(visit, artefacts):
     seen = visit()
-    seen.tab("Your files")
-    seen.page.locator("#own-files input[type=file]").set_input_files(sorted(map(str, tmp_path.iterdir())))
-    seen.page.locator("#own-read", has_text="2 documents").wait_for()
-    assert "broken.txt (" in seen.page.locator("#own-read").inner_text()
-    seen.write("#own-model", model_folder)
-    seen.write("#own-question", "Who keeps the light?")
-    seen.page.evaluate(
-        "() => { window.lengths = new Set(); new MutationObserver(() => document.querySelectorAll("
-        "'#own-panels [data-method=blend] .hb-answer').forEach(one => window.lengths.add(one.innerText.length)))"
-        ".observe(document.body, {subtree: true, childList: true, characterData: true}) }"
-    )
-    seen.ask("own")
-    assert all(seen.answer(method, "own") for method in METHODS)
-    seen.page.locator("#own-status", has_text="pieces stored now").wait_for()
-    assert "light.md" in seen.page.locator("#own-documents .hb-passage b").all_inner_texts()
-    assert len(seen.page.evaluate("() => [...window.lengths]")) > 4
-    seen.page.screenshot(path=artefacts / "files.png", full_page=True)
+    seen.short()
+    seen.ask()
+    assert seen.answer("full prefill") == ANSWERS[FIRST]
+    assert seen.answer("full reuse")
+    assert "ms" in seen.panel("full reuse").locator(".hb-figures").inner_text()
+    few, full = seen.chosen(), seen.panel("full prefill").inner_text()
+    slider = seen.page.locator("#hb-ratio input[type=range]")
+    slider.scroll_into_view_if_needed()
+    box = slider.bounding_box()
+    seen.page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
+    seen.chosen_more_than(few)
+    assert seen.answer("blend")
+    few = seen.chosen()
+    seen.page.locator("#hb-ratio input[type=number]").fill("0.9")  # typed, not dragged
+    seen.page.keyboard.press("Enter")
+    seen.chosen_more_than(few)
+    assert seen.panel("full prefill").inner_text() == full
+    seen.page.screenshot(path=artefacts / "answers.png", full_page=True)
