@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-blend ask` in a process of its own, and `chat`: what one stores the next loads, each turn is a full prompt."""
+"""`hf-blend ask` and `chat`: what one stores the next loads, each turn is a full prompt, comparisons are measured."""
 
 import contextlib
-import functools
 import io
 import json
 import re
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,16 +30,20 @@ from tests.chat_templates import CHATML, TEMPLATES
 SHORT = ("--max-new-tokens", "4")
 
 
-def asked_outside(store: Path) -> dict:
-    """Ask in another process."""
+def ask(store, *words):
+    """The JSON that `ask` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
+        main(["ask", "--json", *SHORT, "--store", str(store), *words])
+    assert not ended.value.code, out.getvalue()
+    return json.loads(out.getvalue())
+
+
+def ask_outside(store):
+    """The same in another process."""
     command = [sys.executable, "-m", "hf_blend", "ask", "--json", *SHORT, "--store", str(store)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
 @pytest.fixture(scope="module")
@@ -51,149 +53,121 @@ def store(tmp_path_factory, small_smollm2):
 
 @pytest.fixture(scope="module")
 def first(store):
-    return asked(store)
+    return ask(store)
 
 
-def asked(store: Path, *words: str) -> dict:
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
-        main(["ask", "--json", *SHORT, "--store", str(store), *words])
-    assert not ended.value.code, out.getvalue()
-    return json.loads(out.getvalue())
+@pytest.fixture
+def two_questions(monkeypatch):
+    questions = handbook_questions()[:2]
+    monkeypatch.setattr("hf_blend.evaluation.bundled.handbook_questions", lambda: questions)
+    return questions
 
 
-@pytest.mark.parametrize("another", [asked, pytest.param(asked_outside, marks=pytest.mark.slow)])
-def test_a_second_run_loads_what_the_first_computed_and_answers_alike(another, store, first):
-    before = contents(store)
-    second = another(store)
+@pytest.mark.parametrize("again", [ask, pytest.param(ask_outside, marks=pytest.mark.slow)])
+def test_ask_loads_what_an_earlier_run_stored_and_answers_alike(again, store, first):
+    files = {path: path.read_bytes() for path in store.rglob("*.safetensors")}
+    second = again(store)
     assert first["chunks"]["computed"] > 0
     assert second["chunks"]["computed"] == 0
     assert second["chunks"]["loaded"] > 0
     assert [row["answer"] for row in second["rows"]] == [row["answer"] for row in first["rows"]]
-    assert before
-    assert contents(store) == before
-
-
-def test_every_row_has_the_keys_that_programs_rely_on(first):
-    keys = {"method", "question", "answer", "ttft_ms", "charged_budget", "sources"}
-    assert all(keys <= set(row) for row in first["rows"])
+    assert files
+    assert {path: path.read_bytes() for path in store.rglob("*.safetensors")} == files
     for row in first["rows"]:
+        assert {"method", "question", "answer", "ttft_ms", "charged_budget", "sources"} <= row.keys()
+        assert row["method"] == "blend"
         assert 0 < row["recomputed_tokens"] < row["reused_tokens"] < row["prompt_tokens"]
-    assert {row["method"] for row in first["rows"]} == {"blend"}
 
 
-def test_a_controller_says_what_it_decided(store, first, monkeypatch, run):
+def test_ask_with_a_controller_says_what_it_decided(store, first, monkeypatch, run):
     points = [Point(tokens, ratio, tokens * ratio / 1e3) for tokens in (512, 1536) for ratio in (0.05, 0.5)]
-    rates = {"disk": 1.0}
+    rates = {"disk": 1.0}  # a byte a second
     monkeypatch.setattr("hf_blend.loading.controller.profile_of", lambda *given: Profile({}, tuple(points), 1e3))
     monkeypatch.setattr("hf_blend.loading.controller.tier_rates", lambda *given: rates)
-
-    (row, *_) = asked(store, "--controller")["rows"]
-    assert row["advice"]["loaded_chunks"] == 0, "a byte a second"
+    assert ask(store, "--controller")["rows"][0]["advice"]["loaded_chunks"] == 0
     rates["disk"] = 1e15
-    assert re.search(
-        "Controller: recompute 12.0%, load [1-9]", run("ask", "--controller", *SHORT, "--store", store)[2]
-    )
+    _, _, err = run("ask", "--controller", *SHORT, "--store", store)
+    assert re.search("Controller: recompute 12.0%, load [1-9]", err)
 
 
-@pytest.mark.slow
-def test_compared_methods_are_timed_in_turns_and_the_median_counts(store, first, monkeypatch):
-    taken, answer = [], asking.Pipeline.answer
+def test_ask_compare_prints_answers_once_and_a_line_for_each_method(store, first, run, two_questions, monkeypatch):
+    class Immediate:
+        """A timer whose time is up when it starts."""
 
-    def timed(asker, given, config, *args):
-        name = "full prefill" if config is None else "full reuse" if config.selector == "none" else "blend"
-        taken.append((name, 100.0 * len(taken) ** 2))  # the mean is another
-        return replace(answer(asker, given, config, *args), ttft_ms=taken[-1][1])
+        def __init__(self, seconds, function, arguments):
+            self.start = lambda: function(*arguments)
+            self.cancel = lambda: None
 
-    monkeypatch.setattr(asking.Pipeline, "answer", timed)
-    rows = asked(store, "--compare", "--rounds", "3")["rows"]
-    names = [row["method"] for row in rows[:3]]
-    assert [name for name, _ in taken[1:10]] == 3 * names, "behind the one that stores the chunks"
-    assert [row["ttft_ms"] for row in rows[:3]] == [ms for _, ms in taken[4:7]], "the middle one of the three"
-
-
-def test_a_comparison_prints_each_answer_once_and_a_line_for_each_method(store, first, run, monkeypatch):
-    few = handbook_questions()[:2]
-    monkeypatch.setattr("hf_blend.evaluation.bundled.handbook_questions", lambda: few)
-    _, out, err = run("ask", "--compare", *SHORT, "--store", store)
-    for one in few:
-        assert one["question"] in out
+    monkeypatch.setattr(output.threading, "Timer", Immediate)
+    _, out, err = run("ask", "--compare", "--tokens", *SHORT, "--store", store)
+    for question in two_questions:
+        assert question["question"] in out
     table = [line.split("\t") for line in out.splitlines() if "\t" in line]
     assert table[0] == ["method", "first token", "speed-up", "work", "KL"]
     assert [line[0] for line in table[1:]] == ["full prefill", "full reuse", "blend"]
     assert [float(line[4]) > 0 for line in table[1:]] == [False, True, True]
-    assert "stand out" not in out
-    assert "median of 2" in err
-    assert "2 questions" in err
-    assert re.search(r"the store holds \d+ chunks, [\d.]+ kB", err)
-
-
-def test_a_comparison_says_what_it_does_where_that_takes_long(store, first, run, monkeypatch):
-    few = handbook_questions()[:2]
-    monkeypatch.setattr("hf_blend.evaluation.bundled.handbook_questions", lambda: few)
-    monkeypatch.setattr(output.threading, "Timer", Soon)
-    _, _, err = run("ask", "--compare", *SHORT, "--store", store)
-    said = [line.removeprefix("Question ") for line in err.splitlines() if line.startswith("Question ")]
-    steps = ["storing its chunks …", *(f"{name} …" for name in ("full prefill, 1 of 3", "full reuse, 2 of 3"))]
-    steps += ["blend, 3 of 3 …", "timing and comparing the methods …"]
-    assert said == [f"{number} of 2: {step}" for number in (1, 2) for step in steps]
-    assert "Question 1" not in run("ask", *SHORT, "--store", store)[2], "an answer is streamed meanwhile"
-
-
-class Soon:
-    """A timer whose time is up when it starts."""
-
-    def __init__(self, seconds, function, args):
-        self._call = functools.partial(function, *args)
-
-    def start(self):
-        self._call()
-
-    def cancel(self):
-        pass
-
-
-def test_tokens_shows_which_were_recomputed_and_needs_a_comparison(store, first, run, monkeypatch):
-    few = handbook_questions()[:1]
-    monkeypatch.setattr("hf_blend.evaluation.bundled.handbook_questions", lambda: few)
-    _, out, _ = run("ask", "--compare", "--tokens", *SHORT, "--store", store)
     assert "Recomputed tokens stand out:\n" in out
-    assert run("ask", "--tokens")[::2] == (
-        2,
-        "hf-blend: got --tokens without --compare. Methods are timed, and tokens shown, only with it.\n",
-    )
+    assert re.search(r"median of 2,.*2 questions", err)
+    assert re.search(r"the store holds \d+ chunks, [\d.]+ kB", err)
+    steps = [line for line in err.splitlines() if line.startswith("Question 2 of 2: ")]
+    assert [step.removeprefix("Question 2 of 2: ") for step in steps] == [
+        "storing its chunks …",
+        "full prefill, 1 of 3 …",
+        "full reuse, 2 of 3 …",
+        "blend, 3 of 3 …",
+        "timing and comparing the methods …",
+    ]
 
 
-def test_a_check_of_the_model_is_said_where_it_takes_long(capsys):
-    for wait_s, said in ((0.3, "Checking.\n"), (0.0, "")):
-        with output.said_if_slow("Checking.", 0.1):
-            time.sleep(wait_s)
-        assert capsys.readouterr().err == said
+def test_ask_compare_times_methods_in_turns_and_takes_the_median(store, first, two_questions, monkeypatch):
+    answer = asking.Pipeline.answer
+    timed = []
+
+    def answer_timed(pipeline, request, config, *arguments):
+        timed.append("full prefill" if config is None else config.selector)
+        return replace(answer(pipeline, request, config, *arguments), ttft_ms=100.0 * len(timed) ** 2)
+
+    monkeypatch.setattr(asking.Pipeline, "answer", answer_timed)
+    rows = ask(store, "--compare", "--rounds", "3")["rows"]
+    methods = timed[1:4]
+    assert timed[1:10] == 3 * methods, "behind the one that stores the chunks"
+    assert [row["ttft_ms"] for row in rows[:3]] == [100.0 * number**2 for number in (5, 6, 7)]
 
 
-def test_an_answer_that_was_cut_is_said_to_be(store, first, run):
+def test_ask_says_that_an_answer_was_cut(store, first, run):
     _, out, err = run("ask", "--max-new-tokens", "1", "--store", store)
     assert err.count("Cut at 1 tokens, set --max-new-tokens higher: blend.") == 3
-    assert all(one["question"] in out for one in handbook_questions())
+    assert all(question["question"] in out for question in handbook_questions())
 
 
-def test_the_kl_is_that_of_two_forced_answers(source, model, monkeypatch):
-    tokenizer, chunks = source.tokenizer, ["The light of Skerry is kept by Una Moss.\n\n", "A lantern is dear.\n\n"]
+def test_said_if_slow_says_nothing_where_it_is_not(capsys):
+    for wait_s, text in ((0.3, "Checking.\n"), (0.0, "")):
+        with output.said_if_slow("Checking.", 0.1):
+            time.sleep(wait_s)
+        assert capsys.readouterr().err == text
+
+
+def test_diverge_is_the_kl_of_two_forced_answers(source, model, monkeypatch):
+    tokenizer = source.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
-    made = asking.Question("", build_request(tokenizer, chunks, "Who keeps the light?", None))
-    ways, opened = asking.methods(BlendConfig(0.15), compare=True), ChunkStore.open("memory://")
-    asker = asking.Pipeline(model, tokenizer, opened)
-    replies = [asker.ask(made, way, 12) for way in ways]
-    asker.diverge(made, replies)
+    chunks = ["The light of Skerry is kept by Una Moss.\n\n", "A lantern is dear.\n\n"]
+    question = asking.Question("", build_request(tokenizer, chunks, "Who keeps the light?", None))
+    store = ChunkStore.open("memory://")
+    pipeline = asking.Pipeline(model, tokenizer, store)
+    replies = [pipeline.ask(question, way, 12) for way in asking.methods(BlendConfig(0.15), compare=True)]
+    pipeline.diverge(question, replies)
     full, reused, _ = replies
+
+    # By hand: stock logits over the answer, and those of a cache of full reuse
     ids, prompt = full.answer.ids[:10], full.answer.input_ids
-    cache = BlendCache(model, opened, recompute_ratio=0.0, selector="none")
-    inputs = cache.inputs_from_messages(tokenizer, made.request["messages"], made.request["documents"])
+    cache = BlendCache(model, store, recompute_ratio=0.0, selector="none")
+    inputs = cache.inputs_from_messages(tokenizer, **question.request)
     with torch.no_grad():
         stock = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
         cache.crop(-1)
-        got = model(torch.cat([prompt[-1:], ids[:-1]])[None], past_key_values=cache).logits[0].log_softmax(-1)
-    expected = torch.nn.functional.kl_div(got, stock, log_target=True, reduction="batchmean")
+        blended = model(torch.cat([prompt[-1:], ids[:-1]])[None], past_key_values=cache).logits[0].log_softmax(-1)
+    expected = torch.nn.functional.kl_div(blended, stock, log_target=True, reduction="batchmean")
     assert full.row["kl"] == 0.0
     assert reused.row["kl"] == pytest.approx(float(expected), rel=1e-3)
 
@@ -212,132 +186,113 @@ def model(source):
 
 
 @pytest.fixture
-def make(source, model):
-    """Make a chat over three documents, with or without a template; everything is computed, so that it is exact."""
+def make_chat(source, model):
+    """Make a chat over three documents; everything is computed, so that it is exact."""
     pytest.importorskip("bm25s", reason="the extra rag is not installed: pip install hf-blend[rag]")
 
-    def made(top_k=2, template=None, new_tokens=4, **settings):
-        encode = source.tokenizer.encode
-        found = [Piece(name, 0, text, tuple(encode(text, add_special_tokens=False))) for name, text in TEXTS.items()]
+    def make(top_k=2, template=None, new_tokens=4, config=None):
+        pieces = []
+        for name, text in TEXTS.items():
+            pieces.append(Piece(name, 0, text, tuple(source.tokenizer.encode(text, add_special_tokens=False))))
         source.tokenizer.chat_template = template
-        asker = asking.Pipeline(model, source.tokenizer, ChunkStore.open("memory://"))
-        retriever, config = Retriever(found, top_k), BlendConfig(recompute_ratio=1.0)
-        return Chat(asker, source, retriever, config, max_new_tokens=new_tokens, **settings)
+        pipeline = asking.Pipeline(model, source.tokenizer, ChunkStore.open("memory://"))
+        config = config or BlendConfig(recompute_ratio=1.0)
+        return Chat(pipeline, source, Retriever(pieces, top_k), config, max_new_tokens=new_tokens)
 
-    return made
-
-
-@pytest.mark.parametrize("template", [None, "chatml", "deepseek", "gemma", "mistral", "qwen3", "system_last"])
-def test_an_answer_in_any_turn_is_that_of_a_full_prefill_of_the_same_prompt(make, source, model, template):
-    talk = make(template=template and TEMPLATES[template])
-    for question in ("Who keeps the light?", "Who repairs boats?"):
-        asked = talk.prepare(question)
-        got = talk.answer(asked)
-        ids = got.input_ids[None]
-        if template:
-            messages = asked.request["messages"]
-            stock = source.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            assert got.input_ids.tolist() == stock["input_ids"]
-            assert [one["content"] for one in messages if one["role"] == "assistant"] == [
-                turn.answer for turn in talk.turns[:-1]
-            ]
-        full = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
-        text = source.tokenizer.decode(full[0, ids.shape[1] :], skip_special_tokens=True).strip()
-        assert got.text == text
-    assert [turn.question for turn in talk.turns] == ["Who keeps the light?", "Who repairs boats?"]
+    return make
 
 
 def names(question):
     return [piece.name for piece in question.sources]
 
 
-def test_as_many_pieces_are_read_as_are_asked_for_and_the_model_has_room_for(make):
-    assert names(make(top_k=2).prepare("light and boats?")) == ["b.txt", "a.txt"]
-    crowded = make(top_k=0, new_tokens=1998)  # of 2048 positions
-    asked = crowded.prepare("Who?")
-    assert (len(asked.sources), asked.squeezed_out) == (2, 1)
+@pytest.mark.parametrize("template", [None, "chatml", "deepseek", "gemma", "mistral", "qwen3", "system_last"])
+def test_chat_answers_each_turn_as_a_full_prefill_of_the_same_prompt(make_chat, source, model, template):
+    chat = make_chat(template=template and TEMPLATES[template])
+    for text in ("Who keeps the light?", "Who repairs boats?"):
+        question = chat.prepare(text)
+        answer = chat.answer(question)
+        ids = answer.input_ids[None]
+        if template:
+            messages = question.request["messages"]
+            stock = source.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            assert answer.input_ids.tolist() == stock["input_ids"]
+            earlier = [message["content"] for message in messages if message["role"] == "assistant"]
+            assert earlier == [turn.answer for turn in chat.turns[:-1]]
+        full = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
+        assert answer.text == source.tokenizer.decode(full[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
-def test_documents_are_retrieved_for_each_turn_and_computed_once(make):
-    talk = make(top_k=1)
-    asks = [talk.prepare(question) for question in ("light?",)]
-    assert names(asks[0]) == ["a.txt"]
-    first = talk.answer(asks[0])
-    boats = talk.prepare("Who repairs boats?")
-    assert names(boats) == ["b.txt"]
-    second = talk.answer(boats)
-    third = talk.answer(talk.prepare("Tomas and boats?"))
-    assert first.report.computed_chunks > 0
-    assert second.report.computed_chunks == 1  # the document alone: what stands before it was stored in the first turn
-    assert third.report.computed_chunks == 0
+def test_chat_reads_as_many_pieces_as_fit_and_computes_each_once(make_chat):
+    assert names(make_chat(top_k=2).prepare("light and boats?")) == ["b.txt", "a.txt"]
+    crowded = make_chat(top_k=0, new_tokens=1998).prepare("Who?")  # of 2048 positions
+    assert len(crowded.sources) == 2
+    assert crowded.squeezed_out == 1
+
+    chat = make_chat(top_k=1)
+    counts = []
+    for text in ("light?", "Who repairs boats?", "Tomas and boats?"):
+        counts.append(chat.answer(chat.prepare(text)).report.computed_chunks)
+    assert counts[0] > 0
+    assert counts[1:] == [1, 0]  # the document alone: what is before it was stored in the first turn
+    assert len(chat.pipeline.store) <= 1 + len(TEXTS), "what was said is not stored"
 
 
-def test_a_conversation_only_grows_and_is_healed_while_nobody_asks(make, source, model):
-    talk = make(template=CHATML)
-    talk.config = BlendConfig(recompute_ratio=0.0, selector="none")
-    for number, question in enumerate(("Who keeps the light?", "Who repairs boats?", "And the light?")):
-        prepared = talk.prepare(question)
-        got = talk.answer(prepared)
-        talk.healing._future.result(60)
-        assert "are exact" in talk.stats()
-        assert (got.report.past_tokens > 0) == (number > 0)
-        assert len(got.input_ids) == got.gain["prompt_tokens"] > got.gain["reused_tokens"] >= got.report.past_tokens
-        assert got.report.healed_tokens > 0 or not prepared.documents
-    told = [text for turn in talk.turns for text in turn.documents]
-    assert len(told) == len(set(told)) == len(TEXTS)
-    prompt, last = talk.cache.prompts.beginnings[0], talk.cache.kv.all[-1].keys
+def test_chat_only_grows_and_is_healed_while_nobody_asks(make_chat, model):
+    chat = make_chat(template=CHATML, config=BlendConfig(recompute_ratio=0.0, selector="none"))
+    for number, text in enumerate(("Who keeps the light?", "Who repairs boats?", "And the light?")):
+        question = chat.prepare(text)
+        answer = chat.answer(question)
+        chat.healing._thread.join(60)
+        assert re.search(r"(\d+) of \1 are exact", chat.stats())
+        assert (answer.report.past_tokens > 0) == (number > 0)
+        assert answer.cost["prompt_tokens"] > answer.cost["reused_tokens"] >= answer.report.past_tokens
+    brought = [text for turn in chat.turns for text in turn.documents]
+    assert sorted(brought) == sorted({*brought})
+    chat.healing.stop()
+
+    # What the cache holds is what a stock prefill computes
+    tokens = chat.cache.get_seq_length()
     plain = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.tensor([prompt]), past_key_values=plain)
-    torch.testing.assert_close(last[:, :, : len(prompt)], plain.layers[-1].keys, rtol=0, atol=1e-4)
-    talk.reset()
-    assert talk.stats() == "Nothing was asked yet."
+        model(chat.history[None, :tokens], past_key_values=plain)
+    for layer, expected in zip(chat.cache.layers, plain.layers, strict=True):
+        torch.testing.assert_close(layer.keys[:, :, :tokens], expected.keys, rtol=0, atol=1e-4)
+    chat.reset()
+    assert chat.stats() == "Nothing was asked yet."
 
 
-def test_what_was_said_is_never_stored(make):
-    talk = make()
-    for number in range(3):
-        talk.answer(talk.prepare(f"Who keeps the light, number {number}?"))
-    assert len(talk.pipeline.store) <= 1 + len(TEXTS)
+def test_chat_forgets_the_oldest_turns_where_there_is_no_room(make_chat):
+    chat = make_chat(new_tokens=1000)
+    chat.turns += [Turn("a" * 600, "b" * 600), Turn("c", "d")]
+    assert chat.prepare("Who?").sources
+    assert [turn.question for turn in chat.turns] == ["c"]
 
 
-def test_the_oldest_turns_leave_when_there_is_no_room(make):
-    talk = make(new_tokens=1000)
-    talk.turns += [Turn("a" * 600, "b" * 600), Turn("c", "d")]
-    asked = talk.prepare("Who?")
-    assert [turn.question for turn in talk.turns] == ["c"]
-    assert asked.sources
-
-
-def test_a_chat_forgets_no_turn_for_a_question_that_cannot_be_asked(make):
-    odd = CHATML + "{% if messages[-1].content.endswith('No') %}{{ raise_exception('not so') }}{% endif %}"
-    talk = make(template=odd)
-    talk.turns += [Turn("Who?", "Tomas."), Turn("Why?", "So.")]
-    for wrong, reason in (
-        ("No", "refused .*not so"),
-        ("Who\ud83d?", "half of a surrogate"),
-        ("a " * 2100, "do not fit"),
-    ):
+def test_chat_forgets_no_turn_for_a_question_that_cannot_be_asked(make_chat):
+    template = CHATML + "{% if messages[-1].content.endswith('No') %}{{ raise_exception('not so') }}{% endif %}"
+    chat = make_chat(template=template)
+    chat.turns += [Turn("Who?", "Tomas."), Turn("Why?", "So.")]
+    for text, reason in (("No", "refused .*not so"), ("Who\ud83d?", "half of a"), ("a " * 2100, "do not fit")):
         with pytest.raises(PromptError, match=reason):
-            talk.answer(talk.prepare(wrong))
-        assert [turn.question for turn in talk.turns] == ["Who?", "Why?"]
-    assert talk.answer(talk.prepare("And?")).input_ids.numel() > 0
-    assert len(talk.turns) == 3
+            chat.answer(chat.prepare(text))
+        assert [turn.question for turn in chat.turns] == ["Who?", "Why?"]
+    assert chat.answer(chat.prepare("And?")).input_ids.numel() > 0
+    assert len(chat.turns) == 3
 
 
-def test_the_command_streams_answers_names_sources_and_ends(tmp_path, monkeypatch, run, model_folder):
+def test_chat_command_streams_answers_names_sources_and_ends(tmp_path, monkeypatch, run, model_folder):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     for name, text in TEXTS.items():
         (tmp_path / "docs" / name).write_text(text)
-    lines = "Who keeps the light?\n/sources\n/nonsense\n\n/reset\nAnd boats?\n/quit\nnever asked\n"
+    lines = "Who keeps the light?\n/sources\n/stats\n/nonsense\n\n/reset\nAnd boats?\n/quit\nnever asked\n"
     words = ["chat", "docs", "--model", model_folder, "--store", "kv", "--max-new-tokens", "3", "--top-k", "1"]
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     code, out, err = run(*words)
     assert not code, err
     assert [line for line in out.splitlines() if line][0::3] == ["Who keeps the light?", "And boats?"]
     assert out.count("Retrieved: docs/") == 2
-    assert "Retrieved: docs/a.txt, characters 0 to 22" in out
     assert err.count("Retrieved: docs/a.txt, characters 0 to 22") == 1, "/sources"
     assert len(re.findall(r"First token after [\d.]+ s: \d+ of \d+ tokens reused, \d+ recomputed", err)) == 2
     assert "There is no /nonsense." in err

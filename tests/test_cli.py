@@ -260,7 +260,7 @@ def test_a_bar_is_drawn_on_stderr_unless_the_environment_forbids_it(capsys, monk
 def test_a_shell_can_complete_sub_commands():
     shell = {"COMP_WORDS": "hf-blend store ", "COMP_CWORD": "2", "_HF_BLEND_COMPLETE": "complete_bash"}
     done = subprocess.run([sys.executable, "-m", "hf_blend"], cwd=ROOT, capture_output=True, text=True, env=shell)
-    assert done.stdout.split() == ["check", "gc", "ls", "pin", "plan", "rm", "stats"]
+    assert done.stdout.split() == ["check", "gc", "ls", "pin", "rm", "stats"]
 
 
 FUNCTIONS = {

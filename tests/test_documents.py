@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Documents are read from what people have, what is left out is named, pieces are found, names lie beside the chunks."""
+"""Documents are read as people have them, what is left out is named, pieces are found, names lie beside chunks."""
 
 import io
 import json
@@ -116,7 +116,7 @@ def test_read_corpus_reads_every_format_and_names_what_it_leaves_out(folder):
 
 @pytest.mark.parametrize("name", BAD)
 def test_read_corpus_refuses_a_single_bad_file_in_a_sentence(folder, name):
-    with pytest.raises(PromptError, match="Give a file with text|Correct it"):
+    with pytest.raises(PromptError, match=r"Give a file with text|Correct it"):
         read_corpus([str(folder / name)])
 
 
