@@ -20,10 +20,7 @@ from tests.chat_templates import (
     CASES,
     CHATML,
     DOCUMENTS,
-    GEMMA,
-    JOINED,
     LLAMA3,
-    MISTRAL,
     PHI,
     QUESTION,
     SYSTEM,
@@ -148,29 +145,6 @@ def test_inputs_from_messages_pad_a_batch_on_the_left(known, cached):
         assert torch.equal(output[row, -len(alone) :], alone)
     with pytest.raises(PromptError, match="batch of 2 prompts came with 3 documents, expected a list"):
         cache.inputs_from_messages(tokenizer, both, DOCUMENTS, chat_template=PHI)
-
-
-@pytest.mark.parametrize(
-    ("messages", "documents", "given", "says"),
-    [
-        ([ASKED], ["Somebody else."], {}, r"document 0 \('Somebody else.'\) is not in the prompt. Put its text"),
-        ([ASKED], [DOCUMENTS[0], " "], {}, "document 1 is ' ' and has no text. Leave"),
-        ([ASKED], JOINED, {}, r"expected a list of documents. Write \[document\]"),
-        ([ASKED], [3], {}, "document 0 is 3, expected a text, or a dict"),
-        ([ASKED], [{"id": 3}], {}, "document 0 has no text: its fields are 'id', expected"),
-        ([ASKED], [{"text": "Not in ChatML."}], {}, "is not in the prompt. Put its text"),
-        ("Hello", (), {}, "expected a list of dicts with a role and a content"),
-        ([], (), {}, "expected a list of dicts with a role and a content"),
-        ([{"role": "user"}], (), {}, "the chat template refused the 1 messages: "),
-        ([ASKED], (), {"return_tensors": "pt"}, "return_tensors was passed for the chat template.* Leave it out"),
-        ([SYSTEM, ASKED], (), {"chat_template": GEMMA}, "TemplateError: System role not supported. Give"),
-        ([SYSTEM, TURNS[1]], (), {"chat_template": MISTRAL}, "Conversation roles must alternate"),
-        ([ASKED], (), {"chat_template": None}, "has no chat template.*inputs and inputs_from_text"),
-    ],
-)
-def test_inputs_from_messages_refuse_what_makes_no_prompt(known, cached, messages, documents, given, says):
-    with pytest.raises(PromptError, match=says):
-        cached().inputs_from_messages(known[1], messages, documents, **{"chat_template": CHATML, **given})
 
 
 def test_inputs_warn_once_of_plain_texts_for_a_chat_model(known, cached, caplog):

@@ -275,27 +275,6 @@ def test_away_layer_is_refused_in_a_forked_process(monkeypatch):
             call()
 
 
-REFUSED = {
-    "a name": ({"kv_device_map": "disc"}, r"kv_device_map is 'disc'.*\"auto\" or layer → device"),
-    "limits alone": ({"max_memory": {"cpu": 1}}, r"max_memory=.* expected \"auto\""),
-    "a layer that is not there": ({"kv_device_map": {9: "cpu"}}, r"places layer 9.*\[0, 1, 2, 3\]"),
-    "a layer by an odd digit": ({"kv_device_map": {"²": "cpu"}}, r"has .².: .cpu., expected the number of a layer"),
-    "a layer by name": ({"kv_device_map": {"model.layers.0": "cpu"}}, r"'model.layers.0'.*number of a layer"),
-    "a device": ({"kv_device_map": {0: "dsik"}}, r"device 'dsik'"),
-    "a device of a limit": ({"kv_device_map": "auto", "max_memory": {"gpu": 1}}, r"accelerate refuses.*gpu"),
-    "a size": ({"kv_device_map": "auto", "max_memory": {"cpu": "much"}}, r"accelerate refuses.*size"),
-    "a size below 0": ({"kv_device_map": "auto", "max_memory": {"cpu": -1}}, r"'cpu': -1, expected bytes"),
-    "bits": ({"kv_device_map": "disk", "kv_bits": 8}, r"kv_bits=8.*Leave one of them out"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_kv_device_map_refuses_at_once_what_cannot_be_placed(model, what):
-    settings, message = REFUSED[what]
-    with pytest.raises(ConfigError, match=message):
-        BlendCache(model, memory(), **settings)
-
-
 def test_kv_device_map_refuses_windows_alone_and_a_folder_that_is_a_file(model, tmp_path):
     with pytest.raises(ConfigError, match=r"BlendSlidingLayer.*Leave kv_device_map out"):
         BlendCache(zoo_model("mistral"), memory(), kv_device_map="auto")

@@ -265,23 +265,6 @@ def test_chunks_in_blocks_are_read_whole_by_every_store_and_a_codec_rounds_them_
                     assert all(map(torch.equal, mine, theirs))
 
 
-REFUSED = {
-    "share": (0.0, r"share=0\.0.*expected a share above 0"),
-    "a flag": (True, r"share=True"),
-    "alpha": ({"alpha": -1}, r"alpha=-1"),
-    "blocks": ({"block_tokens": 0}, r"block_tokens=0"),
-    "a name": ({"shares": 0.1}, r"'shares'.*Did you mean 'share'"),
-}
-
-
-@pytest.mark.parametrize("which", REFUSED)
-def test_what_makes_no_sense_is_refused_before_anything_is_made(which, tmp_path):
-    partial, message = REFUSED[which]
-    with pytest.raises(ConfigError, match=message):
-        ChunkStore.open(tmp_path / "store", partial=partial)
-    assert not [*tmp_path.iterdir()]
-
-
 @pytest.mark.parametrize("family", ["falcon", "bloom"])
 @torch.no_grad()
 def test_chunks_are_loaded_whole_for_attention_that_no_function_can_take(family):

@@ -105,20 +105,3 @@ def test_build_all_takes_one_prefix_or_one_for_each_request():
         assert [prompt.prefix for prompt in made] == [build(Merging, prefix, [[5]], "q").prefix] * 3
     made = build_all(Merging, ["x", [4]], [[[5]], [[6]]], ["q", "r"])
     assert [prompt.prefix for prompt in made] == [(1, 170), (4,)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((None, [], [1]), r"chunks is \[\]"),
-        ((None, "abc", [1]), "chunks is 'abc'"),
-        ((None, [[1], []], [1]), r"chunk 1 is \[\]"),
-        ((None, [[1]], []), r"question is \[\]"),
-        ((None, [[[1]]], [[1], [2]]), "2 questions came with 1 lists of chunks and 2 prefixes"),
-        (([[1], [2], [3]], [[[1]], [[2]]], [[1], [2]]), "2 lists of chunks and 3 prefixes"),
-        ((None, ["caf\udce9"], [1]), r"'caf\\udce9' .* at 3, which is half of a surrogate pair"),
-    ],
-)
-def test_build_all_refuses_what_makes_no_prompt(arguments, text):
-    with pytest.raises(PromptError, match=text):
-        build_all(None, *arguments)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
 
-from hf_blend import BlendCache, ChunkStore, ConfigError
+from hf_blend import ConfigError
 from hf_blend.cache.layers import BlendLayer, BlendSlidingLayer
 from hf_blend.cache.quantised_layer import GROUP_TOKENS, QuantisedLayer, pack, unpack
 from hf_blend.model.anatomy import stock_cache
@@ -161,11 +161,3 @@ def test_a_step_is_that_of_a_stock_cache_that_was_packed_by_hand(name):
         cache.crop(-3)
         again = [model(one, past_key_values=cache).logits for one in ids]
         assert all(torch.equal(*pair) for pair in zip(again, steps[0], strict=True))
-
-
-def test_kv_bits_refuses_other_widths_and_a_model_of_windows_only():
-    for bits in (2, 16, 8.0, "8", True):
-        with pytest.raises(ConfigError, match=r"kv_bits is .* 8, 4 or None"):
-            BlendCache(shared_zoo_model("llama"), ChunkStore.open("memory://"), kv_bits=bits)
-    with pytest.raises(ConfigError, match=r"only full layers .*than a window.*Leave kv_bits out"):
-        BlendCache(shared_zoo_model("mistral"), ChunkStore.open("memory://"), kv_bits=8)

@@ -124,12 +124,6 @@ def test_count_is_the_size_of_nested_sets_and_a_share_or_an_end_of_the_scale(nam
 
 
 @each
-def test_unknown_option_is_refused_by_name(name):
-    with pytest.raises(ConfigError, match="has no option 'frobnicate'"):
-        selector(name, frobnicate=1)
-
-
-@each
 def test_score_needs_no_states_where_none_are_declared(name):
     one = selector(name)
     if one.needs_kv:

@@ -265,15 +265,6 @@ def test_sparse_decoding_refuses_attention_that_no_function_can_take(kind):
         sparsely(tiny_model(kind))
 
 
-REFUSED = [("share", 0.0), ("share", 1.5), ("block_tokens", 0), ("lock_duration", 0)]
-
-
-@pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_sparse_config_refuses_what_makes_no_sense(name, value):
-    with pytest.raises(ConfigError, match=f"{name} is {value}"):
-        SparseConfig(**{name: value})
-
-
 # The lock's state machine against a plain model of its description, over random programs.
 
 SIZE = 4

@@ -103,19 +103,6 @@ def test_build_text_stores_a_chunk_of_which_every_token_differs_as_the_prompt_ha
     assert span.first == 0
 
 
-def test_inputs_from_text_refuse_what_makes_no_prompt(known):
-    cache = BlendCache(known[0], memory())
-    for text, chunks, says in (
-        ("", None, "the text '' has no token"),
-        (JOINED, ["Not there."], "is not in the prompt"),
-        (JOINED, [""], "document 0 is '' and has no text"),
-        ("caf\ud800", None, "half of a surrogate pair"),
-        ([JOINED], DOCUMENTS, "a batch of 1 prompts came with 3 documents"),
-    ):
-        with pytest.raises(PromptError, match=says):
-            cache.inputs_from_text(known[1], text, chunks, add_special_tokens=bool(text))
-
-
 def test_tokenizer_of_a_larger_model_is_refused_before_any_forward(known, tiny_model, monkeypatch):
     model = tiny_model(vocab_size=100, num_hidden_layers=2)
     tokenizer = known[1]
