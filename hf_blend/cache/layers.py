@@ -88,8 +88,9 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         super().__init__()
         self.length = 0
         self.unchanged_tokens = 0  # the first so many are as they were when this was last set
-        # of a prompt loaded in part what is there: columns, or a mask `[batch, kv_heads or 1, columns]`; None: all
+        # Of a prompt that was loaded in part, the columns that are there, increasing; None: all
         self.visible: Tensor | None = None
+        self.visible_tokens = 0  # columns behind these came later, and are all there
         self.is_guarded = False  # the attention function honours `visible`
         self._buffers: tuple[Tensor, Tensor] | None = None
 
@@ -242,14 +243,9 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
 
     def _shortened(self) -> None:
         """Keep what is noted of the first tokens only."""
-        if self.visible is not None and self.visible.dim() == 1:
-            left = self.visible[self.visible < self.length]
-            self.visible = left
-            if self.length and (not left.numel() or int(left[-1]) + 1 < self.length):  # the last columns are not there
-                self.visible = torch.zeros((1, 1, self.length), dtype=torch.bool, device=left.device)
-                self.visible[..., left] = True
         if self.visible is not None:
-            self.visible = self.visible[..., : self.length] if self.length else None
+            self.visible = self.visible[self.visible < self.length] if self.length else None
+            self.visible_tokens = min(self.visible_tokens, self.length)
         self.unchanged_tokens = min(self.unchanged_tokens, self.length)
 
     def reset(self) -> None:
@@ -260,8 +256,6 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._buffers is not None:
             self._replace([change(buffer) for buffer in self._buffers])
-        if self.visible is not None and self.visible.dim() == 3:
-            self.visible = change(self.visible)
 
     def _replace(self, buffers: list[Tensor]) -> None:
         self._buffers, self.unchanged_tokens = (buffers[0], buffers[1]), 0

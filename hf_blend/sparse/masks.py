@@ -25,22 +25,11 @@ def cut_mask(mask: Tensor | None, columns: Tensor, query: Tensor, total: int, na
     if mask is None and (rows == 1 or is_flash(name)):
         return None
     if mask is None:
-        positions = torch.arange(total - rows, total)
-        causal = columns[:, None] <= positions[:, None]
-        return as_taken(causal[:, None].to(query.device), query, name)
+        positions = torch.arange(total - rows, total, device=columns.device)
+        causal = (columns[:, None] <= positions[:, None])[:, None].to(query.device)
+        if name == "sdpa":
+            return causal
+        added = torch.zeros(causal.shape, dtype=query.dtype, device=query.device)  # to the scores
+        return added.masked_fill(~causal, torch.finfo(query.dtype).min)
     index = columns[:, None, None].to(mask.device).expand(-1, mask.shape[1], rows, -1)
     return mask.expand(len(columns), -1, -1, -1).gather(-1, index)
-
-
-def narrowed(mask: Tensor, seen: Tensor) -> Tensor:
-    """A mask, boolean or added to the scores, that hides what is not `seen` as well."""
-    if mask.dtype == torch.bool:
-        return mask & seen
-    return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
-
-
-def as_taken(mask: Tensor, query: Tensor, name: str) -> Tensor:
-    """A mask as the attention of this name takes it: only sdpa takes a boolean one, others add it to the scores."""
-    if name == "sdpa" or mask.dtype != torch.bool:
-        return mask
-    return narrowed(torch.zeros(mask.shape, dtype=query.dtype, device=query.device), mask)

@@ -9,21 +9,21 @@
 
 In each layer behind the last check layer, the keys of a few probe heads are loaded first. When the layer's attention
 begins, the question's queries choose the important blocks. These are loaded, and the layer attends to them, to
-recomputed tokens, and to tokens without stored KV. The other columns are hidden, in decoding too.
+recomputed tokens, and to tokens without stored KV. The other columns are hidden, in decoding too. If the probe heads
+of a layer disagree, all of it is loaded.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...cache.blend_cache import BlendCache
-from ...errors import ConfigError, UnsupportedModelError, suggest
+from ...errors import ConfigError, UnsupportedModelError
 from ...model.anatomy import LayerInfo, decoder_layers
 from ...model.attention import AttentionCapture, AttentionFn, register_attention, with_override
 from ...prefill.importance import report_importance
@@ -32,13 +32,11 @@ from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
 from ...store import ChunkStore
 from ..config import from_settings
-from .blocked import BLOCK_TOKENS
+from .blocked import BLOCK_TOKENS, BlockReader
 from .itf import agreed, importance, probe_count
 from .layers import PartialLayers
 from .reader import keep_in_blocks
 from .seen import attend_part, attend_step
-
-FALLBACKS = ("whole", "values")
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,9 @@ class PartialConfig:
     alpha: float = 0.6  # probe heads agree above j^alpha, j the agreement of random sets
     block_tokens: int = BLOCK_TOKENS
     reorder: bool = True  # store important tokens together
-    fallback: str = "whole"  # what a layer loads whose probe heads do not agree
 
     def __post_init__(self) -> None:
-        numbers = (self.share, self.alpha)
-        are_numbers = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
+        are_numbers = all(type(number) in (int, float) for number in (self.share, self.alpha))
         if not are_numbers or not 0 < self.share <= 1 or not 0 <= self.alpha < math.inf:
             raise ConfigError(
                 f"partial has share={self.share!r} and alpha={self.alpha!r}, expected a share above 0 and up to 1, "
@@ -65,8 +61,6 @@ class PartialConfig:
             )
         if not isinstance(self.reorder, bool):
             raise ConfigError(f"partial has reorder={self.reorder!r}, expected True or False.")
-        if self.fallback not in FALLBACKS:
-            raise ConfigError(f"partial has fallback={self.fallback!r}. {suggest(str(self.fallback), FALLBACKS)}")
 
     @classmethod
     def of(cls, settings: float | Mapping[str, Any]) -> "PartialConfig":
@@ -77,15 +71,15 @@ class PartialConfig:
     def apply(self, store: ChunkStore) -> None:
         """Have a store keep chunks in blocks, and requests load some of them."""
         keep_in_blocks(store, self.block_tokens, self.reorder)
-        store.part_loader = partial(PartialLoading, share=self.share, alpha=self.alpha, fallback=self.fallback)
+        store.part_loader = partial(PartialLoading, share=self.share, alpha=self.alpha)
 
 
 @dataclass
 class LoadReport:
     """What was loaded."""
 
-    partial_layers: int = 0  # loaded in part; those of each prompt of a batch count
-    fallback_layers: int = 0  # whose probe heads did not agree, which `fallback` says how to load
+    partial_layers: int = 0  # loaded in part
+    fallback_layers: int = 0  # loaded whole, because their probe heads did not agree
     whole_layers: int = 0  # loaded whole: something is chosen there, or they cannot be loaded in part
     loaded_bytes: int = 0  # of chunks in blocks, headers included
     all_bytes: int = 0  # that they hold
@@ -93,31 +87,39 @@ class LoadReport:
 
 
 class PartialLoading:
-    """Loads a part of the chunks of one request or batch; each prompt of a batch chooses its own blocks.
+    """Loads a part of the chunks of one request; of a batch all is loaded."""
 
-    See `ChunkStore.open(partial=…)`. If the probe heads of a layer disagree, the fallback "whole" loads all of it, as
-    in IMPRESS; "values" loads the keys of all heads, and for each head the values of its most important blocks.
-    """
-
-    def __init__(self, cache: BlendCache, share: float = 0.25, alpha: float = 0.6, fallback: str = "whole") -> None:
-        self._cache, self._share, self._alpha, self._fallback = cache, share, alpha, fallback
+    def __init__(self, cache: BlendCache, share: float = 0.25, alpha: float = 0.6) -> None:
+        self._cache = cache
+        self._share = share
+        self._alpha = alpha
         self._store: Any = cache.store
         self._layers: list[Any] = list(cache.layers)
         self.realigner: Any = None  # of the forward that runs
+        # Of the layer that runs, if it can be loaded in part
         self._index = -1
         self._chunks: list[PlacedChunk] = []
-        self._fresh: Tensor | None = None
-        self._counts, self._unseen, self._prompts = [0, 0], 0.0, 1
-        self._readers: dict[int, Any] = {}
-        self._sums: dict[int, tuple[PlacedChunk, Tensor]] = {}  # by chunk: what the probe heads looked at, over layers
+        self._fresh: Tensor | None = None  # columns that are computed, `[batch, rows]`
+        # Of all layers
+        self._partial_layers = 0
+        self._fallback_layers = 0
+        self._unseen = 0.0
+        self._readers: set[BlockReader] = set()
+        self._attention_sums: dict[PlacedChunk, Tensor] = {}  # that the probe heads gave each token, over layers
 
     @property
     def report(self) -> LoadReport:
         """What was loaded so far."""
-        (in_part, fallback), layers, readers = self._counts, len(self._layers) * self._prompts, self._readers.values()
-        others = layers - in_part - fallback if readers else 0
-        nbytes = sum(reader.loaded_bytes for reader in readers), sum(reader.block_bytes for reader in readers)
-        return LoadReport(in_part, fallback, others, *nbytes, self._unseen / layers)
+        layers = len(self._layers)
+        whole_layers = layers - self._partial_layers - self._fallback_layers if self._readers else 0
+        return LoadReport(
+            self._partial_layers,
+            self._fallback_layers,
+            whole_layers,
+            sum(reader.loaded_bytes for reader in self._readers),
+            sum(reader.block_bytes for reader in self._readers),
+            self._unseen / layers,
+        )
 
     def _probes(self, kv_heads: int) -> int:
         """How many heads of a layer are probed."""
@@ -125,64 +127,73 @@ class PartialLoading:
 
     def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
         """Begin a layer behind the last check layer: find its chunks that can be loaded in part."""
-        # a chunk at the beginning of its row stays whole; padding may be before it
-        chunks = [chunk for chunk in plan.chunks if chunk.start > plan.real.shape[1] - plan.counts[chunk.row]]
-        chunks = [chunk for chunk in chunks if isinstance(chunk.chunk.layers, PartialLayers)]
-        self._readers |= {id(chunk.chunk.layers): chunk.chunk.layers.reader for chunk in chunks}  # type: ignore[attr-defined]
-        self._prompts = max(1, len({chunk.row for chunk in chunks}))
-        for chunk in chunks:
-            _layers(chunk).forget(index)
-        layer = self._layers[index]
-        can = rows is not None and not getattr(layer, "is_sliding", True) and self._attention(index)
-        few = [chunk for chunk in chunks if chunk.is_whole and not _layers(chunk).is_whole(index)]
-        self._index, self._chunks = (index, few) if can and few else (-1, [])
+        in_blocks = []
+        for placed in plan.chunks:
+            first_column = plan.real.shape[1] - plan.counts[placed.row]  # padding may be before it
+            # What a prompt begins with stays whole
+            if placed.start > first_column and isinstance(placed.chunk.layers, PartialLayers):
+                in_blocks.append(placed)
+                self._readers.add(placed.chunk.layers.reader)
+                placed.chunk.layers.forget(index)
+        self._index = -1
+        self._chunks = []
         self._fresh = None if rows is None else rows.columns  # the last layer has fewer rows, but these are fresh
+        is_cut = rows is not None and len(plan.counts) == 1 and not getattr(self._layers[index], "is_sliding", True)
+        if is_cut and self._attention(index):
+            self._chunks = [placed for placed in in_blocks if placed.is_whole and not _layers(placed).is_whole(index)]
+        if self._chunks:
+            self._index = index
 
     def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> list[float]:
         """See `Realigner.mismatches`; of a chunk in blocks, the keys of one head are compared.
 
         Shapes: *opened `[batch, kv_heads, tokens, head_dim]`.
         """
-        realigner = self.realigner
-        if len(opened) == 1:  # of a mixer
-            return realigner.mismatches(layer, chunks, *opened)
-        errors, rotates_keys = list[float](), realigner.styles[layer].slot == 0
-        for chunk in chunks:
-            in_blocks = isinstance(chunk.chunk.layers, PartialLayers) and chunk.is_whole and rotates_keys
-            if not in_blocks or _layers(chunk).is_whole(layer):
-                errors += realigner.mismatches(layer, [chunk], *opened)
-                continue
-            keys = _layers(chunk).read(layer, 0, [0], range(_layers(chunk).reader.blocks)).to(opened[0].device)
-            moved = realigner.rotated(layer, chunk, keys, torch.arange(chunk.tokens, device=keys.device))[0].float()
-            fresh = opened[0][chunk.row, 0, chunk.columns].float()
-            size = fresh.square().sum(dim=1)
-            share = (fresh - moved).square().sum(dim=1) / size.maximum(size.mean()).clamp_min(1e-30)
-            errors.append(float(share.sqrt().nan_to_num(nan=float("inf")).max()))
+        rotates_keys = len(opened) > 1 and self.realigner.styles[layer].slot == 0  # one: of a mixer
+        errors: list[float] = []
+        for placed in chunks:
+            in_blocks = isinstance(placed.chunk.layers, PartialLayers) and placed.is_whole and rotates_keys
+            if in_blocks and not _layers(placed).is_whole(layer):
+                errors.append(self._mismatch(layer, placed, opened[0]))
+            else:
+                errors += self.realigner.mismatches(layer, [placed], *opened)
         return errors
+
+    def _mismatch(self, layer: int, placed: PlacedChunk, keys: Tensor) -> float:
+        """How far the stored keys of the first head are from the computed ones, as a share of their size."""
+        stored = _layers(placed).read(layer, 0, [0], _every(placed)).to(keys.device)
+        tokens = torch.arange(placed.tokens, device=keys.device)
+        moved = self.realigner.rotated(layer, placed, stored, tokens)[0].float()
+        fresh = keys[placed.row, 0, placed.columns].float()
+        size = fresh.square().sum(dim=1)
+        share = (fresh - moved).square().sum(dim=1) / size.maximum(size.mean()).clamp_min(1e-30)
+        return float(share.sqrt().nan_to_num(nan=float("inf")).max())
 
     def write(self, index: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> None:
         """Write a layer of stored chunks; of chunks that are loaded in part, only the keys of the probe heads.
 
         Shapes: *opened `[batch, kv_heads, tokens, head_dim]`.
         """
-        realigner = self.realigner
         if chunks and index == self._index:
-            rotates_keys = realigner.styles[index].slot == 0  # not what is in the place of the values
-            self._chunks = [chunk for chunk in self._chunks if rotates_keys and chunk in chunks]
-            self._index = index if rotates_keys else -1
-            partial_layer = _LayerPart(index, realigner, opened[0], opened[1])
-            for chunk in self._chunks:
-                for states in opened:
-                    states[chunk.row, :, chunk.columns] = 0
-                partial_layer.write(chunk, 0, range(self._probes(opened[0].shape[1])), _every(chunk))
-            chunks = [chunk for chunk in chunks if chunk not in self._chunks]
-        realigner.write(index, chunks, *opened)
+            if self.realigner.styles[index].slot != 0:  # what is moved stands in the values
+                self._index = -1
+                self._chunks = []
+            self._chunks = [placed for placed in self._chunks if placed in chunks]
+            chunks = [placed for placed in chunks if placed not in self._chunks]
+            states = _LayerStates(index, self.realigner, opened[0], opened[1])
+            probes = range(self._probes(opened[0].shape[1]))
+            for placed in self._chunks:
+                for tensor in opened:
+                    tensor[placed.row, :, placed.columns] = 0
+                states.write(placed, 0, probes, _every(placed))
+        self.realigner.write(index, chunks, *opened)
 
     def capture(self, index: int, module: nn.Module, rows: Rows | None, past: int) -> AttentionCapture | None:
         """Replace a layer's attention: choose blocks, load them, attend. None if the layer is not loaded in part."""
         if rows is None or index != self._index:
             return None
-        layer, chunks = self._layers[index], self._chunks
+        layer = self._layers[index]
+        chunks = self._chunks
 
         def take(
             stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
@@ -193,13 +204,14 @@ class PartialLoading:
                     f"those of its cache are expected, {tuple(layer.keys.shape)}: it cannot be loaded in part. "
                     "Open the store without partial."
                 )
-            self._index, partial_layer = -1, _LayerPart(index, self.realigner, key, value, past)
+            self._index = -1
+            states = _LayerStates(index, self.realigner, key, value, past)
             question = _Question(query, rows, kwargs.get("scaling") or query.shape[-1] ** -0.5)
-            there = torch.ones(key.shape[0], key.shape[1], key.shape[2], dtype=torch.bool)
-            for row in sorted({chunk.row for chunk in chunks}):
-                mine = [chunk for chunk in chunks if chunk.row == row]
-                self._load(partial_layer, question, self._choose(partial_layer, question, mine), mine, there)
-            layer.visible = _compact(there, key.device)
+            loaded = torch.ones(key.shape[2], dtype=torch.bool)
+            self._load(states, question, chunks, loaded)
+            if not loaded.all():
+                layer.visible = loaded.nonzero()[:, 0].to(key.device)
+                layer.visible_tokens = len(loaded)
             return attend_part(stock, module, query, key, value, mask, layer.visible, kwargs)
 
         return AttentionCapture(module, take)
@@ -221,23 +233,22 @@ class PartialLoading:
 
     def finish(self) -> None:
         """End the forward: report to the store how much attention the question gave each token."""
-        chunks = sorted((chunk for chunk, _ in self._sums.values()), key=lambda chunk: (chunk.row, chunk.start))
-        for row in sorted({chunk.row for chunk in chunks}):
-            mine = [chunk for chunk in chunks if chunk.row == row]
-            report_importance(self._store, mine, torch.cat([self._sums[id(chunk)][1] for chunk in mine]))
-        self._sums.clear()
+        chunks = sorted(self._attention_sums, key=lambda placed: placed.start)
+        if chunks:
+            scores = torch.cat([self._attention_sums[placed] for placed in chunks])
+            report_importance(self._store, chunks, scores)
+        self._attention_sums.clear()
 
     def _choose(
-        self, layer: "_LayerPart", question: "_Question", chunks: Sequence[PlacedChunk]
+        self, states: "_LayerStates", question: "_Question", chunks: Sequence[PlacedChunk]
     ) -> list[list[int]] | None:
-        """The blocks of each chunk of one prompt; None if the heads do not agree."""
-        readers = [_layers(chunk).reader for chunk in chunks]
-        count = math.ceil(self._share * sum(reader.blocks for reader in readers))
-        scores = question.scores(layer, chunks, self._probes(layer.keys.shape[1]))
-        for chunk, own in zip(chunks, scores.mean(dim=0).split([chunk.tokens for chunk in chunks]), strict=True):
-            before = self._sums.get(id(chunk))
-            self._sums[id(chunk)] = chunk, own if before is None else before[1] + own
-        blocks = self._agreed(layer.index, _by_block(scores, chunks), count)
+        """The blocks of each chunk; None if the heads do not agree."""
+        scores = question.scores(states, chunks, self._probes(states.keys.shape[1]))
+        by_chunk = scores.mean(dim=0).split([placed.tokens for placed in chunks])
+        for placed, attention in zip(chunks, by_chunk, strict=True):
+            self._attention_sums[placed] = self._attention_sums.get(placed, 0) + attention
+        count = math.ceil(self._share * sum(len(_every(placed)) for placed in chunks))
+        blocks = self._agreed(states.index, _by_block(scores, chunks), count)
         return None if blocks is None else _by_chunk(blocks, chunks)
 
     def _agreed(self, index: int, scores: Tensor, count: int) -> list[int] | None:
@@ -245,51 +256,31 @@ class PartialLoading:
         return agreed(scores, count, self._alpha)
 
     def _load(
-        self,
-        layer: "_LayerPart",
-        question: "_Question",
-        chosen: list[list[int]] | None,
-        chunks: Sequence[PlacedChunk],
-        there: Tensor,
+        self, states: "_LayerStates", question: "_Question", chunks: Sequence[PlacedChunk], loaded: Tensor
     ) -> None:
-        """Write the chosen blocks of a prompt; `there`, `[batch, kv_heads, keys]`, becomes False where none is."""
-        row, heads, index = chunks[0].row, layer.keys.shape[1], layer.index
-        self._counts[chosen is None] += 1
-        fresh = torch.zeros(layer.keys.shape[2], dtype=torch.bool)
-        fresh[(question.rows.columns if self._fresh is None else self._fresh)[row].cpu() + layer.past] = True
-        first = self._probes(heads)
-        each: list[list[list[int]]] = [chosen or [list(_every(chunk)) for chunk in chunks]] * heads
-        if chosen is None and self._fallback == "values":
-            for chunk in chunks:
-                layer.write(chunk, 0, range(first, heads), _every(chunk), fresh)
-            blocks = _by_block(question.scores(layer, chunks, heads), chunks)
-            count = math.ceil(self._share * blocks.shape[1])
-            each = [_by_chunk(sorted(shares.topk(count).indices.tolist()), chunks) for shares in blocks]
-            first = heads
-        for number, chunk in enumerate(chunks):
-            self._expect(index, chunk, [head[number] for head in each], first, self._probes(heads))
-            there[row, :, chunk.start + layer.past : chunk.columns.stop + layer.past] = False
-            for group, some in _alike([head[number] for head in each]):
-                there[row, group.start : group.stop, layer.columns(chunk, some)] = True
-                layer.write(chunk, 1, group, some, fresh)
-                layer.write(chunk, 0, range(max(first, group.start), group.stop), some, fresh)
-        there[row] |= fresh
-        self._unseen += float((~there[row]).sum()) / heads / sum(chunk.tokens for chunk in chunks)
-
-    @staticmethod
-    def _expect(index: int, chunk: PlacedChunk, blocks: list[list[int]], first: int, probes: int) -> None:
-        """Start reading all that this layer needs, and the probe heads of the next one."""
-        reader = _layers(chunk).reader
-        for group, some in _alike(blocks):
-            reader.expect(index, 1, group, some)
-            reader.expect(index, 0, range(max(first, group.start), group.stop), some)
-        if index + 1 < len(reader.layer_table):
-            reader.expect(index + 1, 0, range(min(first, probes)), range(reader.blocks))
+        """Load the chosen blocks; `loaded`, `[keys]`, becomes False where nothing was."""
+        chosen = self._choose(states, question, chunks)
+        if chosen is None:
+            self._fallback_layers += 1
+            chosen = [list(_every(placed)) for placed in chunks]
+        else:
+            self._partial_layers += 1
+        fresh = torch.zeros_like(loaded)
+        if self._fresh is not None:
+            fresh[self._fresh[0].cpu() + states.past] = True
+        heads = states.keys.shape[1]
+        for placed, blocks in zip(chunks, chosen, strict=True):
+            loaded[placed.columns.start + states.past : placed.columns.stop + states.past] = False
+            loaded[states.columns(placed, blocks)] = True
+            states.write(placed, 1, range(heads), blocks, fresh)
+            states.write(placed, 0, range(self._probes(heads), heads), blocks, fresh)
+        loaded |= fresh
+        self._unseen += float((~loaded).sum()) / sum(placed.tokens for placed in chunks)
 
 
 @dataclass(frozen=True)
-class _LayerPart:
-    """K and V of a layer, `[batch, kv_heads, columns, head_dim]`, to which loaded blocks are written."""
+class _LayerStates:
+    """K and V of a layer, `[1, kv_heads, columns, head_dim]`, to which loaded blocks are written."""
 
     index: int
     realigner: Realigner
@@ -297,88 +288,83 @@ class _LayerPart:
     values: Tensor
     past: int = 0  # columns before those of the prompt
 
-    def columns(self, chunk: PlacedChunk, blocks: Sequence[int]) -> Tensor:
+    def columns(self, placed: PlacedChunk, blocks: Sequence[int]) -> Tensor:
         """The columns of the tokens of some blocks, in the order in which `PartialLayers.read` gives them."""
-        reader = _layers(chunk).reader
-        is_all = len(blocks) == reader.blocks
-        return (torch.arange(chunk.tokens) if is_all else reader.tokens_of(blocks)) + chunk.start + self.past
+        return _tokens(placed, blocks) + placed.start + self.past
 
     def write(
-        self, chunk: PlacedChunk, which: int, heads: range, blocks: Sequence[int], fresh: Tensor | None = None
+        self, placed: PlacedChunk, which: int, heads: range, blocks: Sequence[int], fresh: Tensor | None = None
     ) -> None:
         """Write some blocks of K (0) or V (1) of neighbouring heads, but not over `fresh` columns."""
         if not len(heads) or not len(blocks):
             return
-        states, columns = (self.values if which else self.keys), self.columns(chunk, blocks)
-        stale = slice(None) if fresh is None else (~fresh[columns]).nonzero()[:, 0]
-        loaded = _layers(chunk).read(self.index, which, heads, blocks).to(states.device)
+        states = self.values if which else self.keys
+        loaded = _layers(placed).read(self.index, which, heads, blocks).to(states.device)
         if which == 0:
-            tokens = (columns - chunk.start - self.past).to(states.device)
-            loaded = self.realigner.rotated(self.index, chunk, loaded, tokens)
-        into = states[chunk.row, heads.start : heads.stop]
-        into.index_copy_(1, columns[stale].to(states.device), loaded[:, stale])
+            tokens = _tokens(placed, blocks).to(states.device)
+            loaded = self.realigner.rotated(self.index, placed, loaded, tokens)
+        columns = self.columns(placed, blocks)
+        if fresh is not None:
+            stale = (~fresh[columns]).nonzero()[:, 0]
+            columns = columns[stale]
+            loaded = loaded[:, stale.to(loaded.device)]
+        of_heads = states[0, heads.start : heads.stop]
+        of_heads.index_copy_(1, columns.to(states.device), loaded)
 
 
 @dataclass(frozen=True)
 class _Question:
-    """The queries of a layer, `[batch, heads, rows, head_dim]`, and the rows that they are of."""
+    """The queries of a layer, `[1, heads, rows, head_dim]`, and the rows that they are of."""
 
     query: Tensor
     rows: Rows
     scaling: float
 
-    def scores(self, layer: _LayerPart, chunks: Sequence[PlacedChunk], heads: int) -> Tensor:
-        """The attention that the question of one prompt gives, `[heads, tokens of the chunks]`, on the CPU."""
-        query, key, rows = self.query[chunks[0].row], layer.keys[chunks[0].row], self.rows
-        columns = torch.cat([torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]).to(key.device)
-        asks = rows.columns[chunks[0].row] >= chunks[-1].columns.stop
-        asks = asks if rows.filler is None else asks & ~rows.filler[chunks[0].row]
-        index = asks.nonzero()[:, 0].to(query.device)
-        group = query.shape[0] // key.shape[0]
-        return importance(query[: heads * group, index], key[:heads, columns + layer.past], self.scaling).cpu()
+    def scores(self, states: _LayerStates, chunks: Sequence[PlacedChunk], heads: int) -> Tensor:
+        """The attention that the question gives, `[heads, tokens of the chunks]`, on the CPU."""
+        query = self.query[0]
+        keys = states.keys[0]
+        # Rows behind the last chunk ask
+        asking = (self.rows.columns[0] >= chunks[-1].columns.stop).nonzero()[:, 0].to(query.device)
+        columns = torch.cat([torch.arange(placed.columns.start, placed.columns.stop) for placed in chunks])
+        columns = columns.to(keys.device) + states.past
+        group = query.shape[0] // keys.shape[0]
+        return importance(query[: heads * group, asking], keys[:heads, columns], self.scaling).cpu()
 
 
-def _every(chunk: PlacedChunk) -> range:
+def _layers(placed: PlacedChunk) -> PartialLayers:
+    """A chunk's layers, which can be loaded in part."""
+    return placed.chunk.layers  # type: ignore[return-value]
+
+
+def _every(placed: PlacedChunk) -> range:
     """All blocks of a chunk."""
-    return range(_layers(chunk).reader.blocks)
+    return range(_layers(placed).reader.blocks)
+
+
+def _tokens(placed: PlacedChunk, blocks: Sequence[int]) -> Tensor:
+    """The tokens of some blocks of a chunk, in the order in which `PartialLayers.read` gives them."""
+    if len(blocks) == len(_every(placed)):
+        return torch.arange(placed.tokens)
+    return _layers(placed).reader.tokens_of(blocks)
 
 
 def _by_block(scores: Tensor, chunks: Sequence[PlacedChunk]) -> Tensor:
     """`[heads, blocks of the chunks]`: the sums of `[heads, tokens of the chunks]` over the tokens of each block."""
     parts = []
-    for chunk, own in zip(chunks, scores.split([chunk.tokens for chunk in chunks], dim=1), strict=True):
-        reader = _layers(chunk).reader
-        padded = nn.functional.pad(own[:, reader.order], (0, -chunk.tokens % reader.block_tokens))
+    for placed, of_chunk in zip(chunks, scores.split([placed.tokens for placed in chunks], dim=1), strict=True):
+        reader = _layers(placed).reader
+        padded = nn.functional.pad(of_chunk[:, reader.order], (0, -placed.tokens % reader.block_tokens))
         parts.append(padded.unflatten(1, (reader.blocks, reader.block_tokens)).sum(dim=2))
     return torch.cat(parts, dim=1)
 
 
 def _by_chunk(blocks: Sequence[int], chunks: Sequence[PlacedChunk]) -> list[list[int]]:
     """Blocks of all chunks together as blocks of each."""
-    by_chunk, start = [], 0
-    for chunk in chunks:
-        stop = start + _layers(chunk).reader.blocks
+    by_chunk = []
+    start = 0
+    for placed in chunks:
+        stop = start + len(_every(placed))
         by_chunk.append([block - start for block in blocks if start <= block < stop])
         start = stop
     return by_chunk
-
-
-def _alike(blocks: list[list[int]]) -> list[tuple[range, list[int]]]:
-    """Group neighbouring heads with the same blocks."""
-    cuts = [0, *(head for head in range(1, len(blocks)) if blocks[head] != blocks[head - 1]), len(blocks)]
-    return [(range(start, stop), blocks[start]) for start, stop in pairwise(cuts)]
-
-
-def _compact(there: Tensor, device: torch.device) -> Tensor | None:
-    """Loaded columns as `BlendLayer.visible` has them: indices if all heads of one prompt agree, else a mask."""
-    if bool(there.all()):
-        return None
-    alike = bool((there == there[:, :1]).all())
-    if alike and there.shape[0] == 1:
-        return there[0, 0].nonzero()[:, 0].to(device)
-    return (there[:, :1] if alike else there).to(device)
-
-
-def _layers(chunk: PlacedChunk) -> PartialLayers:
-    """A chunk's layers, which can be loaded in part."""
-    return chunk.chunk.layers  # type: ignore[return-value]
