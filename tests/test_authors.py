@@ -77,11 +77,6 @@ def blend_with_history(change, tmp_path):
         output = history_turn(model, cache, output)
         is_same = change is unchanged
         assert (cache.report.past_tokens, bool(cache.report.notice)) == (held if is_same else 0, not is_same)
-    if change not in (written, merged):  # which may leave other bits
-        before = cache.report.past_tokens
-        history_turn(model, cache, output)
-        prompt_tokens = held - STEPS["max_new_tokens"] + 1
-        assert is_same or cache.report.past_tokens == prompt_tokens > before, "what this one computed is held still"
 
 
 def blend_with_messages(change, tmp_path):
@@ -99,8 +94,6 @@ def blend_with_messages(change, tmp_path):
     with change(model):
         assert bool(turn(texts[1])) == is_same
         assert bool(cache.report.notice) != is_same
-    if change not in (written, merged):
-        assert turn(texts[2]) > 0, "what this one computed is held still"
 
 
 def sequence(change, tmp_path):
@@ -197,20 +190,6 @@ def test_model_that_changes_between_inputs_and_generate_is_refused_then():
     with switched(model), pytest.raises(ConfigError, match="were computed by another model"):
         generated(model, inputs, cache)
     assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
-
-
-def test_inputs_under_another_adapter_without_a_turn_cost_nothing():
-    model = adapted()
-    cache = BlendCache(model, memory(), recompute_ratio=1.0)
-    output = generated(model, cache.inputs(None, **PIECES), cache)
-    with switched(model):
-        cache.inputs(None, chunks=[], question=[5, 6], history=output)
-        assert cache.get_seq_length() == 0
-    history_turn(model, cache, output)
-    assert cache.report.past_tokens == sum(
-        len(ids) for ids in (PIECES["prefix"], *PIECES["chunks"], PIECES["question"])
-    )
-    assert not cache.report.notice
 
 
 def test_batch_of_histories_is_computed_again():
