@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from hf_blend import BlendCache, ChunkStore, observer
-from hf_blend.model.row_masks import row_mask
+from hf_blend.model.row_masks import row_lines
 from tests.conftest import random_pieces
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -132,9 +132,9 @@ def raising(error):
     return fail
 
 
-def looking_ahead(mask, rows, past, keys, *given):
-    """`row_mask` that shows each row the key behind its own."""
-    return row_mask(mask, (rows + 1).clamp_max(keys - past - 1), past, keys, given[0])
+def looking_ahead(mask, rows, past, keys, *_):
+    """`row_lines` that show each row the key behind its own."""
+    return row_lines(mask, (rows + 1).clamp_max(keys - past - 1), past, keys)
 
 
 def _rounded(states, axis, bits):

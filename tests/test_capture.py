@@ -175,24 +175,34 @@ def test_capture_chunks_lets_no_bit_depend_on_what_the_others_say(shared_model):
                 assert all(torch.equal(*pair) for pair in side_by_side(one[place].layers, two[place].layers))
 
 
-def test_packed_lines_are_those_of_each_text_alone_by_its_positions():
-    starts, ends, before, tokens = [0, 5, 14, 16], [5, 14, 16, 27], 5, 27
+@pytest.mark.parametrize("shared", [0, 5])
+@pytest.mark.parametrize("kind", ["window", "chunked", "full"])
+@pytest.mark.parametrize("is_additive", [False, True])
+def test_packed_lines_are_those_of_each_text_alone(shared, kind, is_additive):
+    starts, ends, tokens = [0, 5, 14, 16], [5, 14, 16, 27], 27
     row, key = torch.arange(tokens)[:, None], torch.arange(tokens)
-    for seen in (key > row - 4, key // 4 == row // 4, key >= 0):  # a window, attention in chunks, all
-        for shared in (0, before):
-            alone = seen & (key <= row)
-            slopes = torch.where(alone, key.float(), torch.finfo(torch.float32).min)
-            for mask in (alone[None, None], slopes[None, None]):
-                lines = PackedLines(mask, starts, tokens, mask.device, shared)
-                expected = torch.full_like(mask, 0 if mask.dtype == torch.bool else torch.finfo(torch.float32).min)
-                for block, own, start, end in zip(lines.blocks, lines.masks, starts, ends, strict=True):
-                    first = shared if start >= shared else 0
-                    columns = torch.cat((torch.arange(first), torch.arange(start, end)))
-                    part = mask[:, :, first : first + end - start, : first + end - start]
-                    expected[:, :, start:end, columns] = part
-                    assert torch.equal(lines.seen_of(key[None, None], block)[0, 0], columns)
-                    assert own is None or torch.equal(own, part)
-                assert torch.equal(lines.plain(), expected)
+    alone = {"window": key > row - 4, "chunked": key // 4 == row // 4, "full": key >= 0}[kind] & (key <= row)
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.where(alone, key.float(), lowest) if is_additive else alone
+    lines = PackedLines(mask[None, None], starts, tokens, mask.device, shared)
+    expected = torch.full_like(mask, lowest if is_additive else False)
+    calls = []
+    columns = key[None, None, :, None]
+
+    def stock(_, *given):
+        calls.append(given)
+        return given[0].transpose(1, 2), None
+
+    lines.attend(stock, None, columns, columns, columns, None)
+    for (queries, keys, values, own), start, end in zip(calls, starts, ends, strict=True):
+        first = shared if start >= shared else 0
+        seen = torch.cat((torch.arange(first), torch.arange(start, end)))
+        part = mask[first : first + end - start, : first + end - start]
+        expected[start:end, seen] = part
+        assert queries.flatten().tolist() == list(range(start, end))
+        assert keys.flatten().tolist() == values.flatten().tolist() == seen.tolist()
+        assert own is None or torch.equal(own[0, 0], part)
+    assert torch.equal(lines.plain()[0, 0], expected)
 
 
 def test_packs_hold_one_shared_prefix_and_count_it_once(tiny_model, monkeypatch):

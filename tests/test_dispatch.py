@@ -14,7 +14,7 @@ from hf_blend import UnsupportedModelError
 from hf_blend.model import fingerprint
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.placement import input_device
-from hf_blend.model.row_masks import LocalLines, RowMask
+from hf_blend.model.row_masks import LocalLines, MadeLines, PackedLines
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
 from tests.asking import PIECES, asked, generated, hooks, memory, prepared
@@ -124,11 +124,16 @@ def test_input_device_refuses_a_model_without_weights_with_the_remedy():
         input_device(model)
 
 
-def test_a_mask_that_is_brought_to_another_device_goes_on_attending_by_blocks():
-    mask = RowMask.of(LocalLines(torch.tensor([[2, 5, 8]]), 9, ask=lambda: [2, 5, 8]))
-    assert mask.to(torch.device("cpu")) is mask
-    moved = mask.to("meta", non_blocking=True)
-    assert isinstance(moved, RowMask)
-    assert moved.is_meta
-    assert moved.lines._numbers == [2, 5, 8]
-    assert moved.shape == (1, 1, 3, 9)
+def test_row_lines_go_where_accelerate_brings_them():
+    from accelerate.utils import send_to_device
+
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    for lines in (
+        LocalLines(torch.tensor([[2, 5, 8]]), 9, numbers=lambda: [2, 5, 8]),
+        MadeLines(mask, torch.tensor([[2, 5, 8]])),
+        PackedLines(mask, [0, 4], 9, torch.device("cpu")),
+    ):
+        assert lines.to(torch.device("cpu")) is lines
+        moved = send_to_device({"rows": lines}, torch.device("meta"))["rows"]
+        assert (type(moved), moved.shape, moved.is_causal) == (type(lines), lines.shape, lines.is_causal)
+        assert moved.device.type == "meta"

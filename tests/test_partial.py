@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from hf_blend import BlendCache, observer, plugins
+from hf_blend.model.attention import ROWS
 from hf_blend.model.cache_keyword import cache_among
 from hf_blend.model.capture import capture_chunk
 from hf_blend.model.fingerprint import fingerprint
@@ -135,12 +136,13 @@ def masked(model: Any, store: Any, hidden: list[torch.Tensor], settings: Any) ->
 
     def shut(index: int) -> Any:
         def before(module: Any, args: Any, kwargs: Any) -> Any:
-            mask = kwargs["attention_mask"]
+            lines = kwargs.pop(ROWS, None)
+            mask = kwargs["attention_mask"] if lines is None else lines.plain()
             rows = kwargs["hidden_states"].shape[1]
             keys = cache_among(kwargs).get_seq_length(index)
             if mask is None:
                 mask = torch.ones(1, 1, rows, keys + rows, dtype=torch.bool)
-            plain = mask.as_subclass(torch.Tensor).clone()
+            plain = mask.clone()
             plain[..., hidden[index][: plain.shape[-1]].nonzero()[:, 0]] = False
             return args, {**kwargs, "attention_mask": plain}
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hf_blend.cache.indexed_layer import IndexedKind
 from hf_blend.cache.layers import BlendLayer, BlendSlidingLayer
 from hf_blend.model.anatomy import LayerCall, decoder_layers
+from hf_blend.model.attention import ROWS
 from hf_blend.prefill.arguments import RowArguments
 from hf_blend.prefill.layer_kind import LayerKind
 from hf_blend.prefill.rows import Rows, highest
@@ -112,11 +113,11 @@ def test_cut_takes_rows_of_all_tokens_where_there_are_as_many_heads_as_rows_that
 
 def test_cut_counts_the_keys_of_a_window_from_the_first_that_the_layer_still_holds(shared_model):
     call = LayerCall.bind(decoder_layers(shared_model())[0], (torch.zeros(1, 12, 64),), {"attention_mask": None})
-    cuts = RowArguments(SimpleNamespace(_attn_implementation="flash_attention_2"), [BlendSlidingLayer(8)], 20, 12)
+    cuts = RowArguments(SimpleNamespace(_attn_implementation="flash_attention_2"), [BlendSlidingLayer(8)], 20, 12, {0})
     cuts.cut(0, call, Rows.at([[2, 5, 7, 11]], torch.device("cpu")), None, True, {})
     columns, keys = torch.tensor([[22], [25], [27], [31]]), torch.arange(13, 32)
     visible = (keys <= columns) & (keys > columns - 8)
-    assert torch.equal(call.arguments["attention_mask"].plain()[0, 0], visible)
+    assert torch.equal(call.arguments[ROWS].plain()[0, 0], visible)
 
 
 @st.composite

@@ -120,16 +120,15 @@ def one_step_each(style: Any, old: Any, new: Any) -> Any:
 
 
 def first_key_unseen(mask: Any, *given: Any) -> Any:
-    made = ROW_MASK(mask, *given)
-    plain = torch.as_tensor(made).as_subclass(torch.Tensor)
+    plain = ROW_LINES(mask, *given).plain()
     visible = plain.clone() if plain.dtype == torch.bool else plain == 0
     first = visible.long().argmax(-1, keepdim=True)
     visible &= ~(torch.zeros_like(visible).scatter(-1, first, True) & (visible.sum(-1, keepdim=True) > 1))
-    return arguments.RowMask.of(visible) if isinstance(made, arguments.RowMask) else visible
+    return arguments.MadeLines(visible)
 
 
-def without_padding(mask: Any, rows: Any, past: int, keys: int, implementation: str, *_: Any) -> Any:
-    return ROW_MASK(None, rows, past, keys, implementation)
+def without_padding(mask: Any, rows: Any, past: int, keys: int, *_: Any) -> Any:
+    return ROW_LINES(None, rows, past, keys)
 
 
 def values_shifted(self: Any, layer: int, slots: Any, *states: Any, first: int = 0) -> None:
@@ -233,7 +232,7 @@ def seeing_ahead(self: Any, hidden_states: Any, *given: Any, **kwargs: Any) -> A
 FORWARD = LlamaAttention.forward
 COMPOSE = realign.compose
 WRITE = realign.Realigner.write
-ROW_MASK = arguments.row_mask
+ROW_LINES = arguments.row_lines
 HIGHEST = selection.highest
 COMPUTE_CHUNKS = plan.compute_chunks
 BEGIN = blend.Prefill._begin
@@ -257,18 +256,18 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("layer_0", realign, "compose", one_step_each),
     ("moved_chunk", realign, "compose", one_step_each),
     ("prefix_cache", plan, "compute_chunks", stored_coarsely),
-    ("ratio_1", arguments, "row_mask", looking_ahead),
-    ("ratio_1", arguments, "row_mask", first_key_unseen),
-    ("ratio_1_batch", arguments, "row_mask", without_padding),
-    ("all_but_one", arguments, "row_mask", looking_ahead),
-    ("ratio_1_states", arguments, "row_mask", looking_ahead),
+    ("ratio_1", arguments, "row_lines", looking_ahead),
+    ("ratio_1", arguments, "row_lines", first_key_unseen),
+    ("ratio_1_batch", arguments, "row_lines", without_padding),
+    ("all_but_one", arguments, "row_lines", looking_ahead),
+    ("ratio_1_states", arguments, "row_lines", looking_ahead),
     ("ratio_1_text", layers.BlendLayer, "update", answer_spoilt),
     ("ratio_1_ignores_store", rows.Rows, "write_states", only_keys_written),
-    ("fused_ratio", arguments, "row_mask", looking_ahead),
+    ("fused_ratio", arguments, "row_lines", looking_ahead),
     ("fused_ratio", arguments.RowArguments, "cut", rotated_for_other_places),
     ("question_is_fresh", blend.Prefill, "_begin", question_from_a_stale_place),
     ("unchosen_bytes", plan, "compute_chunks", stored_coarsely),
-    ("causality", arguments, "row_mask", looking_ahead),
+    ("causality", arguments, "row_lines", looking_ahead),
     ("store_bytes", realign.Realigner, "write", store_written),
     ("same_bits", selection, "highest", by_lot),
     ("selection", Selector, "count", one_too_few),
@@ -385,7 +384,7 @@ def test_verify_command_ends_with_1_and_names_what_fails_or_is_refused(monkeypat
     assert code == 1
     assert json.loads(out)["rungs"] == []
     assert "layer 0 of GPT2LMHeadModel" in err
-    monkeypatch.setattr(arguments, "row_mask", looking_ahead)
+    monkeypatch.setattr(arguments, "row_lines", looking_ahead)
     code, out, err = run(*"verify tiny:llama --dtype float32 --attention sdpa --rung causality --json".split())
     document = json.loads(out)
     assert code == 1

@@ -134,7 +134,8 @@ def _runs(
 def count(run: Callable[[], Any]) -> KernelCount:
     """Count the calls of a run, with attention as it is on a GPU: a CPU cuts few rows into blocks that see less."""
     counted = KernelCount()
-    with patch.object(row_masks, "CAUSAL_MASK", (row_masks.SMALL_MASK,) * 2), counted.counting():
+    as_on_a_gpu = {name: (getattr(row_masks, name)[1],) * 2 for name in ("SMALL_MASK", "BLOCK_ROWS")}
+    with patch.multiple(row_masks, **as_on_a_gpu), counted.counting():
         run()
     return counted
 

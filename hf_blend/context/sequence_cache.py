@@ -30,14 +30,14 @@ from ..cache.layers import ROOM_TOKENS, SPARE_SHARE, Pair, as_indices, check_neg
 from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
-from ..model.attention import STOCK, register_attention
+from ..model.attention import ROWS, STOCK, layers_handing_on, register_attention
 from ..model.author import Author, author_of, refuse_other_author
 from ..model.cache_keyword import cache_argument
 from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.hooks import ForwardHooks, asking_generate, is_assisting
 from ..model.modality import other_inputs
 from ..model.placement import input_device
-from ..model.row_masks import RowMask
+from ..model.row_masks import MadeLines
 from ..prefill.layout import layout_of
 from ..prompt.history import UNKNOWN, refuse_other_prompt
 from .sequence_layer import QuantisedSequenceLayer, SequenceLayer
@@ -508,8 +508,13 @@ class SequenceCache(Cache):
         positions = (starts + real.long().cumsum(1) - 1).clamp_min(0)
         self._refuse_crossing(positions)
         self._pending = positions, new.cpu() if new.dim() == 2 else torch.full(real.shape, UNKNOWN), real
-        mask = None if self._visible is None else self._made_mask(self._visible, real)
-        return {**arguments, "position_ids": positions.to(new.device), "attention_mask": mask}
+        changed = {**arguments, "position_ids": positions.to(new.device), "attention_mask": None}
+        if self._visible is not None:
+            changed["attention_mask"] = self._made_mask(self._visible, real)
+            if self._attention == STOCK and len(layers_handing_on(self.model)) == len(self.layers):
+                register_attention(STOCK)
+                changed[ROWS] = MadeLines(changed["attention_mask"])
+        return changed
 
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hook behind the model."""
@@ -555,8 +560,7 @@ class SequenceCache(Cache):
         """The mask of a forward, in the form that the model's attention takes."""
         mask = mask_of(visible, real)
         if self._attention == STOCK:
-            register_attention(STOCK)
-            return RowMask.of(mask)
+            return mask
         hidden = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
         return hidden.masked_fill_(~mask, float("-inf"))
 

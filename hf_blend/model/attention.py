@@ -3,14 +3,15 @@
 """How blending gets into the attention of a layer without changing the model.
 
 A layer of transformers calls its attention by a name in the config, such as "sdpa". `register_attention` puts a
-function under that name, once per process. It calls the function that was there before (the stock one), except:
+function under that name, once per process. It calls the function that was there before (the stock one), but for calls
+with one of two keywords, which layers hand on to it:
 
-* The mask is a `RowMask`: only some rows of a prompt are computed. They attend in blocks, since stock sdpa would copy
-  K and V once per query head, and flash attention has no such mask.
-* The call comes with an override, a function to call instead. Either a hook of `hook_attention` has added it to the
-  layer's keywords, or it is an attribute of the keys that a cache has just returned (`with_override`).
+* `ROWS`: the `RowLines` of a call in which only some rows of a prompt are computed. They attend in blocks, since stock
+  sdpa would copy K and V once per query head, and flash attention has no such mask. The keyword is an argument of the
+  layer; `layers_handing_on` finds out which layers hand it on.
+* `OVERRIDE`: a function to call instead. A hook of `hook_attention` adds it to the keywords of the attention module.
 
-Mask and override belong to one call, so calls of others are not affected. No config and no module is written to.
+Keywords belong to one call, so calls of others are not affected. No config and no module is written to.
 """
 
 import inspect
@@ -23,25 +24,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
-from .anatomy import LayerInfo
-from .row_masks import PackedLines, RowMask, attend
+from .anatomy import LayerCall, LayerInfo, decoder_layers, decoder_of, full_cache, text_config
+from .cache_keyword import cache_argument
+from .fingerprint import per_model
+from .hooks import hooked
+from .identity.canonical import canonical
+from .placement import input_device
+from .row_masks import AttentionFn, RowLines
 
-STOCK, OVERRIDE = "sdpa", "hf_blend_override"
-AttentionFn = Callable[..., tuple[Tensor, Tensor | None]]  # what an attention function of transformers is
-AttentionOverride = Callable[..., Any]  # the same, with the stock function before all other arguments
+STOCK = "sdpa"
+OVERRIDE = "hf_blend_override"
+ROWS = "hf_blend_rows"
+PROBE_TOKENS = 4
+FAILURES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # of code that takes no such keyword
+AttentionOverride = Callable[..., Any]  # an attention function, with the stock function before all other arguments
 
 
 class StopForward(Exception):
     """A layer has come as far as it should."""
-
-
-def is_flash(implementation: str) -> bool:
-    """Return True for an implementation of flash attention, which transformers knows by its name too."""
-    return "flash" in implementation
 
 
 def register_attention(name: str) -> None:
@@ -86,9 +89,7 @@ def _attend(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What is called in place of a stock function: an override, blocks of a `RowMask`, or the stock function itself.
-
-    Chunks that are packed into one row see only themselves.
+    """What is called in place of a stock function: an override, blocks of rows, or the stock function itself.
 
     Args:
         stock: the function that was under the name before; None where "eager" has none.
@@ -96,47 +97,105 @@ def _attend(
         query: `[batch, heads, rows, head_dim]`.
         key: `[batch, kv_heads, keys, head_dim]`.
         value: `[batch, kv_heads, keys, value_dim]`.
-        attention_mask: a `RowMask`, or whatever the stock function takes.
-        **kwargs: further arguments of the stock function, and `OVERRIDE`.
+        attention_mask: whatever the stock function takes; with `ROWS` it is not looked at.
+        **kwargs: further arguments of the stock function, `OVERRIDE` and `ROWS`.
 
     Returns:
         The output `[batch, rows, heads, value_dim]`, and the attention weights if the function gives any.
     """
-    stock = stock or eager_function(type(module))  # type: ignore[arg-type]
-    override = kwargs.pop(OVERRIDE, None)
-    override = getattr(key, OVERRIDE, None) if override is None else override
-    if override:  # what it passes on is not overridden again
-        again = partial(_attend, stock, **{OVERRIDE: False})
-        return override(again, module, query, key, value, attention_mask, **kwargs)
-    if not isinstance(attention_mask, RowMask):
+    stock = stock or eager_function(type(module))
+    override = kwargs.pop(OVERRIDE, None) or _marked.take(key)
+    if override is not None:
+        return override(partial(_attend, stock), module, query, key, value, attention_mask, **kwargs)
+    rows = kwargs.pop(ROWS, None)
+    if rows is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
-    lines = attention_mask.lines
-    if isinstance(lines, PackedLines) and kwargs.get("position_bias") is None:
-        outputs = [
-            stock(
-                module, query[:, :, block.rows], lines.seen_of(key, block), lines.seen_of(value, block), own, **kwargs
-            )[0]
-            for block, own in zip(lines.blocks, lines.masks, strict=True)
-        ]
-        return torch.cat(outputs, dim=1), None
-    special = [name for name in ("position_bias", "softcap", "s_aux", "indices") if kwargs.get(name) is not None]
-    name = module.config._attn_implementation
-    if special and is_flash(name):
-        raise UnsupportedModelError(
-            f"attention is {name} with {' and '.join(special)}, but scattered rows go through sdpa, which has none. "
-            "Load the model with attn_implementation='eager'."
-        )
-    if special:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
-    return attend(query, key, value, lines, dropout, scaling).transpose(1, 2).contiguous(), None
+    return rows.attend(stock, module, query, key, value, attention_mask, **kwargs)
+
+
+class _Marked(threading.local):
+    """The keys that a cache has just returned in this thread, and what its layer's attention calls for them."""
+
+    keys: Tensor | None = None
+    override: AttentionOverride | None = None
+
+    def take(self, keys: Tensor) -> AttentionOverride | None:
+        """The override of these very keys, once."""
+        if self.keys is not keys:
+            return None
+        override = self.override
+        self.keys = self.override = None
+        return override
+
+
+_marked = _Marked()
 
 
 def with_override(keys: Tensor, override: AttentionOverride) -> Tensor:
-    """A view of the keys that a cache returns, which makes the layer's attention call a function instead."""
-    keys = keys.view_as(keys)  # the cache's own tensor is left as it is
-    setattr(keys, OVERRIDE, override)
-    return keys
+    """A view of the keys that a cache returns; the layer's attention calls a function for it instead.
+
+    Where a cache decodes, no hook of it is in the model: what it returns from `update` is all that a layer sees of it.
+    """
+    _marked.keys = keys.view_as(keys)  # the cache's tensor may be returned elsewhere, too
+    _marked.override = override
+    return _marked.keys
+
+
+class _RowProbe:
+    """Stands for the rows of one layer, and finds out whether they and the layer's mask reach its attention."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self.arrived = False
+
+    def to(self, *_: Any, **__: Any) -> "_RowProbe":
+        """The same on another device."""
+        return self
+
+    def attend(
+        self, stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Compute nothing."""
+        self.arrived = mask is self.mask
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+@per_model
+def layers_handing_on(model: nn.Module) -> frozenset[int]:
+    """The layers that hand `ROWS` on to the registered function, and only hand on their mask.
+
+    All others look into the mask (indexers), drop keywords, or attend in code of their own: they need a plain mask. It
+    is found by one forward of a few tokens, whose attention computes nothing.
+    """
+    layers, cache, name = decoder_layers(model), full_cache(model), text_config(model)._attn_implementation or "eager"
+    probes: dict[int, _RowProbe] = {}
+
+    def begins(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = LayerCall.bind(layer, args, kwargs)
+        if call.cache is not cache or not LayerInfo.of(layer).attention:
+            return None
+        mask = torch.ones(PROBE_TOKENS, PROBE_TOKENS, dtype=torch.bool, device=call.hidden.device).tril()[None, None]
+        probes[index] = _RowProbe(mask)
+        call.arguments |= {call.mask_name: mask, ROWS: probes[index]}
+        return (call.hidden,), call.arguments
+
+    register_attention(name)
+    decoder = decoder_of(model)
+    ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device=input_device(model))
+    try:
+        with canonical(model), hooked(enumerate(layers), begins):
+            decoder(input_ids=ids, **cache_argument(decoder, cache), use_cache=True)
+    except FAILURES:
+        return frozenset()
+    return frozenset(index for index, probe in probes.items() if probe.arrived)
+
+
+def give_rows(call: LayerCall, lines: RowLines, hands_on: bool) -> None:
+    """Let a layer attend by lines: as a keyword where it hands that on to its attention, else as a plain mask."""
+    if hands_on:
+        call.arguments |= {call.mask_name: None, ROWS: lines}
+    else:
+        call.arguments[call.mask_name] = lines.plain()
 
 
 def hook_attention(

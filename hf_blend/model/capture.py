@@ -26,7 +26,7 @@ from ..rotary.regime import frequency_regime
 from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
-from .attention import STOCK, register_attention
+from .attention import STOCK, give_rows, layers_handing_on
 from .cache_keyword import cache_argument, without_cache
 from .checks import KV, CheckResult, allowed_of, finding, relative_error
 from .extras import extras_of
@@ -34,7 +34,7 @@ from .hooks import hooked
 from .identity.canonical import canonical
 from .modality import refuse_placeholders, text_ids
 from .placement import input_device
-from .row_masks import PackedLines, RowMask
+from .row_masks import PackedLines
 
 PACK_TOKENS = 2048  # more tokens are no faster
 LEAST_SHARED = 16  # tokens before chunks for which this pays
@@ -147,7 +147,7 @@ def _captured(model: nn.Module, arguments: Mapping[str, Any], starts: Sequence[i
         for forward in passes.values():
             stack.callback(forward.leave)
             forward.enter()
-        tables = stack.enter_context(_watched(layers, cache, tokens, starts, shared))
+        tables = stack.enter_context(_watched(model, cache, tokens, starts, shared))
         called(**{**without_cache(arguments), **cache_argument(called, cache), "use_cache": True})
     indices, stock = range(len(layers)), dict(enumerate(stock_layers(text_config(model))))
     kept = (_states(model, cache, index, tokens, passes.get(index), stock.get(index)) for index in indices)
@@ -175,13 +175,15 @@ def _states(model: nn.Module, cache: Any, index: int, tokens: int, extra: Any, s
 
 @contextmanager
 def _watched(
-    layers: list[nn.Module], cache: Any, tokens: int, starts: Sequence[int], shared: int
+    model: nn.Module, cache: Any, tokens: int, starts: Sequence[int], shared: int
 ) -> Iterator[dict[int, Table | None]]:
     """Record the rotary tables that layers receive in calls with this cache; other threads may run the model, too.
 
     With several `starts` each text attends to itself and to what is shared.
     """
-    tables, masks = dict[int, Table | None](), dict[int, tuple[RowMask, Any]]()
+    tables: dict[int, Table | None] = {}
+    lines: list[tuple[Any, PackedLines]] = []  # by the masks that the model made
+    handing_on = layers_handing_on(model) if len(starts) > 1 else frozenset()
 
     def begins(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = LayerCall.bind(layer, args, kwargs)
@@ -191,14 +193,14 @@ def _watched(
         if len(starts) < 2:
             return None
         mask = call.arguments.get(call.mask_name)
-        if id(mask) not in masks:  # the model's is kept alive, or its id would be used again
-            register_attention(STOCK)
-            lines = PackedLines(mask, starts, tokens, call.hidden.device, shared)
-            masks[id(mask)] = RowMask.of(lines), mask
-        call.arguments[call.mask_name] = masks[id(mask)][0]
+        packed = next((made for of, made in lines if of is mask), None)
+        if packed is None:
+            packed = PackedLines(mask, starts, tokens, call.hidden.device, shared)
+            lines.append((mask, packed))
+        give_rows(call, packed, index in handing_on)
         return (call.hidden,), call.arguments
 
-    with hooked(enumerate(layers), begins):
+    with hooked(enumerate(decoder_layers(model)), begins):
         yield tables
 
 

@@ -2,21 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of a layer that runs for some rows only: their own part of what the model made for all tokens.
 
-The mask is, for eager, an additive one; for sdpa a `RowMask`, attended by blocks; for flex the model's own block mask,
-asked at the rows' places. Flash attention has no mask that could say where scattered rows stand, and takes their
-positions for those of packed sequences: layers with scattered rows go through sdpa, which is logged once.
+The mask is, for eager, an additive one; for sdpa the rows' `RowLines`, attended by blocks; for flex the model's own
+block mask, asked at the rows' columns. Flash attention has no mask that could say where scattered rows are, and takes
+their positions for those of packed sequences: layers with scattered rows go through sdpa, which is logged once.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from ..errors import UnsupportedModelError
-from ..model.anatomy import LayerCall, LayerInfo, gather_rows
-from ..model.attention import STOCK, is_flash, register_attention
-from ..model.row_masks import RowMask, row_mask
+from ..model.anatomy import LayerCall, gather_rows
+from ..model.attention import ROWS, STOCK, register_attention
+from ..model.row_masks import MadeLines, cut_block_mask, is_flash, row_lines
 from .rows import Rows
 
 logger = logging.getLogger(__name__)
@@ -28,8 +30,13 @@ _told: set[str] = set()  # attention implementations that were spoken of
 class RowArguments:
     """Cuts the arguments of one forward's layers; what several layers are given is cut once for the same rows."""
 
-    def __init__(self, config: Any, layers: Sequence[Any], past: int, width: int) -> None:
-        """Prepare for one forward of a model with this config, of `width` columns behind `past` tokens."""
+    def __init__(
+        self, config: Any, layers: Sequence[Any], past: int, width: int, handing_on: Collection[int] = ()
+    ) -> None:
+        """Prepare for one forward of a model with this config, of `width` columns behind `past` tokens.
+
+        `layers` are those of the cache; `handing_on` are the numbers of `layers_handing_on`.
+        """
         self._implementation = config._attn_implementation or "eager"
         # the layer whose K and V each layer looks at: its own, or the last before it of its kind that has any
         self._sources, last = list[Any](), dict[str, Any]()
@@ -37,7 +44,10 @@ class RowArguments:
             if hasattr(layer, "sizes_behind"):
                 last[kind] = layer
             self._sources.append(last.get(kind, layer))
-        self._past, self._width, self._is_flash = past, width, is_flash(self._implementation)
+        self._past = past
+        self._width = width
+        self._is_flash = is_flash(self._implementation)
+        self._handing_on = handing_on
         register_attention(self._implementation)
         self._cut: dict[tuple[object, ...], tuple[Any, ...]] = {}  # with what its key names by id, which stays alive
 
@@ -54,33 +64,50 @@ class RowArguments:
                     self._cut[key] = _rows(value, taken), value, rows
                 call.arguments[name] = self._cut[key][0]
         if attends:
-            if self._is_flash and not LayerInfo.of(call.layer).attention:
+            if self._is_flash and index not in self._handing_on:
                 raise UnsupportedModelError(
                     f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go "
                     f"through sdpa instead of {self._implementation}. Load the model with attn_implementation='sdpa'."
                 )
             window = getattr(self._sources[index], "sliding_window", None)  # says how many keys a row of a mask has
-            key = (id(mask), id(rows), window)
+            is_kept = self._takes_lines and index in self._handing_on
+            key = (id(mask), id(rows), window, is_kept)
             if key not in self._cut:
-                self._cut[key] = self._mask(index, rows, mask, window), mask, rows
-            call.arguments[call.mask_name] = self._cut[key][0]
+                self._cut[key] = self._mask(index, rows, mask, window, is_kept), mask, rows
+            made = self._cut[key][0]
+            call.arguments[call.mask_name] = None if is_kept else made
+            if is_kept:
+                call.arguments[ROWS] = made
 
-    def _mask(self, index: int, rows: Rows, model_mask: Any, window: int | None) -> Any:
-        """The rows' lines of a mask."""
+    def _mask(self, index: int, rows: Rows, model_mask: Any, window: int | None, is_kept: bool) -> Any:
+        """The rows' lines of a mask, or a plain mask in the form that the model's attention takes."""
         keys, offset = self._past + self._width, 0  # all, but of a window
         if window is not None:
             keys, offset = self._sources[index].sizes_behind(self._past, self._width)
+        if isinstance(model_mask, BlockMask):
+            return cut_block_mask(model_mask, rows.columns, keys)
         if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == rows.columns.shape[1] < self._width:
             # Gemma 4 has cut it: behind its last K and V only the rows that are asked for continue
-            return RowMask.of(model_mask) if self._implementation == STOCK else model_mask
+            return MadeLines(model_mask) if is_kept else model_mask
         if self._is_flash and self._implementation not in _told:
             _told.add(self._implementation)
             logger.warning(
                 "attention is %s, which cannot see scattered rows: layers that compute only some rows use sdpa",
                 self._implementation,
             )
-        name, window = (STOCK, window) if self._is_flash else (self._implementation, None)
-        return row_mask(model_mask, rows.columns, self._past - offset, keys, name, lambda: rows.numbers[0], window)
+        window = window if self._is_flash else None  # of others the model's mask says it
+        past = self._past - offset
+        lines = row_lines(model_mask, rows.columns, past, keys, lambda: rows.numbers[0], window)
+        if is_kept:
+            return lines
+        mask = lines.plain()
+        if self._implementation == "eager" and model_mask is None:  # a boolean mask that a model made it expects
+            return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
+        return mask
+
+    @property
+    def _takes_lines(self) -> bool:
+        return self._is_flash or self._implementation == STOCK
 
 
 def _rows(value: Any, taken: Taken) -> Any:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, gather_rows, text_config
-from ..model.attention import AttentionCapture, StopForward
+from ..model.attention import AttentionCapture, StopForward, layers_handing_on
 from ..rotary.tables import Table, rotary_table
 from ..selectors.base import KV
 from .arguments import RowArguments
@@ -71,7 +71,9 @@ class Prefill:
         self.past: int | Tensor = context.request.past
         self._counts_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # a layer counts for all entries
-        self._arguments = RowArguments(config, layers, context.request.past, self.width)
+        self._arguments = RowArguments(
+            config, layers, context.request.past, self.width, layers_handing_on(context.model)
+        )
         self._tables: dict[int, tuple[Any, Table | None]] = {}  # by the id of what several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._row_axis: int | None = None  # of the hidden states, behind the axis of the batch

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..model.attention import StopForward
+from ..model.attention import ROWS, StopForward
 from ..model.cache_keyword import cache_argument, without_cache
 from ..selectors.attention import Attention
 from ..selectors.base import Receive
@@ -81,13 +81,15 @@ def attention_of(
     """What takes a layer's call of attention, for rows at `[batch, rows]`, and passes on an `Attention` of it."""
 
     def attend(_: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-        is_plain = isinstance(mask, Tensor) and mask.dim() == 4 and not getattr(mask, "is_causal", False)
-        plain = mask if is_plain else None
+        lines = kwargs.get(ROWS)
+        seen: Any = mask if isinstance(mask, Tensor) and mask.dim() == 4 else None
+        if lines is not None:  # of a causal mask the columns say it
+            seen = None if lines.is_causal else lines
         if kwargs.get("indices") is not None:
-            plain = _indexed(mask, kwargs["indices"], key.shape[2])
+            seen = _indexed(mask, kwargs["indices"], key.shape[2])
         scaling = kwargs.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
         past, own = key.shape[2] - tokens, columns.to(query.device)
-        return take(Attention(query, key, value, own, past, plain, scaling, kwargs.get("softcap"), charge))
+        return take(Attention(query, key, value, own, past, seen, scaling, kwargs.get("softcap"), charge))
 
     return attend
 

@@ -31,7 +31,7 @@ class Attention:
     values: Tensor
     columns: Tensor
     past: int = 0
-    mask: Tensor | None = None
+    mask: Any = None
     scaling: float = 1.0
     softcap: float | None = None
     charge: Callable[[Any], None] | None = None
@@ -41,9 +41,11 @@ class Attention:
         if self.mask is None:
             places = torch.arange(self.keys.shape[2], device=self.keys.device)
             return (places <= self.columns[:, rows, None] + self.past)[:, None]
-        lines = getattr(self.mask, "lines", None)  # of a mask that is made a block at a time
-        whole = slice(0, self.keys.shape[2])
-        mask = self.mask[:, :, rows] if lines is None else lines.cut(slice(*rows.indices(lines.shape[2])[:2]), whole)
+        if isinstance(self.mask, Tensor):
+            mask = self.mask[:, :, rows]
+        else:
+            start, stop, _ = rows.indices(self.mask.shape[2])
+            mask = self.mask.cut(slice(start, stop), slice(0, self.keys.shape[2]))
         return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
     def hidden(self, rows: slice, only: Tensor | None = None) -> Tensor:

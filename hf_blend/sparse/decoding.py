@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.anatomy import LayerInfo, decoder_layers, has_indexer, stock_layers, text_config
-from ..model.attention import OVERRIDE, AttentionFn, AttentionOverride, hook_attention
+from ..model.attention import AttentionFn, AttentionOverride, hook_attention
 from ..model.cache_keyword import cache_among
 from .config import SparseConfig
 from .session import Draft, SparseSession
@@ -177,8 +177,6 @@ class SparseHooks:
         if kwargs.get("position_bias") is None and kwargs.get("sliding_window") is None:
             name = module.config._attn_implementation
             selected = self._session.select_kv(index, query, key, value, mask, name)
-        if selected is None and (take := getattr(key, OVERRIDE, None)) is not None:  # a layer that was loaded in part
-            return take(stock, module, query, key, value, mask, scaling=scaling, **kwargs)
         if selected is None and key.shape[2] > 1 and key.stride(2) == 0:
             raise UnsupportedModelError(
                 f"layer {index} of this model attends with a bias or to the K and V of another layer, expected plain "

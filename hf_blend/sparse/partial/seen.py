@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ...model.attention import STOCK, AttentionFn
+from ...model.attention import ROWS, STOCK, AttentionFn
 from ...model.row_masks import MadeLines, attend
 from ..masks import cut_mask, is_cut
 
@@ -46,11 +46,12 @@ def attend_part(
     kwargs: dict[str, Any],
 ) -> Any:
     """Attention of a prompt's rows over the loaded columns; None for all."""
-    lines = mask.as_subclass(Tensor)
+    rows = kwargs.pop(ROWS, None)
+    lines = mask if rows is None else rows.plain()
     if visible is not None:
         key = key.index_select(2, visible)
         value = value.index_select(2, visible)
-        lines = lines.index_select(-1, visible.to(mask.device))
+        lines = lines.index_select(-1, visible.to(lines.device))
     if module.config._attn_implementation == STOCK and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         output = attend(query, key, value, MadeLines(lines), kwargs.get("dropout", 0.0), kwargs.get("scaling"))
         return output.transpose(1, 2).contiguous(), None
