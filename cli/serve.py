@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a model to a few people over HTTP, as OpenAI's API, over stored documents."""
+"""Serve a model to a few people, as OpenAI's API, over stored documents."""
 
 import signal
 from pathlib import Path
@@ -49,7 +49,7 @@ def serve(
     Ctrl-C or SIGTERM ends it. For many users take vLLM with the connector of hf_blend.
 
     Examples:
-        hf-blend serve --store my-chunks --port 8080  # network
+        hf-blend serve --store my-chunks --port 8080 --json  # network
         hf-blend serve --model HuggingFaceTB/SmolLM2-135M-Instruct --store my-chunks  # network
     """
     for module in ("starlette", "uvicorn", "pydantic", "prometheus_client"):
