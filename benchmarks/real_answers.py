@@ -137,7 +137,7 @@ def table(asked: argparse.Namespace) -> None:
     rows = []
     for path in sorted(asked.rows.glob("*.jsonl")):
         lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-        rows += [{"model": path.stem, **row} for row in summarised(lines)]
+        rows += [{"model": path.stem, **row} for row in summarise(lines)]
     text = ",\n".join("  " + json.dumps(row) for row in rows)
     settings = {"measure": __doc__.split("\n\n")[2].replace("\n", " "), "passages": PASSAGES, "seed": SEED}
     asked.output.write_text(f'{{"settings": {json.dumps(settings)},\n"rows": [\n{text}\n]}}\n', "utf-8")
@@ -145,7 +145,7 @@ def table(asked: argparse.Namespace) -> None:
         print(row)
 
 
-def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def summarise(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Give a row per method: the share of right answers, and that share of full prefill's, over the same prompts."""
     full = {line["id"]: line["answer"] == line["year"] for line in lines if line["method"] == "full"}
     for method in dict.fromkeys(line["method"] for line in lines):

@@ -340,7 +340,7 @@ def table(asked: argparse.Namespace) -> None:
         first = [line["id"] for line in lines if line["method"] == "none=0"][: asked.limit]
         lines = [line for line in lines if line["id"] in first]
         for half in ("choose", "report", "both"):
-            for found in summarised([line for line in lines if half in ("both", line["half"])]):
+            for found in summarise([line for line in lines if half in ("both", line["half"])]):
                 kept = BYTES.get(model, 0)
                 rows.append({"model": model, "task": task, "half": half, "bytes_per_token": kept, **found})
     settings = {
@@ -371,7 +371,7 @@ def _commit() -> str:
     return subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def summarise(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Give a row per method: means over the prompts that full reuse was measured on, as shares of full reuse's."""
     found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for line in lines:

@@ -486,7 +486,7 @@ def table(arguments: argparse.Namespace) -> None:
         lines = [line for line in lines if (line["number"] < CHOOSING) == (arguments.part == "choice")]
         for linked in (None, False, True):
             some = [line for line in lines if linked is None or line["linked"] == linked]
-            for row in summarised(some):
+            for row in summarise(some):
                 rows.append({"model": model, "task": task, "chunks": int(chunks), "linked": linked, **row})
     for row in rows:
         if row["linked"] is None:
@@ -501,7 +501,7 @@ def table(arguments: argparse.Namespace) -> None:
         (RESULTS / "regime.json").write_text(f'{{"measure": {json.dumps(__doc__)},\n"rows": [\n{text}\n]}}\n', "utf-8")
 
 
-def summarised(lines: list[Row]) -> list[Row]:
+def summarise(lines: list[Row]) -> list[Row]:
     """A row per method, over the prompts on which it and reuse were measured."""
     by_method: dict[str, dict[str, Row]] = {}
     for line in lines:

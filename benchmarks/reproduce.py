@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from papers.cacheblend import PAGE, PAPERS, TASKS, data_files
+from papers.cacheblend import PAPERS, TASKS, data_files
 
 from hf_blend.cli.options import REAL, Device, Dtype
 from hf_blend.cli.output import Json, progress, say, show
@@ -40,7 +40,7 @@ def reproduce(
     dtype: Dtype = "auto",
     json: Json = False,
 ) -> None:
-    """Run the comparisons of a paper: one page with plots and tables, and one JSON file.
+    """Run the comparisons of a paper: one JSON file, and each figure as CSV.
 
     Every answer is paired with full prefill on the same prompt.
     """
@@ -61,7 +61,7 @@ def reproduce(
     if draft and paper != "kvstar":
         raise typer.BadParameter(f"--draft {draft} is for kvstar alone, but the paper is {paper}")
     made = PAPERS[paper](base, output_dir, told, small, draft)
-    say(f"written to {output_dir / PAGE}")
+    say(f"written to {output_dir}")
     if json:
         show(made, as_json=True)
         return

@@ -223,7 +223,7 @@ def table(arguments: argparse.Namespace) -> None:
         model, task, count = path.stem.rsplit("-", 2)
         lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         about = {"model": model, "family": FAMILIES[model], "task": task, "chunks": int(count)}
-        rows += [{**about, "dtype": lines[0]["dtype"], **row} for row in summarised(lines)]
+        rows += [{**about, "dtype": lines[0]["dtype"], **row} for row in summarise(lines)]
     settings = {
         "measure": __doc__.split("\n\n")[3].replace("\n", " "),
         "seed": SEED,
@@ -244,7 +244,7 @@ def table(arguments: argparse.Namespace) -> None:
         )
 
 
-def summarised(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def summarise(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Give a row per method, over the prompts that every method of the file was measured on."""
     by_method: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:

@@ -11,7 +11,7 @@ from .output import Json, show
 __all__ = ["env"]
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "tokenizers", "numpy")
-EXTRAS = ("bitsandbytes", "datasets", "rouge_score", "gradio", "matplotlib", "redis", "s3fs", "langchain-core")
+EXTRAS = ("bitsandbytes", "datasets", "rouge_score", "gradio", "markitdown", "redis", "s3fs", "langchain-core")
 SWITCHES = ("HF_BLEND_HOME", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "OMP_NUM_THREADS")
 Model = Annotated[str | None, typer.Option(help="Also say how this model is seen: a path, a hub id, or tiny:TYPE.")]
 

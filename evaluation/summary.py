@@ -1,20 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""From the answers of a run to its table, and from two runs to their differences: means with bootstrap intervals."""
+"""From the answers of a run to its table: means with bootstrap intervals, each answer paired with full prefill's."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hf_blend.errors import ConfigError
-
-from .folder import LINES, whole_lines
-
-RESAMPLES, LEVEL = 2000, 0.95
+RESAMPLES = 2000
+LEVEL = 0.95
+FULL = "full-prefill"
+REUSE = "full-reuse"
+Line = Mapping[str, Any]
 
 
 def interval(scores: ArrayLike, *, of_median: bool = False) -> tuple[float, float]:
@@ -22,17 +21,21 @@ def interval(scores: ArrayLike, *, of_median: bool = False) -> tuple[float, floa
 
     For a paired comparison give the differences: each example is then resampled with both of its scores.
     """
-    return _ends((np.median if of_median else np.mean)(_resampled(np.asarray(scores, dtype=float)), axis=1))
+    samples = _resampled(np.asarray(scores, dtype=float))
+    centres = np.median(samples, axis=1) if of_median else samples.mean(axis=1)
+    return _ends(centres)
 
 
 def share_interval(parts: ArrayLike, wholes: ArrayLike) -> tuple[float, float]:
     """Percentile bootstrap interval of the sum of some figures over that of others, paired by example."""
-    sums = _resampled(np.stack([np.asarray(values, dtype=float) for values in (parts, wholes)], axis=1)).sum(axis=1)
+    pairs = np.stack([np.asarray(parts, dtype=float), np.asarray(wholes, dtype=float)], axis=1)
+    sums = _resampled(pairs).sum(axis=1)
     return _ends(sums[:, 0] / sums[:, 1])
 
 
 def _resampled(values: np.ndarray) -> np.ndarray:
-    samples: np.ndarray = values[np.random.default_rng(0).integers(0, len(values), size=(RESAMPLES, len(values)))]
+    rows = np.random.default_rng(0).integers(0, len(values), size=(RESAMPLES, len(values)))
+    samples: np.ndarray = values[rows]
     return samples
 
 
@@ -41,119 +44,64 @@ def _ends(centres: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-FULL, REUSE = "full-prefill", "full-reuse"
-Line = Mapping[str, Any]
-
-
-def summarised(settings: Mapping[str, Any], lines: Iterable[Line]) -> dict[str, Any]:
-    """Make the table."""
-    groups, rows = _by_variant(lines), []
+def summarise(settings: Mapping[str, Any], lines: Iterable[Line]) -> dict[str, Any]:
+    """Make the table: a row for each task, model, method and ratio."""
+    groups: dict[tuple[Any, ...], dict[str, Line]] = {}
+    for line in lines:
+        variant = (line["task"], line["model"], line["method"], line["ratio"])
+        groups.setdefault(variant, {})[line["id"]] = line
+    rows = []
     for (task, model, method, ratio), answers in groups.items():
         full = groups.get((task, model, FULL, None), {})
         reuse = groups.get((task, model, REUSE, None), {})
         paired = [(line, full[name]) for name, line in answers.items() if name in full]
-        rows.append({"task": task, "model": model, "method": method, "ratio": ratio, **_row(paired, reuse)})
+        rows.append({"task": task, "model": model, "method": method, "ratio": ratio, **_figures(paired, reuse)})
     return {"settings": dict(settings), "rows": rows}
 
 
-def _row(paired: Sequence[tuple[Line, Line]], reuse: Mapping[str, Line]) -> dict[str, Any]:
-    own = [line["score"] for line, _ in paired]
-    gaps = [line["score"] - right["score"] for line, right in paired]
-    (low, high), (gap_low, gap_high) = interval(own), interval(gaps)
-    times = [line["ttft_ms"] for line, _ in paired if line["ttft_ms"] is not None]
-    ratios = [right["ttft_ms"] / line["ttft_ms"] for line, right in paired if line["ttft_ms"] and right["ttft_ms"]]
-    rules = paired[0][0]["scores"]
+def _figures(paired: Sequence[tuple[Line, Line]], reuse: Mapping[str, Line]) -> dict[str, Any]:
+    """The figures of a row, of answers paired with full prefill's."""
+    lines = [line for line, _ in paired]
+    scores = [line["score"] for line in lines]
+    low, high = interval(scores)
+    gaps = [line["score"] - full["score"] for line, full in paired]
+    gap_low, gap_high = interval(gaps)
+    times = [line["ttft_ms"] for line in lines if line["ttft_ms"] is not None]
+    speedups = [full["ttft_ms"] / line["ttft_ms"] for line, full in paired if line["ttft_ms"] and full["ttft_ms"]]
     return {
         "n": len(paired),
-        "score": statistics.fmean(own),
+        "score": statistics.fmean(scores),
         "low": low,
         "high": high,
-        "charged_budget": statistics.fmean(line["charged_budget"] for line, _ in paired),
+        "charged_budget": _mean(lines, "charged_budget"),
         "ttft_ms": statistics.median(times) if times else None,
-        "speedup": statistics.median(ratios) if ratios else None,
-        "read_bytes": _mean(line.get("read_bytes") for line, _ in paired),
-        "rules": {rule: statistics.fmean(line["scores"][rule] for line, _ in paired) for rule in rules},
+        "speedup": statistics.median(speedups) if speedups else None,
+        "read_bytes": _mean(lines, "read_bytes"),
+        "rules": {rule: statistics.fmean(line["scores"][rule] for line in lines) for rule in lines[0]["scores"]},
         "difference": statistics.fmean(gaps),
         "difference_low": gap_low,
         "difference_high": gap_high,
         "normalised": _normalised(paired, reuse),
-        "score_where_full": _mean(line["score"] for line, right in paired if right["score"] > 0),
-        "kl": _mean(line["kl"] for line, _ in paired),
-        "top1": _mean(line["top1"] for line, _ in paired),
-        "exact_output": _mean(float(line["exact_output"]) for line, _ in paired),
-        "prompt_tokens": statistics.fmean(line["prompt_tokens"] for line, _ in paired),
+        "score_where_full": _mean([line for line, full in paired if full["score"] > 0], "score"),
+        "kl": _mean(lines, "kl"),
+        "top1": _mean(lines, "top1"),
+        "exact_output": _mean(lines, "exact_output"),
+        "prompt_tokens": _mean(lines, "prompt_tokens"),
     }
 
 
 def _normalised(paired: Sequence[tuple[Line, Line]], reuse: Mapping[str, Line]) -> float | None:
-    """Where a method stands between full reuse (0) and full prefill (1), over the samples that all answered."""
-    both = [(line, right, reuse[line["id"]]) for line, right in paired if line["id"] in reuse]
-    if not both:
+    """Where a method is between full reuse (0) and full prefill (1), over the samples that all answered."""
+    common = [(line, full) for line, full in paired if line["id"] in reuse]
+    if not common:
         return None
-    score, right, least = (statistics.fmean(line["score"] for line in column) for column in zip(*both, strict=True))
-    return (score - least) / (right - least) if abs(right - least) > 1e-9 else None
+    score = statistics.fmean(line["score"] for line, _ in common)
+    most = statistics.fmean(full["score"] for _, full in common)
+    least = statistics.fmean(reuse[line["id"]]["score"] for line, _ in common)
+    return (score - least) / (most - least) if abs(most - least) > 1e-9 else None
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return statistics.fmean(numbers) if numbers else None
-
-
-def compared(first: Path, second: Path) -> list[dict[str, Any]]:
-    """Pair the answers of two runs."""
-    answers = [_answers(first), _answers(second)]
-    models = [{line["model"] for line in lines} for lines in answers]
-    is_apart = models[0] != models[1] and all(len(names) == 1 for names in models)
-    variants = [_by_variant(lines, is_apart) for lines in answers]
-    rows = []
-    for variant in variants[0]:
-        others = variants[1].get(variant, {})
-        pairs = [(line, others[name]) for name, line in variants[0][variant].items() if name in others]
-        rows += [_compared_row(variant, pairs)] if pairs else []
-    if not rows:
-        raise ConfigError(
-            f"the runs in {str(first)!r} and {str(second)!r} have no answer in common, expected some of the same "
-            "task, method, ratio and sample. Run both with the same arguments but one."
-        )
-    return rows
-
-
-def _answers(folder: Path) -> Sequence[Line]:
-    path = folder / LINES
-    if not path.is_file():
-        raise ConfigError(f"{str(folder)!r} has no {LINES}, expected the --output-dir of `hf-blend eval`.")
-    lines = whole_lines(path)[0]
-    if any("score" not in line for line in lines):
-        raise ConfigError(f"{str(path)!r} has a damaged line: no score, expected answers of `hf-blend eval`.")
-    return lines
-
-
-def _by_variant(lines: Iterable[Line], is_apart: bool = False) -> dict[tuple[Any, ...], dict[str, Line]]:
-    groups: dict[tuple[Any, ...], dict[str, Line]] = {}
-    for line in lines:
-        variant = (line["task"], None if is_apart else line["model"], line["method"], line["ratio"])
-        groups.setdefault(variant, {})[line["id"]] = line
-    return groups
-
-
-def _compared_row(variant: tuple[Any, ...], pairs: list[tuple[Line, Line]]) -> dict[str, Any]:
-    task, model, method, ratio = variant
-    gaps = [second["score"] - first["score"] for first, second in pairs]
-    low, high = interval(gaps)
-    times = [(first.get("ttft_ms"), second.get("ttft_ms")) for first, second in pairs]
-    ratios = [first / second for first, second in times if first and second]
-    return {
-        "task": task,
-        "model": model,
-        "method": method,
-        "ratio": ratio,
-        "n": len(pairs),
-        "first_score": statistics.fmean(first["score"] for first, _ in pairs),
-        "second_score": statistics.fmean(second["score"] for _, second in pairs),
-        "difference": statistics.fmean(gaps),
-        "low": low,
-        "high": high,
-        "first_better": sum(gap < 0 for gap in gaps),
-        "second_better": sum(gap > 0 for gap in gaps),
-        "speedup": statistics.median(ratios) if ratios else None,
-    }
+def _mean(lines: Iterable[Line], name: str) -> float | None:
+    """The mean of a figure, over the lines that have it."""
+    values = [float(line[name]) for line in lines if line.get(name) is not None]
+    return statistics.fmean(values) if values else None

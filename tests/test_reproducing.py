@@ -73,12 +73,9 @@ def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied,
     assert [row["layer"] for row in figures["heads"]] == [2, 3], "behind the check layer"
     assert all(0 < row["chance"] < row["jaccard"] + 1 for row in figures["heads"])
     assert {row["eviction"] for row in figures["cache"]} == {"lru", "importance"}
-    page = (tmp_path / "run" / "index.html").read_text("utf-8")
     for name in figures:
-        assert all(f"<th>{column.replace('_', ' ')}</th>" in page for row in figures[name] for column in row)
         assert (tmp_path / "run" / f"{name}.csv").read_text("utf-8").startswith(next(iter(figures[name][0])))
-        assert (tmp_path / "run" / f"{name}.tex").read_text("utf-8").count("&") > 5
-    assert page.count("cannot show") == len(found["cannot_show"]) > 2
+    assert len(found["cannot_show"]) > 2
     monkeypatch.setattr("papers.impress._InPart", None)  # nothing is answered again
     assert made_by(arguments, capsys)[1] == figures
 
@@ -115,8 +112,6 @@ def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(
     ]  # fmt: skip
     assert not any("copy of the model" in one for one in found["cannot_show"])
     assert [row["way"] for row in figures["decoding"]] == ["dense", "kvstar 0.25", "kvstar 0.25, not held"]
-    page = (tmp_path / "run" / "index.html").read_text("utf-8")
-    assert all(f"<th>{column.replace('_', ' ')}</th>" in page for rows in figures.values() for column in rows[0])
     monkeypatch.setattr(kvstar._Stepped, "continued", None)  # nothing is answered again
     assert made_by(arguments, capsys)[1] == figures
 
@@ -140,8 +135,6 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
     assert (tmp_path / "run" / "methods.csv").read_text("utf-8").count("full-prefill") == 1
     exact = [row for row in figures["ratio"] if row["ratio"] == 1.0]
     assert [row["difference"] for row in exact] == [0.0]
-    page = (tmp_path / "run" / "index.html").read_text("utf-8")
-    assert page.count("<svg") >= 5
 
     monkeypatch.setattr("hf_blend.evaluation.trial._Bench.answer", None)  # nothing is answered again
     assert made_by(arguments, capsys)[1] == figures

@@ -9,11 +9,9 @@ and the rate of the storage. Its request rates are in
 Source: CacheBlend (arXiv 2405.16444), figures 6, 12, 13, 15, 16, 17.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,11 @@ from hf_blend import ChunkStore, plugins
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.folder import RunFolder
-from hf_blend.evaluation.report import html_table, page, plots
-from hf_blend.evaluation.summary import summarised
+from hf_blend.evaluation.summary import summarise
 from hf_blend.evaluation.trial import EvalConfig, run
 from papers.impress import impress
 from papers.kvstar import kvstar
-from papers.paper_page import PAGE, RESULT, as_csv, as_latex, every_column
+from papers.paper_page import write_paper
 
 TASKS = ("musique", "wikimqa", "samsum", "multi-news")
 FILES = sorted(str(path) for path in (Path(__file__).resolve().parent.parent / "baselines").glob("*.py"))
@@ -115,11 +112,10 @@ def reproduce(
     figures: Sequence[Figure],
     folder: Path,
     progress: Progress | None = None,
-    beside: Sequence[dict[str, Any]] = (),
     load: Callable[..., tuple[Any, Any]] = load_model,
 ) -> dict[str, Any]:
-    """Run what is missing in the folder, and write `result.json`, `index.html`, and each figure as CSV and LaTeX."""
-    made = list(beside)
+    """Run what is missing in the folder, and write `result.json` and each figure as CSV."""
+    made = []
     for figure in figures:
         rows: list[dict[str, Any]] = []
         for varied, trial in figure.trials:
@@ -127,30 +123,14 @@ def reproduce(
             what = " ".join(one for one in (figure.name, varied) if one)
             with RunFolder(place, trial.settings) as opened:
                 run(trial, opened, partial(progress, what) if progress else None, load)
-                found = summarised(trial.settings, opened.lines.values())["rows"]
+                found = summarise(trial.settings, opened.lines.values())["rows"]
             rows += [{"varied": varied, **row, "method": _label(row["method"])} for row in found]
         made.append({"name": figure.name, "title": figure.title, "rows": rows})
     result = {"settings": figures[0].trials[0][1].settings, "figures": made}
-    for one in made:
-        (folder / f"{one['name']}.csv").write_text(as_csv(one["rows"]), "utf-8")
-        (folder / f"{one['name']}.tex").write_text(as_latex(one["rows"]), "utf-8")
-    (folder / RESULT).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", "utf-8")
-    (folder / PAGE).write_text(_page(result), "utf-8")
+    write_paper(result, folder)
     return result
 
 
 def _label(method: str) -> str:
     """The name of a method; of a file, its own."""
     return Path(method).stem.replace("_", "-") if method in FILES else method
-
-
-def _page(result: dict[str, Any]) -> str:
-    parts = []
-    for figure in result["figures"]:
-        if "method" not in figure["rows"][0]:
-            parts.append(f"<h2>{escape(figure['title'])}</h2>{every_column(figure['rows'])}")
-            continue
-        rows = [{**row, "method": f"{row['method']} {row['varied']}".strip()} for row in figure["rows"]]
-        charts = "".join(f"<figure>{chart}</figure>" for chart in plots({"rows": rows}).values())
-        parts.append(f"<h2>{escape(figure['title'])}</h2><div class=charts>{charts}</div>{html_table(rows)}")
-    return page("Reproduction", "".join(parts), result["settings"])

@@ -132,7 +132,7 @@ def impress(
     made.append({"name": "cache", "title": TITLES["cache"], "rows": _cached(lines)})
     made.append({"name": "heads", "title": TITLES["heads"], "rows": _heads(lines, Way(probes=kv_heads).name)})
     result = {"settings": settings, "cannot_show": list(CANNOT_SHOW), "figures": made}
-    write_paper(result, folder, "IMPRESS", ("loaded_share", "bytes loaded, of all"))
+    write_paper(result, folder)
     return result
 
 

@@ -128,7 +128,7 @@ def kvstar(
     ]
     cannot = [*CANNOT_SHOW, *(() if draft else (ITSELF,))]
     result = {"settings": settings, "cannot_show": cannot, "figures": made}
-    write_paper(result, folder, "KVStar", ("share", "share of the blocks"))
+    write_paper(result, folder)
     return result
 
 
