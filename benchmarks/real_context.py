@@ -20,7 +20,6 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +159,7 @@ def window(bench: Bench, row: Line) -> Iterator[Line]:
     }
     for way, made in caches.items():
         cache = made()
-        with cache if isinstance(cache, ShiftCache) else nullcontext():
-            yield {"way": way, "loss": losses(reader(bench, cache), ids)}
+        yield {"way": way, "loss": losses(reader(bench, cache), ids)}
     yield {"way": "the newer half prefilled again", "loss": losses(cut_reader(bench), ids)}
     with self_extend(bench.model, trained_tokens=WINDOW, max_tokens=READ):
         yield {"way": "Self-Extend", "loss": losses(reader(bench, DynamicCache()), ids)}

@@ -134,5 +134,5 @@ def test_placeholders_are_refused_by_name():
     with pytest.raises(PromptError, match="chunk_prefix_ids holds the placeholder token 120"):
         BlendCache(model, store, chunk_prefix_ids=(1, IMAGE))
     cache = SequenceCache(model)
-    with cache, pytest.raises(PromptError, match="pixel_values came with a SequenceCache, but text alone is expected"):
+    with pytest.raises(PromptError, match="pixel_values came with a SequenceCache, but text alone is expected"):
         last_logits(model, image_inputs(kind, prompt(kind)), cache)

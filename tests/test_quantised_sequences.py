@@ -327,11 +327,3 @@ def test_other_bits_are_refused_and_what_is_held_in_others_is_not_taken_up():
     for bits in (2, 16, 8.0, "8", True):
         with pytest.raises(ConfigError, match=r"kv_bits is .* 8, 4 or None"):
             SequenceCache(MODEL, kv_bits=bits)
-    state = filled(bits=8).state()
-    for bits in (4, None):
-        with pytest.raises(ConfigError, match=r"8 bits came .*kv_bits=8 is expected"):
-            SequenceCache(MODEL, kv_bits=bits).restore(state)
-    cache = SequenceCache(MODEL, kv_bits=8)
-    cache.restore(filled(bits=None).state())
-    got = {name: part for name, part in bits_of(cache).items() if "bytes" in name}
-    assert same(got, {name: part for name, part in bits_of(filled()).items() if "bytes" in name})

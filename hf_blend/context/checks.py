@@ -58,10 +58,9 @@ def whole_shift(subject: CheckedModel) -> CheckResult:
     """A sequence that is shifted as a whole continues as a plain forward at its new positions does."""
     model, ids = subject.model, _ids(subject)
     prefix, cache = 3 * ids.shape[1] // 4, SequenceCache(model)
-    with cache:
-        model(ids[:, :prefix], **cache_argument(model, cache), use_cache=True)
-        cache.shift(cache.active, 0, None, SHIFT)
-        logits = model(ids[:, prefix:], **cache_argument(model, cache), use_cache=True).logits
+    model(ids[:, :prefix], **cache_argument(model, cache), use_cache=True)
+    cache.shift(cache.active, 0, None, SHIFT)
+    logits = model(ids[:, prefix:], **cache_argument(model, cache), use_cache=True).logits
     expected, plain = _plain(model, ids, SHIFT)
     compared = [*_by_layer(cache.materialize(), plain.layers), Comparison("the logits", logits, expected[:, prefix:])]
     return subject.compare(compared, "at the new positions")
@@ -73,8 +72,7 @@ def closed_hole(subject: CheckedModel) -> CheckResult:
     """After tokens are removed and the rest closes up, layer 0 has the K and V of a direct forward of what is left."""
     model, ids = subject.model, _ids(subject)
     start, stop, cache = ids.shape[1] // 4, ids.shape[1] // 2, SequenceCache(model)
-    with cache:
-        model(ids, **cache_argument(model, cache), use_cache=True)
+    model(ids, **cache_argument(model, cache), use_cache=True)
     cache.remove(cache.active, start, stop)
     cache.shift(cache.active, stop, None, start - stop)
     _, plain = _plain(model, torch.cat([ids[:, :start], ids[:, stop:]], dim=1), 0)
@@ -89,14 +87,12 @@ def shared_cells(subject: CheckedModel) -> CheckResult:
     prefix, cache = ids.shape[1] // 2, SequenceCache(model)
     lengths = (prefix, prefix - 3, prefix)  # that the copies keep
     new = torch.stack([ids[0, prefix + number :][:4] for number in range(len(lengths))])
-    with cache:
-        model(ids[:, :prefix], **cache_argument(model, cache), use_cache=True)
-        for number, length in zip(cache.fork(len(lengths)), lengths, strict=True):
-            cache.remove(number, length)
-        parts = [
-            model(tokens, **cache_argument(model, cache), use_cache=True).logits
-            for tokens in (new[:, :-1], new[:, -1:])
-        ]
+    model(ids[:, :prefix], **cache_argument(model, cache), use_cache=True)
+    for number, length in zip(cache.fork(len(lengths)), lengths, strict=True):
+        cache.remove(number, length)
+    parts = [
+        model(tokens, **cache_argument(model, cache), use_cache=True).logits for tokens in (new[:, :-1], new[:, -1:])
+    ]
     logits, compared = torch.cat(parts, 1), []
     for row, length in enumerate(lengths):
         expected, _ = _plain(model, torch.cat([ids[:, :length], new[[row]]], 1), 0)

@@ -8,7 +8,6 @@ computed, however often it moves.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,51 +26,50 @@ class SequenceLayer(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.length, self._first = 0, 0  # columns, and the cell of the first of those that are in order
-        self._stored: tuple[Columns, Columns] | None = None
-        self._copies: tuple[Columns | None, Columns | None] = (None, None)  # None: the storage itself is in order
+        self.record_past = False  # by this name transformers switches it off
+        self.length = 0  # columns
+        self._first = 0  # the cell of the first of those that are in order
+        self._stored: list[Columns] = []  # K and V by cell
+        self._copies: list[Columns | None] = [None, None]  # None: the storage itself is in order
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every buffer that the layer holds, spare room included; see `view_tensors` for what it shares."""
-        columns = (*(self._stored or ()), *self._copies)
-        return sum(column.buffer.nbytes for column in columns if column is not None)
-
-    @property
-    def view_tensors(self) -> tuple[Tensor, ...]:
-        """Tensors about the columns that layers share with each other."""
-        return ()
+        """Bytes of every buffer that the layer holds, spare room included."""
+        total = 0
+        for column in (*self._stored, *self._copies):
+            if column is not None:
+                total += column.buffer.nbytes
+        return total
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take heads, widths, dtype and device from the first states, `[1, kv_heads, tokens, width]`."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._stored = (Columns(key_states[:1]), Columns(value_states[:1]))
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self._stored = [Columns(key_states[:1]), Columns(value_states[:1])]
         self.is_initialized = True
 
     def write(self, cell: int, keys: Tensor, values: Tensor) -> Pair:
         """Store new tokens, `[sequences, kv_heads, tokens, width]`, from a cell on; returns all columns with them."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        self._first = self._first if self.length else cell
+        if not self.length:
+            self._first = cell
         columns = []
-        for stored, copied, states in zip(self._stored or (), self._copies, (keys, values), strict=True):
+        for stored, copy, states in zip(self._stored, self._copies, (keys, values), strict=True):
             new = _in_a_row(states)
-            in_order = stored.write(cell, new)[:, :, self._first :]
-            columns.append(in_order if copied is None else copied.write(self.length, new))
+            cells = stored.write(cell, new)
+            columns.append(cells[:, :, self._first :] if copy is None else copy.write(self.length, new))
         self.keys, self.values = columns
-        return columns[0].expand(len(keys), -1, -1, -1), columns[1].expand(len(keys), -1, -1, -1)
+        sequences = len(keys)
+        return self.keys.expand(sequences, -1, -1, -1), self.values.expand(sequences, -1, -1, -1)
 
     def commit(self) -> None:
         """Called when all layers have stored the new tokens of a forward."""
 
-    def stored(self, cells: Tensor) -> Pair:
-        """K and V of some cells, `[kv_heads, tokens, width]`, K rotated for the positions where it was computed."""
-        parts = [column.buffer[0].index_select(1, cells.to(column.buffer.device)) for column in self._stored or ()]
-        return parts[0], parts[1]
-
     def parts(self, cells: Tensor) -> dict[str, Tensor]:
-        """The stored tensors of some cells, by name; `cells` ascend, each once."""
-        return dict(zip("kv", self.stored(cells), strict=True))
+        """The stored tensors of some cells by name, `[kv_heads, tokens, width]`; `cells` ascend, each once."""
+        keys, values = (column.buffer[0].index_select(1, cells.to(self.device)) for column in self._stored)
+        return {"k": keys, "v": values}
 
     def fixed_cells(self, count: int) -> int:
         """How many of the first `count` cells are quantised, or need not be; `add` inserts such cells behind them."""
@@ -82,7 +80,7 @@ class SequenceLayer(DynamicLayer):
         keys, values = parts["k"][None], parts["v"][None]
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        for column, states in zip(self._stored or (), (keys, values), strict=True):
+        for column, states in zip(self._stored, (keys, values), strict=True):
             column.write(cell, states)
 
     def keep(self, cells: Tensor) -> None:
@@ -94,52 +92,31 @@ class SequenceLayer(DynamicLayer):
     def arrange(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], by: Pair | None) -> None:
         """Set the cells of the columns, `[columns]`, and the table that rotates their keys, `[columns, pairs]`."""
         self._first = int(cells[0]) if in_order and len(cells) else 0
-        if self._stored is not None:
-            moves = [by if index == style.slot else None for index in range(2)]
-            keys, values = (
-                None if in_order and move is None else _copied(column, cells, style, move)
-                for column, move in zip(self._stored, moves, strict=True)
-            )
-            self._copies = keys, values
+        self._copies = [None, None]
+        for index, column in enumerate(self._stored):
+            moves = by if index == style.slot else None
+            if in_order and moves is None:
+                continue
+            states = column.buffer[0].index_select(1, cells.to(self.device))
+            if moves is not None:
+                states = _rotated(states, style, moves)
+            copy = Columns(states[None])
+            copy.write(0, states[None])
+            self._copies[index] = copy
 
     def show(self, columns: int) -> None:
         """Make `keys` and `values` the first columns."""
         self.length = columns
-        if self._stored is not None:
-            self.keys, self.values = (
-                (stored.buffer[:, :, self._first :] if copied is None else copied.buffer)[:, :, :columns]
-                for stored, copied in zip(self._stored, self._copies, strict=True)
-            )
+        shown = []
+        for stored, copy in zip(self._stored, self._copies, strict=False):
+            buffer = stored.buffer[:, :, self._first :] if copy is None else copy.buffer
+            shown.append(buffer[:, :, :columns])
+        if shown:
+            self.keys, self.values = shown
 
     def get_seq_length(self) -> int:
         """How many columns there are."""
         return self.length
-
-
-@dataclass(frozen=True)
-class _Index:
-    """Cells in any order: ascending on the CPU and on the layer's device, and the column of each."""
-
-    cells: Tensor
-    on_device: Tensor
-    order: Tensor | None  # None: as they ascend
-
-    @classmethod
-    def of(cls, cells: Tensor, device: torch.device) -> "_Index":
-        if bool((cells.diff() >= 0).all()):
-            return cls(cells, cells.to(device), None)
-        ascending, order = cells.sort()
-        return cls(ascending, ascending.to(device), order.argsort().to(device))
-
-    def read(self, packed: PackedCells, out: Pair) -> None:
-        """Unpack the first ones to `[1, kv_heads, cells, width]` each, as many as fit."""
-        count = out[0].shape[2]
-        if self.order is None:
-            return packed.gather(self.cells[:count], self.on_device[:count], out)
-        every = packed.like(len(self.cells))
-        packed.gather(self.cells, self.on_device, every)
-        for target, states in zip(out, every, strict=True):
-            target.copy_(states.index_select(2, self.order[:count]))
 
 
 class QuantisedSequenceLayer(MadeStates, SequenceLayer):
@@ -150,7 +127,7 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
     def __init__(self, bits: int) -> None:
         """Begin empty; `bits` is 8 or 4."""
         self._bits = bits
-        self._index: _Index | None = None  # the first columns; behind them are the cells from `_first` on
+        self._index: Tensor | None = None  # the cells of the first columns; behind are the cells from `_first` on
         self._by: Pair | None = None  # what rotates the keys of the first columns
         self._style: type[RotaryStyle] | None = None
         super().__init__()
@@ -160,15 +137,10 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
         """See `SequenceLayer.nbytes`."""
         return self._packed.nbytes if self.is_initialized else 0
 
-    @property
-    def view_tensors(self) -> tuple[Tensor, ...]:
-        """Cells of the columns, and the tables that rotate their keys."""
-        index = self._index and (self._index.cells, self._index.on_device, self._index.order)
-        return tuple(tensor for tensor in (*(index or ()), *(self._by or ())) if tensor is not None)
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `SequenceLayer.lazy_initialization`."""
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         self._packed = PackedCells(self._bits, key_states[:1], value_states[:1])
         self.is_initialized = True
 
@@ -178,22 +150,17 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
             self.lazy_initialization(keys, values)
         if self.length <= self._indexed:
             self._first = cell
-        new = _in_a_row(keys), _in_a_row(values)
-        columns = self._unpacked(new[0].shape[2])
-        for states, column in zip(new, columns, strict=True):
-            column[:, :, self.length :] = states
-        self._packed.append(cell, *new, sequences=len(keys))
-        return columns[0].expand(len(keys), -1, -1, -1), columns[1].expand(len(keys), -1, -1, -1)
+        new_keys, new_values = _in_a_row(keys), _in_a_row(values)
+        all_keys, all_values = self._unpacked(new_keys.shape[2])
+        all_keys[:, :, self.length :] = new_keys
+        all_values[:, :, self.length :] = new_values
+        sequences = len(keys)
+        self._packed.append(cell, new_keys, new_values, sequences=sequences)
+        return all_keys.expand(sequences, -1, -1, -1), all_values.expand(sequences, -1, -1, -1)
 
     def commit(self) -> None:
         """Store the new tokens for good."""
         self._packed.commit()
-
-    def stored(self, cells: Tensor) -> Pair:
-        """See `SequenceLayer.stored`; unpacked."""
-        out = self._packed.like(len(cells))
-        _Index.of(cells, self.device).read(self._packed, out)
-        return out[0][0], out[1][0]
 
     def parts(self, cells: Tensor) -> dict[str, Tensor]:
         """See `PackedCells.parts`."""
@@ -212,10 +179,12 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
     def arrange(self, cells: Tensor, in_order: bool, style: type[RotaryStyle], by: Pair | None) -> None:
         """See `SequenceLayer.arrange`; nothing is copied."""
         self._first = int(cells[0]) if in_order and len(cells) else 0
-        self._style, self._index, self._by = style, None, None
+        self._style = style
+        self._index = self._by = None
         if self.is_initialized:
-            self._index = None if in_order else _Index.of(cells, self.device)
-            self._by = None if by is None else (by[0].to(self.device), by[1].to(self.device))
+            self._index = None if in_order else cells
+            if by is not None:
+                self._by = by[0].to(self.device), by[1].to(self.device)
 
     def show(self, columns: int) -> None:
         """Count the first columns."""
@@ -224,22 +193,33 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
     @property
     def _indexed(self) -> int:
         """How many columns are those of the index."""
-        return 0 if self._index is None else min(self.length, len(self._index.cells))
+        return 0 if self._index is None else min(self.length, len(self._index))
 
     def _look(self, index: int) -> Tensor | None:
         return self._unpacked(0)[index] if self.is_initialized else None
 
     def _unpacked(self, room: int) -> Pair:
         """All columns unpacked and rotated, with room for `room` more behind them."""
-        out, length, count = self._packed.like(self.length + room), self.length, self._indexed
+        out = self._packed.like(self.length + room)
+        count = self._indexed
         if self._index is not None:
-            self._index.read(self._packed, (out[0][:, :, :count], out[1][:, :, :count]))
-        self._packed.read(self._first, self._first + length - count, [states[:, :, count:length] for states in out])
+            self._gather(self._index, [states[:, :, :count] for states in out])
+        behind = [states[:, :, count : self.length] for states in out]
+        self._packed.read(self._first, self._first + self.length - count, behind)
         if self._by is not None and self._style is not None:
-            cos, sin = (table[:length] for table in self._by)
+            cos, sin = (table[: self.length] for table in self._by)
             states = out[self._style.slot][0, :, : len(cos)]
             self._style.move(states.clone(), (cos, sin), out=states)
         return out
+
+    def _gather(self, cells: Tensor, out: list[Tensor]) -> None:
+        """Unpack cells in any order to `[1, kv_heads, cells, width]` each, as many of the first as fit."""
+        ascending, order = cells.sort()
+        every = self._packed.like(len(cells))
+        self._packed.gather(ascending, ascending.to(self.device), every)
+        columns = order.argsort().to(self.device)
+        for target, states in zip(out, every, strict=True):
+            target.copy_(states.index_select(2, columns[: target.shape[2]]))
 
 
 def _in_a_row(states: Tensor) -> Tensor:
@@ -247,13 +227,9 @@ def _in_a_row(states: Tensor) -> Tensor:
     return states if len(states) == 1 else states.transpose(0, 1).flatten(1, 2)[None]
 
 
-def _copied(column: Columns, cells: Tensor, style: type[RotaryStyle], by: Pair | None) -> Columns:
-    """Some cells in a buffer of their own, rotated if they are to be."""
-    states = column.buffer[0].index_select(1, cells.to(column.buffer.device))
-    if by is not None:
-        moved = torch.empty_like(states)
-        style.move(states, (by[0].to(states.device), by[1].to(states.device)), out=moved)
-        states = moved
-    columns = Columns(states[None])
-    columns.write(0, states[None])
-    return columns
+def _rotated(states: Tensor, style: type[RotaryStyle], by: Pair) -> Tensor:
+    """Keys `[kv_heads, tokens, width]`, rotated by a table `[tokens, pairs]`."""
+    cos, sin = by
+    rotated = torch.empty_like(states)
+    style.move(states, (cos.to(states.device), sin.to(states.device)), out=rotated)
+    return rotated

@@ -24,41 +24,58 @@ _SEQUENCE = re.compile(r"sequence\.(0|[1-9][0-9]{0,8})")
 
 def sequences_of(state: Mapping[str, Tensor]) -> dict[int, Tensor]:
     """Cells and positions of each sequence, `[2, tokens]`."""
-    matches = ((_SEQUENCE.fullmatch(name), row) for name, row in state.items())
-    return {int(match[1]): row for match, row in matches if match}
-
-
-def layer_of(state: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """The tensors of one layer, without its number in their names."""
-    start = f"layer.{index}."
-    return {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
+    rows = {}
+    for name, row in state.items():
+        if match := _SEQUENCE.fullmatch(name):
+            rows[int(match[1])] = row
+    return rows
 
 
 def check_state(state: Mapping[str, Tensor], layout: Layout, kv_bits: int | None) -> None:
     """Raise EntryFault for tensors that no cache of this layout saves."""
-    cells, rows = state["ids"].numel(), sequences_of(state)
-    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"active": ((), torch.int64)}
-    expected |= dict.fromkeys(("ids", "origins"), ((cells,), torch.int64))
-    expected |= {} if kv_bits is None else {"kv_bits": ((), torch.int64)}
-    expected |= {f"sequence.{number}": ((2, row.shape[-1]), torch.int64) for number, row in rows.items()}
+    _check_forms(state, layout, kv_bits)
+    cells = len(state["ids"])
+    _check_range("ids", state["ids"], UNKNOWN, END)
+    _check_range("origins", state["origins"], 0, END)
+    _check_range("active", state["active"], 0, END)
+    for number, (row, positions) in sequences_of(state).items():
+        _check_range(f"cells of sequence {number}", row, 0, cells)
+        _check_range(f"positions of sequence {number}", positions, 0, END)
+        if len(row.unique()) < len(row):
+            raise EntryFault("values", f"sequence {number} has a cell twice")
+    for name, tensor in state.items():
+        if name.endswith(".groups"):
+            scales = state[name.replace("groups", "k.scale")]
+            if not is_grouping(tensor, scales.shape[1]):
+                raise EntryFault("values", f"{name} are no groups of {scales.shape[1]} scales")
+        if tensor.is_floating_point() and not has_usable_values(tensor):
+            raise EntryFault("values", f"{name} is NaN, infinite or absurd")
+
+
+def _check_forms(state: Mapping[str, Tensor], layout: Layout, kv_bits: int | None) -> None:
+    """Refuse other names, shapes and dtypes than those of this layout."""
+    cells = state["ids"].numel()
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "active": ((), torch.int64),
+        "ids": ((cells,), torch.int64),
+        "origins": ((cells,), torch.int64),
+    }
+    if kv_bits is not None:
+        expected["kv_bits"] = (), torch.int64
+    for number, row in sequences_of(state).items():
+        expected[f"sequence.{number}"] = (2, row.shape[-1]), torch.int64
     for index, pair in enumerate(layout.layers if cells else ()):
         packed = state["layer.0.groups"].numel() if kv_bits else 0
         groups = state[f"layer.{index}.k.scale"].shape[1] if kv_bits else 0
-        parts = forms(kv_bits, pair, (packed, groups, cells - packed))
-        expected |= {f"layer.{index}.{name}": form for name, form in parts.items()}
-    if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()} != expected:
+        for name, form in forms(kv_bits, pair, (packed, groups, cells - packed)).items():
+            expected[f"layer.{index}.{name}"] = form
+    got = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    if got != expected:
         raise EntryFault(
             "layout", f"names, shapes or dtypes of {len(state)} tensors are not those of this model's layers"
         )
-    bounds = [(state["ids"], UNKNOWN, END), (state["origins"], 0, END), (state["active"], 0, END)]
-    bounds += [(row[0], 0, cells) for row in rows.values()] + [(row[1], 0, END) for row in rows.values()]
-    if not all(low <= int(values.min()) and int(values.max()) < end for values, low, end in bounds if values.numel()):
-        raise EntryFault("values", f"of {cells} cells one holds a token or a position that cannot be")
-    if any(len(row[0].unique()) < row.shape[1] for row in rows.values()):
-        raise EntryFault("values", f"of {len(rows)} sequences one holds a cell twice")
-    groups_of = {name: tensor for name, tensor in state.items() if name.endswith(".groups")}
-    if not all(is_grouping(of, state[name.replace("groups", "k.scale")].shape[1]) for name, of in groups_of.items()):
-        raise EntryFault("values", f"of {cells} cells one has the scales of a group that cannot be")
-    floats = [tensor for name, tensor in state.items() if name.startswith("layer.") and tensor.is_floating_point()]
-    if not all(map(has_usable_values, floats)):
-        raise EntryFault("values", f"keys or values of {cells} cells are NaN, infinite or absurd")
+
+
+def _check_range(what: str, values: Tensor, low: int, end: int) -> None:
+    if values.numel() and not low <= int(values.min()) <= int(values.max()) < end:
+        raise EntryFault("values", f"one of the {what} is not from {low} up to {end}")

@@ -45,7 +45,7 @@ def save_session(
         UnsupportedModelError: tokens were computed inside `self_extend`.
     """
     cache.refuse_extended()
-    author = cache.computed_by(sequence) or author_of(cache.model)
+    author = cache.author or author_of(cache.model)
     about = identity(cache.model, author, cache.kv_bits, _tokenizer_digest(tokenizer))
     return write_session(path, KIND, about, cache.state(sequence))
 
@@ -81,7 +81,7 @@ def load_session(
             "it with save_session(..., sequence=...), or load all of it into an empty cache."
         )
     with refusing(path):
-        cache.restore(state, author, sequence)
+        cache.restore(state, sequence)
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

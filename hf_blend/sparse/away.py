@@ -73,8 +73,9 @@ class AwayBlocks(BlockedLayer):
         if not self.is_away:
             return super()._gathered(selection, capacity)
         keys, values = self._layer.read(0, 0)
-        copy = keys.new_empty((*keys.shape[:2], capacity, keys.shape[3])), values.new_empty(
-            (*values.shape[:2], capacity, values.shape[3])
+        copy = (
+            keys.new_empty((*keys.shape[:2], capacity, keys.shape[3])),
+            values.new_empty((*values.shape[:2], capacity, values.shape[3])),
         )
         old_slots = self._slots()
         # Move what the old copy has

@@ -216,7 +216,7 @@ def test_entries_in_blocks(chunk, forge, cases):
 def conversation(tiny_model):
     model = tiny_model(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8)
     cache = SequenceCache(model)
-    with torch.no_grad(), cache:
+    with torch.no_grad():
         model(torch.arange(3, 12)[None], past_key_values=cache)
         cache.copy(0, 3, 0, 5)
     return cache
@@ -245,7 +245,7 @@ def test_sessions(tmp_path, forge, cases, conversation):
             return
         cache.shift(cache.active, 0, None, 3)  # whatever was accepted can be used
         cache.tokens()
-        with torch.no_grad(), cache:
+        with torch.no_grad():
             logits = conversation.model(torch.tensor([[5, 6]]), past_key_values=cache).logits
         assert torch.isfinite(logits).all()
         assert way != "raw" or content == good
