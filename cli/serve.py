@@ -59,12 +59,12 @@ def serve(
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.serving.app import make_app
     from hf_blend.serving.run import bind, make_server, url_of
-    from hf_blend.serving.wire import Limits
-    from hf_blend.serving.worker import Worker
+    from hf_blend.serving.wire import RequestLimits
+    from hf_blend.serving.worker import ModelWorker
     from hf_blend.store.memory import available_bytes
     from hf_blend.tenants import Tenant, check_key, read_tenants
 
-    limits = Limits(
+    limits = RequestLimits(
         queue=max_queue,
         tokens=max_tokens,
         new_tokens=max_new_tokens,
@@ -93,7 +93,7 @@ def serve(
     for tenant in listed:
         stores[tenant.name] = ChunkStore.open(store, namespace=tenant.name, memory_bytes=memory_bytes)
     with said_if_slow(CHECKING):
-        worker = Worker(source.load(), source.tokenizer, stores, limits, config, heal=heal, **settings)
+        worker = ModelWorker(source.load(), source.tokenizer, stores, limits, config, heal=heal, **settings)
     app = make_app(worker, name, listed, limits)
     show({"url": url_of(listener), "model": name}, as_json=json)
     say("Press Ctrl-C to end it.")

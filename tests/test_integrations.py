@@ -117,7 +117,7 @@ def test_answer_stops_computing_when_its_stream_is_closed(answerer):
 @pytest.mark.parametrize(
     ("messages", "documents", "settings", "error", "words"),
     [
-        ([SYSTEM], DOCUMENTS, {}, PromptError, "has the role user"),
+        ([SYSTEM], DOCUMENTS, {}, PromptError, "expected one of the role user"),
         (ASKED, [" "], {}, PromptError, "has no text"),
         ([{"role": "user", "content": [IMAGE]}], (), {}, PromptError, "the part .*image.* is no text"),
         (ASKED, (), {"stops": [""]}, ConfigError, "none of them empty"),

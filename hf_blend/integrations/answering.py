@@ -15,11 +15,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
-from ..errors import ConfigError, HfBlendError, PromptError
+from ..errors import ConfigError, HfBlendError
 from ..model.cache_keyword import cache_argument
 from ..prompt.detokenizer import Detokenizer
-from ..prompt.documents import absent, leave_out_empty, texts_of
-from ..prompt.messages import plain_messages
+from ..prompt.messages import text_with_documents, with_documents
 from ..store import ChunkStore
 
 __all__ = ["Answer", "Answerer"]
@@ -56,23 +55,11 @@ class Answerer:
     ) -> "Answer":
         """Answer messages by the model's own chat template. The answer is computed while it is iterated over.
 
-        Documents that are in no message are put before the last message of the user; empty ones among others are left
+        Documents that are in no message are put before the first message of the user; empty ones among others are left
         out with a warning. `template` has further arguments of `apply_chat_template`. The texts in `stops` end the
         answer, without being part of it. `settings` are those of `generate`.
         """
-        filled, _ = leave_out_empty(documents)
-        placed = plain_messages(messages)
-        contents = [message["content"] for message in placed]
-        texts = texts_of(filled, contents)
-        added = absent(texts, contents)
-        if added:
-            asked = [message for message in placed if message.get("role") == "user"]
-            if not asked:
-                raise PromptError(
-                    f"{len(filled)} documents came with {len(placed)} messages, but none of the messages has the role "
-                    "user, before which documents are put. Add one with the question."
-                )
-            asked[-1]["content"] = BETWEEN.join([*added, asked[-1]["content"]])
+        placed, texts = with_documents(messages, documents)
 
         def inputs(cache: BlendCache) -> Mapping[str, Tensor]:
             return cache.inputs_from_messages(self.tokenizer, placed, texts, **(template or {}))
@@ -83,9 +70,7 @@ class Answerer:
         self, text: str, documents: Any = (), stops: str | Sequence[str] | None = None, **settings: Any
     ) -> "Answer":
         """Continue a text, as `chat` answers; documents that are not in it are put before it."""
-        filled, _ = leave_out_empty(documents)
-        texts = texts_of(filled, [text])
-        whole = BETWEEN.join([*absent(texts, [text]), text])
+        whole, texts = text_with_documents(text, documents)
         return self._answer(lambda cache: cache.inputs_from_text(self.tokenizer, whole, texts), stops, settings)
 
     def _answer(self, inputs: Inputs, stops: str | Sequence[str] | None, settings: Mapping[str, Any]) -> "Answer":

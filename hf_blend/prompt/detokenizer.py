@@ -2,13 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of an answer while its tokens are generated."""
 
-import functools
-import re
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # of SentencePiece, for what its vocabulary lacks
 CUT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 MOST_HELD = 16  # tokens; no character has so many
 
@@ -21,22 +17,21 @@ class Detokenizer:
     never returns an end that is cut off, and slow tokenizers have none.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], *, skips_special: bool = True) -> None:
-        self._tokenizer, self._stops, self._skips_special = tokenizer, stops, skips_special
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
         self._start = self._read = 0  # tokens: the first of the piece before, the first that is no text yet
         self._held = ""  # text that may begin a stop
-        self._windows = list[int]()  # of each token, the first that was decoded with it
         self.text = ""  # given out so far
-        self.offsets = list[int]()  # of each token, the characters before the one that it is, or is part of
+        self._fed = 0  # tokens
         self.is_stopped = False
 
     def feed(self, tokens: Sequence[int], is_last: bool) -> str:
         """Take all tokens so far, and return the new text."""
         unsent = self._held
-        for end in range(len(self.offsets) + 1, len(tokens) + 1):
-            self._windows.append(self._start)
-            self.offsets.append(len(self.text) + len(unsent))
+        for end in range(self._fed + 1, len(tokens) + 1):
             unsent += self._decoded(tokens, end)
+        self._fed = len(tokens)
         if is_last:
             unsent += self._decoded(tokens, len(tokens), is_last)
         stops = [at for at in map(unsent.find, self._stops) if at >= 0]
@@ -46,26 +41,6 @@ class Detokenizer:
         new, self._held = unsent[:end], unsent[end:]
         self.text += new
         return new
-
-    @property
-    def tokens_given(self) -> int:
-        """How many tokens the returned text consists of; the last one may reach beyond it."""
-        return bisect_left(self.offsets, len(self.text))
-
-    def added(self, tokens: Sequence[int], index: int, candidates: Sequence[int]) -> list[bytes]:
-        """The bytes of text that each candidate token would add behind the first `index` tokens.
-
-        The bytes of all tokens of an answer, joined, are its text. A token that is part of a character has its own
-        bytes; a special token that is skipped has none.
-        """
-        front = tokens[self._windows[index] : index]
-        before, texts = self._decode(front), list[bytes]()
-        for token in candidates:
-            now = self._decode([*front, token])
-            new = now.removeprefix(before)
-            is_cut = before.endswith(CUT) or CUT in new or not now.startswith(before)
-            texts.append(self._own_bytes(token) if is_cut else new.encode())
-        return texts
 
     def _decoded(self, tokens: Sequence[int], end: int, is_last: bool = False) -> str:
         """The text that token `end - 1` completes; empty if no character is complete."""
@@ -77,28 +52,8 @@ class Detokenizer:
             self._start, self._read = self._read, end
         return new
 
-    def _own_bytes(self, token: int) -> bytes:
-        """The bytes of a token; from its name in the vocabulary, if that encodes bytes."""
-        name, alone = self._tokenizer.convert_ids_to_tokens(token), self._decode([token])
-        if isinstance(name, bytes):
-            return name
-        name = name or ""  # of an id beyond the vocabulary
-        if matched := BYTE_TOKEN.fullmatch(name):
-            return bytes.fromhex(matched[1])
-        if CUT in alone and all(char in _bytes_of_chars() for char in name):
-            return bytes(_bytes_of_chars()[char] for char in name)
-        return self._decode([token, token])[len(alone) :].encode()  # behind others: a text may begin without its space
-
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=self._skips_special))
-
-
-@functools.cache
-def _bytes_of_chars() -> dict[str, int]:
-    """The byte of each character in names of byte-level vocabularies, such as GPT-2's."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {char: byte for byte, char in bytes_to_unicode().items()}
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def _begins(text: str, stop: str) -> int:

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that are messages: the chat template is rendered once, and documents are found in its text."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import PromptError
-from .documents import absent, for_template, forms_of, list_documents
+from .documents import absent, for_template, forms_of, leave_out_empty, list_documents, texts_of
 from .text import TextPrompt, build_text
 
+BETWEEN = "\n\n"
 _OURS = ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length", "tokenizer_kwargs")
 
 
@@ -17,8 +18,6 @@ def build_messages(
     messages: Sequence[Mapping[str, Any]],
     documents: Any,
     template: Mapping[str, Any],
-    most: int | None = None,
-    renderer: Callable[..., str] | None = None,
 ) -> TextPrompt:
     """Render messages and find the documents in the text; documents that are no texts are passed to the template."""
     _check(tokenizer, messages, template)
@@ -26,8 +25,41 @@ def build_messages(
     texts = [forms_of(document, f"document {number}")[-1] for number, document in enumerate(listed)]
     dicts = [doc if isinstance(doc, Mapping) else for_template(doc) for doc in listed if not isinstance(doc, str)]
     arguments = {"add_generation_prompt": not template.get("continue_final_message", False), **template}
-    text = (renderer or render)(tokenizer, messages, **arguments, **({"documents": dicts} if dicts else {}))
-    return build_text(tokenizer, text, listed, special=False, opening=_is_opening(messages, texts), most=most)
+    text = render(tokenizer, messages, **arguments, **({"documents": dicts} if dicts else {}))
+    return build_text(tokenizer, text, listed, special=False, opening=_is_opening(messages, texts))
+
+
+def with_documents(messages: Sequence[Mapping[str, Any]], documents: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Put documents that are in no message before the first message of the user; returns messages and texts.
+
+    There they stay from turn to turn: a conversation that is sent again with the same documents begins as before.
+    Empty documents are left out with a warning.
+    """
+    plain = plain_messages(messages)
+    filled, _ = leave_out_empty(documents)
+    texts, missing = _split(filled, [message["content"] for message in plain])
+    if missing:
+        first = next((message for message in plain if message.get("role") == "user"), None)
+        if first is None:
+            raise PromptError(
+                f"{len(missing)} documents are in none of the {len(plain)} messages, expected one of the role user, "
+                "before which documents are put. Add one with the question."
+            )
+        first["content"] = BETWEEN.join([*missing, first["content"]])
+    return plain, texts
+
+
+def text_with_documents(text: str, documents: Any) -> tuple[str, list[str]]:
+    """Put documents that are not in a text before it; returns the text and those of the documents."""
+    filled, _ = leave_out_empty(documents)
+    texts, missing = _split(filled, [text])
+    return BETWEEN.join([*missing, text]), texts
+
+
+def _split(documents: Sequence[Any], contents: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the texts of all documents, and of those that are in no content, without white space at their ends."""
+    texts = list(dict.fromkeys(texts_of(documents, contents)))
+    return texts, [text.rstrip() for text in absent(texts, contents)]
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

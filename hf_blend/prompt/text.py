@@ -28,15 +28,9 @@ _REMEMBERED = 4096  # documents of each tokenizer
 _remembered: WeakKeyDictionary[Any, Callable[[str, int], tuple[int, ...]]] = WeakKeyDictionary()
 
 
-def build_text(
-    tokenizer: Any, text: str, chunks: Any, *, special: bool, opening: bool = True, most: int | None = None
-) -> TextPrompt:
+def build_text(tokenizer: Any, text: str, chunks: Any, *, special: bool, opening: bool = True) -> TextPrompt:
     """Tokenise a prompt and find chunks in it."""
     located = _located(text, [forms_of(chunk, f"document {at}") for at, chunk in enumerate(list_documents(chunks))])
-    if most is not None and len(located) > most:
-        raise PromptError(
-            f"documents are at {len(located)} places of the prompt, expected at most {most}. Send fewer."
-        )
     ids, offsets = _tokenized(tokenizer, text, special, bool(located))
     packed, spans = array("i", ids).tobytes(), list[Span]()
     first, ids_of = len(ids), _remembering(tokenizer)

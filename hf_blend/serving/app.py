@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP application: OpenAI's endpoints around a `Worker`."""
+"""The HTTP application: OpenAI's endpoints around a `ModelWorker`."""
 
 import asyncio
 import hashlib
@@ -22,8 +22,8 @@ from starlette.routing import Route
 from ..errors import PromptError
 from ..tenants import Tenant
 from .meters import Meters
-from .wire import FAILED, ChatRequest, CompletionRequest, Limits, Refused, read_request
-from .worker import Answer, Job, Worker
+from .wire import FAILED, ChatRequest, CompletionRequest, Refused, RequestLimits, read_request
+from .worker import Ending, Job, ModelWorker
 
 __all__ = ["make_app"]
 
@@ -47,7 +47,7 @@ class Answering:
         self._began_s = time.perf_counter()
         self.first_token_s = 0.0
 
-    async def next_part(self) -> str | Answer:
+    async def next_part(self) -> str | Ending:
         """Wait for text or the end of the answer; raises what the worker could not do, and if the client left."""
         part = None
         while part is None:
@@ -62,7 +62,7 @@ class Answering:
         self.first_token_s = self.first_token_s or time.perf_counter() - self._began_s
         return part
 
-    async def whole(self) -> tuple[dict[str, Any], Answer]:
+    async def whole(self) -> tuple[dict[str, Any], Ending]:
         """Return the body of a response that is not streamed, and its answer."""
         text = ""
         while isinstance(part := await self.next_part(), str):
@@ -71,7 +71,7 @@ class Answering:
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": [_choice(said, part.reason)], "usage": part.usage}, part
 
-    async def events(self, part: str | Answer, has_usage: bool) -> AsyncGenerator[str | Answer, None]:
+    async def events(self, part: str | Ending, has_usage: bool) -> AsyncGenerator[str | Ending, None]:
         """Yield server-sent events, and the answer before the last of them; `part` is the first."""
         if self._is_chat:
             yield self._event([_choice({"delta": {"role": "assistant", "content": ""}}, None)])
@@ -93,7 +93,7 @@ class Answering:
 class Endpoints:
     """OpenAI's endpoints, each a method."""
 
-    def __init__(self, worker: Worker, name: str, tenants: Sequence[Tenant], limits: Limits) -> None:
+    def __init__(self, worker: ModelWorker, name: str, tenants: Sequence[Tenant], limits: RequestLimits) -> None:
         self._worker = worker
         self._name = name
         self._limits = limits
@@ -200,7 +200,7 @@ class Endpoints:
             raise
         return StreamingResponse(self._stream(answering, job, first), media_type="text/event-stream")
 
-    async def _stream(self, answering: Answering, job: Job, first: str | Answer) -> AsyncGenerator[str, None]:
+    async def _stream(self, answering: Answering, job: Job, first: str | Ending) -> AsyncGenerator[str, None]:
         """Yield server-sent events; a client that leaves closes this generator."""
         try:
             async for event in answering.events(first, job.request.stream_options.include_usage):
@@ -215,7 +215,7 @@ class Endpoints:
         yield "data: [DONE]\n\n"
 
 
-def make_app(worker: Worker, name: str, tenants: Sequence[Tenant], limits: Limits) -> Starlette:
+def make_app(worker: ModelWorker, name: str, tenants: Sequence[Tenant], limits: RequestLimits) -> Starlette:
     """Make the application; it starts the worker, and closes it and its stores when it ends."""
     endpoints = Endpoints(worker, name, tenants, limits)
 

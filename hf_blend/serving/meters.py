@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ..store.metrics import StoreMetrics
-from .worker import Answer, Worker
+from .worker import Ending, ModelWorker
 
 __all__ = ["Meters"]
 
@@ -19,7 +19,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 class Meters:
     """Counts of responses and tokens, the time to the first token, and what waits."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: ModelWorker) -> None:
         self._worker = worker
         self.registry = CollectorRegistry()
         common: dict[str, Any] = {"registry": self.registry, "namespace": "hf_blend"}
@@ -35,7 +35,7 @@ class Meters:
         """Count a response."""
         self._responses.labels(str(status)).inc()
 
-    def answered(self, answer: Answer, first_token_s: float) -> None:
+    def answered(self, answer: Ending, first_token_s: float) -> None:
         """Count a whole answer."""
         usage = answer.usage
         self._first.observe(first_token_s)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import HfBlendError
 
-__all__ = ["ChatRequest", "CompletionRequest", "Generation", "Limits", "Refused", "read_request"]
+__all__ = ["ChatRequest", "CompletionRequest", "Generation", "Refused", "RequestLimits", "read_request"]
 
 ELSEWHERE = "vLLM with the connector of hf_blend serves more (docs/vllm.md)"
 FAILED = "the server failed to answer; its log says why. Send the request again."
@@ -47,7 +47,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What the server accepts. `docs/serving.md` has the same rows."""
 
     queue: int = 16  # requests that wait behind the one under way
@@ -144,7 +144,7 @@ class Generation(Fields):
         """The most tokens of an answer, if the request says so."""
         return self.max_tokens
 
-    def check(self, limits: Limits) -> None:
+    def check(self, limits: RequestLimits) -> None:
         """Refuse texts that are beyond the limits."""
         for text in self.stops:
             if not 0 < len(text) <= limits.stop_chars:
@@ -165,7 +165,7 @@ class ChatRequest(Generation):
         """The most tokens of an answer, if the request says so."""
         return self.max_completion_tokens or self.max_tokens
 
-    def check(self, limits: Limits) -> None:
+    def check(self, limits: RequestLimits) -> None:
         """Also refuse a conversation in which nobody asks."""
         super().check(limits)
         if not any(message.role == "user" for message in self.messages):
@@ -181,7 +181,7 @@ class CompletionRequest(Generation):
 Request = TypeVar("Request", bound=Generation)
 
 
-def read_request(kind: type[Request], body: bytes, limits: Limits) -> Request:
+def read_request(kind: type[Request], body: bytes, limits: RequestLimits) -> Request:
     """Return the fields of a request; raises `Refused` with the name of the field that is not served."""
     fields = _parse(body)
     served: dict[str, Any] = {}
@@ -249,7 +249,7 @@ def _described(error: ValidationError) -> Refused:
     return Refused(f"{param} is {reprlib.repr(first['input'])}, expected {expected}. Correct it.", param)
 
 
-def _check_counts(fields: Mapping[str, Any], limits: Limits) -> None:
+def _check_counts(fields: Mapping[str, Any], limits: RequestLimits) -> None:
     """Refuse lists that are too long before any of their elements is looked at."""
     most = {"documents": limits.documents, "messages": limits.messages, "stop": limits.stops}
     lists = {name: fields[name] for name in most if isinstance(fields.get(name), list)}

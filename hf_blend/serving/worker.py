@@ -25,10 +25,10 @@ from ..model.anatomy import text_config
 from ..prefill.report import BlendReport
 from ..prompt.detokenizer import Detokenizer
 from ..store import ChunkStore
-from .prompts import Prompt, make_prompt
-from .wire import FAILED, ChatRequest, CompletionRequest, Generation, Limits, Refused
+from .prompts import Input, make_input
+from .wire import FAILED, ChatRequest, CompletionRequest, Generation, Refused, RequestLimits
 
-__all__ = ["Answer", "Job", "Worker"]
+__all__ = ["Ending", "Job", "ModelWorker"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ LATE = "the request took longer than the {:g} s that the server allows. Ask for 
 
 
 @dataclass(frozen=True)
-class Answer:
+class Ending:
     """What is known of an answer when it ends."""
 
     reason: str  # "stop" or "length"
@@ -48,11 +48,11 @@ class Answer:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way. `tell` is called in the worker's thread with a text, the `Answer`, or an error."""
+    """A request on its way. `tell` is called in the worker's thread with a text, the `Ending`, or an error."""
 
     tenant: str
     request: ChatRequest | CompletionRequest
-    tell: Callable[[str | Answer | Exception], None]
+    tell: Callable[[str | Ending | Exception], None]
     deadline: float  # by `time.monotonic`
     is_cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -67,13 +67,13 @@ class Conversation:
     """The K and V of an answered request."""
 
     tenant: str
-    prompt: Prompt
+    input: Input
     cache: BlendCache
     history: Tensor | None = None  # what `generate` returned, `[1, tokens]`
     is_healed: bool = False  # or cannot be
 
 
-class Worker:
+class ModelWorker:
     """One model, the stores of all tenants, and the conversations whose K and V are kept."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Worker:
         model: nn.Module,
         tokenizer: Any,
         stores: Mapping[str, ChunkStore],
-        limits: Limits,
+        limits: RequestLimits,
         config: BlendConfig | None = None,
         *,
         heal: bool = True,
@@ -172,15 +172,15 @@ class Worker:
             logger.exception("a request failed")
             job.tell(Refused(FAILED, status=500, code="internal_error"))
 
-    def _answer(self, job: Job) -> Answer:
+    def _answer(self, job: Job) -> Ending:
         """Answer a request, and keep its conversation."""
         if job.is_over:
             raise Refused(LATE.format(self.limits.request_s), status=503, code="timeout")
-        prompt = make_prompt(job.request, self.tokens)
-        conversation = self._take_continued(job.tenant, prompt)
+        made = make_input(job.request, self.tokens)
+        conversation = self._take_continued(job.tenant, made)
         if conversation is None:
-            conversation = Conversation(job.tenant, prompt, self._new_cache(job.tenant))
-        conversation.prompt = prompt
+            conversation = Conversation(job.tenant, made, self._new_cache(job.tenant))
+        conversation.input = made
         try:
             answer, conversation.history = self._generate(job, conversation)
         except BaseException:
@@ -191,10 +191,10 @@ class Worker:
         self._forget_but(self.limits.conversations)
         return answer
 
-    def _generate(self, job: Job, conversation: Conversation) -> tuple[Answer, Tensor]:
+    def _generate(self, job: Job, conversation: Conversation) -> tuple[Ending, Tensor]:
         """Return an answer, and the ids of prompt and answer, `[1, tokens]`."""
         cache = conversation.cache
-        inputs = conversation.prompt.inputs(cache, self.tokenizer, conversation.history)
+        inputs = conversation.input.arguments(cache, self.tokenizer, conversation.history)
         prompt_tokens = inputs["input_ids"].shape[1]
         settings = self._generation_settings(job.request, prompt_tokens)
 
@@ -217,7 +217,7 @@ class Worker:
         text.finish()
         is_ended = text.is_stopped or text.tokens[-1] in self._end_tokens()
         usage = _usage(prompt_tokens, len(text.tokens), cache.report)
-        return Answer("stop" if is_ended else "length", usage), output
+        return Ending("stop" if is_ended else "length", usage), output
 
     def _generation_settings(self, request: Generation, prompt_tokens: int) -> dict[str, Any]:
         """Return the arguments of `generate`; what the request leaves out is as the model's generation config says."""
@@ -246,10 +246,10 @@ class Worker:
     def _new_cache(self, tenant: str) -> BlendCache:
         return BlendCache(self.model, self.stores[tenant], self._config, **self._settings)
 
-    def _take_continued(self, tenant: str, prompt: Prompt) -> Conversation | None:
+    def _take_continued(self, tenant: str, made: Input) -> Conversation | None:
         """Remove and return the latest conversation of which the request is a later turn."""
         for conversation in reversed(self._conversations):
-            if conversation.tenant == tenant and prompt.continues(conversation.prompt):
+            if conversation.tenant == tenant and made.continues(conversation.input):
                 self._conversations.remove(conversation)
                 return conversation
         return None

@@ -52,15 +52,15 @@ def chatting(models):
 def serve(chatting):
     """Give a context manager that runs a server: limits, tenants, and settings of `BlendCache`."""
     from hf_blend.serving.run import bind, make_server, url_of
-    from hf_blend.serving.wire import Limits
-    from hf_blend.serving.worker import Worker
+    from hf_blend.serving.wire import RequestLimits
+    from hf_blend.serving.worker import ModelWorker
 
     @contextmanager
     def run(limits=None, tenants=None, model=None, **settings):
-        limits = Limits(**(limits or {}))
+        limits = RequestLimits(**(limits or {}))
         tenants = tenants or [Tenant()]
         stores = {tenant.name: ChunkStore.open("memory://", namespace=tenant.name) for tenant in tenants}
-        worker = Worker(model or chatting[0], chatting[1], stores, limits, **settings)
+        worker = ModelWorker(model or chatting[0], chatting[1], stores, limits, **settings)
         listener = bind("127.0.0.1", 0)
         server = make_server(serving.make_app(worker, "tiny", tenants, limits))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -69,7 +69,7 @@ BODIES = {
 
 def read(**fields):
     body = json.dumps({"messages": [MESSAGE], **fields}).encode()
-    return wire.read_request(wire.ChatRequest, body, wire.Limits())
+    return wire.read_request(wire.ChatRequest, body, wire.RequestLimits())
 
 
 @pytest.mark.parametrize("name", UNSERVED)
@@ -101,14 +101,14 @@ def test_wrong_value_is_refused_by_name(text):
 @pytest.mark.parametrize("text", BODIES)
 def test_body_that_is_no_request_is_refused(text):
     with pytest.raises(wire.Refused) as raised:
-        wire.read_request(wire.ChatRequest, BODIES[text], wire.Limits())
+        wire.read_request(wire.ChatRequest, BODIES[text], wire.RequestLimits())
     assert text in str(raised.value)
 
 
 def test_completion_refuses_what_is_no_text():
     for prompt in ([5, 6], ["a", "b"], "", None):
         with pytest.raises(wire.Refused, match=r"^prompt"):
-            wire.read_request(wire.CompletionRequest, json.dumps({"prompt": prompt}).encode(), wire.Limits())
+            wire.read_request(wire.CompletionRequest, json.dumps({"prompt": prompt}).encode(), wire.RequestLimits())
 
 
 def test_fields_that_ask_for_nothing_are_accepted():

@@ -139,7 +139,7 @@ def test_conversations_are_kept_by_tenant_and_only_the_latest(serve):
     with serve({"conversations": 2}, TENANTS, heal=False) as server:
         for text in ("One?", "Two?", "Three?"):
             server.chat(text, KEYS["anna"])
-        assert [row.prompt.messages[0]["content"] for row in server.worker._conversations] == ["Two?", "Three?"]
+        assert [row.input.messages[0]["content"] for row in server.worker._conversations] == ["Two?", "Three?"]
         turn = [*asked("Three?"), {"role": "assistant", "content": "No."}, *asked("Why?")]
         assert server.chat(turn, KEYS["ben"]).json()["usage"]["hf_blend"]["continued_tokens"] == 0
         assert server.chat(turn, KEYS["anna"]).json()["usage"]["hf_blend"]["continued_tokens"] > 0
@@ -291,7 +291,7 @@ def test_slow_body_is_cut(serve):
 
 
 def test_close_tells_those_who_wait(chatting, store):
-    worker = worker_module.Worker(*chatting, {"": store}, wire.Limits(), heal=False)
+    worker = worker_module.ModelWorker(*chatting, {"": store}, wire.RequestLimits(), heal=False)
     worker.start()
     told = [queue.SimpleQueue() for _ in range(3)]
     request = wire.ChatRequest(messages=[wire.Message(role="user", content="Where?")], max_tokens=1500)

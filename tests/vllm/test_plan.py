@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request says to the connector, and the salt of its plan. Nothing here needs vLLM."""
 
+import copy
+import json
 import sys
 
 import pytest
@@ -9,8 +11,10 @@ import pytest
 import hf_blend.integrations.vllm as connector
 from hf_blend import BlendConfig
 from hf_blend.errors import MissingExtraError, PromptError
-from hf_blend.integrations.vllm.plan import NamedPrompt, plan_salt, read_params
+from hf_blend.integrations.vllm.plan import NamedPrompt, plan_salt, read_params, request_fields
 from hf_blend.prompt.pieces import Span
+from tests.chat_templates import CHATML, QUESTION, small_tokenizer
+from tests.chat_templates import DOCUMENTS as TEXTS
 
 IDS = [1, *range(10, 40), *range(50, 80), 7, 8, 9]
 DOCUMENTS = [[1, 31], [31, 61]]
@@ -86,3 +90,66 @@ def test_the_connector_without_vllm_names_what_to_install(monkeypatch):
         _ = connector.BlendConnector
     with pytest.raises(AttributeError, match="BlendConector"):
         _ = connector.BlendConector
+
+
+ASKED = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = copy.deepcopy(small_tokenizer())
+    made.chat_template = CHATML
+    return made
+
+
+def rendered(tokenizer, messages):
+    """The ids that vLLM makes of messages."""
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_request_fields_name_documents_in_the_prompt_that_vllm_renders(tokenizer):
+    salts = set()
+    for texts in (TEXTS, TEXTS[::-1]):
+        fields = request_fields(tokenizer, ASKED, [*texts, ""], BlendConfig())
+        assert fields["messages"] == [{"role": "user", "content": "\n\n".join([*texts, QUESTION])}]
+        ids = rendered(tokenizer, fields["messages"])
+        spans = read_params(fields["kv_transfer_params"], ids, None).spans
+        assert [tokenizer.decode(span.token_ids).strip() for span in spans] == texts
+        assert fields["cache_salt"] == plan_salt(ids, spans, BlendConfig())
+        salts.add(fields["cache_salt"])
+    assert len(salts) == 2
+
+
+def test_request_fields_keep_tenants_apart(tokenizer):
+    for documents in (TEXTS, ()):
+        salts = [
+            request_fields(tokenizer, ASKED, documents, BlendConfig(), tenant=name, secret=secret)["cache_salt"]
+            for name, secret in (("a", b"k" * 32), ("b", b"k" * 32), ("a", b"l" * 32))
+        ]
+        assert len(set(salts)) == 3
+
+
+def test_request_fields_without_documents_change_nothing(tokenizer):
+    assert request_fields(tokenizer, ASKED, (), BlendConfig()) == {"messages": ASKED}
+
+
+def test_request_fields_refuse_documents_without_a_question(tokenizer):
+    with pytest.raises(PromptError, match="expected one of the role user"):
+        request_fields(tokenizer, [{"role": "assistant", "content": "It is"}], TEXTS, BlendConfig())
+
+
+def test_request_fields_are_what_the_client_of_openai_sends(tokenizer):
+    openai = pytest.importorskip("openai")
+    httpx = pytest.importorskip("httpx")
+    sent = []
+
+    def answer(request):
+        sent.append(json.loads(request.content))
+        return httpx.Response(500)
+
+    http = httpx.Client(transport=httpx.MockTransport(answer))
+    client = openai.OpenAI(base_url="http://vllm/v1", api_key="none", http_client=http, max_retries=0)
+    fields = request_fields(tokenizer, ASKED, TEXTS, BlendConfig())
+    with pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(model="m", messages=ASKED, extra_body=fields)
+    assert sent == [{"model": "m", **fields}]

@@ -11,9 +11,9 @@ vLLM is imported when `BlendConnector` is asked for.
 from typing import Any
 
 from ...errors import import_extra
-from .plan import plan_salt
+from .plan import plan_salt, request_fields
 
-__all__ = ["BlendConnector", "plan_salt", "register"]
+__all__ = ["BlendConnector", "plan_salt", "register", "request_fields"]
 
 
 class _KeptWeights:

@@ -18,10 +18,11 @@ from typing import Any
 from ...config import BlendConfig
 from ...errors import PromptError
 from ...prompt.documents import forms_of
+from ...prompt.messages import build_messages, with_documents
 from ...prompt.pieces import NamedPrompt, Span, tokenize
 from ...prompt.text import aligned
 
-__all__ = ["NamedPrompt", "Reuse", "plan_salt", "read_params"]
+__all__ = ["NamedPrompt", "Reuse", "plan_salt", "read_params", "request_fields"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,50 @@ class Reuse:
 
     spans: tuple[Span, ...]
     tenant: str = ""
+
+
+def request_fields(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    documents: Any,
+    config: BlendConfig,
+    *,
+    tenant: str = "",
+    secret: bytes | None = None,
+    **template: Any,
+) -> dict[str, Any]:
+    """Return what goes into `extra_body` of OpenAI's client, so that vLLM reuses the documents of a chat.
+
+        client.chat.completions.create(model=name, messages=messages, extra_body=request_fields(…))
+
+    Documents that are in no message are put before the first message of the user, in `messages` of these fields, which
+    the client sends instead of its own.
+
+    Args:
+        tokenizer: the tokenizer of the model, with the chat template that vLLM uses.
+        messages: dicts with a role and a content of text.
+        documents: texts, or dicts or objects with one; empty ones are left out with a warning.
+        config: the settings of the connector: its salts depend on them.
+        tenant: whose namespace of the store it is; one must be known to the connector.
+        secret: that of the tenant in the connector's file, if it has one.
+        **template: arguments of the chat template; send them as `chat_template_kwargs` too.
+
+    Returns:
+        `messages`, `kv_transfer_params` with the places of the documents in the prompt, and `cache_salt`.
+
+    Raises:
+        PromptError: the tokenizer has no chat template, the template refuses the messages, or no message is a user's.
+    """
+    placed, texts = with_documents(messages, documents)
+    prompt = build_messages(tokenizer, placed, texts, template)
+    spans = [[span.start, list(span.token_ids), span.first, span.tokens] for span in prompt.spans()]
+    salt = plan_salt(prompt.ids if spans else (), spans, config, tenant=tenant, secret=secret)
+    fields: dict[str, Any] = {"messages": placed}
+    if spans:
+        fields["kv_transfer_params"] = {"documents": spans, "tenant": tenant}
+    if spans or tenant:
+        fields["cache_salt"] = salt  # no blended block has the salt of an empty plan
+    return fields
 
 
 def plan_salt(
