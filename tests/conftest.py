@@ -122,7 +122,8 @@ def untouched() -> Callable[[PreTrainedModel], Any]:
 class IdTokenizer:
     """Stands in for a tokenizer: a letter is a token; ids pass through `tokenize` as they are."""
 
-    bos_token_id, pad_token_id = 1, 0
+    bos_token_id = 1
+    pad_token_id = 0
 
     @staticmethod
     def encode(text: str, add_special_tokens: bool = True) -> list[int]:

@@ -32,7 +32,8 @@ class Forge:
 
     def header(self, rest: str, kind: str = CHUNK) -> bytes:
         """Length, kind, seal and the JSON behind the seal."""
-        begin, text = f'{{"__metadata__":{{"format":"{kind}","seal":"'.encode(), rest.encode("utf-8", "surrogatepass")
+        begin = f'{{"__metadata__":{{"format":"{kind}","seal":"'.encode()
+        text = rest.encode("utf-8", "surrogatepass")
         size = len(begin) + len(self.seal()) + len(text)
         text += b" " * (-(8 + size) % 64)
         start = (size + -(8 + size) % 64).to_bytes(8, "little") + begin
@@ -44,7 +45,8 @@ class Forge:
 
     def entry(self, kind: str, about: Mapping[str, Any], rows: Sequence[Row]) -> bytes:
         """An entry of any kind; `about` names the digests."""
-        plans, start = "", 0
+        plans = ""
+        start = 0
         for name, dtype, shape, data in rows:
             plan = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + len(data)]}
             plans += f",{compact(name)}:{compact(plan)}"
@@ -100,7 +102,8 @@ def taken_apart(content: bytes) -> tuple[dict[str, str], dict[str, torch.Tensor]
     from safetensors.torch import load
 
     size = int.from_bytes(content[:8], "little")
-    rows, found = json.loads(content[8 : 8 + size]), load(content)
+    rows = json.loads(content[8 : 8 + size])
+    found = load(content)
     about = rows.pop("__metadata__")
     del about["format"], about["seal"]
     return about, {name: found[name].clone() for name in rows}

@@ -33,7 +33,8 @@ def save_tokenizer_of_bytes(path: Path) -> None:
 
 def save_tokenizer_that_chats(path: Path) -> int:
     """Save a tokenizer that was trained on the handbook, with a chat template; gives the size of its vocabulary."""
-    tokenizer, special = of_bytes(models.BPE()), ["<|im_start|>", "<|im_end|>"]
+    tokenizer = of_bytes(models.BPE())
+    special = ["<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=800, special_tokens=special, initial_alphabet=ALPHABET, show_progress=False
     )

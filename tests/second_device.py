@@ -34,7 +34,8 @@ INDEXED = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_p
 class There(Tensor):
     """A tensor on the second device; `held` is where its numbers are."""
 
-    is_meta, is_cuda = False, True
+    is_meta = False
+    is_cuda = True
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -128,7 +129,9 @@ class SecondDevice(TorchDispatchMode):
 @contextlib.contextmanager
 def second_device():
     """Yield the mode, to read what was asked."""
-    mode, make, begin = SecondDevice(), torch.tensor, threading.Thread.run
+    mode = SecondDevice()
+    make = torch.tensor
+    begin = threading.Thread.run
 
     def tensor(data, *, device=None, **given):  # the device of no memory has no numbers either, made so
         made = make(data, **given)

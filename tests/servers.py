@@ -22,7 +22,9 @@ class Server:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = found.getsockname()[1]
-        self.command, self.folder, self.patience_s = command(self.port), folder, patience_s
+        self.command = command(self.port)
+        self.folder = folder
+        self.patience_s = patience_s
         self.start()
 
     def start(self) -> None:

@@ -64,7 +64,7 @@ def two_questions(monkeypatch):
 
 
 @pytest.mark.parametrize("again", [ask, pytest.param(ask_outside, marks=pytest.mark.slow)])
-def test_ask_loads_what_an_earlier_run_stored_and_answers_alike(again, store, first):
+def test_ask_loads_what_earlier_run_stored_and_answers_alike(again, store, first):
     files = {path: path.read_bytes() for path in store.rglob("*.safetensors")}
     second = again(store)
     assert first["chunks"]["computed"] > 0
@@ -79,7 +79,7 @@ def test_ask_loads_what_an_earlier_run_stored_and_answers_alike(again, store, fi
         assert 0 < row["recomputed_tokens"] < row["reused_tokens"] < row["prompt_tokens"]
 
 
-def test_ask_with_a_controller_says_what_it_decided(store, first, monkeypatch, run):
+def test_ask_with_controller_says_what_it_decided(store, first, monkeypatch, run):
     points = [Point(tokens, ratio, tokens * ratio / 1e3) for tokens in (512, 1536) for ratio in (0.05, 0.5)]
     rates = {"disk": 1.0}  # a byte a second
     monkeypatch.setattr("hf_blend.loading.controller.profile_of", lambda *given: Profile({}, tuple(points), 1e3))
@@ -90,7 +90,7 @@ def test_ask_with_a_controller_says_what_it_decided(store, first, monkeypatch, r
     assert re.search("Controller: recompute 12.0%, load [1-9]", err)
 
 
-def test_ask_compare_prints_answers_once_and_a_line_for_each_method(store, first, run, two_questions, monkeypatch):
+def test_ask_compare_prints_answers_once_and_line_for_each_method(store, first, run, two_questions, monkeypatch):
     class Immediate:
         """A timer whose time is up when it starts."""
 
@@ -119,7 +119,7 @@ def test_ask_compare_prints_answers_once_and_a_line_for_each_method(store, first
     ]
 
 
-def test_ask_compare_times_methods_in_turns_and_takes_the_median(store, first, two_questions, monkeypatch):
+def test_ask_compare_times_methods_in_turns_and_takes_median(store, first, two_questions, monkeypatch):
     answer = asking.Pipeline.answer
     timed = []
 
@@ -134,7 +134,7 @@ def test_ask_compare_times_methods_in_turns_and_takes_the_median(store, first, t
     assert [row["ttft_ms"] for row in rows[:3]] == [100.0 * number**2 for number in (5, 6, 7)]
 
 
-def test_ask_says_that_an_answer_was_cut(store, first, run):
+def test_ask_says_that_answer_was_cut(store, first, run):
     _, out, err = run("ask", "--max-new-tokens", "1", "--store", store)
     assert err.count("Cut at 1 tokens, set --max-new-tokens higher: blend.") == 3
     assert all(question["question"] in out for question in handbook_questions())
@@ -147,7 +147,7 @@ def test_said_if_slow_says_nothing_where_it_is_not(capsys):
         assert capsys.readouterr().err == text
 
 
-def test_diverge_is_the_kl_of_two_forced_answers(source, model, monkeypatch):
+def test_diverge_is_kl_of_two_forced_answers(source, model, monkeypatch):
     tokenizer = source.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
     chunks = ["The light of Skerry is kept by Una Moss.\n\n", "A lantern is dear.\n\n"]
@@ -159,7 +159,8 @@ def test_diverge_is_the_kl_of_two_forced_answers(source, model, monkeypatch):
     full, reused, _ = replies
 
     # By hand: stock logits over the answer, and those of a cache of full reuse
-    ids, prompt = full.answer.ids[:10], full.answer.input_ids
+    ids = full.answer.ids[:10]
+    prompt = full.answer.input_ids
     cache = BlendCache(model, store, recompute_ratio=0.0, selector="none")
     inputs = cache.inputs_from_messages(tokenizer, **question.request)
     with torch.no_grad():
@@ -207,7 +208,7 @@ def names(question):
 
 
 @pytest.mark.parametrize("template", [None, "chatml", "deepseek", "gemma", "mistral", "qwen3", "system_last"])
-def test_chat_answers_each_turn_as_a_full_prefill_of_the_same_prompt(make_chat, source, model, template):
+def test_chat_answers_each_turn_as_full_prefill_of_same_prompt(make_chat, source, model, template):
     chat = make_chat(template=template and TEMPLATES[template])
     for text in ("Who keeps the light?", "Who repairs boats?"):
         question = chat.prepare(text)
@@ -262,14 +263,14 @@ def test_chat_only_grows_and_is_healed_while_nobody_asks(make_chat, model):
     assert chat.stats() == "Nothing was asked yet."
 
 
-def test_chat_forgets_the_oldest_turns_where_there_is_no_room(make_chat):
+def test_chat_forgets_oldest_turns_where_there_is_no_room(make_chat):
     chat = make_chat(new_tokens=1000)
     chat.turns += [Turn("a" * 600, "b" * 600), Turn("c", "d")]
     assert chat.prepare("Who?").sources
     assert [turn.question for turn in chat.turns] == ["c"]
 
 
-def test_chat_forgets_no_turn_for_a_question_that_cannot_be_asked(make_chat):
+def test_chat_forgets_no_turn_for_question_that_cannot_be_asked(make_chat):
     template = CHATML + "{% if messages[-1].content.endswith('No') %}{{ raise_exception('not so') }}{% endif %}"
     chat = make_chat(template=template)
     chat.turns += [Turn("Who?", "Tomas."), Turn("Why?", "So.")]

@@ -23,7 +23,7 @@ EACH = ["ttft", pytest.param("break-even", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("bench", EACH)
-def test_a_bench_times_the_model_that_is_named(bench, model_folder, run, monkeypatch):
+def test_bench_times_model_that_is_named(bench, model_folder, run, monkeypatch):
     monkeypatch.setattr(shapes, "random_model", None)  # weights are never made up
     code, out, err = run("bench", bench, "--model", model_folder, *SMALL[bench].split(), "--json")
     assert code == 0, err
@@ -47,7 +47,7 @@ def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, run):
     assert "'tiny' is a shape, which has no tokenizer. Name a model with --model" in err
 
 
-def test_a_name_says_whether_it_is_a_shape_and_a_dtype_is_known(model_folder):
+def test_name_says_whether_it_is_shape_and_dtype_is_known(model_folder):
     own = timed_model(f"model:{model_folder}", "bfloat16", "cpu")
     assert own.dtype == torch.bfloat16
     assert timed_model("tiny", "auto", "cpu").dtype == torch.float32
@@ -63,7 +63,7 @@ KERNELS = {"expected-error": 2.4}  # of a stock prefill; its probe is a second f
 
 
 @pytest.mark.parametrize("selector", slow_but("kv-deviation", "expected-error", among=WAITS))
-def test_a_layer_launches_hardly_more_kernels_than_a_stock_one_however_many_chunks_there_are(selector):
+def test_layer_launches_hardly_more_kernels_than_stock_one_however_many_chunks_there_are(selector):
     plan = OverheadPlan(tokens=160, short_tokens=32, chunks=(2, 16), settings=((selector, 0.15),), rounds=1)
     few, many = measure_overhead(plan)["rows"]
     assert many["kernels_per_layer"] <= KERNELS.get(selector, 1.15) * many["stock_kernels_per_layer"]

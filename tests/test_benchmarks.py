@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
+def test_gpu_benchmark_runs_on_cpu(tmp_path):
     output = tmp_path / "gpu.json"
     small = ["--tokens", "200", "--chunk-tokens", "64", "--question-tokens", "8", "--rounds", "1"]
     gpu.main(["--device", "cpu", "--shape", "tiny", *small, "--output", str(output)])
@@ -36,7 +36,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_grid_of_pipeline_and_controller_runs_in_the_small():
+def test_grid_of_pipeline_and_controller_runs_in_small():
     sizes = {"shape": "tiny", "chunk_tokens": 16, "question_tokens": 4, "rounds": 1, "plan_rounds": 1}
     found = measure_pipeline(PipelinePlan(cells=(0.5,), row_ms=0.01, plan_row_ms=0.01, **sizes))
     (row,) = found["rows"]
@@ -61,7 +61,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", slow_but("decode", among=SMALL))
-def test_a_measurement_makes_what_its_file_holds(name):
+def test_measurement_makes_what_its_file_holds(name):
     kept = BENCHMARKS / "results" / f"{name.replace('-', '_')}.json"
     found = bench.run([name, *SMALL[name].split()])
     rows = found.get("rows", [found])

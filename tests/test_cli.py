@@ -77,7 +77,7 @@ def test_help_lists_every_command_file_with_its_first_line(run):
     assert "# network" not in run("ask", "--help")[1]
 
 
-def test_help_imports_no_command_and_that_of_a_command_no_torch():
+def test_help_imports_no_command_and_that_of_command_no_torch():
     code = (
         "import sys\nfrom hf_blend.cli.main import main\n"
         f"for words in {[[], *([name] for name in command.commands())]}:\n"
@@ -101,7 +101,7 @@ def test_help_imports_no_command_and_that_of_a_command_no_torch():
         (["store", "ls", "--limit", "0"], "greater than or equal to 1"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_suggests_the_near_name(run, words, hint):
+def test_wrong_usage_exits_with_2_and_suggests_near_name(run, words, hint):
     code, out, err = run(*words)
     assert code == 2
     assert out == ""
@@ -109,15 +109,16 @@ def test_wrong_usage_exits_with_2_and_suggests_the_near_name(run, words, hint):
 
 
 @pytest.mark.parametrize("words", [["--debug", "store", "ls"], ["store", "ls", "--traceback"]])
-def test_debug_shows_where_an_error_came_from(words):
+def test_debug_shows_where_error_came_from(words):
     with pytest.raises(hf_blend.StoreError):
         command.main([*words, "--store", "nowhere"])
 
 
-def test_json_is_one_document_with_the_newest_chunk_first_and_stats_add_it_up(run, filled):
+def test_json_is_one_document_with_newest_chunk_first_and_stats_add_it_up(run, filled):
     code, out, err = run("store", "ls", "--chunks", "--store", filled, "--json")
     entries = json.loads(out)
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err == ""
     assert sorted(entry["tokens"] for entry in entries) == [5, 7]
     assert {len(entry["digest"]) for entry in entries} == {64}
     assert [entry["created"] for entry in entries] == sorted((one["created"] for one in entries), reverse=True)
@@ -128,19 +129,19 @@ def test_json_is_one_document_with_the_newest_chunk_first_and_stats_add_it_up(ru
     assert json.loads(run("store", "stats", "--store", filled, "--namespace", "other", "--json")[1])["chunks"] == 0
 
 
-def test_an_empty_store_is_a_document_and_a_sentence_on_stderr(run):
+def test_empty_store_is_document_and_sentence_on_stderr(run):
     assert run("store", "ls", "--json") == (0, "[]\n", "")
     assert run("store", "ls") == (0, "", "The store holds no chunks.\n")
 
 
-def test_a_pipe_gets_plain_lines_of_tab_separated_values(run, filled):
+def test_pipe_gets_plain_lines_of_tab_separated_values(run, filled):
     _, out, _ = run("store", "stats", "--store", filled)
     lines = dict(line.split("\t") for line in out.splitlines())
     assert lines["tokens"] == "12"
     assert out.isascii()
 
 
-def test_a_terminal_gets_a_table_with_units(run, filled, monkeypatch):
+def test_terminal_gets_table_with_units(run, filled, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _, out, _ = run("store", "stats", "--store", filled)
     (line,) = [line for line in out.splitlines() if "nbytes" in line]
@@ -166,11 +167,11 @@ def test_a_terminal_gets_a_table_with_units(run, filled, monkeypatch):
         ("selector", "none", "none"),
     ],
 )
-def test_values_are_written_in_the_unit_of_their_name(name, value, text):
+def test_values_are_written_in_unit_of_their_name(name, value, text):
     assert output.humanise(name, value) == text
 
 
-def test_a_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
+def test_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
     (tmp_path / "burn.py").write_text(BURN)
     monkeypatch.setattr(command, "__file__", str(tmp_path / "main.py"))
     monkeypatch.setattr(sys.modules["hf_blend.cli"], "__path__", [str(tmp_path)])
@@ -191,39 +192,42 @@ def test_a_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
         (KeyboardInterrupt(), 130, ["Stopped. What is stored stays"]),
     ],
 )  # fmt: skip
-def test_an_error_that_is_not_ours_is_a_sentence_that_says_what_to_do(run, monkeypatch, error, code, says):
+def test_error_that_is_not_ours_is_sentence_that_says_what_to_do(run, monkeypatch, error, code, says):
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", raising(error))
     ended, out, err = run("index")
-    assert (ended, out) == (code, "")
+    assert ended == code
+    assert out == ""
     assert all(part in err for part in says)
     assert "Traceback" not in err
 
 
-def test_sigterm_ends_a_command_as_ctrl_c_does_with_the_code_of_shells(run, monkeypatch):
+def test_sigterm_ends_command_as_ctrl_c_does_with_code_of_shells(run, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: signal.raise_signal(signal.SIGTERM))
     code, out, err = run("index", "--model", "smollm2")
-    assert (code, out) == (143, "")
+    assert code == 143
+    assert out == ""
     assert "Stopped. What is stored stays, and no entry is half-written. Run the same command again." in err
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_where_a_converted_model_lies_is_said(run, monkeypatch):
+def test_where_converted_model_lies_is_said(run, monkeypatch):
     say = logging.getLogger("hf_blend.model_names").info
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: say("was converted into") or 1 / 0)
     for _ in range(2):
         assert run("index", "--model", "smollm2")[2].splitlines()[0] == "was converted into"
 
 
-def test_demo_names_its_extra_before_a_model_is_read(run, monkeypatch):
+def test_demo_names_its_extra_before_model_is_read(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.setattr("hf_blend.evaluation.demo.model_cache.open_model", raising(AssertionError()))
     code, out, err = run("demo", "--model", "smollm2")
-    assert (code, out) == (2, "")
+    assert code == 2
+    assert out == ""
     assert err.endswith('hf-blend demo needs gradio, which is not installed: pip install "hf-blend[demo]"\n')
 
 
-def test_a_log_gets_a_line_of_progress_now_and_then(capsys, monkeypatch):
+def test_log_gets_line_of_progress_now_and_then(capsys, monkeypatch):
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(output.time, "monotonic", lambda: float(next(clock)))
     assert list(output.progress(range(9), "chunks")) == list(range(9))
@@ -242,7 +246,7 @@ def test_progress_counts_tokens_and_bytes_and_says_what_is_left_by_tokens(capsys
 
 
 @pytest.mark.parametrize("quiet_by", [{"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, {"TQDM_DISABLE": "1"}, {}])
-def test_a_bar_is_drawn_on_stderr_unless_the_environment_forbids_it(capsys, monkeypatch, quiet_by):
+def test_bar_is_drawn_on_stderr_unless_environment_forbids_it(capsys, monkeypatch, quiet_by):
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in quiet_by.items():
@@ -257,7 +261,7 @@ def test_a_bar_is_drawn_on_stderr_unless_the_environment_forbids_it(capsys, monk
     assert ("counting" in err) == (not quiet_by)
 
 
-def test_a_shell_can_complete_sub_commands():
+def test_shell_can_complete_sub_commands():
     shell = {"COMP_WORDS": "hf-blend store ", "COMP_CWORD": "2", "_HF_BLEND_COMPLETE": "complete_bash"}
     done = subprocess.run([sys.executable, "-m", "hf_blend"], cwd=ROOT, capture_output=True, text=True, env=shell)
     assert done.stdout.split() == ["check", "gc", "ls", "pin", "rm", "stats"]
@@ -300,7 +304,8 @@ def understood(line: str) -> str:
     command = typer.main.get_command(build(words))
     try:
         while hasattr(command, "commands") and words and not words[0].startswith("-"):
-            command, words = command.commands[words[0]], words[1:]
+            command = command.commands[words[0]]
+            words = words[1:]
         if words:  # a command alone may be named in running text
             command.make_context(line, words)
     except (KeyError, typer.BadParameter.__base__) as wrong:  # a UsageError, whichever click typer brings
@@ -316,7 +321,7 @@ def test_every_example_is_understood():
 
 @pytest.mark.usefixtures("small_smollm2")
 @pytest.mark.parametrize("example", [marked(example) for example in EXAMPLES])
-def test_the_example_runs(example, monkeypatch, capsys):
+def test_example_runs(example, monkeypatch, capsys):
     words = shlex.split(example, comments=True)[1:]
     if words[0] == "demo":  # a server's threads write behind their test's end, to a file that pytest has closed
         done = subprocess.run(
@@ -332,9 +337,11 @@ def test_the_example_runs(example, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_module_is_the_command_and_a_pipe_hears_one_document_and_no_bars(run, tmp_path):
+def test_module_is_command_and_pipe_hears_one_document_and_no_bars(run, tmp_path):
     assert run("--version")[1].startswith(f"hf-blend {hf_blend.__version__}\npython 3.")
     command = [sys.executable, "-P", "-m", "hf_blend", "env", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr, "\x1b" in done.stdout) == (0, "", False)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
     assert json.loads(done.stdout)

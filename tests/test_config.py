@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_blend import BlendConfig, ConfigError
 
 
-def test_config_is_frozen_hashable_and_does_not_follow_the_dict_it_was_made_from():
+def test_config_is_frozen_hashable_and_does_not_follow_dict_it_was_made_from():
     options = {"blocks": [1, {"width": 2}], "b": None}
     config = BlendConfig(selector_options=options, check_layers=[1, 3])
     with pytest.raises(FrozenInstanceError):
@@ -41,20 +41,20 @@ FULL = BlendConfig(
 
 
 @pytest.mark.parametrize("config", [BlendConfig(), FULL, BlendConfig(gradual=True, check_layers=(1, 2))])
-def test_to_json_and_from_dict_bring_a_config_back(config):
+def test_to_json_and_from_dict_bring_config_back(config):
     document = json.loads(config.to_json())
     assert set(document) == {entry.name for entry in fields(BlendConfig)}
     assert BlendConfig.from_dict(document) == config
     assert BlendConfig.from_dict(document).to_json() == config.to_json()
 
 
-def test_from_dict_takes_a_part_and_refuses_an_unknown_field_with_the_near_name():
+def test_from_dict_takes_part_and_refuses_unknown_field_with_near_name():
     assert BlendConfig.from_dict({"seed": 3}) == BlendConfig(seed=3)
     with pytest.raises(ConfigError, match=r"no field 'recompute_rato'\. Did you mean 'recompute_ratio'\?"):
         BlendConfig.from_dict({"recompute_rato": 0.1})
 
 
-def test_ratios_are_the_share_of_each_check_layer():
+def test_ratios_are_share_of_each_check_layer():
     assert BlendConfig(recompute_ratio=0.2, check_layers=(1, 3)).ratios(8) == {1: 0.2, 3: 0.2}
     assert BlendConfig(check_layers=(1, 3), layer_ratios=(0.4, 0.1)).ratios(8) == {1: 0.4, 3: 0.1}
     gradual = BlendConfig(recompute_ratio=0.15, check_layers=(1, 2, 3), gradual=True).ratios(30)
@@ -69,7 +69,7 @@ def test_ratios_are_the_share_of_each_check_layer():
     layers=st.lists(st.integers(1, 30), min_size=2, max_size=8, unique=True).map(sorted),
     more_layers=st.integers(2, 40),
 )
-def test_gradual_spends_exactly_the_ratio_and_never_grows(ratio, layers, more_layers):
+def test_gradual_spends_exactly_ratio_and_never_grows(ratio, layers, more_layers):
     num_layers = layers[-1] + more_layers
     ratios = BlendConfig(recompute_ratio=ratio, check_layers=layers, gradual=True).ratios(num_layers)
     shares = list(ratios.values())

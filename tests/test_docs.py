@@ -137,21 +137,21 @@ def test_page_links_lead_somewhere(path):
 
 
 @pytest.mark.parametrize("path", WITH_TABLES, ids=name)
-def test_page_tables_are_those_of_the_results(path):
+def test_page_tables_are_those_of_results(path):
     assert filled(read(path), ROOT / "benchmarks" / "results") == read(path), "run make docs"
 
 
 @pytest.mark.parametrize("picture", pictures.PICTURES)
-def test_picture_is_drawn_from_the_results(picture):
+def test_picture_is_drawn_from_results(picture):
     drawn = read(pictures.path_of(picture))
     assert drawn == f"{pictures.PICTURES[picture]()}\n", "run make docs"
 
 
-def test_measurements_are_written_from_the_results():
+def test_measurements_are_written_from_results():
     assert measured.page() == read(ROOT / "docs" / "measurements.md"), "run make docs"
 
 
-def test_readme_numbers_are_those_of_the_results():
+def test_readme_numbers_are_those_of_results():
     text = " ".join(read(README).split())
     shortest = min(load_result("break_even")["break_even_tokens"].values())
     assert f"from about {shortest} tokens on" in text
@@ -190,7 +190,7 @@ def test_rules_have_every_selector_once():
     assert sorted(listed) == sorted(plugins.describe("selectors"))
 
 
-def test_stability_lists_every_public_name_and_every_path_of_a_page_once():
+def test_stability_lists_every_public_name_and_every_path_of_page_once():
     listed = imports_of(read(ROOT / "docs" / "stability.md"))
     assert len(listed) == len(set(listed))
     public = {imported for module, imported in listed if module == "hf_blend"}
@@ -214,7 +214,7 @@ def functions_named(text):
     return found
 
 
-def test_architecture_names_functions_in_the_order_of_their_calls():
+def test_architecture_names_functions_in_order_of_their_calls():
     before, *steps, after = re.split(r"\n## (?=\d|After)", read(ARCHITECTURE))
     for file, function in functions_named(before + after):
         assert f"def {function.rpartition('.')[2]}(" in read(ROOT / "hf_blend" / file), function
@@ -251,7 +251,7 @@ def test_custom_generate_folder_takes_messages(tiny_model):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_smollm2")
-def test_guide_method_is_evaluated_and_an_edited_file_is_refused(here, run):
+def test_guide_method_is_evaluated_and_edited_file_is_refused(here, run):
     guide = read(ROOT / "docs" / "extending.md")
     file, text = re.search(r"Write this to `(\w+\.py)`:\n\n```python\n(.*?)```", guide, re.DOTALL).groups()
     (here / file).write_text(text)

@@ -16,7 +16,7 @@ FAMILY = {
 }
 
 
-def test_each_error_is_ours_and_the_built_in_one_and_keeps_its_message():
+def test_each_error_is_ours_and_built_in_one_and_keeps_its_message():
     for name, builtin in FAMILY.items():
         error = getattr(hf_blend, name)
         assert issubclass(error, hf_blend.HfBlendError)
@@ -26,7 +26,7 @@ def test_each_error_is_ours_and_the_built_in_one_and_keeps_its_message():
     assert {cls.__name__ for cls in ours} == set(FAMILY)
 
 
-def test_suggest_names_a_near_name_and_lists_all():
+def test_suggest_names_near_name_and_lists_all():
     for wrong in ("kv_devation", "KV-Deviation", "kvdeviation", "kv-deviaton"):
         said = errors.suggest(wrong, ["none", "kv-deviation"])
         assert said.startswith("Did you mean 'kv-deviation'? Available: ")

@@ -64,7 +64,7 @@ def length(sample):
 
 
 @pytest.mark.parametrize("name", [*method_names(), *BASELINES.values()])
-def test_every_method_answers_and_counts_the_tokens_of_the_whole_prompt(way, samples, full, mistral_tokenizer, name):
+def test_every_method_answers_and_counts_tokens_of_whole_prompt(way, samples, full, mistral_tokenizer, name):
     (found,) = way(name).answer(samples[:1], [full[0].ids])
     assert found.prompt_tokens == length(samples[0])
     assert 1 <= len(found.ids) <= NEW_TOKENS
@@ -88,7 +88,7 @@ def test_chunks_are_computed_once_and_loaded_ever_after(way, samples, name):
     assert first.charged_budget == again.charged_budget
 
 
-def test_a_chunk_of_another_prompt_is_a_hit_at_any_place(way, samples):
+def test_chunk_of_another_prompt_is_hit_at_any_place(way, samples):
     store = ChunkStore.open("memory://")
     way("full-reuse", store=store).answer(samples[:1])
     moved = Shape(chunk_order="reversed").applied(samples[0])
@@ -100,7 +100,7 @@ def test_a_chunk_of_another_prompt_is_a_hit_at_any_place(way, samples):
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_a_ratio_of_1_is_a_full_prefill_and_a_ratio_of_0_is_full_reuse(way, samples, full, reuse, name):
+def test_ratio_of_1_is_full_prefill_and_ratio_of_0_is_full_reuse(way, samples, full, reuse, name):
     store = ChunkStore.open("memory://")
     wanted = [full[0].ids]
     (whole,), (none,) = (way(name, ratio, store).answer(samples[:1], wanted) for ratio in (1.0, 0.0))
@@ -112,7 +112,7 @@ def test_a_ratio_of_1_is_a_full_prefill_and_a_ratio_of_0_is_full_reuse(way, samp
     assert none.charged_budget < 1
 
 
-def test_charged_budget_is_all_for_full_prefill_nothing_for_reuse_and_grows_with_the_ratio(full, reuse, way, samples):
+def test_charged_budget_is_all_for_full_prefill_nothing_for_reuse_and_grows_with_ratio(full, reuse, way, samples):
     assert full[0].charged_budget == 1.0
     assert full[0].reused_tokens == 0
     assert reuse.charged_budget == 0
@@ -127,7 +127,7 @@ def test_charged_budget_is_all_for_full_prefill_nothing_for_reuse_and_grows_with
     assert charged[-1] < 1
 
 
-def test_prefix_caching_is_a_full_prefill_that_goes_on_from_a_beginning_it_has_seen(way, samples, full):
+def test_prefix_caching_is_full_prefill_that_goes_on_from_beginning_it_has_seen(way, samples, full):
     method, (first, second) = way("prefix-caching"), samples
     cold, warm, other = (method.answer([one])[0] for one in (first, first, second))
     assert cold.ids == warm.ids == full[0].ids
@@ -142,7 +142,7 @@ def test_prefix_caching_is_a_full_prefill_that_goes_on_from_a_beginning_it_has_s
     assert other.charged_budget == 1.0, "the instruction alone is the same"
 
 
-def test_run_says_which_chunks_were_new_and_a_complete_one_loads_no_model(model_folder, tmp_path):
+def test_run_says_which_chunks_were_new_and_complete_one_loads_no_model(model_folder, tmp_path):
     trial = EvalConfig(("needle",), (model_folder,), ("full-reuse",), limit=2, most_chunks=2)
     with RunFolder(tmp_path, trial.settings) as folder:
         run(trial, folder)

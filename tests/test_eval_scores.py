@@ -33,7 +33,7 @@ RULES = ("containment", "exact-match", "rouge-l", "rouge-l-whole", "subword-f1",
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_answer_itself_scores_1_something_else_less_and_the_best_of_all_answers_counts(name):
+def test_answer_itself_scores_1_something_else_less_and_best_of_all_answers_counts(name):
     assert scored(name, "Radio City", "Radio City") == 1
     assert scored(name, "Boston", "Radio City") < 0.5
     assert scored(name, "Istanbul", "Constantinople", "Istanbul") == 1
@@ -41,14 +41,14 @@ def test_the_answer_itself_scores_1_something_else_less_and_the_best_of_all_answ
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("blank", ["", " ", "\n", " \n\t"])
-def test_an_empty_prediction_scores_0_whatever_the_answer_is_reduced_to(name, blank):
+def test_empty_prediction_scores_0_whatever_answer_is_reduced_to(name, blank):
     assert scored(name, blank, "Radio City") == 0
     assert scored(name, blank, "The") == 0
     assert scored(name, blank, "?!") == 0
     assert scored(name, blank, "Radio City", "") == 1
 
 
-def test_an_answer_is_contained_where_its_words_stand_together():
+def test_answer_is_contained_where_its_words_stand_together():
     assert scored("containment", "The answer is: Radio-City,\nin New York.", "the radiocity") == 1
     assert scored("containment", "It was in New\n\nYork.", "New York") == 1
     assert scored("containment", "Radio in the city", "Radio City") == 0
@@ -56,7 +56,7 @@ def test_an_answer_is_contained_where_its_words_stand_together():
 
 
 @pytest.mark.parametrize("answers", [(), [], "Ozalj"])
-def test_one_text_in_place_of_a_list_of_answers_is_an_error_and_not_a_score_of_its_letters(answers):
+def test_one_text_in_place_of_list_of_answers_is_error_and_not_score_of_its_letters(answers):
     with pytest.raises(PromptError, match=re.escape(repr(answers))):
         score("word-f1").best("O", answers)
 
@@ -113,7 +113,7 @@ def test_exact_match_by_hand(prediction, answer, right):
         ("a1", "a2", 1 / 2),  # BOS would make it 2/3, cutting a token 0
     ],
 )
-def test_the_published_subword_f1_by_hand_its_faults_included(prediction, answer, f1):
+def test_published_subword_f1_by_hand_its_faults_included(prediction, answer, f1):
     assert scored("subword-f1", prediction, answer) == pytest.approx(f1, abs=1e-12)
 
 
@@ -132,7 +132,7 @@ def test_rouge_l_by_hand(prediction, answer, f_measure):
     assert scored("rouge-l-whole", prediction, answer) == pytest.approx(f_measure, abs=1e-12)
 
 
-def test_a_rule_that_fails_or_lacks_its_library_is_an_error_and_not_0(monkeypatch):
+def test_rule_that_fails_or_lacks_its_library_is_error_and_not_0(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(MissingExtraError, match=r"hf-blend\[eval\]"):
         scored("rouge-l", "Ann", "Ann")
@@ -164,7 +164,7 @@ def wikimqa(folder):
 
 
 @pytest.mark.parametrize("answers", [musique, wikimqa])
-def test_recorded_answers_score_the_published_mean(published, mistral_tokenizer, answers):
+def test_recorded_answers_score_published_mean(published, mistral_tokenizer, answers):
     said, mean = recorded(published, answers.__name__)
     rule = score("subword-f1", mistral_tokenizer)
     right = answers(published)
@@ -172,7 +172,7 @@ def test_recorded_answers_score_the_published_mean(published, mistral_tokenizer,
     assert statistics.fmean(map(rule.best, said, right)) == pytest.approx(mean, abs=1e-9)
 
 
-def test_word_f1_of_the_recorded_answers_is_what_others_count(published):
+def test_word_f1_of_recorded_answers_is_what_others_count(published):
     said, _ = recorded(published, "musique")
     rule = score("word-f1")
     assert statistics.fmean(map(rule.best, said, musique(published))) == pytest.approx(0.2421, abs=5e-5)

@@ -74,7 +74,7 @@ def encoded(tokenizer, text):
 
 
 @pytest.mark.parametrize("name", ["musique", "wikimqa", "hotpotqa"])
-def test_a_question_prompt_is_the_published_one_piece_by_piece(published, mistral_tokenizer, name):
+def test_question_prompt_is_published_one_piece_by_piece(published, mistral_tokenizer, name):
     path, (prefix, asked) = real(published, name), PROMPTS[name]
     first = task(name, mistral_tokenizer, path).samples(1)[0]
     source = read_rows(path)
@@ -86,7 +86,7 @@ def test_a_question_prompt_is_the_published_one_piece_by_piece(published, mistra
     assert first.answers == tuple(source[0]["answers"])
 
 
-def test_a_few_shot_prompt_has_no_tags_and_leaves_out_the_middle_example_until_the_rest_fits(
+def test_few_shot_prompt_has_no_tags_and_leaves_out_middle_example_until_rest_fits(
     published, mistral_tokenizer
 ):
     path = real(published, "samsum")
@@ -106,7 +106,7 @@ def test_a_few_shot_prompt_has_no_tags_and_leaves_out_the_middle_example_until_t
     assert samples[0].prefix == ids(begins)
 
 
-def test_samsum_leaves_out_what_does_not_fit_and_summarises_without_a_question(tmp_path):
+def test_samsum_leaves_out_what_does_not_fit_and_summarises_without_question(tmp_path):
     parts = ["word " * 3401], ["a " * 3400, "b"], ["a", "b " * 3400]
     path = jsonl(tmp_path / "rows.jsonl", *[row(chunks=chunks) for chunks in parts])
     found = task("samsum", data=path).samples()
@@ -129,7 +129,7 @@ def test_every_task_reads_every_real_file_or_says_why_not(published, mistral_tok
 
 
 @pytest.mark.parametrize("name", ["needle"])
-def test_what_is_made_here_depends_on_the_seed_alone_and_never_ends(name):
+def test_what_is_made_here_depends_on_seed_alone_and_never_ends(name):
     first, again, other = (task(name, seed=seed).samples(4) for seed in (3, 3, 4))
     assert first == again != other
     assert len({one.id for one in first}) == 4
@@ -143,7 +143,7 @@ def test_what_is_made_here_depends_on_the_seed_alone_and_never_ends(name):
         task(name).samples()
 
 
-def test_a_needle_lies_in_one_chunk_and_its_number_is_the_answer():
+def test_needle_lies_in_one_chunk_and_its_number_is_answer():
     for found in itertools.islice(task("needle", seed=1).rows(), 20):
         needle = f"The magic number of {found['question'][28:-1]} is {found['answers'][0]}."
         assert sum(needle in chunk for chunk in found["chunks"]) == 1
@@ -165,7 +165,7 @@ def test_shape_cuts_chunks_over_their_seams_behind_turning_or_shuffling_them():
     assert orders[0] == Shape(None, "shuffled", 0).applied(SAMPLE).chunks
 
 
-def test_a_shape_that_makes_no_sense_is_refused():
+def test_shape_that_makes_no_sense_is_refused():
     with pytest.raises(ConfigError, match=r"'sorted'.*given, shuffled, reversed"):
         Shape(chunk_order="sorted")
     for settings in ({"chunk_tokens": 0}, {"most_chunks": 0}):
@@ -223,7 +223,7 @@ def hub(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ROWS_OF_THE_HUB)
-def test_a_row_of_the_hub_becomes_passages_question_and_answers(hub, name):
+def test_row_of_hub_becomes_passages_question_and_answers(hub, name):
     (where, source, chunks, answers), (asked, held) = ROWS_OF_THE_HUB[name], hub
     held[where[2]] = [source]
     made = task(name)
@@ -238,7 +238,7 @@ def test_a_row_of_the_hub_becomes_passages_question_and_answers(hub, name):
 
 @pytest.mark.parametrize("error", [ConnectionError("offline"), RuntimeError("scripts are no longer supported")])
 @pytest.mark.parametrize("name", ["musique", "samsum"])
-def test_a_hub_that_does_not_answer_is_told_with_the_way_out(monkeypatch, name, error):
+def test_hub_that_does_not_answer_is_told_with_way_out(monkeypatch, name, error):
     monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", raising(error))
     with pytest.raises(PromptError, match=rf"(?s)(MuSiQue|samsum).*{error}.*--data"):
         task(name).samples(1)
@@ -268,7 +268,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_file_that_is_no_good_is_refused_with_file_line_and_remedy(tmp_path, kind):
+def test_file_that_is_no_good_is_refused_with_file_line_and_remedy(tmp_path, kind):
     content, message = BAD[kind]
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -15,7 +15,7 @@ from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
 from hf_blend.evaluation.summary import interval
 
 
-def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_examples():
+def test_interval_holds_mean_repeats_itself_and_narrows_with_more_examples():
     draw = random.Random(0)
     few, many = ([draw.random() for _ in range(count)] for count in (20, 2000))
     low, high = interval(few)
@@ -26,17 +26,18 @@ def test_an_interval_holds_the_mean_repeats_itself_and_narrows_with_more_example
 
 
 @pytest.mark.parametrize("hidden", [(), (3, 5)])
-def test_the_divergence_is_that_of_torch_also_where_logits_say_never(hidden):
+def test_divergence_is_that_of_torch_also_where_logits_say_never(hidden):
     got, full = torch.randn(2, 4, 9, dtype=torch.float64).index_fill(2, torch.tensor(hidden).long(), -torch.inf)
     expected = kl_divergence(Categorical(logits=full), Categorical(logits=got))
     assert expected.min() > 0
     assert torch.allclose(answering.divergence(got, full), expected)
 
 
-def test_a_reply_is_streamed_as_it_is_returned_and_marks_the_recomputed_tokens_and_no_others(reference, store):
+def test_reply_is_streamed_as_it_is_returned_and_marks_recomputed_tokens_and_no_others(reference, store):
     question = reference_questions()[0]
     asked = asking.Question("?", {name: question[name] for name in ("prefix", "chunks", "question")})
-    blend, heard = answering.Method("blend", BlendConfig(recompute_ratio=0.2)), list[str]()
+    blend = answering.Method("blend", BlendConfig(recompute_ratio=0.2))
+    heard = list[str]()
     reply = asking.Pipeline(*reference, store).ask(asked, blend, 8, heard.append)
     assert "".join(heard).strip() == reply.answer.text != ""
     marked = sum(chosen for _, chosen in reply.tokens)
@@ -47,7 +48,7 @@ def test_a_reply_is_streamed_as_it_is_returned_and_marks_the_recomputed_tokens_a
     assert reply.row["recomputed_tokens"] == marked
 
 
-def test_the_bench_reports_every_ratio_beside_its_bound():
+def test_bench_reports_every_ratio_beside_its_bound():
     plan = TtftPlan("tiny", chunks=3, chunk_tokens=48, question_tokens=8, ratios=(1.0, 0.2), rounds=1)
     told: list[str] = []
     found = measure_ttft(plan, told.append)

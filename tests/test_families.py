@@ -40,7 +40,7 @@ def unproved(subject, *rungs):
 
 
 @pytest.mark.parametrize("name", slow_but("deepseek_v3", among=STYLES))
-def test_the_family_is_exact_with_its_own_rotary_style(name):
+def test_family_is_exact_with_its_own_rotary_style(name):
     (row,) = verify_types([name])
     assert row["supported"], row["reason"]
     assert row["rotary"] == STYLES[name]
@@ -65,14 +65,14 @@ def test_the_family_is_exact_with_its_own_rotary_style(name):
         ("trocr", "positions to the embeddings that it counts itself"),
     ],
 )
-def test_the_family_is_refused_for_what_stands_in_the_way(name, cause):
+def test_family_is_refused_for_what_stands_in_way(name, cause):
     (row,) = verify_types([name])
     assert not row["supported"]
     assert cause in row["reason"]
     assert row["reason"] == row["move"] == row["extend"] == row["heal"] == row["heal_bfloat16"]
 
 
-def test_a_norm_behind_the_rotation_is_in_the_way_only_where_what_turns_together_has_other_weights():
+def test_norm_behind_rotation_is_in_way_only_where_what_turns_together_has_other_weights():
     model = tiny_model("hunyuan_v1_dense")
     with torch.no_grad():
         for layer in model.model.layers:
@@ -82,7 +82,7 @@ def test_a_norm_behind_the_rotation_is_in_the_way_only_where_what_turns_together
     assert unproved(ModelUnderTest(model), "moved_chunk", "fused_ratio") == []
 
 
-def test_a_type_of_which_no_tiny_model_can_be_built_is_not_judged():
+def test_type_of_which_no_tiny_model_can_be_built_is_not_judged():
     unknown, refused = verify_types(["musicgen", "bart"])
     assert unknown["reason"].startswith("not judged: no tiny model of type 'musicgen' can be built")
     assert not judged(unknown)
@@ -91,7 +91,7 @@ def test_a_type_of_which_no_tiny_model_can_be_built_is_not_judged():
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", pytest.param("gemma3n_text", marks=pytest.mark.slow)])
-def test_a_model_whose_last_layers_look_at_the_kv_of_others_is_exact(name):
+def test_model_whose_last_layers_look_at_kv_of_others_is_exact(name):
     skip_in_the_oldest("layers that share K and V leave none, which is refused")
     model = tiny_model(name, **SHARED)
     subject = ModelUnderTest(model)

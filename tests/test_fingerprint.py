@@ -25,7 +25,7 @@ def model(tiny_model):
     return tiny_model("llama", num_hidden_layers=2)
 
 
-def test_fingerprint_is_that_of_the_model_built_copied_loaded_or_in_inference_mode(tiny_model, model, tmp_path):
+def test_fingerprint_is_that_of_model_built_copied_loaded_or_in_inference_mode(tiny_model, model, tmp_path):
     model.save_pretrained(tmp_path)
     with torch.inference_mode():
         other = tiny_model("llama", num_hidden_layers=2)
@@ -54,7 +54,8 @@ def test_fingerprint_never_changes():
 
 
 def test_fingerprint_changes_with_any_single_weight(model):
-    seen, draw = {fingerprint(model)}, random.Random(0)
+    seen = {fingerprint(model)}
+    draw = random.Random(0)
     for _, parameter in model.named_parameters():
         at = draw.randrange(parameter.numel())
         with torch.no_grad():
@@ -63,7 +64,7 @@ def test_fingerprint_changes_with_any_single_weight(model):
     assert len(seen) == 1 + len(list(model.parameters()))
 
 
-def test_fingerprint_changes_with_the_dtype_the_config_and_the_class_of_a_live_model(model):
+def test_fingerprint_changes_with_dtype_config_and_class_of_live_model(model):
     """What else changes on a live model is in `test_identity`."""
     seen = {fingerprint(model)}
     for name, value in (("rms_norm_eps", 0.5), ("quantization_config", {"quant_method": "bitsandbytes"})):
@@ -75,8 +76,9 @@ def test_fingerprint_changes_with_the_dtype_the_config_and_the_class_of_a_live_m
     assert len(seen) == 5
 
 
-def test_fingerprint_of_a_weight_that_changed_back_is_the_old_one(model):
-    weight, before = model.model.layers[0].self_attn.k_proj.weight, fingerprint(model)
+def test_fingerprint_of_weight_that_changed_back_is_old_one(model):
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    before = fingerprint(model)
     with torch.no_grad():
         weight.neg_()
         assert fingerprint(model) != before
@@ -96,7 +98,7 @@ def test_fingerprint_of_a_weight_that_changed_back_is_the_old_one(model):
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_fingerprint_of_another_config_is_another_even_with_the_same_weights(tiny_model, model, change):
+def test_fingerprint_of_another_config_is_another_even_with_same_weights(tiny_model, model, change):
     assert fingerprint(tiny_model("llama", num_hidden_layers=2, **change)) != fingerprint(model)
 
 
@@ -121,7 +123,7 @@ def mutations(value):
 
 
 @pytest.mark.parametrize("config_class", CONFIGS, ids=lambda one: one.__name__)
-def test_config_part_holds_every_field_that_is_not_on_the_reviewed_list(config_class):
+def test_config_part_holds_every_field_that_is_not_on_reviewed_list(config_class):
     fields = config_class().to_dict()
     before = config_part(fields)
     unseen = {name for name, value in fields.items() if config_part({**fields, name: mutations(value)}) == before}
@@ -157,7 +159,7 @@ def test_fingerprint_reads_weights_that_accelerate_put_elsewhere(model, tmp_path
     assert fingerprint(on_cpu) == before
 
 
-def test_fingerprint_refuses_a_model_without_weights_by_name(model):
+def test_fingerprint_refuses_model_without_weights_by_name(model):
     with pytest.raises(UnsupportedModelError, match=r"embed_tokens\.weight is on the meta device"):
         fingerprint(model.to("meta"))
 
@@ -168,7 +170,8 @@ class Wrapped(torch.Tensor):
     @staticmethod
     def __new__(cls, data, scale):
         wrapped = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
-        wrapped.data_part, wrapped.scale = data, scale
+        wrapped.data_part = data
+        wrapped.scale = scale
         return wrapped
 
     def __tensor_flatten__(self):
@@ -221,7 +224,8 @@ def test_fingerprint_changes_with_scales_of_quantised_weights(model):
         layer.state = type("MatmulLtState", (), {"SCB": torch.tensor([scale])})()
         model.extra = layer
         seen.add(fingerprint(model))
-        layer.weight.SCB, layer.state.SCB = layer.state.SCB, None
+        layer.weight.SCB = layer.state.SCB
+        layer.state.SCB = None
         assert fingerprint(model) in seen
     assert len(seen) == 5
 
@@ -239,7 +243,8 @@ def test_checksum_changes_with_every_value_and_its_place_and_sign():
     sums = {checksum(values)}
     for _ in range(300):
         one, other = draw.sample(range(1000), 2)
-        exchanged, negated = values.clone(), values.clone()
+        exchanged = values.clone()
+        negated = values.clone()
         exchanged[[one, other]] = values[[other, one]]
         negated[[one, other]] *= -1
         sums |= {checksum(exchanged), checksum(negated)}

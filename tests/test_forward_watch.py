@@ -15,7 +15,10 @@ from hf_blend.cache.forward_watch import State
 from hf_blend.model.cache_keyword import cache_among
 from tests.asking import GREEDY, PIECES, as_stock, failing, hooks, memory, prepared
 
-BLENDED, IDLE, PLAIN, WATCHED = State.BLENDED, State.IDLE, State.PLAIN, State.WATCHED
+BLENDED = State.BLENDED
+IDLE = State.IDLE
+PLAIN = State.PLAIN
+WATCHED = State.WATCHED
 
 
 @pytest.fixture
@@ -38,38 +41,45 @@ def states(model):
     handle.remove()
 
 
-def test_prefill_is_blended_and_no_hook_stays_for_the_steps_behind_it(model, states):
+def test_prefill_is_blended_and_no_hook_stays_for_steps_behind_it(model, states):
     cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
     assert cache.watch.state is WATCHED
     watched_hooks = hooks(model)
     model.generate(**inputs, past_key_values=cache, **{**GREEDY, "max_new_tokens": 3})
-    assert (states[-3:], cache.watch.state) == ([BLENDED, IDLE, IDLE], IDLE)
+    assert states[-3:] == [BLENDED, IDLE, IDLE]
+    assert cache.watch.state == IDLE
     assert hooks(model) < watched_hooks
 
 
 @torch.no_grad()
 def test_prompt_in_parts_is_watched_between_them(model, states):
     cache, inputs = prepared(model, PIECES)
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    ids = inputs["input_ids"]
+    mask = inputs["attention_mask"]
     model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache, logits_to_keep=1)
-    assert (states[-1], cache.watch.state) == (BLENDED, WATCHED)
+    assert states[-1] == BLENDED
+    assert cache.watch.state == WATCHED
     model(ids[:, 30:], attention_mask=mask, past_key_values=cache, logits_to_keep=1)
-    assert (states[-1], cache.watch.state) == (BLENDED, IDLE)
+    assert states[-1] == BLENDED
+    assert cache.watch.state == IDLE
 
 
 @torch.no_grad()
 def test_forward_whose_outputs_are_all_asked_for_is_plain_up_to_its_first_layer(model, states):
     cache, inputs = prepared(model, PIECES)
     model(**inputs, past_key_values=cache)
-    assert (states[-1], cache.watch.state) == (PLAIN, IDLE)
+    assert states[-1] == PLAIN
+    assert cache.watch.state == IDLE
     assert "the logits of every token" in cache.report.fallback_reason
 
 
 @torch.no_grad()
 def test_forward_that_no_hook_announces_is_noticed_at_its_first_layer(model, states):
-    cache, ids = BlendCache(model, memory()), torch.arange(3, 40)[None]
+    cache = BlendCache(model, memory())
+    ids = torch.arange(3, 40)[None]
     model(ids, past_key_values=cache, logits_to_keep=1)
-    assert (states[-1], cache.watch.state) == (WATCHED, IDLE)  # the model itself has asked for the length, too late
+    assert states[-1] == WATCHED  # the model itself has asked for the length, too late
+    assert cache.watch.state == IDLE
     assert "the call of the model was not seen" in cache.report.fallback_reason
 
 
@@ -98,8 +108,10 @@ def interrupted(model, cache, ids, layer=1):
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("way", ["generate", "model", "crop", "heal", "inputs"])
 @pytest.mark.parametrize("past", [0, 20])
-def test_plain_forward_that_ends_between_layers_is_taken_back_by_the_next_use(model, layer, way, past):
-    cache, stock, ids = BlendCache(model, memory()), DynamicCache(config=model.config), torch.arange(3, 40)[None]
+def test_plain_forward_that_ends_between_layers_is_taken_back_by_next_use(model, layer, way, past):
+    cache = BlendCache(model, memory())
+    stock = DynamicCache(config=model.config)
+    ids = torch.arange(3, 40)[None]
     for kept in (cache, stock) if past else ():
         model(ids[:, :past], past_key_values=kept)
     interrupted(model, cache, ids[:, past:], layer)
@@ -128,7 +140,8 @@ def test_window_or_state_that_has_moved_on_is_refused_until_reset(kind, tiny_mod
     windows = {"sliding_window": 8}
     states = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
     model = tiny_model(kind, **(windows if kind == "gemma3_text" else states))
-    cache, ids = BlendCache(model, memory(), allow_unverified=True), torch.arange(3, 40)[None]
+    cache = BlendCache(model, memory(), allow_unverified=True)
+    ids = torch.arange(3, 40)[None]
     model(ids, past_key_values=cache)
     interrupted(model, cache, ids[:, :1], len(model.model.layers) - 2)
     answer = torch.cat([ids, ids[:, :1]], dim=1)
@@ -141,7 +154,7 @@ def test_window_or_state_that_has_moved_on_is_refused_until_reset(kind, tiny_mod
 
 
 @torch.no_grad()
-def test_forward_of_another_model_is_refused_and_the_own_one_is_watched_still(model, tiny_model):
+def test_forward_of_another_model_is_refused_and_own_one_is_watched_still(model, tiny_model):
     cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
     with pytest.raises(ConfigError, match="another model object"):
         tiny_model(num_hidden_layers=3, seed=1)(**inputs, past_key_values=cache, logits_to_keep=1)
@@ -151,7 +164,8 @@ def test_forward_of_another_model_is_refused_and_the_own_one_is_watched_still(mo
     cache = BlendCache(model, memory())
     with pytest.raises(ConfigError, match="another model object"):
         tiny_model(num_hidden_layers=3, seed=1)(**inputs, past_key_values=cache, logits_to_keep=1)
-    assert (hooks(model), cache.watch.state) == (0, IDLE)
+    assert hooks(model) == 0
+    assert cache.watch.state == IDLE
 
 
 def test_cache_is_freed_with_its_last_reference(model):

@@ -62,7 +62,7 @@ def answers(model, inputs, cache=None, **ways):
         ),
     ],
 )
-def test_generate_at_ratio_1_gives_the_text_of_a_plain_run(family, attention, requests, mode):
+def test_generate_at_ratio_1_gives_text_of_plain_run(family, attention, requests, mode):
     model = model_of(family, attention)
     ways = MODES[mode]
     cache, inputs = prepared(model, *REQUESTS[:requests], recompute_ratio=1.0)
@@ -74,7 +74,7 @@ def test_generate_at_ratio_1_gives_the_text_of_a_plain_run(family, attention, re
 
 
 @pytest.mark.parametrize("mode", ["beams that sample", "several returned", "prompt lookup"])
-def test_generate_at_any_ratio_continues_the_same_blended_prefill_in_every_mode(mode):
+def test_generate_at_any_ratio_continues_same_blended_prefill_in_every_mode(mode):
     model = model_of("llama")
     kept = memory()
     found = []
@@ -91,7 +91,7 @@ def test_generate_at_any_ratio_continues_the_same_blended_prefill_in_every_mode(
     ("family", "mode"),
     [("llama", "greedy"), ("gemma3_text", "beams"), pytest.param("gpt_neox", "beams", marks=pytest.mark.slow)],
 )
-def test_batch_gives_the_text_and_the_logits_of_its_single_requests(family, mode):
+def test_batch_gives_text_and_logits_of_its_single_requests(family, mode):
     model = model_of(family)
     kept = memory()
     cache, inputs = prepared(model, *REQUESTS, store=kept, recompute_ratio=0.15)
@@ -124,7 +124,7 @@ def test_batch_of_prompts_found_by_content_may_hit_differently_from_row_to_row(s
         assert torch.equal(together[row], answers(model, {"input_ids": torch.tensor([tokens])}, single)[0])
 
 
-def test_history_masks_what_a_row_was_padded_with_that_ended_earlier(shared_model, tokenizer):
+def test_history_masks_what_row_was_padded_with_that_ended_earlier(shared_model, tokenizer):
     model = shared_model()
     cache, inputs = prepared(model, *REQUESTS[:2], recompute_ratio=1.0)
     output = run(model, inputs, cache)
@@ -149,7 +149,7 @@ def asked(reference):
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": True, "top_k": 1}])
-def test_blended_gives_what_a_cache_gives(reference, asked, options):
+def test_blended_gives_what_cache_gives(reference, asked, options):
     (model, _), (inputs, store, _) = reference, asked
     keyword = blended(store, recompute_ratio=0.3)
     cache = BlendCache(model, store, recompute_ratio=0.3)
@@ -160,7 +160,7 @@ def test_blended_gives_what_a_cache_gives(reference, asked, options):
     assert 0 < keyword.report.charged_budget < 1
 
 
-def test_custom_generate_folder_takes_documents_and_a_question(reference, asked, tmp_path, monkeypatch):
+def test_custom_generate_folder_takes_documents_and_question(reference, asked, tmp_path, monkeypatch):
     (model, tokenizer), (inputs, _, one) = reference, asked
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     texts = {"chunks": one["chunks"], "question": one["question"], "tokenizer": tokenizer, "selector": "kv-deviation"}

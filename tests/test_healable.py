@@ -51,7 +51,7 @@ def refused(cache, words, error=ConfigError, history=None):
     ("kind", "bits"),
     [("llama", None), ("llama", 8), ("llama", 4), ("mistral", None), ("falcon_h1", None), ("deepseek_v32", 8)],
 )
-def test_other_ids_than_those_of_the_tokens_are_refused_before_they_are_written(kind, bits):
+def test_other_ids_than_those_of_tokens_are_refused_before_they_are_written(kind, bits):
     settings = {"mistral": {"sliding_window": 16}, "deepseek_v32": {"index_topk": 512}}.get(kind, {})
     model = tiny(kind, **settings)
     cache, ids = blended(model, kv_bits=bits)
@@ -86,7 +86,7 @@ def test_beams_are_refused_by_name():
 
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("index", [[1], [False, True]])
-def test_the_next_turn_keeps_nothing_of_another_row(beams, index):
+def test_next_turn_keeps_nothing_of_another_row(beams, index):
     model = tiny("llama")
     cache, ids = blended(model, *PAIR)
     if beams > 1:
@@ -115,13 +115,13 @@ def test_tokens_at_grouped_positions_are_refused():
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_small_calls_reach_the_end_of_packed_groups(bits):
+def test_small_calls_reach_end_of_packed_groups(bits):
     cache, ids = blended(tiny("llama"), kv_bits=bits)
     left = [cache.heal(8, ids) for _ in range(4)]
     assert left[-1] == 0, left
 
 
-def test_a_failure_restores_an_indexer_beside_packed_tokens():
+def test_failure_restores_indexer_beside_packed_tokens():
     model = tiny("deepseek_v32", index_topk=512)
     cache, ids = blended(model, kv_bits=8)
     before = states(cache)
@@ -131,14 +131,15 @@ def test_a_failure_restores_an_indexer_beside_packed_tokens():
     assert cache.heal(history=ids) == 0
 
 
-def test_mixer_pass_is_not_disturbed_by_a_forward_of_another_thread():
+def test_mixer_pass_is_not_disturbed_by_forward_of_another_thread():
     linear = torch.nn.Linear(4, 4)
     mixer = torch.nn.Sequential(linear)
     of_linear = Projection(linear, 4, ((slice(0, 4), slice(0, 4)),), reads_hidden=True)
     passed = MixerPass(Mixer(mixer, (of_linear,), 4), None, ActiveRows(None, 5, {}))
     passed.enter()
     passed._is_inside = True
-    hidden, before = torch.randn(1, 5, 4), linear.forward
+    hidden = torch.randn(1, 5, 4)
+    before = linear.forward
 
     def forward_beside(states):
         linear.forward = before
@@ -154,7 +155,7 @@ def test_mixer_pass_is_not_disturbed_by_a_forward_of_another_thread():
 
 
 @torch.no_grad()
-def test_a_crop_shortens_what_is_known_of_the_prompt():
+def test_crop_shortens_what_is_known_of_prompt():
     model = tiny("llama")
     cache, ids = blended(model)
     cache.crop(-40)
@@ -168,7 +169,7 @@ def test_a_crop_shortens_what_is_known_of_the_prompt():
     assert off(model, cache, output[:, :-1]) < 1e-5
 
 
-def test_a_crop_of_padded_rows_leaves_no_id_that_may_be_gone():
+def test_crop_of_padded_rows_leaves_no_id_that_may_be_gone():
     cache, _ = blended(tiny("llama"), random_pieces(), random_pieces((9,), seed=5))
     width = max(map(len, cache.prompts.beginnings))
     rows = cache.prompts.beginnings
@@ -179,7 +180,7 @@ def test_a_crop_of_padded_rows_leaves_no_id_that_may_be_gone():
 
 
 @pytest.mark.parametrize("healed", [0, 30])
-def test_a_state_that_records_its_past_is_healed_with_it(healed):
+def test_state_that_records_its_past_is_healed_with_it(healed):
     model = tiny("lfm2")
     cache, ids = blended(model)
     if healed:
@@ -191,7 +192,7 @@ def test_a_state_that_records_its_past_is_healed_with_it(healed):
 
 
 @pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC])
-def test_frequencies_that_depend_on_the_length_are_refused_beyond_the_trained_one(rope):
+def test_frequencies_that_depend_on_length_are_refused_beyond_trained_one(rope):
     longest = 512 if rope is LONGROPE else 64
     model = tiny("llama", rope_parameters={"rope_theta": 1e4, **rope}, max_position_embeddings=longest)
     cache, ids = blended(model)
@@ -205,7 +206,7 @@ def test_frequencies_that_depend_on_the_length_are_refused_beyond_the_trained_on
 @pytest.mark.parametrize(
     ("kind", "bits"), [("llama", None), ("llama", 8), ("gemma3_text", None), ("falcon_h1", None), ("deepseek_v32", 8)]
 )
-def test_a_cache_of_inference_mode_is_healed_outside_of_it(kind, bits):
+def test_cache_of_inference_mode_is_healed_outside_of_it(kind, bits):
     model = tiny(kind, **({"index_topk": 512} if kind == "deepseek_v32" else {}))
     with torch.inference_mode():
         cache, ids = blended(model, kv_bits=bits)
@@ -220,7 +221,7 @@ def test_a_cache_of_inference_mode_is_healed_outside_of_it(kind, bits):
 
 @torch.no_grad()
 @pytest.mark.parametrize("logits_to_keep", [0, 1])
-def test_padding_of_a_later_turn_is_refused(logits_to_keep):
+def test_padding_of_later_turn_is_refused(logits_to_keep):
     model = tiny("llama")
     cache, ids = blended(model, *PAIR)
     turn = prompt(6, rows=2)
@@ -231,7 +232,7 @@ def test_padding_of_a_later_turn_is_refused(logits_to_keep):
 
 
 @torch.no_grad()
-def test_padding_of_a_turn_that_was_not_seen_is_refused():
+def test_padding_of_turn_that_was_not_seen_is_refused():
     model = tiny("llama")
     cache, ids = blended(model, *PAIR)
     turn = prompt(6, rows=2)
@@ -245,7 +246,7 @@ def test_padding_of_a_turn_that_was_not_seen_is_refused():
 
 
 @torch.no_grad()
-def test_a_failed_padded_prompt_leaves_no_obstacle():
+def test_failed_padded_prompt_leaves_no_obstacle():
     model = tiny("llama")
     cache, ids = blended(model, *PAIR)
     chunks = PAIR[0]["chunks"], PAIR[1]["chunks"][:1]  # are stored: nothing fails before the prompt itself
@@ -256,11 +257,12 @@ def test_a_failed_padded_prompt_leaves_no_obstacle():
 
 
 @pytest.mark.parametrize("change", ["weights", "mode"])
-def test_a_model_that_is_another_one_behind_a_block_leaves_no_half_of_it(change, monkeypatch, tiny_model):
+def test_model_that_is_another_one_behind_block_leaves_no_half_of_it(change, monkeypatch, tiny_model):
     monkeypatch.setattr(healing, "BLOCK_TOKENS", 32)
     model = tiny_model()
     cache, ids = blended(model)
-    before, calls = states(cache), []
+    before = states(cache)
+    calls = []
 
     @observer
     def switch(module, *_):
@@ -280,7 +282,7 @@ def test_a_model_that_is_another_one_behind_a_block_leaves_no_half_of_it(change,
     assert all(map(torch.equal, (now[:, :, column:] for now in states(cache)), (was[:, :, column:] for was in before)))
 
 
-def test_a_cache_with_tokens_is_true_and_an_empty_one_false():
+def test_cache_with_tokens_is_true_and_empty_one_false():
     model = tiny("llama")
     cache = BlendCache(model, memory())
     assert bool(cache) is False

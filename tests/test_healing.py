@@ -70,7 +70,7 @@ def kv(cache):
 
 
 @pytest.mark.parametrize("kind", slow_but(*FAST, among=KINDS))
-def test_a_healed_cache_is_that_of_a_full_prefill(kind):
+def test_healed_cache_is_that_of_full_prefill(kind):
     if kind == "gemma3n_text":
         skip_in_the_oldest("layers that share K and V leave none, which is refused")
     model = tiny(kind, **KINDS[kind])
@@ -82,10 +82,12 @@ def test_a_healed_cache_is_that_of_a_full_prefill(kind):
     assert cache.report.healed_tokens == cache.get_seq_length() - 5  # all but what stands before the first chunk
 
 
-def test_the_left_is_exact_and_the_right_untouched_at_any_moment():
+def test_left_is_exact_and_right_untouched_at_any_moment():
     model = tiny("llama")
     cache, ids = blended(model)
-    exact, before, length = kv(stock(model, ids[:, :-1])), kv(cache), cache.get_seq_length()
+    exact = kv(stock(model, ids[:, :-1]))
+    before = kv(cache)
+    length = cache.get_seq_length()
     while left := cache.heal(11, ids):
         done = length - left
         for now, true, was in zip(kv(cache), exact, before, strict=True):
@@ -112,14 +114,14 @@ def test_every_token_of_few_bits_is_quantised_once_more_from_its_exact_states(bi
     assert (next_turn(model, cache) - expected).abs().max() < 0.2 * expected.abs().max()
 
 
-def test_a_batch_of_equal_lengths_is_healed_together():
+def test_batch_of_equal_lengths_is_healed_together():
     model = tiny("gemma3_text")
     cache, ids = blended(model, random_pieces(), random_pieces(seed=3))
     assert cache.heal(history=ids) == 0
     assert off(model, cache, ids[:, :-1]) < 1e-5
 
 
-def test_without_the_answer_the_prompt_alone_is_healed():
+def test_without_answer_prompt_alone_is_healed():
     model = tiny("llama")
     cache, ids = blended(model)
     answer = ANSWER["max_new_tokens"] - 1
@@ -129,12 +131,13 @@ def test_without_the_answer_the_prompt_alone_is_healed():
 
 
 @pytest.mark.parametrize("tokens", [30, None])
-def test_the_next_prompt_of_messages_keeps_an_answer_that_healing_was_told(tokens):
+def test_next_prompt_of_messages_keeps_answer_that_healing_was_told(tokens):
     model, tokenizer = small(model_type="llama", template="chatml")
     cache = BlendCache(model, memory(), allow_unverified=True, **REUSED)
     messages = [{"role": "user", "content": "".join([*DOCUMENTS, "Who keeps a dog?"])}]
     inputs = cache.inputs_from_messages(tokenizer, messages, DOCUMENTS)
-    answer, ids = "Tomas keeps it.", inputs["input_ids"]
+    answer = "Tomas keeps it."
+    ids = inputs["input_ids"]
     with torch.no_grad():
         model(**inputs, past_key_values=cache, logits_to_keep=1)
         for token in tokenizer(answer, add_special_tokens=False).input_ids:
@@ -160,11 +163,12 @@ def test_decoding_goes_on_between_two_calls(kind):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("more", [-9, 0, 7])
-def test_a_crop_moves_the_frontier_as_it_must(kind, more):
+def test_crop_moves_frontier_as_it_must(kind, more):
     """Behind the frontier, at it and before it; what is computed behind an exact beginning is exact."""
     model = tiny(kind)
     cache, ids = blended(model)
-    left, length = cache.heal(40, ids), cache.get_seq_length()
+    left = cache.heal(40, ids)
+    length = cache.get_seq_length()
     removed = left + more
     try:
         cache.crop(-removed)
@@ -185,8 +189,9 @@ def test_a_crop_moves_the_frontier_as_it_must(kind, more):
 
 
 @pytest.mark.parametrize("healed", [30, None])
-def test_a_turn_with_new_chunks_is_healed_from_the_first_inexact_token_on(healed):
-    model, store = tiny("llama"), memory()
+def test_turn_with_new_chunks_is_healed_from_first_inexact_token_on(healed):
+    model = tiny("llama")
+    store = memory()
     cache, ids = blended(model, store=store)
     left = cache.heal(healed, ids)
     again = random_pieces(seed=4)
@@ -199,7 +204,7 @@ def test_a_turn_with_new_chunks_is_healed_from_the_first_inexact_token_on(healed
     assert healed or cache.report.healed_tokens <= longer.shape[1] - ids.shape[1]
 
 
-def test_a_prompt_that_was_computed_is_exact():
+def test_prompt_that_was_computed_is_exact():
     model = tiny("llama")
     cache = BlendCache(model, memory())
     generated(model, {"input_ids": prompt(30), "attention_mask": torch.ones(1, 30)}, cache)
@@ -208,7 +213,7 @@ def test_a_prompt_that_was_computed_is_exact():
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "falcon_h1"])
 @pytest.mark.parametrize("bits", [None, 8])
-def test_a_call_that_fails_leaves_its_block_as_it_was(kind, bits):
+def test_call_that_fails_leaves_its_block_as_it_was(kind, bits):
     """Many faults in all: a module raises in the midst of a block, and every byte of the cache is as before."""
     if bits and kind == "falcon_h1":
         pytest.skip("a layer with a state beside K and V is not kept in few bits")
@@ -217,7 +222,8 @@ def test_a_call_that_fails_leaves_its_block_as_it_was(kind, bits):
     modules = [module for module in model.modules() if not list(module.children())]
     draw = random.Random(kind)
     for _ in range(12):
-        whole, left = copy.deepcopy(cache), cache.heal(0, ids[:, :-1])
+        whole = copy.deepcopy(cache)
+        left = cache.heal(0, ids[:, :-1])
         if left < 10:
             cache, ids = blended(model, kv_bits=bits)
             continue
@@ -241,7 +247,7 @@ def broken(*_):
 broken._hf_blend_observer = True  # or the hook is refused before the block begins
 
 
-def test_the_model_is_left_as_it_was(tiny_model, untouched):
+def test_model_is_left_as_it_was(tiny_model, untouched):
     model = tiny_model()
     cache, ids = blended(model)
     with untouched(model):
@@ -289,8 +295,9 @@ def test_another_model_heals_nothing(tiny_model):
         cache.heal(history=ids)
 
 
-def test_idle_healing_ends_exact_or_within_a_step(monkeypatch):
-    model, healing = tiny("llama"), idle_healing.IdleHealing()
+def test_idle_healing_ends_exact_or_within_step(monkeypatch):
+    model = tiny("llama")
+    healing = idle_healing.IdleHealing()
     cache, ids = blended(model)
     healing.start(cache, ids)
     healing._thread.join(60)
@@ -305,7 +312,8 @@ def test_idle_healing_ends_exact_or_within_a_step(monkeypatch):
 
 
 def test_idle_healing_that_fails_loses_nothing(caplog):
-    model, healing = tiny("llama"), idle_healing.IdleHealing()
+    model = tiny("llama")
+    healing = idle_healing.IdleHealing()
     cache, ids = blended(model)
     before = kv(cache)
     handle = model.model.layers[1].register_forward_hook(broken)

@@ -19,7 +19,10 @@ class Recorder(DynamicCache):
 
     def __init__(self):
         super().__init__()
-        self.told, self.hooks, self.enters_layers, self.prefill = [], None, True, self
+        self.told = []
+        self.hooks = None
+        self.enters_layers = True
+        self.prefill = self
 
     def forward_begins(self, arguments):
         self.told.append(("begins", sorted(arguments)))
@@ -52,7 +55,7 @@ def run(model, cache, *args, **kwargs):
     return model(*(args or (torch.arange(3, 9)[None],)), past_key_values=cache, **kwargs).logits
 
 
-def test_a_guest_sees_its_forward_from_beginning_to_end_and_changes_nothing(model, untouched):
+def test_guest_sees_its_forward_from_beginning_to_end_and_changes_nothing(model, untouched):
     wanted = run(model, DynamicCache())
     with untouched(model):
         guest = guest_in(model)
@@ -69,9 +72,11 @@ def test_arguments_given_by_place_have_their_names(model):
 
 
 @pytest.mark.parametrize("when", ["before we watch", "before the call", "within the call"])
-def test_hooks_of_others_that_are_called_after_a_failure_hide_no_error_and_all_are_called(model, monkeypatch, when):
+def test_hooks_of_others_that_are_called_after_failure_hide_no_error_and_all_are_called(model, monkeypatch, when):
     """Torch walks along the hooks of the module that raised, where none but the last may be removed."""
-    guest, called, handles = guest_in(model), [], []
+    guest = guest_in(model)
+    called = []
+    handles = []
 
     def register(*_):
         for _ in range(2):
@@ -104,7 +109,8 @@ def test_hooks_of_others_that_are_called_after_a_failure_hide_no_error_and_all_a
 @pytest.mark.parametrize("place", ["before the model", "behind the model", "before a layer", "behind a layer"])
 def test_hooks_called_without_keyword_arguments_do_nothing(model, place):
     """Torch does so to a hook that was removed while the call that holds it goes on."""
-    guest, called = guest_in(model), []
+    guest = guest_in(model)
+    called = []
     module = model if place.endswith("model") else decoder_layers(model)[1]
     register = module.register_forward_pre_hook if place.startswith("before") else module.register_forward_hook
     handle = register(lambda *_: called.append(guest.hooks.leave()))
@@ -117,8 +123,9 @@ def test_hooks_called_without_keyword_arguments_do_nothing(model, place):
     assert hooks(model) == 0
 
 
-def test_of_a_request_a_door_over_the_stock_attention_stays_in_transformers_tables_and_nothing_else(tiny_model):
-    model, masks = tiny_model("llama"), dict(ALL_MASK_ATTENTION_FUNCTIONS)
+def test_of_request_door_over_stock_attention_stays_in_transformers_tables_and_nothing_else(tiny_model):
+    model = tiny_model("llama")
+    masks = dict(ALL_MASK_ATTENTION_FUNCTIONS)
     before = {name: stock_function(name) for name in ALL_ATTENTION_FUNCTIONS}
     asked(model, PIECES)
     assert {name: stock_function(name) for name in ALL_ATTENTION_FUNCTIONS} == before

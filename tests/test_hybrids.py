@@ -6,7 +6,6 @@ An indexer chooses the few tokens that its layer looks at, by keys of its own.
 """
 
 import copy
-import itertools
 import re
 from contextlib import contextmanager
 from functools import cache, partial
@@ -16,22 +15,18 @@ import torch
 from families import CHECKS
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
+from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, sparse_decoding
 from hf_blend.context.sequence_cache import SequenceCache
-from hf_blend.hybrids import mixer_probe
-from hf_blend.hybrids.extra_layers import MixerLayer
 from hf_blend.hybrids.mixer_probe import mixers_of
 from hf_blend.model import anatomy
-from hf_blend.model.calibrate import ignores_states, rotary_styles
 from hf_blend.prefill import observing
-from hf_blend.selectors.kv_deviation import KvDeviation
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
 from tests import asking
-from tests.asking import memory, prefill, prefilled, prepared
+from tests.asking import memory, prefill, prepared
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
-from tests.conftest import skip_in_the_oldest, slow_but
+from tests.conftest import skip_in_the_oldest
 from tests.faults.damage import tensors_of
 
 # one for each way in which a mixer stands in a layer: before its MLP, beside attention, behind it, alone
@@ -105,7 +100,7 @@ def poisoned_memory():
         *(pytest.param(name, None, marks=pytest.mark.slow) for name in (*FAST, *SLOW, *INDEXED, *VARIANTS)),
     ],
 )
-def test_ladder_of_a_hybrid_holds(name, rungs):
+def test_ladder_of_hybrid_holds(name, rungs):
     """Also in a padded batch, and against the dense forward with stale tokens."""
     if rungs is None:
         rungs = CHECKS if any(subject_of(name).mixers) else (*CHECKS, "prefix_cache", "question_is_fresh")
@@ -115,20 +110,14 @@ def test_ladder_of_a_hybrid_holds(name, rungs):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("bamba", marks=pytest.mark.slow)])
-def test_exact_tokens_may_be_a_single_one_of_whose_projections_some_are_stored(name):
-    model, request = subject_of(name).model, {**pieces(), "prefix": [1]}
+def test_exact_tokens_may_be_single_one_of_whose_projections_some_are_stored(name):
+    model = subject_of(name).model
+    request = {**pieces(), "prefix": [1]}
     cache, inputs = prepared(model, request, recompute_ratio=1.0, chunk_prefix_ids=(1, 3))
     with poisoned_memory():
         got = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
     assert cache.report.exact_tokens == 1
     assert torch.allclose(got, model(inputs["input_ids"], logits_to_keep=1).logits, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["lfm2", "minimax"])
-def test_question_is_fresh_is_not_judged_where_a_scan_cannot_be_cut(name):
-    found = measured(name, ("prefix_cache", "question_is_fresh"))
-    assert [rung.passed for rung in found] == [True, None]
-    assert "mixers" in found[1].detail
 
 
 @pytest.mark.parametrize(
@@ -141,7 +130,7 @@ def test_question_is_fresh_is_not_judged_where_a_scan_cannot_be_cut(name):
         pytest.param("qwen4-both", {"num_beams": 3}, marks=pytest.mark.slow),
     ],
 )
-def test_generate_behind_a_blend_goes_on_as_stock(name, how):
+def test_generate_behind_blend_goes_on_as_stock(name, how):
     model = subject_of(name).model
     blended, inputs = prepared(model, pieces(), recompute_ratio=1.0)
     outputs = []
@@ -153,7 +142,7 @@ def test_generate_behind_a_blend_goes_on_as_stock(name, how):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", pytest.param("qwen4-both", marks=pytest.mark.slow)])
-def test_chunks_behind_a_history_are_blended_beside_an_indexer(name):
+def test_chunks_behind_history_are_blended_beside_indexer(name):
     model = subject_of(name).model
     blended, inputs = prepared(model, pieces(), recompute_ratio=1.0)
     first = generated(model, inputs, blended)
@@ -162,7 +151,7 @@ def test_chunks_behind_a_history_are_blended_beside_an_indexer(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", *(pytest.param(one, marks=pytest.mark.slow) for one in FAST[1:])])
-def test_inputs_from_messages_go_on_in_the_cache_of_a_hybrid(name):
+def test_inputs_from_messages_go_on_in_cache_of_hybrid(name):
     tokenizer = small_tokenizer("spaces")
     model = tiny_model(name, vocab_size=len(tokenizer), max_position_embeddings=2048)
     blended = BlendCache(model, memory(), recompute_ratio=1.0)
@@ -176,27 +165,9 @@ def test_inputs_from_messages_go_on_in_the_cache_of_a_hybrid(name):
         messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "And now?"}]
 
 
-SELECTORS = [name for name in plugins.describe("selectors") if name != "explicit"]
-HALVES = [(("lfm2-half", "deepseek_v32")[number % 2], name) for number, name in enumerate(SELECTORS)]
-
-
-@pytest.mark.parametrize(
-    ("name", "selector"),
-    slow_but(*HALVES, among=itertools.product(("lfm2-half", "deepseek_v32", "qwen4-both"), SELECTORS)),
-)
-def test_every_selector_chooses_among_the_tokens_of_a_hybrid(name, selector):
-    model = subject_of(name).model
-    for ratio in (0.3, 1.0):
-        blended, inputs = prepared(model, pieces(), recompute_ratio=ratio, selector=selector)
-        got = prefill(model, inputs, blended)
-        assert got.isfinite().all()
-        if len(blended.report.chosen_columns[0]) == 35:
-            assert torch.allclose(got, prefill(model, inputs), atol=1e-5)
-    assert selector == "none" or len(blended.report.chosen_columns[0]) == 35
-
-
-def test_selectors_of_attention_see_what_the_indexer_leaves(monkeypatch):
-    subject, seen = subject_of("deepseek_v32"), []
+def test_selectors_of_attention_see_what_indexer_leaves(monkeypatch):
+    subject = subject_of("deepseek_v32")
+    seen = []
     take = observing.AttentionObserver.take
 
     def taking(self, index, attention):
@@ -209,18 +180,13 @@ def test_selectors_of_attention_see_what_the_indexer_leaves(monkeypatch):
     assert max(seen) == subject.model.config.index_topk < min(len(prompt.ids) for prompt in subject.prompts)
 
 
-@pytest.mark.parametrize("name", [*FAST, "jamba", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
-def test_ignores_states_finds_code_that_computes_several_tokens_as_if_none_were_before_them(name):
-    model = tiny_model(name)
-    assert ignores_states(model) == (name in ("jamba", "zamba"))
-
-
 @pytest.mark.parametrize("name", ["jamba", pytest.param("zamba", marks=pytest.mark.slow)])
-def test_further_prompt_is_refused_where_the_model_would_ignore_the_state(name):
+def test_further_prompt_is_refused_where_model_would_ignore_state(name):
     model = tiny_model(name)
     cache, inputs = prepared(model, pieces(), recompute_ratio=1.0)
     first = generated(model, inputs, cache)
-    more, words = torch.cat((first, torch.tensor([[7, 9, 11]])), dim=1), f"the code of {name} models takes the states"
+    more = torch.cat((first, torch.tensor([[7, 9, 11]])), dim=1)
+    words = f"the code of {name} models takes the states"
     again = cache.inputs(None, prefix=[], chunks=[], question=[7, 9, 11], history=first)
     for given in ({"input_ids": more}, again):
         with pytest.raises(ConfigError, match=words):
@@ -230,9 +196,10 @@ def test_further_prompt_is_refused_where_the_model_would_ignore_the_state(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v32"])
-def test_cache_of_a_hybrid_can_be_reset_and_copied_and_cropped_where_it_keeps_keys_alone(name):
+def test_cache_of_hybrid_can_be_reset_and_copied_and_cropped_where_it_keeps_keys_alone(name):
     model = subject_of(name).model
-    blended, logits = BlendCache(model, memory(), recompute_ratio=0.3), []
+    blended = BlendCache(model, memory(), recompute_ratio=0.3)
+    logits = []
 
     def step(one):
         return model(torch.tensor([[9, 17]]), past_key_values=one, use_cache=True).logits
@@ -261,7 +228,9 @@ def test_cache_of_a_hybrid_can_be_reset_and_copied_and_cropped_where_it_keeps_ke
     [("qwen3_next", False, None), ("deepseek_v32", True, None), ("deepseek_v32", True, 8), ("falcon_h1", False, None)],
 )
 def test_forward_that_fails_leaves_states_and_indexer_keys_as_they_were(name, has_past, bits):
-    model, store, found = subject_of(name).model, memory(), []
+    model = subject_of(name).model
+    store = memory()
+    found = []
 
     @observer
     def fail(*_):
@@ -297,7 +266,8 @@ def test_mixers_keep_only_what_another_token_feels():
 
 @pytest.mark.parametrize(("name", "states"), [("lfm2", [1, 1, 2, 1]), ("glm_moe_dsa-shared", [3, 2, 3, 2])])
 def test_store_gives_projections_and_indexer_keys_back_as_they_were(name, states, tmp_path):
-    subject, ids = subject_of(name), tuple(range(20, 33))
+    subject = subject_of(name)
+    ids = tuple(range(20, 33))
     chunk = subject.chunk(ids)
     with ChunkStore.open(tmp_path, memory_bytes=0, durability="none") as store:
         store.put(chunk)
@@ -309,10 +279,11 @@ def test_store_gives_projections_and_indexer_keys_back_as_they_were(name, states
 
 
 @pytest.mark.parametrize("name", ["lfm2-deep", pytest.param("qwen3_next-deep", marks=pytest.mark.slow)])
-def test_chunk_found_damaged_inside_a_mixer_is_computed_and_changes_nothing(name, tmp_path, monkeypatch):
+def test_chunk_found_damaged_inside_mixer_is_computed_and_changes_nothing(name, tmp_path, monkeypatch):
     """A chunk is then computed by a forward of the same modules, in the middle of the one that asks for it."""
     monkeypatch.setattr("hf_blend.store.stream.READ_BYTES", 0)  # a layer at a time, each when it is used
-    model, layers = subject_of(name).model, range(6)
+    model = subject_of(name).model
+    layers = range(6)
 
     def logits():
         with ChunkStore.open(tmp_path, memory_bytes=0, durability="none") as store, torch.no_grad():
@@ -334,17 +305,7 @@ def test_chunk_found_damaged_inside_a_mixer_is_computed_and_changes_nothing(name
         assert computed == len(sound), layer
 
 
-def test_rotary_styles_of_an_indexer_are_its_own():
-    assert [style.beside.__name__ for style in rotary_styles(subject_of("deepseek_v32").model)] == ["Half"] * 4
-    shared = subject_of("glm_moe_dsa-shared").model
-    assert [style.beside is None for style in rotary_styles(shared)] == [False, True] * 2
-    full = subject_of("dots3_note_text").model  # in bfloat16 it keeps its indexer's keys in float32
-    assert {style.__name__ for style in rotary_styles(tiny_model("dots3_note_text").bfloat16())} == {
-        style.__name__ for style in rotary_styles(full)
-    }
-
-
-def test_what_a_mixer_or_an_indexer_does_not_allow_is_refused_by_name():
+def test_what_mixer_or_indexer_does_not_allow_is_refused_by_name():
     subject = subject_of("deepseek_v32")
     with pytest.raises(UnsupportedModelError, match=r"layer 0 keeps a state of another kind \(LinearAttention\)"):
         SequenceCache(subject_of("qwen3_next").model)
@@ -357,42 +318,8 @@ def test_what_a_mixer_or_an_indexer_does_not_allow_is_refused_by_name():
         pass
 
 
-def test_without_the_room_other_models_are_blended_and_hybrids_are_refused(monkeypatch):
+def test_without_room_other_models_are_blended_and_hybrids_are_refused(monkeypatch):
     monkeypatch.setattr(anatomy, "layer_extensions", list)
     with pytest.raises(UnsupportedModelError, match="state of another kind"):
         BlendCache(tiny_model("lfm2"), ChunkStore.open("memory://"))
     assert subject_of("llama").blend(subject_of("llama").prompts[:1], 0.3).cache.report.reusable_tokens
-
-
-def test_mixers_of_refuses_a_mixer_that_keeps_other_projections_of_some_rows(monkeypatch):
-    run_rows, model = mixer_probe._passed, tiny_model("lfm2")
-
-    def spoilt(model, call, run, hidden, cache):
-        output = run_rows(model, call, run, hidden, cache)
-        if hidden.shape[1] < mixer_probe.TOKENS:
-            run.states += 1
-        return output
-
-    monkeypatch.setattr(mixer_probe, "_passed", spoilt)
-    with pytest.raises(UnsupportedModelError, match="its projections of some rows are not those of a plain forward"):
-        mixers_of(model)
-
-
-def test_restore_of_a_mixers_snapshot_may_be_done_again():
-    one, layer = torch.ones(1, 2, 3, 3), MixerLayer()
-    layer.update_recurrent_state(one.clone())
-    snapshot = layer.snapshot()
-    for times in (2, 3):
-        layer.update_recurrent_state(times * one)
-        layer.restore(snapshot)
-        assert torch.equal(layer.recurrent_states[0], one)
-        layer.recurrent_states[0].zero_()  # as a kernel writes it
-
-
-def test_a_selector_is_given_keys_where_the_mixer_beside_the_attention_ran_first(pieces, monkeypatch):
-    model, found = tiny_model("falcon_h1"), []
-    score = KvDeviation.score
-    monkeypatch.setattr(KvDeviation, "score", lambda self, view: found.append(view.pair(0)) or score(self, view))
-    prefilled(model, pieces(), selector="kv-deviation", recompute_ratio=0.3)
-    heads = model.config.num_key_value_heads
-    assert [(fresh.shape[1], stored.shape[1]) for fresh, stored in found[-1:]] == [(heads, heads)]

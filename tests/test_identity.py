@@ -132,9 +132,10 @@ def model(tiny_model):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_fingerprint_changes_with_what_a_model_computes(name, tiny_model):
+def test_fingerprint_changes_with_what_model_computes(name, tiny_model):
     model = tiny_model("llama")
-    before, states = fingerprint(model), kv(model)
+    before = fingerprint(model)
+    states = kv(model)
     assert fingerprint(model) == before, "running it is no change"
     CHANGES[name](model)
     assert differs(kv(model), states), "nothing is tested"
@@ -142,16 +143,19 @@ def test_fingerprint_changes_with_what_a_model_computes(name, tiny_model):
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_canary_of_a_fresh_look_finds_what_a_fingerprint_does_not_see(name, model, monkeypatch):
-    before, own = fingerprint(model), canary.canary_of(model)
+def test_canary_of_fresh_look_finds_what_fingerprint_does_not_see(name, model, monkeypatch):
+    before = fingerprint(model)
+    own = canary.canary_of(model)
     SILENT[name](monkeypatch, model.model.layers[0].mlp)
     assert fingerprint(model) == before, "more is seen: say so in docs/security.md"
     fingerprint(model, reread=True)
     assert not canary.is_of_model(model, own)
 
 
-def test_per_model_keeps_a_result_until_a_look_finds_another_structure(tiny_model):
-    model, other, calls = tiny_model("llama", num_hidden_layers=1), tiny_model("llama", num_hidden_layers=1), []
+def test_per_model_keeps_result_until_look_finds_another_structure(tiny_model):
+    model = tiny_model("llama", num_hidden_layers=1)
+    other = tiny_model("llama", num_hidden_layers=1)
+    calls = []
 
     @per_model
     def count(model):
@@ -196,7 +200,8 @@ def test_hooks_on_every_module_are_refused(model):
 
 
 def test_hooks_of_observers_and_libraries_are_accepted(model):
-    before, seen = fingerprint(model), []
+    before = fingerprint(model)
+    seen = []
     handle = model.model.layers[0].register_forward_hook(hf_blend.observer(lambda *_: seen.append(1)))
     assert fingerprint(model) == before
     handle.remove()
@@ -252,7 +257,7 @@ def generate(model: nn.Module, store: ChunkStore) -> BlendCache:
     return cache
 
 
-def test_add_stores_nothing_of_a_model_that_changes_meanwhile(model, monkeypatch):
+def test_add_stores_nothing_of_model_that_changes_meanwhile(model, monkeypatch):
     captured = canary.capture_chunks
 
     def train(*arguments: Any) -> Any:
@@ -272,7 +277,7 @@ def chunks_of(store: ChunkStore, model: nn.Module) -> list[torch.Tensor]:
     return [states for key in keys for layer in store.get(key).layers for states in layer]
 
 
-def test_chunks_of_a_model_in_training_are_those_of_evaluation(tiny_model):
+def test_chunks_of_model_in_training_are_those_of_evaluation(tiny_model):
     model = tiny_model("llama", num_hidden_layers=2, attention_dropout=0.5)
     expected = chunks_of(ChunkStore.open("memory://"), model)
     model.train()
@@ -287,7 +292,8 @@ def test_chunks_of_a_model_in_training_are_those_of_evaluation(tiny_model):
 
 
 def test_autocast_changes_no_chunk_and_is_refused_in_requests(model):
-    store, expected = ChunkStore.open("memory://"), chunks_of(ChunkStore.open("memory://"), model)
+    store = ChunkStore.open("memory://")
+    expected = chunks_of(ChunkStore.open("memory://"), model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not differs(chunks_of(store, model), expected)
         BlendCache(model, store)  # the self-test is not misled
@@ -339,7 +345,7 @@ def test_nan_is_no_change(dtype, model):
     assert state_of(model) == state, "it was not taken for a change"
 
 
-def test_record_of_a_model_goes_with_it(tiny_model):
+def test_record_of_model_goes_with_it(tiny_model):
     model = tiny_model("llama", num_hidden_layers=1)
     fingerprint(model)
     ref = weakref.ref(model)
@@ -349,11 +355,12 @@ def test_record_of_a_model_goes_with_it(tiny_model):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_frequencies_that_move_with_the_prompt_are_no_change(kind, tiny_model):
+def test_frequencies_that_move_with_prompt_are_no_change(kind, tiny_model):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, **(factors if kind == "longrope" else {})}
     model = tiny_model("llama", num_hidden_layers=1, rope_parameters=rope, max_position_embeddings=16)
-    before, states = fingerprint(model), set()
+    before = fingerprint(model)
+    states = set()
     for tokens in (30, 8, 40, 8, 50):
         model(torch.arange(tokens)[None] + 3)
         assert fingerprint(model) == before
@@ -366,7 +373,7 @@ def test_frequencies_that_move_with_the_prompt_are_no_change(kind, tiny_model):
     [(lambda found: found, 0), (lambda found: found * (1 + 1e-4), 0), (lambda found: found * 1.1, 1)],
     ids=["same", "noise", "other"],
 )
-def test_chunk_with_another_canary_is_a_miss(change, computed, model):
+def test_chunk_with_another_canary_is_miss(change, computed, model):
     store = ChunkStore.open("memory://")
     [key] = store.add(model, None, CHUNKS[:1])
     chunk = store.get(key)
@@ -387,7 +394,7 @@ def test_canary_that_cannot_be_read_is_of_no_model(text, model):
     assert not canary.is_of_model(model, text)
 
 
-def test_canary_is_the_same_with_another_attention(model):
+def test_canary_is_same_with_another_attention(model):
     before = fingerprint(model)
     own = canary.canary_of(model)
     model.set_attn_implementation("eager")
@@ -440,7 +447,7 @@ def test_adapters_that_are_chosen_per_request_are_refused(call, adapted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", tiny_types())
-def test_running_a_model_of_any_type_is_no_change(model_type):
+def test_running_model_of_any_type_is_no_change(model_type):
     try:
         model = build(model_type)
     except hf_blend.HfBlendError as refused:

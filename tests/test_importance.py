@@ -54,7 +54,7 @@ def stock_scores(model, ids, rows, layers, first=None):
 
 
 @pytest.mark.parametrize("rows", [16, 2])
-def test_note_gets_the_attention_of_the_question(model, monkeypatch, untouched, rows):
+def test_note_gets_attention_of_question(model, monkeypatch, untouched, rows):
     monkeypatch.setattr(importance, "LAYERS", 100)
     monkeypatch.setattr(importance, "ROWS", rows)
     store = ChunkStore.open("memory://", eviction="importance")
@@ -120,7 +120,7 @@ def key_of(model, store):
     return lambda chunk: ChunkKey(fingerprint(model), (1,), tuple(chunk), store.namespace)
 
 
-def test_token_importance_is_bounded_forgets_the_oldest_and_survives_damage(tmp_path):
+def test_token_importance_is_bounded_forgets_oldest_and_survives_damage(tmp_path):
     path = tmp_path / "index" / "a.importance"
     known = TokenImportance(path, cap_tokens=100)
     for number in range(5):

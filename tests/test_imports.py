@@ -44,6 +44,6 @@ def test_public_name_is_importable_and_listed(name):
     assert name in dir(hf_blend)
 
 
-def test_unknown_name_is_an_attribute_error():
+def test_unknown_name_is_attribute_error():
     with pytest.raises(AttributeError, match="'hf_blend' has no attribute 'BlendCash'"):
         _ = hf_blend.BlendCash

@@ -57,7 +57,7 @@ def serial(tmp_path_factory, loaded, pieces):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_indexer_in_shards_gives_the_bytes_of_a_serial_run(count, tmp_path, loaded, pieces, serial):
+def test_indexer_in_shards_gives_bytes_of_serial_run(count, tmp_path, loaded, pieces, serial):
     numbers = [*reversed(range(count)), 0]
     done = [index(tmp_path, loaded, pieces, Shard(number, count)) for number in numbers]
     assert objects(tmp_path) == serial
@@ -80,7 +80,7 @@ def test_indexer_that_was_stopped_continues_where_it_was(tmp_path, loaded, piece
     assert objects(tmp_path) == serial
 
 
-def test_indexer_knows_the_bytes_and_refuses_a_store_that_is_too_small(tmp_path, loaded, pieces):
+def test_indexer_knows_bytes_and_refuses_store_that_is_too_small(tmp_path, loaded, pieces):
     with ChunkStore.open("memory://") as store:
         indexer = Indexer(*loaded, store, pieces)
         indexer.run()
@@ -94,7 +94,7 @@ def test_indexer_knows_the_bytes_and_refuses_a_store_that_is_too_small(tmp_path,
         assert indexer.run().refused > 0
 
 
-def test_shard_is_the_launchers_or_refused(monkeypatch):
+def test_shard_is_launchers_or_refused(monkeypatch):
     for text in ("2/2", "a/b", "1", "-1/2", "0/0"):
         with pytest.raises(ConfigError, match="NUMBER/COUNT"):
             Shard.find(text)
@@ -121,7 +121,7 @@ def test_index_command_estimates_stores_and_names_what_ask_then_loads(tmp_path, 
 
 
 @pytest.mark.usefixtures("small_smollm2")
-def test_load_says_that_a_store_was_indexed_with_another_model(tmp_path, run, model_folder):
+def test_load_says_that_store_was_indexed_with_another_model(tmp_path, run, model_folder):
     where = ("--store", tmp_path / "kv")
     ask_other = ("ask", *where, "--max-new-tokens", "1", "--model", model_folder)
     line = f"The store's documents were indexed with smollm2; {model_folder}, as it is loaded now, finds none of"

@@ -19,7 +19,7 @@ def load():
     return built("llama"), None
 
 
-def test_index_chunks_stores_rows_of_a_data_set_from_two_processes(tmp_path):
+def test_index_chunks_stores_rows_of_data_set_from_two_processes(tmp_path):
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_dict({"ids": [*IDS, IDS[0]]})
     index = IndexChunks(load, tmp_path / "kv", column="ids", threads=1)
@@ -49,7 +49,7 @@ def test_index_chunks_leaves_empty_documents_out_and_refuses_what_is_none(tmp_pa
         index({"text": ["Mara keeps the light.", None]})
 
 
-def test_index_chunks_says_that_a_store_is_full(tmp_path):
+def test_index_chunks_says_that_store_is_full(tmp_path):
     index = IndexChunks(load, {"location": tmp_path / "kv", "disk_bytes": 10}, column="ids")
     with pytest.raises(StoreError, match="did not keep a chunk"):
         index({"ids": IDS[:2]})

@@ -61,7 +61,7 @@ def answer(model, cache, inputs, **settings):
     [*(("spaces", case) for case in CASES), ("bytes", "chatml, several turns"), ("bytes", "llama 3")],
     indirect=["known"],
 )
-def test_inputs_from_messages_are_the_ids_of_apply_chat_template_and_give_its_text(known, cached, case):
+def test_inputs_from_messages_are_ids_of_apply_chat_template_and_give_its_text(known, cached, case):
     model, tokenizer = known
     template, messages, documents, given = CASES[case]
     given = {"chat_template": template, **given}
@@ -78,7 +78,7 @@ def test_inputs_from_messages_are_the_ids_of_apply_chat_template_and_give_its_te
 
 
 @pytest.mark.parametrize("case", ["unnamed", *list(CASES)[1::3]])
-def test_documents_in_messages_are_loaded_and_a_prompt_that_was_seen_computes_no_chunk(known, cached, case):
+def test_documents_in_messages_are_loaded_and_prompt_that_was_seen_computes_no_chunk(known, cached, case):
     model, tokenizer = known
     template, messages, documents, given = CASES.get(case, (CHATML, [SYSTEM, *TURNS], (), {}))
     store = memory()
@@ -96,7 +96,7 @@ def test_documents_in_messages_are_loaded_and_a_prompt_that_was_seen_computes_no
     assert 0 <= reports[1].seam_tokens <= 4 * reports[1].loaded_chunks
 
 
-def test_text_before_the_documents_is_exact_from_the_second_request_on(known, cached):
+def test_text_before_documents_is_exact_from_second_request_on(known, cached):
     model, tokenizer = known
     store = memory()
     reports = []
@@ -111,7 +111,7 @@ def test_text_before_the_documents_is_exact_from_the_second_request_on(known, ca
     assert reports[1].exact_tokens == reports[0].exact_tokens > 10
 
 
-def test_conversation_goes_on_in_the_same_cache_and_another_begins_where_it_differs(known, cached):
+def test_conversation_goes_on_in_same_cache_and_another_begins_where_it_differs(known, cached):
     model, tokenizer = known
     cache = cached(recompute_ratio=1.0)
     messages = [SYSTEM, ASKED]
@@ -134,7 +134,7 @@ def test_conversation_goes_on_in_the_same_cache_and_another_begins_where_it_diff
     said([SYSTEM, ASKED], DOCUMENTS)
 
 
-def test_inputs_from_messages_pad_a_batch_on_the_left(known, cached):
+def test_inputs_from_messages_pad_batch_on_left(known, cached):
     model, tokenizer = known
     both = [[SYSTEM, ASKED], [TURNS[2]]]
     cache = cached(recompute_ratio=1.0)
@@ -147,7 +147,7 @@ def test_inputs_from_messages_pad_a_batch_on_the_left(known, cached):
         cache.inputs_from_messages(tokenizer, both, DOCUMENTS, chat_template=PHI)
 
 
-def test_inputs_warn_once_of_plain_texts_for_a_chat_model(known, cached, caplog):
+def test_inputs_warn_once_of_plain_texts_for_chat_model(known, cached, caplog):
     cache = cached()
     tokenizer = copy.copy(known[1])
     tokenizer.chat_template = CHATML
@@ -170,7 +170,7 @@ def plain(tiny_model):
     return tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=2048), tokenizer
 
 
-def test_a_turn_is_rendered_as_the_template_renders_the_whole_conversation(plain):
+def test_turn_is_rendered_as_template_renders_whole_conversation(plain):
     tokenizer = plain[1]
     history = [Turn("Who?", "Mara.", ("DOC\n",)), Turn("Where?", "There.")]
     made = build_request(tokenizer, ["NEW\n"], "When?", "Be short.", history)
@@ -187,7 +187,7 @@ def test_a_turn_is_rendered_as_the_template_renders_the_whole_conversation(plain
     assert made["question"] == f"{said}Question: When?\nAnswer:"
 
 
-def test_asking_gives_the_answer_of_a_full_prefill_at_ratio_1_and_marks_documents_only(plain, store):
+def test_asking_gives_answer_of_full_prefill_at_ratio_1_and_marks_documents_only(plain, store):
     model, tokenizer = plain
     asked = Question(QUESTION, build_request(tokenizer, [f"{text}\n\n" for text in DOCUMENTS], QUESTION, None))
     ways = (FULL_PREFILL, Method("blend", BlendConfig(1.0)))

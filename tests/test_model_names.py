@@ -50,7 +50,7 @@ def test_what_is_no_short_name_is_left_to_from_pretrained():
     assert locate("owner/name") == "owner/name"
 
 
-def test_the_cache_of_the_hub_goes_first(empty_caches, tmp_path, monkeypatch):
+def test_cache_of_hub_goes_first(empty_caches, tmp_path, monkeypatch):
     monkeypatch.setattr(model_names, "_write", None)
     repository = tmp_path / "hub" / f"models--{SMOLLM2.hub_id.replace('/', '--')}"
     snapshot = repository / "snapshots" / "abc"
@@ -62,7 +62,7 @@ def test_the_cache_of_the_hub_goes_first(empty_caches, tmp_path, monkeypatch):
     assert Path(locate("smollm2")) == snapshot
 
 
-def test_without_either_the_ways_to_get_the_model_are_said(empty_caches, monkeypatch):
+def test_without_either_ways_to_get_model_are_said(empty_caches, monkeypatch):
     monkeypatch.setattr(metadata, "distribution", raising(metadata.PackageNotFoundError("any")))
     with pytest.raises(MissingExtraError) as caught:
         locate("smollm2")
@@ -84,7 +84,7 @@ def test_two_processes_convert_once(empty_caches, monkeypatch, caplog):
 
 
 @needs_package
-def test_what_a_stopped_conversion_left_is_no_model(empty_caches, monkeypatch):
+def test_what_stopped_conversion_left_is_no_model(empty_caches, monkeypatch):
     def stopped(source: Path, folder: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{")
@@ -98,7 +98,7 @@ def test_what_a_stopped_conversion_left_is_no_model(empty_caches, monkeypatch):
 
 
 @needs_package
-def test_a_cache_that_cannot_be_written_is_named(empty_caches, monkeypatch):
+def test_cache_that_cannot_be_written_is_named(empty_caches, monkeypatch):
     empty_caches.parents[1].mkdir(parents=True)
     empty_caches.parent.write_text("a file in the way")
     with pytest.raises(ConfigError, match="HF_HOME"):
@@ -107,7 +107,7 @@ def test_a_cache_that_cannot_be_written_is_named(empty_caches, monkeypatch):
 
 @needs_package
 @pytest.mark.slow
-def test_the_converted_weights_are_those_of_the_file(empty_caches):
+def test_converted_weights_are_those_of_file(empty_caches):
     gguf = pytest.importorskip("gguf")
     from safetensors import safe_open
 
@@ -131,7 +131,7 @@ unread = pytest.mark.usefixtures("no_weights")
 
 
 @unread
-def test_open_model_refuses_what_cannot_be_used_by_a_sentence(tmp_path):
+def test_open_model_refuses_what_cannot_be_used_by_sentence(tmp_path):
     """What else it refuses is among the mistakes of test_new_user.py."""
     AutoConfig.for_model("vit").save_pretrained(tmp_path / "vit")
     with pytest.raises(UnsupportedModelError, match=r"(?s)vit.*decoder-only|decoder-only.*vit"):
@@ -147,13 +147,13 @@ def test_open_model_refuses_what_cannot_be_used_by_a_sentence(tmp_path):
 
 
 @unread
-def test_open_model_asks_nothing_of_a_hub_that_cannot_be_reached(monkeypatch):
+def test_open_model_asks_nothing_of_hub_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr(bundled, "_hub_is_reachable", lambda: False)
     with pytest.raises(ConfigError, match="hub cannot be reached"):
         open_model("nobody/nothing")
 
 
-def test_load_names_a_damaged_file_of_weights(model_folder, tmp_path):
+def test_load_names_damaged_file_of_weights(model_folder, tmp_path):
     shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="weights of the model"):

@@ -33,7 +33,7 @@ KEPT = {  # what is not extended, and why
 
 
 @pytest.mark.parametrize("name", slow_but("llama", "deepseek_v3", "gptj", "gemma3_text", among=MOVED))
-def test_a_moved_sequence_is_what_the_stock_model_computes_there(name):
+def test_moved_sequence_is_what_stock_model_computes_there(name):
     if name == "cohere_compass_text":
         skip_in_the_oldest("no tiny model of this type can be built")
     subject = ModelUnderTest(shared_zoo_model(name))
@@ -43,7 +43,7 @@ def test_a_moved_sequence_is_what_the_stock_model_computes_there(name):
 
 
 @pytest.mark.parametrize("name", slow_but("llama", "deepseek_v3", among=EXTENDED))
-def test_every_layer_extended_is_the_stock_layer_at_the_grouped_positions(name):
+def test_every_layer_extended_is_stock_layer_at_grouped_positions(name):
     result = checks.self_extend(ModelUnderTest(shared_zoo_model(name)))  # fails where the distances change nothing
     assert result.passed
     assert result.error <= TOLERANCE
@@ -56,7 +56,7 @@ def test_self_extend_refuses_what_cannot_be_extended_by_its_layer_before_anythin
             self_extend(model, allow_unverified=bool(at % 2)).__enter__()
 
 
-def test_a_check_of_what_is_refused_neither_holds_nor_fails():
+def test_check_of_what_is_refused_neither_holds_nor_fails():
     verdict = verify("tiny:falcon", dtypes=["float32"], attention=["eager"], checks=EXTEND)
     assert [(one.passed, one.max_abs_error) for one in verdict.checks] == [(None, None)]
     assert verdict.supported
@@ -113,7 +113,7 @@ def first_dimensions(source, layer, states, old, new):
 
 
 @pytest.mark.parametrize(("name", "mutation"), [("llama", nothing_moves), ("deepseek_v3", first_dimensions)])
-def test_self_extend_that_does_nothing_or_the_wrong_thing_is_seen_and_refused(name, mutation, monkeypatch):
+def test_self_extend_that_does_nothing_or_wrong_thing_is_seen_and_refused(name, mutation, monkeypatch):
     model = tiny_model(name)
     monkeypatch.setattr(extending, "_moved", mutation)
     with pytest.raises(UnsupportedModelError, match=r"cannot be extended: .* the output of layer \d is off by"):
@@ -154,7 +154,7 @@ def test_holes_are_refused_where_attention_counts_tokens(name):
     assert cache.positions() == [*range(38)]
 
 
-def test_nothing_is_stored_or_blended_that_a_model_computes_inside_self_extend(tmp_path):
+def test_nothing_is_stored_or_blended_that_model_computes_inside_self_extend(tmp_path):
     model = shared_zoo_model("llama")
     store = ChunkStore.open("memory://")
     ids = prompt(40)

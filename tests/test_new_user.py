@@ -90,7 +90,8 @@ def here(here, written, monkeypatch):
 def indexed(written, own_model, tmp_path_factory):
     """A store with all of the documents, and what the command said."""
     folder = tmp_path_factory.mktemp("indexed")
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     listening = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
     with contextlib.chdir(written), listening[0], listening[1], pytest.raises(SystemExit) as ended:
         main(["index", "notes", "--model", own_model, "--store", str(folder / "kv"), "--json"])
@@ -98,7 +99,7 @@ def indexed(written, own_model, tmp_path_factory):
     return folder / "kv", json.loads(out.getvalue()), err.getvalue()
 
 
-def test_index_says_first_the_size_the_time_and_what_is_left_out(indexed):
+def test_index_says_first_size_time_and_what_is_left_out(indexed):
     _, found, said = indexed
     assert found["documents"] == FILES
     assert found["stored"] == found["chunks"] >= FILES
@@ -108,7 +109,7 @@ def test_index_says_first_the_size_the_time_and_what_is_left_out(indexed):
     assert re.search(r"to compute, about \d+ (s|min) on ", said)
 
 
-def test_ask_reads_the_right_one_of_many_files_and_computes_no_document(indexed, here, run, own_model):
+def test_ask_reads_right_one_of_many_files_and_computes_no_document(indexed, here, run, own_model):
     store, _, _ = indexed
     wanted = (here / "notes" / "note-06.txt").read_text()
     question = f"What is said of {' '.join(wanted.split()[:12])}?"
@@ -209,7 +210,7 @@ def folders(tmp_path_factory, model_folder):
     return path
 
 
-def test_mistake_is_a_sentence_with_exit_code_2_before_any_weight_is_read(here, run, folders, own_model, monkeypatch):
+def test_mistake_is_sentence_with_exit_code_2_before_any_weight_is_read(here, run, folders, own_model, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))

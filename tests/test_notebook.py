@@ -20,7 +20,7 @@ def plain(cell):
     return "\n".join(line[: -len(line.lstrip())] + "pass" if line.lstrip().startswith("%") else line for line in lines)
 
 
-def test_the_notebook_is_short_holds_no_output_and_every_cell_is_python():
+def test_notebook_is_short_holds_no_output_and_every_cell_is_python():
     assert len(NOTEBOOK["cells"]) <= 10
     assert not any(cell.get("outputs") for cell in NOTEBOOK["cells"])
     assert all(ast.parse(plain(cell)).body for cell in CODE)
@@ -28,7 +28,8 @@ def test_the_notebook_is_short_holds_no_output_and_every_cell_is_python():
 
 def run_notebook(monkeypatch):
     """Run all cells; the names that they leave, and what was displayed."""
-    texts, names = [], {}
+    texts = []
+    names = {}
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(HTML=texts.append))
     for cell in CODE:
@@ -38,7 +39,7 @@ def run_notebook(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("here", "small_smollm2")
-def test_the_notebook_runs_and_draws_three_answers(monkeypatch):
+def test_notebook_runs_and_draws_three_answers(monkeypatch):
     names, (figure,) = run_notebook(monkeypatch)
     assert names["first"].computed_chunks == names["second"].loaded_chunks > 12
     assert figure.count('data-state="done"') == 3

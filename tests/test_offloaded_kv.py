@@ -77,7 +77,7 @@ class Live:
         self.peak = max(self.peak, sum(found.values()))
 
 
-def test_max_memory_holds_a_prompt_of_four_times_its_size_and_the_text_is_the_same(long_model, untouched, tmp_path):
+def test_max_memory_holds_prompt_of_four_times_its_size_and_text_is_same(long_model, untouched, tmp_path):
     store = memory()
     _, expected = asked(long_model, store, LONG)
     limit = KV_BYTES // 4
@@ -103,12 +103,13 @@ def test_max_memory_holds_a_prompt_of_four_times_its_size_and_the_text_is_the_sa
 
 
 @pytest.mark.parametrize("place", ["disk", "cpu"])
-def test_offloaded_layer_is_a_layer_on_its_device_whatever_is_done_with_it(tmp_path, monkeypatch, place):
+def test_offloaded_layer_is_layer_on_its_device_whatever_is_done_with_it(tmp_path, monkeypatch, place):
     monkeypatch.setattr(placing, "is_same", lambda *_: False)  # as if a GPU computed, and "cpu" were another place
     torch.manual_seed(0)
     plain = BlendLayer()
     held = KVMemory([0, 1], BlendConfig(kv_device_map=place, offload_folder=tmp_path))
-    layer, other = OffloadedLayer(held, 0), OffloadedLayer(held, 1)
+    layer = OffloadedLayer(held, 0)
+    other = OffloadedLayer(held, 1)
 
     def states(tokens, batch=2):
         return torch.randn(batch, 2, tokens, 8), torch.randn(batch, 2, tokens, 6)
@@ -157,7 +158,8 @@ def test_offloaded_layer_is_a_layer_on_its_device_whatever_is_done_with_it(tmp_p
 
 
 def test_decoding_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch):
-    written, append = [], AwayLayer.append
+    written = []
+    append = AwayLayer.append
 
     def counted(layer, keys, values):
         written.append(len(keys))
@@ -184,9 +186,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("how", slow_but("beams", "lookup", "sampling", "batch", "auto", among=CASES))
-def test_kv_device_map_gives_the_logits_of_a_cache_on_its_device(tmp_path, how):
+def test_kv_device_map_gives_logits_of_cache_on_its_device(tmp_path, how):
     family, settings = CASES[how]
-    model, store, pieces = zoo_model(family), memory(), PIECES
+    model = zoo_model(family)
+    store = memory()
+    pieces = PIECES
     ways = {**WAYS, "max_new_tokens": 70, "output_logits": True, "return_dict_in_generate": True, **settings}
     places = {"kv_device_map": {"here": "cpu", "auto": "auto"}.get(how, "disk"), "offload_folder": tmp_path}
     if how == "auto":
@@ -208,7 +212,9 @@ def test_kv_device_map_gives_the_logits_of_a_cache_on_its_device(tmp_path, how):
 
 
 def test_history_goes_on_in_offloaded_kv(model, tmp_path):
-    store, ways, texts = memory(), {**WAYS, "max_new_tokens": 10}, []
+    store = memory()
+    ways = {**WAYS, "max_new_tokens": 10}
+    texts = []
     for settings in ({}, {"kv_device_map": "disk", "offload_folder": str(tmp_path)}):
         cache = BlendCache(model, store, selector="query-attention", **settings)
         first = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **ways)
@@ -221,8 +227,9 @@ def test_history_goes_on_in_offloaded_kv(model, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["cpu", "disk"])
-def test_kv_device_map_of_a_model_that_accelerate_offloads(tiny_model, tmp_path, how):
-    model, store = tiny_model(), memory()
+def test_kv_device_map_of_model_that_accelerate_offloads(tiny_model, tmp_path, how):
+    model = tiny_model()
+    store = memory()
     _, expected = asked(model, store)
     if how == "cpu":
         cpu_offload(model, torch.device("cpu"))
@@ -242,7 +249,8 @@ def test_forward_or_write_that_fails_leaves_what_was_there_and_can_be_asked_agai
     cache, first = asked(model, memory(), recompute_ratio=1.0, **places)
     turn = {"chunks": [list(range(30, 100))], "question": [3, 4]}
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    reserve, calls = os.posix_fallocate, []
+    reserve = os.posix_fallocate
+    calls = []
 
     def full(*given):
         calls.append(given)
@@ -265,7 +273,7 @@ def test_forward_or_write_that_fails_leaves_what_was_there_and_can_be_asked_agai
     assert torch.equal(got, model.generate(whole, **WAYS))
 
 
-def test_away_layer_is_refused_in_a_forked_process(monkeypatch):
+def test_away_layer_is_refused_in_forked_process(monkeypatch):
     states = torch.randn(8, 1, 2, 4)
     layer = AwayLayer(states, states, torch.device("cpu"), None)
     layer.append(states, states)
@@ -275,7 +283,7 @@ def test_away_layer_is_refused_in_a_forked_process(monkeypatch):
             call()
 
 
-def test_kv_device_map_refuses_windows_alone_and_a_folder_that_is_a_file(model, tmp_path):
+def test_kv_device_map_refuses_windows_alone_and_folder_that_is_file(model, tmp_path):
     with pytest.raises(ConfigError, match=r"BlendSlidingLayer.*Leave kv_device_map out"):
         BlendCache(zoo_model("mistral"), memory(), kv_device_map="auto")
     (tmp_path / "file").write_text("x")

@@ -64,7 +64,7 @@ WORKFLOWS = {
 }
 
 
-def test_packages_are_the_folders_with_modules_and_their_data_exists():
+def test_packages_are_folders_with_modules_and_their_data_exists():
     found = set()
     for package, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
@@ -90,7 +90,7 @@ def test_imports_are_declared():
     assert {canonicalize_name(IMPORTED_AS.get(name, name)) for name in others} <= names(ALLOWED)
 
 
-def test_pins_are_allowed_and_the_oldest_transformers_is_the_oldest_allowed():
+def test_pins_are_allowed_and_oldest_transformers_is_oldest_allowed():
     for requirement in ALLOWED:
         version = VERSIONS.get(canonicalize_name(requirement.name))
         assert version is None or version in requirement.specifier, requirement
@@ -103,7 +103,7 @@ def test_pins_are_allowed_and_the_oldest_transformers_is_the_oldest_allowed():
     assert names(OLDEST) <= names(PINS), "only what differs from the tested versions"
 
 
-def test_workflows_test_every_version_call_targets_of_make_and_publish_without_a_token():
+def test_workflows_test_every_version_call_targets_of_make_and_publish_without_token():
     matrix = WORKFLOWS["tests"]["jobs"]["test"]["strategy"]["matrix"]
     assert matrix["python"] == re.findall(r"Python :: (3\.\d+)", SETUP["metadata"]["classifiers"])
     for version in (VERSIONS["transformers"], OLDEST_VERSIONS["transformers"]):
@@ -123,7 +123,7 @@ def test_makefile_calls_commands_and_programs_that_exist():
         assert (ROOT / program).is_file()
 
 
-def test_citation_and_hook_of_ruff_name_the_versions_that_are_here():
+def test_citation_and_hook_of_ruff_name_versions_that_are_here():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == __version__
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
     assert hooks[0]["rev"] == f"v{VERSIONS['ruff']}"
@@ -148,7 +148,7 @@ def test_image_is_made_of_files_and_extras_that_exist_and_holds_every_package():
     assert set(extras.split(",")) <= set(EXTRAS)
 
 
-def test_space_brings_what_the_library_needs_in_the_tested_versions():
+def test_space_brings_what_library_needs_in_tested_versions():
     card = SpaceCard((ROOT / "app" / "README.md").read_text("utf-8")).data.to_dict()
     assert card["sdk"] == "gradio"
     assert card["sdk_version"] == VERSIONS["gradio"]
@@ -236,7 +236,7 @@ def installed(built, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_sdist_makes_the_same_wheel_which_holds_every_module(built, tmp_path):
+def test_sdist_makes_same_wheel_which_holds_every_module(built, tmp_path):
     with tarfile.open(built[".gz"]) as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()

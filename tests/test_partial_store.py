@@ -34,7 +34,7 @@ def asked(model, store, pieces=PIECES, **ways):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_it_is_what_the_block_gives_and_the_model_is_untouched(untouched, tmp_path, attention):
+def test_it_is_what_block_gives_and_model_is_untouched(untouched, tmp_path, attention):
     model = zoo_model("llama")
     model.set_attn_implementation(attention)
     by_hand = ChunkStore([], [plugins.load("store.tiers", "memory")()])
@@ -68,7 +68,7 @@ def logits_of(model, store, **settings):
 
 
 @pytest.mark.parametrize("settings", [{"recompute_ratio": 1.0}, {"selector": "full"}])
-def test_where_all_is_recomputed_the_logits_are_those_of_plain_generate(model, tmp_path, settings):
+def test_where_all_is_recomputed_logits_are_those_of_plain_generate(model, tmp_path, settings):
     settings = {"selector": "kv-deviation", **settings}
     for _ in range(2):  # the second time from blocks
         with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
@@ -86,7 +86,7 @@ def block_files(folder):
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15])
-def test_a_damaged_block_costs_time_and_changes_no_answer(model, tmp_path, ratio):
+def test_damaged_block_costs_time_and_changes_no_answer(model, tmp_path, ratio):
     settings = {"recompute_ratio": ratio, "selector": "kv-deviation"} if ratio else {}
     given = {"partial": {**ANYHOW, "reorder": False}, "memory_bytes": 0}
     with ChunkStore.open(tmp_path, **given) as store:
@@ -110,7 +110,7 @@ def test_a_damaged_block_costs_time_and_changes_no_answer(model, tmp_path, ratio
         path.write_bytes(kept[path])
 
 
-def test_an_entry_whose_header_is_damaged_is_computed_again_or_read_whole_from_another_tier(model, tmp_path):
+def test_entry_whose_header_is_damaged_is_computed_again_or_read_whole_from_another_tier(model, tmp_path):
     given = {"partial": {**ANYHOW, "reorder": False}, "memory_bytes": 0}
     with ChunkStore.open(tmp_path / "near", **given, remote=f"file://{tmp_path}/far") as store:
         logits_of(model, store)
@@ -129,30 +129,6 @@ def test_an_entry_whose_header_is_damaged_is_computed_again_or_read_whole_from_a
             assert logits_of(model, store)[1].report.partial["partial_layers"] > 0, "it is in blocks again"
 
 
-def test_chunks_that_were_stored_whole_are_put_into_blocks_and_stay(model, tmp_path):
-    with ChunkStore.open(tmp_path) as store:
-        _, expected = asked(model, store)
-    with ChunkStore.open(tmp_path, partial=1.0) as store:
-        cache, got = asked(model, store)
-        assert cache.report.computed_chunks == 0
-        assert torch.equal(got, expected)
-    with ChunkStore.open(tmp_path, partial=ANYHOW) as store:
-        store.add(model, None, [list(range(30, 60))])
-    with ChunkStore.open(tmp_path) as store:
-        cache, got = asked(model, store, {**PIECES, "chunks": [*CHUNKS, list(range(30, 60))]})
-        assert cache.report.computed_chunks == 0
-
-
-def test_stored_chunks_are_found_in_any_prompt(model, tmp_path):
-    with ChunkStore.open(tmp_path, partial=ANYHOW) as store:
-        store.add(model, None, CHUNKS)
-        ids = torch.tensor([[1, 5, 6, *CHUNKS[0], *CHUNKS[2], 7, 8, 9]])
-        cache = BlendCache(model, store, **REUSE)
-        model.generate(ids, past_key_values=cache, **GREEDY)
-    assert cache.report.loaded_chunks >= 2
-    assert cache.report.partial["partial_layers"] > 0
-
-
 BATCH = {"prefix": [5, 6], "chunks": [CHUNKS, CHUNKS[::-1]], "question": [[7, 8], [9, 10, 11]]}
 
 
@@ -166,7 +142,7 @@ def test_batch_is_loaded_whole(model):
     assert torch.equal(got, expected)
 
 
-def test_an_exception_while_decoding_leaves_the_model_untouched(model, untouched, monkeypatch):
+def test_exception_while_decoding_leaves_model_untouched(model, untouched, monkeypatch):
     store = ChunkStore.open("memory://", partial=ANYHOW)
     asked(model, store)
     calls = []
@@ -182,7 +158,7 @@ def test_an_exception_while_decoding_leaves_the_model_untouched(model, untouched
             asked(model, store)
 
 
-def test_a_further_prompt_behind_a_part_is_refused(model):
+def test_further_prompt_behind_part_is_refused(model):
     store = ChunkStore.open("memory://", partial=ANYHOW)
     asked(model, store)
     cache, first = asked(model, store)
@@ -192,7 +168,7 @@ def test_a_further_prompt_behind_a_part_is_refused(model):
 
 
 @pytest.mark.parametrize("when", ["before the rename", "behind the rename"])
-def test_a_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_path, when):
+def test_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_path, when):
     with ChunkStore.open(tmp_path, partial={**ANYHOW, "reorder": False}, memory_bytes=0) as store:
         asked(model, store)
         _, expected = asked(model, store)
@@ -234,7 +210,7 @@ def test_what_was_deleted_or_is_too_old_is_not_loaded(model, tmp_path):
         assert faults(store) == {"expired": 1}
 
 
-def test_chunks_in_blocks_are_read_whole_by_every_store_and_a_codec_rounds_them_as_elsewhere(model, tmp_path):
+def test_chunks_in_blocks_are_read_whole_by_every_store_and_codec_rounds_them_as_elsewhere(model, tmp_path):
     for codec in ("raw", "int8"):
         with ChunkStore.open(tmp_path / codec, partial=ANYHOW, codec=codec, memory_bytes=0) as store:
             key = store.add(model, None, CHUNKS[:1])[0]

@@ -57,7 +57,7 @@ def _one_layer_at_a_time(monkeypatch):
 
 
 @pytest.mark.parametrize(("depth", "selector"), [(0, "random"), (1, "kv-deviation"), (100, "query-attention")])
-def test_pipeline_depth_gives_the_same_bits(model, filled, depth, selector):
+def test_pipeline_depth_gives_same_bits(model, filled, depth, selector):
     tier, _ = filled
     expected, _ = answered(model, cold(tier), selector=selector)
     store = cold(tier)
@@ -69,7 +69,7 @@ def test_pipeline_depth_gives_the_same_bits(model, filled, depth, selector):
 
 
 @pytest.mark.parametrize(("least_bytes", "within_s"), [(1, 1e6), (3000, 1e6), (1 << 20, 1e6), (1 << 20, 0.0)])
-def test_layers_come_several_at_a_time_where_they_are_small_and_the_tier_is_fast(
+def test_layers_come_several_at_time_where_they_are_small_and_tier_is_fast(
     model, filled, least_bytes, within_s, monkeypatch
 ):
     (tier, expected), asked, read = filled, [], entry.EntryReader.layers
@@ -85,7 +85,7 @@ def test_layers_come_several_at_a_time_where_they_are_small_and_the_tier_is_fast
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_layer_that_is_damaged_or_cannot_be_read_is_computed_in_the_same_request(model, filled, seed):
+def test_layer_that_is_damaged_or_cannot_be_read_is_computed_in_same_request(model, filled, seed):
     tier, expected = filled
     store = cold(FaultyTier(tier, seed, {"read.flip": 0.05, "read.io": 0.03, "read.truncate": 0.03}))
     for _ in range(3):

@@ -44,7 +44,7 @@ def slots(made):
     return [(slot.row, slot.start, slot.chunk.key.token_ids, slot.exact) for slot in made.chunks]
 
 
-def test_a_prefix_is_an_entry_of_its_own_once_it_was_computed(planner):
+def test_prefix_is_entry_of_its_own_once_it_was_computed(planner):
     one = planner(A)
     prefix = (*BOS, 5, 6)
     row = (*prefix, *A, *Q)
@@ -57,7 +57,7 @@ def test_a_prefix_is_an_entry_of_its_own_once_it_was_computed(planner):
     assert plan(planner(A, sink=()), (*A, *Q), at_beginning=False).exact.sum() == 0
 
 
-def test_chunks_and_what_a_prompt_begins_with_are_those_of_the_stores_namespace(planner):
+def test_chunks_and_what_prompt_begins_with_are_those_of_stores_namespace(planner):
     made = plan(planner(A, namespace="theirs"), (*BOS, 5, *A, *Q))
     assert slots(made) == [(0, 2, A, False)]
     assert made.chunks[0].chunk.key.namespace == "theirs"
@@ -69,7 +69,7 @@ def test_chunks_and_what_a_prompt_begins_with_are_those_of_the_stores_namespace(
         assert {placed.chunk.key.namespace for placed in made.chunks} == {"theirs"}
 
 
-def test_parse_counts_what_came_of_a_prompt_and_not_what_was_held_before_it(shared_model):
+def test_parse_counts_what_came_of_prompt_and_not_what_was_held_before_it(shared_model):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1, 1]])  # 4 held, 3 of the prompt, 2 new
     arguments = {"input_ids": torch.tensor([[8, 9], [8, 9]]), "attention_mask": mask, "logits_to_keep": 1}
     request = Request.parse(arguments, shared_model(), 7, PendingPrompt(cached=4))
@@ -85,7 +85,7 @@ def parts(made):
     return [(slot.start, slot.inside.start, slot.tokens, slot.exact) for slot in made.chunks]
 
 
-def test_a_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
+def test_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
     one = planner(LONG)
     made = plan(one, (*BOS, 7, 8, *LONG[1:-2], *Q))
     assert parts(made) == [(3, 1, 37, False)]
@@ -94,12 +94,12 @@ def test_a_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
     assert parts(plan(one, (*BOS, *LONG[1:], *Q)))[1:] == [(1, 1, 39, False)], "its first token is not there"
 
 
-def test_the_beginning_of_a_chunk_right_behind_its_sink_is_exact_whatever_follows(planner):
+def test_beginning_of_chunk_right_behind_its_sink_is_exact_whatever_follows(planner):
     made = plan(planner(LONG), (*BOS, *LONG[:-3], *Q))
     assert parts(made) == [(0, 0, 1, True), (1, 0, 37, True)]
 
 
-def test_places_inside_a_chunk_are_counted_from_its_stored_beginning(planner):
+def test_places_inside_chunk_are_counted_from_its_stored_beginning(planner):
     chunk, place, length = plan(planner(LONG), (*BOS, 7, *LONG[2:], *Q)).token_table()[:3, 0, 2:40]
     assert chunk.unique().tolist() == [0]
     assert length.unique().tolist() == [40]
@@ -115,7 +115,7 @@ def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
     assert parts(plan(one, row, known=known)) == [(0, 0, 3, True), (3, 1, 6, False)], "what is before it is an entry"
 
 
-def test_a_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(planner):
+def test_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(planner):
     row = (*BOS, 5, *A, *B, *Q)
     columns = (*range(5), *range(7, len(row) + 2))
     width = len(row) + 2
@@ -123,13 +123,13 @@ def test_a_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(pl
     assert slots(made) == [(0, 11, B, False)]
 
 
-def test_drop_makes_the_tokens_of_a_chunk_fresh_whatever_else_is_computed(planner):
+def test_drop_makes_tokens_of_chunk_fresh_whatever_else_is_computed(planner):
     made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q))
     made.drop(made.chunks[0])
     assert made.fresh(with_reusable=False).tolist() == [[True] * 9 + [False] * 5 + [True] * 3]
 
 
-def test_drop_counts_only_what_was_to_be_reused_before_the_rows_whose_logits_are_asked_for(planner):
+def test_drop_counts_only_what_was_to_be_reused_before_rows_whose_logits_are_asked_for(planner):
     row = (*BOS, 5, *A, *B, *Q)
     made = planner(A, B).plan([PromptRow(row, len(row), 0)], len(row), logits_rows=5)  # two are of B
     assert made.stored_counts == [7 + 3]
@@ -140,14 +140,14 @@ def test_drop_counts_only_what_was_to_be_reused_before_the_rows_whose_logits_are
     assert made.fresh(with_reusable=False).tolist() == [[True] * 2 + [False] * 7 + [True] * 8]
 
 
-def test_a_probe_computes_none_of_a_draft_behind_the_prompt(planner):
+def test_probe_computes_none_of_draft_behind_prompt(planner):
     row = (*BOS, 5, *A, *Q)
     prompt = PromptRow(row, len(row) + 2, 0, spans=[Span.whole(2, A)], prefix=0)
     made = planner(A).plan([prompt], len(row) + 2, logits_rows=3)
     assert made.sampled(2).nonzero()[1].tolist() == [0, 1, 9, 11], "of the question the first and the last"
 
 
-def test_column_mask_is_that_of_the_layers_that_see_everything():
+def test_column_mask_is_that_of_layers_that_see_everything():
     seen = torch.ones(2, 1, 2, 6, dtype=torch.bool)
     window = torch.ones(2, 1, 2, 6, dtype=torch.bool)
     seen[1, ..., :2] = window[1, ..., :2] = window[0, ..., :1] = False

@@ -52,18 +52,18 @@ def test_plugins_are_described_without_being_imported(fruits):
 
 
 @pytest.mark.parametrize("name", ["red-apple", "red_apple"])
-def test_loading_a_plugin_imports_it_alone_and_dashes_do_not_matter(fruits, name):
+def test_loading_plugin_imports_it_alone_and_dashes_do_not_matter(fruits, name):
     assert plugins.load("fruits", name).__name__ == "RedApple"
     assert "hf_blend.fruits.pear" not in sys.modules
 
 
-def test_a_new_file_is_all_that_a_new_method_needs(fruits):
+def test_new_file_is_all_that_new_method_needs(fruits):
     (fruits / "plum.py").write_text(PLUGIN.format(line="Sweet.", name="Plum"))
     assert plugins.load("fruits", "plum").__name__ == "Plum"
     assert plugins.describe("fruits")["plum"] == "Sweet."
 
 
-def test_a_wrong_name_is_answered_with_the_near_one_and_the_list(fruits):
+def test_wrong_name_is_answered_with_near_one_and_list(fruits):
     with pytest.raises(PluginNotFoundError) as caught:
         plugins.load("fruits", "red_aple")
     assert str(caught.value) == (
@@ -71,19 +71,13 @@ def test_a_wrong_name_is_answered_with_the_near_one_and_the_list(fruits):
     )
 
 
-@pytest.mark.parametrize("name", ["base", "__init__", "knife", "_seed", "../fruits/pear", ""])
-def test_what_is_not_a_plugin_cannot_be_loaded_as_one(fruits, name):
-    with pytest.raises(PluginNotFoundError, match="no plugin named"):
-        plugins.load("fruits", name)
-
-
 @pytest.mark.parametrize("call", [plugins.describe, lambda kind: plugins.load(kind, "pear")])
-def test_a_wrong_kind_is_answered_with_the_near_one(fruits, call):
+def test_wrong_kind_is_answered_with_near_one(fruits, call):
     with pytest.raises(PluginNotFoundError, match=r"no kind of plugin named 'fruit'\. Did you mean 'fruits'\?"):
         call("fruit")
 
 
-def test_a_file_with_two_plugins_is_refused_and_private_classes_and_imported_ones_do_not_count(fruits):
+def test_file_with_two_plugins_is_refused_and_private_classes_and_imported_ones_do_not_count(fruits):
     one = PLUGIN.format(line="One.", name="One")
     others = "\n\nclass _Three(Fruit): ...\n\n\nSame = Fruit\n"
     (fruits / "helped.py").write_text(one + others)
@@ -93,7 +87,7 @@ def test_a_file_with_two_plugins_is_refused_and_private_classes_and_imported_one
         plugins.load("fruits", "both")
 
 
-def test_an_installed_plugin_is_found_by_its_entry_point_and_cannot_replace_ours(fruits, monkeypatch, caplog):
+def test_installed_plugin_is_found_by_its_entry_point_and_cannot_replace_ours(fruits, monkeypatch, caplog):
     (fruits / "_elsewhere.py").write_text(PLUGIN.format(line="Sour.", name="Lemon"))
     offer(monkeypatch, "lemon_tree", "hf_blend.fruits._elsewhere:Lemon")
     assert plugins.describe("fruits")["lemon-tree"] == "hf_blend.fruits._elsewhere:Lemon (installed plugin)"
@@ -104,17 +98,10 @@ def test_an_installed_plugin_is_found_by_its_entry_point_and_cannot_replace_ours
     assert "json:JSONDecoder" in caplog.text
 
 
-@pytest.mark.parametrize("value", ["json:JSONDecoder", "json:dumps"])
-def test_an_entry_point_that_is_no_plugin_is_refused(fruits, monkeypatch, value):
-    offer(monkeypatch, "strange", value)
-    with pytest.raises(ConfigError, match=rf"'strange' \({value}\).*Correct the entry point"):
-        plugins.load("fruits", "strange")
-
-
 OURS = [(kind, name) for kind in plugins.kinds() for name in plugins.describe(kind)]
 
 
-def test_every_plugin_of_ours_loads_and_has_a_first_line():
+def test_every_plugin_of_ours_loads_and_has_first_line():
     for kind, name in OURS:
         assert isinstance(plugins.load(kind, name), type), (kind, name)
     lines = {(kind, name): plugins.describe(kind)[name] for kind, name in OURS}
@@ -131,7 +118,7 @@ class Mine(Selector):
 """
 
 
-def test_a_selector_may_be_a_file_anywhere_and_an_edit_of_it_counts(tmp_path):
+def test_selector_may_be_file_anywhere_and_edit_of_it_counts(tmp_path):
     path = tmp_path / "my_own.py"
     path.write_text(OWN)
     first = plugins.load("selectors", str(path))
@@ -142,18 +129,8 @@ def test_a_selector_may_be_a_file_anywhere_and_an_edit_of_it_counts(tmp_path):
     assert plugins.load("selectors", str(path)).__name__ == "Edited"
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [("x = (", r"my_own\.py' cannot be imported \(line 1\)"), ("1 / 0", "ZeroDivisionError"), ("x = 1", "0 public")],
-)
-def test_a_file_that_is_no_selector_is_refused_by_its_name(text, says, tmp_path):
-    (tmp_path / "my_own.py").write_text(text)
-    with pytest.raises(hf_blend.ConfigError, match=says):
-        plugins.load("selectors", str(tmp_path / "my_own.py"))
-
-
 @pytest.mark.parametrize("kind", ["store.codecs", "store.tiers", "store.eviction"])
-def test_what_an_entry_of_a_store_may_name_is_never_a_file(kind, tmp_path):
+def test_what_entry_of_store_may_name_is_never_file(kind, tmp_path):
     (tmp_path / "my_own.py").write_text("raise SystemExit('ran')")
     with pytest.raises(hf_blend.PluginNotFoundError):
         plugins.load(kind, str(tmp_path / "my_own.py"))

@@ -126,7 +126,7 @@ def test_position_ids_are_those_of_stock_at_every_ratio(family, place):
 
 @pytest.mark.parametrize("family", slow_but("llama", among=["llama", "gpt_neox", "deepseek_v3", "cohere"]))
 @torch.no_grad()
-def test_what_is_reused_is_the_chunk_alone_at_the_callers_positions(family):
+def test_what_is_reused_is_chunk_alone_at_callers_positions(family):
     model = model_of(family)
     positions = PLACES["a gap before the first chunk"][0]
     _, cache = blended(model, memory(), positions[None], 0.0, selector="none")
@@ -159,7 +159,7 @@ PADDED_FAST = [("llama", "shuffled"), ("gemma3_text", "a gap before the first ch
 
 
 @pytest.mark.parametrize(("family", "place"), slow_but(*PADDED_FAST, ("llama", None), among=PADDED))
-def test_position_ids_of_a_padded_batch_are_those_of_stock(family, place):
+def test_position_ids_of_padded_batch_are_those_of_stock(family, place):
     """Each row at its own; without any, columns are positions."""
     model = model_of(family)
     store = memory()
@@ -187,7 +187,7 @@ CUT_ALL = [*itertools.product(("llama", "gemma3_text", "qwen3_next"), CUTS, CUT_
 
 @pytest.mark.parametrize(("family", "cut", "place"), slow_but(*CUT_FAST, among=CUT_ALL))
 @torch.no_grad()
-def test_position_ids_of_a_prompt_in_parts_are_those_of_stock(family, cut, place):
+def test_position_ids_of_prompt_in_parts_are_those_of_stock(family, cut, place):
     """A gap may be where one part ends; what the first part was at is remembered."""
     model = model_of(family)
     positions = {"here": moved((cut, 6)), "before": moved((0, 11), (cut, -11))}.get(place)
@@ -209,7 +209,7 @@ def test_position_ids_of_a_prompt_in_parts_are_those_of_stock(family, cut, place
             assert apart(got[:, :, -count:], known[:, :, -count:]) <= TOLERANCE
 
 
-def test_find_runs_finds_the_first_token_of_each_run_over_the_borders_of_parts():
+def test_find_runs_finds_first_token_of_each_run_over_borders_of_parts():
     columns = np.arange(4)
     new, run = find_runs(np.stack((columns, columns + 2)), 0, 0)
     assert new.starts.tolist() == [0] * 4

@@ -49,7 +49,7 @@ class Ending(Merging):
         return [1, 7, *bare, 2] if add_special_tokens else bare
 
 
-def test_build_merges_no_token_across_a_seam_and_puts_in_front_what_the_tokenizer_puts_there():
+def test_build_merges_no_token_across_seam_and_puts_in_front_what_tokenizer_puts_there():
     assert build(Merging, "xa", ["ba", "b"], "b", separator="").ids == (1, 170, 147, 148, 147, 148, 148)
     assert len(tokenize(Merging, "xabab")) == 3
     for prefix, front in ((None, (1,)), ("", (1,)), ("x", (1, 170)), ([7, 8], (7, 8)), ((), ())):

@@ -131,7 +131,7 @@ def test_fingerprint_of_repacked_weights_changes_with_them(folder, rounding_cpu)
     assert len(seen) == 3
 
 
-def test_checks_hold_within_the_measured_floor(climbed):
+def test_checks_hold_within_measured_floor(climbed):
     """All checks, on every kind, are slow."""
     verdict = climbed("4bit")
     assert verdict.supported, verdict.reason
@@ -140,7 +140,7 @@ def test_checks_hold_within_the_measured_floor(climbed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["4bit", "4bit-bfloat16"])
-def test_the_ladder_holds_in_4_bit_with_avx512_bf16(kind, folder, rounding_cpu):
+def test_ladder_holds_in_4_bit_with_avx512_bf16(kind, folder, rounding_cpu):
     verdict = verify(str(folder / kind), dtypes=["float32"], attention=["sdpa"], checks=RUNGS)
     assert verdict.supported, verdict.reason
 
@@ -153,7 +153,7 @@ def test_every_rung_holds(kind, folder):
 
 
 @pytest.mark.slow
-def test_without_a_threshold_8_bit_is_exact_and_with_one_its_floor_is_measured(climbed):
+def test_without_threshold_8_bit_is_exact_and_with_one_its_floor_is_measured(climbed):
     exact = climbed("8bit-exact")
     found = climbed("8bit")
     errors = [rung.max_abs_error for rung in exact.checks if rung.name == "ratio_1"]
@@ -175,7 +175,7 @@ def test_chunks_of_another_precision_are_not_used(folder):
         assert cache.report.computed_chunks == computed, "prefix and chunks, unless this very model has stored them"
 
 
-def test_warning_per_product_is_silenced_for_a_request_only(folder, caplog):
+def test_warning_per_product_is_silenced_for_request_only(folder, caplog):
     model = load_model(str(folder / "8bit"))
     logger = logging.getLogger(LOGGER)
     before = list(logger.filters)

@@ -29,7 +29,7 @@ def filled(layer, tokens=200, **how):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_no_entry_is_off_by_more_than_half_a_step_of_its_group(bits, dtype):
+def test_no_entry_is_off_by_more_than_half_step_of_its_group(bits, dtype):
     keys, values = torch.randn(2, 2, 2, 4 * GROUP_TOKENS, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     keys[..., 3] = keys[..., 3] * 50 + 30  # a large channel costs the others nothing
     values[:, :, 7, :32] *= 50  # nor a large token; in 4 bits nor a large group of channels
@@ -47,7 +47,7 @@ def test_no_entry_is_off_by_more_than_half_a_step_of_its_group(bits, dtype):
         assert not torch.equal(found, groups)
 
 
-def test_an_odd_width_is_not_packed_into_pairs():
+def test_odd_width_is_not_packed_into_pairs():
     with pytest.raises(ConfigError, match=r"width 7.*kv_bits=8"):
         pack(4, torch.zeros(1, 1, 32, 7), torch.zeros(1, 1, 32, 8))
 
@@ -61,11 +61,13 @@ def test_what_is_zero_or_very_large_or_small_stays_finite():
     assert back[0][..., 0].eq(0).all()
 
 
-def test_new_tokens_are_seen_as_they_are_and_all_but_the_last_are_packed_behind_them():
-    layer, plain = QuantisedLayer(), BlendLayer()
+def test_new_tokens_are_seen_as_they_are_and_all_but_last_are_packed_behind_them():
+    layer = QuantisedLayer()
+    plain = BlendLayer()
     for seed, tokens in enumerate((200, 1, 1, 40, 1)):
         new = states(tokens, seed)
-        seen, wanted = layer.update(*new), plain.update(*new)
+        seen = layer.update(*new)
+        wanted = plain.update(*new)
         for got, true, part in zip(seen, wanted, new, strict=True):
             assert got.shape == true.shape
             assert torch.equal(got[:, :, -tokens:], part)
@@ -93,9 +95,10 @@ def test_crop_keeps_what_stands_before_and_goes_on(removed, bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_snapshots_bring_back_the_same_bits_and_beams_are_reordered(bits):
+def test_snapshots_bring_back_same_bits_and_beams_are_reordered(bits):
     layer = filled(QuantisedLayer(bits))
-    before, snapshot = layer.values.clone(), layer.snapshot()
+    before = layer.values.clone()
+    snapshot = layer.snapshot()
     layer.update(*states(100, 3))
     layer.restore(snapshot)
     assert torch.equal(layer.values, before)
@@ -104,7 +107,10 @@ def test_snapshots_bring_back_the_same_bits_and_beams_are_reordered(bits):
     layer.batch_repeat_interleave(2)
     assert torch.equal(layer.values, before[[1, 1, 1, 1]])
     layer.reset()
-    assert (layer.get_seq_length(), layer.keys, layer.nbytes, layer.packed_tokens) == (0, None, 0, 0)
+    assert layer.get_seq_length() == 0
+    assert layer.keys is None
+    assert layer.nbytes == 0
+    assert layer.packed_tokens == 0
     layer.crop(0)
     filled(layer)
     empty = QuantisedLayer()
@@ -118,7 +124,7 @@ def test_snapshots_bring_back_the_same_bits_and_beams_are_reordered(bits):
         ("gemma3_text", 8), ("llama", 4), among=[("llama", 8), ("gemma3_text", 8), ("deepseek_v3", 8), ("llama", 4)]
     ),
 )
-def test_the_prefill_is_exact_and_decoding_keeps_half_the_bytes_or_less(family, bits):
+def test_prefill_is_exact_and_decoding_keeps_half_bytes_or_less(family, bits):
     model = zoo_model(family).bfloat16()
     plain, inputs = prepared(model, LONG, recompute_ratio=0.3)
     cache, _ = prepared(model, LONG, recompute_ratio=0.3, kv_bits=bits)
@@ -144,7 +150,7 @@ INDEXED = ("llama", "deepseek_v32", "glm_moe_dsa", "qwen3_next")
 
 @pytest.mark.parametrize("name", slow_but("deepseek_v32", among=INDEXED))
 @torch.no_grad()
-def test_a_step_is_that_of_a_stock_cache_that_was_packed_by_hand(name):
+def test_step_is_that_of_stock_cache_that_was_packed_by_hand(name):
     if name in ("deepseek_v32", "glm_moe_dsa"):
         skip_in_the_oldest("models with an indexer turn their keys in a way that is refused")
     model = shared_zoo_model(name)

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a real chat model shows: its tokenizer's BOS, its template, and answers that can be read."""
 
-import json
 
 import pytest
 
@@ -17,7 +16,7 @@ def cache(smollm2) -> BlendCache:
     return BlendCache(smollm2[0], ChunkStore.open("memory://"), recompute_ratio=1.0)
 
 
-def test_the_real_model_answers(smollm2):
+def test_real_model_answers(smollm2):
     model, tokenizer = smollm2
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -26,13 +25,8 @@ def test_the_real_model_answers(smollm2):
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_the_size_of_its_cache_is_said_by_the_command(smollm2, run):
-    code, out, _ = run("size", "smollm2", "--context", "1000", "--json")
-    assert (code, json.loads(out)["cache_bytes"]) == (0, 46_080 * 1000)
-
-
 @pytest.mark.slow
-def test_inputs_are_the_ids_of_the_joined_text_where_no_token_is_merged(cache, smollm2):
+def test_inputs_are_ids_of_joined_text_where_no_token_is_merged(cache, smollm2):
     _, tokenizer = smollm2
     inputs = cache.inputs(tokenizer, chunks=NOTES, question=QUESTION)
     assert inputs["input_ids"].tolist() == [tokenizer("\n\n".join([*NOTES, QUESTION])).input_ids]
@@ -49,5 +43,6 @@ def test_chunks_in_few_bits_are_reused(codec, smollm2, tmp_path):
         with ChunkStore.open(tmp_path, codec=codec, memory_bytes=0) as store:
             cache = BlendCache(model, store)
             model(**cache.inputs_from_messages(tokenizer, messages, NOTES), past_key_values=cache, logits_to_keep=1)
-    assert (cache.report.computed_chunks, cache.report.refused_chunks) == (0, 0)
+    assert cache.report.computed_chunks == 0
+    assert cache.report.refused_chunks == 0
     assert cache.report.reusable_tokens

@@ -56,7 +56,7 @@ def laid(model, chunk, start, total, slots=None):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("start", [3, 450])
-def test_layer_zero_of_a_realigned_chunk_is_that_of_a_full_prefill(tiny_model, name, start):
+def test_layer_zero_of_realigned_chunk_is_that_of_full_prefill(tiny_model, name, start):
     model_type, config = MODELS[name]
     model = tiny_model(model_type, **{**LONG, **config})
     plain = DynamicCache()
@@ -73,7 +73,7 @@ def test_layer_zero_of_a_realigned_chunk_is_that_of_a_full_prefill(tiny_model, n
 
 @torch.no_grad()
 @pytest.mark.parametrize("first", [0, 1])
-def test_layers_that_share_a_table_turn_by_their_own_styles(tiny_model, first):
+def test_layers_that_share_table_turn_by_their_own_styles(tiny_model, first):
     model = tiny_model("smollm3", no_rope_layers=[first, 1 - first, first, 1 - first])
     chunk = capture_chunk(model, CHUNK, (1,), "f")
     moved = DynamicCache()
@@ -84,7 +84,7 @@ def test_layers_that_share_a_table_turn_by_their_own_styles(tiny_model, first):
         assert relative_error(keys[:, :, 50:80], plain.keys[:, :, 1:]) < 5e-6
 
 
-def test_a_chunk_may_stand_in_several_places(shared_model):
+def test_chunk_may_stand_in_several_places(shared_model):
     chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
     both = [PlacedChunk(0, 5, chunk, False, 0), PlacedChunk(0, 50, chunk, False, 1)]
     _, together = laid(shared_model(), chunk, 0, 90, both)
@@ -93,7 +93,7 @@ def test_a_chunk_may_stand_in_several_places(shared_model):
         assert torch.equal(together[1][0][:, :, start : start + 30], alone[1][0][:, :, start : start + 30])
 
 
-def test_mismatches_are_relative_and_take_the_worse_of_keys_and_values_of_each_chunk(shared_model):
+def test_mismatches_are_relative_and_take_worse_of_keys_and_values_of_each_chunk(shared_model):
     model = shared_model()
     nan = float("nan")
     one = capture_chunk(model, CHUNK, (1,), "f")

@@ -22,7 +22,7 @@ def store(tmp_path):
         yield opened
 
 
-def test_recipe_of_a_model_is_taken_said_and_survives_the_process(shared_model, store, tmp_path):
+def test_recipe_of_model_is_taken_said_and_survives_process(shared_model, store, tmp_path):
     model = shared_model()
     assert prefilled(model, PIECES, store=store)[0].report.recipe == "the default"
     store.recipes.put(fingerprint(model), TUNED)
@@ -36,7 +36,7 @@ def test_recipe_of_a_model_is_taken_said_and_survives_the_process(shared_model, 
     assert BlendCache(other, store).config == BlendConfig()
 
 
-def test_arguments_override_a_recipe(shared_model, store):
+def test_arguments_override_recipe(shared_model, store):
     model = shared_model()
     store.recipes.put(fingerprint(model), TUNED)
     assert BlendCache(model, store, recompute_ratio=0.1).config == BlendConfig(0.1, "boundary")
@@ -68,7 +68,7 @@ def test_recipe_that_cannot_be_read_is_left_out_and_named(shared_model, store, t
     assert [record.getMessage().count(path.name) for record in caplog.records] == [1]
 
 
-def test_store_in_memory_keeps_a_recipe_and_one_in_part_asks_no_question(shared_model):
+def test_store_in_memory_keeps_recipe_and_one_in_part_asks_no_question(shared_model):
     model = shared_model()
     store = ChunkStore.open("memory://")
     assert not store.recipes
@@ -78,7 +78,7 @@ def test_store_in_memory_keeps_a_recipe_and_one_in_part_asks_no_question(shared_
     assert BlendCache(model, ChunkStore.open("memory://", partial=0.5)).config.selector == BLIND_SELECTOR
 
 
-def test_a_file_that_a_folder_names_is_never_run(shared_model, tmp_path, caplog):
+def test_file_that_folder_names_is_never_run(shared_model, tmp_path, caplog):
     model = shared_model()
     ran = tmp_path / "ran"
     plugin = tmp_path / "mine.py"

@@ -36,7 +36,7 @@ def report(shared_model, pieces, tokenizer):
     return run
 
 
-def test_the_cost_of_a_layer_is_counted_not_looked_up_and_leaves_the_model_untouched(tiny_model, untouched):
+def test_cost_of_layer_is_counted_not_looked_up_and_leaves_model_untouched(tiny_model, untouched):
     model = tiny_model()
     with untouched(model):
         costs = layer_costs(model)
@@ -46,7 +46,7 @@ def test_the_cost_of_a_layer_is_counted_not_looked_up_and_leaves_the_model_untou
 
 
 @pytest.mark.parametrize("ratio", [0.15, 0.5, 1.0])
-def test_the_charged_budget_is_what_a_count_by_hand_gives(report, ratio):
+def test_charged_budget_is_what_count_by_hand_gives(report, ratio):
     got = report(recompute_ratio=ratio)
     chosen = got.chosen_columns[0]
     spent = whole(REUSABLE)  # layer 0: all
@@ -56,7 +56,7 @@ def test_the_charged_budget_is_what_a_count_by_hand_gives(report, ratio):
     assert got.charged_budget == pytest.approx(spent / (LAYERS * whole(REUSABLE)), rel=1e-6)
 
 
-def test_the_charged_budget_holds_what_the_look_of_a_selector_costs(report):
+def test_charged_budget_holds_what_look_of_selector_costs(report):
     got = report(recompute_ratio=0.15, selector="query-attention")
     chosen = got.chosen_columns[0]
     spent = (LAYERS - 1) * whole(chosen) + BEFORE * len(chosen)  # the last layer computes K and V
@@ -64,7 +64,7 @@ def test_the_charged_budget_holds_what_the_look_of_a_selector_costs(report):
     assert got.charged_budget == pytest.approx((spent + got.scoring_flops) / (LAYERS * whole(REUSABLE)), rel=1e-6)
 
 
-def test_behind_a_history_every_token_is_charged_for_the_keys_of_the_history_too(shared_model, pieces, tokenizer):
+def test_behind_history_every_token_is_charged_for_keys_of_history_too(shared_model, pieces, tokenizer):
     model = shared_model()
     cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3, selector="kv-deviation")
     given = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
@@ -86,7 +86,7 @@ def test_behind_a_history_every_token_is_charged_for_the_keys_of_the_history_too
     assert got.flop_bound == pytest.approx(full / got.flops, rel=1e-9)
 
 
-def test_charged_budget_of_an_early_choice_and_of_exact_chunks(report, pieces):
+def test_charged_budget_of_early_choice_and_of_exact_chunks(report, pieces):
     got = report(recompute_ratio=0.3, selector="boundary")
     chosen = got.chosen_columns[0]
     wanted = (3 * whole(chosen) + BEFORE * len(chosen)) / (LAYERS * whole(REUSABLE))
@@ -98,7 +98,7 @@ def test_charged_budget_of_an_early_choice_and_of_exact_chunks(report, pieces):
     assert got.flop_bound > 2
 
 
-def test_a_report_is_one_line_for_people_and_json_for_programs(report):
+def test_report_is_one_line_for_people_and_json_for_programs(report):
     got = report(recompute_ratio=0.15)
     shown = json.loads(json.dumps(got.to_dict()))
     assert shown["charged_budget"] == got.charged_budget

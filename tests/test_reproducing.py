@@ -81,7 +81,7 @@ def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied,
 
 
 @pytest.mark.slow
-def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(
+def test_kvstar_counts_accepted_tokens_as_session_does_and_resumes(
     untied, saved, asked, tmp_path, capsys, monkeypatch
 ):
     small_draft = saved("draft", num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
@@ -117,7 +117,7 @@ def test_kvstar_counts_accepted_tokens_as_the_session_does_and_resumes(
 
 
 @pytest.mark.slow
-def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes_on(
+def test_figures_are_made_on_folder_with_real_set_and_stopped_run_goes_on(
     saved, asked, tmp_path, monkeypatch, capsys
 ):
     arguments = ["cacheblend", "--model", saved("model", num_hidden_layers=5, hidden_size=16), *asked]
@@ -140,7 +140,7 @@ def test_the_figures_are_made_on_a_folder_with_a_real_set_and_a_stopped_run_goes
     assert made_by(arguments, capsys)[1] == figures
 
 
-def test_a_folder_without_a_task_and_a_layer_that_is_no_number_are_refused(tmp_path):
+def test_folder_without_task_and_layer_that_is_no_number_are_refused(tmp_path):
     (tmp_path / "news.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"no JSONL file for any of musique.*musique\.jsonl"):
         data_files(tmp_path, ("musique",))

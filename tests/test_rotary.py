@@ -66,7 +66,7 @@ def assert_close(got, expected, relative):
 
 
 @given(styles, st.tuples(positions, positions, positions), widths)
-def test_move_there_and_back_and_by_way_of_a_third_position(style, places, width):
+def test_move_there_and_back_and_by_way_of_third_position(style, places, width):
     keys, (first, second, third) = fresh_keys(), (table(style, place, width=width) for place in places)
     there = moved(style, keys, first, second)
     assert torch.equal(keys, fresh_keys()), "what is stored is not written"
@@ -76,7 +76,7 @@ def test_move_there_and_back_and_by_way_of_a_third_position(style, places, width
 
 
 @given(styles, positions, positions, widths, st.sampled_from((1.0, 0.5, 1.3)))
-def test_move_gives_what_the_model_computes_there_at_any_distance(style, here, there, width, factor):
+def test_move_gives_what_model_computes_there_at_any_distance(style, here, there, width, factor):
     """With an attention factor, which is in a moved key once."""
     old, new = (table(style, at, width=width, factor=factor) for at in (here, there))
     got = moved(style, rotated(style, fresh_keys(), old).float(), old, new)
@@ -84,7 +84,7 @@ def test_move_gives_what_the_model_computes_there_at_any_distance(style, here, t
     assert torch.equal(got[..., width:], fresh_keys()[..., width:]), "what does not turn is copied bit for bit"
 
 
-def test_move_is_exact_where_turning_by_the_difference_of_angles_is_not():
+def test_move_is_exact_where_turning_by_difference_of_angles_is_not():
     here = 7
     there = 100_003
     old = table(Half, here)
@@ -112,7 +112,7 @@ def test_move_from_short_to_long_factors_in_coarse_keys_and_by_views(style):
     assert torch.equal(keys, torch.ones_like(keys))
 
 
-def test_rotary_table_takes_only_the_form_that_is_understood():
+def test_rotary_table_takes_only_form_that_is_understood():
     one = torch.ones(1, 4, 8)
     narrow = torch.ones(1, 4, 16)
     assert rotary_table({"position_embeddings": (one, one)}) is not None
@@ -148,7 +148,7 @@ def test_rotary_styles_of_each_layer_are_found_once_per_model(tiny_model, untouc
     assert rotary_styles(tiny_model(model_type, **config).bfloat16()) == tuple(expected), "with a coarse tolerance"
 
 
-def test_rotary_styles_refuses_values_that_depend_on_the_position(tiny_model):
+def test_rotary_styles_refuses_values_that_depend_on_position(tiny_model):
     model = tiny_model()
     attention = decoder_layers(model)[2].self_attn
 

@@ -50,14 +50,6 @@ def test_rows_hold_the_wanted_places_sorted_and_each_once(grid):
     assert rows.columns.shape[1] == grid.sum(1).max()
 
 
-@given(grids())
-def test_a_filler_repeats_the_first_row_of_its_own_entry(grid):
-    rows, _ = Rows.of(grid)
-    assert torch.equal(rows.columns, rows.columns.sort(dim=1).values)
-    assert all(set(columns.tolist()) == set(wanted) for columns, wanted in zip(rows.columns, sets(rows), strict=True))
-    assert torch.equal(rows.columns[fillers(rows)], rows.columns[:, :1].expand_as(rows.columns)[fillers(rows)])
-
-
 @given(st.data())
 def test_keeping_some_rows_twice_is_keeping_what_both_want(data):
     first = data.draw(grids())

@@ -88,7 +88,7 @@ def chosen(one, seen, ratio):
 
 
 @each
-def test_score_is_one_finite_float32_a_token_and_a_function_of_what_is_reusable(name):
+def test_score_is_one_finite_float32_token_and_function_of_what_is_reusable(name):
     one = selector(name)
     seen = view()
     other = view((8,))
@@ -110,7 +110,7 @@ def test_score_is_one_finite_float32_a_token_and_a_function_of_what_is_reusable(
 
 
 @each
-def test_count_is_the_size_of_nested_sets_and_a_share_or_an_end_of_the_scale(name):
+def test_count_is_size_of_nested_sets_and_share_or_end_of_scale(name):
     one = selector(name)
     seen = view()
     before = torch.zeros(1, sum(CHUNKS) + QUESTION, dtype=torch.bool)
@@ -134,7 +134,7 @@ def test_score_needs_no_states_where_none_are_declared(name):
     assert torch.equal(one.score(bare), one.score(view()))
 
 
-def test_count_is_the_ceiling_of_the_share_without_the_noise_of_floating_point():
+def test_count_is_ceiling_of_share_without_noise_of_floating_point():
     one = selector("kv-deviation")
     for hundredths in (0, 1, 7, 15, 29, 30, 57, 100):
         for tokens in (1, 3, 20, 100, 1007):
@@ -142,7 +142,7 @@ def test_count_is_the_ceiling_of_the_share_without_the_noise_of_floating_point()
 
 
 @pytest.mark.parametrize(("on", "parts"), [("v", (1,)), ("k", (0,)), ("kv", (0, 1))])
-def test_kv_deviation_is_the_squared_distance_over_heads_and_width(on, parts):
+def test_kv_deviation_is_squared_distance_over_heads_and_width(on, parts):
     seen = view()
     got = selector("kv-deviation", on=on).score(view())
     for token in range(sum(CHUNKS)):
@@ -177,7 +177,7 @@ def blended(model, request, hear=None, **settings):
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "eager"), ("gpt_neox", "sdpa"), ("gemma", "sdpa")])
-def test_attention_observer_gets_the_models_own_attention_and_changes_no_answer(
+def test_attention_observer_gets_models_own_attention_and_changes_no_answer(
     shared_model, pieces, family, attention
 ):
     model = shared_model(family, attention)
@@ -197,7 +197,7 @@ def test_attention_observer_gets_the_models_own_attention_and_changes_no_answer(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
-def test_expected_error_sees_what_stock_attention_of_some_rows_of_the_question_sees(shared_model, monkeypatch, family):
+def test_expected_error_sees_what_stock_attention_of_some_rows_of_question_sees(shared_model, monkeypatch, family):
     model = shared_model(family, "eager")
     weights = []
     columns = []

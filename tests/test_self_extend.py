@@ -11,7 +11,8 @@ from hf_blend import self_extend
 from tests.asking import prompt, rotated
 from tests.conftest import shared_zoo_model
 
-WINDOW, GROUP = 8, 4
+WINDOW = 8
+GROUP = 4
 TOLERANCE = 2e-5
 
 
@@ -22,13 +23,16 @@ def model():
 
 def by_hand(model, ids):
     """Logits of a model of one layer, with distances as in equations 3 and 4 of the paper."""
-    block, config = model.model.layers[0], model.config
+    block = model.model.layers[0]
+    config = model.config
     hidden = block.input_layernorm(model.model.embed_tokens(ids))[0]
-    attention, places = block.self_attn, torch.arange(ids.shape[1])
+    attention = block.self_attn
+    places = torch.arange(ids.shape[1])
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     query, key, value = (part(hidden).view(ids.shape[1], -1, config.head_dim).transpose(0, 1) for part in projections)
     groups = config.num_attention_heads // config.num_key_value_heads
-    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    key = key.repeat_interleave(groups, 0)
+    value = value.repeat_interleave(groups, 0)
     near = rotated(query, places) @ rotated(key, places).transpose(1, 2)
     far_places = places // GROUP + WINDOW - WINDOW // GROUP
     far = rotated(query, far_places) @ rotated(key, places // GROUP).transpose(1, 2)
@@ -42,7 +46,7 @@ def by_hand(model, ids):
 
 
 @torch.no_grad()
-def test_attention_is_that_of_the_equations(model):
+def test_attention_is_that_of_equations(model):
     ids = prompt(40)
     with self_extend(model, trained_tokens=16, window_tokens=WINDOW, group_tokens=GROUP):
         got = model(ids).logits[0]
@@ -53,7 +57,8 @@ def test_attention_is_that_of_the_equations(model):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "cohere", "gpt_neox", "qwen3"])
 def test_groups_of_one_change_nothing(name):
-    model, ids = shared_zoo_model(name), prompt(40)
+    model = shared_zoo_model(name)
+    ids = prompt(40)
     wanted = model(ids).logits
     with self_extend(model, trained_tokens=16, group_tokens=1):
         got = model(ids).logits
@@ -61,9 +66,10 @@ def test_groups_of_one_change_nothing(name):
 
 
 @torch.no_grad()
-def test_the_model_is_as_before_after_the_block_and_after_an_exception(model):
+def test_model_is_as_before_after_block_and_after_exception(model):
     ids = prompt(40)
-    before, implementation = model(ids).logits, model.config._attn_implementation
+    before = model(ids).logits
+    implementation = model.config._attn_implementation
     with pytest.raises(IndexError), self_extend(model, trained_tokens=16):
         model(ids + 1000)
     assert model.config._attn_implementation == implementation
@@ -88,7 +94,8 @@ def test_decoding_and_padding_give_what_one_forward_gives(model):
 @pytest.mark.parametrize(
     ("trained", "longest", "window", "group"), [(64, 256, 32, 7), (64, 64, 32, 1), (100, 300, 50, 5)]
 )
-def test_the_least_group_that_keeps_far_tokens_within_the_trained_length(trained, longest, window, group, model):
+def test_least_group_that_keeps_far_tokens_within_trained_length(trained, longest, window, group, model):
     with self_extend(model, trained_tokens=trained, max_tokens=longest) as extension:
-        assert (extension.window_tokens, extension.group_tokens) == (window, group)
+        assert extension.window_tokens == window
+        assert extension.group_tokens == group
     assert (longest - 1) // group + window - window // group < trained + 1

@@ -96,7 +96,8 @@ def filled(tokens):
 
 def run(program):
     """Run a program on both, and compare what each sequence holds after each step."""
-    table, plain = TokenTable(), Lists()
+    table = TokenTable()
+    plain = Lists()
     for name, *arguments in program:
         if name == "append":
             append(table, arguments[0], plain.append(*arguments))
@@ -113,11 +114,11 @@ def run(program):
 
 
 @given(st.lists(OPERATION, max_size=25))
-def test_any_program_gives_what_a_plain_list_gives(program):
+def test_any_program_gives_what_plain_list_gives(program):
     run(program)
 
 
-def test_after_compaction_the_storage_has_no_hole():
+def test_after_compaction_storage_has_no_hole():
     table = filled(10)
     table.copy(0, 1, 6)
     table.remove(0, 2, 8)

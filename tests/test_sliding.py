@@ -50,7 +50,7 @@ def sliding(cache):
         among=itertools.product(FAMILIES, ("eager", "sdpa"), (1, 3)),
     ),
 )  # fmt: skip
-def test_a_prompt_of_four_windows_is_exact(pieces, family, attention, batch):
+def test_prompt_of_four_windows_is_exact(pieces, family, attention, batch):
     model = model_of(family, attention)
     requests = [pieces(**one) for one in BATCH[:batch]]
     cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
@@ -75,7 +75,7 @@ def test_scattered_rows_see_their_windows(family, attention):
 
 
 @families
-def test_a_window_and_the_answer_is_all_that_is_held(pieces, family):
+def test_window_and_answer_is_all_that_is_held(pieces, family):
     model = model_of(family)
     cache, inputs = prepared(model, pieces(**FOUR_WINDOWS))
     prefill(model, inputs, cache)
@@ -97,7 +97,7 @@ def test_a_window_and_the_answer_is_all_that_is_held(pieces, family):
 
 
 @torch.no_grad()
-def test_an_exception_puts_the_windows_back(pieces):
+def test_exception_puts_windows_back(pieces):
     model = model_of("gemma3_text")
     request = pieces(**FOUR_WINDOWS)
     cache, inputs = prepared(model, request)
@@ -116,7 +116,7 @@ def test_an_exception_puts_the_windows_back(pieces):
 
 @pytest.mark.parametrize("recording", [False, True])
 @pytest.mark.parametrize("window", [2, 5, 16, 40])
-def test_it_shows_what_a_dynamic_sliding_layer_shows(window, recording):
+def test_it_shows_what_dynamic_sliding_layer_shows(window, recording):
     mine = BlendSlidingLayer(window)
     theirs = DynamicSlidingWindowLayer(window)
     draw = torch.Generator().manual_seed(window)
@@ -144,7 +144,7 @@ def test_it_shows_what_a_dynamic_sliding_layer_shows(window, recording):
     assert mine.get_max_length() == theirs.get_max_length() == window
 
 
-def test_a_crop_into_a_forgotten_window_is_refused_and_changes_nothing(pieces):
+def test_crop_into_forgotten_window_is_refused_and_changes_nothing(pieces):
     model = model_of("gemma3_text")
     cache, inputs = prepared(model, pieces(**FOUR_WINDOWS))
     prefill(model, inputs, cache)
@@ -157,7 +157,7 @@ def test_a_crop_into_a_forgotten_window_is_refused_and_changes_nothing(pieces):
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
-def test_a_history_that_parts_before_what_a_window_keeps_is_computed_again(pieces, family):
+def test_history_that_parts_before_what_window_keeps_is_computed_again(pieces, family):
     model = model_of(family, "sdpa")
     cache, inputs = prepared(model, pieces(**FOUR_WINDOWS), recompute_ratio=1.0)
     history = asking.generated(model, inputs, cache)

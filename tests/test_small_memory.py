@@ -39,7 +39,7 @@ def ask(model, store, prompt, ratio=0.2):
 
 
 @pytest.mark.parametrize("eviction", ["lru", "importance"])
-def test_notice_says_how_much_of_a_prompt_there_is_room_for(shared_model, prompt, chunk_bytes, eviction):
+def test_notice_says_how_much_of_prompt_there_is_room_for(shared_model, prompt, chunk_bytes, eviction):
     model = shared_model(MODEL)
     with ChunkStore.open("memory://") as large:
         expected = ask(model, large, prompt)
@@ -58,7 +58,7 @@ def test_notice_says_how_much_of_a_prompt_there_is_room_for(shared_model, prompt
     assert expected[0].notice == ""
 
 
-def test_notice_is_empty_where_the_disk_keeps_what_memory_does_not(shared_model, prompt, chunk_bytes, tmp_path):
+def test_notice_is_empty_where_disk_keeps_what_memory_does_not(shared_model, prompt, chunk_bytes, tmp_path):
     with ChunkStore.open(tmp_path, memory_bytes=int(3.5 * chunk_bytes)) as store:
         assert ask(shared_model(MODEL), store, prompt)[0].notice == ""
         report, _ = ask(shared_model(MODEL), store, prompt)
@@ -67,7 +67,7 @@ def test_notice_is_empty_where_the_disk_keeps_what_memory_does_not(shared_model,
     assert report.computed_chunks == 0
 
 
-def test_chunks_of_a_request_that_failed_or_ended_may_go(shared_model, prompt, pieces, chunk_bytes, monkeypatch):
+def test_chunks_of_request_that_failed_or_ended_may_go(shared_model, prompt, pieces, chunk_bytes, monkeypatch):
     model = shared_model(MODEL)
     other = {**pieces((TOKENS,) * 3, prefix=0, seed=5), "prefix": [1]}
     with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes)) as store:
@@ -85,23 +85,7 @@ def test_chunks_of_a_request_that_failed_or_ended_may_go(shared_model, prompt, p
     assert report.computed_chunks == 0
 
 
-def test_a_forward_that_ended_protects_nothing_though_its_plan_is_kept(shared_model, prompt, monkeypatch):
-    with ChunkStore.open("memory://") as store:
-        protect = store.protect
-        plans = []
-        releases = []
-
-        def noting(keys, plan):
-            plans.append(plan)
-            releases.append(protect(keys, plan))
-            return releases[-1]
-
-        monkeypatch.setattr(store, "protect", noting)
-        ask(shared_model(MODEL), store, prompt)
-        assert [release.alive for release in releases] == [False] * len(plans) != []
-
-
-def test_protect_ends_with_the_last_of_two_requests(chunk_bytes, shared_model, prompt):
+def test_protect_ends_with_last_of_two_requests(chunk_bytes, shared_model, prompt):
     class Owner:
         pass
 

@@ -146,7 +146,7 @@ def test_sparse_decoding_attends_to_selected_blocks_and_tail_and_nothing_else(mo
         torch.testing.assert_close(got[seen], expected[seen], rtol=0, atol=2e-6)
 
 
-def test_sparse_decoding_leaves_the_model_as_it_was_after_an_exception_too(model, untouched):
+def test_sparse_decoding_leaves_model_as_it_was_after_exception_too(model, untouched):
     counts = []
 
     def fail(*_):
@@ -181,7 +181,7 @@ def test_sparse_decoding_leaves_another_cache_and_another_thread_dense(model):
         assert torch.equal(got[1], expected[1])
 
 
-def test_blocked_layer_represents_again_blocks_that_were_cut_while_a_selection_held():
+def test_blocked_layer_represents_again_blocks_that_were_cut_while_selection_held():
     layer = BlendLayer()
     blocks = BlockedLayer(
         layer, SparseConfig(block_tokens=4, recent_blocks=0), plugins.load("sparse.methods", "gsa")({})
@@ -213,7 +213,7 @@ def draft_model():
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_draft_and_verification_of_a_round_see_the_same_selection(model, monkeypatch):
+def test_draft_and_verification_of_round_see_same_selection(model, monkeypatch):
     draft = draft_model()
     draft.set_attn_implementation(model.config._attn_implementation)
     drafted = []
@@ -244,7 +244,7 @@ def test_draft_and_verification_of_a_round_see_the_same_selection(model, monkeyp
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9999])
-def test_draft_over_all_blocks_gives_the_text_of_greedy_search(model, share):
+def test_draft_over_all_blocks_gives_text_of_greedy_search(model, share):
     expected, _ = generated(model, prompt(), past_key_values=new_cache(model))
     ids, _, session = sparsely(model, draft=draft_model(), share=share)
     assert torch.equal(ids, expected)

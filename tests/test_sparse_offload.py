@@ -53,7 +53,7 @@ def alike(found, expected):
 
 
 @pytest.mark.parametrize(("pieces", "method"), [(PIECES, "kvstar"), (BATCH, "gsa")], ids=["one", "batch"])
-def test_sparse_decoding_from_disk_gives_the_text_of_blocks_on_the_device(model, untouched, tmp_path, pieces, method):
+def test_sparse_decoding_from_disk_gives_text_of_blocks_on_device(model, untouched, tmp_path, pieces, method):
     sparse = {**SMALL, "method": method}
     expected = decoded(model, pieces, sparse=sparse)
     with untouched(model):
@@ -113,7 +113,7 @@ class LiveThere:
 
 
 @pytest.mark.slow
-def test_the_device_holds_the_share_and_the_tail_and_the_rest_is_in_host_memory(monkeypatch):
+def test_device_holds_share_and_tail_and_rest_is_in_host_memory(monkeypatch):
     pieces = {"prefix": [1, 4, 5], "chunks": [[(7 * place) % 120 + 3 for place in range(1200)]], "question": [5, 6]}
     ways = {**GREEDY, "max_new_tokens": 4}
     sparse = {"share": 0.25, "block_tokens": 16, "min_tokens": 0}

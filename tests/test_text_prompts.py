@@ -42,7 +42,7 @@ def longest_run(prompt, chunk):
     [*(("spaces", join) for join in JOINS), ("bytes", "nothing"), ("bytes", "tags")],
     indirect=["known"],
 )
-def test_inputs_from_text_are_the_tokenizers_ids_and_reuse_the_longest_run_of_each_chunk(known, join):
+def test_inputs_from_text_are_tokenizers_ids_and_reuse_longest_run_of_each_chunk(known, join):
     model, tokenizer = known
     text = f"Answer the question.\n\n{JOINS[join](DOCUMENTS)}\n\n{QUESTION}"
     cache = BlendCache(model, memory(), recompute_ratio=1.0)
@@ -65,7 +65,7 @@ def test_inputs_from_text_are_the_tokenizers_ids_and_reuse_the_longest_run_of_ea
     assert keyword.report.computed_chunks == 0
 
 
-def test_reused_values_are_the_stored_ones_of_just_these_tokens(known):
+def test_reused_values_are_stored_ones_of_just_these_tokens(known):
     model, tokenizer = known
     store = memory()
     (key,) = store.add(model, tokenizer, DOCUMENTS[2:])
@@ -84,7 +84,7 @@ def test_reused_values_are_the_stored_ones_of_just_these_tokens(known):
     assert torch.allclose(cache.layers[0].keys, plain.layers[0].keys, atol=1e-4), "at layer 0 K depends on the token"
 
 
-def test_build_text_stores_a_chunk_of_which_every_token_differs_as_the_prompt_has_it(known):
+def test_build_text_stores_chunk_of_which_every_token_differs_as_prompt_has_it(known):
     tokenizer = known[1]
     text = "Ines: " + "".join(f"{letter}​" for letter in DOCUMENTS[1][:40]) + QUESTION
     chunk = text[6:86]
@@ -103,7 +103,7 @@ def test_build_text_stores_a_chunk_of_which_every_token_differs_as_the_prompt_ha
     assert span.first == 0
 
 
-def test_tokenizer_of_a_larger_model_is_refused_before_any_forward(known, tiny_model, monkeypatch):
+def test_tokenizer_of_larger_model_is_refused_before_any_forward(known, tiny_model, monkeypatch):
     model = tiny_model(vocab_size=100, num_hidden_layers=2)
     tokenizer = known[1]
     store = memory()
@@ -118,7 +118,7 @@ def test_tokenizer_of_a_larger_model_is_refused_before_any_forward(known, tiny_m
             make()
 
 
-def test_fallback_reason_says_once_that_a_store_finds_nothing(known, caplog):
+def test_fallback_reason_says_once_that_store_finds_nothing(known, caplog):
     model, tokenizer = known
     store = memory()
     asked = tokenizer(QUESTION, return_tensors="pt")

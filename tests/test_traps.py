@@ -47,7 +47,7 @@ def phi3(**fields):
 
 
 @torch.no_grad()
-def test_a_mask_that_is_left_out_hides_the_wrong_keys_from_scattered_rows(monkeypatch):
+def test_mask_that_is_left_out_hides_wrong_keys_from_scattered_rows(monkeypatch):
     model = zoo_model("llama")
     seen = []
     model.set_attn_implementation("sdpa")
@@ -89,7 +89,7 @@ def test_positions_with_gaps_are_never_shown_to_flash_attention(monkeypatch):
     assert not [places for _, places in shown if places is not None and _is_packed_sequence(places, 1)]
 
 
-def test_a_model_that_drops_a_cache_which_is_true_too_early_keeps_ours():
+def test_model_that_drops_cache_which_is_true_too_early_keeps_ours():
     model = phi3()
     cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
     stock = DynamicCache(config=model.config)
@@ -103,7 +103,7 @@ def test_a_model_that_drops_a_cache_which_is_true_too_early_keeps_ours():
     assert torch.equal(got, model.generate(inputs["input_ids"], **WAYS))
 
 
-def test_an_answer_that_crosses_into_long_factors_is_that_of_the_plain_model():
+def test_answer_that_crosses_into_long_factors_is_that_of_plain_model():
     model = phi3()
     short = {**PIECES, "chunks": [PIECES["chunks"][0], list(range(60, 74))]}
     cache, inputs = prepared(model, short, recompute_ratio=1.0)
@@ -114,7 +114,7 @@ def test_an_answer_that_crosses_into_long_factors_is_that_of_the_plain_model():
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_batch_whose_layers_count_positions_recomputes_the_same_columns_in_every_entry(attention):
+def test_batch_whose_layers_count_positions_recomputes_same_columns_in_every_entry(attention):
     model = shared_zoo_model("llama4_text", attention, **CHUNKED)
     found = []
     for requests in ([PIECES], [PIECES, PIECES], [PIECES, OTHER]):
@@ -129,7 +129,7 @@ def test_a_batch_whose_layers_count_positions_recomputes_the_same_columns_in_eve
     assert cache.report.charged_budget < 0.58, "padding of one keeps no column of the other: 0.64 where it does"
 
 
-def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_a_cache():
+def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_cache():
     model = shared_zoo_model("llama4_text", "sdpa", **CHUNKED)
     assert error(model, PIECES) <= 1e-5
     cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
@@ -140,7 +140,7 @@ def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_a_cache
     assert [layer.keys.shape[2] for layer in cache.layers] == [held[kind] for kind in model.config.layer_types]
 
 
-def test_frequencies_that_depend_on_the_longest_prompt_so_far_are_those_of_the_plain_model():
+def test_frequencies_that_depend_on_longest_prompt_so_far_are_those_of_plain_model():
     model = zoo_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=58)
     store = ChunkStore.open("memory://")
     twin = copy.deepcopy(model)

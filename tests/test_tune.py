@@ -26,14 +26,14 @@ def point(name, charged, kl):
 
 
 @pytest.mark.parametrize(("leave", "name", "is_enough"), [(0.5, "b", True), (0.3, "c", True), (0.05, "c", False)])
-def test_the_cheapest_that_leaves_little_enough_is_chosen_or_else_the_nearest(leave, name, is_enough):
+def test_cheapest_that_leaves_little_enough_is_chosen_or_else_nearest(leave, name, is_enough):
     points = [point("full reuse", 0.0, 1.0), point("d", 0.4, 0.3), point("b", 0.1, 0.45), point("c", 0.2, 0.1)]
     found, enough = choose(points, leave)
     assert found.candidate == name
     assert enough == is_enough
 
 
-def test_the_interval_of_a_share_is_that_of_paired_sums():
+def test_interval_of_share_is_that_of_paired_sums():
     parts = np.array([0.1, 0.4, 0.2, 0.6])
     wholes = np.array([1.0, 2.0, 1.0, 3.0])
     drawn = [
@@ -66,7 +66,7 @@ class Told:
         return SimpleNamespace(text="It is Ann, they say.")
 
 
-def test_the_choice_is_measured_on_prompts_that_did_not_choose_it():
+def test_choice_is_measured_on_prompts_that_did_not_choose_it():
     measure = Told()
     prompts = [Question(str(number), {}) for number in range(7)]
     got = tune(measure, prompts, candidates(["random", "boundary@0.45"], (0.1, 0.3)), 0.5)
@@ -115,7 +115,7 @@ def asker(shared_model, tokenizer):
     return Pipeline(shared_model(), tokenizer, ChunkStore.open("memory://"))
 
 
-def test_the_loss_is_the_divergence_of_the_answer_that_full_prefill_gives(asker, pieces):
+def test_loss_is_divergence_of_answer_that_full_prefill_gives(asker, pieces):
     prompt = Question("one", pieces(seed=1))
     given = [1, *prompt.request["prefix"][1:], *(t for chunk in prompt.request["chunks"] for t in chunk)]
     ids = torch.tensor([[*given, *prompt.request["question"]]])
@@ -143,7 +143,7 @@ def test_the_loss_is_the_divergence_of_the_answer_that_full_prefill_gives(asker,
     assert asker.loss(prompt, full, BlendConfig(1.0, "full")).kl < 1e-6 < got.kl
 
 
-def test_a_prompt_with_nothing_to_choose_among_and_a_store_that_is_too_small_are_refused(asker, pieces):
+def test_prompt_with_nothing_to_choose_among_and_store_that_is_too_small_are_refused(asker, pieces):
     prompt = Question("row 'x'", pieces(seed=2))
     full = asker.full(prompt, 2)
     with pytest.raises(ConfigError, match=r"dropped [0-9]+ chunks of row 'x'.*--store"):
@@ -170,7 +170,7 @@ class Chat:
         return {"input_ids": self.encode(text), "offset_mapping": [(at, at + 1) for at in range(len(text))]}
 
 
-def test_prompts_are_what_a_chat_model_is_asked_and_keep_their_passages_apart(tmp_path, tokenizer):
+def test_prompts_are_what_chat_model_is_asked_and_keep_their_passages_apart(tmp_path, tokenizer):
     path = jsonl(tmp_path / "rows.jsonl", {**ROW, "answers": ["Ann", "Anna"]}, {**ROW, "id": "b", "answer": "Ann"})
     first, second = read_prompts(path, Chat())
     assert first.request["documents"] == ["The mill is old.\n\n", "Ann owns it. ", "Bob left.\n\n"]
@@ -183,12 +183,12 @@ def test_prompts_are_what_a_chat_model_is_asked_and_keep_their_passages_apart(tm
     assert plain.request == {"prefix": None, "chunks": first.request["documents"], "question": "Who owns it?"}
 
 
-def test_a_prompt_that_is_too_long_is_refused_by_name(tmp_path, tokenizer):
+def test_prompt_that_is_too_long_is_refused_by_name(tmp_path, tokenizer):
     with pytest.raises(PromptError, match=r"row 'a' of '.*rows.jsonl' has 8[0-9] tokens.*at most the model's 60"):
         read_prompts(jsonl(tmp_path / "rows.jsonl", ROW), tokenizer, positions=60)
 
 
-def test_the_command_prints_one_document_for_a_model_of_ones_own(tmp_path, model_folder, run):
+def test_command_prints_one_document_for_model_of_ones_own(tmp_path, model_folder, run):
     rows = [{**ROW, "id": str(number), "question": f"Who owns it {number}?"} for number in range(4)]
     path = jsonl(tmp_path / "rows.jsonl", *rows)
     words = ("--model", model_folder, "--prompts", path, "--selector", "boundary@0.5", "--leave", 1, "--json")
@@ -202,7 +202,7 @@ def test_the_command_prints_one_document_for_a_model_of_ones_own(tmp_path, model
     assert found["answers"] is None
 
 
-def test_tune_keeps_its_choice_in_a_store_on_disk_and_says_what_recomputing_bought(tmp_path, run, model_folder):
+def test_tune_keeps_its_choice_in_store_on_disk_and_says_what_recomputing_bought(tmp_path, run, model_folder):
     rows = [{**ROW, "id": str(number), "question": f"{number}?"} for number in range(2)]
     prompts = ("--prompts", jsonl(tmp_path / "rows.jsonl", *rows))
     words = (*prompts, "--selector", "boundary@0.2", "--leave", 1, "--store", tmp_path / "kv")

@@ -7,7 +7,9 @@ import functools
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-IMAGE, START, END = 120, 122, 123
+IMAGE = 120
+START = 122
+END = 123
 TEXT = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,

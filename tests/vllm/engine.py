@@ -44,7 +44,8 @@ def answer(engine: Any, requests: list[dict[str, Any]], new_tokens: int = NEW_TO
     """Let the engine answer a batch of requests."""
     from vllm import SamplingParams
 
-    prompts, settings = [], []
+    prompts = []
+    settings = []
     for request in requests:
         prompt = {"prompt_token_ids": request["ids"]}
         prompts.append(prompt | ({"cache_salt": request["salt"]} if request.get("salt") else {}))
@@ -106,8 +107,10 @@ def fill(store: Path) -> None:
 
 def main() -> None:
     """Do a job."""
-    job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    engine, steps = make_engine(job), []
+    job = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(sys.argv[2])
+    engine = make_engine(job)
+    steps = []
     for step in job["steps"]:
         if step == "damage":
             damage(Path(job["extra"]["store"]))

@@ -27,7 +27,7 @@ class Letters:
         return list(map(ord, text))
 
 
-def test_the_salt_names_all_that_blended_blocks_depend_on():
+def test_salt_names_all_that_blended_blocks_depend_on():
     base = {"token_ids": IDS, "documents": DOCUMENTS, "config": BlendConfig(), "tenant": "a", "secret": b"s" * 32}
     others = [
         {"token_ids": [*IDS[:-1], 5]},
@@ -71,19 +71,19 @@ def test_documents_are_given_as_places_as_spans_or_as_texts():
         {"documents": [[1, 2]], "tenant": 5},
     ],
 )  # fmt: skip
-def test_what_is_not_in_the_prompt_is_refused(params):
+def test_what_is_not_in_prompt_is_refused(params):
     with pytest.raises(PromptError):
         read_params(params, IDS, Letters)
 
 
-def test_in_a_named_prompt_no_other_chunk_is_looked_for():
+def test_in_named_prompt_no_other_chunk_is_looked_for():
     spans = read_params({"documents": DOCUMENTS}, IDS, None).spans
     prompt = NamedPrompt(tuple(IDS), spans)
     assert not prompt.is_searched
     assert prompt.spans() == list(spans)
 
 
-def test_the_connector_without_vllm_names_what_to_install(monkeypatch):
+def test_connector_without_vllm_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.delitem(sys.modules, "hf_blend.integrations.vllm.connector", raising=False)
     with pytest.raises(MissingExtraError, match=r'pip install "hf-blend\[vllm\]"'):

@@ -53,7 +53,9 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def requests(model):
     """Requests over 2 to 6 documents in any order, some over none: (prefix, documents, question) in token ids."""
-    tokenizer, draw, made = model[1], random.Random(0), []
+    tokenizer = model[1]
+    draw = random.Random(0)
+    made = []
     documents, questions = texts()
     ids = [tokenizer.encode(f"{text}\n\n") for text in documents]
     for number in range(REQUESTS):
@@ -79,7 +81,8 @@ def texts() -> tuple[list[str], list[str]]:
 def as_sent(request: Any, config: BlendConfig | None = None, tenant: Any = None) -> dict[str, Any]:
     """A request as the engine takes it; with a config it names its documents, and has the salt of its plan."""
     prefix, documents, question = request
-    ids, spans = list(prefix), []
+    ids = list(prefix)
+    spans = []
     for document in documents:
         spans.append([len(ids), len(ids) + len(document)])
         ids += document
@@ -149,9 +152,10 @@ def test_at_ratio_one_every_answer_is_that_of_vllm_alone(model, requests, alone,
     assert found["not_shared"] == []
 
 
-def test_at_15_percent_every_answer_is_that_of_a_lone_cache(model, requests, tmp_path):
+def test_at_15_percent_every_answer_is_that_of_lone_cache(model, requests, tmp_path):
     plain_model = model[0]
-    config, store = BlendConfig(recompute_ratio=0.15), str(tmp_path / "store")
+    config = BlendConfig(recompute_ratio=0.15)
+    store = str(tmp_path / "store")
     named = [as_sent(one, config) for one in requests]
     bare = [{"ids": one["ids"]} for one in named]
     found = run(tmp_path, model, [named, bare], store=store, recompute_ratio=0.15)
@@ -162,14 +166,15 @@ def test_at_15_percent_every_answer_is_that_of_a_lone_cache(model, requests, tmp
             if documents:
                 inputs = cache.inputs(model[1], prefix=prefix, chunks=documents, question=question)
             else:
-                inputs, cache = {"input_ids": torch.tensor([[*prefix, *question]])}, None
+                inputs = {"input_ids": torch.tensor([[*prefix, *question]])}
+                cache = None
             output = plain_model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False)
             expected.append({"tokens": output[0, inputs["input_ids"].shape[1] :].tolist()})
     assert not differing(found["steps"][0], expected)
     assert not differing(found["steps"][1], expected), "chunks that are found in the ids"
 
 
-def test_no_fault_of_the_store_changes_an_answer(model, requests, alone, tmp_path):
+def test_no_fault_of_store_changes_answer(model, requests, alone, tmp_path):
     config = BlendConfig(recompute_ratio=1.0)
     named = [as_sent(one, config) for one in requests[:12]]
     extra = {"store": str(tmp_path / "store"), "recompute_ratio": 1.0, "memory_bytes": 0}
@@ -194,11 +199,14 @@ def small_device(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_and_a_redis_that_was_killed_change_no_answer(model, requests, alone, tmp_path, small_device):
+def test_full_disk_and_redis_that_was_killed_change_no_answer(model, requests, alone, tmp_path, small_device):
     """First all is stored, then the disk's entries go, then the server, then the room on the disk."""
     server = Server(redis_command, tmp_path)
-    client, url = pytest.importorskip("redis").Redis(port=server.port), f"redis://127.0.0.1:{server.port}/0"
-    held, config, count = [0], BlendConfig(recompute_ratio=1.0), min(6, REQUESTS)
+    client = pytest.importorskip("redis").Redis(port=server.port)
+    url = f"redis://127.0.0.1:{server.port}/0"
+    held = [0]
+    config = BlendConfig(recompute_ratio=1.0)
+    count = min(6, REQUESTS)
 
     def look():
         with contextlib.suppress(Exception):
@@ -229,7 +237,7 @@ def test_a_full_disk_and_a_redis_that_was_killed_change_no_answer(model, request
     assert counted["computed_chunks"] > 0
 
 
-def test_a_request_without_its_salt_is_computed_by_vllm(model, requests, alone, tmp_path):
+def test_request_without_its_salt_is_computed_by_vllm(model, requests, alone, tmp_path):
     config = BlendConfig()
     named = [{**as_sent(one, config), "salt": ""} for one in requests[:6]]
     found = run(tmp_path, model, [named], caching=True, store=str(tmp_path / "store"))
