@@ -12,7 +12,7 @@ from hf_blend.errors import ConfigError, PluginNotFoundError, suggest
 from .answering import blend_config
 from .methods.base import Blended, EvalMethod
 
-WITHOUT_RATIO = ("none", "full", "explicit")  # selectors that are no methods of their own
+WITHOUT_RATIO = ("none", "full")  # selectors that are no methods of their own
 
 
 class Blending(Blended):

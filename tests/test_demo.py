@@ -86,7 +86,6 @@ def test_compare_streams_three_answers_and_stores_pieces_once(bundled, store, qu
 
 
 def test_again_answers_with_every_selector_that_is_offered(bundled, store, query):
-    assert "explicit" not in selectors()
     for name in selectors():
         request = replace(query, selector=name, recompute_ratio=0.1)
         *_, state = again(bundled, store, request, Limits(), page.EMPTY)

@@ -5,6 +5,7 @@
 import copy
 import math
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.prefill.rows import highest
 from hf_blend.selectors import expected_error
 from hf_blend.selectors.attention import Attention
-from hf_blend.selectors.base import TokenView
+from hf_blend.selectors.base import Selector, TokenView
 
 SELECTORS = plugins.describe("selectors")
 CHUNKS = (7, 12, 5)
@@ -44,7 +45,7 @@ def view(seeds=(0,), pad=0):
     attention = _attention(seeds, columns, pad)
     return TokenView(
         CHECK, columns, number >= 0, number, offset, length,
-        lambda part: (fresh[CHECK][part], stored[CHECK][part]), stored.__getitem__,
+        lambda part: (fresh[CHECK][part], stored[CHECK][part]),
         lambda *given, **rows: _probe(attention, *given, **rows), LAYERS,
     )  # fmt: skip
 
@@ -62,7 +63,7 @@ def _attention(seeds, columns, pad):
     return Attention(queries, keys, values, columns, 0, mask[:, None], 6**-0.5)
 
 
-def _probe(attention, hear, layers, anchors=None, rows=QUESTION):
+def _probe(attention, hear, layers, rows=QUESTION):
     """Tell of the same attention, of the last rows only, as if it were that of every layer."""
     rows = slice(-min(rows, QUESTION), None)
     part = replace(
@@ -70,7 +71,7 @@ def _probe(attention, hear, layers, anchors=None, rows=QUESTION):
         mask=attention.mask[:, :, rows],
     )  # fmt: skip
     for layer in range(LAYERS) if layers is None else layers:
-        hear(layer, part, part.weights(slice(None)))
+        hear(layer, part, part.weights())
 
 
 def _states(seed, tokens):
@@ -254,10 +255,14 @@ def test_expected_error_reads_no_memory_that_nothing_was_written_to(shared_model
     assert chosen[0] == chosen[1]
 
 
+class Numbered(Selector):
+    defaults: ClassVar = {"share": 0.1, "is_on": False}
+    score = None
+
+
 def test_options_take_numbers_as_text_and_nothing_else():
-    attention = plugins.load("selectors", "query-attention")
-    made = attention({"anchor_ratio": "0.5", "by_value": "true"})
-    assert made.options["anchor_ratio"] == 0.5
-    assert made.options["by_value"]
-    with pytest.raises(ConfigError, match=r"anchor_ratio='many'.*float"):
-        attention({"anchor_ratio": "many"})
+    made = Numbered({"share": "0.5", "is_on": "true"})
+    assert made.options == {"share": 0.5, "is_on": True}
+    for name, value in (("share", "many"), ("is_on", "1")):
+        with pytest.raises(ConfigError, match=f"{name}='{value}'"):
+            Numbered({name: value})

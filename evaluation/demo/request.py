@@ -19,7 +19,6 @@ from .model_cache import Loaded
 from .visitors import Limits
 
 OPENING = "On which channel does the radio reach the rescue station?"
-HIDDEN = ("explicit",)  # selectors that need what a visitor cannot give
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def first_request() -> DemoRequest:
 
 def selectors() -> dict[str, str]:
     """The selectors that a visitor may choose: name → what it does."""
-    return {name: line for name, line in plugins.describe("selectors").items() if name not in HIDDEN}
+    return plugins.describe("selectors")
 
 
 def documents_of(text: str) -> list[str]:

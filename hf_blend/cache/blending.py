@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.cache_utils import Cache
 
 from .. import plugins
@@ -165,16 +165,14 @@ class BlendedForward:
             self._kv.frontier.obstacles = self._obstacles
             cache.prompts.pending, cache.report = self._pending, self._report
 
-    def _probe(
-        self, receive: Receive, layers: Sequence[int], anchors: Tensor | None = None, rows: int | None = None
-    ) -> None:
+    def _probe(self, receive: Receive, layers: Sequence[int], rows: int | None = None) -> None:
         """Run the question alone, in the middle of the forward."""
         cache, prefill, kv_layers = self._cache, self.prefill, self._kv.of_tokens
         request = prefill.context.request
         pairs = zip(kv_layers, self._snapshots, strict=True)
         suspended = [layer.suspend(snapshot, request.past) for layer, snapshot in pairs]
         self.prefill = probe = prefill.probe(
-            AttentionObserver(receive, layers, anchors, rows), lambda: self._kv.spare(self._snapshots)
+            AttentionObserver(receive, layers, rows), lambda: self._kv.spare(self._snapshots)
         )
         try:
             with cache.watch.hooks.inside():

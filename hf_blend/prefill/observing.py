@@ -23,55 +23,49 @@ from .request import Request
 class AttentionObserver:
     """Stands in the place of each layer's attention: tells what is looked at, and attends."""
 
-    def __init__(
-        self,
-        receive: Receive,
-        layers: Sequence[int] | None = None,
-        anchors: Tensor | None = None,
-        rows: int | None = None,
-    ) -> None:
-        """Prepare to listen to some layers, while attention looks at some anchors only, `[batch, columns]`.
+    def __init__(self, receive: Receive, layers: Sequence[int] | None = None, rows: int | None = None) -> None:
+        """Prepare to listen to some layers; None to all.
 
         A probe that listens computes no more than `rows` of the question's rows; the others are looked at by none.
         """
-        self._receive, self._layers, self._anchors, self.rows = receive, layers, anchors, rows
+        self._receive = receive
+        self._layers = layers
+        self.rows = rows
         self.computed: Tensor | None = None  # `[batch, columns]`: False on the question's columns that are left out
         self.last = None if layers is None else layers[-1]
         self._masks: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def takes(self, index: int) -> bool:
         """Whether a layer's attention is taken; the others attend as they do without a listener."""
-        looks_at_all = self._anchors is None and self.computed is None
-        return self._layers is None or not looks_at_all or index in self._layers
+        return self._layers is None or self.computed is not None or index in self._layers
 
     def take(self, index: int, attended: Attention) -> tuple[Tensor, None]:
         """Tell of a layer, then give what its attention gives, `[batch, rows, heads, value_dim]`."""
-        # what the layer does in any case is not charged again
-        weights, own = None, replace(attended, charge=None)
-        if self._layers is None or index in self._layers:
-            charged = own if self._anchors is None and index != self.last else attended
-            weights = charged.weights(slice(None), self._hidden(attended, self.computed))
+        is_heard = self._layers is None or index in self._layers
+        is_last = index == self.last
+        # What the layer does in any case is not charged again; in the last one nothing follows
+        free = replace(attended, charge=None)
+        weights = (attended if is_last else free).weights(self._seen(attended))
+        if is_heard:
             self._receive(index, attended, weights)
-        if index == self.last:
+        if is_last:
             raise StopForward
-        if weights is None or self._anchors is not None:
-            is_seen = self.computed if self._anchors is None else self._anchors
-            weights = own.weights(slice(None), self._hidden(attended, is_seen))
-        return own.outputs(weights).to(attended.queries.dtype).transpose(1, 2).contiguous(), None
+        return free.outputs(weights).to(attended.queries.dtype).transpose(1, 2).contiguous(), None
 
-    def _hidden(self, attended: Attention, columns: Tensor | None) -> Tensor | None:
-        """Which keys the rows do not see, if they see no more than these columns, `[batch, columns]`, and the past.
+    def _seen(self, attended: Attention) -> Tensor | None:
+        """Which keys the rows see, if some of the question's columns are left out; None: as in the mask.
 
         Layers with the same mask and as many keys share it.
         """
-        if columns is None:
+        computed = self.computed
+        if computed is None:
             return None
-        shared = attended.mask, attended.columns, columns
+        shared = attended.mask, attended.columns
         key = (*map(id, shared), attended.keys.shape[2])
         if key not in self._masks:
-            seen = columns.new_ones(len(columns), 1, attended.keys.shape[2], device=attended.keys.device)
-            seen[:, 0, attended.past : attended.past + columns.shape[1]] = columns
-            self._masks[key] = *shared, attended.hidden(slice(None), seen)
+            seen = computed.new_ones(len(computed), attended.keys.shape[2], device=attended.keys.device)
+            seen[:, attended.past : attended.past + computed.shape[1]] = computed
+            self._masks[key] = *shared, attended.visible() & seen[:, None, None]
         return self._masks[key][-1]
 
 

@@ -78,7 +78,6 @@ class Selection:
             chunk,
             offset,
             tokens,
-            stored_alone=lambda layer: rows.take_pair(self._alone(self.with_keys[layer])),
             num_layers=len(self.with_keys),
             **optional,
         )
@@ -97,13 +96,3 @@ class Selection:
         filled = fresh.clone() if fresh.shape == form else fresh.new_zeros(form, dtype=dtype)
         realigner.write(index, chunks, filled, first=which)
         return filled
-
-    def _alone(self, layer: int) -> KV:
-        """K and V of all new tokens as they are stored, zero elsewhere."""
-        plan = self.context.plan
-        batch, tokens = plan.real.shape
-        like = plan.chunks[0].states(layer)
-        keys, values = (state.new_zeros(batch, state.shape[0], tokens, state.shape[2]) for state in like)
-        for placed in plan.chunks:
-            keys[placed.row, :, placed.columns], values[placed.row, :, placed.columns] = placed.states(layer)
-        return keys.to(plan.real.device), values.to(plan.real.device)

@@ -36,44 +36,38 @@ class Attention:
     softcap: float | None = None
     charge: Callable[[Any], None] | None = None
 
-    def visible(self, rows: slice) -> Tensor:
-        """Which keys some rows see: `[batch or 1, heads or 1, rows, keys]`."""
+    def visible(self) -> Tensor:
+        """Which keys the rows see: `[batch or 1, heads or 1, rows, keys]`."""
         if self.mask is None:
-            places = torch.arange(self.keys.shape[2], device=self.keys.device)
-            return (places <= self.columns[:, rows, None] + self.past)[:, None]
-        if isinstance(self.mask, Tensor):
-            mask = self.mask[:, :, rows]
-        else:
-            start, stop, _ = rows.indices(self.mask.shape[2])
-            mask = self.mask.cut(slice(start, stop), slice(0, self.keys.shape[2]))
+            keys = torch.arange(self.keys.shape[2], device=self.keys.device)
+            return (keys <= self.columns[:, :, None] + self.past)[:, None]
+        mask = self.mask
+        if not isinstance(mask, Tensor):  # lines that are made a block at a time
+            mask = mask.cut(slice(0, mask.shape[2]), slice(0, self.keys.shape[2]))
         return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
-    def hidden(self, rows: slice, only: Tensor | None = None) -> Tensor:
-        """Which keys some rows do not see: `[batch or 1, heads or 1, rows, keys]`.
+    def weights(self, visible: Tensor | None = None) -> Tensor:
+        """Share of attention that each key gets from the rows; 0 where a row does not look.
 
-        Shapes: only `[batch or 1, rows or 1, keys]`: the other keys are seen by none.
+        Shapes: visible `[batch or 1, heads or 1, rows, keys]`, None as in the mask → `[batch, heads, rows, keys]`
+        float32, summing to 1.
         """
-        visible = self.visible(rows)
-        return ~(visible if only is None else visible & only[:, None])
-
-    def weights(self, rows: slice, hidden: Tensor | None = None) -> Tensor:
-        """Share of attention that each key gets from some rows; 0 where a row does not look.
-
-        Shapes: what `hidden` gave for these rows → `[batch, heads, rows, keys]` float32, summing to 1.
-        """
-        batch, heads, _, width = self.queries.shape
-        kv_heads, count = self.keys.shape[1:3]
-        queries = self.queries[:, :, rows].reshape(batch, kv_heads, -1, width)
-        scores = (queries @ self.keys.transpose(2, 3)).float().view(batch, heads, -1, count) * self.scaling
+        batch, heads, rows, width = self.queries.shape
+        kv_heads, keys = self.keys.shape[1:3]
+        # Scores by group of heads
+        queries = self.queries.reshape(batch, kv_heads, -1, width)
+        scores = (queries @ self.keys.transpose(2, 3)).float().view(batch, heads, rows, keys) * self.scaling
         if self.softcap:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        hides_later_ones = hidden is None and self.mask is None
-        hidden = self.hidden(rows) if hidden is None else hidden
-        if hides_later_ones and self.charge is not None:  # counted by the columns, when it is asked for
-            columns, before, each = self.columns[:, rows], self.past + 1, 2.0 * width * heads
-            self.charge(lambda: float((columns + before).sum()) * each)
+        # What is computed is charged by what is seen
+        is_causal = visible is None and self.mask is None
+        visible = self.visible() if visible is None else visible
+        if is_causal and self.charge is not None:  # counted by the columns, when it is asked for
+            columns = self.columns
+            self.charge(lambda: float((columns + self.past + 1).sum()) * 2.0 * width * heads)
         else:
-            self._charge(lambda: ~hidden, width)
+            self._charge(visible, width)
+        hidden = ~visible
         return scores.masked_fill(hidden, torch.finfo(torch.float32).min).softmax(dim=-1).masked_fill(hidden, 0)
 
     def outputs(self, weights: Tensor) -> Tensor:
@@ -81,39 +75,15 @@ class Attention:
 
         Shapes: `[batch, heads, rows, keys]` → `[batch, heads, rows, value_dim]`.
         """
-        batch, heads, rows, count = weights.shape
+        batch, heads, rows, keys = weights.shape
         kv_heads, width = self.values.shape[1], self.values.shape[3]
-        self._charge(lambda: weights > 0, width)
-        folded = weights.reshape(batch, kv_heads, -1, count).to(self.values.dtype)
-        return (folded @ self.values).view(batch, heads, rows, width)
+        self._charge(weights > 0, width)
+        by_group = weights.reshape(batch, kv_heads, -1, keys).to(self.values.dtype)
+        return (by_group @ self.values).view(batch, heads, rows, width)
 
-    def _charge(self, visible: Callable[[], Tensor], width: float) -> None:
+    def _charge(self, visible: Tensor, width: int) -> None:
         """Two FLOPs for each multiplied and added number, by head and by visible key."""
         if self.charge is not None:
-            seen, (batch, heads) = visible(), self.queries.shape[:2]
-            self.charge(seen.sum() * (2.0 * width * batch * heads / (seen.shape[0] * seen.shape[1])))
-
-
-def received(
-    attention: Attention, weights: Tensor, rows: Tensor, reduce: str = "mean", by_value: bool = False
-) -> Tensor:
-    """How much attention each new token receives from some rows, at least one of each prompt.
-
-    `reduce` is "mean", "l2" or "max" over these rows, or "last" for the last of them alone; heads are averaged first,
-    except for "max". `by_value` weighs each token by the norm of its value.
-
-    Shapes: weights `[batch, heads, rows, keys]`, rows `[batch, rows]` bool → `[batch, columns]` float32.
-    """
-    shares = weights[..., attention.past :] * rows[:, None, :, None]
-    if by_value:
-        lengths = attention.values[:, :, attention.past :].float().norm(dim=-1).mean(dim=1)
-        shares = shares * lengths[:, None, None]
-    if reduce == "max":
-        return shares.amax(dim=(1, 2))
-    shares = shares.mean(dim=1)
-    if reduce == "l2":
-        return shares.norm(dim=1)
-    if reduce == "last":
-        last = (rows * torch.arange(1, rows.shape[1] + 1, device=rows.device)).argmax(dim=1)
-        return shares[torch.arange(len(last), device=last.device), last]
-    return shares.sum(dim=1) / rows.sum(dim=1, keepdim=True)
+            batch, heads = self.queries.shape[:2]
+            repeats = batch * heads / (visible.shape[0] * visible.shape[1])
+            self.charge(visible.sum() * (2.0 * width * repeats))

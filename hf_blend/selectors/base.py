@@ -45,12 +45,9 @@ class TokenView:
         pair: gives (fresh, stored) of K (0) or V (1), `[batch, kv_heads, tokens, head_dim]` each: what was computed in
             this prompt, K rotated for the prompt's positions, and what is stored, realigned to the same positions;
             equal where not reusable. An error for a selector that declares `needs_kv = False`.
-        stored_alone: stored (K, V) of a layer at the tokens of this view, K rotated for where each chunk was computed,
-            zero where nothing is stored; needs nothing computed.
         probe: for selectors with `needs_question`: runs the question alone over the stored KV of all chunks, charged.
-            `probe(receive, layers, anchors, rows)` calls `receive` for some layers, increasing, and runs no further.
-            With `anchors`, `[batch, columns]`, the question itself looks at those only, while `receive` is given all;
-            with `rows`, no more than so many of the question's rows are computed, half of them its last.
+            `probe(receive, layers, rows)` calls `receive` for some layers, increasing, and runs no further. With
+            `rows`, no more than so many of the question's rows are computed, half of them its last.
         num_layers: how many layers the model has.
     """
 
@@ -61,7 +58,6 @@ class TokenView:
     offset: Tensor
     chunk_tokens: Tensor
     pair: Callable[[int], tuple[Tensor, Tensor]] = _unavailable
-    stored_alone: Callable[[int], KV] = _unavailable
     probe: Callable[..., None] = _no_question
     num_layers: int = 1
 
@@ -71,11 +67,10 @@ class TokenView:
         Shapes: `[batch, rows]` → the same.
         """
         last = torch.where(self.reusable, self.columns, -1).amax(dim=1, keepdim=True).to(columns.device)
-        if columns.shape[0] == 1:  # nothing is repeated
-            return columns > last
-        again = torch.zeros_like(columns, dtype=torch.bool)
-        again[:, 1:] = columns[:, 1:] == columns[:, :-1]
-        return (columns > last) & ~again
+        behind = columns > last
+        if columns.shape[0] > 1:
+            behind[:, 1:] &= columns[:, 1:] != columns[:, :-1]
+        return behind
 
     def take(self, grid: Tensor) -> Tensor:
         """The entries of a `[batch, columns]` grid at the tokens of this view."""
@@ -97,7 +92,8 @@ class Selector(ABC):
                     f"{type(self).__name__} has no option {name!r} (got {options[name]!r}). "
                     f"{suggest(name, self.defaults)}"
                 )
-        self.options = {**self.defaults, **{name: self._typed(name, value) for name, value in options.items()}}
+        typed = {name: self._typed(name, value) for name, value in options.items()}
+        self.options = {**self.defaults, **typed}
         self.seed = seed
 
     def _typed(self, name: str, value: Any) -> Any:
@@ -136,46 +132,3 @@ class Selector(ABC):
 def squared_distance(fresh: Tensor, stored: Tensor) -> Tensor:
     """Sum of squares over heads and width of the difference of `[batch, heads, tokens, width]`: `[batch, tokens]`."""
     return (fresh.float() - stored.float()).square_().sum(dim=(1, 3))
-
-
-def norms(states: Tensor) -> Tensor:
-    """Length over heads and width of `[batch, heads, tokens, width]`: `[batch, tokens]` float32."""
-    return states.float().square().sum(dim=(1, 3)).sqrt()
-
-
-def layer_numbers(option: Any, num_layers: int) -> list[int]:
-    """The layers that an option names: "all", "last", "middle" (third), a number, several, or text such as "0,1"."""
-    third = num_layers / 3
-    named = {
-        "all": range(num_layers),
-        "last": [num_layers - 1],
-        "middle": range(math.floor(third), max(math.ceil(2 * third), 1)),
-    }
-    if isinstance(option, str) and option in named:
-        return list(named[option])
-    parts = option.split(",") if isinstance(option, str) else option if isinstance(option, Sequence) else [option]
-    try:
-        layers = sorted({int(number) for number in parts})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"layers is {option!r}, but 'all', 'last', 'middle' or numbers are expected, such as 0,1."
-        ) from error
-    if not layers or layers[0] < 0 or layers[-1] >= num_layers:
-        raise ConfigError(f"layers is {option!r}, but the model has layers 0 … {num_layers - 1}. Give some of these.")
-    return layers
-
-
-def by_turns(scores: Tensor, chunk: Tensor, shares: Tensor) -> Tensor:
-    """Rank tokens by chunks in turn: each chunk's highest scored tokens first, in proportion to its share.
-
-    Shapes: all `[batch, tokens]`: scores, the chunk's number (-1: none), its share (above 0, one for all its tokens) →
-    the order of the turns, higher first: the first `n` hold about n × share of each chunk.
-    """
-    turns = torch.full_like(scores, -torch.inf)
-    for row in range(scores.shape[0]):
-        for number in chunk[row].unique().tolist():
-            own = (chunk[row] == number).nonzero().flatten()
-            order = own[torch.argsort(scores[row, own], descending=True, stable=True)]
-            places = torch.arange(1, len(own) + 1, device=scores.device, dtype=scores.dtype)
-            turns[row, order] = -places / shares[row, order].clamp_min(1e-9)
-    return turns

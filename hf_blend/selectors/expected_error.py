@@ -36,7 +36,8 @@ class ExpectedError(Selector):
         asking = cache(lambda columns: _equal_shares(view.is_question(columns)))  # most layers have the same columns
 
         def receive(layer: int, seen: Attention, weights: Tensor) -> None:
-            taken.append(_taken(seen, weights, asking(seen.columns)).to(view.columns.device))
+            of_layer = _taken(seen, weights, asking(seen.columns))
+            taken.append(of_layer.to(view.columns.device))
 
         view.probe(receive, range(view.num_layers), rows=ROWS)
         likely_error = plugins.load("selectors", "ramp")({}).score(view) ** POWER
@@ -55,7 +56,8 @@ def _taken(seen: Attention, weights: Tensor, shares: Tensor) -> Tensor:
 
     Shapes: weights `[batch, heads, rows, keys]`, shares `[batch, rows]` of each row → `[batch, columns]` float32.
     """
-    values, batch, keys = seen.values, len(weights), weights.shape[-1]
-    by_kv_head = (weights * shares[:, None, :, None]).view(batch, values.shape[1], -1, keys).mean(dim=2)
-    lengths = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+    batch, _, _, keys = weights.shape
+    by_row = weights * shares[:, None, :, None]
+    by_kv_head = by_row.view(batch, seen.values.shape[1], -1, keys).mean(dim=2)
+    lengths = torch.linalg.vector_norm(seen.values, dim=-1, dtype=torch.float32)
     return (by_kv_head * lengths).mean(dim=1)[:, seen.past :]
