@@ -33,7 +33,7 @@ class AttentionObserver:
         self.rows = rows
         self.computed: Tensor | None = None  # `[batch, columns]`: False on the question's columns that are left out
         self.last = None if layers is None else layers[-1]
-        self._masks: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        self._masks: list[tuple[Any, Tensor, int, Tensor]] = []  # mask, columns, keys, and what is seen then
 
     def takes(self, index: int) -> bool:
         """Whether a layer's attention is taken; the others attend as they do without a listener."""
@@ -60,13 +60,15 @@ class AttentionObserver:
         computed = self.computed
         if computed is None:
             return None
-        shared = attended.mask, attended.columns
-        key = (*map(id, shared), attended.keys.shape[2])
-        if key not in self._masks:
-            seen = computed.new_ones(len(computed), attended.keys.shape[2], device=attended.keys.device)
-            seen[:, attended.past : attended.past + computed.shape[1]] = computed
-            self._masks[key] = *shared, attended.visible() & seen[:, None, None]
-        return self._masks[key][-1]
+        keys = attended.keys.shape[2]
+        for mask, columns, count, seen in self._masks:
+            if mask is attended.mask and columns is attended.columns and count == keys:
+                return seen
+        visible = computed.new_ones(len(computed), keys, device=attended.keys.device)
+        visible[:, attended.past : attended.past + computed.shape[1]] = computed
+        seen = attended.visible() & visible[:, None, None]
+        self._masks.append((attended.mask, attended.columns, keys, seen))
+        return seen
 
 
 def attention_of(
