@@ -56,13 +56,16 @@ def _unless_refused(measure: Measure) -> Measure:
 @_unless_refused
 def whole_shift(subject: CheckedModel) -> CheckResult:
     """A sequence that is shifted as a whole continues as a plain forward at its new positions does."""
-    model, ids = subject.model, _ids(subject)
-    prefix, cache = 3 * ids.shape[1] // 4, SequenceCache(model)
-    model(ids[:, :prefix], **cache_argument(model, cache), use_cache=True)
+    model = subject.model
+    ids = _ids(subject)
+    prefix = 3 * ids.shape[1] // 4
+    cache = SequenceCache(model)
+    _forward(model, cache, ids[:, :prefix])
     cache.shift(cache.active, 0, None, SHIFT)
-    logits = model(ids[:, prefix:], **cache_argument(model, cache), use_cache=True).logits
+    logits = _forward(model, cache, ids[:, prefix:])
     expected, plain = _plain(model, ids, SHIFT)
-    compared = [*_by_layer(cache.materialize(), plain.layers), Comparison("the logits", logits, expected[:, prefix:])]
+    compared = _by_layer(cache.materialize(), plain.layers)
+    compared.append(Comparison("the logits", logits, expected[:, prefix:]))
     return subject.compare(compared, "at the new positions")
 
 
@@ -70,9 +73,11 @@ def whole_shift(subject: CheckedModel) -> CheckResult:
 @_unless_refused
 def closed_hole(subject: CheckedModel) -> CheckResult:
     """After tokens are removed and the rest closes up, layer 0 has the K and V of a direct forward of what is left."""
-    model, ids = subject.model, _ids(subject)
-    start, stop, cache = ids.shape[1] // 4, ids.shape[1] // 2, SequenceCache(model)
-    model(ids, **cache_argument(model, cache), use_cache=True)
+    model = subject.model
+    ids = _ids(subject)
+    start, stop = ids.shape[1] // 4, ids.shape[1] // 2
+    cache = SequenceCache(model)
+    _forward(model, cache, ids)
     cache.remove(cache.active, start, stop)
     cache.shift(cache.active, stop, None, start - stop)
     _, plain = _plain(model, torch.cat([ids[:, :start], ids[:, stop:]], dim=1), 0)
@@ -83,17 +88,17 @@ def closed_hole(subject: CheckedModel) -> CheckResult:
 @_unless_refused
 def shared_cells(subject: CheckedModel) -> CheckResult:
     """A sequence that is forked and whose copies are shortened continues, all at once, as plain forwards of each."""
-    model, ids = subject.model, _ids(subject)
-    prefix, cache = ids.shape[1] // 2, SequenceCache(model)
+    model = subject.model
+    ids = _ids(subject)
+    prefix = ids.shape[1] // 2
     lengths = (prefix, prefix - 3, prefix)  # that the copies keep
-    new = torch.stack([ids[0, prefix + number :][:4] for number in range(len(lengths))])
-    model(ids[:, :prefix], **cache_argument(model, cache), use_cache=True)
+    new = torch.stack([ids[0, prefix + row : prefix + row + 4] for row in range(len(lengths))])
+    cache = SequenceCache(model)
+    _forward(model, cache, ids[:, :prefix])
     for number, length in zip(cache.fork(len(lengths)), lengths, strict=True):
         cache.remove(number, length)
-    parts = [
-        model(tokens, **cache_argument(model, cache), use_cache=True).logits for tokens in (new[:, :-1], new[:, -1:])
-    ]
-    logits, compared = torch.cat(parts, 1), []
+    logits = torch.cat([_forward(model, cache, new[:, :-1]), _forward(model, cache, new[:, -1:])], 1)
+    compared = []
     for row, length in enumerate(lengths):
         expected, _ = _plain(model, torch.cat([ids[:, :length], new[[row]]], 1), 0)
         compared.append(Comparison(f"the logits of sequence {row}", logits[[row]], expected[:, length:]))
@@ -104,26 +109,26 @@ def shared_cells(subject: CheckedModel) -> CheckResult:
 @_unless_refused
 def asks_for_attention(subject: CheckedModel) -> CheckResult:
     """Every layer asks transformers for its attention, so that Self-Extend can change it."""
-    model, extended_layers = subject.model, set[int]()
+    model = subject.model
     name = type(model).__name__
+    extended_layers = set[int]()
     try:
         with extended(model, **NEAREST) as extension:
             extended_layers = extension.layers
             model(_ids(subject), use_cache=False)
     except UnsupportedModelError:
         raise
-    except FAILURES as broken:
-        return violations(
-            [f"layer {len(extended_layers)} of {name} cannot be extended: {type(broken).__name__}: {broken}"]
-        )
-    deaf = [index for index in range(len(decoder_layers(model))) if index not in extended_layers]
-    if not deaf:
-        return violations([])
-    return violations([
-        f"layer {deaf[0]} of {name} computes its attention without asking for it by transformers' "
-        "AttentionInterface, so Self-Extend would change nothing in it. Use a model whose layers all ask, or a "
-        "shorter prompt."
-    ])  # fmt: skip
+    except FAILURES as error:
+        layer = len(extended_layers)
+        return violations([f"layer {layer} of {name} cannot be extended: {type(error).__name__}: {error}"])
+    for index in range(len(decoder_layers(model))):
+        if index not in extended_layers:
+            return violations([
+                f"layer {index} of {name} computes its attention without asking for it by transformers' "
+                "AttentionInterface, so Self-Extend would change nothing in it. Use a model whose layers all ask, or "
+                "a shorter prompt."
+            ])  # fmt: skip
+    return violations([])
 
 
 @check(first_use="extend")
@@ -134,20 +139,21 @@ def self_extend(subject: CheckedModel) -> CheckResult:
     Each layer is compared by itself, at the last token: the stock layers receive what the extended ones received. What
     stock layers differ by where they are run in other ways is noise.
     """
-    model, ids = subject.model, _ids(subject)
+    model = subject.model
+    ids = _ids(subject)
     with extended(model, **NEAREST):
-        extended_run = _contributions(model, ids)
-    inputs, got = zip(*extended_run, strict=True)
+        inputs, got = _contributions(model, ids)
     plain = torch.arange(ids.shape[1], device=ids.device)[None]
     near = (plain == plain[:, -1:]).long()
-    runs = [_contributions(model, ids, inputs, positions) for positions in (near, plain, plain + SHIFT)]
-    runs.append(_contributions(model, ids, inputs, plain, alone=True))  # 8-bit products may depend on the rows beside
-    expected, at_once, *again = ([added for _, added in run] for run in runs)
-    noise = max(error for added in again for error in map(relative_error, added, at_once))
+    _, expected = _contributions(model, ids, inputs, near)
+    _, unchanged = _contributions(model, ids, inputs, plain)
+    _, shifted = _contributions(model, ids, inputs, plain + SHIFT)
+    _, alone = _contributions(model, ids, inputs, plain, alone=True)  # 8-bit products may depend on the rows beside
+    noise = max(_largest_error(shifted, unchanged), _largest_error(alone, unchanged))
     allowed = max(FLOORS * noise, subject.contribution_tolerance(expected[0].dtype))
-    if subject.must_show and max(map(relative_error, at_once, expected)) <= allowed:
+    if subject.must_show and _largest_error(unchanged, expected) <= allowed:
         return nothing_shown("the distances change nothing in any layer, so nothing was shown.")
-    errors = [*map(relative_error, got, expected)]
+    errors = [relative_error(*pair) for pair in zip(got, expected, strict=True)]
     largest = max(errors)
     off = f"with all other tokens at distance 1 the output of layer {errors.index(largest)} is off by {largest:.2g}"
     return CheckResult(largest, allowed, f"{off} of its size from the stock layer's, where {allowed:.2g} is allowed.")
@@ -155,39 +161,56 @@ def self_extend(subject: CheckedModel) -> CheckResult:
 
 def _contributions(
     model: nn.Module, ids: Tensor, inputs: Sequence[Tensor] = (), positions: Tensor | None = None, alone: bool = False
-) -> list[tuple[Tensor, Tensor]]:
-    """What each layer received and what it added to that at the last token, `[1, width]`, in a forward.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What each layer received, and what it added to that at the last token, `[1, width]`, in a forward.
 
     `inputs` replace what the layers receive. With `alone` the last token has a forward of its own. Other threads may
     run the model meanwhile.
     """
-    cache, contributed = full_cache(model), dict[int, tuple[Tensor, Tensor]]()
+    cache = full_cache(model)
+    received = dict[int, Tensor]()
+    added = dict[int, Tensor]()
 
     def before(index: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         call = LayerCall.bind(layer, args, kwargs)
         if call.cache is not cache or not inputs:
             return None
-        rows, whole = call.hidden.shape[1], inputs[index]
-        return (whole[:, -1:] if rows == 1 else whole[:, :rows],), call.arguments
+        rows = call.hidden.shape[1]
+        hidden = inputs[index][:, -1:] if rows == 1 else inputs[index][:, :rows]
+        return (hidden,), call.arguments
 
     def after(index: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = LayerCall.bind(layer, args, kwargs)
         if call.cache is cache:
-            added = (output[0] if isinstance(output, tuple) else output) - call.hidden
-            contributed[index] = call.hidden.clone(), added[..., -1, :].reshape(1, -1)
+            hidden = output[0] if isinstance(output, tuple) else output
+            received[index] = call.hidden.clone()
+            added[index] = (hidden - call.hidden)[..., -1, :].reshape(1, -1)
 
-    layers, end = list(enumerate(decoder_layers(model))), ids.shape[1]
+    layers = list(enumerate(decoder_layers(model)))
+    end = ids.shape[1]
+    spans = (slice(0, end - 1), slice(end - 1, end)) if alone else (slice(0, end),)
     with hooked(layers, before), hooked(layers, after, behind=True):
-        for span in (slice(0, end - 1), slice(end - 1, end)) if alone else (slice(0, end),):
-            placing: dict[str, Tensor] = {}
+        for span in spans:
+            arguments: dict[str, Tensor] = {}
             if positions is not None:
-                placing = {"position_ids": positions[:, span], "attention_mask": torch.ones_like(ids[:, : span.stop])}
-            model(ids[:, span], **cache_argument(model, cache), use_cache=True, **placing)
-    return [contributed[index] for index, _ in layers]
+                arguments["position_ids"] = positions[:, span]
+                arguments["attention_mask"] = torch.ones_like(ids[:, : span.stop])
+            model(ids[:, span], **cache_argument(model, cache), use_cache=True, **arguments)
+    return [received[index] for index, _ in layers], [added[index] for index, _ in layers]
+
+
+def _largest_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    return max(relative_error(*pair) for pair in zip(got, expected, strict=True))
 
 
 def _ids(subject: CheckedModel) -> Tensor:
     return torch.tensor([subject.ids(subject.sequence_tokens, seed=8)], device=input_device(subject.model))
+
+
+def _forward(model: nn.Module, cache: SequenceCache, ids: Tensor) -> Tensor:
+    """Logits of new tokens behind what the cache holds."""
+    logits: Tensor = model(ids, **cache_argument(model, cache), use_cache=True).logits
+    return logits
 
 
 def _plain(model: nn.Module, ids: Tensor, start: int) -> tuple[Tensor, Any]:
@@ -199,8 +222,8 @@ def _plain(model: nn.Module, ids: Tensor, start: int) -> tuple[Tensor, Any]:
 
 
 def _by_layer(got: Sequence[Any], expected: Sequence[Any]) -> list[Comparison]:
-    return [
-        Comparison(f"the {name} of layer {index}", getattr(layer, name), getattr(other, name), index)
-        for index, (layer, other) in enumerate(zip(got, expected, strict=True))
-        for name in ("keys", "values")
-    ]
+    compared = []
+    for index, (layer, other) in enumerate(zip(got, expected, strict=True)):
+        compared.append(Comparison(f"the keys of layer {index}", layer.keys, other.keys, index))
+        compared.append(Comparison(f"the values of layer {index}", layer.values, other.values, index))
+    return compared

@@ -80,13 +80,14 @@ def self_extend(
     """
     extension = _extension(model, trained_tokens, max_tokens, window_tokens, group_tokens)
     ensure_passed(CheckedModel(model), EXTEND, allow_unverified)
-    take = partial(attend, extension)
+    attend_extended = partial(attend, extension)
 
     def choose(_: tuple[Any, ...]) -> AttentionOverride | None:
-        return take if is_extended(model) else None
+        return attend_extended if is_extended(model) else None
 
     modules = [module for layer in decoder_layers(model) for module in LayerInfo.of(layer).attention]
-    handles, token = hook_attention(modules, choose), EXTENDED.set((*EXTENDED.get(), text_config(model)))
+    handles = hook_attention(modules, choose)
+    token = EXTENDED.set((*EXTENDED.get(), text_config(model)))
     try:
         yield extension
     finally:
@@ -118,19 +119,27 @@ def attend(
                 f"layer {module.layer_idx}, a {type(module).__name__}, attends with {name}, which Self-Extend does "
                 "not know. Use it with a model of plain softmax attention."
             )
+    layer = int(module.layer_idx)
+    extension.layers.add(layer)
+
+    # Positions as the mask shows them: padding does not count
     hidden = _hidden(module, attention_mask, query, key)
     positions = _positions(hidden)
     rows = positions[:, -query.shape[2] :]
-    window, group = extension.window_tokens, extension.group_tokens
-    layer = int(module.layer_idx)
-    extension.layers.add(layer)
-    far_query = _moved(extension.source, layer, query, rows, rows // group + window - window // group)
+
+    # Rotate queries and keys to grouped positions
+    window = extension.window_tokens
+    group = extension.group_tokens
+    grouped_rows = rows // group + window - window // group
+    far_query = _moved(extension.source, layer, query, rows, grouped_rows)
     far_key = _moved(extension.source, layer, key, positions, positions // group)
+
+    # Attend to near keys as they are, to far ones at grouped positions
     groups = getattr(module, "num_key_value_groups", 1)
     near = query @ key.repeat_interleave(groups, 1).transpose(2, 3)
     far = far_query @ far_key.repeat_interleave(groups, 1).transpose(2, 3)
-    is_near = (rows[:, :, None] - positions[:, None, :] < window)[:, None]
-    scores = torch.where(is_near, near, far) * scaling + hidden
+    distances = rows[:, :, None] - positions[:, None, :]
+    scores = torch.where((distances < window)[:, None], near, far) * scaling + hidden
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     output = weights @ value.repeat_interleave(groups, 1)
@@ -171,12 +180,15 @@ def _extension(
 
 def _hidden(module: nn.Module, mask: Any, query: Tensor, key: Tensor) -> Tensor:
     """The additive mask `[batch, 1, rows, keys]` that any form of mask stands for; positions are read from it."""
-    batch, rows, keys = query.shape[0], query.shape[2], key.shape[2]
+    batch, _, rows, _ = query.shape
+    keys = key.shape[2]
     if isinstance(mask, BlockMask):
         mask = create_mask(mask.mask_mod, batch, 1, rows, keys, device=query.device)
     if mask is None or mask.dim() == 2:  # the model's function hides what is ahead, and padding
         visible = torch.ones((1, 1, rows, keys), dtype=torch.bool, device=query.device).tril(keys - rows)
-        mask = visible if mask is None else visible & mask[:, None, None, -keys:].bool()
+        if mask is not None:
+            visible = visible & mask[:, None, None, -keys:].bool()
+        mask = visible
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise UnsupportedModelError(
             f"layer {module.layer_idx}, a {type(module).__name__}, attends with a mask of shape {tuple(mask.shape)}, "
@@ -198,10 +210,14 @@ def _positions(mask: Tensor) -> Tensor:
 
 def _moved(source: TableSource, layer: int, states: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """Queries or keys `[batch, heads, tokens, head_dim]` rotated from old to new positions, `[batch, tokens]` each."""
-    moved, style = states.clone(), source.styles[layer]
-    for row in range(states.shape[0]):
+    moved = states.clone()
+    style = source.styles[layer]
+    for row in range(len(states)):
         by = source.rotation(layer, old[row], new[row])
-        if by is not None:
-            begin = -2 * by[0].shape[-1] if style.slot else 0  # latent attention puts what rotates behind the rest
-            style.move(states[row, ..., begin:], by, out=moved[row, ..., begin:])
+        if by is None:
+            continue
+        begin = 0
+        if style.slot:  # latent attention puts what rotates behind the rest
+            begin = -2 * by[0].shape[-1]
+        style.move(states[row, ..., begin:], by, out=moved[row, ..., begin:])
     return moved

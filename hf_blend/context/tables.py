@@ -68,19 +68,17 @@ class TableSource:
         """Whether any layer rotates its keys."""
         return any(style.turns for style in self.styles)
 
-    def tables(self, positions: Tensor) -> list[Table | None]:
-        """Make the tables of all layers, `[tokens, width]` each, for positions `[tokens]`."""
-        made = {maker: _made(maker, positions) for maker in {*self.makers} if maker is not None}
-        return [None if maker is None else made[maker] for maker in self.makers]
-
     def rotations(self, old: Tensor, new: Tensor) -> list[Table | None]:
         """For each layer the table that rotates keys from old to new positions, `[tokens]` each; None: no rotation."""
-        if bool((old == new).all()):
+        if torch.equal(old, new):
             return [None] * len(self.styles)
-        kinds = [*zip(self.styles, self.makers, strict=True)]
-        last = {kind: layer for layer, kind in enumerate(kinds)}
-        rotations = {kind: self.rotation(layer, old, new) for kind, layer in last.items()}
-        return [rotations[kind] for kind in kinds]
+        made: dict[Any, Table | None] = {}
+        rotations = []
+        for layer, kind in enumerate(zip(self.styles, self.makers, strict=True)):
+            if kind not in made:
+                made[kind] = self.rotation(layer, old, new)
+            rotations.append(made[kind])
+        return rotations
 
     def rotation(self, layer: int, old: Tensor, new: Tensor) -> Table | None:
         """The table that rotates the keys of one layer, also if no position changes; None: it has none."""
@@ -131,10 +129,12 @@ def regime_tokens(model: nn.Module) -> int | None:
     """The longest prompt with the rotary frequencies of short ones; None if they do not depend on the length."""
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
-    moving = [kind for kind in kinds if kind.get("rope_type") in MOVING]
-    ends = [kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in moving]
-    return min((min(end, config.max_position_embeddings) - 1 for end in ends), default=None)
+    ends = []
+    for kind in (rope, *rope.values()):  # one for all layers, or one for each type of layer
+        if isinstance(kind, dict) and kind.get("rope_type") in MOVING:
+            end = kind.get("original_max_position_embeddings") or config.max_position_embeddings
+            ends.append(min(end, config.max_position_embeddings) - 1)
+    return min(ends, default=None)
 
 
 def _refuse_moving(model: nn.Module) -> None:
@@ -161,52 +161,51 @@ def _refuse_without_table(
 def _find_makers(model: nn.Module) -> tuple[Maker | None, ...]:
     """Run a few tokens to find the module that made the table of each layer."""
     layers = decoder_layers(model)
-    inner = {id(module) for layer in layers for module in layer.modules()}
-    outer = [module for module in model.modules() if id(module) not in inner]
-    makers: dict[int, Maker] = {}
-    results: list[Any] = []  # kept alive, or their ids would be used again
+    inner = {module for layer in layers for module in layer.modules()}
+    outer = [(None, module) for module in model.modules() if module not in inner]
+    made: list[tuple[Any, Maker]] = []  # what modules outside of the layers returned, and how it is made again
     received: dict[int, dict[str, Any]] = {}
     thread = threading.get_ident()  # others may run the model meanwhile
 
-    def made(_: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def note_result(_: None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if threading.get_ident() == thread:
-            results.append(result)
-            makers[id(result)] = _maker(module, args, kwargs)
+            made.append((result, partial(_make, module, args, kwargs)))
 
-    def received_by(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_arguments(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() == thread:
             received[index] = LayerCall.bind(layer, args, kwargs).arguments
 
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device=input_device(model))
-    with (
-        hooked(((None, module) for module in outer), made, behind=True),
-        hooked(enumerate(layers), received_by),
-        torch.no_grad(),
-    ):
+    with hooked(outer, note_result, behind=True), hooked(enumerate(layers), note_arguments), torch.no_grad():
         decoder_of(model)(input_ids=ids, use_cache=False)
-    return tuple(_known_maker(model, index, received.get(index, {}), makers) for index in range(len(layers)))
+    return tuple(_known_maker(model, index, received.get(index, {}), made) for index in range(len(layers)))
 
 
-def _known_maker(model: nn.Module, index: int, arguments: dict[str, Any], makers: dict[int, Maker]) -> Maker | None:
-    table, layer = arguments.get("position_embeddings"), decoder_layers(model)[index]
+def _known_maker(
+    model: nn.Module, index: int, arguments: dict[str, Any], made: list[tuple[Any, Maker]]
+) -> Maker | None:
+    """How the table of a layer is made; None where it has none."""
+    table = arguments.get("position_embeddings")
+    layer = decoder_layers(model)[index]
     if table is None:
         return None if rotary_table(arguments, layer) is None else partial(own_table, layer)
-    if id(table) not in makers:
-        raise UnsupportedModelError(
-            f"layer {index} of {type(model).__name__} receives a rotary table that no module of the model returned, "
-            "so it cannot be made for other positions. Use a fresh prefill instead of moving keys."
-        )
-    return makers[id(table)]
+    for result, maker in reversed(made):
+        if result is table:
+            return maker
+    raise UnsupportedModelError(
+        f"layer {index} of {type(model).__name__} receives a rotary table that no module of the model returned, so it "
+        "cannot be made for other positions. Use a fresh prefill instead of moving keys."
+    )
 
 
-def _maker(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Maker:
-    """The same call with other positions: integer tensors, with several axes in models of images."""
+def _make(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], positions: Tensor) -> Any:
+    """Repeat a call with other positions, `[1, tokens]`: integer tensors, with several axes in models of images."""
 
-    def make(positions: Tensor) -> Any:
-        def swap(value: Any) -> Any:
-            is_positions = isinstance(value, Tensor) and value.dim() >= 2 and value.dtype in (torch.long, torch.int)
-            return positions.to(value.device).expand(*value.shape[:-1], -1) if is_positions else value
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() >= 2 and value.dtype in (torch.long, torch.int):
+            return positions.to(value.device).expand(*value.shape[:-1], -1)
+        return value
 
-        return module(*map(swap, args), **{name: swap(value) for name, value in kwargs.items()})
-
-    return make
+    new_args = [replaced(value) for value in args]
+    new_kwargs = {name: replaced(value) for name, value in kwargs.items()}
+    return module(*new_args, **new_kwargs)
