@@ -33,30 +33,31 @@ def test_profile_fits_what_was_measured_and_beyond_once_for_all_ratios(profile, 
     monkeypatch.setattr(torch.linalg, "lstsq", lambda *given: fits.append(1) or fit(*given))
     for tokens, ratio in ((512, 0.05), (1000, 0.3), (4096, 1.0)):
         assert profile.prefill_s(tokens, ratio) == pytest.approx(cost(tokens, ratio), rel=1e-6)
-    advise(profile, [256] * 8, 1e6, num_layers=30)
+    advise(profile, [256] * 8, [1e6] * 8, num_layers=30)
     assert len(fits) == 1
 
 
 def test_advise_recomputes_what_loading_hides_and_computes_what_loads_too_slowly(profile):
     most = 1e3 * cost(2048, 1.0)
     given = {"least_ratio": 0.15, "num_layers": 30}
-    fast = advise(profile, [256] * 8, 1e12, **given, tiers={"disk": 1e12, "far": 1e5})
+    fast = advise(profile, [256] * 8, [1e12] * 8, **given)
     assert fast.ratio == 0.15
     assert fast.loaded_chunks == 8
-    assert fast.hidden_tiers == ("disk",)
     assert fast.predicted_ms == pytest.approx(1e3 * cost(2048, 0.15), rel=1e-3)
     assert "recompute 15.0%, load 8 chunks" in str(fast)
     rate = 2048 * profile.bytes_per_token / cost(2048, 0.5)
-    one, some = (advise(profile, chunks, rate, **given) for chunks in ([2048], [256] * 8))
+    one = advise(profile, [2048], [rate], **given)
+    some = advise(profile, [256] * 8, [rate] * 8, **given)
     assert 0.4 <= one.ratio <= 0.5
     assert one.compute_ms <= one.load_ms
     assert one.predicted_ms == pytest.approx(one.load_ms * 31 / 30)
     assert some.loaded_chunks < 8, "some are rather computed than waited for"
     assert some.predicted_ms < one.predicted_ms
-    slow = advise(profile, [256] * 8, 2048 * profile.bytes_per_token / (3 * cost(2048, 1.0)), **given)
+    slow_rate = 2048 * profile.bytes_per_token / (3 * cost(2048, 1.0))
+    slow = advise(profile, [256] * 8, [slow_rate] * 8, **given)
     assert 0 < slow.loaded_chunks < 8
     assert slow.predicted_ms < most
-    assert advise(profile, [256] * 8, 1.0, num_layers=30).loaded_chunks == 0
+    assert advise(profile, [256] * 8, [1.0] * 8, num_layers=30).loaded_chunks == 0
 
 
 def request(chunks=(40, 50)):

@@ -88,10 +88,8 @@ def _row(
             times[way] += [seconds] if number else []
     found = {way: 1e3 * statistics.median(some) for way, some in times.items()}
     layers = text_config(model).num_hidden_layers
-    advice = advise(
-        profile, [given.chunk_tokens] * given.chunks, bytes_s, least_ratio=ratio, num_layers=layers,
-        tiers={"disk": bytes_s},
-    )  # fmt: skip
+    lengths = [given.chunk_tokens] * given.chunks
+    advice = advise(profile, lengths, [bytes_s] * given.chunks, least_ratio=ratio, num_layers=layers)
     advised = [_advised(model, streaming, pieces, given, advice.ratio, forget) for _ in range(given.rounds)]
     return {
         "rate_gb_s": rate or None,

@@ -8,9 +8,8 @@ Where loading is slower than even that, some chunks are better computed than loa
 """
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from torch import nn
 
@@ -32,35 +31,53 @@ MOST_STEP = 2.0  # a request counts as at most so many times as slow, or as fast
 def advise(
     profile: Profile,
     chunk_tokens: Sequence[int],
-    bytes_s: float | Sequence[float],
+    bytes_s: Sequence[float],
     *,
     least_ratio: float = 0.15,
     num_layers: int = 1,
-    tiers: Mapping[str, float] | None = None,
 ) -> Advice:
-    """Choose the recompute ratio and which chunks to load for a request."""
+    """Choose the recompute ratio of a request, and which of its chunks to load, each at its bytes a second."""
     total = sum(chunk_tokens)
-    rates = [float(bytes_s)] * len(chunk_tokens) if isinstance(bytes_s, int | float) else list(bytes_s)
-    order = sorted(range(len(rates)), key=lambda place: (-rates[place], -chunk_tokens[place]))
+    # The fastest are loaded first, of equals the longest
+    order = sorted(range(len(chunk_tokens)), key=lambda number: (-bytes_s[number], -chunk_tokens[number]))
 
-    def expected(count: int, ratio: float) -> tuple[float, float, float]:
-        """Seconds in all, loading and computing, if the fastest chunks are loaded; of equals the longest first."""
-        kept = sum(chunk_tokens[place] for place in order[:count])
-        loading = sum(profile.bytes_per_token * chunk_tokens[place] / rates[place] for place in order[:count])
-        computing = profile.prefill_s(total, (kept * ratio + total - kept) / total)
-        return max(loading, computing) + loading / num_layers, loading, computing
+    def expected(count: int, ratio: float) -> _Expected:
+        """What a request takes that loads so many chunks and computes the others."""
+        loaded_tokens = 0
+        loading_s = 0.0
+        for number in order[:count]:
+            loaded_tokens += chunk_tokens[number]
+            loading_s += profile.bytes_per_token * chunk_tokens[number] / bytes_s[number]
+        computed = total - loaded_tokens + ratio * loaded_tokens
+        computing_s = profile.prefill_s(total, computed / total)
+        first_layer_s = loading_s / num_layers  # hidden behind nothing
+        return _Expected(max(loading_s, computing_s) + first_layer_s, loading_s, computing_s)
 
-    count = min(range(len(rates) + 1), key=lambda some: (expected(some, least_ratio)[0], -some))
-    ratio, (time_s, loading, computing) = least_ratio, expected(count, least_ratio)
-    for step in range(1, STEPS + 1):  # more for nothing
-        more = step / STEPS
-        times = expected(count, more)
-        if more > ratio and times[2] <= loading:
-            ratio, (time_s, loading, computing) = more, times
-    most = profile.prefill_s(total, ratio)
-    hidden = [name for name, rate in (tiers or {}).items() if profile.bytes_per_token * total / rate <= most]
-    times_ms = (1e3 * time_s, 1e3 * loading, 1e3 * computing)
-    return Advice(ratio, count, *times_ms, tuple(hidden), tuple(sorted(order[:count])))
+    # How many to load: of equal times the most
+    count = 0
+    best = expected(0, least_ratio)
+    for more in range(1, len(order) + 1):
+        times = expected(more, least_ratio)
+        if times.total_s <= best.total_s:
+            count = more
+            best = times
+    # How much more to recompute for nothing
+    ratio = least_ratio
+    for step in range(1, STEPS + 1):
+        times = expected(count, step / STEPS)
+        if step / STEPS > ratio and times.computing_s <= times.loading_s:
+            ratio = step / STEPS
+            best = times
+    loaded = tuple(sorted(order[:count]))
+    return Advice(ratio, count, 1e3 * best.total_s, 1e3 * best.loading_s, 1e3 * best.computing_s, loaded)
+
+
+class _Expected(NamedTuple):
+    """Seconds that a request is expected to take."""
+
+    total_s: float
+    loading_s: float
+    computing_s: float
 
 
 class LoadingController:
@@ -89,26 +106,26 @@ class LoadingController:
                 "a loading controller came with a store that loads chunks in part, but what it expects of loading is "
                 "that of whole chunks. Open the store without partial, or leave the controller out."
             )
-        self._store, self._num_layers = store, len(decoder_layers(model))
-        self._fingerprint, config = fingerprint(model), config or BlendConfig()
+        self._store = store
+        self._num_layers = len(decoder_layers(model))
+        self._fingerprint = fingerprint(model)
         self.profile = profile_of(model, config) if profile is None else profile
         self.rates = tier_rates(store, model) if rates is None else dict(rates)
-        self._first_rates, self._traffic = dict(self.rates), store.traffic()
-        self.slowdown, self._profile, self._lock = 1.0, self.profile, threading.RLock()
+        self.slowdown = 1.0  # of prefills, as a multiple of the profile's
         self.last: Advice | None = None
+        self._first_rates = dict(self.rates)
+        self._traffic = store.traffic()
+        self._slowed = self.profile
 
     def decide(self, keys: Sequence[ChunkKey], least_ratio: float) -> Advice | None:
         """What to do with the stored chunks of one request; also kept in `last`."""
-        places = [self._store.tier_of(key) for key in keys]
-        if not any(place in self.rates for place in places) or keys[0].fingerprint != self._fingerprint:
+        tiers = [self._store.tier_of(key) for key in keys]
+        if self.rates.keys().isdisjoint(tiers) or keys[0].fingerprint != self._fingerprint:
             return None
-        with self._lock:
-            self._learn_rates()
-            profile, rates = self._profile, self.rates
-        bytes_s = [rates.get(place or "", math.inf) for place in places]
+        self._learn_rates()
+        bytes_s = [self.rates.get(tier or "", math.inf) for tier in tiers]
         lengths = [len(key.token_ids) for key in keys]
-        options: Any = {"least_ratio": least_ratio, "num_layers": self._num_layers, "tiers": rates}
-        self.last = advise(profile, lengths, bytes_s, **options)
+        self.last = advise(self._slowed, lengths, bytes_s, least_ratio=least_ratio, num_layers=self._num_layers)
         return self.last
 
     def observe(self, advice: Advice, seconds: float) -> None:
@@ -117,18 +134,21 @@ class LoadingController:
             return
         waiting_ms = advice.predicted_ms - advice.compute_ms
         slowdown = (1e3 * seconds - waiting_ms) / advice.compute_ms
-        with self._lock:  # a request that something else delayed changes the estimate only a little
-            self.slowdown *= 1 + LEARNED_SHARE * (min(max(slowdown, 1 / MOST_STEP), MOST_STEP) - 1)
-            self._profile = self.profile.slowed(self.slowdown)
+        slowdown = min(max(slowdown, 1 / MOST_STEP), MOST_STEP)  # something else may have delayed the request
+        self.slowdown *= 1 + LEARNED_SHARE * (slowdown - 1)
+        self._slowed = self.profile.slowed(self.slowdown)
 
     def _learn_rates(self) -> None:
         """Update the rates from what was read since the last request."""
-        before, self._traffic = self._traffic, self._store.traffic()
+        before = self._traffic
+        self._traffic = self._store.traffic()
         rates = {}
         for tier, rate in self.rates.items():
-            (nbytes, seconds), (old_nbytes, old_seconds) = (log.get(tier, (0, 0.0)) for log in (self._traffic, before))
+            nbytes, seconds = self._traffic.get(tier, (0, 0.0))
+            old_nbytes, old_seconds = before.get(tier, (0, 0.0))
             if nbytes > old_nbytes and seconds > old_seconds:
-                rates[tier] = rate + LEARNED_SHARE * ((nbytes - old_nbytes) / (seconds - old_seconds) - rate)
+                now = (nbytes - old_nbytes) / (seconds - old_seconds)
+                rates[tier] = rate + LEARNED_SHARE * (now - rate)
             else:
                 rates[tier] = rate + FORGOTTEN_SHARE * (self._first_rates[tier] - rate)
         self.rates = rates

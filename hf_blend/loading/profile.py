@@ -11,9 +11,9 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,11 @@ from ..model.fingerprint import fingerprint
 from ..model.modality import text_ids
 from ..store import ChunkStore
 
-LENGTHS, RATIOS = (512, 1536), (0.05, 0.5)
-CHUNKS, QUESTION_TOKENS, ROUNDS = 4, 32, 5
+LENGTHS = (512, 1536)  # of the measured prompts, in tokens
+RATIOS = (0.05, 0.5)
+CHUNKS = 4
+QUESTION_TOKENS = 32
+ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Profile:
 
     def prefill_s(self, tokens: int, ratio: float) -> float:
         """Seconds of a blended prefill with its chunks in memory: (a + b r) n + (c + d r) n², fitted to the points."""
-        return max(0.0, sum(map(mul, _terms(tokens, ratio), self._weights)))
+        seconds = sum(term * weight for term, weight in zip(_terms(tokens, ratio), self._weights, strict=True))
+        return max(0.0, seconds)
 
     def slowed(self, factor: float) -> "Profile":
         """The profile of a machine on which every prefill takes that many times as long."""
@@ -64,8 +68,9 @@ class Profile:
         """The weights of the terms, kept because a request asks for many ratios."""
         rows = torch.tensor([_terms(point.tokens, point.ratio) for point in self.points], dtype=torch.float64)
         seconds = torch.tensor([[point.seconds] for point in self.points], dtype=torch.float64)
-        weights: list[float] = torch.linalg.lstsq(rows / seconds, torch.ones_like(seconds)).solution[:, 0].tolist()
-        return weights  # fitted to relative errors, not to seconds
+        fitted = torch.linalg.lstsq(rows / seconds, torch.ones_like(seconds))  # to relative errors, not to seconds
+        weights: list[float] = fitted.solution[:, 0].tolist()
+        return weights
 
 
 def _terms(tokens: int, ratio: float) -> list[float]:
@@ -81,22 +86,22 @@ def profile_of(
     folder: Path | None = None,
 ) -> Profile:
     """The profile of a model on this machine, measured if it is not known."""
-    config, lengths = config or BlendConfig(), lengths or _lengths(model)
+    config = config or BlendConfig()
+    lengths = lengths or _lengths(model)
     machine = _machine(model, config, lengths)
     root = cached_assets_path("hf_blend", namespace="profiles") if folder is None else folder
     path = root / f"{machine['model'][:16]}.json"
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):  # not there or not readable: measured again
         saved = json.loads(path.read_text("utf-8"))
         if saved["machine"] == machine:
-            return Profile(machine, tuple(Point(**point) for point in saved["points"]), saved["bytes_per_token"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not there or not readable: measured again
-    made = _measured(model, config, lengths, machine)
+            points = tuple(Point(**point) for point in saved["points"])
+            return Profile(machine, points, saved["bytes_per_token"])
+    measured = _measured(model, config, lengths, machine)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(asdict(made)), "utf-8")
+    unfinished.write_text(json.dumps(asdict(measured)), "utf-8")
     unfinished.replace(path)
-    return made
+    return measured
 
 
 def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> float:
@@ -119,26 +124,34 @@ def tier_rates(store: ChunkStore, model: nn.Module, tokens: int = 512) -> dict[s
 
 def _lengths(model: nn.Module) -> tuple[int, ...]:
     """Two lengths that fit the model with a question behind them."""
-    most = (getattr(text_config(model), "max_position_embeddings", None) or 1 << 30) - 2 * QUESTION_TOKENS
+    positions = getattr(text_config(model), "max_position_embeddings", None) or 1 << 30
+    most = positions - 2 * QUESTION_TOKENS
     return tuple(min(length, most * length // LENGTHS[-1]) for length in LENGTHS)
 
 
 def _measured(model: nn.Module, config: BlendConfig, lengths: Sequence[int], machine: dict[str, Any]) -> Profile:
-    store, nbytes, chunks = ChunkStore.open("memory://"), 0.0, {}
+    store = ChunkStore.open("memory://")
+    bytes_per_token = 0.0
+    chunks = {}
     for tokens in lengths:
         chunks[tokens] = [text_ids(model, tokens // CHUNKS, seed).tolist() for seed in range(CHUNKS)]
-        (key, *_) = store.add(model, None, chunks[tokens])
-        chunk = store.get(key)
-        nbytes = chunk.nbytes / chunk.tokens if chunk else nbytes
-    times: dict[tuple[int, float], list[float]] = {(tokens, ratio): [] for tokens in lengths for ratio in RATIOS}
+        first_key = store.add(model, None, chunks[tokens])[0]
+        chunk = store.get(first_key)
+        if chunk is not None:
+            bytes_per_token = chunk.nbytes / chunk.tokens
+    # In turns: a machine that drifts drifts for all of them
+    times: dict[tuple[int, float], list[float]] = {}
     for number in range(ROUNDS + 1):
-        for (tokens, ratio), taken in times.items():  # in turns: a machine that drifts drifts for all of them
-            cache = BlendCache(model, store, **{**config.to_dict(), "recompute_ratio": ratio})
-            seconds = _seconds(model, cache, chunks[tokens])
-            taken += [seconds] if number else []
-    medians = {length_and_ratio: statistics.median(taken) for length_and_ratio, taken in times.items()}
-    points = [Point(tokens // CHUNKS * CHUNKS, ratio, seconds) for (tokens, ratio), seconds in medians.items()]
-    return Profile(machine, tuple(points), nbytes)
+        for tokens in lengths:
+            for ratio in RATIOS:
+                cache = BlendCache(model, store, **{**config.to_dict(), "recompute_ratio": ratio})
+                seconds = _seconds(model, cache, chunks[tokens])
+                if number:  # the first round warms up
+                    times.setdefault((tokens, ratio), []).append(seconds)
+    points = []
+    for (tokens, ratio), measured in times.items():
+        points.append(Point(tokens // CHUNKS * CHUNKS, ratio, statistics.median(measured)))
+    return Profile(machine, tuple(points), bytes_per_token)
 
 
 @torch.no_grad()
@@ -150,11 +163,13 @@ def _seconds(model: nn.Module, cache: Any, chunks: list[list[int]]) -> float:
 
 
 def _machine(model: nn.Module, config: BlendConfig, lengths: Sequence[int]) -> dict[str, Any]:
-    settings = {name: value for name, value in config.to_dict().items() if name != "recompute_ratio"}
+    settings = config.to_dict()
+    del settings["recompute_ratio"]
     device = next(model.parameters()).device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     return {
         "model": fingerprint(model),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "device": name or "cpu",
         "node": platform.node(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -58,7 +58,7 @@ class RotaryStyle(ABC):
             out.copy_(keys)
         first, second = (half.float() for half in cls.split(keys, pairs))
         to_first, to_second = cls.split(out, pairs)
-        if out.dtype == torch.float32:  # no need of a place to compute in
+        if out.dtype == torch.float32:  # computed in place
             torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
             torch.mul(second, cos, out=to_second).addcmul_(first, sin)
             return
@@ -67,7 +67,7 @@ class RotaryStyle(ABC):
 
 
 class HalfStyle(RotaryStyle):
-    """A dimension of the first half of those that turn, and the one at the same place in the second, form a pair."""
+    """A dimension of the first half of those that turn, and the one as far into the second, form a pair."""
 
     @staticmethod
     def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
@@ -86,9 +86,9 @@ class InterleavedStyle(RotaryStyle):
 
 @cache
 def in_values(style: type[RotaryStyle]) -> type[RotaryStyle]:
-    """The same style for a layer whose rotary key is handed to the cache in the place of the values.
+    """The same style for a layer whose rotary key is handed to the cache instead of the values.
 
-    Latent attention (DeepSeek-V2 and -V3, MiniCPM3) does so; what does not turn is in the place of the keys.
+    Latent attention (DeepSeek-V2 and -V3, MiniCPM3) does so; what does not turn is handed over as the keys.
     """
     return type(f"{style.__name__}InValues", (style,), {"slot": 1, "__doc__": style.__doc__})
 
@@ -114,9 +114,8 @@ def compose(style: type[RotaryStyle], old: tuple[Tensor, Tensor], new: tuple[Ten
 
     Shapes: (cos, sin) tables `[…, tokens, width]` → `[…, tokens, pairs]`, float32; exactly (1, 0) for equal tables.
     """
-    (cos_old, sin_old), (cos_new, sin_new) = (
-        tuple(style.pairs(table.float()) for table in pair) for pair in (old, new)
-    )
+    cos_old, sin_old = (style.pairs(table.float()) for table in old)
+    cos_new, sin_new = (style.pairs(table.float()) for table in new)
     norm = cos_old * cos_old + sin_old * sin_old
     cos = (cos_new * cos_old + sin_new * sin_old) / norm
     sin = (sin_new * cos_old - cos_new * sin_old) / norm

@@ -14,14 +14,18 @@ def frequency_regime(config: Any, tokens: int) -> tuple[int, ...]:
     are those of a full prefill only if both were computed with the same set.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
-    longest, sets = getattr(config, "max_position_embeddings", 0), list[int]()
-    for kind in kinds:
-        name = str(kind.get("rope_type", ""))
+    by_layer_type = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
+    longest = getattr(config, "max_position_embeddings", 0)
+    sets = []
+    for parameters in by_layer_type or [rope]:
+        name = str(parameters.get("rope_type", ""))
         if name == "longrope":
-            sets.append(int(tokens > (kind.get("original_max_position_embeddings") or longest)))
+            trained = parameters.get("original_max_position_embeddings") or longest
+            sets.append(int(tokens > trained))
+        elif "dynamic" in name and tokens >= longest:
+            sets.append(tokens)
         else:
-            sets.append(tokens if "dynamic" in name and tokens >= longest else 0)
+            sets.append(0)
     return tuple(sets)
 
 
@@ -36,5 +40,6 @@ def scales_by_position(config: Any) -> bool:
     Llama 4, Ministral 3, Mistral 4 and Inkling scale their queries by steps of the position, or of the column.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    scales = [rope.get("llama_4_scaling_beta")] + [getattr(config, name, None) for name in SCALES]
+    scales = [rope.get("llama_4_scaling_beta")]
+    scales += [getattr(config, name, None) for name in SCALES]
     return any(scale is not None and scale is not False for scale in scales)

@@ -28,10 +28,12 @@ def rotary_table(arguments: dict[str, Any], layer: nn.Module | None = None) -> T
         table = own_table(layer, arguments.get("position_ids"))
     if isinstance(table, Tensor) and table.is_complex() and table.dim() == 3:
         return _parts.setdefault(table, (table.real, table.imag))
-    if isinstance(table, tuple | list) and len(table) == 2 and all(isinstance(tensor, Tensor) for tensor in table):
-        cos, sin = table
-        return (cos, sin) if cos.shape == sin.shape and cos.dim() == 3 and cos.is_floating_point() else None
-    return None
+    if not isinstance(table, tuple | list) or len(table) != 2:
+        return None
+    cos, sin = table
+    if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or cos.shape != sin.shape:
+        return None
+    return (cos, sin) if cos.dim() == 3 and cos.is_floating_point() else None
 
 
 @torch.no_grad()
@@ -46,12 +48,13 @@ def own_table(layer: nn.Module, positions: Any) -> Any:
         if isinstance(getattr(module, "inv_freq", None), Tensor):
             return module(module.inv_freq, positions.to(module.inv_freq.device))
         buffer = getattr(module, "embed_positions", None)
-        if isinstance(buffer, Tensor) and buffer.dim() == 2:
-            if positions.device.type == "cpu" and int(positions.max()) >= len(buffer):  # elsewhere the look-up says it
-                raise PromptError(
-                    f"a key is at position {int(positions.max())}, but the model's rotary buffer has {len(buffer)} "
-                    "positions. Keep the sequence below that length."
-                )
-            sin, cos = buffer.to(positions.device)[positions].chunk(2, dim=-1)
-            return cos, sin
+        if not isinstance(buffer, Tensor) or buffer.dim() != 2:
+            continue
+        if positions.device.type == "cpu" and int(positions.max()) >= len(buffer):  # elsewhere the look-up says it
+            raise PromptError(
+                f"a key is at position {int(positions.max())}, but the model's rotary buffer has {len(buffer)} "
+                "positions. Keep the sequence below that length."
+            )
+        sin, cos = buffer.to(positions.device)[positions].chunk(2, dim=-1)
+        return cos, sin
     return None
