@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, observer
-from hf_blend.context.sequence_cache import SequenceCache
-from hf_blend.errors import ConfigError, PromptError
+from hf_blend.errors import ConfigError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
@@ -62,19 +61,6 @@ def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, 
     left = [column for column in range(start, start + 21) if column not in chosen]
     stored = chunk.layers[3][1][:, [column - start for column in left]]
     assert torch.equal(cache.layers[3].values[0][:, left], stored)
-
-
-@pytest.mark.parametrize("cached", [10, 40])
-def test_prefill_chunk_size_continues_a_sequence(cached):
-    model, ids = shared_zoo_model("llama"), torch.tensor([random_ids(60, 1)])
-    cache = SequenceCache(model)
-    run(model, {"input_ids": ids[:, :cached]}, cache, max_new_tokens=1)
-    inputs = cache.inputs(ids[0, cached:])
-    if IS_OLDEST:  # in 5.17 `generate` computes the cached tokens again, behind themselves
-        with pytest.raises(PromptError, match="begins with these"):
-            run(model, inputs, cache, prefill_chunk_size=20)
-    else:
-        assert torch.equal(run(model, inputs, cache, prefill_chunk_size=20), run(model, inputs))
 
 
 @pytest.mark.parametrize("cached", [10, 40])

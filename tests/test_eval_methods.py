@@ -12,7 +12,6 @@ from worlds import REFERENCE
 from hf_blend import ChunkStore
 from hf_blend.evaluation.blending import make_method, method_names, takes_ratio
 from hf_blend.evaluation.folder import RunFolder
-from hf_blend.evaluation.tasks.base import Shape
 from hf_blend.evaluation.tasks.hotpotqa import Hotpotqa
 from hf_blend.evaluation.trial import EvalConfig, run
 
@@ -88,17 +87,6 @@ def test_chunks_are_computed_once_and_loaded_ever_after(way, samples, name):
     assert first.charged_budget == again.charged_budget
 
 
-def test_chunk_of_another_prompt_is_hit_at_any_place(way, samples):
-    store = ChunkStore.open("memory://")
-    way("full-reuse", store=store).answer(samples[:1])
-    moved = Shape(chunk_order="reversed").applied(samples[0])
-    (found,) = way("full-reuse", store=store).answer([moved])
-    assert found.computed_chunks == 0
-    assert found.loaded_chunks == 4
-    (other,) = way("full-reuse", store=store).answer([Shape(chunk_tokens=100).applied(samples[0])])
-    assert other.loaded_chunks == 1, "cut anew they are other chunks; what stands before them is the same"
-
-
 @pytest.mark.parametrize("name", SELECTORS)
 def test_ratio_of_1_is_full_prefill_and_ratio_of_0_is_full_reuse(way, samples, full, reuse, name):
     store = ChunkStore.open("memory://")
@@ -125,21 +113,6 @@ def test_charged_budget_is_all_for_full_prefill_nothing_for_reuse_and_grows_with
     assert charged == sorted(set(charged))
     assert charged[0] > 0.05
     assert charged[-1] < 1
-
-
-def test_prefix_caching_is_full_prefill_that_goes_on_from_beginning_it_has_seen(way, samples, full):
-    method, (first, second) = way("prefix-caching"), samples
-    cold, warm, other = (method.answer([one])[0] for one in (first, first, second))
-    assert cold.ids == warm.ids == full[0].ids
-    assert other.ids == full[1].ids
-    kept = 1 + len(first.prefix)
-    chunks = sum(map(len, first.chunks))
-    assert cold.reused_tokens == 0
-    assert cold.charged_budget == 1.0
-    assert warm.reused_tokens == kept + len(first.chunks[0])
-    assert warm.charged_budget == pytest.approx(1 - len(first.chunks[0]) / chunks)
-    assert other.reused_tokens == kept, "the instruction alone is the same"
-    assert other.charged_budget == 1.0, "the instruction alone is the same"
 
 
 def test_run_says_which_chunks_were_new_and_complete_one_loads_no_model(model_folder, tmp_path):

@@ -86,26 +86,6 @@ def test_question_prompt_is_published_one_piece_by_piece(published, mistral_toke
     assert first.answers == tuple(source[0]["answers"])
 
 
-def test_few_shot_prompt_has_no_tags_and_leaves_out_middle_example_until_rest_fits(
-    published, mistral_tokenizer
-):
-    path = real(published, "samsum")
-    ids = partial(encoded, mistral_tokenizer)
-    samples = task("samsum", mistral_tokenizer, path).samples(5)
-    rows = read_rows(path)
-    assert len(samples) == 5
-    for sample, source in zip(samples, rows, strict=False):
-        known = [ids(chunk) for chunk in source["chunks"]]
-        while sum(map(len, known)) > 3400:
-            known.pop(len(known) // 2)
-        assert sample.chunks == tuple(known)
-        assert sum(map(len, sample.chunks)) <= 3400 < sum(len(ids(chunk)) for chunk in source["chunks"])
-        assert sample.question == ids("\n\n" + source["question"])
-        assert source["question"].endswith("Summary: ")
-    begins = "Summarize the dialogue into a few short sentences. The following are some examples.\n\n"
-    assert samples[0].prefix == ids(begins)
-
-
 def test_samsum_leaves_out_what_does_not_fit_and_summarises_without_question(tmp_path):
     parts = ["word " * 3401], ["a " * 3400, "b"], ["a", "b " * 3400]
     path = jsonl(tmp_path / "rows.jsonl", *[row(chunks=chunks) for chunks in parts])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import broken, judged, verify_types
+from families import broken, verify_types
 from tiny_models import SHARED, tiny_model
 
 from hf_blend import SequenceCache, UnsupportedModelError
@@ -80,14 +80,6 @@ def test_norm_behind_rotation_is_in_way_only_where_what_turns_together_has_other
                 norm.weight[8:] = norm.weight[:8]
     assert {style.__name__ for style in rotary_styles(model)} == {"Half"}
     assert unproved(ModelUnderTest(model), "moved_chunk", "fused_ratio") == []
-
-
-def test_type_of_which_no_tiny_model_can_be_built_is_not_judged():
-    unknown, refused = verify_types(["musicgen", "bart"])
-    assert unknown["reason"].startswith("not judged: no tiny model of type 'musicgen' can be built")
-    assert not judged(unknown)
-    assert not broken(unknown)
-    assert judged(refused)
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", pytest.param("gemma3n_text", marks=pytest.mark.slow)])

@@ -3,7 +3,6 @@
 """Two models with one fingerprint have the same KV: whatever could change KV changes the fingerprint."""
 
 import copy
-import enum
 import random
 
 import pytest
@@ -13,7 +12,6 @@ from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Conf
 
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.model.identity import checksum as module
 from hf_blend.model.identity.checksum import checksum
 from hf_blend.model.identity.config import IGNORED_CONFIG_FIELDS, config_part
 
@@ -102,15 +100,6 @@ def test_fingerprint_of_another_config_is_another_even_with_same_weights(tiny_mo
     assert fingerprint(tiny_model("llama", num_hidden_layers=2, **change)) != fingerprint(model)
 
 
-def test_fingerprint_ignores_names_and_ways_of_calling(model):
-    before = fingerprint(model)
-    model.config._name_or_path = "elsewhere"
-    model.config.use_cache = False
-    model.config.pad_token_id = 5
-    model.set_attn_implementation("eager")
-    assert fingerprint(model) == before
-
-
 def mutations(value):
     """Another value of the same kind."""
     if isinstance(value, bool) or value is None:
@@ -130,20 +119,6 @@ def test_config_part_holds_every_field_that_is_not_on_reviewed_list(config_class
     assert unseen <= IGNORED_CONFIG_FIELDS
     hidden = set(vars(config_class())) - set(fields)
     assert hidden <= IGNORED_CONFIG_FIELDS, "fields that to_dict leaves out: does KV depend on them?"
-
-
-def test_config_part_has_one_written_form_for_values_of_all_kinds_at_every_depth():
-    class Colour(enum.Enum):
-        RED = "red"
-
-    nested = {"text_config": {"use_cache": True, "head_dim": 4}, "vision": [{"dtype": "x", "depth": 2}]}
-    assert config_part(nested) == {"text_config": {"head_dim": 4}, "vision": [{"depth": 2}]}
-    values = {1: {"b", "a"}, "e": Colour.RED, "t": (1, 2), "d": torch.float16, "c": LlamaConfig(head_dim=3)}
-    plain = config_part(values)
-    assert plain["c"].pop("head_dim") == 3
-    assert {name: plain[name] for name in "1etd"} == {"1": ["a", "b"], "e": "red", "t": [1, 2], "d": "torch.float16"}
-    with pytest.raises(UnsupportedModelError, match=r"<object object at .*\(object\)"):
-        config_part({"odd": object()})
 
 
 def test_fingerprint_reads_weights_that_accelerate_put_elsewhere(model, tmp_path):
@@ -249,22 +224,3 @@ def test_checksum_changes_with_every_value_and_its_place_and_sign():
         negated[[one, other]] *= -1
         sums |= {checksum(exchanged), checksum(negated)}
     assert len(sums) == 601
-
-
-def test_checksum_does_not_depend_on_strides_offsets_or_blocks(monkeypatch):
-    values = torch.randn(61, 37, generator=torch.Generator().manual_seed(0))
-    shifted = torch.cat([torch.zeros(1), values.view(-1)])[1:].view(61, 37)
-    assert shifted.storage_offset() == 1
-    assert checksum(values) == checksum(values.t().contiguous().t()) == checksum(shifted)
-    monkeypatch.setattr(module, "ROW_LANES", 64)
-    values = torch.randn(2500, generator=torch.Generator().manual_seed(0))
-    expected = checksum(values)
-    sums = {expected}
-    for at in range(0, 2500, 50):
-        changed = values.clone()
-        changed[at] += 1
-        sums.add(checksum(changed))
-    assert len(sums) == 51
-    exchanged = values.clone()  # rows of 64 lanes, of two numbers each
-    exchanged[:128], exchanged[128:256] = values[128:256], values[:128]
-    assert checksum(exchanged) not in sums

@@ -106,23 +106,6 @@ def test_hooks_of_others_that_are_called_after_failure_hide_no_error_and_all_are
     assert hooks(model) == 0
 
 
-@pytest.mark.parametrize("place", ["before the model", "behind the model", "before a layer", "behind a layer"])
-def test_hooks_called_without_keyword_arguments_do_nothing(model, place):
-    """Torch does so to a hook that was removed while the call that holds it goes on."""
-    guest = guest_in(model)
-    called = []
-    module = model if place.endswith("model") else decoder_layers(model)[1]
-    register = module.register_forward_pre_hook if place.startswith("before") else module.register_forward_hook
-    handle = register(lambda *_: called.append(guest.hooks.leave()))
-    guest.hooks.watch_model()
-    guest.hooks.enter_layers(width=6)
-    run(model, DynamicCache())
-    assert called
-    assert guest.told == []
-    handle.remove()
-    assert hooks(model) == 0
-
-
 def test_of_request_door_over_stock_attention_stays_in_transformers_tables_and_nothing_else(tiny_model):
     model = tiny_model("llama")
     masks = dict(ALL_MASK_ATTENTION_FUNCTIONS)

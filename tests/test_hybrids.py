@@ -17,9 +17,7 @@ from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, sparse_decoding
 from hf_blend.context.sequence_cache import SequenceCache
-from hf_blend.hybrids.mixer_probe import mixers_of
 from hf_blend.model import anatomy
-from hf_blend.prefill import observing
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
@@ -108,18 +106,6 @@ def test_ladder_of_hybrid_holds(name, rungs):
         assert failing(name, rungs) == []
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("bamba", marks=pytest.mark.slow)])
-def test_exact_tokens_may_be_single_one_of_whose_projections_some_are_stored(name):
-    model = subject_of(name).model
-    request = {**pieces(), "prefix": [1]}
-    cache, inputs = prepared(model, request, recompute_ratio=1.0, chunk_prefix_ids=(1, 3))
-    with poisoned_memory():
-        got = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
-    assert cache.report.exact_tokens == 1
-    assert torch.allclose(got, model(inputs["input_ids"], logits_to_keep=1).logits, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -163,21 +149,6 @@ def test_inputs_from_messages_go_on_in_cache_of_hybrid(name):
         assert torch.equal(inputs["input_ids"], stock["input_ids"])
         as_stock(model, inputs, blended)
         messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "And now?"}]
-
-
-def test_selectors_of_attention_see_what_indexer_leaves(monkeypatch):
-    subject = subject_of("deepseek_v32")
-    seen = []
-    take = observing.AttentionObserver.take
-
-    def taking(self, index, attention):
-        seen.append((attention.weights() > 0).sum(dim=-1).amax().item())
-        return take(self, index, attention)
-
-    monkeypatch.setattr(observing.AttentionObserver, "take", taking)
-    blended, inputs = prepared(subject.model, pieces(), recompute_ratio=0.3, selector="query-attention")
-    prefill(subject.model, inputs, blended)
-    assert max(seen) == subject.model.config.index_topk < min(len(prompt.ids) for prompt in subject.prompts)
 
 
 @pytest.mark.parametrize("name", ["jamba", pytest.param("zamba", marks=pytest.mark.slow)])
@@ -252,16 +223,6 @@ def test_forward_that_fails_leaves_states_and_indexer_keys_as_they_were(name, ha
             found.append(model(rest, past_key_values=blended, use_cache=True, logits_to_keep=1).logits)
         assert blended.report.reusable_tokens == 35
     assert torch.equal(*found[1:])
-
-
-def test_mixers_keep_only_what_another_token_feels():
-    model = subject_of("qwen3_next").model
-    config, (first, *_) = model.config, mixers_of(model)
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    assert first.width == 2 * keys + values + 2 * config.linear_num_value_heads  # without the gate, as wide as values
-    out = next(one for one in first.projections if one.module is first.module.out_proj)
-    assert out.width == 0
 
 
 @pytest.mark.parametrize(("name", "states"), [("lfm2", [1, 1, 2, 1]), ("glm_moe_dsa-shared", [3, 2, 3, 2])])

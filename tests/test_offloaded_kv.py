@@ -211,21 +211,6 @@ def test_kv_device_map_gives_logits_of_cache_on_its_device(tmp_path, how):
     assert (there.kv_memory.disk_bytes > 0) == (how != "here")
 
 
-def test_history_goes_on_in_offloaded_kv(model, tmp_path):
-    store = memory()
-    ways = {**WAYS, "max_new_tokens": 10}
-    texts = []
-    for settings in ({}, {"kv_device_map": "disk", "offload_folder": str(tmp_path)}):
-        cache = BlendCache(model, store, selector="query-attention", **settings)
-        first = model.generate(**cache.inputs(None, **PIECES), past_key_values=cache, **ways)
-        more = cache.inputs(None, chunks=[list(range(30, 100))], question=[3, 4], history=first)
-        texts.append(model.generate(**more, past_key_values=cache, **ways))
-        twin = copy.deepcopy(cache)
-        texts.append(model.generate(texts[-1], past_key_values=twin, **ways))
-    assert torch.equal(texts[0], texts[2])
-    assert torch.equal(texts[1], texts[3])
-
-
 @pytest.mark.parametrize("how", ["cpu", "disk"])
 def test_kv_device_map_of_model_that_accelerate_offloads(tiny_model, tmp_path, how):
     model = tiny_model()

@@ -14,7 +14,6 @@ from hf_blend import BlendCache, ChunkStore, ConfigError, plugins, sparse_decodi
 from hf_blend.sparse.partial import loading
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks
-from tests.conftest import random_pieces
 from tests.forging import first_block
 from tests.test_partial import CHUNKS, PIECES, faults
 
@@ -196,20 +195,6 @@ def test_process_that_is_killed_while_it_reorders_loses_no_block(model, tmp_path
         assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_what_was_deleted_or_is_too_old_is_not_loaded(model, tmp_path):
-    with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
-        keys = store.add(model, None, CHUNKS)
-        store.delete(keys[0])
-        store.remove([keys[1].digest])
-        assert [store.stream(key, lambda: None) for key in keys[:2]] == [None, None]
-        assert store.stream(keys[2], lambda: None) is not None
-    for path in block_files(tmp_path):
-        os.utime(path, (1, 1))
-    with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0, ttl_s=3600.0) as store:
-        assert store.stream(keys[2], lambda: None) is None
-        assert faults(store) == {"expired": 1}
-
-
 def test_chunks_in_blocks_are_read_whole_by_every_store_and_codec_rounds_them_as_elsewhere(model, tmp_path):
     for codec in ("raw", "int8"):
         with ChunkStore.open(tmp_path / codec, partial=ANYHOW, codec=codec, memory_bytes=0) as store:
@@ -221,21 +206,6 @@ def test_chunks_in_blocks_are_read_whole_by_every_store_and_codec_rounds_them_as
                 assert got.canary == expected.canary
                 for mine, theirs in zip(got.layers, expected.layers, strict=True):
                     assert all(map(torch.equal, mine, theirs))
-
-
-@pytest.mark.parametrize("family", ["falcon", "bloom"])
-@torch.no_grad()
-def test_chunks_are_loaded_whole_for_attention_that_no_function_can_take(family):
-    model = zoo_model(family)
-    found = []
-    for store in (ChunkStore.open("memory://", partial=ANYHOW), ChunkStore.open("memory://")):
-        for _ in range(2):
-            cache = BlendCache(model, store, recompute_ratio=0.3)
-            inputs = cache.inputs(None, **random_pieces((40, 40)))
-            logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
-        assert cache.report.loaded_chunks > 1
-        found.append(logits)
-    assert torch.equal(*found)
 
 
 SPARSE = {"share": 0.5, "block_tokens": 8, "min_tokens": 0}

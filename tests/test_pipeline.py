@@ -68,22 +68,6 @@ def test_pipeline_depth_gives_same_bits(model, filled, depth, selector):
     assert not threads()
 
 
-@pytest.mark.parametrize(("least_bytes", "within_s"), [(1, 1e6), (3000, 1e6), (1 << 20, 1e6), (1 << 20, 0.0)])
-def test_layers_come_several_at_time_where_they_are_small_and_tier_is_fast(
-    model, filled, least_bytes, within_s, monkeypatch
-):
-    (tier, expected), asked, read = filled, [], entry.EntryReader.layers
-    monkeypatch.setattr("hf_blend.store.stream.READ_BYTES", least_bytes)
-    monkeypatch.setattr("hf_blend.store.stream.READ_S", within_s)
-    monkeypatch.setattr(entry.EntryReader, "layers", lambda *given: asked.append(given[1]) or read(*given))
-    got, report = answered(model, cold(tier))
-    assert torch.equal(got, expected)
-    assert report.loaded_chunks == 3
-    every = 3 * model.config.num_hidden_layers
-    assert len(asked) == every if least_bytes == 1 or not within_s else len(asked) < every
-    assert asked.count(0) == 3, "the first layer of each chunk comes alone"
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_layer_that_is_damaged_or_cannot_be_read_is_computed_in_same_request(model, filled, seed):
     tier, expected = filled

@@ -124,22 +124,6 @@ def test_position_ids_are_those_of_stock_at_every_ratio(family, place):
             assert "position_ids" in report.fallback_reason
 
 
-@pytest.mark.parametrize("family", slow_but("llama", among=["llama", "gpt_neox", "deepseek_v3", "cohere"]))
-@torch.no_grad()
-def test_what_is_reused_is_chunk_alone_at_callers_positions(family):
-    model = model_of(family)
-    positions = PLACES["a gap before the first chunk"][0]
-    _, cache = blended(model, memory(), positions[None], 0.0, selector="none")
-    for chunk, start in ((A, 1), (B, SECOND)):
-        alone = DynamicCache()
-        own = positions[start : start + len(chunk)]
-        model(torch.tensor([[1, *chunk]]), position_ids=torch.cat((own[:1] - 1, own))[None], past_key_values=alone)
-        for got, true in zip(cache.layers, alone.layers, strict=True):
-            columns = slice(start, start + len(chunk))
-            assert apart(got.keys[:, :, columns], true.keys[:, :, 1:]) <= TOLERANCE
-            assert apart(got.values[:, :, columns], true.values[:, :, 1:]) <= TOLERANCE
-
-
 def padded(*rows):
     """Ids, mask and positions of rows `(ids, positions)`, padded on the left; padding is at position 1."""
     width = max(len(ids) for ids, _ in rows)

@@ -3,7 +3,6 @@
 """bitsandbytes models from saved checkpoints, on the CPU: the ladder holds, and their KV is nobody else's."""
 
 import copy
-import logging
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +13,6 @@ from tiny_models import tiny_model
 
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.model.quantised import LOGGER
 from hf_blend.model_names import load_model
 from hf_blend.verify.runner import verify
 from tests.asking import PIECES, asked, memory
@@ -118,19 +116,6 @@ def test_fingerprint_of_weights_that_their_first_forward_repacks_stays(kind, fol
     assert fingerprint(late) == before, "also where nobody looked before the first forward"
 
 
-def test_fingerprint_of_repacked_weights_changes_with_them(folder, rounding_cpu):
-    model = load_model(str(folder / "4bit"))
-    with torch.no_grad():
-        model(torch.tensor([[5, 6, 7]]))
-    seen = {fingerprint(model)}
-    weight = model.model.layers[1].mlp.up_proj.weight
-    weight.data[3, 3] ^= 1
-    seen.add(fingerprint(model, reread=True))
-    weight.quant_state.absmax[0, 5] *= 2
-    seen.add(fingerprint(model, reread=True))
-    assert len(seen) == 3
-
-
 def test_checks_hold_within_measured_floor(climbed):
     """All checks, on every kind, are slow."""
     verdict = climbed("4bit")
@@ -173,18 +158,3 @@ def test_chunks_of_another_precision_are_not_used(folder):
     for kind, computed in (("plain", 3), ("4bit", 3), ("8bit", 3), ("8bit", 0)):
         cache, _ = asked(load_model(str(folder / kind)), PIECES, store=store)
         assert cache.report.computed_chunks == computed, "prefix and chunks, unless this very model has stored them"
-
-
-def test_warning_per_product_is_silenced_for_request_only(folder, caplog):
-    model = load_model(str(folder / "8bit"))
-    logger = logging.getLogger(LOGGER)
-    before = list(logger.filters)
-    with caplog.at_level(logging.WARNING):
-        cache, _ = asked(model, PIECES)
-        assert not [line for line in caplog.messages if "will be cast" in line]
-        logger.warning("something else")
-        assert "something else" in caplog.messages
-        del cache
-        assert logger.filters == before
-        model(torch.tensor([[5, 6]]))
-    assert [line for line in caplog.messages if "will be cast" in line], "outside it says what it always says"

@@ -10,7 +10,6 @@ import torch
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.prefill import copies, realign
-from hf_blend.prefill.request import PendingPrompt, Request
 from hf_blend.sparse.decoding import sparse_decoding
 from tests.conftest import build_tiny_model
 from tests.second_device import DEVICE, There, move, second_device
@@ -124,24 +123,6 @@ def test_inside_layers_no_value_is_asked_of_device_but_once_per_request(models, 
         _, _, found = prefilled(models[1], store, pieces, said, mode, selector=selector)
     counts = {one[:2]: one[2] for one in reversed(found) if one[0] in ("begin", "end")}
     assert counts["end", 3] - counts["begin", 0] <= 1  # does layer 0 fit
-
-
-@pytest.mark.parametrize("shape", [(1, 9), (2, 9), (3, 2, 9), (4, 1, 9)])
-def test_parse_reads_position_ids_with_ids_and_asks_device_once(models, shape):
-    ids = torch.arange(18).view(2, 9) + 3
-    positions = torch.arange(9).expand(shape)
-    asked = []
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions.contiguous()}
-    with second_device() as mode:
-        there = {name: part.to(DEVICE) for name, part in inputs.items()}
-        for names in (("input_ids",), ("input_ids", "attention_mask"), tuple(inputs)):
-            mode.asked.clear()
-            arguments = {"logits_to_keep": 1, **{name: there[name] for name in names}}
-            request = Request.parse(arguments, models[0], 0, PendingPrompt())
-            asked.append(sum(mode.asked.values()))
-            assert request.rows == ids.tolist()
-    assert asked == [1, 1, 1]
-    assert all((row[1:] == range(9)).all() for row in request.places)
 
 
 SLOW = pytest.mark.slow

@@ -83,24 +83,3 @@ def test_chunks_of_request_that_failed_or_ended_may_go(shared_model, prompt, pie
         report, _ = ask(model, store, other)
     assert report.loaded_chunks == 4
     assert report.computed_chunks == 0
-
-
-def test_protect_ends_with_last_of_two_requests(chunk_bytes, shared_model, prompt):
-    class Owner:
-        pass
-
-    first = Owner()
-    second = Owner()
-    with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes)) as store:
-        ask(shared_model(MODEL), store, {**prompt, "chunks": prompt["chunks"][:1]})
-        (key,) = store.keys(shared_model(MODEL), None, prompt["chunks"][:1])
-        release = store.protect([key], first)
-        store.protect([key], second)
-        release()
-        release()
-        ask(shared_model(MODEL), store, {**prompt, "chunks": prompt["chunks"][1:]})
-        assert store.contains(key)
-        del second
-        gc.collect()
-        ask(shared_model(MODEL), store, {**prompt, "chunks": prompt["chunks"][::-1][:9]})
-        assert not store.contains(key)

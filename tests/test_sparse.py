@@ -12,8 +12,6 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
-from hf_blend.cache.layers import BlendLayer
-from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.lock import Selection, SelectionLock, SparseMetrics
 from tests.conftest import slow_but
@@ -179,31 +177,6 @@ def test_sparse_decoding_leaves_another_cache_and_another_thread_dense(model):
     for got in found:
         assert torch.equal(got[0], expected[0])
         assert torch.equal(got[1], expected[1])
-
-
-def test_blocked_layer_represents_again_blocks_that_were_cut_while_selection_held():
-    layer = BlendLayer()
-    blocks = BlockedLayer(
-        layer, SparseConfig(block_tokens=4, recent_blocks=0), plugins.load("sparse.methods", "gsa")({})
-    )
-
-    def step(tokens):
-        blocks.begin()
-        layer.update(torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8))
-        blocks.settle()
-
-    query = torch.randn(1, 2, 1, 8)
-    step(24)
-    blocks.scores(query, 24)
-    layer.crop(-10)
-    for _ in range(10):  # none of these looks for a new selection
-        step(1)
-    for _ in range(2):
-        expected = (query * layer.keys.unflatten(2, (6, 4)).mean(3)).sum(-1).mean(1)
-        torch.testing.assert_close(blocks.scores(query, 24)[0, 0, 1:], expected[0, 1:])
-        layer.crop(-9)
-        layer.update(torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))  # by a forward that sees everything
-        blocks.begin()
 
 
 def draft_model():

@@ -6,15 +6,13 @@ import json
 from dataclasses import asdict
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
-from hf_blend.errors import ConfigError, PluginNotFoundError, PromptError
+from hf_blend.errors import ConfigError, PromptError
 from hf_blend.evaluation.answering import REUSE
 from hf_blend.evaluation.asking import Answer, Loss, Pipeline, Question
-from hf_blend.evaluation.summary import share_interval
 from hf_blend.evaluation.tuning import Point, candidates, choose, read_prompts, tune
 from tests.asking import jsonl
 
@@ -31,17 +29,6 @@ def test_cheapest_that_leaves_little_enough_is_chosen_or_else_nearest(leave, nam
     found, enough = choose(points, leave)
     assert found.candidate == name
     assert enough == is_enough
-
-
-def test_interval_of_share_is_that_of_paired_sums():
-    parts = np.array([0.1, 0.4, 0.2, 0.6])
-    wholes = np.array([1.0, 2.0, 1.0, 3.0])
-    drawn = [
-        (parts[some].sum() / wholes[some].sum()) for some in np.random.default_rng(5).integers(0, 4, size=(4000, 4))
-    ]
-    assert share_interval(parts, wholes) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
-    low, high = share_interval(0.25 * wholes, wholes)
-    assert low == pytest.approx(0.25) == high
 
 
 class Told:
@@ -89,20 +76,6 @@ def test_choice_is_measured_on_prompts_that_did_not_choose_it():
     assert json.loads(json.dumps(asdict(got)))["config"] == got.config
 
 
-def test_candidates_are_every_selector_at_every_ratio(tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text(
-        '"""Mine."""\nfrom hf_blend.selectors.base import Selector\n\n\nclass Mine(Selector):\n    score = None\n'
-    )
-    found = candidates(["boundary", "kv-deviation:on=k@0.2", str(mine)], (0.1, 0.3))
-    assert [one.name for one in found[:3]] == ["boundary@0.1", "boundary@0.3", "kv-deviation:on=k@0.2"]
-    assert found[2].config.selector_options == {"on": "k"}
-    assert found[2].config.recompute_ratio == 0.2
-    assert {one.config.selector for one in found} == {"boundary", "kv-deviation", str(mine)}
-    with pytest.raises(PluginNotFoundError, match="Did you mean 'boundary'"):
-        candidates(["boundry"], (0.1,))
-
-
 def test_too_little_to_choose_from_is_refused():
     with pytest.raises(PromptError, match="got 1 prompts, expected 2 or more"):
         tune(Told(), [Question("0", {})], candidates(["random"], (0.1,)))
@@ -141,16 +114,6 @@ def test_loss_is_divergence_of_answer_that_full_prefill_gives(asker, pieces):
     assert got.charged == 0.0
     assert got.ttft_ratio > 0
     assert asker.loss(prompt, full, BlendConfig(1.0, "full")).kl < 1e-6 < got.kl
-
-
-def test_prompt_with_nothing_to_choose_among_and_store_that_is_too_small_are_refused(asker, pieces):
-    prompt = Question("row 'x'", pieces(seed=2))
-    full = asker.full(prompt, 2)
-    with pytest.raises(ConfigError, match=r"dropped [0-9]+ chunks of row 'x'.*--store"):
-        asker.loss(prompt, full, REUSE)
-    alone = Question("row 'y'", {"chunks": prompt.request["chunks"][:1], "question": prompt.request["question"]})
-    with pytest.raises(PromptError, match=r"row 'y' cannot be blended.*[Tt]wo chunks or more.*Leave it out"):
-        asker.loss(alone, full, REUSE)
 
 
 class Chat:
