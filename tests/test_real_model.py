@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a real chat model shows: its tokenizer's BOS, its template, and answers that can be read."""
 
-
 import pytest
 
 from hf_blend import BlendCache, ChunkStore

@@ -117,9 +117,7 @@ def test_kvstar_counts_accepted_tokens_as_session_does_and_resumes(
 
 
 @pytest.mark.slow
-def test_figures_are_made_on_folder_with_real_set_and_stopped_run_goes_on(
-    saved, asked, tmp_path, monkeypatch, capsys
-):
+def test_figures_are_made_on_folder_with_real_set_and_stopped_run_goes_on(saved, asked, tmp_path, monkeypatch, capsys):
     arguments = ["cacheblend", "--model", saved("model", num_hidden_layers=5, hidden_size=16), *asked]
     loaded = []
     monkeypatch.setattr(cacheblend_figures, "load_model", lambda *given: loaded.append(given) or load_model(*given))

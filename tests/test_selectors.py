@@ -178,9 +178,7 @@ def blended(model, request, hear=None, **settings):
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "eager"), ("gpt_neox", "sdpa"), ("gemma", "sdpa")])
-def test_attention_observer_gets_models_own_attention_and_changes_no_answer(
-    shared_model, pieces, family, attention
-):
+def test_attention_observer_gets_models_own_attention_and_changes_no_answer(shared_model, pieces, family, attention):
     model = shared_model(family, attention)
     heard = {}
     hear = lambda layer, seen, weights: heard.update({layer: weights})  # noqa: E731

@@ -26,8 +26,8 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(REFERENCE)
 
 
-def conversation(model=MODEL, tokens=20):
-    cache = filled(model, tokens)
+def conversation(model=MODEL, tokens=20, **settings):
+    cache = filled(model, tokens, **settings)
     cache.copy(0, 3, 0, tokens // 2)
     cache.remove(0, 5, 8)
     cache.shift(0, 8, None, -3)
@@ -56,8 +56,10 @@ def check_refused(cache, path, changes):
         assert same(bits_of(cache), before), name
 
 
-def test_a_round_trip_is_bit_exact_and_goes_on_the_same(tmp_path, tokenizer):
-    cache, again = conversation(), SequenceCache(MODEL)
+@pytest.mark.parametrize("kv_bits", [None, 8, 4])
+def test_round_trip_is_bit_exact_and_goes_on_the_same(tmp_path, tokenizer, kv_bits):
+    cache = conversation(tokens=80, kv_bits=kv_bits)
+    again = SequenceCache(MODEL, kv_bits=kv_bits)
     size = save_session(cache, tmp_path / "chat", tokenizer)
     assert size == os.path.getsize(tmp_path / "chat")
     load_session(again, tmp_path / "chat", tokenizer)
@@ -67,7 +69,7 @@ def test_a_round_trip_is_bit_exact_and_goes_on_the_same(tmp_path, tokenizer):
     assert torch.equal(fed(again, prompt(5, 2)), fed(cache, prompt(5, 2)))
 
 
-def test_an_empty_cache_is_a_session_too(tmp_path):
+def test_empty_cache_is_a_session_too(tmp_path):
     save_session(SequenceCache(MODEL), tmp_path / "empty")
     cache = conversation()
     load_session(cache, tmp_path / "empty")
@@ -82,7 +84,7 @@ def other_tokenizer(tokenizer):
     return other
 
 
-def test_a_session_of_another_model_tokenizer_or_rope_is_refused_by_name(tmp_path, tokenizer):
+def test_session_of_another_model_tokenizer_or_rope_is_refused_by_name(tmp_path, tokenizer):
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     save_session(conversation(), tmp_path / "chat", tokenizer)
     for name, model, given in (
@@ -97,7 +99,7 @@ def test_a_session_of_another_model_tokenizer_or_rope_is_refused_by_name(tmp_pat
         assert same(bits_of(cache), before)
 
 
-def test_what_is_no_session_is_refused(tmp_path):
+def test_other_files_are_refused(tmp_path):
     cache = SequenceCache(MODEL)
     (tmp_path / "text").write_text("hello")
     (tmp_path / "link").symlink_to(tmp_path / "text")
@@ -128,7 +130,7 @@ CRAFTED = {
 }
 
 
-def test_a_crafted_session_is_refused_and_leaves_the_cache_alone(tmp_path):
+def test_crafted_session_is_refused_and_leaves_the_cache_alone(tmp_path):
     path, cache = tmp_path / "chat", conversation(tokens=12)
     save_session(conversation(), path)
     check_refused(cache, path, CRAFTED)
@@ -138,7 +140,7 @@ def test_a_crafted_session_is_refused_and_leaves_the_cache_alone(tmp_path):
             load_session(cache, path)
 
 
-def test_one_sequence_is_saved_and_taken_up_beside_others(tmp_path):
+def test_one_sequence_is_saved_and_loaded_beside_others(tmp_path):
     cache, other = conversation(), filled(MODEL, 20)
     cache.use(3)
     fed(cache, prompt(4, 2))
@@ -153,7 +155,7 @@ def test_one_sequence_is_saved_and_taken_up_beside_others(tmp_path):
     assert len(cache._table.row(3)[0]) == 14
 
 
-def test_what_is_not_one_sequence_is_not_taken_up_as_one(tmp_path):
+def test_session_of_two_sequences_is_not_loaded_as_one(tmp_path):
     cache = conversation()
     before = bits_of(cache)
     save_session(cache, tmp_path / "all")
