@@ -9,7 +9,7 @@ import typer
 
 from . import options
 from .calibrating import Calibrate, calibrate_once, say_recipe
-from .output import Cost, Json, duration, fail, humanise, interruptible, progress, say, show
+from .output import Json, duration, fail, humanise, interruptible, progress, say, show
 from .reading import load, read, split
 
 if TYPE_CHECKING:
@@ -90,9 +90,8 @@ def index(
         # Compute and store
         if is_first:
             indexer.name_sources(documents.documents, source.name, chunk_tokens)
-        cost = Cost(lambda key: len(key.token_ids), indexer.token_bytes)
         with interruptible(lambda: _stopped(indexer)):
-            indexer.run(lambda keys: progress(keys, "chunks", cost=cost, quiet=not is_first))
+            indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
         if is_first:
             if calibrate:
                 calibrate_once(indexer.model, source.tokenizer, opened)

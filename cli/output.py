@@ -13,13 +13,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
-
-LINE_S = 5.0  # between two lines of progress in a log
 
 Item = TypeVar("Item")
 Row = Mapping[str, Any]
@@ -33,19 +30,23 @@ def show(
     if as_json:
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
         return
-    for_people = sys.stdout.isatty()
-    write: Callable[[str, Any], str] = humanise if for_people else (lambda _, value: str(value))
+    is_terminal = sys.stdout.isatty()
+    heads: Row = {}
+    cells = []
     if isinstance(document, Mapping):
-        heads: Row = {}
-        cells = [[name, write(name, value)] for name, value in document.items()]
+        for name, value in document.items():
+            cells.append([name, humanise(name, value) if is_terminal else str(value)])
     else:
         heads = document[0] if document else {}
-        cells = [[write(name, value) for name, value in row.items()] for row in document]
-    if for_people:
+        for row in document:
+            cells.append([humanise(name, value) if is_terminal else str(value) for name, value in row.items()])
+    if is_terminal:
         _table(heads, cells, title)
-    else:
-        lines = [list(heads), *cells] if header and heads else cells
-        typer.echo("".join("\t".join(line) + "\n" for line in lines), nl=False)
+        return
+    if header and heads:
+        cells.insert(0, list(heads))
+    for line in cells:
+        typer.echo("\t".join(line))
 
 
 def rounded(row: Row) -> Row:
@@ -55,12 +56,15 @@ def rounded(row: Row) -> Row:
 
 def marked(tokens: Iterable[tuple[str, bool]]) -> str:
     """Tokens, of which some stand out on a terminal and in a pipe."""
-
-    def mark(text: str) -> str:
-        visible, ends = text.replace("\n", "\u23ce"), "\n" * text.count("\n")
-        return (typer.style(visible, reverse=True) if sys.stdout.isatty() else f"[{visible}]") + ends
-
-    return " ".join(mark(text) if stands_out else text for text, stands_out in tokens)
+    parts = []
+    for text, stands_out in tokens:
+        if not stands_out:
+            parts.append(text)
+            continue
+        visible = text.replace("\n", "\u23ce")
+        shown = typer.style(visible, reverse=True) if sys.stdout.isatty() else f"[{visible}]"
+        parts.append(shown + "\n" * text.count("\n"))
+    return " ".join(parts)
 
 
 def say(text: str) -> None:
@@ -109,94 +113,34 @@ def _terminate(number: int, frame: Any) -> NoReturn:
     raise Terminated
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a loop's items cost: the tokens of an item, and the bytes of a token."""
+def progress(items: Iterable[Item], what: str, *, total: int | None = None, quiet: bool = False) -> Iterable[Item]:
+    """Show a bar on a terminal's stderr while a loop runs."""
+    from tqdm import tqdm
 
-    tokens: Callable[[Any], int]
-    bytes_per_token: int
-
-
-def progress(
-    items: Iterable[Item], what: str, *, total: int | None = None, cost: Cost | None = None, quiet: bool = False
-) -> Iterator[Item]:
-    """Show on stderr how far a loop is: a bar on a terminal, and elsewhere a line every few seconds."""
-    forbids_bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") and sys.stderr.isatty()  # `main` sets it in pipes
-    if quiet or forbids_bars or os.environ.get("TQDM_DISABLE"):
-        yield from items
-        return
-    total = len(items) if total is None and isinstance(items, Sized) else total
-    show_pace = _bar if sys.stderr.isatty() else _lines
-    yield from show_pace(items, _Pace(what, total, cost, sum(map(cost.tokens, items)) if cost else 0))
-
-
-@dataclass
-class _Pace:
-    """How far a loop is: items, and tokens and bytes where they are counted."""
-
-    what: str
-    total: int | None
-    cost: Cost | None
-    total_tokens: int
-    items: int = 0
-    tokens: int = 0
-    started: float = field(default_factory=lambda: time.monotonic())
-
-    def count(self, item: Any) -> None:
-        """Count an item that is done."""
-        self.items += 1
-        self.tokens += self.cost.tokens(item) if self.cost else 0
-
-    def __str__(self) -> str:
-        if not self.total:
-            return f"{self.items:,} {self.what}"
-        texts, seconds = [f"{self.items:,} of {self.total:,} {self.what}"], time.monotonic() - self.started
-        done, rest = self.items, self.total - self.items
-        if self.cost:
-            done, rest = self.tokens, self.total_tokens - self.tokens
-            nbytes = humanise("nbytes", self.tokens * self.cost.bytes_per_token)
-            texts += [f"{self.tokens / max(seconds, 1e-9):,.0f} tokens/s", nbytes]
-        return ", ".join([*texts, *([f"about {duration(seconds / done * rest)} left"] if done else [])])
-
-
-def _bar(items: Iterable[Item], pace: _Pace) -> Iterator[Item]:
-    """Show a bar while a loop runs."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = BarColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(str(pace), total=pace.total)
-        for item in items:
-            yield item
-            pace.count(item)
-            bar.update(task, completed=pace.items, description=str(pace))
-
-
-def _lines(items: Iterable[Item], pace: _Pace) -> Iterator[Item]:
-    """Say now and then how far a loop is; nothing about a short one."""
-    last = time.monotonic()
-    for item in items:
-        if (now := time.monotonic()) - last >= LINE_S and pace.items:
-            last = now
-            say(str(pace))
-        yield item
-        pace.count(item)
+    forbids_bars = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
+    bar: Iterable[Item] = tqdm(items, desc=what, total=total, leave=False, disable=quiet or bool(forbids_bars) or None)
+    return bar
 
 
 def duration(seconds: float) -> str:
     """Write a time for people: `40 s`, `12 min`, `3.5 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def humanise(name: str, value: Any) -> str:
     """Write a value for people, in the unit that its name gives."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name in ("digest", "fingerprint"):
+        return str(value)[:12]
     if isinstance(value, str):
-        return value[:12] if name in ("digest", "fingerprint") else value
-    if value is None or isinstance(value, bool):
-        return {None: "-", True: "yes", False: "no"}[value]
+        return value
     if name.endswith("bytes"):
         return _bytes(value)
     if name.endswith("_ms"):
@@ -207,7 +151,9 @@ def humanise(name: str, value: Any) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
     if name == "age_s":
         return duration(value) if value < 172800 else f"{value / 86400:.0f} days"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _bytes(count: float) -> str:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a model to a few people, as OpenAI's API, over stored documents."""
+"""Serve a model to a few people, as OpenAI's API over HTTP."""
 
 import signal
 from pathlib import Path

@@ -101,7 +101,7 @@ def test_help_imports_no_command_and_that_of_command_no_torch():
         (["store", "ls", "--limit", "0"], "greater than or equal to 1"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_suggests_near_name(run, words, hint):
+def test_main_exits_with_2_and_suggests_a_near_name(run, words, hint):
     code, out, err = run(*words)
     assert code == 2
     assert out == ""
@@ -114,7 +114,7 @@ def test_debug_shows_where_error_came_from(words):
         command.main([*words, "--store", "nowhere"])
 
 
-def test_json_is_one_document_with_newest_chunk_first_and_stats_add_it_up(run, filled):
+def test_store_ls_and_stats_give_one_json_document_each(run, filled):
     code, out, err = run("store", "ls", "--chunks", "--store", filled, "--json")
     entries = json.loads(out)
     assert code == 0
@@ -129,19 +129,19 @@ def test_json_is_one_document_with_newest_chunk_first_and_stats_add_it_up(run, f
     assert json.loads(run("store", "stats", "--store", filled, "--namespace", "other", "--json")[1])["chunks"] == 0
 
 
-def test_empty_store_is_document_and_sentence_on_stderr(run):
+def test_store_ls_of_an_empty_store_is_a_document_and_a_sentence(run):
     assert run("store", "ls", "--json") == (0, "[]\n", "")
     assert run("store", "ls") == (0, "", "The store holds no chunks.\n")
 
 
-def test_pipe_gets_plain_lines_of_tab_separated_values(run, filled):
+def test_show_gives_a_pipe_tab_separated_lines(run, filled):
     _, out, _ = run("store", "stats", "--store", filled)
     lines = dict(line.split("\t") for line in out.splitlines())
     assert lines["tokens"] == "12"
     assert out.isascii()
 
 
-def test_terminal_gets_table_with_units(run, filled, monkeypatch):
+def test_show_gives_a_terminal_a_table_with_units(run, filled, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _, out, _ = run("store", "stats", "--store", filled)
     (line,) = [line for line in out.splitlines() if "nbytes" in line]
@@ -167,11 +167,11 @@ def test_terminal_gets_table_with_units(run, filled, monkeypatch):
         ("selector", "none", "none"),
     ],
 )
-def test_values_are_written_in_unit_of_their_name(name, value, text):
+def test_humanise_takes_the_unit_from_the_name(name, value, text):
     assert output.humanise(name, value) == text
 
 
-def test_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
+def test_fail_exits_with_1(run, tmp_path, monkeypatch):
     (tmp_path / "burn.py").write_text(BURN)
     monkeypatch.setattr(command, "__file__", str(tmp_path / "main.py"))
     monkeypatch.setattr(sys.modules["hf_blend.cli"], "__path__", [str(tmp_path)])
@@ -192,7 +192,7 @@ def test_command_that_failed_exits_with_1(run, tmp_path, monkeypatch):
         (KeyboardInterrupt(), 130, ["Stopped. What is stored stays"]),
     ],
 )  # fmt: skip
-def test_error_that_is_not_ours_is_sentence_that_says_what_to_do(run, monkeypatch, error, code, says):
+def test_main_turns_an_error_of_others_into_a_sentence_that_says_what_to_do(run, monkeypatch, error, code, says):
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", raising(error))
     ended, out, err = run("index")
     assert ended == code
@@ -201,7 +201,7 @@ def test_error_that_is_not_ours_is_sentence_that_says_what_to_do(run, monkeypatc
     assert "Traceback" not in err
 
 
-def test_sigterm_ends_command_as_ctrl_c_does_with_code_of_shells(run, monkeypatch):
+def test_sigterm_ends_a_command_as_ctrl_c_does(run, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: signal.raise_signal(signal.SIGTERM))
     code, out, err = run("index", "--model", "smollm2")
@@ -211,7 +211,7 @@ def test_sigterm_ends_command_as_ctrl_c_does_with_code_of_shells(run, monkeypatc
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_where_converted_model_lies_is_said(run, monkeypatch):
+def test_main_says_where_a_converted_model_lies(run, monkeypatch):
     say = logging.getLogger("hf_blend.model_names").info
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: say("was converted into") or 1 / 0)
     for _ in range(2):
@@ -227,41 +227,23 @@ def test_demo_names_its_extra_before_model_is_read(run, monkeypatch):
     assert err.endswith('hf-blend demo needs gradio, which is not installed: pip install "hf-blend[demo]"\n')
 
 
-def test_log_gets_line_of_progress_now_and_then(capsys, monkeypatch):
-    clock = iter(range(0, 1000, 2))
-    monkeypatch.setattr(output.time, "monotonic", lambda: float(next(clock)))
-    assert list(output.progress(range(9), "chunks")) == list(range(9))
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(r"(\d of 9 chunks, about \d+ s left\n){2,}", err), err
-
-
-def test_progress_counts_tokens_and_bytes_and_says_what_is_left_by_tokens(capsys, monkeypatch):
-    clock = iter(range(0, 1000, 3))
-    monkeypatch.setattr(output.time, "monotonic", lambda: float(next(clock)))
-    list(output.progress([10, 10, 980, 1000], "chunks", cost=output.Cost(tokens=int, bytes_per_token=1000)))
-    line = capsys.readouterr().err.splitlines()[0]
-    expected = r"1 of 4 chunks, 1 tokens/s, 10 kB, about \d+ min left"
-    assert re.fullmatch(expected, line), "two long chunks are left"
-
-
-@pytest.mark.parametrize("quiet_by", [{"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, {"TQDM_DISABLE": "1"}, {}])
-def test_bar_is_drawn_on_stderr_unless_environment_forbids_it(capsys, monkeypatch, quiet_by):
-    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.parametrize("quiet_by", [{"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, {}])
+def test_progress_draws_a_bar_on_a_terminal_unless_the_environment_forbids_it(capsys, monkeypatch, quiet_by):
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
     for name, value in quiet_by.items():
         monkeypatch.setenv(name, value)
     assert list(output.progress([1, 2], "counting")) == [1, 2]
-    assert capsys.readouterr() == ("", ""), "nobody looks"
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert capsys.readouterr() == ("", ""), "no terminal"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert list(output.progress([1, 2], "counting")) == [1, 2]
+    assert list(output.progress([1, 2], "silent", quiet=True)) == [1, 2]
     out, err = capsys.readouterr()
     assert out == ""
     assert ("counting" in err) == (not quiet_by)
+    assert "silent" not in err
 
 
-def test_shell_can_complete_sub_commands():
+def test_completion_knows_sub_commands():
     shell = {"COMP_WORDS": "hf-blend store ", "COMP_CWORD": "2", "_HF_BLEND_COMPLETE": "complete_bash"}
     done = subprocess.run([sys.executable, "-m", "hf_blend"], cwd=ROOT, capture_output=True, text=True, env=shell)
     assert done.stdout.split() == ["check", "gc", "ls", "pin", "rm", "stats"]
@@ -287,7 +269,7 @@ def marked(example: str) -> object:
     return pytest.param(example, marks=marks, id=example)
 
 
-def test_every_command_has_json_and_two_examples_that_call_it_and_show_it():
+def test_commands_have_json_and_two_examples_each():
     wrong = []
     for (name, own), function in FUNCTIONS.items():
         examples = split_examples(function.__doc__ or "")[1]
@@ -313,7 +295,7 @@ def understood(line: str) -> str:
     return ""
 
 
-def test_every_example_is_understood():
+def test_examples_are_understood():
     assert [said for said in map(understood, EXAMPLES) if said] == []
     assert understood("hf-blend store stats --jsno")
     assert understood("hf-blend store stast")
@@ -337,7 +319,7 @@ def test_example_runs(example, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_module_is_command_and_pipe_hears_one_document_and_no_bars(run, tmp_path):
+def test_module_is_the_command_and_prints_one_document(run, tmp_path):
     assert run("--version")[1].startswith(f"hf-blend {hf_blend.__version__}\npython 3.")
     command = [sys.executable, "-P", "-m", "hf_blend", "env", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

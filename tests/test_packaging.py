@@ -155,7 +155,7 @@ def test_space_brings_what_library_needs_in_tested_versions():
     assert (ROOT / "app" / card["app_file"]).is_file()
     brought = requirements((ROOT / "app" / "requirements.txt").read_text("utf-8"))
     assert set(map(str, brought)) <= set(map(str, PINS))
-    assert names(brought) == names(requirements(OPTIONS["install_requires"], EXTRAS["demo"], EXTRAS["rag"]))
+    assert names(brought) == names(requirements(OPTIONS["install_requires"], EXTRAS["demo"]))
 
 
 @pytest.mark.slow
