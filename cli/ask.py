@@ -11,7 +11,7 @@ import typer
 from hf_blend.errors import ConfigError
 
 from . import options
-from .calibrating import Calibrate, choose_config
+from .choosing import choose_config
 from .output import Json, humanise, interruptible, marked, said_if_slow, say, show
 from .reading import COST, load, read_for, say_limits, split
 
@@ -45,7 +45,6 @@ def ask(
     top_k: options.TopK = 4,
     ratio: options.Ratio = None,
     selector: options.Selector = None,
-    calibrate: Calibrate = False,
     partial: options.Partial = None,
     controller: Controller = False,
     compare: Compare = False,
@@ -100,7 +99,7 @@ def ask(
 
         # Read the weights, and choose how to blend
         pipeline = asking.Pipeline(load(source, opened), source.tokenizer, opened)
-        config = choose_config(pipeline, selector, ratio, allow_unverified, calibrate)
+        config = choose_config(pipeline, selector, ratio, allow_unverified)
         if controller:
             opened.controller = LoadingController(pipeline.model, opened, config)
 

@@ -10,7 +10,7 @@ import typer
 from hf_blend.errors import PromptError
 
 from . import options
-from .calibrating import choose_config
+from .choosing import choose_config
 from .output import Json, say, show
 from .reading import COST, load, read, say_limits, split
 

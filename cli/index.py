@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import options
-from .calibrating import Calibrate, calibrate_once, say_recipe
+from .choosing import say_recipe
 from .output import Json, duration, fail, humanise, interruptible, progress, say, show
 from .reading import load, read, split
 
@@ -35,7 +35,6 @@ def index(
     namespace: Namespace = "",
     chunk_tokens: options.ChunkTokens = 512,
     shard: ShardOption = None,
-    calibrate: Calibrate = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     dry_run: DryRun = False,
@@ -93,8 +92,6 @@ def index(
         with interruptible(lambda: _stopped(indexer)):
             indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
         if is_first:
-            if calibrate:
-                calibrate_once(indexer.model, source.tokenizer, opened)
             say_recipe(opened.recipe(indexer.model))
         evicted = sum(opened.stats()["evicted"].values())
 

@@ -26,7 +26,7 @@ from hf_blend.version import __version__
 
 from .output import interruptible
 
-HELPERS = {"main", "options", "output", "reading", "calibrating"}
+HELPERS = {"main", "options", "output", "reading", "choosing"}
 EXIT_FAILED, EXIT_USAGE = 1, 2  # a command that ran and failed ends by output.fail
 WELCOME = f"""Reuse the KV cache of RAG chunks. Version {__version__}.
 

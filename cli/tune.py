@@ -4,11 +4,10 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .calibrating import calibrated
 from .options import REAL, Device, Dtype, Model, Place, Unverified
 from .output import Json, fail, progress, rounded, say, show
 from .reading import load
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
-PROMPTS_HELP = "JSONL file with chunks and question in each row, and answers if known; default: the bundled handbook."
+PROMPTS_HELP = "JSONL file with chunks and question in each row; default: the bundled handbook."
 Prompts = Annotated[Path | None, typer.Option(help=PROMPTS_HELP)]
 Leave = Annotated[
     float,
@@ -72,23 +71,32 @@ def tune(
         hf-blend tune --model HuggingFaceTB/SmolLM2-135M-Instruct --prompts mine.jsonl  # network
     """
     from hf_blend import ChunkStore
-    from hf_blend.evaluation import tuning
+    from hf_blend.evaluation import calibration, tuning
     from hf_blend.evaluation.asking import Pipeline
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.model.fingerprint import fingerprint
     from hf_blend.recipes import Recipe
 
+    def watch(items: Any, what: str) -> Any:
+        return progress(items, what, quiet=json)
+
+    is_stored = store != "memory://"
     if quick:
         if prompts or selector or ratio:
             raise typer.BadParameter("--quick has its own: leave --prompts, --selector and --ratio out")
         source = open_model(model, device, dtype)
+        say(calibration.NOTICE)
         with ChunkStore.open(store) as opened:
-            measured = calibrated(
-                load(source), source.tokenizer, opened, quiet=json, allow_unverified=allow_unverified
+            found = calibration.calibrate(
+                load(source), source.tokenizer, opened, allow_unverified=allow_unverified, watch=watch
             )
+        for point in found.points:
+            say(calibration.line_of(point))
+        say(f"Chosen: {found.recipe.source}.")
         if json:
-            show({**asdict(measured), "is_kept": store != "memory://"}, as_json=True)
+            show({**asdict(found), "is_kept": is_stored}, as_json=True)
         return
+
     candidates = tuning.candidates(
         selector or tuning.SELECTORS, ratio or tuning.RATIOS, allow_unverified=allow_unverified
     )
@@ -97,51 +105,35 @@ def tune(
         sample = tuning.read_prompts(prompts, source.tokenizer, limit or None, source.positions)
     else:
         sample = tuning.bundled_prompts(limit or 24, seed, source.tokenizer)
-    network = load(source)
+    loaded = load(source)
     with ChunkStore.open(store) as opened:
-        got = tuning.tune(
-            Pipeline(network, source.tokenizer, opened),
-            sample,
-            candidates,
-            leave,
-            unit=tuning.reuse_behind_bos(network, allow_unverified),
-            seed=seed,
-            watch=lambda items, what: progress(items, what, quiet=json),
-        )
-        if is_kept := store != "memory://" and got.leaves_enough:
-            note = f"tuned on {len(sample)} prompts: {_said(got)[0]}"
-            opened.recipes.put(fingerprint(network), Recipe(got.config, note))
-    document = {**asdict(got), "is_kept": is_kept}
+        pipeline = Pipeline(loaded, source.tokenizer, opened)
+        unit = tuning.reuse_behind_bos(loaded, allow_unverified)
+        tuned = tuning.tune(pipeline, sample, candidates, leave, unit=unit, seed=seed, watch=watch)
+        is_kept = is_stored and tuned.leaves_enough
+        if is_kept:
+            recipe = Recipe(tuned.config, f"tuned on {len(sample)} prompts: {_summary(tuned)}")
+            opened.recipes.put(fingerprint(loaded), recipe)
     if json:
-        show(document, as_json=True)
+        show({**asdict(tuned), "is_kept": is_kept}, as_json=True)
     else:
-        show(
-            [rounded(point) for point in document["points"]],
-            header=True,
-            title=f"on {got.points[0].n} prompts, as shares of the KL of reuse behind BOS",
-        )
-        show([rounded(document["choice"])], header=True, title=f"the choice, on the other {got.choice.n}")
-        for line in (*_said(got), tuning.bought(got.points)):
-            say(line)
-        if got.leaves_enough:
-            place = f"Kept in {store}" if is_kept else "Not kept; with --store it is"
-            say(f"{place}: BlendCache(model, store) takes it where no selector is named.")
-    if not got.leaves_enough:
+        title = f"on {tuned.points[0].n} prompts, as shares of the KL of reuse behind BOS"
+        show([rounded(asdict(point)) for point in tuned.points], header=True, title=title)
+        show([rounded(asdict(tuned.choice))], header=True, title=f"the choice, on the other {tuned.choice.n}")
+        say(_summary(tuned))
+        say(tuning.gain_of(tuned.points))
+        if tuned.leaves_enough:
+            where = f"Kept in {store}" if is_kept else "Not kept; with --store it is"
+            say(f"{where}: BlendCache(model, store) takes it where no selector is named.")
+    if not tuned.leaves_enough:
         fail(f"None leaves at most {leave:g} on the choosing half; the nearest is shown. Raise --leave or --ratio.")
 
 
-def _said(got: "Tuning") -> list[str]:
-    top = got.choice
-    lines = [
-        f"{top.candidate} leaves {top.kl:.2f} [{top.low:.2f}, {top.high:.2f}] of the KL divergence of reuse behind "
-        f"BOS ({got.reuse_kl:.3f} nats) at a charge of {top.charged:.3f}; first token after {top.ttft_ratio:.2f} "
-        f"[{top.ttft_low:.2f}, {top.ttft_high:.2f}] of full prefill's time; n = {top.n}, none of which chose it."
-    ]
-    for name, scores in (got.answers or {}).items():
-        lines.append(
-            f"{name} answers {scores['right']} of {scores['n']}: {scores['containment']:.2f} contain a right answer, "
-            f"word F1 {scores['f1']:.2f}."
-        )
-    if got.answers and not got.answers["full prefill"]["right"]:
-        lines[1:] = [f"full prefill answers 0 of {top.n}: nothing to keep by answers. KL divergence chose."]
-    return lines
+def _summary(tuned: "Tuning") -> str:
+    best = tuned.choice
+    return (
+        f"{best.candidate} leaves {best.kl:.2f} [{best.low:.2f}, {best.high:.2f}] of the KL divergence of reuse "
+        f"behind BOS ({tuned.reuse_kl:.3f} nats) at a charge of {best.charged:.3f}; first token after "
+        f"{best.ttft_ratio:.2f} [{best.ttft_low:.2f}, {best.ttft_high:.2f}] of full prefill's time; n = {best.n}, "
+        "none of which chose it."
+    )

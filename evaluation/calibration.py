@@ -8,7 +8,6 @@ reuse behind the default text leaves, which is what doing nothing costs. All rul
 """
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -23,7 +22,7 @@ from hf_blend.recipes import SETTINGS, Recipe, needs_question
 
 from . import tuning
 from .answering import FULL_REUSE, REUSE, build_request, ids_of
-from .asking import FORCED_TOKENS, Loss, Pipeline, Question
+from .asking import FORCED_TOKENS, Pipeline, Question
 from .bundled import handbook_pages
 
 RULES = {"expected-error": 0.12, "ramp": 0.15, "query-attention": 0.12}  # at which ratio the first prompt tries each
@@ -94,21 +93,24 @@ def calibrate(
     """
     with ChunkStore.open("memory://") as scratch:
         BlendCache(model, scratch, allow_unverified=allow_unverified)  # or refuses the model
-        pipeline, prompts = Pipeline(model, tokenizer, scratch), bundled_prompts(model, tokenizer)
+        pipeline = Pipeline(model, tokenizer, scratch)
+        prompts = bundled_prompts(model, tokenizer)
         reuse = replace(REUSE, allow_unverified=allow_unverified)
-        configs = {FULL_REUSE.name: reuse}
-        losses: dict[str, list[Loss]] = {name: [] for name in (FULL_REUSE.name, *RULES)}
-        for prompt in watch(prompts, "prompts, calibrating"):
-            pipeline.store_chunks(prompt, reuse)
-            if prompt is prompts[0]:
-                configs |= {name: _at_charge(pipeline, prompt, name, allow_unverified) for name in RULES}
-            full = pipeline.full(prompt)
-            for name in Random(prompt.name).sample(list(configs), len(configs)):
-                losses[name].append(pipeline.loss(prompt, full, configs[name]))
-    points = {name: tuning._point(name, own, losses[FULL_REUSE.name]) for name, own in losses.items()}
+        candidates = [tuning.Candidate(FULL_REUSE.name, reuse)]
+        pipeline.store_chunks(prompts[0], reuse)
+        for name in RULES:
+            candidates.append(tuning.Candidate(name, _at_charge(pipeline, prompts[0], name, allow_unverified)))
+        losses = tuning.measure(pipeline, watch(prompts, "prompts, calibrating"), candidates, seed=0)
+    points = {name: tuning.point_of(name, losses, FULL_REUSE.name) for name in losses}
     reuse_kl = statistics.fmean(loss.kl for loss in losses[FULL_REUSE.name])
-    choice, blind = (choose(points, reuse_kl, is_blind) for is_blind in (False, True))
-    recipe = Recipe(_settings(configs[choice]), said(points, choice, reuse_kl), _settings(configs[blind]))
+
+    settings = {}
+    for candidate in candidates:
+        config = candidate.config.to_dict()
+        settings[candidate.name] = {name: config[name] for name in SETTINGS}
+    choice = choose(points, reuse_kl)
+    blind = choose(points, reuse_kl, is_blind=True)
+    recipe = Recipe(settings[choice], source_of(points, choice, reuse_kl), settings[blind])
     store.recipes.put(fingerprint(model), recipe)
     return Calibration(recipe, list(points.values()), reuse_kl)
 
@@ -121,7 +123,7 @@ def choose(points: dict[str, tuning.Point], reuse_kl: float, is_blind: bool = Fa
     return best.candidate if is_worth and reuse_kl > tuning.LEAST_KL else FULL_REUSE.name
 
 
-def said(points: dict[str, tuning.Point], choice: str, reuse_kl: float) -> str:
+def source_of(points: dict[str, tuning.Point], choice: str, reuse_kl: float) -> str:
     """Say what was chosen, and why."""
     begin = f"calibrated on {len(QUESTIONS)} bundled prompts: {choice} "
     if choice == FULL_REUSE.name:
@@ -130,21 +132,26 @@ def said(points: dict[str, tuning.Point], choice: str, reuse_kl: float) -> str:
     return f"{begin}leaves {_left(points[choice])} of full reuse's error at a charge of {points[choice].charged:.2f}"
 
 
+def line_of(point: tuning.Point) -> str:
+    """Say of a rule that was tried: its charge, what it left, its interval, its time."""
+    return (
+        f"{point.candidate}: charge {point.charged:.2f}, leaves {_left(point)} of full reuse's error, first token "
+        f"after {point.ttft_ratio:.2f} of full prefill's time"
+    )
+
+
 def _left(point: tuning.Point) -> str:
     return f"{point.kl:.2f} [{point.low:.2f}, {point.high:.2f}]"
 
 
 def bundled_prompts(model: nn.Module, tokenizer: Any) -> list[Question]:
     """Ask each question over the page that answers it and others, in an order that is drawn once for all models."""
-    pages = list(handbook_pages().values())
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     prompts = []
     for number, text in QUESTIONS:
-        drawn = Random(number).sample([page for page in pages if page is not pages[number - 1]], PAGES - 1)
         for count in range(PAGES, FEWEST_PAGES - 1, -1):
-            chunks = Random(number).sample([pages[number - 1], *drawn[: count - 1]], count)
-            prompt = build_request(tokenizer, chunks, text, None)
-            tokens = len(ids_of(tokenizer, prompt)) + FORCED_TOKENS
+            request = build_request(tokenizer, _drawn_pages(number, count), text, None)
+            tokens = len(ids_of(tokenizer, request)) + FORCED_TOKENS
             if not isinstance(most, int) or tokens <= most:
                 break
         else:
@@ -152,8 +159,16 @@ def bundled_prompts(model: nn.Module, tokenizer: Any) -> list[Question]:
                 f"the model reads {most:,} tokens, but {FEWEST_PAGES} bundled pages, a question and its answer have "
                 f"{tokens:,}. Tune it on shorter prompts of yours: hf-blend tune --prompts."
             )
-        prompts.append(Question(f"bundled prompt {number}", prompt))
+        prompts.append(Question(f"bundled prompt {number}", request))
     return prompts
+
+
+def _drawn_pages(number: int, count: int) -> list[str]:
+    """A page of the handbook and others, in an order that its number draws."""
+    pages = list(handbook_pages().values())
+    answering = pages.pop(number - 1)
+    others = Random(number).sample(pages, PAGES - 1)
+    return Random(number).sample([answering, *others[: count - 1]], count)
 
 
 def _at_charge(pipeline: Pipeline, prompt: Question, selector: str, allow_unverified: bool) -> BlendConfig:
@@ -162,16 +177,3 @@ def _at_charge(pipeline: Pipeline, prompt: Question, selector: str, allow_unveri
     report = pipeline.answer(prompt.request, config, 1).report
     charged = report.charged_budget if report else CHARGE
     return replace(config, recompute_ratio=round(max(0.01, config.recompute_ratio + CHARGE - charged), 3))
-
-
-def _settings(config: BlendConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if name in SETTINGS}
-
-
-def lines(points: Sequence[tuning.Point]) -> list[str]:
-    """Give a line for each rule that was tried: its charge, what it left, its interval, its time."""
-    return [
-        f"{point.candidate}: charge {point.charged:.2f}, leaves {_left(point)} of full reuse's error, first token "
-        f"after {point.ttft_ratio:.2f} of full prefill's time"
-        for point in points
-    ]

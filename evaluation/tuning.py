@@ -16,16 +16,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hf_blend import plugins
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.anatomy import default_sink
+from hf_blend.recipes import SETTINGS
 
-from .answering import FULL_PREFILL, FULL_REUSE, REUSE, blend_config, build_request, ids_of
+from .answering import FULL_REUSE, REUSE, blend_config, build_request, ids_of
 from .asking import FORCED_TOKENS, Loss, Pipeline, Question
 from .blending import variants
 from .bundled import handbook_questions
-from .rows import ANSWERS, CHUNKS, QUESTION, read_rows
+from .rows import CHUNKS, QUESTION, read_rows
 from .summary import interval, share_interval
 
 SELECTORS = ("expected-error", "query-attention", "ramp")
@@ -33,9 +33,6 @@ RATIOS = (0.05, 0.1, 0.15)
 LEAVE = 0.35  # of the KL divergence of reuse behind BOS alone
 LEAST_KL = 1e-6  # nats: where full reuse loses no more, there is nothing to repair
 BUNDLED_PAGES = 6  # of the handbook, in one prompt
-ANSWER_TOKENS = 32  # of an answer that is scored
-SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers")
-SCORES = {"f1": "word-f1", "containment": "containment"}
 Watch = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
@@ -73,12 +70,12 @@ class Tuning:
     leave: float
     reuse_kl: float
     points: list[Point]
-    answers: dict[str, dict[str, float]] | None
 
 
 def bundled_prompts(count: int, seed: int, tokenizer: Any) -> list[Question]:
     """Ask the questions of the bundled handbook in turn, each over some of its pages in an order that is drawn."""
-    questions, prompts = handbook_questions(), []
+    questions = handbook_questions()
+    prompts = []
     for number in range(count):
         row = questions[number % len(questions)]
         pages = Random(f"{seed} {number}").sample(row["chunks"], BUNDLED_PAGES)
@@ -91,13 +88,15 @@ def read_prompts(path: Path, tokenizer: Any, limit: int | None = None, positions
     prompts = []
     for row in read_rows(path, (CHUNKS, QUESTION))[:limit]:
         chunks = [chunk if chunk[-1].isspace() else f"{chunk}\n\n" for chunk in row[CHUNKS]]
-        made = build_request(tokenizer, chunks, row[QUESTION], row.get("prefix"))
-        if positions is not None and (tokens := len(ids_of(tokenizer, made)) + ANSWER_TOKENS) > positions:
-            raise PromptError(
-                f"row {row['id']!r} of {str(path)!r} has {tokens:,} tokens with its answer, expected at most the "
-                f"model's {positions:,}. Shorten it or leave it out."
-            )
-        prompts.append(Question(f"row {row['id']!r}", made, tuple(row.get(ANSWERS, ()))))
+        request = build_request(tokenizer, chunks, row[QUESTION], row.get("prefix"))
+        if positions is not None:
+            tokens = len(ids_of(tokenizer, request)) + FORCED_TOKENS
+            if tokens > positions:
+                raise PromptError(
+                    f"row {row['id']!r} of {str(path)!r} has {tokens:,} tokens with its answer, expected at most the "
+                    f"model's {positions:,}. Shorten it or leave it out."
+                )
+        prompts.append(Question(f"row {row['id']!r}", request))
     return prompts
 
 
@@ -108,6 +107,12 @@ def candidates(selectors: Sequence[str], ratios: Sequence[float], **settings: An
         for name, ratio in variants(text, ratios):
             rows.append(Candidate(f"{name}@{ratio:g}", blend_config(name, recompute_ratio=ratio, **settings)))
     return rows
+
+
+def reuse_behind_bos(model: Any, allow_unverified: bool = False) -> Candidate:
+    """The unit: full reuse of chunks that are computed behind BOS alone."""
+    config = replace(REUSE, chunk_prefix_ids=default_sink(model), allow_unverified=allow_unverified)
+    return Candidate("full reuse, behind BOS alone", config)
 
 
 def tune(
@@ -131,35 +136,39 @@ def tune(
     shuffled = Random(seed).sample(list(prompts), len(prompts))
     middle = (len(prompts) + 1) // 2
     reuse = Candidate(FULL_REUSE.name, replace(REUSE, allow_unverified=candidates[0].config.allow_unverified))
-    contenders = [reuse, *candidates]
-    unit, units = unit or reuse, [unit] if unit else []
-    losses = _losses(pipeline, watch(shuffled[:middle], "prompts, choosing"), [*units, *contenders], seed)
-    points = [_point(candidate.name, losses[candidate.name], losses[unit.name]) for candidate in contenders]
+    unit = unit or reuse
+
+    # Choose
+    compared = {candidate.name: candidate for candidate in (unit, reuse, *candidates)}
+    losses = measure(pipeline, watch(shuffled[:middle], "prompts, choosing"), compared.values(), seed)
+    points = [point_of(candidate.name, losses, unit.name) for candidate in (reuse, *candidates)]
     points.sort(key=lambda point: point.charged)
     best, leaves_enough = choose(points, leave)
-    chosen = next(candidate for candidate in contenders if candidate.name == best.candidate)
-    others, compared = shuffled[middle:], [reuse] if chosen is reuse else [reuse, chosen]
-    said: dict[str, list[str]] | None = {} if all(prompt.answers for prompt in prompts) else None
-    again = _losses(pipeline, watch(others, "prompts, reporting"), [*units, *compared], seed, said)
+    chosen = compared[best.candidate]
+
+    # Measure the choice
+    compared = {candidate.name: candidate for candidate in (unit, chosen)}
+    losses = measure(pipeline, watch(shuffled[middle:], "prompts, reporting"), compared.values(), seed)
     return Tuning(
-        _point(chosen.name, again[chosen.name], again[unit.name]),
+        point_of(chosen.name, losses, unit.name),
         {name: value for name, value in chosen.config.to_dict().items() if name in SETTINGS},
         leaves_enough,
         leave,
-        statistics.fmean(loss.kl for loss in again[unit.name]),
+        statistics.fmean(loss.kl for loss in losses[unit.name]),
         points,
-        None if said is None else {name: scored(texts, others) for name, texts in said.items()},
     )
 
 
-def reuse_behind_bos(model: Any, allow_unverified: bool = False) -> Candidate:
-    """The unit: full reuse of chunks that are computed behind BOS alone."""
-    config = replace(REUSE, chunk_prefix_ids=default_sink(model), allow_unverified=allow_unverified)
-    return Candidate("full reuse, behind BOS alone", config)
+def choose(points: Sequence[Point], leave: float) -> tuple[Point, bool]:
+    """Find the cheapest candidate that leaves little enough of the unit's KL divergence, else the nearest."""
+    enough = [point for point in points if point.kl <= leave]
+    if enough:
+        return min(enough, key=lambda point: point.charged), True
+    return min(points, key=lambda point: point.kl), False
 
 
-def bought(points: Sequence[Point]) -> str:
-    """Say what recomputing bought: where reuse alone is enough, and from which charge on less is left."""
+def gain_of(points: Sequence[Point]) -> str:
+    """Say what recomputing gains: where reuse alone is enough, and from which charge on less is left."""
     reuse = next(point for point in points if point.charged == 0)
     less = [point for point in points if point.kl < reuse.low]  # beyond what these prompts can tell apart
     begin = f"Full reuse leaves {reuse.kl:.2f} [{reuse.low:.2f}, {reuse.high:.2f}] at a charge of 0"
@@ -169,61 +178,41 @@ def bought(points: Sequence[Point]) -> str:
     return f"{begin}; less is left from a charge of {first.charged:.2f} on: {first.candidate} leaves {first.kl:.2f}."
 
 
-def choose(points: Sequence[Point], leave: float) -> tuple[Point, bool]:
-    """Find the cheapest candidate that leaves little enough of full reuse's KL divergence."""
-    enough = [point for point in points if point.kl <= leave]
-    if enough:
-        return min(enough, key=lambda point: point.charged), True
-    return min(points, key=lambda point: point.kl), False
-
-
-def scored(texts: Sequence[str], prompts: Sequence[Question]) -> dict[str, float]:
-    """Score answers: word F1, and how many contain a right one."""
-    pairs = list(zip(texts, (prompt.answers for prompt in prompts), strict=True))
-    rules = {name: plugins.load("evaluation.scores", rule)() for name, rule in SCORES.items()}
-    scores = {name: [rule.best(*pair) for pair in pairs] for name, rule in rules.items()}
-    means = {name: statistics.fmean(values) for name, values in scores.items()}
-    return {**means, "right": sum(map(int, scores["containment"])), "n": len(pairs)}
-
-
-def _losses(
-    pipeline: Pipeline,
-    prompts: Iterable[Question],
-    candidates: Sequence[Candidate],
-    seed: int,
-    said: dict[str, list[str]] | None = None,
+def measure(
+    pipeline: Pipeline, prompts: Iterable[Question], candidates: Iterable[Candidate], seed: int
 ) -> dict[str, list[Loss]]:
-    """What candidates lose on prompts, by name; their answers go to `said`, if it is given."""
-    losses: dict[str, list[Loss]] = {candidate.name: [] for candidate in candidates}
+    """What candidates lose on prompts, by name; of each prompt in an order that is drawn."""
+    listed = list(candidates)
+    by_prefix = {candidate.config.chunk_prefix_ids: candidate.config for candidate in listed}
+    losses: dict[str, list[Loss]] = {candidate.name: [] for candidate in listed}
     for prompt in prompts:
-        for candidate in {candidate.config.chunk_prefix_ids: candidate for candidate in candidates}.values():
-            pipeline.store_chunks(prompt, candidate.config)
-        full = pipeline.full(prompt, FORCED_TOKENS if said is None else ANSWER_TOKENS)
-        for candidate in Random(f"{seed} {prompt.name}").sample(candidates, len(candidates)):
+        for config in by_prefix.values():
+            pipeline.store_chunks(prompt, config)
+        full = pipeline.full(prompt)
+        for candidate in Random(f"{seed} {prompt.name}").sample(listed, len(listed)):
             losses[candidate.name].append(pipeline.loss(prompt, full, candidate.config))
-        if said is not None:
-            said.setdefault(FULL_PREFILL.name, []).append(full.text)
-            for candidate in candidates:
-                own = pipeline.answer(prompt.request, candidate.config, ANSWER_TOKENS)
-                said.setdefault(candidate.name, []).append(own.text)
     return losses
 
 
-def _point(name: str, own: Sequence[Loss], reuse: Sequence[Loss]) -> Point:
-    """One candidate's figures as shares of full reuse's."""
-    kl, reuse_kl = [loss.kl for loss in own], [loss.kl for loss in reuse]
-    low, high = share_interval(kl, reuse_kl) if (share := _share(kl, reuse_kl)) else (0.0, 0.0)
-    ratios = [loss.ttft_ratio for loss in own]
+def point_of(name: str, losses: dict[str, list[Loss]], unit: str) -> Point:
+    """One candidate's figures, as shares of the unit's."""
+    kl = [loss.kl for loss in losses[name]]
+    unit_kl = [loss.kl for loss in losses[unit]]
+    share = _share(kl, unit_kl)
+    low, high = share_interval(kl, unit_kl) if share else (0.0, 0.0)
+    ratios = [loss.ttft_ratio for loss in losses[name]]
+    ttft_low, ttft_high = interval(ratios, of_median=True)
     return Point(
-        name,
-        statistics.fmean(loss.charged for loss in own),
-        share,
-        low,
-        high,
-        _share([loss.kl_first for loss in own], [loss.kl_first for loss in reuse]),
-        statistics.median(ratios),
-        *interval(ratios, of_median=True),
-        len(own),
+        candidate=name,
+        charged=statistics.fmean(loss.charged for loss in losses[name]),
+        kl=share,
+        low=low,
+        high=high,
+        kl_first=_share([loss.kl_first for loss in losses[name]], [loss.kl_first for loss in losses[unit]]),
+        ttft_ratio=statistics.median(ratios),
+        ttft_low=ttft_low,
+        ttft_high=ttft_high,
+        n=len(kl),
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_EVALUATE_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["HF_BLEND_MODELS"] = ""  # who names no model gets smollm2, whatever else is on this machine
 
 import pytest
 import torch

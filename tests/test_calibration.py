@@ -119,24 +119,17 @@ def test_measured_families_are_those_of_table_and_differ_from_default_where_it_i
         assert least[1] == (f"{found.rule}@text", found.target)
 
 
-def test_commands_calibrate_once_and_else_say_that_they_can(run, model_folder, tmp_path, two_questions, monkeypatch):
+def test_tune_quick_calibrates_and_other_commands_take_its_rule(run, model_folder, tmp_path, two_questions):
     document = tmp_path / "a.txt"
     document.write_text("The mill is old. Ann owns it.")
     words = ("--model", model_folder, "--store", tmp_path / "kv")
     code, _, err = run("index", document, *words)
     assert code == 0, err
-    assert "Calibrating" not in err, err
-    assert "--calibrate finds one, once" in err, err
-    code, _, err = run("index", document, *words, "--calibrate")
+    assert "hf-blend tune --quick finds one, once" in err
+    code, out, err = run("tune", "--quick", *words, "--json")
     assert code == 0, err
-    assert "Calibrating" in err, err
-    assert "--calibrate finds" not in err, err
+    assert json.loads(out)["is_kept"]
+    assert err.count("of full reuse's error, first token") == 1 + len(calibration.RULES)
     ask = ("ask", "Who owns it?", document, *words, "--max-new-tokens", 2)
-    code, _, err = run(*ask, "--calibrate")
-    assert code == 0, err
-    assert "Calibrating" not in err, err
-    assert "Rule for the tokens to recompute: calibrated on 2 bundled prompts" in err
-    code, _, err = run(*ask, "--selector", "ramp")
-    assert code == 0, err
-    assert "Rule for the tokens" not in err, err
-    assert "--calibrate" not in err, err
+    assert "Rule for the tokens to recompute: calibrated on 2 bundled prompts" in run(*ask)[2]
+    assert "Rule for the tokens" not in run(*ask, "--selector", "ramp")[2]

@@ -4,7 +4,6 @@
 
 import json
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +30,18 @@ def test_cheapest_that_leaves_little_enough_is_chosen_or_else_nearest(leave, nam
     assert enough == is_enough
 
 
-class Told:
+def test_interval_of_share_is_that_of_paired_sums():
+    parts = np.array([0.1, 0.4, 0.2, 0.6])
+    wholes = np.array([1.0, 2.0, 1.0, 3.0])
+    drawn = [
+        (parts[some].sum() / wholes[some].sum()) for some in np.random.default_rng(5).integers(0, 4, size=(4000, 4))
+    ]
+    assert share_interval(parts, wholes) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
+    low, high = share_interval(0.25 * wholes, wholes)
+    assert low == pytest.approx(0.25) == high
+
+
+class FakePipeline:
     """Stands in for `Pipeline`: a candidate at ratio r loses 1 - 2r of full reuse's; what was asked is noted."""
 
     def __init__(self):
@@ -49,12 +59,9 @@ class Told:
         left = max(0.0, 1 - 2 * config.recompute_ratio) * (1 + int(prompt.name))
         return Loss(left, left / 2, config.recompute_ratio, 0.1 + config.recompute_ratio)
 
-    def answer(self, given, config, max_new_tokens):
-        return SimpleNamespace(text="It is Ann, they say.")
-
 
 def test_choice_is_measured_on_prompts_that_did_not_choose_it():
-    measure = Told()
+    measure = FakePipeline()
     prompts = [Question(str(number), {}) for number in range(7)]
     got = tune(measure, prompts, candidates(["random", "boundary@0.45"], (0.1, 0.3)), 0.5)
     chose = {name for name, ratio in measure.asked if ratio == 0.1}
@@ -72,15 +79,14 @@ def test_choice_is_measured_on_prompts_that_did_not_choose_it():
     assert got.reuse_kl == pytest.approx(sum(1 + int(name) for name in {*reported}) / 3)
     assert got.config["selector"] == "random"
     assert got.config["recompute_ratio"] == 0.3
-    assert got.answers is None
     assert json.loads(json.dumps(asdict(got)))["config"] == got.config
 
 
 def test_too_little_to_choose_from_is_refused():
     with pytest.raises(PromptError, match="got 1 prompts, expected 2 or more"):
-        tune(Told(), [Question("0", {})], candidates(["random"], (0.1,)))
+        tune(FakePipeline(), [Question("0", {})], candidates(["random"], (0.1,)))
     with pytest.raises(ConfigError, match="got 0 candidates"):
-        tune(Told(), [Question("0", {})] * 2, [])
+        tune(FakePipeline(), [Question("0", {})] * 2, [])
 
 
 @pytest.fixture
@@ -116,6 +122,16 @@ def test_loss_is_divergence_of_answer_that_full_prefill_gives(asker, pieces):
     assert asker.loss(prompt, full, BlendConfig(1.0, "full")).kl < 1e-6 < got.kl
 
 
+def test_prompt_with_nothing_to_choose_among_and_store_that_is_too_small_are_refused(asker, pieces):
+    prompt = Question("row 'x'", pieces(seed=2))
+    full = asker.full(prompt, 2)
+    with pytest.raises(ConfigError, match=r"dropped [0-9]+ chunks of row 'x'.*--store"):
+        asker.loss(prompt, full, REUSE)
+    alone = Question("row 'y'", {"chunks": prompt.request["chunks"][:1], "question": prompt.request["question"]})
+    with pytest.raises(PromptError, match=r"row 'y' cannot be blended.*[Gg]ive two chunks or more.*Leave it out"):
+        asker.loss(alone, full, REUSE)
+
+
 class Chat:
     """A tokenizer of letters with a chat template."""
 
@@ -135,19 +151,17 @@ class Chat:
 
 def test_prompts_are_what_chat_model_is_asked_and_keep_their_passages_apart(tmp_path, tokenizer):
     path = jsonl(tmp_path / "rows.jsonl", {**ROW, "answers": ["Ann", "Anna"]}, {**ROW, "id": "b", "answer": "Ann"})
-    first, second = read_prompts(path, Chat())
+    first, _ = read_prompts(path, Chat())
     assert first.request["documents"] == ["The mill is old.\n\n", "Ann owns it. ", "Bob left.\n\n"]
     assert [one["role"] for one in first.request["messages"]] == ["system", "user"]
     assert first.request["messages"][1]["content"].endswith("Bob left.\n\nQuestion: Who owns it?")
     assert first.name == "row 'a'"
-    assert first.answers == ("Ann", "Anna")
-    assert second.answers == ("Ann",)
     (plain,) = read_prompts(path, tokenizer, limit=1)
     assert plain.request == {"prefix": None, "chunks": first.request["documents"], "question": "Who owns it?"}
 
 
 def test_prompt_that_is_too_long_is_refused_by_name(tmp_path, tokenizer):
-    with pytest.raises(PromptError, match=r"row 'a' of '.*rows.jsonl' has 8[0-9] tokens.*at most the model's 60"):
+    with pytest.raises(PromptError, match=r"row 'a' of '.*rows.jsonl' has [67][0-9] tokens.*at most the model's 60"):
         read_prompts(jsonl(tmp_path / "rows.jsonl", ROW), tokenizer, positions=60)
 
 
@@ -162,7 +176,6 @@ def test_command_prints_one_document_for_model_of_ones_own(tmp_path, model_folde
     assert [one["candidate"] for one in found["points"]] == ["full reuse", "boundary@0.5"]
     assert found["choice"]["candidate"] == "full reuse"
     assert found["choice"]["n"] == 2
-    assert found["answers"] is None
 
 
 def test_tune_keeps_its_choice_in_store_on_disk_and_says_what_recomputing_bought(tmp_path, run, model_folder):
