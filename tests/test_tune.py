@@ -30,17 +30,6 @@ def test_cheapest_that_leaves_little_enough_is_chosen_or_else_nearest(leave, nam
     assert enough == is_enough
 
 
-def test_interval_of_share_is_that_of_paired_sums():
-    parts = np.array([0.1, 0.4, 0.2, 0.6])
-    wholes = np.array([1.0, 2.0, 1.0, 3.0])
-    drawn = [
-        (parts[some].sum() / wholes[some].sum()) for some in np.random.default_rng(5).integers(0, 4, size=(4000, 4))
-    ]
-    assert share_interval(parts, wholes) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
-    low, high = share_interval(0.25 * wholes, wholes)
-    assert low == pytest.approx(0.25) == high
-
-
 class FakePipeline:
     """Stands in for `Pipeline`: a candidate at ratio r loses 1 - 2r of full reuse's; what was asked is noted."""
 
@@ -120,16 +109,6 @@ def test_loss_is_divergence_of_answer_that_full_prefill_gives(asker, pieces):
     assert got.charged == 0.0
     assert got.ttft_ratio > 0
     assert asker.loss(prompt, full, BlendConfig(1.0, "full")).kl < 1e-6 < got.kl
-
-
-def test_prompt_with_nothing_to_choose_among_and_store_that_is_too_small_are_refused(asker, pieces):
-    prompt = Question("row 'x'", pieces(seed=2))
-    full = asker.full(prompt, 2)
-    with pytest.raises(ConfigError, match=r"dropped [0-9]+ chunks of row 'x'.*--store"):
-        asker.loss(prompt, full, REUSE)
-    alone = Question("row 'y'", {"chunks": prompt.request["chunks"][:1], "question": prompt.request["question"]})
-    with pytest.raises(PromptError, match=r"row 'y' cannot be blended.*[Gg]ive two chunks or more.*Leave it out"):
-        asker.loss(alone, full, REUSE)
 
 
 class Chat:
