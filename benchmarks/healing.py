@@ -109,11 +109,11 @@ def measured(bench: Bench, row: dict[str, Any], ratio: float, is_timed: bool) ->
         first = stock.turn(bench, cache, 0, logits)
         left = cache.heal(0)
         for share in shares:
-            cache.heal(round(share * left) - healed, stock.ids(1)[None])
+            cache.heal(round(share * left) - healed)
             healed = round(share * left)
             copied = copy.deepcopy(cache)
             second = stock.turn(bench, copied, 1)
-            copied.heal(round(share * copied.heal(0)), stock.ids(2)[None])
+            copied.heal(round(share * copied.heal(0)))
             kl[f"{name} {share:.2f}"] = [round(value, 6) for value in (first, second, stock.turn(bench, copied, 2))]
     line = {"id": row["id"], "tokens": prompt.shape[1], "charged": round(charged, 4), "kl": kl}
     return {**line, **(cost(bench, row, store, ratio, stock) if is_timed else {})}
@@ -129,7 +129,7 @@ def cost(bench: Bench, row: dict[str, Any], store: ChunkStore, ratio: float, sto
         stock.turn(bench, cache, 0, logits)
         first = cache.get_seq_length() - cache.heal(0)
         began = time.process_time()
-        cache.heal(history=ids)
+        cache.heal()
         heal_s.append(time.process_time() - began)
         plain = DynamicCache(config=bench.model.config)
         bench.model(ids[:, :first], past_key_values=plain, logits_to_keep=1)

@@ -318,7 +318,6 @@ class Chat:
     max_new_tokens: int = 256
     turns: list[Turn] = field(default_factory=list)
     cache: BlendCache | None = None
-    history: Tensor | None = None  # ids of the last prompt and its answer, `[tokens]`
     question: Question | None = None  # the last question
     healing: IdleHealing = field(default_factory=IdleHealing)
 
@@ -346,8 +345,7 @@ class Chat:
         self.turns.append(Turn(question.name, answer.text, question.documents))
         if "messages" in question.request and answer.cache is not None:  # other prompts do not begin as the last did
             self.cache = answer.cache
-            self.history = torch.cat([answer.input_ids, answer.ids])
-            self.healing.start(self.cache, self.history)
+            self.healing.start(self.cache)
         return answer
 
     def reset(self) -> None:
@@ -364,5 +362,5 @@ class Chat:
         report = self.cache.report
         tokens = self.cache.get_seq_length()
         exact = tokens - self.cache.heal(0)
-        self.healing.start(self.cache, self.history)
+        self.healing.start(self.cache)
         return f"{report}\n{report.healed_tokens} tokens were healed, {exact} of {tokens} are exact."

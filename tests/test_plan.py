@@ -8,7 +8,7 @@ import torch
 from hf_blend import ChunkStore
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prefill.plan import ChunkOrigin, Planner, PromptRow
-from hf_blend.prefill.request import PendingPrompt, Request, _column_mask
+from hf_blend.prefill.request import PendingPrompt, Request
 from hf_blend.prompt.pieces import Span
 
 BOS = (1,)
@@ -89,7 +89,7 @@ def test_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
     one = planner(LONG)
     made = plan(one, (*BOS, 7, 8, *LONG[1:-2], *Q))
     assert parts(made) == [(3, 1, 37, False)]
-    assert one._report.seam_tokens == 3
+    assert made.found["seam_tokens"] == 3
     assert parts(plan(one, (*BOS, 7, *LONG[1:], *Q))) == [(2, 1, 39, False)], "its first token is another here"
     assert parts(plan(one, (*BOS, *LONG[1:], *Q)))[1:] == [(1, 1, 39, False)], "its first token is not there"
 
@@ -145,11 +145,3 @@ def test_probe_computes_none_of_draft_behind_prompt(planner):
     prompt = PromptRow(row, len(row) + 2, 0, spans=[Span.whole(2, A)], prefix=0)
     made = planner(A).plan([prompt], len(row) + 2, logits_rows=3)
     assert made.sampled(2).nonzero()[1].tolist() == [0, 1, 9, 11], "of the question the first and the last"
-
-
-def test_column_mask_is_that_of_layers_that_see_everything():
-    seen = torch.ones(2, 1, 2, 6, dtype=torch.bool)
-    window = torch.ones(2, 1, 2, 6, dtype=torch.bool)
-    seen[1, ..., :2] = window[1, ..., :2] = window[0, ..., :1] = False
-    mask = _column_mask({"sliding_attention": window, "full_attention": seen}, 2, PendingPrompt())
-    assert mask.tolist() == [[True] * 6, [False] * 2 + [True] * 4]

@@ -198,12 +198,10 @@ def test_find_runs_finds_first_token_of_each_run_over_borders_of_parts():
     new, run = find_runs(np.stack((columns, columns + 2)), 0, 0)
     assert new.starts.tolist() == [0] * 4
     assert new.is_moved
-    assert new.in_order == 0
     assert run.start == 0
     new, run = find_runs(np.stack((columns + 4, columns + 6)), 4, 4, run)
     assert new.starts.tolist() == [0] * 4
     assert run.start == 0
-    assert new.in_order == 4
     new, run = find_runs(np.stack((columns + 8, [10, 11, 13, 14])), 8, 8, run)
     assert new.starts.tolist() == [0, 0, 10, 10]
     assert run.start == 10
@@ -211,4 +209,3 @@ def test_find_runs_finds_first_token_of_each_run_over_borders_of_parts():
     new, _ = find_runs(np.stack((columns + 4, columns + 4)), 4, 4, Run(0, np.array([3, 3])))
     assert new.starts.tolist() == [0] * 4
     assert not new.is_moved
-    assert new.in_order == 8

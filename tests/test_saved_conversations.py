@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ConfigError, PromptError, StoreError
+from hf_blend import BlendCache, ConfigError, StoreError
 from hf_blend.cache.session import KIND
-from tests.asking import GREEDY, generated, memory, prompt
+from tests.asking import generated, memory, prompt
 from tests.conftest import random_pieces, shared_zoo_model, skip_in_the_oldest, slow_but
 from tests.forging import forged, taken_apart
 
@@ -51,7 +51,7 @@ def test_loaded_cache_continues_as_the_saved_one(kind, bits, tmp_path, untouched
         pytest.skip(str(error))
     model = cache.model
     with untouched(model):
-        size = cache.save(tmp_path / "chat", output)
+        size = cache.save(tmp_path / "chat")
         again = BlendCache.load(model, memory(), tmp_path / "chat", kv_bits=bits, **REUSED)
     assert size == (tmp_path / "chat").stat().st_size
     assert states(again).keys() == states(cache).keys()
@@ -76,7 +76,7 @@ def test_past_that_was_recorded_for_assisted_decoding_is_not_saved(kind, tmp_pat
     with torch.no_grad():
         model(torch.cat([output[:, -1:], prompt(9)], 1), past_key_values=cache)
     output = torch.cat([output, prompt(9), prompt(1)], 1)
-    cache.save(tmp_path / "chat", output)
+    cache.save(tmp_path / "chat")
     again = BlendCache.load(model, memory(), tmp_path / "chat", **REUSED)
     expected = generated(model, {"input_ids": torch.cat([output, torch.tensor([[5, 6, 7]])], 1)})
     assert torch.equal(next_turn(again, output), expected)
@@ -84,8 +84,8 @@ def test_past_that_was_recorded_for_assisted_decoding_is_not_saved(kind, tmp_pat
 
 def test_loaded_cache_heals_to_a_full_prefill_and_is_stock_then(tmp_path):
     cache, output = held()
-    cache.heal(20, output)
-    cache.save(tmp_path / "chat", output)
+    cache.heal(20)
+    cache.save(tmp_path / "chat")
     again = BlendCache.load(cache.model, memory(), tmp_path / "chat", **REUSED)
     assert again.heal(0) == cache.heal(0)
     assert again.heal() == 0, "the ids of the answer are in the file"
@@ -93,12 +93,12 @@ def test_loaded_cache_heals_to_a_full_prefill_and_is_stock_then(tmp_path):
     assert torch.equal(next_turn(again, output), expected)
 
 
-def test_saved_cache_of_unknown_answer_keeps_its_prompt(tmp_path):
+def test_saved_cache_knows_the_ids_of_its_answer(tmp_path):
     cache, output = held()
     cache.save(tmp_path / "chat")
     again = BlendCache.load(cache.model, memory(), tmp_path / "chat", **REUSED)
     assert again.get_seq_length() == output.shape[1] - 1
-    assert list(again.prompts.beginnings[0]) == output[0, : -GREEDY["max_new_tokens"]].tolist()
+    assert again.state.tokens.rows() == cache.state.tokens.rows() == output[:, :-1].tolist()
 
 
 def test_empty_cache_is_saved_and_loaded(tmp_path):
@@ -127,9 +127,9 @@ CRAFTED = {
 
 @pytest.mark.parametrize("change", CRAFTED)
 def test_crafted_file_is_refused_by_name(change, tmp_path):
-    cache, output = held()
+    cache, _output = held()
     path = tmp_path / "chat"
-    cache.save(path, output)
+    cache.save(path)
     about, state = taken_apart(path.read_bytes())
     CRAFTED[change](state)
     path.write_bytes(forged(KIND, about, state))
@@ -138,9 +138,9 @@ def test_crafted_file_is_refused_by_name(change, tmp_path):
 
 
 def test_tampered_file_and_other_model_and_bits_are_refused_by_name(tmp_path):
-    cache, output = held()
+    cache, _output = held()
     path, model = tmp_path / "chat", cache.model
-    cache.save(path, output)
+    cache.save(path)
     content = path.read_bytes()
     flipped = bytearray(content)
     flipped[-50] ^= 1
@@ -166,13 +166,13 @@ def test_save_refuses_what_is_no_conversation_by_name(tmp_path):
     generated(model, two.inputs(None, **pieces), two)
     with pytest.raises(ConfigError, match="are of 2 requests"):
         two.save(tmp_path / "two")
-    away, output = held(kv_device_map="disk", offload_folder=tmp_path)
+    away, _output = held(kv_device_map="disk", offload_folder=tmp_path)
     with pytest.raises(ConfigError, match="kv_device_map"):
         away.save(tmp_path / "away")
-    cache, output = held()
-    with pytest.raises(PromptError, match="does not begin as the cache does"):
-        cache.save(tmp_path / "chat", prompt(output.shape[1], 5))
-    cache.reorder_cache(torch.tensor([0]))
-    with pytest.raises(ConfigError, match="rows were selected"):
-        cache.save(tmp_path / "chat")
-    assert not (tmp_path / "chat").exists()
+    padded = BlendCache(model, memory(), **REUSED)
+    ids, mask = prompt(30), torch.ones(1, 30)
+    mask[0, :4] = 0
+    generated(model, {"input_ids": ids, "attention_mask": mask}, padded)
+    with pytest.raises(ConfigError, match="hold padding"):
+        padded.save(tmp_path / "padded")
+    assert {path.name for path in tmp_path.iterdir()}.isdisjoint(("two", "away", "padded"))

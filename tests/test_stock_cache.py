@@ -73,7 +73,7 @@ CALLS = {
     "update_indexer": [lambda one: one.update_indexer(torch.ones(1, 2, 3), 0)],
     "update_recurrent_state": [lambda one: one.update_recurrent_state(torch.ones(1, 2, 3), 0)],
 }  # fmt: skip
-UPDATE = {"update"}  # a SequenceCache takes K and V of its model alone, see test_sequence_cache.py
+UPDATE = {"update"}  # caches take K and V of their own model alone, see test_contract.py, test_sequence_cache.py
 OLD = {"get_max_cache_shape", "max_batch_size", "max_cache_len"}  # deprecated names that are gone in 5.23
 FAULTY = {"crop", "reset"}  # of stock in 5.17: crop fails on an empty cache, reset keeps the length and zeroes K and V
 ROWS = {"batch_repeat_interleave": 2}  # of the tokens that come next

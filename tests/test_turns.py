@@ -63,7 +63,7 @@ class Chat:
     def ask(self, question, answer=None, is_cut=False, documents=()):
         """Ask; the prompt is that of stock transformers, and so is a free answer."""
         self.messages.append({"role": "user", "content": "".join([*documents, question])})
-        inputs = self.cache.inputs_from_messages(self.tokenizer, self.messages, documents, history=self.output)
+        inputs = self.cache.inputs_from_messages(self.tokenizer, self.messages, documents)
         stock = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=True)
         assert inputs["input_ids"][0].tolist() == stock["input_ids"]
         if answer is None:

@@ -10,7 +10,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_blend.model.hooks import ForwardHooks
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+
+
+def is_announcing(hook: Any) -> bool:
+    """Whether a hook is that by which a living cache hears of forwards; it goes with the cache."""
+    return getattr(hook, "__func__", None) is ForwardHooks._model_begins
+
+
+def _keys(hooks: Any) -> list[int]:
+    return [key for key, hook in hooks.items() if not is_announcing(hook)]
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:
@@ -22,7 +33,7 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
     return {
         "classes": {name: type(module) for name, module in modules.items()},
         "attributes": {name: sorted(vars(module)) for name, module in modules.items()},
-        "hooks": {name: [list(getattr(module, kind)) for kind in HOOKS] for name, module in modules.items()},
+        "hooks": {name: [_keys(getattr(module, kind)) for kind in HOOKS] for name, module in modules.items()},
         "training": {name: module.training for name, module in modules.items()},
         "attention": model.config._attn_implementation,
         "config": copy.deepcopy(model.config.to_dict()),

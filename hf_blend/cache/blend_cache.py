@@ -17,45 +17,43 @@ model, enters the model's layers for the one forward that is the prefill, and be
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache
 from transformers.tokenization_utils_base import BatchEncoding
 
+from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import decoder_layers, default_sink
 from ..model.author import author_of, refuse_other_author
 from ..model.cache_keyword import cache_argument
 from ..model.fingerprint import structure_of
-from ..model.hooks import asking_generate, running_calls
-from ..model.identity.canonical import refuse_request_state, refuse_wrapper
+from ..model.identity.canonical import refuse_wrapper
 from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
-from ..prefill.notices import warn_once
-from ..prefill.observing import AttentionObserver
+from ..prefill.notices import other_author, warn_once
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt
 from ..prompt.documents import is_document
+from ..prompt.history import History, shared_tokens
 from ..prompt.messages import build_messages
-from ..prompt.pieces import SEPARATOR, History, Prompt, TextPrompt, batch, build_all, check_lengths, tokenizer_digest
+from ..prompt.pieces import SEPARATOR, Prompt, TextPrompt, batch, build_all, check_lengths
 from ..prompt.text import build_text
+from ..prompt.tokenizer import tokenizer_digest
 from ..recipes import Recipe
 from ..store import ChunkStore
-from .batch_rows import BatchRows
-from .blending import ForwardPlanning, ModelTraits
-from .cache_layers import KVLayers
-from .forward_watch import ForwardWatch
-from .healable import Obstacle, refuse
+from .forwards import CacheForwards
 from .healing import heal
+from .kv_layers import KVLayers
+from .model_info import ModelInfo
 from .session import load_cache, save_cache
-from .turns import ASK_AGAIN, KnownPrompts, Turns
+from .state import ASK_AGAIN, BlendState
 
 NOT_A_CHAT = (
     "the tokenizer has a chat template, but inputs() joins plain texts, to which a chat model may answer nothing. "
@@ -68,7 +66,7 @@ def trial_cache(model: nn.Module, **settings: Any) -> "BlendCache":
     return BlendCache(model, ChunkStore.open("memory://"), **settings)
 
 
-class BlendCache(BatchRows):
+class BlendCache(Cache):
     """A `transformers.Cache` that brings stored KV into the prefill and has the model recompute a share of it.
 
     Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic
@@ -79,11 +77,13 @@ class BlendCache(BatchRows):
     hidden states, attentions) nothing is reused; `report.fallback_reason` and one warning say why.
     With `kv_device_map`, `kv_memory` says where K and V are; what is on disk is deleted with the cache.
 
-    A cache serves the model object that it was made for, also inside a wrapper that calls the same layers, and refuses
-    every other; a copy that `torch.compile` has compiled is not noticed. Where a turn begins under another adapter,
-    other weights, another dtype or attention, prompts of `inputs` and its like are computed again, and
-    `report.notice` says so; others are refused. Steps of one token are not looked at,
-    but in the first of a `generate`.
+    A cache serves the model object that it was made for, also inside a wrapper that calls it, and refuses every other;
+    a copy that `torch.compile` has compiled may append single tokens, which are not noticed. As long as the cache is
+    alive, the model has one hook of it, which lets all other calls pass.
+
+    A later prompt comes by `inputs` and its like, which keep what both begin with; `generate` refuses another. Where
+    it begins under another adapter, other weights, another dtype or attention, all is computed again, and
+    `report.notice` says so. Steps of one token are not looked at.
     """
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "BlendCache":
@@ -94,7 +94,7 @@ class BlendCache(BatchRows):
     def __init__(
         self, model: nn.Module, store: ChunkStore, config: BlendConfig | None = None, **settings: Any
     ) -> None:
-        """Prepare a request. The model is not touched before its next forward with this cache.
+        """Prepare a request, and watch for the forwards of the model that carry this cache.
 
         Args:
             model: a causal language model of transformers.
@@ -109,32 +109,37 @@ class BlendCache(BatchRows):
             PromptError: `chunk_prefix_ids` holds a token that stands for an image.
             OffloadError: `offload_folder` cannot be written to.
         """
+        # Settle the settings
         refuse_wrapper(model)
         is_given = config is not None or "selector" in settings
         recipe = Recipe({}, "given by the caller") if is_given else store.recipe(model)
         config = config or recipe.config(is_blind=store.loads_in_part)
-        self.config = BlendConfig.from_dict({**config.to_dict(), **settings})
+        self.config = config = BlendConfig.from_dict({**config.to_dict(), **settings})
         began_s = time.perf_counter()
         structure_of(model)  # what was found out of another structure is forgotten
-        self.config.ratios(len(decoder_layers(model)))
-        self.planning = ForwardPlanning(self.config, recipe.source)
-        self.model, self.store = model, store
-        prefix_ids = self.config.chunk_prefix_ids
-        self.chunk_prefix_ids = default_sink(model) if prefix_ids is None else prefix_ids
-        self.report = BlendReport(self.config.recompute_ratio)
-        silence_casts(model, self)
-        self.traits = ModelTraits(model, self.chunk_prefix_ids, trial_cache, self.config.allow_unverified)
-        self.planning.checked_since(began_s)
-        self.observer: AttentionObserver | None = None  # is given every layer's attention in a blended forward
-        self.loader: Any = None  # loads chunks in part, where the store does
-        self.prompts, self.turns = KnownPrompts(), Turns()
-        self.watch = ForwardWatch(self, model, self.traits.layers)
-        super().__init__(layers=[])
-        self.hold(KVLayers.empty(model, len(self.traits.layers), self.config))
+        config.ratios(len(decoder_layers(model)))
+        selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
 
-    def hold(self, kv: KVLayers) -> None:
-        """Hold K and V in these layers."""
-        self.kv, self.layers = kv, [*kv.all]
+        # Read the model
+        prefix_ids = default_sink(model) if config.chunk_prefix_ids is None else tuple(config.chunk_prefix_ids)
+        silence_casts(model, self)
+        info = ModelInfo(model, prefix_ids, trial_cache, config.allow_unverified)
+        check_ms = 1e3 * (time.perf_counter() - began_s)
+
+        # Make empty layers, and wait for the model to be called
+        kv = KVLayers.empty(model, len(info.layers), config)
+        super().__init__(layers=kv.all)
+        self.model, self.store = model, store
+        self.state = BlendState(
+            model, store, config, info, selector, recipe.source, prefix_ids, kv, BlendReport(config.recompute_ratio)
+        )
+        self.state.check_ms = check_ms
+        self._forwards = CacheForwards(self, self.state)
+
+    @property
+    def report(self) -> BlendReport:
+        """What the last prefill cost."""
+        return self.state.report
 
     @property
     def keyword(self) -> dict[str, "BlendCache"]:
@@ -144,7 +149,7 @@ class BlendCache(BatchRows):
     @property
     def kv_memory(self) -> Any:
         """Where K and V are with `kv_device_map`; None: all of them are on their devices."""
-        return self.kv.memory
+        return self.state.kv.memory
 
     def inputs(
         self,
@@ -177,18 +182,19 @@ class BlendCache(BatchRows):
         Raises:
             PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
         """
+        state = self.state
+        state.rollback_partial_forward()
         pad_id = getattr(tokenizer, "pad_token_id", None)
-        self.watch.take_back()
-        conversation = self.prompts.history.extended(history, pad_id, self.model.generation_config.eos_token_id)
+        conversation = state.history.extended(history, pad_id, self.model.generation_config.eos_token_id)
         prompts = build_all(tokenizer, prefix, chunks, question, conversation.rows(), separator)
         question_text = question if isinstance(question, str) else next(iter(question), None)
         if isinstance(question_text, str) and not conversation and getattr(tokenizer, "chat_template", None):
             warn_once(NOT_A_CHAT)
-        cached, notice = super().get_seq_length(), ""
+        cached, notice = state.kv.length, ""
         before = 0 if conversation else cached
         if cached:
-            check_lengths(prompts, before, self.traits.config)
-            notice = self.turns.keep_history(self, conversation)
+            check_lengths(prompts, before, state.info.config)
+            notice = self._keep_history(conversation)
         return self.expect(tokenizer, prompts, conversation, notice, before)
 
     def inputs_from_messages(
@@ -196,8 +202,6 @@ class BlendCache(BatchRows):
         tokenizer: Any,
         messages: Sequence[Any],
         documents: Sequence[Any] | None = None,
-        *,
-        history: Tensor | Sequence[int] | None = None,
         **template: Any,
     ) -> BatchEncoding:
         """Build the prompt of the next `generate` from messages, by the tokenizer's own chat template.
@@ -208,8 +212,7 @@ class BlendCache(BatchRows):
         not named, such as those of earlier turns, are found too.
 
         A cache that holds an earlier prompt keeps what both begin with: a chat passes all of its messages each time.
-        With `history` that includes the last answer. Windows and states cannot be cut: where such a model is given no
-        history, or its template rewrites the answer, all is computed again.
+        Windows and states cannot be cut: where a template rewrites an answer of such a model, all is computed again.
 
         Args:
             tokenizer: the model's tokenizer, with a chat template.
@@ -218,7 +221,6 @@ class BlendCache(BatchRows):
             documents: documents whose text is in the messages; a template gets dicts and objects, too. Missing ones
                 are computed and stored. None: only what is stored is reused. For a batch: a list for each
                 conversation.
-            history: what the last `generate` returned, `[batch, tokens]`; the cache does not see the ids of answers.
             **template: further arguments of `apply_chat_template`, such as `tools`; `add_generation_prompt` is True by
                 default.
 
@@ -227,15 +229,14 @@ class BlendCache(BatchRows):
 
         Raises:
             PromptError: the tokenizer has no chat template or is another model's, the template refuses the messages,
-                a document is empty or not in the prompt, the history is not what the cache holds, or the prompt does
-                not fit the model.
+                a document is empty or not in the prompt, or the prompt does not fit the model.
         """
         if len(messages) and isinstance(messages[0], list | tuple):
             pairs = zip(messages, _for_each(documents, len(messages)), strict=True)
             prompts = [build_messages(tokenizer, *pair, template) for pair in pairs]
         else:
             prompts = [build_messages(tokenizer, messages, documents, template)]
-        return self.expect(tokenizer, *self.turns.keep_beginning(self, prompts, history))
+        return self.expect(tokenizer, *self._keep_shared_tokens(prompts))
 
     def inputs_from_text(
         self,
@@ -243,7 +244,6 @@ class BlendCache(BatchRows):
         text: str | Sequence[str],
         chunks: Sequence[Any] | None = None,
         *,
-        history: Tensor | Sequence[int] | None = None,
         add_special_tokens: bool = True,
     ) -> BatchEncoding:
         """Build the prompt of the next `generate` from text as it is, with stored chunks wherever they are in it.
@@ -255,7 +255,6 @@ class BlendCache(BatchRows):
             tokenizer: the model's tokenizer.
             text: a prompt, or a list of prompts for a batch.
             chunks: documents whose text is in the prompt, as `documents` of `inputs_from_messages`.
-            history: as for `inputs_from_messages`.
             add_special_tokens: as for the tokenizer; False for text that a chat template made.
 
         Returns:
@@ -269,7 +268,7 @@ class BlendCache(BatchRows):
         named = [chunks] if isinstance(text, str) else _for_each(chunks, len(texts))
         build = partial(build_text, tokenizer, special=add_special_tokens)
         prompts = [build(*pair) for pair in zip(texts, named, strict=True)]
-        return self.expect(tokenizer, *self.turns.keep_beginning(self, prompts, history))
+        return self.expect(tokenizer, *self._keep_shared_tokens(prompts))
 
     def expect(
         self,
@@ -284,19 +283,14 @@ class BlendCache(BatchRows):
         Gives `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device. The
         report of the prompts will have the notice. Raises PromptError where one does not fit the model.
         """
-        check_lengths(prompts, cached, self.traits.config)
-        if self.config.chunk_prefix_ids is None:
-            self.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
+        state = self.state
+        check_lengths(prompts, cached, state.info.config)
+        if state.config.chunk_prefix_ids is None:
+            state.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         made = batch(prompts, 0 if pad_id is None else pad_id, history)
-        self.prompts = KnownPrompts(
-            PendingPrompt(made, cached),
-            History(made.input_ids, made.attention_mask),
-            () if cached else tuple(tuple(prompt.ids) for prompt in prompts),
-            tokenizer_digest(tokenizer),
-            notice=notice,
-        )
-        self.watch.watch_model()
+        state.history = History(made.input_ids, made.attention_mask)
+        state.pending = PendingPrompt(made, cached, tokenizer=tokenizer_digest(tokenizer), notice=notice)
         device = input_device(self.model)
         return BatchEncoding(
             {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
@@ -310,16 +304,17 @@ class BlendCache(BatchRows):
         Shapes: both `[batch, kv_heads, rows, head_dim]`, K rotated for the rows' positions → `[batch, kv_heads,
         tokens, head_dim]`.
         """
-        if (blended := self.watch.blended) is not None:
+        if (blended := self._forwards.blended) is not None:
             return blended.prefill.update(layer_idx, key_states, value_states)
         if not torch.compiler.is_compiling():
-            self.watch.layer_updates(layer_idx, key_states)
-        if getattr(self.kv.all[layer_idx], "visible", None) is not None:
-            self.loader = self.loader or self.store.loader(self)
-            if self.loader is not None:
-                self.loader.begin_layer(layer_idx)
+            self._forwards.refuse_unannounced()
+        state = self.state
+        if getattr(state.kv.all[layer_idx], "visible", None) is not None:
+            state.loader = state.loader or self.store.loader(state)
+            if state.loader is not None:
+                state.loader.begin_layer(layer_idx)
                 keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-                return self.loader.taken(layer_idx, keys), values
+                return state.loader.taken(layer_idx, keys), values
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
@@ -327,94 +322,94 @@ class BlendCache(BatchRows):
 
         Shapes: `[batch, rows, width]` → `[batch, tokens, width]`.
         """
-        if (blended := self.watch.blended) is not None:
+        if (blended := self._forwards.blended) is not None:
             return blended.prefill.update_indexer(layer_idx, indexer_key_states)
         return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens a layer holds. `generate` asks just before the prefill: the model is watched from here."""
-        if torch.compiler.is_compiling():
-            return super().get_seq_length(layer_idx)
-        if (blended := self.watch.blended) is not None:
-            return blended.prefill.past
-        if self.kv.surplus() and next(running_calls(), None) is None:
-            self.watch.take_back()
+        """How many tokens a layer holds of forwards that went through all layers."""
         length = super().get_seq_length(layer_idx)
-        if length == 0 or self.is_expecting:
-            self.watch.watch_model()
-        if length and (call := asking_generate()) is not None:
-            self.turns.begin(call, length, self.prompts)
-        return length
+        if torch.compiler.is_compiling():
+            return length
+        if (blended := self._forwards.blended) is not None:
+            return blended.prefill.past
+        return min(length, self.state.kv.length)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that new tokens will see. Models ask this before their first layer."""
-        if (blended := self.watch.blended) is not None and isinstance(self.kv.all[layer_idx], CacheLayerMixin):
-            return self.kv.all[layer_idx].sizes_behind(blended.prefill.context.request.past, query_length)
-        if not torch.compiler.is_compiling():
-            self.watch.mask_is_made(query_length)
-        return super().get_mask_sizes(query_length, layer_idx)
+        layer = self.state.kv.all[layer_idx]
+        if torch.compiler.is_compiling() or not hasattr(layer, "sizes_behind"):
+            return super().get_mask_sizes(query_length, layer_idx)
+        blended = self._forwards.blended
+        past = self.state.kv.length if blended is None else blended.prefill.context.request.past
+        sizes: tuple[int, int] = layer.sizes_behind(past, query_length)
+        return sizes
 
     def activate_past_recording(self) -> None:
         """Called first by assisted decoding: from now on windows wait for `crop` before they forget."""
         super().activate_past_recording()
-        self.kv.frontier.restart()
-        self.watch.watch_model()
+        self.state.is_recording, self.state.healing = True, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, in every layer or in none: a negative number; more than the cache holds empties it.
 
         Refuses, by a ConfigError, what a window or a state that has forgotten what stood before cannot do.
         """
-        self.watch.take_back()
+        state = self.state
+        state.rollback_partial_forward()
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
-        for layer in self.kv.of_tokens:
+        for layer in state.kv.of_tokens:
             layer.check_crop(tokens_to_remove)
-        before, frontier = super().get_seq_length(), self.kv.frontier
         super().crop(tokens_to_remove)
-        self.prompts.crop(before, super().get_seq_length(), Obstacle.PADDING in frontier.obstacles)
-        frontier.crop(super().get_seq_length())
+        state.crop_tokens(state.kv.length)
 
-    def heal(self, tokens: int | None = None, history: Tensor | Sequence[int] | None = None) -> int:
-        """Compute blended K and V again behind the exact ones, from left to right, as a full prefill computes them.
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give every beam the past of the beam that it continues; `beam_idx` is `[batch]`."""
+        super().reorder_cache(beam_idx)
+        self.state.tokens.select_rows(beam_idx)
+        self.state.healing = None
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep only some batch entries; `indices` is `[kept]`, or a boolean for each."""
+        super().batch_select_indices(indices)
+        self.state.tokens.select_rows(indices)
+        self.state.healing = None
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch entry `repeats` times in a row."""
+        super().batch_repeat_interleave(repeats)
+        self.state.tokens.repeat_rows(repeats)
+        self.state.healing = None
+
+    def heal(self, tokens: int | None = None) -> int:
+        """Compute blended K and V again, as a full prefill computes them.
 
         Call it while nobody waits: between two turns, or when a server is idle. Each token costs what it costs in a
-        prefill in blocks of 256. Between two calls the cache is whole: it decodes, is cropped and takes turns, exact
-        on the left and blended on the right. A call that fails leaves its block as it was. When nothing is left,
-        later tokens and turns are those of a full prefill. `report.healed_tokens` counts. Where layer 0 is a mixer, or
-        a window that has moved on, a wrong `history` is not noticed.
+        prefill in blocks of 256. Between two calls the cache decodes, is cropped and takes turns. Where every layer
+        keeps all tokens as they came, it is exact on the left and blended on the right; with windows, states, an
+        indexer or `kv_bits` it is blended until all is computed. A call that fails leaves every byte as it was. When
+        nothing is left, later tokens and turns are those of a full prefill. `report.healed_tokens` counts.
+
+        Until nothing is left, K and V are held twice.
 
         Args:
-            tokens: how many more are to be exact; None for all, 0 only counts. In 8 and 4 bits whole groups of 32.
-            history: what the last `generate` returned, `[batch, tokens]`; without it only the prompt can be healed.
-                The next `inputs_from_messages` or `inputs_from_text` then keeps what was healed of the answer.
+            tokens: how many more are computed; None for all, 0 only counts.
 
         Returns:
-            How many of the cached tokens are not exact. 0: all are, as far as a codec with losses lets them.
+            How many tokens are still to be computed. 0: all are exact, as far as a codec with losses lets them.
 
         Raises:
-            ConfigError: `tokens` is negative; the tokens have padding between them, rows in another order, or rotary
-                frequencies that depend on the length; a layer is on another device or loaded in part; or another model
-                or adapter computed what the cache holds, or came while a block was healed, which is then as before.
-            PromptError: `history` is not what the cache holds, by the ids that are known and by K and V of layer 0,
-                or has a placeholder of an image.
+            ConfigError: `tokens` is negative; the tokens have padding between them, or rotary frequencies that depend
+                on the length; a layer is on another device or loaded in part; there is no memory for a second cache;
+                or another model or adapter computed what the cache holds, or came while a block was computed.
             UnsupportedModelError: the model is inside `self_extend`.
         """
         if tokens is not None and tokens < 0:
             raise ConfigError(f"heal({tokens}) was called, but a number of tokens from 0 on, or None, is expected.")
-        self.watch.take_back()
-        frontier, length = self.kv.frontier, super().get_seq_length()
-        if tokens == 0 or not frontier.left(length):
-            return frontier.left(length)
-        author = author_of(self.model)
-        refuse_other_author(self.turns.author, author, length, ASK_AGAIN)
-        refuse_request_state(self.model, self.traits.layers)
-        self.traits.refuse_tokens(2, length)  # a block continues the states of the tokens before it
-        refuse(self)
-        ids = self.prompts.ids_to_heal(history, length, self.traits.placeholders)
-        self.report.healed_tokens += heal(self, ids, tokens, author)
-        return self.kv.frontier.left(length)
+        self.state.rollback_partial_forward()
+        return heal(self.state, tokens)
 
-    def save(self, path: str | Path, history: Tensor | Sequence[int] | None = None) -> int:
+    def save(self, path: str | Path) -> int:
         """Write the conversation to a file. An existing file is replaced atomically, and stays if writing fails.
 
         The file has K, V and states, the ids as far as they are known, and how far healing has come; not the messages,
@@ -422,21 +417,18 @@ class BlendCache(BatchRows):
 
         Args:
             path: the file.
-            history: what the last `generate` returned, `[1, tokens]`; without it the ids of the last answer are not
-                known to whoever loads the file.
 
         Returns:
             The size of the file in bytes.
 
         Raises:
             StoreError: the file cannot be written.
-            ConfigError: the cache holds several requests, rows that were put in another order, or K and V that are on
-                other devices or were loaded in part.
-            PromptError: `history` is not what the cache holds.
+            ConfigError: the cache holds several requests, padding, or K and V that are on other devices or were loaded
+                in part.
             UnsupportedModelError: tokens were computed inside `self_extend`.
         """
-        self.watch.take_back()
-        return save_cache(self, path, history)
+        self.state.rollback_partial_forward()
+        return save_cache(self.state, path)
 
     @classmethod
     def load(
@@ -460,15 +452,14 @@ class BlendCache(BatchRows):
             StoreError: the file is no session of this model, or not what was saved.
         """
         cache = cls(model, store, config, **settings)
-        load_cache(cache, path)
+        load_cache(cache, cache.state, path)
         return cache
 
     def reset(self) -> None:
-        """Forget all tokens, and watch the model no more until `generate` or `inputs` is called."""
-        self.watch.stop()
-        self.turns = Turns()
+        """Forget all tokens, and expect no prompt."""
+        self._forwards.stop()
         super().reset()
-        self.kv.frontier.crop(0)
+        self.state.forget()
 
     @property
     def is_compileable(self) -> bool:
@@ -478,9 +469,9 @@ class BlendCache(BatchRows):
         leaves grouped heads to torch's `enable_gqa`, which on a CPU takes 1.6 times as long over 16,000 keys
         (benchmarks/LOG.md).
         """
-        if self.model.device.type != "cpu" or self.is_expecting or not super().get_seq_length():
+        if self.model.device.type != "cpu" or self.is_expecting or not self.state.kv.length:
             return False
-        config = self.traits.config
+        config = self.state.info.config
         if getattr(config, "attention_chunk_size", None) is not None:
             return False  # transformers 5.17 fails to make masks of chunks
         heads = getattr(config, "num_attention_heads", None)
@@ -499,7 +490,7 @@ class BlendCache(BatchRows):
     @property
     def is_expecting(self) -> bool:
         """Whether the next forward is known to bring stored chunks."""
-        return self.prompts.pending.batch is not None
+        return self.state.pending.batch is not None
 
     def __bool__(self) -> bool:
         """Whether there is anything in the cache; some models drop a cache that is true too early."""
@@ -508,10 +499,12 @@ class BlendCache(BatchRows):
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
         """A cache with its own K and V, for the same model and store, that continues and expects the same prompts."""
         twin = BlendCache(self.model, self.store, self.config)
-        twin.hold(copy.deepcopy(self.kv, memo))
-        twin.turns = Turns(self.turns.author)
-        twin.report = copy.deepcopy(self.report, memo)
-        twin.prompts = replace(self.prompts)
+        twin.state.kv = copy.deepcopy(self.state.kv, memo)
+        twin.layers = twin.state.kv.all
+        for name in ("report", "tokens"):
+            setattr(twin.state, name, copy.deepcopy(getattr(self.state, name), memo))
+        for name in ("pending", "history", "author", "inexact_from", "is_recording", "chunk_prefix_ids"):
+            setattr(twin.state, name, getattr(self.state, name))
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -522,6 +515,67 @@ class BlendCache(BatchRows):
             "copy.deepcopy(cache). In another process make one, BlendCache(model, ChunkStore.open(path)): the chunks "
             "are in the store. To keep a conversation use cache.save(path) and BlendCache.load(model, store, path)."
         )
+
+    def _keep_shared_tokens(self, prompts: Sequence[TextPrompt]) -> tuple[Sequence[TextPrompt], History, str]:
+        """Crop the cache to the tokens that it and some prompts begin with.
+
+        Returns the prompts without these tokens, these tokens as a history, and a notice of another author.
+        """
+        state = self.state
+        check_lengths(prompts, 0, state.info.config)
+        state.rollback_partial_forward()
+        cached = state.kv.length
+        if not cached:
+            return prompts, History(), ""
+        is_other, ids, shared = self._forget_other(), prompts[0].ids, 0
+        is_single = len(prompts) == state.kv.batch_size == 1 and not state.tokens.is_padded()
+        if is_single and not state.info.ignores_states:
+            # without placeholders: another image may stand behind the same id
+            shared = shared_tokens(ids[:-1], *state.tokens.rows(state.info.placeholders))
+        shared = self._crop_to(shared)
+        notice = other_author(cached, cached - shared) if is_other else ""
+        if not shared:
+            return prompts, History(), notice
+        kept_ids = torch.tensor([ids[:shared]])
+        return [prompts[0].behind(shared)], History(kept_ids, torch.ones_like(kept_ids)), notice
+
+    def _keep_history(self, history: History) -> str:
+        """Crop the cache to the tokens that a history has too; returns a notice of another author."""
+        state, cached = self.state, self.state.kv.length
+        if history.input_ids is None:
+            refuse_other_author(state.author, author_of(self.model), cached, ASK_AGAIN)
+            return ""
+        is_other = state.author not in (None, author_of(self.model))
+        shared = 0 if is_other else history.columns_of(state.tokens.rows(), cached)
+        again = history.input_ids[:, shared:cached].flatten().tolist()
+        if not state.info.placeholders.isdisjoint(again):
+            raise PromptError(
+                f"{len(again)} tokens that the cache holds would be computed again from a history, but some stand for "
+                "images, which do not come with it. reset() the cache and pass the whole conversation with its images."
+            )
+        self._forget_other()
+        shared = self._crop_to(shared)
+        return other_author(cached, cached - shared) if is_other else ""
+
+    def _forget_other(self) -> bool:
+        """Return True if another author than the model as it is now computed K and V, which are dropped."""
+        author = author_of(self.model)
+        if self.state.author in (None, author):
+            return False
+        self.reset()
+        return True
+
+    def _crop_to(self, columns: int) -> int:
+        """Crop to the first columns, to none if a layer cannot be cropped so far; returns how many stay."""
+        cached = self.state.kv.length
+        if columns < cached:
+            try:
+                self.crop(columns - cached)
+            except ConfigError:
+                columns = 0
+        if not columns:
+            self.reset()
+        return min(columns, cached)
 
 
 def _for_each(documents: Sequence[Any] | None, count: int) -> Sequence[Any]:

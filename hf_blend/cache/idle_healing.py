@@ -4,7 +4,7 @@
 
 healing = IdleHealing()
 output = model.generate(**inputs, past_key_values=cache)
-healing.start(cache, output)
+healing.start(cache)
 question = input()
 healing.stop()                      # waits for one step; then the cache is this thread's again
 """
@@ -12,8 +12,6 @@ healing.stop()                      # waits for one step; then the cache is this
 import logging
 import threading
 from threading import Event, Thread
-
-from torch import Tensor
 
 from .blend_cache import BlendCache
 
@@ -29,11 +27,11 @@ class IdleHealing:
         self._thread: Thread | None = None
         self._is_stopped = Event()
 
-    def start(self, cache: BlendCache, history: Tensor | None = None) -> None:
-        """Begin to heal, with what `generate` returned, `[batch, tokens]`; a cache that is healed before is left."""
+    def start(self, cache: BlendCache) -> None:
+        """Begin to heal a cache; one that is healed before is left."""
         self.stop()
         self._is_stopped = Event()
-        self._thread = Thread(target=_heal, args=(cache, history, self._is_stopped), name="hf_blend-heal")
+        self._thread = Thread(target=_heal, args=(cache, self._is_stopped), name="hf_blend-heal")
         self._thread.start()
 
     def stop(self) -> None:
@@ -44,14 +42,14 @@ class IdleHealing:
             self._thread = None
 
 
-def _heal(cache: BlendCache, history: Tensor | None, is_stopped: Event) -> None:
+def _heal(cache: BlendCache, is_stopped: Event) -> None:
     before = None
     try:
         # A process that ends waits for this thread: inside torch it would abort.
         while not is_stopped.is_set() and threading.main_thread().is_alive():
-            left = cache.heal(STEP_TOKENS, history)
+            left = cache.heal(STEP_TOKENS)
             if not left or left == before:
                 return
             before = left
     except Exception as error:
-        logger.warning("healing ended (%r), and the cache stays exact on the left and blended on the right", error)
+        logger.warning("healing ended (%r): the cache stays as far blended as it was", error)

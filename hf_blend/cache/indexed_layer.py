@@ -88,25 +88,6 @@ class IndexedLayer(BlendLayer):
         self.indexer_keys = torch.cat((*cached, indexer_key_states), dim=1)
         return self.indexer_keys
 
-    def rewrite_indexer(self, start: int, keys: Tensor, exact: int = 0) -> Tensor:
-        """Write the indexer's keys, `[batch, rows, width]`, as `rewrite` does; gives those up to the last of them."""
-        end, first = start + keys.shape[1], max(start, exact)
-        all_keys: Any = self.indexer_keys
-        all_keys[:, first:end] = keys[:, first - start :]
-        return all_keys[:, :end]
-
-    def copy_columns(self, start: int, stop: int) -> Any:
-        """A copy of some columns, which `paste` writes back."""
-        keys = None if self.indexer_keys is None else self.indexer_keys[:, start:stop].clone()
-        return super().copy_columns(start, stop), start, keys
-
-    def paste(self, copied: Any) -> None:
-        """Write columns back that `copy_columns` gave."""
-        columns, start, keys = copied
-        super().paste(columns)
-        if keys is not None:
-            self.rewrite_indexer(start, keys)
-
     def state(self) -> dict[str, Tensor]:
         """See `BlendLayer.state`; the tokens are on the second axis also of the indexer's tensors."""
         state = super().state()
@@ -133,11 +114,6 @@ class IndexedLayer(BlendLayer):
             elif tensor.shape[1] != tokens:
                 return False
         return super().has_lengths(attention, tokens)
-
-    @property
-    def is_inference(self) -> bool:
-        """See `BlendLayer.is_inference`."""
-        return super().is_inference or (self.indexer_keys is not None and self.indexer_keys.is_inference())
 
     @property
     def nbytes(self) -> int:

@@ -43,10 +43,10 @@ class MadeStates:
     Setting them does nothing: K and V are kept in another form.
     """
 
-    keys = property(lambda self: self._look(0), lambda self, _: None)
-    values = property(lambda self: self._look(1), lambda self, _: None)
+    keys = property(lambda self: self._materialise(0), lambda self, _: None)
+    values = property(lambda self: self._materialise(1), lambda self, _: None)
 
-    def _look(self, index: int) -> Tensor | None:
+    def _materialise(self, index: int) -> Tensor | None:
         """K (0), rotated for its positions, or V (1)."""
         raise NotImplementedError
 
@@ -67,6 +67,10 @@ class BatchOfRequests:
         rows = as_indices(indices)
         self._map(lambda states: states.index_select(0, rows.to(states.device)))
 
+    def adopt(self, other: Any) -> None:
+        """Hold what another layer of the same kind holds, which is not used any more."""
+        vars(self).update(vars(other))
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change all that is held along its first axis, the batch."""
         raise NotImplementedError
@@ -81,8 +85,6 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     is_croppable = True
     prefill_kind: type[LayerKind] = LayerKind
     keeps_all = True  # as it came: nothing is forgotten or packed when a forward is over
-    is_healable = True  # K and V can be written in the place of those that are held
-    group_tokens = 1  # so many tokens are written together
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,25 +150,12 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         self.settle()
         return columns
 
-    def rewrite(self, start: int, key_states: Tensor, value_states: Tensor, exact: int = 0) -> Pair:
-        """Write K and V in the place of those that are held from column `start` on, but for the first `exact` columns.
-
-        Shapes: `[batch, kv_heads, rows, head_dim]` → `[batch, kv_heads, start + rows, head_dim]`.
-        """
-        end, first = start + key_states.shape[2], max(start, exact)
-        for states, new in zip(self._columns(slice(first, end)), (key_states, value_states), strict=True):
-            states.copy_(new[:, :, first - start :])
-        self.unchanged_tokens = min(self.unchanged_tokens, first)
-        return self._columns(slice(0, end))
-
-    def copy_columns(self, start: int, stop: int) -> Any:
-        """A copy of some columns, which `paste` writes back."""
-        return start, [states.clone() for states in self._columns(slice(start, stop))]
-
-    def paste(self, copied: Any) -> None:
-        """Write columns back that `copy_columns` gave."""
-        start, states = copied
-        self.rewrite(start, *states)
+    def overwrite(self, start: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Put K and V, `[batch, kv_heads, rows, head_dim]`, in the place of those from column `start` on."""
+        end = start + key_states.shape[2]
+        for states, new in zip(self._columns(slice(start, end)), (key_states, value_states), strict=True):
+            states.copy_(new)
+        self.unchanged_tokens = min(self.unchanged_tokens, start)
 
     def sizes_behind(self, past: int, tokens: int) -> tuple[int, int]:
         """Length and offset of the keys that `tokens` new tokens see behind `past` others."""
@@ -201,11 +190,6 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     def nbytes(self) -> int:
         """Bytes held, spare columns included."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers or ())
-
-    @property
-    def is_inference(self) -> bool:
-        """Whether something that is held was made in `torch.inference_mode`, so that it is written in it alone."""
-        return any(buffer.is_inference() for buffer in self._buffers or ())
 
     @property
     def batch_size(self) -> int:
@@ -326,23 +310,6 @@ class BlendSlidingLayer(BlendLayer):
         self._start, self._end, self.length = self._end - kept, self._end + tokens, self.length + tokens
         self.keys, self.values = self._columns(slice(self._end - tokens - visible, self._end))
         return self._columns(slice(self._end - tokens, self._end))
-
-    def rewrite(self, start: int, key_states: Tensor, value_states: Tensor, exact: int = 0) -> Pair:
-        """Write K and V in the place of those of the columns from `start` on that are still held; gives these."""
-        oldest = self.length - (self._end - self._start)
-        first, stop = max(start, exact, oldest), min(start + key_states.shape[2], self.length)
-        columns = slice(self._start + first - oldest, self._start + max(first, stop) - oldest)
-        written = self._columns(columns)
-        for states, new in zip(written, (key_states, value_states), strict=True):
-            states.copy_(new[:, :, first - start : max(first, stop) - start])
-        return written
-
-    def copy_columns(self, start: int, stop: int) -> Any:
-        """A copy of those columns that are still held, which `paste` writes back."""
-        oldest = self.length - (self._end - self._start)
-        start, stop = max(start, oldest), max(start, stop, oldest)
-        columns = slice(self._start + start - oldest, self._start + stop - oldest)
-        return start, [states.clone() for states in self._columns(columns)]
 
     def settle(self) -> None:
         """Keep one window, unless the past is recorded; a buffer that a whole prompt needed is given back."""

@@ -133,22 +133,6 @@ class PackedCells:
             recent = [states[:, :, tokens:].clone() for states in recent]
         self._next = PackedState(state.packed + tokens, state.groups + groups, (recent[0], recent[1]))
 
-    def rewrite(self, start: int, keys: Tensor, values: Tensor) -> None:
-        """Put tokens in the place of those from `start` on: whole groups that are packed, and recent tokens."""
-        state, stop = self.state, start + keys.shape[2]
-        packed = max(0, min(stop, state.packed) - start)
-        if packed:
-            whole = (states[:, :, :packed] for states in (keys, values))
-            first = PackedState(start, start // GROUP_TOKENS, state.recent)
-            self._write(first, pack(self._bits, *whole))
-        for states, new in zip(state.recent, (keys, values), strict=True):
-            first_recent = max(start, state.packed)
-            states[:, :, first_recent - state.packed : max(first_recent, stop) - state.packed] = new[:, :, packed:]
-
-    def is_regular(self) -> bool:
-        """Whether every group has all of its tokens: none was cut in the midst."""
-        return self.state.packed == self.state.groups * GROUP_TOKENS
-
     def commit(self) -> None:
         """Hold what was appended last."""
         self.state = self._next
@@ -253,7 +237,6 @@ class QuantisedLayer(MadeStates, BlendLayer):
     """
 
     keeps_all = False
-    group_tokens = GROUP_TOKENS
 
     def __init__(self, bits: int = 8, *args: Any) -> None:
         self._bits = bits
@@ -271,11 +254,6 @@ class QuantisedLayer(MadeStates, BlendLayer):
         """Bytes held."""
         packed = 0 if self._cells is None else self._cells.nbytes
         return super().nbytes + packed + sum(tensor.nbytes for tensor in self._opened or ())
-
-    @property
-    def is_inference(self) -> bool:
-        """See `BlendLayer.is_inference`."""
-        return self._cells is not None and any(tensor.is_inference() for tensor in self._cells.tensors())
 
     @property
     def batch_size(self) -> int:
@@ -333,38 +311,6 @@ class QuantisedLayer(MadeStates, BlendLayer):
                 return False
         return is_grouping(state[GROUPS][0], groups)
 
-    @property
-    def is_healable(self) -> bool:  # type: ignore[override]
-        """Whether tokens can be packed in the place of others: a `crop` may have cut a group."""
-        return self._cells is None or self._cells.is_regular()
-
-    def rewrite(self, start: int, key_states: Tensor, value_states: Tensor, exact: int = 0) -> Pair:
-        """Pack K and V in the place of those that are held from column `start` on, whole groups; see `BlendLayer`."""
-        cells: Any = self._cells
-        end = start + key_states.shape[2]
-        keys, values = cells.like(end)
-        cells.read(0, start, (keys[:, :, :start], values[:, :, :start]))
-        keys[:, :, start:], values[:, :, start:] = key_states, value_states
-        cells.rewrite(start, key_states, value_states)
-        self.unchanged_tokens = min(self.unchanged_tokens, start)
-        return keys, values
-
-    def copy_columns(self, start: int, stop: int) -> Any:
-        """A copy of all that is held of some columns, which `paste` writes back."""
-        cells: Any = self._cells
-        spans = {name: slice(column(name, start), column(name, stop)) for name in cells.columns if name != GROUPS}
-        packed = {name: (span, cells.columns[name].buffer[:, :, span].clone()) for name, span in spans.items()}
-        return packed, [states.clone() for states in cells.state.recent]
-
-    def paste(self, copied: Any) -> None:
-        """Write columns back that `copy_columns` gave."""
-        cells: Any = self._cells
-        packed, recent = copied
-        for name, (span, data) in packed.items():
-            cells.columns[name].buffer[:, :, span] = data
-        for states, old in zip(cells.state.recent, recent, strict=True):
-            states.copy_(old)
-
     def snapshot(self) -> Any:
         """What `restore` needs to take back every token that comes from now on."""
         return self.length, None if self._cells is None else self._cells.state
@@ -387,7 +333,7 @@ class QuantisedLayer(MadeStates, BlendLayer):
     def _begin(self, key_states: Tensor, value_states: Tensor) -> None:
         self._cells = PackedCells(self._bits, key_states, value_states)
 
-    def _look(self, index: int) -> Tensor | None:
+    def _materialise(self, index: int) -> Tensor | None:
         return None if self._cells is None else (self._opened or self._unpacked(0))[index]
 
     def _unpacked(self, room: int) -> Pair:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions: what a cache holds as one file, which is verified whole before anything of it is used.
 
-    cache.save("chat.session", history=output)
+    cache.save("chat.session")
     cache = BlendCache.load(model, store, "chat.session")       # in another process, for the same model
 
 The header of the file (see `store.format`) names the model and the settings that it belongs to. The checks come in
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from ..errors import ConfigError, StoreError
 from ..model.anatomy import refuse_extended, text_config
@@ -33,7 +32,8 @@ from ..store.chunk import has_usable_values
 from ..store.format import EntryFile, pack_entry
 from ..store.tiers.base import EntryFault, as_fault
 from ..store.tiers.files import open_regular, write_atomically
-from .turns import KnownPrompts, Turns
+from .cached_tokens import CachedTokens
+from .state import BlendState
 
 KIND = "hf_blend.conversation/1"
 END = 1 << 31  # of token ids and positions
@@ -41,26 +41,24 @@ FIXED_PARTS = ("conv_states", "recurrent_states")  # parts of a layer whose size
 COMPARED = ("rope", "tokenizer", "model", "kv_bits")  # rope first: it is also a part of the model
 
 
-def save_cache(cache: Any, path: str | Path, history: Any) -> int:
+def save_cache(cache: BlendState, path: str | Path) -> int:
     """See `BlendCache.save`."""
-    tokens = Cache.get_seq_length(cache)
+    tokens = cache.kv.length
     _refuse_unsaved(cache, tokens)
-    if tokens and history is not None:
-        cache.prompts.set_known_ids(history, tokens, cache.traits.placeholders)
-    known = cache.prompts.beginnings[0][:tokens] if cache.prompts.beginnings else ()
-    exact = tokens - cache.kv.frontier.left(tokens)
+    known = cache.tokens.rows(cache.info.placeholders)[0] if tokens else []
+    exact = tokens - cache.inexact_tokens()
     state = {"ids": torch.tensor(known, dtype=torch.long), "counts": torch.tensor([tokens, exact])}
     for index, layer in enumerate(cache.kv.all if tokens else ()):
         if hasattr(layer, "state"):
             for name, tensor in layer.state().items():
                 state[f"layer.{index}.{name}"] = tensor
-    author = cache.turns.author or author_of(cache.model)
+    author = cache.author or author_of(cache.model)
     about = identity(cache.model, author, kv_bits=cache.config.kv_bits)
     return write_session(path, KIND, about, state)
 
 
-def load_cache(cache: Any, path: str | Path) -> None:
-    """Load a file into an empty `BlendCache`; see `BlendCache.load`."""
+def load_cache(empty: Any, cache: BlendState, path: str | Path) -> None:
+    """Load a file into an empty `BlendCache`, whose state is given; see `BlendCache.load`."""
     author = author_of(cache.model)._replace(autocast="")
     state = read_session(path, KIND, identity(cache.model, author, kv_bits=cache.config.kv_bits))
     with refusing(path):
@@ -71,16 +69,18 @@ def load_cache(cache: Any, path: str | Path) -> None:
         one_token = state["ids"][:1] if len(state["ids"]) else torch.zeros(1, dtype=torch.long)
         with torch.no_grad():
             inputs = {"input_ids": one_token[None].to(input_device(cache.model)), "use_cache": True}
-            cache.model(**inputs, **cache_argument(cache.model, cache))
+            cache.model(**inputs, **cache_argument(cache.model, empty))
         _check_layers(cache, state, tokens)
         for index, layer in enumerate(cache.kv.all):
             if parts := layer_of(state, index):
                 layer.load_state({name: tensor.to(layer.device) for name, tensor in parts.items()}, tokens)
         ids = state["ids"][None]
-        cache.prompts = KnownPrompts(history=History(ids, torch.ones_like(ids)), beginnings=(tuple(ids[0].tolist()),))
-        cache.turns = Turns(author)
+        cache.history = History(ids, torch.ones_like(ids))
+        cache.tokens = CachedTokens.of(ids, tokens)
+        cache.author = author
+        cache.is_prompt_open = False
         if exact < tokens:
-            cache.kv.frontier.blend(exact)
+            cache.mark_inexact(exact)
 
 
 def write_session(path: str | Path, kind: str, about: Mapping[str, str], state: Mapping[str, Tensor]) -> int:
@@ -144,7 +144,7 @@ def layer_of(state: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     return {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
 
 
-def _refuse_unsaved(cache: Any, tokens: int) -> None:
+def _refuse_unsaved(cache: BlendState, tokens: int) -> None:
     """Refuse a cache that holds more, or other things, than one conversation as its model computes it."""
     refuse_extended(cache.model)
     reason = ""
@@ -152,10 +152,12 @@ def _refuse_unsaved(cache: Any, tokens: int) -> None:
         reason = "are on several devices (kv_device_map), but one is expected. Leave kv_device_map out."
     elif cache.kv.are_partial:
         reason = "were loaded in part, but all of them are expected. Open the store without partial."
-    elif tokens and cache.batch_size > 1:
-        reason = f"are of {cache.batch_size} requests, but one is expected. Save each from a cache of its own."
-    for obstacle in cache.kv.frontier.obstacles:
-        reason = reason or obstacle.value
+    elif cache.kv.batch_size > 1:
+        reason = f"are of {cache.kv.batch_size} requests, but one is expected. Save each from a cache of its own."
+    elif cache.tokens.is_padded():
+        reason = "hold padding, but tokens without gaps are expected. Leave the padding out."
+    elif cache.tokens.is_extended:
+        reason = "have seen self_extend, but the model's own positions are expected. Prefill outside of the block."
     if reason:
         raise ConfigError(f"save() was asked of a cache whose {tokens} columns {reason}")
 
@@ -172,7 +174,7 @@ def _counts(state: Mapping[str, Tensor]) -> tuple[int, int]:
     return tokens, exact
 
 
-def _check_layers(cache: Any, state: Mapping[str, Tensor], tokens: int) -> None:
+def _check_layers(cache: BlendState, state: Mapping[str, Tensor], tokens: int) -> None:
     """Raise EntryFault for tensors that the layers of a cache, which holds one token, never give."""
     names = {"ids", "counts"}
     for index, layer in enumerate(cache.kv.all):

@@ -195,7 +195,7 @@ class QuantisedSequenceLayer(MadeStates, SequenceLayer):
         """How many columns are those of the index."""
         return 0 if self._index is None else min(self.length, len(self._index))
 
-    def _look(self, index: int) -> Tensor | None:
+    def _materialise(self, index: int) -> Tensor | None:
         return self._unpacked(0)[index] if self.is_initialized else None
 
     def _unpacked(self, room: int) -> Pair:

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from ..cache.healing import RewritingTwin, WindowTwin
 from ..cache.layers import BatchOfRequests, BlendLayer, BlendSlidingLayer
 from ..errors import ConfigError
 from ..model.anatomy import LayerCall
@@ -131,25 +130,6 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
         """Return to the states at `suspend`."""
         MixerLayer.restore(self, suspended)
 
-    def make_twin(self) -> Any:
-        """The layer that takes the place of this one while a cache is healed; it begins with the first token."""
-        return self._recording(MixerTwin(self.number_of_states))
-
-    def _recording(self, twin: Any) -> Any:
-        """A twin that records the past if this layer does: it is adopted as a whole."""
-        twin.record_past = self.record_past
-        return twin
-
-    def adopt(self, twin: Any) -> None:
-        """Take the states of a twin that has seen all tokens."""
-        MixerLayer.restore(self, MixerLayer.snapshot(twin))
-
-    def copy_columns(self, start: int, stop: int) -> Any:
-        """Nothing: a state changes when it is adopted, and not before."""
-
-    def paste(self, copied: Any) -> None:
-        """Nothing, as with `copy_columns`."""
-
     def state(self) -> dict[str, Tensor]:
         """The states by name and number, from which `load_state` fills a layer that the same model has filled."""
         state = {}
@@ -212,18 +192,6 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):
         self._attention.__init__(self, *args)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         self.dtype = self.device = None
-
-    def make_twin(self) -> Any:
-        """See `MixerLayer.make_twin`; K and V are overwritten in this layer."""
-        return self._recording(MixerAttentionTwin(self))
-
-    def copy_columns(self, start: int, stop: int) -> Any:
-        """A copy of some columns of K and V, which `paste` writes back."""
-        return self._attention.copy_columns(self, start, stop)
-
-    def paste(self, copied: Any) -> None:
-        """Write columns back that `copy_columns` gave."""
-        self._attention.paste(self, copied)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Initialise K and V by position of the arguments, a state by name, as transformers calls it."""
@@ -288,66 +256,6 @@ class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):
 
     def __init__(self, sliding_window: int, number_of_states: int = 1) -> None:
         super().__init__(number_of_states, sliding_window)
-
-    def make_twin(self) -> Any:
-        """See `MixerLayer.make_twin`."""
-        return self._recording(MixerSlidingTwin(self))
-
-
-class MixerTwin(MixerLayer):
-    """The state behind the healed tokens."""
-
-    begins_at_zero = True
-
-    def begin(self, start: int, exact: int) -> None:
-        """Expect tokens behind those that came."""
-
-
-class MixerAttentionTwin(MixerTwin, RewritingTwin):  # type: ignore[override]
-    """The state behind the healed tokens, and K and V that are overwritten in the layer itself."""
-
-    has_only_state = False
-
-    def __init__(self, own: MixerAttentionLayer) -> None:
-        RewritingTwin.__init__(self, own)
-        LinearAttentionLayer.__init__(self, number_of_states=own.number_of_states)
-        self.dtype = self.device = None
-
-    def begin(self, start: int, exact: int) -> None:
-        """Expect tokens from column `start` on."""
-        RewritingTwin.begin(self, start, exact)
-
-
-class MixerSlidingTwin(MixerTwin, WindowTwin):
-    """The state and the window behind the healed tokens."""
-
-    has_only_state = False
-
-    def __init__(self, own: MixerSlidingLayer) -> None:
-        WindowTwin.__init__(self, own)
-        LinearAttentionLayer.__init__(self, number_of_states=own.number_of_states)
-        self.dtype = self.device = None
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """See `MixerAttentionLayer.lazy_initialization`."""
-        if args:
-            WindowTwin.lazy_initialization(self, *args)
-        else:
-            MixerLayer.lazy_initialization(self, **kwargs)
-
-    def begin(self, start: int, exact: int) -> None:
-        """Expect tokens behind those that came."""
-        WindowTwin.begin(self, start, exact)
-
-    def snapshot(self) -> Any:
-        """The snapshots of both."""
-        return MixerLayer.snapshot(self), WindowTwin.snapshot(self)
-
-    def restore(self, snapshot: Any) -> None:
-        """Return to a snapshot of both."""
-        WindowTwin.restore(self, snapshot[1])
-        MixerLayer.restore(self, snapshot[0])
-
 
 def make_layer(stock: Any) -> Any:
     """The layer of a blend cache for one of transformers that holds a mixer's state; None for any other."""

@@ -47,7 +47,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
     """
 
     keeps_all = False
-    is_healable = False
 
     def __init__(self, memory: KVMemory, index: int) -> None:
         self.memory = memory
@@ -213,7 +212,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
             states[self.away_tokens : self._stored_tokens] = recent
         return brought
 
-    def _look(self, which: int) -> Tensor | None:
+    def _materialise(self, which: int) -> Tensor | None:
         if not (self.length and self.is_initialized):
             return None
         if self._buffers is not None or self._opened is not None:

@@ -4,9 +4,11 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from ..store.stream import StreamedLayers
 from .layout import layout_of
 from .pipeline import Pipeline
 from .positions import TokenPositions
-from .report import Advice, BlendReport
+from .report import Advice
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Plan:
     kept_ratio: float = 1.0
     uneven_chunks: int = 0  # computed because their tokens are at other distances from each other than in the store
     drafted: Sequence[int] = ()  # of each row, new tokens behind the prompt that was expected: those of a draft
-    in_order: int = 0  # so many first tokens of each prompt are at the positions 0, 1, 2 …
+    found: dict[str, Any] = field(default_factory=Counter)  # what was found and what it took: figures of the report
     release: Callable[[], object] = lambda: None  # the store may evict the chunks
     _table: Tensor | None = None  # see `token_table`
 
@@ -196,7 +198,6 @@ class Planner:
         fingerprint: of the model as it is now.
         origin: what chunks are computed from.
         config: the settings of the blend.
-        report: to which is added what planning costs.
     """
 
     def __init__(
@@ -206,11 +207,9 @@ class Planner:
         fingerprint: str,
         origin: ChunkOrigin,
         config: BlendConfig | None = None,
-        report: BlendReport | None = None,
     ) -> None:
         self._config, self._text_config = config or BlendConfig(), text_config(model)
         self._model, self._store, self._fingerprint, self._origin = model, store, fingerprint, origin
-        self._report = report or BlendReport()
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
         longest = getattr(self._text_config, "max_position_embeddings", None)
@@ -227,7 +226,6 @@ class Planner:
         ends = {max(row.end for row in rows), max(row.before for row in rows) + width} if length is None else {length}
         self._frequencies = {frequency_regime(self._text_config, end) for end in ends}
         plan.drafted = [max(0, row.end - len(row.ids)) for row in rows]
-        plan.in_order = min((row.end if row.positions is None else row.positions.in_order for row in rows), default=0)
         spans = [self._spans(row) for row in rows]
         keys = [span.key for own in spans for span in own]
         unloaded = self._advised(plan, keys) if self._store.controller is not None else set[ChunkKey]()
@@ -241,9 +239,9 @@ class Planner:
             self._compute_missing(plan, missing, {own[0].key for own in spans if own and own[0].start == 0})
         plan.chunks += [make(chunk=self._fetched[key]) for key, make in placed]
         plan.begin(logits_rows)
-        self._report.prompt_tokens += sum(counts)
-        self._report.reusable_tokens += sum(plan.stored_counts)
-        self._report.exact_tokens += sum(counts) - sum(plan.stored_counts) - sum(plan.fresh_counts)
+        plan.found["prompt_tokens"] += sum(counts)
+        plan.found["reusable_tokens"] += sum(plan.stored_counts)
+        plan.found["exact_tokens"] += sum(counts) - sum(plan.stored_counts) - sum(plan.fresh_counts)
         streamed = [chunk.layers for chunk in self._fetched.values() if isinstance(chunk.layers, StreamedLayers)]
         if streamed and self._store.pipeline_depth:
             plan.pipeline = Pipeline(streamed, self._store.pipeline_depth)
@@ -323,7 +321,7 @@ class Planner:
             make = partial(PlacedChunk, number, column, exact=exact, number=index, first=here, count=count)
             placed.append((key, make))
             if first == offset and key.chunk_prefix_ids == self._origin.prefix_ids:
-                self._report.seam_tokens += len(key.token_ids) - tokens
+                plan.found["seam_tokens"] += len(key.token_ids) - tokens
         return placed
 
     def _fetch(self, plan: Plan, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
@@ -332,7 +330,7 @@ class Planner:
             return []
         began_s = time.perf_counter()
         layout = layout_of(self._model)
-        self._report.check_ms += 1e3 * (time.perf_counter() - began_s)
+        plan.found["check_ms"] += 1e3 * (time.perf_counter() - began_s)
         at_hand, missing = self._store.at_hand(keys, layout), list[ChunkKey]()
         for key in keys:
             chunk = at_hand.get(key)
@@ -345,7 +343,7 @@ class Planner:
             if chunk is None:
                 missing.append(key)
                 continue
-            self._report.loaded_chunks += 1
+            plan.found["loaded_chunks"] += 1
             plan.tokenizers |= {chunk.tokenizer} - {""}
             self._canaries.add(chunk.canary)
             self._fetched[key] = chunk
@@ -360,17 +358,17 @@ class Planner:
         alone = [key for key in missing if key in first]
         together = packs(self._model, [key for key in missing if key not in alone])
         canary_of(self._model)  # found here once, and known where the chunks are computed
-        self._report.check_ms += 1e3 * (time.perf_counter() - began_s)
+        plan.found["check_ms"] += 1e3 * (time.perf_counter() - began_s)
         for pack in [*([key] for key in alone), *together]:
             with self._store.timed(*pack):
                 began_s = time.perf_counter()
                 chunks = self._compute(pack)
                 computed_s = time.perf_counter()
                 self._fetched.update({chunk.key: self._store.put(chunk) for chunk in chunks})
-            self._report.compute_ms += 1e3 * (computed_s - began_s)
-            self._report.store_ms += 1e3 * (time.perf_counter() - computed_s)
+            plan.found["compute_ms"] += 1e3 * (computed_s - began_s)
+            plan.found["store_ms"] += 1e3 * (time.perf_counter() - computed_s)
         plan.computed = len(missing)
-        self._report.computed_chunks += plan.computed
+        plan.found["computed_chunks"] += plan.computed
         tokens = {key: len(key.token_ids) for key in self._fetched}
         plan.kept_ratio = sum(tokens[key] for key in tokens if self._store.contains(key)) / sum(tokens.values())
 

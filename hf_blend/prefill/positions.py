@@ -27,7 +27,6 @@ class TokenPositions(NamedTuple):
 
     starts: np.ndarray  # `[tokens]`: for each token the number of the first one of its run
     is_moved: bool  # token 0 is in another column than 0, or at another position
-    in_order: int  # so many first tokens of the prompt are at the positions 0, 1, 2 …
 
 
 def is_readable(position_ids: Any, ids: Tensor) -> bool:
@@ -56,27 +55,27 @@ def copy_to_host(
     ends = np.cumsum([0 if array is None else array.shape[1] for array in arrays])
     columns = np.broadcast_to(np.arange(past, past + width), (rows, 1, width))
     positions = columns if axes is None else joined[:, width : ends[1]].reshape(rows, -1, width)
-    places = np.concatenate((columns, positions), axis=1)
-    return joined[:, :width].astype(np.int64), places, None if mask is None else joined[:, ends[1] :]
+    columns_and_positions = np.concatenate((columns, positions), axis=1)
+    return joined[:, :width].astype(np.int64), columns_and_positions, None if mask is None else joined[:, ends[1] :]
 
 
-def find_runs(places: np.ndarray, before: int, past: int, run: Run | None = None) -> tuple[TokenPositions, Run]:
+def find_runs(
+    columns_and_positions: np.ndarray, before: int, past: int, run: Run | None = None
+) -> tuple[TokenPositions, Run]:
     """Find the runs of new tokens that are one column and one position apart; returns them, and the last run.
 
     `before` tokens of the prompt are in the last of the `past` cached columns. `run` is the last run of these; None:
     it begins with token 0 of the prompt.
 
-    Shapes: places `[1 + axes, tokens]`, columns and positions.
+    Shape: `[1 + axes, tokens]`.
     """
-    axes, count = places.shape
+    axes, count = columns_and_positions.shape
     numbers = before + np.arange(count)
     start, last = run or Run(0, np.array([past - 1, before - 1]))
     if len(last) != axes:
         last = np.concatenate((last[:1], last[1:2].repeat(axes - 1)))
-    breaks = (np.diff(places, axis=1, prepend=last[:, None]) != 1).any(axis=0)
+    breaks = (np.diff(columns_and_positions, axis=1, prepend=last[:, None]) != 1).any(axis=0)
     starts = np.maximum.accumulate(np.where(breaks, numbers, start))
-    unordered = np.flatnonzero((places[1:] != numbers).any(axis=0))
-    in_order = before + (int(unordered[0]) if len(unordered) else count)
-    is_moved = bool(count and (places[:, 0] != before).any())
-    new = TokenPositions(starts, is_moved, in_order)
-    return new, Run(int(starts[-1]), places[:, -1]) if count else Run(start, last)
+    is_moved = bool(count and (columns_and_positions[:, 0] != before).any())
+    new = TokenPositions(starts, is_moved)
+    return new, Run(int(starts[-1]), columns_and_positions[:, -1]) if count else Run(start, last)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request cost: the one honest meter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -112,6 +112,11 @@ class BlendReport:
         """The figures as they are now; what is noted later is noted in one of the two."""
         own: Any = {name: [*value] if isinstance(value, list) else value for name, value in vars(self).items()}
         return BlendReport(**own)
+
+    def add(self, figures: Mapping[str, float]) -> None:
+        """Add to figures by their names."""
+        for name, figure in figures.items():
+            setattr(self, name, getattr(self, name) + figure)
 
     def charge(self, flops: Charge) -> None:
         """Note work of choosing that is no layer's own; a tensor is read when a figure is asked for."""

@@ -26,10 +26,10 @@ class ChatInput:
         """How long the text is, without what a template writes."""
         return sum(len(message["content"]) for message in self.messages)
 
-    def arguments(self, cache: BlendCache, tokenizer: Any, history: Any) -> dict[str, Any]:
+    def arguments(self, cache: BlendCache, tokenizer: Any) -> dict[str, Any]:
         """Return the arguments of `generate`; a last message of the assistant is continued."""
         template = {"continue_final_message": True} if self.messages[-1]["role"] == "assistant" else {}
-        return {**cache.inputs_from_messages(tokenizer, self.messages, self.documents, history=history, **template)}
+        return {**cache.inputs_from_messages(tokenizer, self.messages, self.documents, **template)}
 
     def continues(self, earlier: "Input") -> bool:
         """Whether this is a later turn of a conversation."""
@@ -53,9 +53,9 @@ class TextInput:
         """How long the text is."""
         return len(self.text)
 
-    def arguments(self, cache: BlendCache, tokenizer: Any, history: Any) -> dict[str, Any]:
+    def arguments(self, cache: BlendCache, tokenizer: Any) -> dict[str, Any]:
         """Return the arguments of `generate`."""
-        return {**cache.inputs_from_text(tokenizer, self.text, self.documents, history=history)}
+        return {**cache.inputs_from_text(tokenizer, self.text, self.documents)}
 
     def continues(self, earlier: "Input") -> bool:
         """Whether this text begins with an earlier one."""

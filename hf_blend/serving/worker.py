@@ -69,7 +69,6 @@ class Conversation:
     tenant: str
     input: Input
     cache: BlendCache
-    history: Tensor | None = None  # what `generate` returned, `[1, tokens]`
     is_healed: bool = False  # or cannot be
 
 
@@ -182,7 +181,7 @@ class ModelWorker:
             conversation = Conversation(job.tenant, made, self._new_cache(job.tenant))
         conversation.input = made
         try:
-            answer, conversation.history = self._generate(job, conversation)
+            answer = self._generate(job, conversation)
         except BaseException:
             conversation.cache.reset()
             raise
@@ -191,10 +190,10 @@ class ModelWorker:
         self._forget_but(self.limits.conversations)
         return answer
 
-    def _generate(self, job: Job, conversation: Conversation) -> tuple[Ending, Tensor]:
-        """Return an answer, and the ids of prompt and answer, `[1, tokens]`."""
+    def _generate(self, job: Job, conversation: Conversation) -> Ending:
+        """Return an answer."""
         cache = conversation.cache
-        inputs = conversation.input.arguments(cache, self.tokenizer, conversation.history)
+        inputs = conversation.input.arguments(cache, self.tokenizer)
         prompt_tokens = inputs["input_ids"].shape[1]
         settings = self._generation_settings(job.request, prompt_tokens)
 
@@ -208,7 +207,7 @@ class ModelWorker:
             return ids.new_full(ids.shape[:1], text.is_stopped or job.is_over or self._is_closed).bool()
 
         criteria = StoppingCriteriaList([stops])
-        output = self.model.generate(**inputs, **cache.keyword, **settings, streamer=text, stopping_criteria=criteria)
+        self.model.generate(**inputs, **cache.keyword, **settings, streamer=text, stopping_criteria=criteria)
 
         if self._is_closed:
             raise Refused("the server ends. Send the request again later.", status=503, code="stopping")
@@ -217,7 +216,7 @@ class ModelWorker:
         text.finish()
         is_ended = text.is_stopped or text.tokens[-1] in self._end_tokens()
         usage = _usage(prompt_tokens, len(text.tokens), cache.report)
-        return Ending("stop" if is_ended else "length", usage), output
+        return Ending("stop" if is_ended else "length", usage)
 
     def _generation_settings(self, request: Generation, prompt_tokens: int) -> dict[str, Any]:
         """Return the arguments of `generate`; what the request leaves out is as the model's generation config says."""
@@ -273,13 +272,13 @@ class ModelWorker:
         report = conversation.cache.report
         before = report.healed_tokens
         try:
-            left = conversation.cache.heal(HEAL_TOKENS, conversation.history)
+            left_before = conversation.cache.heal(0)
+            left = conversation.cache.heal(HEAL_TOKENS)
         except Exception as error:  # noqa: BLE001 - it was answered; its turns go on blended
             logger.warning("a conversation stays blended: %s: %s", type(error).__name__, error)
-            left = 0
-        healed = report.healed_tokens - before
-        self.healed_tokens += healed
-        conversation.is_healed = left == 0 or healed == 0
+            left = left_before = 0
+        self.healed_tokens += report.healed_tokens - before
+        conversation.is_healed = left in (0, left_before)
 
 
 def _usage(prompt_tokens: int, new_tokens: int, report: BlendReport) -> dict[str, Any]:

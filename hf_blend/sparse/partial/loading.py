@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...cache.blend_cache import BlendCache
+from ...cache.state import BlendState
 from ...errors import ConfigError, UnsupportedModelError
 from ...model.anatomy import LayerInfo, decoder_layers
 from ...model.attention import AttentionCapture, AttentionFn, register_attention, with_override
@@ -89,12 +89,12 @@ class LoadReport:
 class PartialLoading:
     """Loads a part of the chunks of one request; of a batch all is loaded."""
 
-    def __init__(self, cache: BlendCache, share: float = 0.25, alpha: float = 0.6) -> None:
+    def __init__(self, cache: BlendState, share: float = 0.25, alpha: float = 0.6) -> None:
         self._cache = cache
         self._share = share
         self._alpha = alpha
         self._store: Any = cache.store
-        self._layers: list[Any] = list(cache.layers)
+        self._layers: list[Any] = list(cache.kv.all)
         self.realigner: Any = None  # of the forward that runs
         # Of the layer that runs, if it can be loaded in part
         self._index = -1

@@ -17,7 +17,6 @@ from ..errors import ConfigError
 from ..model.anatomy import has_indexer, stock_layers, text_config
 from ..model.extras import layer_extensions
 from ..model.fingerprint import per_model
-from .healing import Frontier
 from .indexed_layer import IndexedLayer, QuantisedIndexedLayer
 from .layers import BlendLayer, BlendSlidingLayer
 from .quantised_layer import QuantisedLayer
@@ -62,16 +61,17 @@ class KVLayers:
         all: one of each decoder layer.
         of_tokens: those that keep tokens; a layer of transformers that keeps nothing is not among them.
         memory: where K and V are with `kv_device_map`; None: all of them are on their devices.
-        frontier: up to which token K and V are those of a full prefill.
     """
 
     def __init__(self, layers: Sequence[Any], memory: Any = None, count: int | None = None) -> None:
         """Hold layers, of which the first `count` have K and V of their own; None: all."""
-        self.all, self.memory = list(layers), memory
+        self.all = list(layers)
+        self.memory = memory
         self.of_tokens: list[Any] = [layer for layer in layers if hasattr(layer, "prefill_kind")]
-        own = [layer for layer in layers[:count] if layer in self.of_tokens and isinstance(layer, CacheLayerMixin)]
-        self._ends = [own[0], own[-1]] if own else []
-        self.frontier = Frontier()
+        self._with_kv: list[Any] = []
+        for layer in layers[:count]:
+            if layer in self.of_tokens and isinstance(layer, CacheLayerMixin):
+                self._with_kv.append(layer)
 
     @classmethod
     def empty(cls, model: nn.Module, count: int, config: BlendConfig) -> "KVLayers":
@@ -87,18 +87,26 @@ class KVLayers:
         """Whether some layer loaded a part of its stored chunks only."""
         return any(getattr(layer, "visible", None) is not None for layer in self.all)
 
-    def surplus(self) -> int:
-        """How many tokens the first layer has more than the last; behind a whole forward 0."""
-        return self._ends[0].get_seq_length() - self._ends[1].get_seq_length() if self._ends else 0
+    @property
+    def length(self) -> int:
+        """How many tokens have gone through all layers; between two layers of a forward, those before it."""
+        return self._with_kv[-1].get_seq_length() if self._with_kv else 0
 
-    def take_back(self) -> int:
+    @property
+    def batch_size(self) -> int:
+        """How many batch entries there are; 0 in empty layers."""
+        return self._with_kv[0].batch_size if self._with_kv else 0
+
+    def rollback_partial_forward(self) -> int:
         """Take back what a forward left that ended between two layers; returns how many tokens.
 
         Raises ConfigError, and changes nothing, where a layer has forgotten what stood before them.
         """
-        if not (tokens := self.surplus()):
+        length = self.length
+        tokens = self._with_kv[0].get_seq_length() - length if self._with_kv else 0
+        if not tokens:
             return 0
-        if not (length := self._ends[1].get_seq_length()):
+        if not length:
             for layer in self.of_tokens:
                 layer.reset()
             return tokens

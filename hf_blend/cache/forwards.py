@@ -1,0 +1,285 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""The forwards of the model that carry one cache: what becomes of each, from its first hook to its last.
+
+A hook before the model is the only way in: it announces the forward with all of its arguments. If stored chunks can
+be reused, a `BlendedForward` enters the layers. If not, every token is computed, and each layer appends its K and V. A
+hook behind the model ends the forward, also after an exception; then the cache is as it was before. Only an interrupt,
+such as Ctrl+C, passes both: what it left is taken back when the cache is used again.
+"""
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ConfigError, PromptError
+from ..model.anatomy import EXTENDED, is_extended, refuse_extended
+from ..model.cache_keyword import cache_among
+from ..model.flops import layer_costs
+from ..model.hooks import ForwardHooks
+from ..model.identity.canonical import refuse_request_state
+from ..prefill import notices
+from ..prefill.blend import Prefill
+from ..prefill.context import PrefillContext
+from ..prefill.observing import AttentionObserver, run_probe
+from ..prefill.plan import ChunkOrigin, Plan, Planner
+from ..prefill.realign import Realigner
+from ..prefill.report import Advice, BlendReport
+from ..prefill.request import PendingPrompt, Request
+from ..selectors.base import Receive
+from .state import ASK_AGAIN, BlendState
+
+# `generate` passes at least one of these; who calls the model to append tokens needs none
+OF_GENERATE = ("attention_mask", "position_ids", "return_dict")
+
+
+class CacheForwards:
+    """What the hooks in the model call. It goes with its cache.
+
+    Attributes:
+        is_running: a forward with the cache was announced, and has not ended.
+        blended: the forward that runs, if it reuses stored chunks.
+    """
+
+    def __init__(self, cache: Any, state: BlendState) -> None:
+        """Watch a model until the cache is gone."""
+        self.state = state
+        self.is_running = False
+        self.blended: BlendedForward | None = None
+        self._advice: tuple[Advice, float] | None = None  # of the store's controller, and when its forward began
+        self.hooks = ForwardHooks(cache, state.model, state.info.layers, listener=self)
+        self.hooks.watch_model(stay=True)
+
+    @property
+    def prefill(self) -> Any:
+        """What the hooks in the layers call; None if no blended forward runs."""
+        return None if self.blended is None else self.blended.prefill
+
+    def forward_begins(self, arguments: dict[str, Any]) -> None:
+        """The model is called with the cache, with these arguments by name."""
+        began_s, state = time.perf_counter(), self.state
+        state.rollback_partial_forward()
+        past = state.kv.length
+        request = Request.parse(arguments, state.model, past, state.pending)
+        state.info.refuse_tokens(request.width, past)
+        self._observe_advice()
+        if request.rows and not request.fallback_reason:
+            self._begin_blended(arguments, request, began_s)
+        else:
+            self._begin_plain(request)
+        state.is_prompt_open = not past or (state.is_prompt_open and request.width > 1)
+        self.is_running = True
+
+    def forward_ends(self, failed: bool = False) -> None:
+        """The model has returned or raised; after a failure the cache is as it was before."""
+        self.is_running = False
+        blended, self.blended = self.blended, None
+        self.hooks.leave()
+        if blended is not None:
+            blended.end(failed)
+        if failed:
+            self._advice = None
+            try:
+                self.state.rollback_partial_forward()
+            except ConfigError:
+                return  # the next use of the cache says it
+            self.state.crop_tokens(self.state.kv.length)
+
+    def stop(self) -> None:
+        """Undo a forward that was interrupted."""
+        if self.is_running:
+            self.forward_ends(failed=True)
+
+    def refuse_unannounced(self) -> None:
+        """Refuse K and V of a call that no hook announced."""
+        if not self.is_running:
+            model = self.state.model
+            raise ConfigError(
+                f"K and V came to a BlendCache made for {type(model).__name__} at {id(model):#x} from a call that it "
+                "did not see begin: of another model object, such as a copy, or past the hooks of this one. Call the "
+                "model that it was made for, or make one for the other: BlendCache(model, store)."
+            )
+
+    def _begin_plain(self, request: Request) -> None:
+        """Every token is computed: record the tokens, expect no prompt, report why nothing is reused."""
+        state, reason, pending = self.state, request.fallback_reason, self.state.pending
+        if not request.past or (request.width > 1 and not state.is_recording):
+            state.set_author(request.past)
+        self._refuse_unexpected(request, is_expected=False)
+        if EXTENDED.get() and is_extended(state.model):
+            state.tokens.is_extended = True
+        state.tokens.append(request)
+        is_reported = bool(reason) and (pending.batch is not None or not request.past)
+        if is_reported and not pending.is_begun:
+            notice = pending.notice if pending.batch else ""
+            state.report = BlendReport(state.config.recompute_ratio, past_tokens=request.past, notice=notice)
+        if is_reported:
+            state.report.fallback_reason = reason
+            notices.warn_once(notices.NOTHING_REUSED + reason)
+        if is_reported or pending.is_begun:
+            state.report.prompt_tokens += request.real_tokens()
+        state.pending = PendingPrompt()
+
+    def _begin_blended(self, arguments: dict[str, Any], request: Request, began_s: float) -> None:
+        """Find the chunks of a forward, compute missing ones, and enter the layers if there are any."""
+        state, expected = self.state, self.state.pending
+        rows, pending = expected.rows(request)
+
+        # Is the model the one that it was?
+        refuse_request_state(state.model, state.info.layers)
+        if EXTENDED.get():  # some model is inside `self_extend`
+            refuse_extended(state.model)
+        fingerprint = state.set_author(request.past).fingerprint
+        self._refuse_unexpected(request, is_expected=not pending.is_other)
+        check_ms = state.check_ms + 1e3 * (time.perf_counter() - began_s)
+
+        # Find chunks, fetch them, compute what is missing
+        if not expected.batch and state.config.chunk_prefix_ids is None:
+            state.chunk_prefix_ids = state.store.stored_prefix(state.model, fingerprint)
+        origin = ChunkOrigin(state.chunk_prefix_ids, expected.tokenizer, state.info.placeholders)
+        planner = Planner(state.model, state.store, fingerprint, origin, state.config)
+        plan = planner.plan(rows, request.width, request.logits_rows, request.length)
+
+        # Report what was found; a prompt that comes in parts has one report
+        if expected.is_begun:
+            report = copy.copy(state.report)  # the old one comes back after a failure
+        else:
+            report = BlendReport(past_tokens=request.past, recipe=state.recipe, _costs=layer_costs(state.model))
+            report.nominal_ratio = plan.config.nominal_ratio(len(state.kv.all))
+        report.add(plan.found)
+        report.check_ms += check_ms
+        report.advice = report.advice if plan.advice is None else asdict(plan.advice)
+        _report_mismatches(report, state, plan, pending, fingerprint)
+
+        # Enter the layers
+        if plan.chunks:
+            self.blended = BlendedForward(state, cache_among(arguments), self.hooks, request, plan, report)
+            self.hooks.enter_layers(request.width)
+        state.tokens.append(request)
+        state.report, state.pending, state.check_ms = report, pending, 0.0
+        self._advice = None if plan.advice is None or plan.computed else (plan.advice, began_s)
+
+    def _refuse_unexpected(self, request: Request, is_expected: bool) -> None:
+        """Refuse a later prompt of which `generate` has left out as many tokens as are cached, whatever they are."""
+        state, width, past, mask = self.state, request.width, request.past, request.mask
+        if not past:
+            return
+        is_short = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != past + width
+        is_of_generate = width != 1 and any(request.arguments.get(name) is not None for name in OF_GENERATE)
+        is_known = width and (is_expected or state.is_prompt_open or state.is_recording)
+        if is_short or (is_of_generate and not is_known):
+            raise PromptError(
+                f"{width} tokens of a prompt came behind the {past} that the cache holds, but only prompts that were "
+                "built with the cache are known to begin with these: generate leaves out the first tokens of a prompt "
+                f"without comparing them. {ASK_AGAIN}"
+            )
+
+    def _observe_advice(self) -> None:
+        """Tell the store's controller how long the last prefill took: by this step its device has answered."""
+        if self._advice is not None:
+            advice, began_s = self._advice
+            self.state.store.controller.observe(advice, time.perf_counter() - began_s)
+            self._advice = None
+
+
+class BlendedForward:
+    """One forward that reuses stored chunks: made when it begins, dropped when it ends."""
+
+    def __init__(
+        self, state: BlendState, cache: Any, hooks: ForwardHooks, request: Request, plan: Plan, report: BlendReport
+    ) -> None:
+        """Begin a forward that carries `cache` by a plan.
+
+        Raises:
+            ConfigError: of the cached tokens some layers loaded a part only.
+        """
+        if state.kv.are_partial:
+            raise ConfigError(
+                f"a prompt came behind {request.past} tokens of which some layers loaded a part only, but it would "
+                "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
+                "partial."
+            )
+        self._state, self._cache, self._hooks = state, cache, hooks
+        self._before = state.pending, state.report, state.inexact_from
+        self._snapshots = state.kv.snapshots()
+        realigner = Realigner(state.info.styles, report, plan.chunks)
+        state.loader = state.store.loader(state)
+        if state.loader is not None:
+            state.loader.realigner = realigner
+        context = PrefillContext(
+            state.model, state.kv.all, request, plan, report, realigner, state.selector,
+            self._probe, state.info.extras, state.observer, state.loader,
+        )  # fmt: skip
+        self.prefill: Any = Prefill(context)  # what hooks and cache call; while a probe runs, the probe's own
+        if inexact := [placed.start for placed in plan.chunks if not placed.exact]:
+            state.mark_inexact(request.past + min(inexact))
+
+    def end(self, failed: bool) -> None:
+        """Settle the layers; after a failure the cache is as it was before."""
+        state, past = self._state, self.prefill.context.request.past
+        self.prefill.end()
+        self.prefill = None  # it holds this object by its probe
+        if state.loader is not None:
+            state.report.partial = vars(state.loader.report)
+        if failed:
+            state.kv.restore(self._snapshots)
+            state.tokens.crop(past)
+            state.pending, state.report, state.inexact_from = self._before
+
+    def _probe(self, receive: Receive, layers: Sequence[int], rows: int | None = None) -> None:
+        """Run the question alone, in the middle of the forward."""
+        prefill, kv = self.prefill, self._state.kv
+        request = prefill.context.request
+        pairs = zip(kv.of_tokens, self._snapshots, strict=True)
+        suspended = [layer.suspend(snapshot, request.past) for layer, snapshot in pairs]
+        observer = AttentionObserver(receive, layers, rows)
+        self.prefill = probe = prefill.probe(observer, lambda: kv.spare(self._snapshots))
+        try:
+            with self._hooks.inside():
+                plan = probe.context.plan
+                is_plain = len(plan.counts) == 1 and not plan.has_padding and not request.past
+                run_probe(self._state.model, self._cache, request, is_plain)
+        finally:
+            self.prefill = prefill
+            prefill.take_over(probe)
+            for layer, states in zip(kv.of_tokens, suspended, strict=True):
+                layer.resume(states)
+
+
+def _report_mismatches(
+    report: BlendReport, state: BlendState, plan: Plan, pending: PendingPrompt, fingerprint: str
+) -> None:
+    """Warn, and write to the report, where a prompt fits neither the store nor the prompt that was expected.
+
+    Sets `fallback_reason` where nothing of a whole prompt is reused.
+    """
+    expected, texts = state.pending, list[str]()
+    if expected.batch and pending.is_other:
+        texts.append(notices.OTHER_IDS)
+    if expected.batch and expected.notice and not expected.is_begun:
+        texts.append(expected.notice)
+    tokenizer = expected.tokenizer
+    if tokenizer and (others := plan.tokenizers - {tokenizer}):
+        texts.append(notices.other_tokenizers(others, tokenizer))
+    if plan.kept_ratio < 1:
+        texts.append(notices.too_small(plan.kept_ratio))
+    if plan.uneven_chunks:
+        texts.append(notices.UNEVEN)
+    for text in texts:
+        notices.warn_once(text)
+    report.notice = " ".join(filter(None, (report.notice, *texts)))
+    used = report.reusable_tokens + report.exact_tokens
+    if pending.is_begun or used or report.past_tokens:
+        return
+    prefix_ids = state.chunk_prefix_ids
+    report.fallback_reason = (
+        notices.UNEVEN
+        if plan.uneven_chunks
+        else notices.why_nothing_found(state.store, fingerprint, prefix_ids, tokenizer)
+    )
+    if report.fallback_reason:
+        notices.warn_once(notices.NOTHING_REUSED + report.fallback_reason)

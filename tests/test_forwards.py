@@ -1,0 +1,174 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of each forward that carries a cache: blended or plain, failed or interrupted."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_blend import BlendCache, ConfigError, observer
+from tests.asking import GREEDY, PIECES, as_stock, failing, hooks, memory, prepared, prompt
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model(num_hidden_layers=3)
+
+
+@torch.no_grad()
+def test_prefill_enters_the_layers_and_steps_behind_it_do_not(model):
+    seen = []
+    count = observer(lambda *_: seen.append(hooks(model.model.layers[1])))
+    handle = model.model.layers[0].register_forward_pre_hook(count)
+    cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
+    model.generate(**inputs, past_key_values=cache, **{**GREEDY, "max_new_tokens": 3})
+    handle.remove()
+    assert seen[-3:] == [1, 0, 0]
+    assert hooks(model) == 0
+
+
+@torch.no_grad()
+def test_prompt_in_parts_is_blended_in_each(model):
+    cache, inputs = prepared(model, PIECES)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache, logits_to_keep=1)
+    assert cache.is_expecting
+    before = cache.report.reusable_tokens
+    model(ids[:, 30:], attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+    assert not cache.is_expecting
+    assert cache.report.reusable_tokens > before > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_ids_are_known_of_prompts_and_answers_alike(model, is_announced):
+    cache, inputs = prepared(model, PIECES)
+    cache = cache if is_announced else BlendCache(model, cache.store)
+    output = model.generate(**inputs, past_key_values=cache, **GREEDY)
+    assert cache.state.tokens.rows() == output[:, :-1].tolist()
+    cache.crop(-3)
+    assert cache.state.tokens.rows() == output[:, :-4].tolist()
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices([1])
+    assert cache.state.tokens.rows() == output[:, :-4].tolist()
+
+
+@torch.no_grad()
+def test_ids_of_a_padded_batch_and_of_beams_are_those_of_each_row(model):
+    short = {**PIECES, "question": [5, 6]}
+    cache, inputs = prepared(model, PIECES, short)
+    model.generate(**inputs, past_key_values=cache, num_beams=3, **GREEDY)
+    known = cache.state.tokens.rows()
+    assert [len(row) for row in known] == [69, 69, 69, 67, 67, 67]
+    for row, values in zip(known, cache.layers[0].values, strict=True):
+        stock = DynamicCache()
+        model(torch.tensor([row]), past_key_values=stock)
+        torch.testing.assert_close(values[:, -len(row) :], stock.layers[0].values[0])  # of the token alone
+    assert cache.state.tokens.is_padded()
+
+
+@torch.no_grad()
+def test_ids_end_before_a_token_out_of_order(model):
+    cache, ids = BlendCache(model, memory()), prompt(20)
+    positions = torch.arange(20)[None].clone()
+    positions[0, 12:] += 5
+    model(ids, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    assert cache.state.tokens.rows() == [ids[0, :12].tolist()]
+    embeddings = model.get_input_embeddings()(ids)
+    cache.reset()
+    model(inputs_embeds=embeddings, past_key_values=cache)
+    assert cache.state.tokens.rows() == [[]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("is_blended", "layer"), [(True, 1), (True, 2), (False, 0), (False, 1)])
+@pytest.mark.parametrize("past", [0, 20])
+def test_forward_that_fails_leaves_the_cache_as_it_was(model, is_blended, layer, past):
+    cache, ids = BlendCache(model, memory(), recompute_ratio=1.0), prompt(20)
+    if past:
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    inputs = cache.inputs(None, **PIECES, history=ids if past else None)
+    rest = inputs["input_ids"][:, past:]
+    report = cache.report
+    with failing(model.model.layers[layer].mlp), pytest.raises(ZeroDivisionError):
+        model(rest, past_key_values=cache, logits_to_keep=int(is_blended))
+    assert {held.get_seq_length() for held in cache.layers} == {past}
+    assert cache.state.tokens.rows() == ([ids[0].tolist()] if past else [])
+    assert cache.report is report or not is_blended
+    assert hooks(model) == 0
+    as_stock(model, inputs, cache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use", ["generate", "model", "crop", "heal", "inputs"])
+@pytest.mark.parametrize("past", [0, 20])
+def test_interrupted_forward_is_taken_back_by_the_next_use(model, use, past):
+    """Torch calls no hook behind a forward that ends by Ctrl+C."""
+    cache, stock, ids = BlendCache(model, memory()), DynamicCache(config=model.config), prompt(37)
+    for kept in (cache, stock) if past else ():
+        model(ids[:, :past], past_key_values=kept)
+
+    @observer
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[:, past:], past_key_values=cache)
+    handle.remove()
+    assert len({held.get_seq_length() for held in cache.layers}) == 2, "nothing is tested"
+    assert cache.get_seq_length() == past
+    if use == "generate":
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
+        return
+    if use == "inputs":
+        inputs = cache.inputs(None, **PIECES, history=ids[:, :past] if past else None)
+        assert inputs["input_ids"].shape[1] == past + 62
+    elif use != "model":
+        assert (cache.heal if use == "heal" else cache.crop)(0) in (0, None)
+    got = model(ids[:, past:], past_key_values=cache).logits
+    assert torch.equal(got, model(ids[:, past:], past_key_values=stock).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
+def test_window_or_state_that_has_moved_on_is_refused_until_reset(kind, tiny_model):
+    states = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+    model = tiny_model(kind, **({"sliding_window": 8} if kind == "gemma3_text" else states))
+    cache, ids = BlendCache(model, memory(), allow_unverified=True), prompt(37)
+    model(ids, past_key_values=cache)
+    with failing(model.model.layers[len(model.model.layers) - 2].mlp), pytest.raises(ZeroDivisionError):
+        model(ids[:, :1], past_key_values=cache)
+    answer = torch.cat([ids, ids[:, :1]], dim=1)
+    assert cache.get_seq_length() == 37
+    for use in (lambda: cache.crop(-1), lambda: model.generate(answer, past_key_values=cache)):
+        with pytest.raises(ConfigError, match=r"ended between two layers.* reset\(\) the cache"):
+            use()
+    cache.reset()
+    assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
+
+
+@torch.no_grad()
+def test_forward_of_another_model_is_refused_and_the_own_one_is_blended_still(model, tiny_model):
+    cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
+    with pytest.raises(ConfigError, match="another model object"):
+        tiny_model(num_hidden_layers=3, seed=1)(**inputs, past_key_values=cache, logits_to_keep=1)
+    as_stock(model, inputs, cache)
+    assert cache.report.reusable_tokens
+
+
+def test_cache_is_freed_with_its_last_reference(model):
+    """A cycle would keep K and V until the garbage is collected."""
+    cache, inputs = prepared(model, PIECES)
+    gc.collect()
+    gc.disable()
+    try:
+        model.generate(**inputs, past_key_values=cache, **GREEDY)
+        gone = weakref.ref(cache), weakref.ref(cache.state), weakref.ref(cache.layers[0])
+        del cache
+        assert [reference() for reference in gone] == [None] * 3
+    finally:
+        gc.enable()
