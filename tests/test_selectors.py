@@ -171,7 +171,7 @@ def test_ramp_takes_longer_heads_of_later_chunks():
 def blended(model, request, hear=None, **settings):
     """One prefill; gives the cache, the logits behind the prompt, and the inputs."""
     cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
-    cache.observer = None if hear is None else AttentionObserver(hear)
+    cache.state.observer = None if hear is None else AttentionObserver(hear)
     inputs = cache.inputs(None, **request)
     ways = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     return cache, model.generate(**inputs, past_key_values=cache, **ways).logits[0], inputs

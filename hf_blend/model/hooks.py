@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from traceback import walk_stack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError
@@ -41,7 +41,6 @@ class ForwardHooks:
         self._listener: Callable[[], Any] = weakref.ref(cache if listener is None else listener)
         self._model, self._layers = model, layers
         self._fills_rows = bool(layers) and wants_all_rows(model)
-        self._parts = {module for layer in layers for module in (layer, *layer.children())}
         self._before, self._after = list[RemovableHandle](), list[RemovableHandle]()  # on the model
         self._inner: list[RemovableHandle] = []  # on its layers
         self._is_raising = self._is_inside = self._stays = False
@@ -85,24 +84,6 @@ class ForwardHooks:
             yield
         finally:
             self._is_inside = False
-
-    def check_caller(self) -> bool:
-        """Refuse K and V that another model computed; called from where a layer's attention hands them over.
-
-        The layers of this thread's calls are found on the stack, because no hook stays on the model while it decodes.
-        """
-        callers = []
-        for module, _ in running_calls():
-            if module in self._parts:
-                return True
-            callers.append(module)
-        if callers:
-            raise ConfigError(
-                f"a BlendCache made for {_shown(self._model)} was passed to another model object, "
-                f"{_shown(callers[-1])}, but a cache serves the model it was made for, not a copy of it. Make one for "
-                "this model: BlendCache(model, store)."
-            )
-        return False
 
     def _model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         listener = None if self._is_inside else self._own(args, kwargs)
@@ -195,46 +176,6 @@ def running_calls() -> Iterator[tuple[nn.Module, dict[str, Any]]]:
             variables = frame.f_locals
             if isinstance(variables.get("self"), nn.Module):
                 yield variables["self"], variables
-
-
-class GenerateCall(NamedTuple):
-    """A call of `generate` at its beginning.
-
-    `ids` and `mask`, `[rows, tokens]`, are the whole prompt, of which `generate` leaves out as many tokens as the
-    cache says that it holds; `ids` is None where it leaves out nothing, `mask` where there is no padding.
-    """
-
-    ids: Tensor | None
-    mask: Tensor | None
-
-
-def asking_generate() -> GenerateCall | None:
-    """The call of `generate` that asks a cache for its length, from which this is called; None: something else asks.
-
-    Nothing else says where a turn begins, nor tells the whole prompt: the model receives what `generate` leaves of it.
-    """
-    frame = sys._getframe(2)
-    if frame.f_code.co_name != "_prefill":
-        return None
-    variables, config = frame.f_locals, frame.f_locals.get("generation_config")
-    if getattr(config, "prefill_chunk_size", 0) and "prefill_ids" not in frame.f_code.co_varnames:  # 5.17
-        raise ConfigError(
-            "prefill_chunk_size came with a filled cache, whose tokens this transformers computes again. Leave it out."
-        )
-    ids, mask = variables.get("input_ids"), variables.get("model_kwargs", {}).get("attention_mask")
-    mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    tokens = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-    is_whole = isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == tokens
-    return GenerateCall(ids if is_whole and not variables.get("use_inputs_embeds") else None, mask)
-
-
-def is_assisting() -> bool:
-    """Whether assisted decoding runs in this thread, whose steps bring several tokens."""
-    return any(frame.f_code.co_name == "_assisted_decoding" for frame, _ in walk_stack(sys._getframe()))
-
-
-def _shown(model: nn.Module) -> str:
-    return f"{type(model).__name__} at {id(model):#x}"
 
 
 def _behind_zeros(output: Any, tokens: int) -> Any:
