@@ -50,7 +50,7 @@ def ask(
     compare: Compare = False,
     rounds: Rounds = 1,
     tokens: Tokens = False,
-    chunk_tokens: options.IndexedTokens = None,
+    chunk_tokens: options.ChunkTokens = 512,
     system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 256,
     device: options.Device = "auto",
@@ -93,7 +93,7 @@ def ask(
                 request = build_request(source.tokenizer, page["chunks"], page["question"], system)
                 prompts.append(asking.Question(page["question"], request))
         else:
-            retriever = Retriever(split(corpus, source, chunk_tokens, opened), top_k)
+            retriever = Retriever(split(corpus, source, chunk_tokens), top_k)
             prompts.append(asking.prepare(source, retriever, question.strip(), system, max_new_tokens))
             say_limits(retriever, prompts[0], source)
 

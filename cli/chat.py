@@ -32,7 +32,7 @@ def chat(
     top_k: options.TopK = 4,
     ratio: options.Ratio = None,
     selector: options.Selector = None,
-    chunk_tokens: options.IndexedTokens = None,
+    chunk_tokens: options.ChunkTokens = 512,
     system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 256,
     device: options.Device = "auto",
@@ -63,7 +63,7 @@ def chat(
     documents = read(names)
     source = open_model(model, device, dtype)
     with ChunkStore.open(store) as opened:
-        retriever = Retriever(split(documents, source, chunk_tokens, opened), top_k)
+        retriever = Retriever(split(documents, source, chunk_tokens), top_k)
         pipeline = Pipeline(load(source, opened), source.tokenizer, opened)
         config = choose_config(pipeline, selector, ratio, allow_unverified)
         conversation = Chat(pipeline, source, retriever, config, system, max_new_tokens)

@@ -87,8 +87,6 @@ def index(
             return
 
         # Compute and store
-        if is_first:
-            indexer.name_sources(documents.documents, source.name, chunk_tokens)
         with interruptible(lambda: _stopped(indexer)):
             indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
         if is_first:

@@ -32,10 +32,7 @@ Selector = Annotated[
 Partial = Annotated[
     float | None, typer.Option(help="Share of the stored blocks that is loaded, chosen by the question; else all.")
 ]
-ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a piece that a document is split into.")]
-IndexedTokens = Annotated[
-    int | None, typer.Option("--chunk-tokens", min=1, help="Most tokens of a piece; as indexed, or 512, if left out.")
-]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a piece of a document; as they were indexed.")]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
 TopK = Annotated[int, typer.Option(min=0, help="Most pieces of documents for a question; 0 is all that fit.")]
 System = Annotated[str | None, typer.Option(help="Text before the documents.")]

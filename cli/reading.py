@@ -53,63 +53,35 @@ def load(source: "ModelSource", store: "ChunkStore | None" = None, blends: bool 
     """Read a model's weights, find out who it is and whether it blends; say if a store has other models' documents."""
     from hf_blend import BlendCache, BlendConfig, ChunkStore
     from hf_blend.errors import HfBlendError
-    from hf_blend.evaluation.sources import Sources
     from hf_blend.model.fingerprint import fingerprint
 
     model = source.load()
     with said_if_slow(CHECKING), contextlib.suppress(HfBlendError):  # what uses the model refuses it
-        models = {}
-        if store is not None:
-            models = {indexed.fingerprint: indexed.model for indexed in Sources(store)}
-        if models and fingerprint(model) not in models:
-            names = ", ".join(sorted({*models.values()}))
+        identity = fingerprint(model)
+        stored = [] if store is None else [entry.fingerprint for entry in store.entries()]
+        if stored and identity not in stored:
             say(
-                f"The store's documents were indexed with {names}; {source.name}, as it is loaded now, finds none of "
-                "their chunks. Name that model with --model, or index the documents with this one."
+                f"The store's {len(stored):,} chunks are of other models; {source.name}, as it is loaded now, finds "
+                "none of them. Name their model with --model, or index the documents with this one."
             )
         if blends:
             BlendCache(model, ChunkStore.open("memory://"), BlendConfig(allow_unverified=True))
     return model
 
 
-def split(
-    corpus: "Corpus",
-    source: "ModelSource",
-    chunk_tokens: int | None,
-    store: "ChunkStore | None" = None,
-) -> "list[Piece]":
-    """Split documents as they were when they were indexed; say what a model does not know, and what is not found.
-
-    Without documents, the pages of the bundled handbook are given.
-    """
+def split(corpus: "Corpus", source: "ModelSource", chunk_tokens: int) -> "list[Piece]":
+    """Split documents, and say what a model does not know; without documents, give the bundled handbook's pages."""
     from hf_blend.evaluation.documents import unknown_words
     from hf_blend.evaluation.indexing import bundled_pieces
-    from hf_blend.evaluation.retrieving import CHUNK_TOKENS, Splitter
-    from hf_blend.evaluation.sources import Sources
+    from hf_blend.evaluation.retrieving import Splitter
 
-    documents = corpus.documents
-    if not documents:
+    if not corpus.documents:
         return list(bundled_pieces(source.tokenizer))
-    sample = "\n".join(document.text[:SAMPLE] for document in documents)[:SAMPLE]
+    sample = "\n".join(document.text[:SAMPLE] for document in corpus.documents)[:SAMPLE]
     warning = unknown_words(source.tokenizer, sample)
     if warning:
         say(f"{warning} Name another with --model.")
-
-    indexed = {} if store is None else Sources(store).chunk_tokens(documents)
-    others = sorted({size for size in indexed.values() if chunk_tokens not in (None, size)})
-    if others:
-        say(
-            f"Documents were indexed with --chunk-tokens {', '.join(map(str, others))}, not {chunk_tokens}: what is "
-            "stored of them is not found. Leave the option out to split them as they were indexed."
-        )
-    splitters: dict[int, Splitter] = {}
-    pieces = []
-    for document in documents:
-        size = chunk_tokens or indexed.get(document.name, CHUNK_TOKENS)
-        if size not in splitters:
-            splitters[size] = Splitter(source.tokenizer, size)
-        pieces += splitters[size].split(document)
-    return pieces
+    return Splitter(source.tokenizer, chunk_tokens).split_all(corpus.documents)
 
 
 def say_limits(retriever: "Retriever", question: "Question", source: "ModelSource") -> None:

@@ -18,9 +18,7 @@ from hf_blend.store import ChunkKey
 
 from .answering import token_bytes
 from .bundled import handbook_pages
-from .documents import Document
 from .retrieving import Piece, closed
-from .sources import Source, Sources
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,13 @@ class Indexer:
         self.model = model
         self.tokenizer = tokenizer
         self.store = store
-        self.fingerprint = fingerprint(model)
         self.token_bytes = token_bytes(model)
         self._pieces: dict[ChunkKey, Piece] = {}
-        self._digests: dict[str, dict[str, None]] = {}  # of each document, in order
+        identity = fingerprint(model)
         prefix = store.default_prefix(model, tokenizer)
         for piece in pieces:
-            key = ChunkKey(self.fingerprint, prefix, piece.ids, store.namespace)
+            key = ChunkKey(identity, prefix, piece.ids, store.namespace)
             self._pieces[key] = piece
-            self._digests.setdefault(piece.name, {})[key.digest] = None
         shared = [key for key in self._pieces if shard.owns(key)]
         self.missing = [key for key in shared if not store.contains(key)]
         tokens = sum(len(key.token_ids) for key in self._pieces)
@@ -115,17 +111,6 @@ class Indexer:
             else:
                 self.done.refused += 1
         return self.done
-
-    def name_sources(self, documents: Iterable[Document], model: str, chunk_tokens: int) -> None:
-        """Write down beside the store which document each chunk came from."""
-        paths = {document.name: str(document.path.resolve()) for document in documents if document.path}
-        sources = []
-        for name, digests in self._digests.items():
-            path = paths.get(name, "")
-            sources.append(
-                Source(name, path, model, self.fingerprint, chunk_tokens, time.time(), tuple(digests))
-            )
-        Sources(self.store).add(sources)
 
     def _add(self, store: ChunkStore, key: ChunkKey) -> None:
         text = self._pieces[key].prompt_text

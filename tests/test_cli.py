@@ -115,14 +115,14 @@ def test_debug_shows_where_error_came_from(words):
 
 
 def test_store_ls_and_stats_give_one_json_document_each(run, filled):
-    code, out, err = run("store", "ls", "--chunks", "--store", filled, "--json")
+    code, out, err = run("store", "ls", "--store", filled, "--json")
     entries = json.loads(out)
     assert code == 0
     assert err == ""
     assert sorted(entry["tokens"] for entry in entries) == [5, 7]
     assert {len(entry["digest"]) for entry in entries} == {64}
     assert [entry["created"] for entry in entries] == sorted((one["created"] for one in entries), reverse=True)
-    assert json.loads(run("store", "ls", "--chunks", "--store", filled, "--json", "--limit", "1")[1]) == entries[:1]
+    assert json.loads(run("store", "ls", "--store", filled, "--json", "--limit", "1")[1]) == entries[:1]
     stats = json.loads(run("store", "stats", "--store", filled, "--json")[1])
     assert [stats[name] for name in ("chunks", "tokens", "models")] == [2, 12, 1]
     assert stats["nbytes"] == sum(entry["nbytes"] for entry in entries)
@@ -146,7 +146,7 @@ def test_show_gives_a_terminal_a_table_with_units(run, filled, monkeypatch):
     _, out, _ = run("store", "stats", "--store", filled)
     (line,) = [line for line in out.splitlines() if "nbytes" in line]
     assert " B " in line or " kB " in line
-    _, out, _ = run("store", "ls", "--chunks", "--store", filled)
+    _, out, _ = run("store", "ls", "--store", filled)
     assert "digest" in out
     assert out.count("disk") == 2
 
@@ -246,7 +246,7 @@ def test_progress_draws_a_bar_on_a_terminal_unless_the_environment_forbids_it(ca
 def test_completion_knows_sub_commands():
     shell = {"COMP_WORDS": "hf-blend store ", "COMP_CWORD": "2", "_HF_BLEND_COMPLETE": "complete_bash"}
     done = subprocess.run([sys.executable, "-m", "hf_blend"], cwd=ROOT, capture_output=True, text=True, env=shell)
-    assert done.stdout.split() == ["check", "gc", "ls", "pin", "rm", "stats"]
+    assert done.stdout.split() == ["check", "gc", "ls", "rm", "stats"]
 
 
 FUNCTIONS = {

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Documents are read as people have them, what is left out is named, pieces are found, names lie beside chunks."""
+"""Documents are read as people have them, what is left out is named, and pieces are found."""
 
 import io
 import json
@@ -8,16 +8,13 @@ import os
 import re
 import unicodedata
 import zipfile
-from dataclasses import replace
 
 import pytest
 
-from hf_blend import ChunkStore
 from hf_blend.errors import MissingExtraError, PromptError
 from hf_blend.evaluation import documents
 from hf_blend.evaluation.documents import Document, printable, read_corpus
 from hf_blend.evaluation.retrieving import Piece, Retriever, Splitter, words_of
-from hf_blend.evaluation.sources import Source, Sources
 
 for module in ("semantic_text_splitter", "bm25s", "markitdown"):
     pytest.importorskip(module, reason="the extra rag is not installed: pip install hf-blend[rag]")
@@ -299,60 +296,3 @@ def test_retriever_finds_word_however_either_side_is_encoded(word):
 )
 def test_words_of_keeps_marks_with_their_letters(text, words):
     assert words_of(text) == words
-
-
-OLD = Source("notes/a.md", "/somewhere/notes/a.md", "mine", "f" * 64, 512, 1.0, ("1" * 64, "2" * 64))
-OTHER = Source("notes/b.md", "/somewhere/notes/b.md", "mine", "f" * 64, 512, 2.0, ("2" * 64, "3" * 64))
-
-
-@pytest.fixture
-def store(tmp_path):
-    with ChunkStore.open(tmp_path / "kv") as store:
-        yield store
-
-
-def test_sources_replace_entry_of_document_and_are_read_by_another_store(store, tmp_path):
-    new = replace(OLD, chunk_tokens=256, created=3.0, digests=("4" * 64,))
-    other_model = replace(new, model="yours", fingerprint="e" * 64)
-    Sources(store).add([OTHER, OLD])
-    Sources(store).add([new, other_model])
-    with ChunkStore.open(tmp_path / "kv") as again:
-        assert list(Sources(again)) == [new, other_model, OTHER]
-        assert Sources(again).chunk_tokens([Document("notes/a.md", ""), Document("z", "")]) == {"notes/a.md": 256}
-    with ChunkStore.open(tmp_path / "kv", namespace="other") as other:
-        assert list(Sources(other)) == []
-
-
-def test_sources_remove_keeps_chunks_that_another_document_has(store):
-    Sources(store).add([OLD, OTHER])
-    assert Sources(store).remove([OLD]) == ["1" * 64]
-    assert list(Sources(store)) == [OTHER]
-    assert Sources(store).remove([OTHER]) == ["2" * 64, "3" * 64]
-
-
-def test_sources_are_found_by_name_path_and_folder_however_accents_are_encoded(store):
-    decomposed = replace(OLD, name=unicodedata.normalize("NFD", "café/Årsta.md"), path="")
-    Sources(store).add([OLD, OTHER, decomposed])
-    for name, expected in (
-        ("notes/a.md", [OLD]),
-        (OLD.path, [OLD]),
-        ("notes/", [OLD, OTHER]),
-        ("note", []),
-        ("café", [decomposed]),
-        (decomposed.name, [decomposed]),
-    ):
-        assert Sources(store).named(unicodedata.normalize("NFC", name)) == expected, name
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    ["", "[]", '{"format": "hf_blend.source/1"}', '{"format": "other"}', "[" * 100_000]
-    + [json.dumps({"format": "hf_blend.source/1", **vars(OLD), **change}) for change in
-       ({"name": 5}, {"chunk_tokens": 0}, {"digests": ["../x"]}, {"created": "now"}, {"more": 1})],
-    ids=range(10),
-)  # fmt: skip
-def test_sources_pass_over_file_that_others_wrote(store, wrong):
-    sources = Sources(store)
-    sources.add([OTHER])
-    (sources._folder / "odd.json").write_text(wrong)
-    assert list(sources) == [OTHER]
