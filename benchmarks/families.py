@@ -33,12 +33,12 @@ models = from_checkout("tiny_models")
 NOT_JUDGED = models.NOT_JUDGED
 tiny_types = models.tiny_types
 
-CHECKS = ("layer_0", "moved_chunk", "ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio", "causality", "untouched")
+CHECKS = ("moved_chunk", "ratio_1", "fused_ratio", "untouched")
 MOVE = ("whole_shift", "closed_hole")
 EXTEND = ("self_extend",)
 HEAL = ("heal",)
 VERDICTS = ("reason", "move", "extend", "heal", "heal_bfloat16")  # what a row says, None or "exact" or why not
-MEASURED = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")  # checks whose error is one of logits
+MEASURED = ("ratio_1", "fused_ratio")  # checks whose error is one of logits
 DTYPE = "float32"
 EXACT = "exact"
 BROKEN = ("crashed: ", "wrong: ")  # how a verdict begins that is neither exact nor a refusal

@@ -21,9 +21,9 @@ from tests.asking import PIECES, asked, generated, hooks, memory, prepared
 from tests.conftest import slow_but
 
 CPU = torch.device("cpu")
-EXACT = ("ratio_1", "ratio_1_batch", "all_but_one", "fused_ratio")
-RUNGS = (*EXACT, "unchosen_bytes", "untouched", "untouched_after_error")
-TELLING = ("ratio_1", "fused_ratio", "untouched_after_error")
+EXACT = ("ratio_1", "fused_ratio")
+RUNGS = (*EXACT, "moved_chunk", "untouched")
+TELLING = (*EXACT, "untouched")
 
 
 def device_map(model: Any, near: str) -> dict[str, str]:

@@ -87,7 +87,7 @@ def test_model_whose_last_layers_look_at_kv_of_others_is_exact(name):
     skip_in_the_oldest("layers that share K and V leave none, which is refused")
     model = tiny_model(name, **SHARED)
     subject = ModelUnderTest(model)
-    assert unproved(subject, "ratio_1_batch", "fused_ratio") == []
+    assert unproved(subject, "ratio_1", "fused_ratio") == []
     assert [len(states) for states in subject.chunk(subject.prompts[0].chunks[0]).layers] == [2, 2, 2, 0, 0]
     cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
     for how in ({}, {"num_beams": 2}):

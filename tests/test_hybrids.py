@@ -49,7 +49,7 @@ VARIANTS = {
     "lfm2-half": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
 }
 generated, as_stock = (partial(one, max_new_tokens=5) for one in (asking.generated, asking.as_stock))
-TELLING = ("ratio_1_batch", "fused_ratio", "causality")
+TELLING = ("ratio_1", "fused_ratio")
 
 
 @cache
@@ -101,7 +101,7 @@ def poisoned_memory():
 def test_ladder_of_hybrid_holds(name, rungs):
     """Also in a padded batch, and against the dense forward with stale tokens."""
     if rungs is None:
-        rungs = CHECKS if any(subject_of(name).mixers) else (*CHECKS, "prefix_cache", "question_is_fresh")
+        rungs = (*CHECKS, "prefix_cache")
     with poisoned_memory():
         assert failing(name, rungs) == []
 

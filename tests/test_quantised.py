@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "4bit-nested": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_use_double_quant": True},
     "4bit-bfloat16": {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16},
 }
-RUNGS = ("layer_0", "ratio_1", "fused_ratio", "untouched")  # all of them in the slow suite
+RUNGS = ("ratio_1", "fused_ratio", "untouched")  # all of them in the slow suite
 OUTLIER_FEATURES = 3  # above the threshold of 6 in some rows and below it in others
 OUTLIER_SCALE = 40.0
 

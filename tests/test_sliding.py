@@ -14,8 +14,8 @@ from hf_blend import observer
 from hf_blend.cache.layers import BlendSlidingLayer
 from hf_blend.errors import ConfigError
 from hf_blend.model.anatomy import decoder_layers
-from hf_blend.verify.full_recompute import fused_ratio
 from hf_blend.verify.model_under_test import ModelUnderTest
+from hf_blend.verify.stale_tokens import fused_ratio
 from tests import asking
 from tests.asking import prefill, prepared
 from tests.conftest import shared_zoo_model, slow_but

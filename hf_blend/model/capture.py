@@ -254,12 +254,6 @@ def packs(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
     return packed
 
 
-def capture_alone(model: nn.Module, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkKV]:
-    """Compute chunks, each once, packed as in a request none of whose chunks is stored."""
-    listed = packs(model, dict.fromkeys(keys))
-    return {chunk.key: chunk for pack in listed for chunk in capture_chunks(model, pack)}
-
-
 def _may_pack(model: nn.Module) -> bool:
     return getattr(text_config(model), "_attn_implementation", None) == STOCK
 

@@ -181,6 +181,11 @@ class CheckedModel:
         prefix, *chunks, question = (self.ids(count, seed) for seed, count in enumerate(LENGTHS))
         return [Prompt(prefix, tuple(chunks), question)]
 
+    @property
+    def groups(self) -> list[Sequence[Prompt]]:
+        """The prompts as they come in one request."""
+        return [[prompt] for prompt in self.prompts]
+
     def ids(self, count: int, seed: int) -> tuple[int, ...]:
         """Random tokens of text."""
         return tuple(text_ids(self.model, count, seed).tolist())
@@ -219,12 +224,13 @@ class CheckedModel:
         logits: Tensor = self.model(ids, use_cache=False).logits[:, -question_rows(prompts) :].float()
         return logits
 
-    def compare_with_plain(self, prompts: Sequence[Prompt], got: Tensor) -> CheckResult:
+    def compare_with_plain(self, got: Blended) -> CheckResult:
         """Compare logits of the questions' rows with the plain model's."""
-        expected, bound = self.plain_logits(prompts), allowed_of(LOGITS, self.model.dtype)
-        error, allowed = norm_error(got, expected), bound
-        if error > bound:
-            allowed = max(bound, min(MOST_ALLOWED, FLOORS * self._floor(prompts, expected)))
+        expected = self.plain_logits(got.prompts)
+        allowed = allowed_of(LOGITS, self.model.dtype)
+        error = norm_error(got.logits, expected)
+        if error > allowed:
+            allowed = max(allowed, min(MOST_ALLOWED, FLOORS * self._floor(got.prompts, expected)))
         size = f"off by {error:.2g} of their size in {str(self.model.dtype).removeprefix('torch.')}"
         return CheckResult(error, allowed, f"its logits are {size}, where {allowed:.2g} is allowed.")
 

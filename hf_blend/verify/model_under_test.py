@@ -28,7 +28,7 @@ from ..cache.blend_cache import BlendCache
 from ..model.anatomy import decoder_layers, full_cache, text_config
 from ..model.cache_keyword import cache_argument
 from ..model.calibrate import rotary_styles
-from ..model.capture import capture, capture_alone, capture_chunk
+from ..model.capture import capture, capture_chunk
 from ..model.checks import FLOORS, Blended, CheckedModel, CheckResult, Comparison, States, kv_of, question_rows
 from ..model.extras import extras_of
 from ..model.fingerprint import fingerprint
@@ -37,7 +37,7 @@ from ..model.quantised import silence_casts
 from ..prompt.pieces import Prompt, batch
 from ..rotary.tables import Table
 from ..store import ChunkStore
-from ..store.chunk import ChunkKey, ChunkKV
+from ..store.chunk import ChunkKV
 
 FLOAT32_LOGITS = 1e-5  # expected of float32 even where the floor is lower
 LENGTHS = (((17, 23, 31), 9), ((29, 12), 14), ((20, 20, 11, 8), 6))  # chunks and question of each request, in tokens
@@ -87,6 +87,11 @@ class ModelUnderTest(CheckedModel):
             made.append(Prompt(prefix, chunks, self.ids(question_tokens, seed=100 * row + 60)))
         return made
 
+    @property
+    def groups(self) -> list[Sequence[Prompt]]:
+        """Each request alone, and all side by side."""
+        return [*super().groups, self.prompts]
+
     @cached_property
     def floor(self) -> Floor:
         """How far full prefills of these requests differ; measured once."""
@@ -120,13 +125,18 @@ class ModelUnderTest(CheckedModel):
         """Prefill the same prompts, side by side, with the plain model."""
         return prefill(self.model, prompts)
 
-    def plain_logits(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Plain logits of the questions' rows, `[batch, rows, vocabulary]`."""
-        return torch.stack([run.logits[-question_rows(prompts) :] for run in self.plain(prompts)])
-
-    def compare_with_plain(self, prompts: Sequence[Prompt], got: Tensor) -> CheckResult:
-        """The largest absolute difference of logits, against the floor."""
-        return CheckResult(distance(got, self.plain_logits(prompts)), self.logit_tolerance)
+    def compare_with_plain(self, got: Blended) -> CheckResult:
+        """The largest absolute difference of logits, against the floor; where these are the same, of K and V."""
+        runs = self.plain(got.prompts)
+        expected = torch.stack([run.logits[-question_rows(got.prompts) :] for run in runs])
+        error = distance(got.logits, expected)
+        allowed = max(self.floor.states, self.logit_tolerance)
+        for row, run in enumerate(runs):
+            layers = [tuple(states[row, :, -len(run.logits) :] for states in layer) for layer in got.layers]
+            apart = states_apart(layers, run.layers)
+            if not apart <= allowed:
+                return CheckResult(apart, allowed, f"the K and V of request {row} are off by {apart:.2g}")
+        return CheckResult(error, self.logit_tolerance)
 
     def compare(self, compared: Sequence[Comparison], plain: str) -> CheckResult:
         """The largest absolute difference of logits or, where none are compared, of K and V of layer 0.
@@ -148,24 +158,11 @@ class ModelUnderTest(CheckedModel):
         """A chunk computed alone, as a request does it."""
         return capture_chunk(self.model, ids, self.chunk_prefix_ids, fingerprint(self.model))
 
-    def chunks(self, all_ids: Sequence[tuple[int, ...]]) -> list[ChunkKV]:
-        """Different chunks as a request computes them that lacks them all, in the same order."""
-        identity = fingerprint(self.model)
-        keys = [ChunkKey(identity, self.chunk_prefix_ids, ids) for ids in all_ids]
-        made = capture_alone(self.model, keys)
-        return [made[key] for key in keys]
-
     def tables_at(self, start: int, tokens: int) -> tuple[Table | None, ...]:
         """The rotary tables that the model hands to its layers for some positions."""
         ids = torch.tensor([self.ids(tokens, seed=0)], device=input_device(self.model))
         positions = torch.arange(start, start + tokens, device=ids.device)[None]
         return capture(self.model, ids, positions).tables
-
-    def prompt_tables(self, prompts: Sequence[Prompt]) -> tuple[Table | None, ...]:
-        """The rotary tables that the model hands to its layers for a batch of prompts."""
-        built = batch(prompts, 0)
-        inputs = placed(self.model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
-        return capture(self.model, inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]).tables
 
 
 def measure_floor(model: nn.Module, prompts: Sequence[Prompt]) -> Floor:

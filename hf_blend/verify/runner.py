@@ -21,7 +21,7 @@ from .model_under_test import ModelUnderTest, attending, attentions
 
 logger = logging.getLogger(__name__)
 GROUP = "hf_blend.verify"  # entry points of other distributions: modules that register checks
-MODULES = ("moved_keys", "full_recompute", "partial_reuse", "side_effects", "bad_entries", "healed_cache")
+MODULES = ("moved_keys", "stale_tokens", "prefix_cache", "side_effects", "healed_cache")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTIONS = ("eager", "sdpa")
 

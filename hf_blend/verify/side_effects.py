@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what a request leaves behind: nothing in the model, in the store, or for another request."""
+"""A check of what a request leaves behind in the model: nothing."""
 
 import copy
-import hashlib
 from typing import Any
 
 import torch
@@ -13,14 +12,10 @@ from ..cache.blend_cache import BlendCache
 from ..model.anatomy import decoder_layers
 from ..model.cache_keyword import cache_argument
 from ..model.checks import CheckResult, check, nothing_shown, violations
-from ..model.fingerprint import fingerprint
 from ..model.placement import input_device
-from ..prompt.pieces import Prompt
-from ..store import ChunkStore
-from ..store.chunk import ChunkKey
-from .model_under_test import ModelUnderTest, distance, states_apart
+from .model_under_test import ModelUnderTest, distance
 
-RATIO, STEPS = 0.3, 3
+RATIO = 0.3
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
 
@@ -30,74 +25,46 @@ class _Burst(Exception):
 
 @check()
 def untouched(subject: ModelUnderTest) -> CheckResult:
-    """After a blended request the model has the hooks, attributes, config, weights and logits that it had before.
+    """A request leaves hooks, attributes, config, weights and logits of the model as they were.
 
-    After a prefill, after a generate, and after a cache that was made and never used.
+    After a prefill, after a generate, and after an exception in each of some layers, behind which a second try gives
+    the same logits. Two requests and a plain forward that interleave do not see each other.
     """
-    subject.blend(subject.prompts, RATIO)  # what is done once per model, such as the probe, is not counted
-    before = traces(subject)
-    got = subject.blend(subject.prompts, RATIO)
-    if not any(got.cache.report.chosen_columns):
+    expected = subject.blend(subject.prompts, RATIO)  # what is done once per model, such as the probe, is not counted
+    if not any(expected.cache.report.chosen_columns):
         return nothing_shown("nothing was blended, so nothing was shown")
-    wrong = differences(before, traces(subject))
+    before = traces(subject)
+    subject.blend(subject.prompts, RATIO)
+    wrong = _differences(before, traces(subject), "after a prefill")
     _generate(subject, subject.cache(RATIO))
-    wrong += differences(before, traces(subject))
-    unused = subject.cache(RATIO)
-    unused.get_seq_length()
-    del unused
-    return violations([*wrong, *differences(before, traces(subject))])
-
-
-@check()
-def untouched_after_error(subject: ModelUnderTest) -> CheckResult:
-    """An exception inside a layer leaves the model as it was, and the cache ready for a second try.
-
-    It is raised in the first layers, at and behind the check layer, and in the last.
-    """
-    expected = subject.blend(subject.prompts, RATIO).logits
-    before, wrong = traces(subject), []
+    wrong += _differences(before, traces(subject), "after a generate")
+    # In the first layers, at and behind the check layer, and in the last
     layers = decoder_layers(subject.model)
     for index in sorted({0, 1, 2, len(layers) - 1} & set(range(len(layers)))):
         cache = subject.cache(RATIO)
         wrong += _burst(subject, cache, layers[index], index)
-        wrong += [f"{name} after an error in layer {index}" for name in differences(before, traces(subject))]
-        error = distance(subject.prefill(cache, subject.prompts), expected)
+        wrong += _differences(before, traces(subject), f"after an error in layer {index}")
+        error = distance(subject.prefill(cache, subject.prompts), expected.logits)
         if error:
             wrong.append(f"the second try after an error in layer {index} is off by {error:.2g}")
-    return violations(wrong)
+    wrong += _interleaved(subject, before["logits"])
+    return violations([*wrong, *_differences(before, traces(subject), "after two requests")])
 
 
-@check()
-def store_bytes(subject: ModelUnderTest) -> CheckResult:
-    """A request changes no byte of the store, and neither does its answer: chunks are shared, in memory too."""
-    store, prompt = ChunkStore.open("memory://"), subject.prompts[0]
-    keys = [ChunkKey(fingerprint(subject.model), subject.chunk_prefix_ids, ids) for ids in prompt.chunks]
-    subject.blend([prompt], 0.0, store)
-    before = [_digest(store, key) for key in keys]
-    for ratio in (0.0, RATIO, 1.0):
-        _generate(subject, subject.cache(ratio, store))
-    return violations([f"chunk {number}" for number, key in enumerate(keys) if _digest(store, key) != before[number]])
-
-
-@check()
-def same_bits(subject: ModelUnderTest) -> CheckResult:
-    """The same request gives the same bits twice, with chunks computed or loaded."""
-    store = ChunkStore.open("memory://")
-    first, *others = [subject.blend(subject.prompts, RATIO, store) for _ in range(3)]
-    errors = [distance(first.logits, other.logits) for other in others]
-    return CheckResult(max(errors + [states_apart(first.layers, other.layers) for other in others]), 0.0)
-
-
-@check()
-def two_caches(subject: ModelUnderTest) -> CheckResult:
-    """Two requests and a plain forward that interleave on one model do not see each other.
-
-    Prefills and single steps in turn, against the same requests one after the other.
-    """
-    prompts = subject.prompts[:2]
-    expected = [_steps(subject, [prompt])[0] for prompt in prompts]
-    pairs = zip(expected, _steps(subject, prompts), strict=True)
-    return CheckResult(max(distance(a, b) for pair in pairs for a, b in zip(*pair, strict=True)), 0.0)
+def _interleaved(subject: ModelUnderTest, plain: Tensor) -> list[str]:
+    """What differs where a request and a plain forward come between the inputs of another request and its forward."""
+    prompts = [[prompt] for prompt in subject.prompts[:2]]
+    first, second = (subject.blend(prompt, RATIO).logits for prompt in prompts)
+    cache = subject.cache(RATIO)
+    inputs = subject.inputs(cache, prompts[0])
+    wrong = []
+    if not torch.equal(_logits(subject), plain):
+        wrong.append("the logits of a plain forward beside a request")
+    if not torch.equal(subject.blend(prompts[1], RATIO).logits, second):
+        wrong.append("the logits of a request beside another one")
+    if not torch.equal(subject.forward(cache, inputs, first.shape[1]), first):
+        wrong.append("the logits of a request that others came before")
+    return wrong
 
 
 def _generate(subject: ModelUnderTest, cache: BlendCache) -> None:
@@ -113,7 +80,7 @@ def _burst(subject: ModelUnderTest, cache: BlendCache, layer: nn.Module, index: 
     hooks: list[int] = []
 
     def burst(*_: object) -> None:
-        hooks.append(hooks_of(subject.model))
+        hooks.append(sum(len(getattr(module, kind)) for module in subject.model.modules() for kind in HOOKS))
         raise _Burst
 
     inner = next((child for name, child in layer.named_children() if "att" in name), next(layer.children()))
@@ -128,30 +95,6 @@ def _burst(subject: ModelUnderTest, cache: BlendCache, layer: nn.Module, index: 
     return [f"layer {index} swallowed the exception"]
 
 
-def _digest(store: ChunkStore, key: ChunkKey) -> str:
-    chunk, state = store.get(key), hashlib.sha256()
-    for name, tensor in [] if chunk is None else chunk.named_tensors():
-        state.update(name.encode())
-        state.update(tensor.contiguous().view(torch.uint8).cpu().numpy())
-    return state.hexdigest()
-
-
-@torch.no_grad()
-def _steps(subject: ModelUnderTest, prompts: list[Prompt]) -> list[list[Tensor]]:
-    """Logits of each request and of a plain forward beside them, at the prefill and at some steps."""
-    device = input_device(subject.model)
-    caches: list[BlendCache] = [subject.cache(RATIO) for _ in prompts]
-    inputs = [subject.inputs(cache, [prompt]) for cache, prompt in zip(caches, prompts, strict=True)]  # all watch now
-    plain = subject.model(torch.tensor([subject.ids(11, seed=3)], device=device)).logits.float()
-    seen = [[plain, subject.forward(cache, arguments, 1)] for cache, arguments in zip(caches, inputs, strict=True)]
-    for step in range(STEPS):
-        for cache, logits in zip(caches, seen, strict=True):
-            ids = torch.tensor([subject.ids(1, seed=step)], device=device)
-            logits.append(subject.model(ids, **cache_argument(subject.model, cache), use_cache=True).logits.float())
-    return seen
-
-
-@torch.no_grad()
 def traces(subject: ModelUnderTest) -> dict[str, Any]:
     """Record a model: per module its class, attributes, hooks, forward and mode; config, weights, logits."""
     model = subject.model
@@ -162,19 +105,15 @@ def traces(subject: ModelUnderTest) -> dict[str, Any]:
     records["config"] = copy.deepcopy(model.config.to_dict())
     records["attention"] = model.config._attn_implementation
     records["weights"] = {name: _identity(weight) for name, weight in model.named_parameters()}
-    ids = torch.tensor([subject.ids(12, seed=5)], device=input_device(model))
-    records["logits"] = model(ids, use_cache=False).logits
+    records["logits"] = _logits(subject)
     return records
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names of what is not the same in two records."""
-    return [name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name))]
-
-
-def hooks_of(model: nn.Module) -> int:
-    """How many hooks a model and its modules carry."""
-    return sum(len(getattr(module, kind)) for module in model.modules() for kind in HOOKS)
+@torch.no_grad()
+def _logits(subject: ModelUnderTest) -> Tensor:
+    ids = torch.tensor([subject.ids(12, seed=5)], device=input_device(subject.model))
+    logits: Tensor = subject.model(ids, use_cache=False).logits
+    return logits
 
 
 def _identity(weight: nn.Parameter) -> tuple[Any, ...]:
@@ -182,7 +121,12 @@ def _identity(weight: nn.Parameter) -> tuple[Any, ...]:
     return (weight.shape, weight.dtype) if weight.is_meta else (id(weight), weight._version)
 
 
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return torch.equal(left, right)
-    return bool(left == right)
+def _differences(before: dict[str, Any], after: dict[str, Any], when: str) -> list[str]:
+    """Names of what is not the same in two records."""
+    wrong = []
+    for name in before.keys() | after.keys():
+        left, right = before.get(name), after.get(name)
+        is_same = torch.equal(left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else left == right
+        if not is_same:
+            wrong.append(f"{name} {when}")
+    return wrong

@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of recomputed tokens: with every one recomputed a request is a full prefill; with some, a dense one.
+"""A check of requests that recompute some tokens, against dense forwards in which the others are stale.
 
 The dense forwards know nothing of rows, hooks or masks: the plain model runs all tokens. Either a plain cache puts
 stored K and V over what was computed, at the layers behind the check layer. Or, for a model with mixers or indexers,
-the hidden states of the tokens that were not chosen are, at the input of each decoder layer behind the check layer and
-of the mixer in it, those which came there when the chunk was run alone behind its prefix: whatever a layer makes of a
-token for others to look at is then what it made of it there; only its position is the prompt's.
+the hidden states of the tokens that were not chosen are replaced, at the input of each decoder layer behind the check
+layer and of the mixer in it, by those which came there when the chunk was run alone behind its prefix. So what others
+see of such a token is what its chunk had of it alone; only its position is the prompt's.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,123 +21,45 @@ from transformers import DynamicCache
 from .. import plugins
 from ..model.anatomy import LayerCall, decoder_layers, full_cache
 from ..model.cache_keyword import cache_argument
-from ..model.checks import Blended, CheckResult, check, nothing_shown
+from ..model.checks import Blended, CheckResult, check
 from ..model.hooks import hooked
 from ..model.placement import input_device
 from ..prompt.pieces import Prompt
 from ..selectors.base import KV
-from ..store import ChunkStore
-from ..store.chunk import ChunkKV
-from .model_under_test import ModelUnderTest, distance, placed, states_apart, unchosen
+from .model_under_test import ModelUnderTest, distance, placed, unchosen
 
 RATIO = 0.3
-NEW_TOKENS = 8
-
-
-@check()
-def ratio_1_batch(subject: ModelUnderTest) -> CheckResult:
-    """Ratio 1.0 of three requests side by side, padded on the left, gives the logits of their full prefill."""
-    got = subject.blend(subject.prompts, 1.0)
-    if not all(got.cache.report.chosen_columns):
-        return nothing_shown(f"the sparse path was not taken: {got.cache.report}")
-    return subject.compare_with_plain(subject.prompts, got.logits)
-
-
-@check()
-def ratio_1_states(subject: ModelUnderTest) -> CheckResult:
-    """Ratio 1.0 leaves the K and V of a full prefill in the cache, at every layer and token, in a padded batch too."""
-    got, errors = subject.blend(subject.prompts, 1.0), []
-    for row, run in enumerate(subject.plain(subject.prompts)):
-        mine = [tuple(states[row, :, -len(run.logits) :] for states in layer) for layer in got.layers]
-        errors.append(states_apart(mine, run.layers))
-    return CheckResult(max(errors), max(subject.floor.states, subject.logit_tolerance))
-
-
-@check()
-def ratio_1_ignores_store(subject: ModelUnderTest) -> CheckResult:
-    """Ratio 1.0 does not depend on what is stored: garbage behind layer 0 changes no logit beyond noise.
-
-    Every stored K and V is overwritten by a fresh one before anything attends to it.
-    """
-    prompt, store = subject.prompts[0], ChunkStore.open("memory://")
-    for ids in prompt.chunks:
-        store.put(_garbage(subject.chunk(ids)))
-    got = subject.blend([prompt], 1.0, store)
-    if got.cache.report.loaded_chunks < len(prompt.chunks):
-        return nothing_shown("the garbage was not read, so nothing was shown")
-    return subject.compare_with_plain([prompt], got.logits)
-
-
-@check()
-def ratio_1_text(subject: ModelUnderTest) -> CheckResult:
-    """Ratio 1.0 writes the same greedy text as plain generate, alone and in a batch padded on the left.
-
-    Where a token differs, the error is by how much plain generate preferred its own; ties within noise may fall, and
-    each of two logits may be off by the tolerance.
-    """
-    groups = [*([prompt] for prompt in subject.prompts), subject.prompts]
-    return CheckResult(max(_preference(subject, group) for group in groups), 2 * subject.logit_tolerance)
-
-
-@check()
-def all_but_one(subject: ModelUnderTest) -> CheckResult:
-    """With every reusable token but one recomputed, the sparse path equals a dense forward in which that one is stale.
-
-    For each request alone, at ratio 1 - 1/n: the sparse path cannot fall back to a full prefill.
-    """
-    ratios = [(prompt, 1 - 1 / sum(map(len, prompt.chunks))) for prompt in subject.prompts]
-    errors = [_fused_error(subject, [prompt], ratio) for prompt, ratio in ratios]
-    return CheckResult(max(errors), subject.logit_tolerance)
+SELECTORS = ("kv-deviation", "ramp")  # which choose behind a layer, and before the first
 
 
 @check()
 def fused_ratio(subject: ModelUnderTest) -> CheckResult:
-    """Between 0 and 1 the sparse path equals a dense forward in which tokens not chosen have the stored K and V."""
-    groups = [subject.prompts[:1], subject.prompts]
-    selectors = ["kv-deviation", "ramp"]  # which choose behind a layer, and before the first
-    errors = [_fused_error(subject, group, RATIO, selector) for group in groups for selector in selectors]
+    """Below 1 the sparse path equals a dense forward in which tokens not chosen have the stored K and V.
+
+    Alone and in a padded batch; with some tokens chosen, with all but one, where no full prefill can be taken instead,
+    and with none, where the question alone is computed.
+    """
+    trials = [(group, RATIO, selector) for group in (subject.prompts[:1], subject.prompts) for selector in SELECTORS]
+    for prompt in subject.prompts:
+        trials.append(([prompt], 1 - 1 / sum(map(len, prompt.chunks)), "kv-deviation"))
+        if not _keeps_more(subject):  # the mixers of a chunk that was run alone end otherwise
+            trials.append(([prompt], 0.0, "kv-deviation"))
+    errors = [_fused_error(subject, *trial) for trial in trials]
     return CheckResult(max(errors), subject.logit_tolerance)
 
 
-def _garbage(chunk: ChunkKV) -> ChunkKV:
-    """The same chunk with large random K and V at every layer but 0, where a guard would notice."""
-    generator = torch.Generator().manual_seed(0)
-    spoilt = [
-        tuple((10 * torch.randn(states.shape, generator=generator)).to(states) for states in layer)
-        for layer in chunk.layers[1:]
-    ]
-    return replace(chunk, layers=(chunk.layers[0], *spoilt))
+def _keeps_more(subject: ModelUnderTest) -> bool:
+    """Whether a model keeps mixers' or indexers' states beside K and V."""
+    return any(subject.mixers) or any(style.beside for style in subject.styles)
 
 
 @torch.no_grad()
-def _preference(subject: ModelUnderTest, prompts: Sequence[Prompt]) -> float:
-    cache = subject.cache(1.0)
-    inputs = subject.inputs(cache, prompts)
-    inputs.pop("position_ids")
-    settings: dict[str, Any] = {
-        "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0,
-    }  # fmt: skip
-    model, start = subject.model, inputs["input_ids"].shape[1]
-    plain = model.generate(**inputs, **settings, output_scores=True, return_dict_in_generate=True)
-    mine = model.generate(**inputs, **settings, **cache_argument(model, cache))[:, start:]
-    gaps = [0.0]
-    for row, (ours, theirs) in enumerate(zip(mine.tolist(), plain.sequences[:, start:].tolist(), strict=True)):
-        step = next((step for step, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
-        if step is not None:
-            scores = plain.scores[step][row].float()
-            gaps.append(float(scores[theirs[step]] - scores[ours[step]]))
-    return max(gaps)
-
-
-@torch.no_grad()
-def _fused_error(
-    subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: float, selector: str = "kv-deviation"
-) -> float:
+def _fused_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: float, selector: str) -> float:
     """How far a blended forward is from the dense one."""
-    if any(subject.mixers) or any(style.beside for style in subject.styles):
+    if _keeps_more(subject):
         return _stale_error(subject, prompts, ratio, selector)
     got = subject.blend(prompts, ratio, selector=selector)
-    dense = _Spliced(got, unchosen(got), _check_layer(got))
+    dense = _Spliced(got, unchosen(got), _check_layer(got) if ratio else -1)
     expected = subject.model(
         **subject.inputs(subject.cache(0.0), prompts), **cache_argument(subject.model, dense), use_cache=True
     ).logits
