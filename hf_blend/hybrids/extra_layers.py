@@ -33,7 +33,7 @@ class MixerKind(LayerKind):
     parts = frozenset({"projections"})
 
     def __init__(self) -> None:
-        self._given, self._rows_given = dict[str, Any](), list[Any]()
+        self._given = dict[str, Any]()  # the layer's arguments for all tokens
         self._pass: MixerPass | None = None
 
     def enter(self, prefill: Any, index: int, call: LayerCall, table: Any) -> Any:
@@ -50,7 +50,7 @@ class MixerKind(LayerKind):
             prefill.reach("projections")
 
         cache = next(value for value in call.arguments.values() if hasattr(value, "update_conv_state"))
-        mixer, rows = prefill.context.extras[index], ActiveRows(None, prefill.width, {})
+        mixer, rows = prefill.context.extras[index], ActiveRows(None, prefill.width)
         self._given = dict(call.arguments)
         self._pass = MixerPass(mixer, cache, rows, write_stored, projected, prefill.is_compared(index))
         self._pass.enter()
@@ -59,7 +59,6 @@ class MixerKind(LayerKind):
     def take_rows(self, prefill: Any, call: LayerCall, rows: Rows) -> None:
         """The mixer runs for these rows."""
         if self._pass is not None:
-            self._rows_given.append(dict(call.arguments))  # kept alive: they are told by their ids
             plan, arguments = prefill.context.plan, full_arguments(call.arguments, self._given)
             padding = ~plan.real.to(rows.columns.device) if plan.has_padding else None
             self._pass.rows = ActiveRows(rows.columns, prefill.width, arguments, padding)
@@ -90,7 +89,8 @@ class MixerKind(LayerKind):
     def leave(self) -> None:
         """Take the hooks out, and forget the rows."""
         self.pause()
-        self._pass, self._given, self._rows_given = None, {}, []
+        self._pass = None
+        self._given = {}
 
 
 class MixerAttentionKind(MixerKind):

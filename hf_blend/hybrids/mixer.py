@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import UnsupportedModelError
 from ..model.anatomy import gather_rows, parameter_names
 from ..model.extras import Spans
 
@@ -34,8 +33,6 @@ class Projection:
     module: nn.Module
     features: int
     spans: tuple[tuple[slice, slice], ...]
-    reads_hidden: bool = False
-    is_result: bool = False
 
     @cached_property
     def width(self) -> int:
@@ -45,8 +42,10 @@ class Projection:
     @cached_property
     def gaps(self) -> list[slice]:
         """The other columns: they affect no other token."""
-        felt = {column for columns, _ in self.spans for column in range(self.features)[columns]}
-        return regular([column for column in range(self.features) if column not in felt])
+        others = set(range(self.features))
+        for columns, _ in self.spans:
+            others -= set(range(self.features)[columns])
+        return regular(sorted(others))
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Mixer:
     projections: tuple[Projection, ...]
     width: int
     full_width: int = 0
-    direct: frozenset[str] | None = None
 
     @property
     def stored(self) -> int:
@@ -66,16 +64,23 @@ class Mixer:
 
     def record(self, cache: Any, tokens: int) -> "MixerPass":
         """Note what is stored of the projections of all tokens in calls with this cache."""
-        return MixerPass(self, cache, ActiveRows(None, tokens, {}))
+        return MixerPass(self, cache, ActiveRows(None, tokens))
 
 
 @dataclass
 class ActiveRows:
-    """The rows of a forward in which a mixer's projections are computed."""
+    """The rows of a forward in which a mixer's projections are computed.
+
+    Attributes:
+        columns: of the rows, `[batch, rows]`; None: all tokens are computed.
+        tokens: how many there are.
+        full: arguments of the layer that have the rows alone, each beside that of all tokens.
+        padding: where there is padding, `[batch, tokens]`; None: nowhere.
+    """
 
     columns: Tensor | None
     tokens: int
-    full: Mapping[int, Any]
+    full: Sequence[tuple[Any, Any]] = ()
     padding: Tensor | None = None
 
     def take(self, states: Tensor) -> Tensor:
@@ -124,12 +129,17 @@ class MixerPass:
         keeps: bool = True,
     ) -> None:
         """Prepare; nothing is entered before `enter`."""
-        self._mixer, self._cache, self.rows = mixer, cache, rows
-        self.states: Tensor | None = None
-        self._write_stored, self._reached, self._missing, self._keeps = write_stored, reached, mixer.stored, keeps
-        self._thread, self._is_inside, self._is_taken = threading.get_ident(), False, False
-        self._hidden: tuple[Tensor, Tensor] | None = None  # the active rows, and what the mixer has in their place
-        self._result: Tensor | None = None  # what the mixer will return, of the active rows already
+        self.rows = rows
+        self.states: Tensor | None = None  # what is stored of the projections, `[batch, tokens, width]`
+        self._mixer = mixer
+        self._cache = cache
+        self._write_stored = write_stored
+        self._reached = reached
+        self._keeps = keeps
+        self._missing = mixer.stored  # projections that have not come
+        self._thread = threading.get_ident()
+        self._is_inside = False  # a call of the mixer with this cache runs
+        self._has_rows = False  # the projection that runs was given the active rows
         self._handles: list[RemovableHandle] = []
 
     def enter(self) -> None:
@@ -137,7 +147,7 @@ class MixerPass:
         module = self._mixer.module
         self._handles.append(module.register_forward_pre_hook(self._begins, with_kwargs=True))
         for projection in self._mixer.projections:
-            self._handles.append(projection.module.register_forward_pre_hook(partial(self._take, projection)))
+            self._handles.append(projection.module.register_forward_pre_hook(self._select_rows))
             self._handles.append(projection.module.register_forward_hook(partial(self._projected, projection)))
         self._handles.append(module.register_forward_hook(self._ends))
 
@@ -151,73 +161,54 @@ class MixerPass:
         if threading.get_ident() != self._thread:
             return None
         self._is_inside = any(value is self._cache for value in (*args, *kwargs.values()))
-        self._missing, self._hidden, self._result = self._mixer.stored, None, None
+        self._missing = self._mixer.stored
         if self.rows.columns is None or not self._is_inside:
             return None
         names = parameter_names(type(module))  # type: ignore[arg-type]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         full = {name: self._full(value) for name, value in arguments.items()}
-        full[names[0]] = self._in_place_of(arguments[names[0]], full)
+        full[names[0]] = self.rows.spread(arguments[names[0]])
         return (), full
 
-    def _in_place_of(self, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """Hidden states of all tokens, with the active rows at their columns, or without where nobody reads them."""
-        direct, names = self._mixer.direct, {name for name in arguments if arguments[name] is not None}
-        if direct is None or self.rows.padding is not None or not names <= direct:
-            return self.rows.spread(hidden)
-        blank = hidden.new_zeros(()).expand(hidden.shape[0], self.rows.tokens, hidden.shape[-1])
-        self._hidden = hidden, blank
-        return blank
-
     def _full(self, value: Any) -> Any:
-        if id(value) in self.rows.full:
-            return self.rows.full[id(value)]
+        """An argument for all tokens in the place of one for the active rows."""
+        for of_rows, of_all in self.rows.full:
+            if of_rows is value:
+                return of_all
         if isinstance(value, tuple | list):
             return type(value)(self._full(item) for item in value)
         return value
 
-    def _take(self, projection: Projection, _: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _select_rows(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Give a projection the active rows."""
         if threading.get_ident() != self._thread:
             return None
-        self._is_taken = self._is_inside and args[0].shape[1] == self.rows.tokens
-        if not self._is_taken or self.rows.columns is None:
+        self._has_rows = self._is_inside and args[0].shape[1] == self.rows.tokens
+        if not self._has_rows or self.rows.columns is None:
             return None
-        if self._hidden is None or not projection.reads_hidden:
-            return (self.rows.take(args[0]), *args[1:])
-        rows, blank = self._hidden
-        if args[0] is not blank:
-            raise UnsupportedModelError(
-                f"{type(self._mixer.module).__name__} changed its hidden states before their projection, which is "
-                "expected to read them as they are, as in the probe. Use full prefill for this model."
-            )
-        return (rows, *args[1:])
+        return (self.rows.take(args[0]), *args[1:])
 
     def _projected(self, projection: Projection, _: nn.Module, __: Any, output: Tensor) -> Tensor | None:
         """Remember what is stored of the output, and put it back to the columns of all tokens."""
-        if not self._is_taken or not self._is_own_call():
+        if not self._has_rows or not self._is_own_call():
             return None
-        if projection.width and self._keeps:
-            self._keep(projection, output)
         if projection.width:
+            if self._keeps:
+                self._keep(projection, output)
             self._missing -= 1
             if not self._missing and self._reached is not None:
                 with self._kept_apart():
                     self._reached()
-        if self.rows.columns is None:
-            return None
-        if projection.is_result:
-            self._result = output if self.rows.padding is None else output[:, :-1]
-            return self._result
-        return self._spread(projection, output)
+        return None if self.rows.columns is None else self._spread(projection, output)
 
     @contextmanager
     def _kept_apart(self) -> Iterator[None]:
         """Keep the state of this pass while stored ones are read: damaged ones are computed through these hooks."""
-        before = self._is_inside, self._is_taken, self._missing, self._hidden, self._result
+        before = self._is_inside, self._has_rows, self._missing
         try:
             yield
         finally:
-            self._is_inside, self._is_taken, self._missing, self._hidden, self._result = before
+            self._is_inside, self._has_rows, self._missing = before
 
     def _write_apart(self, states: Tensor, spans: Spans) -> None:
         with self._kept_apart():
@@ -259,8 +250,6 @@ class MixerPass:
         return tuple(map(self._row_outputs, output)) if isinstance(output, tuple) else self._row_outputs(output)
 
     def _row_outputs(self, output: Any) -> Any:
-        if output is self._result:
-            return output
         is_per_token = isinstance(output, Tensor) and output.dim() == 3 and output.shape[1] == self.rows.tokens
         return gather_rows(output, self.rows.columns) if is_per_token else output
 
@@ -282,12 +271,14 @@ def regular(columns: Sequence[int]) -> list[slice]:
     return parts
 
 
-def full_arguments(cut: Mapping[str, Any], full: Mapping[str, Any]) -> dict[int, Any]:
-    """The arguments of a layer for all tokens, by the `id` of the same arguments for its active rows."""
-    by_id: dict[int, Any] = {}
-    for name, value in cut.items():
-        if value is not full.get(name):
-            by_id[id(value)] = full.get(name)
-            if isinstance(value, tuple | list) and isinstance(full.get(name), Sequence):
-                by_id.update({id(item): other for item, other in zip(value, full[name], strict=False)})
-    return by_id
+def full_arguments(of_rows: Mapping[str, Any], of_all: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """The arguments of a layer that have its active rows alone, each beside that of all tokens."""
+    pairs = []
+    for name, value in of_rows.items():
+        other = of_all.get(name)
+        if value is other:
+            continue
+        pairs.append((value, other))
+        if isinstance(value, tuple | list) and isinstance(other, Sequence):
+            pairs.extend(zip(value, other, strict=False))
+    return pairs

@@ -9,11 +9,10 @@ are computed for active rows only, and nothing of them is stored. Then the whole
 and nothing in the place of all else, the active rows must come out as in a plain forward.
 """
 
-from collections import Counter
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from ..model.anatomy import (
 from ..model.cache_keyword import cache_argument
 from ..model.checks import FAILURES, CheckResult, allowed_of, finding
 from ..model.extras import Spans
-from ..model.hooks import hooked, running_calls
+from ..model.hooks import hooked
 from ..model.identity.canonical import canonical
 from ..model.placement import input_device
 from .mixer import ActiveRows, Mixer, MixerPass, Projection, regular
@@ -72,9 +71,6 @@ class _Entrance:
 
     columns: Mapping[str, Tensor | None]
     inputs: set[str]
-    readers: set[str]
-    results: set[str]
-    direct: frozenset[str] | None
     error: float = 0.0  # of its rows in the trial
 
 
@@ -111,23 +107,30 @@ def _run(model: nn.Module, cache: Any, mask: Tensor | None = None) -> None:
 def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Module]:
     """By layer, the innermost module with all the modules that pass a state to the cache."""
     owners: dict[int, list[list[nn.Module]]] = {}
+    running: list[tuple[int, nn.Module]] = []  # from a layer inwards, each with the number of the layer
     cache = full_cache(model)
+    thread = threading.get_ident()  # others may run the model meanwhile
 
-    def note() -> None:
-        running = list(dict.fromkeys(module for module, _ in running_calls()))
-        index = next((number for number, layer in enumerate(layers) if layer in running), None)
-        if index is not None:
-            owners.setdefault(index, []).append(running[: running.index(layers[index])][::-1])
+    def begins(index: int, module: nn.Module, *_: Any) -> None:
+        if threading.get_ident() == thread:
+            running.append((index, module))
 
-    def noted(update: Any, *args: Any, **kwargs: Any) -> Any:
-        note()
+    def ends(*_: Any) -> None:
+        if threading.get_ident() == thread:
+            running.pop()
+
+    def updated(update: Any, *args: Any, **kwargs: Any) -> Any:
+        if running:
+            inside = [module for _, module in running[1:]]
+            owners.setdefault(running[0][0], []).append(inside)
         return update(*args, **kwargs)
 
     for name in ("update_conv_state", "update_recurrent_state"):
-        method = getattr(cache, name)
-        setattr(cache, name, partial(noted, method))
+        setattr(cache, name, partial(updated, getattr(cache, name)))
+    modules = [(index, module) for index, layer in enumerate(layers) for module in layer.modules()]
     try:
-        _run(model, cache)
+        with hooked(modules, begins), hooked(modules, ends, behind=True):
+            _run(model, cache)
     except FAILURES as error:
         message = f"{type(model).__name__} cannot be blended: {type(error).__name__}: {error} Use full prefill."
         raise UnsupportedModelError(message) from error
@@ -171,14 +174,13 @@ def _examined(model: nn.Module, index: int, call: _Call) -> _Entrance:
     try:
         hidden = call.arguments[call.hidden_name]
         expected = call.run(model, hidden)
-        outputs, readers, results = _seen(model, call, hidden)
-        names, inputs = [*outputs], _input_projections(model, call, hidden, outputs)
-        felt = _felt(model, call, hidden, names, inputs)
-        passed = frozenset(name for name, value in call.arguments.items() if value is not None)
-        every = {name: None if name in inputs else which for name, which in felt.items()}
+        outputs = _outputs(model, call, hidden)
+        inputs = _input_projections(model, call, hidden, outputs)
+        felt = _felt(model, call, hidden, [*outputs], inputs)
+        every = {name: None if name in inputs else columns for name, columns in felt.items()}
         complaint = ""
-        for columns, direct in product((felt, every), (passed, None)):
-            entrance = _Entrance(columns, inputs, readers, results, direct)
+        for columns in (felt, every):
+            entrance = _Entrance(columns, inputs)
             complaint, entrance.error = _tried(model, call, _mixer(call.module, entrance), hidden, expected)
             if not complaint:
                 return entrance
@@ -187,27 +189,17 @@ def _examined(model: nn.Module, index: int, call: _Call) -> _Entrance:
     raise _refusal(model, index, f"its mixer, {type(call.module).__name__}, cannot be entered by rows: {complaint}")
 
 
-def _seen(model: nn.Module, call: _Call, hidden: Tensor) -> tuple[dict[str, Tensor], set[str], set[str]]:
-    """The outputs of the linear modules that see every token once, by name, in the order of their calls.
-
-    Of these, also the names that read the mixer's hidden states as they are, and those whose output it returns.
-    """
-    seen: list[tuple[str, bool, Tensor]] = []
-    returned: list[Any] = []
+def _outputs(model: nn.Module, call: _Call, hidden: Tensor) -> dict[str, Tensor]:
+    """The outputs of the linear modules that see every token once, by name, in the order of their calls."""
+    outputs: dict[str, list[Tensor]] = {}
 
     def note(name: str, _: nn.Module, args: tuple[Any, ...], __: object, output: Tensor) -> None:
         if output.dim() == 3 and output.shape[:2] == hidden.shape[:2]:
-            seen.append((name, args[0] is hidden, output))
+            outputs.setdefault(name, []).append(output)
 
-    def ends(*args: Any) -> None:
-        returned.extend(args[-1] if isinstance(args[-1], tuple) else args[-1:])
-
-    with hooked(_linears(call.module), note, behind=True), hooked([("", call.module)], ends, behind=True):
+    with hooked(_linears(call.module), note, behind=True):
         call.run(model, hidden)
-    counts = Counter(name for name, _, _ in seen)
-    once = [call_seen for call_seen in seen if counts[call_seen[0]] == 1]
-    results = {name for name, _, output in once if any(output is item for item in returned)}
-    return {name: output for name, _, output in once}, {name for name, reads, _ in once if reads}, results
+    return {name: calls[0] for name, calls in outputs.items() if len(calls) == 1}
 
 
 def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, before: Mapping[str, Tensor]) -> set[str]:
@@ -216,9 +208,11 @@ def _input_projections(model: nn.Module, call: _Call, hidden: Tensor, before: Ma
     for token in SEEN_FROM:
         other = _garbage(hidden, seed=token)
         other[:, token] = hidden[:, token]
-        after, *_ = _seen(model, call, other)
-        pairs = {name: (after[name][:, token], output[:, token]) for name, output in before.items()}
-        alone -= {name for name, pair in pairs.items() if not _change(*pair) <= allowed_of(CHANGE, hidden.dtype)}
+        after = _outputs(model, call, other)
+        for name, output in before.items():
+            change = _change(after[name][:, token], output[:, token])
+            if not change <= allowed_of(CHANGE, hidden.dtype):
+                alone.discard(name)
     return alone
 
 
@@ -230,13 +224,13 @@ def _felt(
         gradients = _gradients(model, call, hidden, names, inputs)
     except FAILURES:  # no gradient to be had, as with quantised weights
         return dict.fromkeys(inputs)
-    totals = {name: gradient[:, list(SEEN_FROM)].abs().float().sum(dim=(0, 1)) for name, gradient in gradients.items()}
-    felt = {name: total.nonzero().flatten() for name, total in totals.items()}
-    return {
-        name: None if len(columns) == len(totals[name]) else columns
-        for name, columns in felt.items()
-        if name in inputs or not len(columns)
-    }
+    felt: dict[str, Tensor | None] = {}
+    for name, gradient in gradients.items():
+        total = gradient[:, list(SEEN_FROM)].abs().float().sum(dim=(0, 1))
+        columns = total.nonzero().flatten()
+        if name in inputs or not len(columns):
+            felt[name] = None if len(columns) == len(total) else columns
+    return felt
 
 
 def _gradients(model: nn.Module, call: _Call, hidden: Tensor, names: list[str], inputs: set[str]) -> dict[str, Tensor]:
@@ -278,9 +272,9 @@ def _mixer(module: nn.Module, entrance: _Entrance) -> Mixer:
         full_width += features if name in entrance.inputs else 0
         if name in entrance.columns:
             spans = _spans(entrance.columns[name], features, start)
-            projections.append(Projection(linear, features, spans, name in entrance.readers, name in entrance.results))
+            projections.append(Projection(linear, features, spans))
             start += projections[-1].width
-    return Mixer(module, tuple(projections), start, full_width, entrance.direct)
+    return Mixer(module, tuple(projections), start, full_width)
 
 
 def _spans(columns: Tensor | None, features: int, start: int) -> tuple[tuple[slice, slice], ...]:
@@ -296,12 +290,12 @@ def _tried(model: nn.Module, call: _Call, mixer: Mixer, hidden: Tensor, expected
     """Why a mixer fails, "" if it does not: its active rows among garbage must be those of a plain forward."""
     if not mixer.width:
         return "no projection of it is felt by another token", 0.0
-    cache, rows = full_cache(model), ActiveRows(None, TOKENS, {})
+    cache, rows = full_cache(model), ActiveRows(None, TOKENS)
     run = MixerPass(mixer, cache, rows)
     _passed(model, call, run, hidden, cache)
     states: Tensor = run.states
     columns = torch.tensor([ACTIVE], device=hidden.device)
-    rows = ActiveRows(columns, TOKENS, {})
+    rows = ActiveRows(columns, TOKENS)
     cache, stored_states = full_cache(model), states.clone()
     stored_states[:, columns[0]] = _garbage(stored_states, seed=1)[:, columns[0]]  # to be computed
 
