@@ -257,6 +257,7 @@ class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):
     def __init__(self, sliding_window: int, number_of_states: int = 1) -> None:
         super().__init__(number_of_states, sliding_window)
 
+
 def make_layer(stock: Any) -> Any:
     """The layer of a blend cache for one of transformers that holds a mixer's state; None for any other."""
     if not hasattr(stock, "recurrent_states"):
