@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from .options import RATIO, SELECTOR, Device, Selector
+from .options import SELECTOR, Device, Selector
 from .output import Json, rounded, say, show
 
-__all__ = ["break_even", "ttft"]
+__all__ = ["ttft"]
 
 RATIOS = [1.0, 0.15, 0.05, 0.0]
 
@@ -21,40 +21,12 @@ Rounds = Annotated[int, typer.Option(min=1, help="How often each is measured; th
 Chunks = Annotated[int, typer.Option(min=1, help="Chunks before the question.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens in each chunk.")]
 QuestionTokens = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
-Ratios = Annotated[list[float], typer.Option(metavar="RATIO ...", help="Recompute ratios, 0 to 1, as many as wanted.")]
-More = Annotated[list[float] | None, typer.Argument(hidden=True)]  # the ratios behind the first: an option takes one
+Ratios = Annotated[list[float], typer.Option("--ratio", help="Recompute ratios, 0 to 1; may be repeated.")]
 Data = Annotated[Path | None, typer.Option(help="JSONL file with real prompts for --model; else ids are made up.")]
 Limit = Annotated[int, typer.Option(min=0, help="The first prompts of the file; 0 is all.")]
-Tokens = Annotated[list[int], typer.Option("--tokens", min=4, help="Tokens of the documents; may be repeated.")]
-Methods = Annotated[list[str], typer.Option("--method", help="A selector with @ and a ratio; may be repeated.")]
-
-
-def break_even(
-    shape: Shape = "smollm2-135m",
-    model: Model = None,
-    tokens: Tokens = [64, 128, 256, 512],  # noqa: B006
-    method: Methods = [f"{SELECTOR}@{RATIO:g}", "boundary@0.05"],  # noqa: B006
-    rounds: Rounds = 7,
-    dtype: Dtype = "float32",
-    device: Device = "auto",
-    json: Json = False,
-) -> None:
-    """Find the length from which on blending is faster. Every chunk is in memory.
-
-    Examples:
-        hf-blend bench break-even --shape tiny --tokens 32 --rounds 1 --json
-        hf-blend bench break-even --tokens 256 --tokens 1024  # slow
-    """
-    from hf_blend.evaluation.bench.ttft import TtftPlan, measure_break_even
-
-    shape, device = _timed(shape, model, device)
-    plan = TtftPlan(shape, rounds=rounds, dtype=dtype, device=device)
-    measured = measure_break_even(plan, sorted(tokens), method, progress=say)
-    show(measured if json else measured["rows"], as_json=json, title=f"{shape}, short prompts", header=True)
 
 
 def ttft(
-    more: More = None,
     shape: Shape = "smollm2-135m",
     model: Model = None,
     data: Data = None,
@@ -62,7 +34,7 @@ def ttft(
     chunks: Chunks = 8,
     chunk_tokens: ChunkTokens = 512,
     question_tokens: QuestionTokens = 64,
-    ratios: Ratios = RATIOS,
+    ratio: Ratios = RATIOS,
     selector: Selector = SELECTOR,
     rounds: Rounds = 5,
     dtype: Dtype = "float32",
@@ -74,24 +46,26 @@ def ttft(
     With --model and --data on real prompts, as `hf-blend ask` puts them; medians over them.
 
     Examples:
-        hf-blend bench ttft --model smollm2 --data mine.jsonl --ratios 0.15 --rounds 1  # network
+        hf-blend bench ttft --model smollm2 --data mine.jsonl --ratio 0.15 --rounds 1  # network
         hf-blend bench ttft --shape tiny --chunks 3 --chunk-tokens 64 --question-tokens 8 --rounds 1 --json
-        hf-blend bench ttft --shape smollm2-135m --ratios 0.15 0.05  # slow
+        hf-blend bench ttft --shape smollm2-135m --ratio 0.15 --ratio 0.05  # slow
     """
     from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
+    from hf_blend.evaluation.bundled import choose_device
 
-    shape, device = _timed(shape, model, device)
     plan = TtftPlan(
-        shape, chunks, chunk_tokens, question_tokens, (*ratios, *(more or ())), selector or SELECTOR, rounds, dtype,
-        device, data=str(data) if data else None, limit=limit or None,
-    )  # fmt: skip
+        shape=f"model:{model}" if model else shape,
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        question_tokens=question_tokens,
+        ratios=tuple(ratio),
+        selector=selector or SELECTOR,
+        rounds=rounds,
+        dtype=dtype,
+        device=str(choose_device(device)),
+        data=str(data) if data else None,
+        limit=limit or None,
+    )
     measured = measure_ttft(plan, progress=say)
     title = f"{plan.shape}, full prefill {measured['full']['ttft_ms']:.0f} ms"
     show(measured if json else [rounded(row) for row in measured["rows"]], as_json=json, title=title, header=True)
-
-
-def _timed(shape: str, model: str | None, device: str) -> tuple[str, str]:
-    """What is timed, as `hf_blend.evaluation.bench.shapes` reads it, and where."""
-    from hf_blend.evaluation.bundled import choose_device
-
-    return f"model:{model}" if model else shape, str(choose_device(device))

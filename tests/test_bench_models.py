@@ -15,17 +15,12 @@ from hf_blend.evaluation.bench.shapes import timed_model
 from tests.asking import jsonl
 from tests.conftest import slow_but
 
-SMALL = {
-    "ttft": "--chunks 2 --chunk-tokens 24 --question-tokens 4 --ratios 0.2 --rounds 1",
-    "break-even": "--tokens 32 --rounds 1",
-}
-EACH = ["ttft", pytest.param("break-even", marks=pytest.mark.slow)]
+SMALL = "--chunks 2 --chunk-tokens 24 --question-tokens 4 --ratio 0.2 --rounds 1"
 
 
-@pytest.mark.parametrize("bench", EACH)
-def test_bench_times_model_that_is_named(bench, model_folder, run, monkeypatch):
+def test_bench_times_model_that_is_named(model_folder, run, monkeypatch):
     monkeypatch.setattr(shapes, "random_model", None)  # weights are never made up
-    code, out, err = run("bench", bench, "--model", model_folder, *SMALL[bench].split(), "--json")
+    code, out, err = run("bench", "ttft", "--model", model_folder, *SMALL.split(), "--json")
     assert code == 0, err
     assert {*re.findall(r'"shape": "(.*)"', out)} == {f"model:{model_folder}"}
 
@@ -33,7 +28,7 @@ def test_bench_times_model_that_is_named(bench, model_folder, run, monkeypatch):
 def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, run):
     rows = [{"chunks": ["The mill is old.", f"Ann owns it {n}."], "question": "Who?"} for n in range(3)]
     path = jsonl(tmp_path / "rows.jsonl", *rows)
-    words = ("--model", model_folder, "--data", path, "--limit", 2, "--ratios", 0.5, "--rounds", 2)
+    words = ("--model", model_folder, "--data", path, "--limit", 2, "--ratio", 0.5, "--rounds", 2)
     code, out, err = run("bench", "ttft", *words, "--json")
     found = json.loads(out)
     assert code == 0

@@ -50,6 +50,7 @@ def test_grid_of_pipeline_and_controller_runs_in_small():
 
 
 SMALL = {
+    "break-even": "--shape tiny --tokens 32 --rounds 1",
     "decode": "--shape tiny --contexts 64 --tokens 2 --rounds 1",
     "large-store": "--entries 300 --rounds 1 --finds 2",
     "hybrids": "--shapes tiny-hybrid --chunks 2 --chunk-tokens 24 --rounds 1",

@@ -261,7 +261,7 @@ SECTIONS = (
             f"{_longest(found)['prompt_tokens']} tokens it is {_longest(found)['speedup']:.1f} times as fast, with "
             "`boundary` at 15 %."
         ),
-        lambda found: f"`hf-blend bench break-even`{_of_shape(found['machine'])}.",
+        lambda found: f"`benchmarks/bench.py break-even`{_of_shape(found['machine'])}.",
         "Thin models pay later.",
     ),
     Section(
