@@ -8,12 +8,10 @@ through. A hook that ends while another thread's call is about to run it is call
 arguments. A copy of a model that is watched has hooks that see nothing.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -167,15 +165,6 @@ def hooked(modules: Iterable[tuple[Any, nn.Module]], call: Callable[..., Any], b
     finally:
         for handle in handles:
             handle.remove()
-
-
-def running_calls() -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-    """The modules whose `forward` runs in this thread, the innermost first, each with its variables by name."""
-    for frame, _ in walk_stack(sys._getframe(1)):
-        if "forward" in frame.f_code.co_name and frame.f_code.co_varnames[:1] == ("self",):  # dynamo adds to the name
-            variables = frame.f_locals
-            if isinstance(variables.get("self"), nn.Module):
-                yield variables["self"], variables
 
 
 def _behind_zeros(output: Any, tokens: int) -> Any:
