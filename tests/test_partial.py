@@ -123,8 +123,9 @@ def test_what_is_not_loaded_is_as_if_masked_out(model, store, settings, alpha):
     for layer in cache.layers:
         shut = torch.zeros(layer.length, dtype=torch.bool)
         if layer.visible is not None:
-            shut[: int(layer.visible[-1]) + 1] = True
+            shut[: layer.visible_tokens] = True
             shut[layer.visible] = False
+            assert not shut[cache.report.chosen_columns[0]].any(), "what is computed is seen"
         hidden.append(shut)
     assert any(one.any() for one in hidden) or report.partial_layers == 0
     wanted = masked(model, store, hidden, settings)

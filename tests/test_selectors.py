@@ -160,6 +160,20 @@ def test_boundary_takes_each_chunk_from_its_edge(edge, expected):
     assert marked[0].nonzero().flatten().tolist() == expected
 
 
+def test_query_attention_is_the_mean_over_layers_heads_and_rows_of_the_question():
+    seen = view()
+    last = int(seen.columns[seen.reusable].max())
+    columns = torch.tensor([[2, last + 1, last + 2]])  # of which the first is between chunks
+    weights = torch.rand(2, 1, 4, 3, seen.columns.shape[1])  # layers, batch, heads, rows, keys
+
+    def probe(receive, layers):
+        for layer in range(2):
+            receive(layer, Attention(torch.zeros(1, 4, 3, 6), None, None, columns), weights[layer])
+
+    got = selector("query-attention").score(replace(seen, probe=probe, num_layers=2))
+    torch.testing.assert_close(got, weights[:, :, :, 1:].mean(dim=(0, 2, 3)))
+
+
 def test_ramp_takes_longer_heads_of_later_chunks():
     """By hand: 3.5, 13 and 21.5 tokens up to the middle of the chunks, to the power of 1.5, over 6 and the place."""
     for pad in (0, 3):
@@ -195,7 +209,7 @@ def test_attention_observer_gets_models_own_attention_and_changes_no_answer(shar
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gemma3_text"])
 def test_expected_error_sees_what_stock_attention_of_some_rows_of_question_sees(shared_model, monkeypatch, family):
     model = shared_model(family, "eager")
     weights = []

@@ -12,8 +12,11 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
+from hf_blend.cache.layers import BlendLayer
+from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.lock import Selection, SelectionLock, SparseMetrics
+from hf_blend.sparse.masks import cut_mask
 from tests.conftest import slow_but
 
 SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
@@ -127,6 +130,7 @@ WAYS = [
     ("sdpa", padded, {}),
     ("sdpa", prompt, {"num_beams": 3, "output_logits": False}),
     ("eager", prompt, {"prompt_lookup_num_tokens": 5}),
+    ("sdpa", prompt, {"prompt_lookup_num_tokens": 5}),
 ]
 DIAGONAL = [(METHODS[at % len(METHODS)], *way) for at, way in enumerate(WAYS)]
 
@@ -177,6 +181,68 @@ def test_sparse_decoding_leaves_another_cache_and_another_thread_dense(model):
     for got in found:
         assert torch.equal(got[0], expected[0])
         assert torch.equal(got[1], expected[1])
+
+
+def test_blocked_layer_represents_again_blocks_that_were_cut_while_selection_held():
+    layer = BlendLayer()
+    blocks = BlockedLayer(
+        layer, SparseConfig(block_tokens=4, recent_blocks=0), plugins.load("sparse.methods", "gsa")({})
+    )
+
+    def step(tokens):
+        blocks.begin()
+        layer.update(torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8))
+        blocks.settle()
+
+    query = torch.randn(1, 2, 1, 8)
+    step(24)
+    blocks.scores(query, 24)
+    layer.crop(-10)
+    for _ in range(10):  # none of these looks for a new selection
+        step(1)
+    for _ in range(2):
+        expected = (query * layer.keys.unflatten(2, (6, 4)).mean(3)).sum(-1).mean(1)
+        torch.testing.assert_close(blocks.scores(query, 24)[0, 0, 1:], expected[0, 1:])
+        layer.crop(-9)
+        layer.update(torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))  # by a forward that sees everything
+        blocks.begin()
+
+
+def test_blocked_layer_always_selects_first_and_recent_blocks():
+    layer = BlendLayer()
+    config = SparseConfig(share=0.01, block_tokens=4, first_blocks=2, recent_blocks=3)
+    blocks = BlockedLayer(layer, config, plugins.load("sparse.methods", "gsa")({}))
+    layer.update(torch.randn(2, 2, 43, 8), torch.randn(2, 2, 43, 8))
+    blocks.begin()
+    selection = blocks.select(blocks.scores(torch.randn(2, 4, 1, 8), 43)[:, 0], 43)
+    assert selection == Selection(((0, 1, 7, 8, 9),) * 2, 40)
+
+
+def test_cut_mask_of_no_mask_hides_what_is_behind_each_row():
+    columns = torch.tensor([[0, 1, 5, 6, 7]])  # the last three are the rows' own
+    query = torch.zeros(1, 2, 3, 4)
+    expected = torch.tensor([[[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]]]).bool()
+    assert torch.equal(cut_mask(None, columns, query, 8, "sdpa"), expected)
+    assert torch.equal(cut_mask(None, columns, query, 8, "eager") == 0, expected)
+    assert cut_mask(None, columns, query[:, :, :1], 8, "sdpa") is None
+
+
+@torch.no_grad()
+def test_session_selects_by_last_accepted_row_of_round():
+    model = tiny_model("llama")
+    cache = new_cache(model)
+    ids = prompt()["input_ids"]
+    with sparse_decoding(model, cache, **SMALL) as session:
+        model(ids[:, :140], past_key_values=cache)
+        model(ids[:, 140:145], past_key_values=cache)  # a round of five
+        layer = session.layers[2]
+        scores = layer.scores
+        cache.crop(-2)
+        session.settle_speculation()
+        assert layer.lock.selection == layer.blocks.select(scores[:, 2], 140)
+        assert layer.lock.selection != layer.blocks.select(scores[:, 4], 140), "or this test would be empty"
+    assert session.metrics.accepted == 2
+    assert session.metrics.proposed == 4
 
 
 def draft_model():
@@ -316,3 +382,12 @@ def test_selection_lock_does_what_is_described(config, program):
         assert got.rows == (plain.get(blocks, steps),)
         assert bool(made) == is_due, "a selection is made only when it is needed"
     assert {name: getattr(metrics, name) for name in plain.counts} == plain.counts
+
+
+def test_differences_counts_only_blocks_that_both_selections_could_choose():
+    older = Selection(((0, 3, 8, 9),), 40)
+    newer = Selection(((0, 4, 10, 11),), 48)
+    assert older.differences(newer, SIZE) == 4  # 3, 8, 9 and 4: blocks 10 and 11 were in the older one's tail
+    assert newer.differences(older, SIZE) == 4
+    two = Selection(((0, 3, 8, 9), (0, 4, 5, 6)), 40)
+    assert two.differences(Selection(((0, 3, 8, 9), (0, 4, 5, 7)), 40), SIZE) == 2, "of the request with most"

@@ -7,10 +7,14 @@ import gc
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore, observer, sparse_decoding
+from hf_blend import BlendCache, BlendConfig, ChunkStore, observer, plugins, sparse_decoding
+from hf_blend.offload.layer import OffloadedLayer
 from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.prefill import copies
+from hf_blend.sparse.away import AwayBlocks
 from hf_blend.sparse.blocks import ROOM_TOKENS
+from hf_blend.sparse.config import SparseConfig
+from hf_blend.sparse.lock import Selection, SparseMetrics
 from tests.conftest import build_tiny_model, shared_zoo_model
 from tests.second_device import There, move, second_device
 from tests.test_sparse import draft_model
@@ -91,6 +95,31 @@ def test_contexts_that_grow_and_shrink_between_sessions_are_read_again(model, tm
         texts.append((output.sequences, torch.cat(logits)))
     assert torch.equal(texts[0][0], texts[1][0])
     torch.testing.assert_close(texts[1][1], texts[0][1], rtol=0, atol=5e-6)
+
+
+def test_away_blocks_read_again_what_changed_below_the_tail(tmp_path):
+    held = KVMemory([0], BlendConfig(kv_device_map="disk", offload_folder=tmp_path))
+    layer = OffloadedLayer(held, 0)
+    config = SparseConfig(block_tokens=8, min_tokens=0)
+    blocks = AwayBlocks(layer, config, plugins.load("sparse.methods", "gsa")({}), SparseMetrics())
+
+    def step(tokens, selection):
+        layer.update(torch.randn(2, 2, tokens, 4), torch.randn(2, 2, tokens, 4))
+        blocks.begin()
+        got = blocks.attended(selection)
+        blocks.settle()
+        whole = layer.read(0, layer.length)
+        columns = selection.columns(layer.length, 8)
+        for states, expected in zip(got, whole, strict=True):
+            for row in range(2):
+                assert torch.equal(states[row], expected[row][:, columns[row]])
+
+    step(100, Selection(((0, 4, 11), (1, 4, 10)), 96))
+    step(1, Selection(((0, 4, 11), (1, 4, 10)), 96))
+    layer.crop(-40)
+    step(50, Selection(((0, 4, 11), (4, 8, 10)), 104))
+    layer.batch_select_indices(torch.tensor([1, 0]))
+    step(1, Selection(((0, 4, 11), (4, 8, 10)), 104))
 
 
 class LiveThere:

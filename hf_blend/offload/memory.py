@@ -124,7 +124,6 @@ class KVMemory:
     def crop(self, index: int, tokens: int) -> None:
         """Keep only the first tokens of a layer that is away."""
         if index in self.away:
-            self._forget_ahead(index)
             self.away[index].crop(tokens)
             if not tokens:
                 del self.away[index]

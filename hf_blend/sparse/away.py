@@ -110,7 +110,7 @@ class AwayBlocks(BlockedLayer):
     def _slots(self) -> dict[tuple[int, int], int]:
         """Where the blocks of each request are in the copy, by row and block; none if the context was cut since."""
         old = self._copied
-        if old is None or min(self._copied_tokens, self._layer.unchanged_tokens) < old.tail:
+        if old is None or self._copied_tokens < old.tail:
             return {}
         slots = {}
         for row, blocks in enumerate(old.rows):

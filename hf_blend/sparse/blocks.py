@@ -94,7 +94,7 @@ class BlockedLayer:
         fixed = len(selection.rows[0]) * self._size
         used = fixed + total - selection.tail
         # Gather the blocks, unless the copy has them
-        start = min(self._copied_tokens, self._layer.unchanged_tokens)
+        start = self._copied_tokens
         copy = self._copy
         if copy is None or self._copied != selection or start < selection.tail or copy[0].shape[2] < used:
             copy = self._gathered(selection, used + ROOM_TOKENS)
@@ -135,17 +135,15 @@ class BlockedLayer:
         Of keys `[batch, kv_heads, tokens, head_dim]`, which are read where they are not given.
         """
         known = self._represented
-        kept = 0
-        if known is not None:
-            kept = min(known.shape[2], self._layer.unchanged_tokens // self._size)
-        if known is None or kept < count:
-            new = slice(kept * self._size, count * self._size)
-            keys = self._read(new.start, new.stop)[0] if keys is None else keys[:, :, new]
-            blocks = keys.unflatten(2, (count - kept, self._size))
-            if kept == 0 or known is None:
+        first = 0 if known is None else known.shape[2]
+        if known is None or first < count:
+            start = first * self._size
+            end = count * self._size
+            keys = self._read(start, end)[0] if keys is None else keys[:, :, start:end]
+            blocks = keys.unflatten(2, (count - first, self._size))
+            if first == 0:
                 self._prepared = self._method.prepare(blocks)
-                known = self._method.represent(blocks, self._prepared)
-            else:
-                known = torch.cat([known[:, :, :kept], self._method.represent(blocks, self._prepared)], dim=2)
+            new = self._method.represent(blocks, self._prepared)
+            known = new if known is None else torch.cat([known, new], dim=2)
             self._represented = known
         return known[:, :, :count]
