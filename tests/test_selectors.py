@@ -209,7 +209,21 @@ def test_attention_observer_gets_models_own_attention_and_changes_no_answer(shar
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gemma3_text"])
+def test_observer_hides_what_each_mask_hides_and_rows_that_are_left_out():
+    observer = AttentionObserver(lambda *_: None, [0, 1], rows=2)
+    observer.computed = torch.tensor([[True, True, False, True]])
+    full = torch.ones(1, 1, 2, 6, dtype=torch.bool)  # two keys from before
+    window = full.clone()
+    window[..., :3] = False
+    columns = torch.tensor([[1, 3]])
+    states = torch.zeros(1, 1, 6, 4)
+    for _ in range(2):
+        for mask in (full, window):
+            seen = observer._seen(Attention(states[:, :, :2], states, states, columns, 2, mask))
+            assert torch.equal(seen, mask & torch.tensor([True, True, True, True, False, True]))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 def test_expected_error_sees_what_stock_attention_of_some_rows_of_question_sees(shared_model, monkeypatch, family):
     model = shared_model(family, "eager")
     weights = []
