@@ -306,8 +306,7 @@ class BlendCache(Cache):
         """
         if (blended := self._forwards.blended) is not None:
             return blended.prefill.update(layer_idx, key_states, value_states)
-        if not torch.compiler.is_compiling():
-            self._forwards.refuse_unannounced()
+        self._refuse_unannounced()
         state = self.state
         if getattr(state.kv.all[layer_idx], "visible", None) is not None:
             state.loader = state.loader or self.store.loader(state)
@@ -317,6 +316,21 @@ class BlendCache(Cache):
                 return state.loader.taken(layer_idx, keys), values
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def _refuse_unannounced(self) -> None:
+        """Refuse what comes of another model object; compiled steps are checked where they are compiled."""
+        if not torch.compiler.is_compiling():
+            self._forwards.refuse_unannounced()
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the last inputs of a layer's convolution; refuse those of another model object."""
+        self._refuse_unannounced()
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the state of a layer behind its last token; refuse one of another model object."""
+        self._refuse_unannounced()
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Take a layer's new indexer keys, rotated for their positions, and give back those of all tokens.
 
@@ -324,6 +338,7 @@ class BlendCache(Cache):
         """
         if (blended := self._forwards.blended) is not None:
             return blended.prefill.update_indexer(layer_idx, indexer_key_states)
+        self._refuse_unannounced()
         return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

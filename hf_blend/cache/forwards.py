@@ -50,6 +50,7 @@ class CacheForwards:
         self.state = state
         self.is_running = False
         self.blended: BlendedForward | None = None
+        self._past = 0  # tokens before the forward that runs
         self._advice: tuple[Advice, float] | None = None  # of the store's controller, and when its forward began
         self.hooks = ForwardHooks(cache, state.model, state.info.layers, listener=self)
         self.hooks.watch_model(stay=True)
@@ -63,7 +64,7 @@ class CacheForwards:
         """The model is called with the cache, with these arguments by name."""
         began_s, state = time.perf_counter(), self.state
         state.rollback_partial_forward()
-        past = state.kv.length
+        self._past = past = state.kv.length
         request = Request.parse(arguments, state.model, past, state.pending)
         state.info.refuse_tokens(request.width, past)
         self._observe_advice()
@@ -76,18 +77,28 @@ class CacheForwards:
 
     def forward_ends(self, failed: bool = False) -> None:
         """The model has returned or raised; after a failure the cache is as it was before."""
-        self.is_running = False
+        has_begun, self.is_running = self.is_running, False
         blended, self.blended = self.blended, None
         self.hooks.leave()
         if blended is not None:
             blended.end(failed)
         if failed:
             self._advice = None
+            if has_begun and blended is None and self.state.kv.have_states:
+                self._undo_states()
             try:
                 self.state.rollback_partial_forward()
             except ConfigError:
                 return  # the next use of the cache says it
             self.state.crop_tokens(self.state.kv.length)
+
+    def _undo_states(self) -> None:
+        """Empty the layers behind a failed first forward; behind another one nobody knows which states moved on."""
+        if self._past:
+            self.state.is_cut = True
+        else:
+            for layer in self.state.kv.of_tokens:
+                layer.reset()
 
     def stop(self) -> None:
         """Undo a forward that was interrupted."""

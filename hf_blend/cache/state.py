@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..config import BlendConfig
+from ..errors import ConfigError
 from ..model.author import Author, author_of, refuse_other_author
 from ..prefill.observing import AttentionObserver
 from ..prefill.report import BlendReport
@@ -42,6 +43,7 @@ class BlendState:
         healing: the second cache of `heal`, while it is not done.
         is_recording: assisted decoding has begun, whose steps bring several tokens.
         is_prompt_open: what came may be the first part of a prompt, and no answer is behind it.
+        is_cut: a forward failed that may have moved on the state of a layer, which cannot be taken back.
         check_ms: time in which the model was checked, until a report says it.
         observer: is given every layer's attention in a blended forward.
         loader: loads chunks in part, where the store does.
@@ -64,6 +66,7 @@ class BlendState:
     healing: Any = None
     is_recording: bool = False
     is_prompt_open: bool = True
+    is_cut: bool = False
     check_ms: float = 0.0
     observer: AttentionObserver | None = None
     loader: Any = None
@@ -98,6 +101,11 @@ class BlendState:
 
         Raises ConfigError where a window or a state has moved on.
         """
+        if self.is_cut:
+            raise ConfigError(
+                "a forward ended between two layers, and a state that has moved on cannot be taken back. reset() the "
+                "cache and pass the whole conversation."
+            )
         if self.kv.rollback_partial_forward():
             self.crop_tokens(self.kv.length)
 
@@ -106,5 +114,6 @@ class BlendState:
         self.crop_tokens(0)
         self.pending = PendingPrompt()
         self.author = None
+        self.is_cut = False
         self.is_recording = False
         self.is_prompt_open = True

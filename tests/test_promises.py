@@ -1,0 +1,178 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""What every kind of cache promises: a failure leaves no trace, a crop is a past that was shorter, a copy is its own.
+
+The kinds differ in what a layer keeps: all tokens, 8 bits of them, K and V elsewhere, a window, a state, an indexer.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ConfigError
+from hf_blend.model.anatomy import decoder_layers
+from tests.asking import GREEDY, failing, generated, memory, prepared
+from tests.conftest import random_ids, random_pieces, shared_zoo_model
+
+KINDS = {  # model type, settings of the cache
+    "full": ("llama", {}),
+    "8 bits": ("llama", {"kv_bits": 8}),
+    "elsewhere": ("llama", {"kv_device_map": {1: "cpu", 3: "disk"}}),
+    "windows": ("gemma3_text", {}),
+    "state": ("qwen3_next", {}),
+    "indexer": ("deepseek_v32", {}),
+    "latent": ("deepseek_v3", {}),
+}
+CROPPED = [kind for kind in KINDS if kind not in ("windows", "state")]
+TURN = {"chunks": random_pieces((30, 25), seed=4)["chunks"], "question": [5, 6, 7]}
+STEP = torch.tensor([[9, 17, 4]])
+each = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def first_turn(tmp_path):
+    """Gives the model of a kind, a cache that answered a blended prompt, and all ids; `store` may be shared."""
+
+    def answered(kind, store=None, ratio=0.3):
+        model_type, settings = KINDS[kind]
+        if kind == "elsewhere":
+            settings = {**settings, "offload_folder": str(tmp_path)}
+        model = shared_zoo_model(model_type)
+        cache, inputs = prepared(model, random_pieces((40, 50)), store=store, recompute_ratio=ratio, **settings)
+        return model, cache, generated(model, inputs, cache)
+
+    return answered
+
+
+@torch.no_grad()
+def step(model, cache, ids=STEP):
+    """Logits of a few further tokens."""
+    return model(ids, past_key_values=cache, use_cache=True).logits
+
+
+@each
+def test_ratio_1_gives_the_answers_of_stock_over_two_turns(kind, first_turn):
+    model, cache, ids = first_turn(kind, ratio=1.0)
+    prompt = ids[:, : -GREEDY["max_new_tokens"]]
+    if kind != "8 bits":  # its steps read rounded states
+        assert torch.equal(ids, model.generate(prompt, **GREEDY))
+    inputs = cache.inputs(None, **TURN, history=ids)
+    answer = generated(model, inputs, cache)
+    assert cache.report.reusable_tokens > 50
+    if kind != "8 bits":
+        assert torch.equal(answer, model.generate(inputs["input_ids"], **GREEDY))
+
+
+@each
+@pytest.mark.parametrize("layer", [0, 2])
+def test_failed_turn_leaves_model_and_cache_as_they_were_and_can_be_asked_again(kind, layer, first_turn, untouched):
+    store = memory()
+    model, cache, ids = first_turn(kind, store)
+    expected = generated(model, cache.inputs(None, **TURN, history=ids), cache)
+    report = cache.report
+    model, cache, ids = first_turn(kind, store)
+    held = cache.get_seq_length()
+    with untouched(model):
+        inputs = cache.inputs(None, **TURN, history=ids)
+        with failing(decoder_layers(model)[layer].mlp), pytest.raises(ZeroDivisionError):
+            generated(model, inputs, cache)
+        assert cache.get_seq_length() == held
+        assert torch.equal(generated(model, cache.inputs(None, **TURN, history=ids), cache), expected)
+    assert cache.report.reusable_tokens == report.reusable_tokens > 50
+    assert cache.report.charged_budget == report.charged_budget
+
+
+@each
+def test_failed_first_prompt_can_be_asked_again(kind, first_turn):
+    store = memory()
+    _, used, expected = first_turn(kind, store)
+    model, fresh, _ = first_turn(kind, store)
+    fresh.reset()
+    inputs = fresh.inputs(None, **random_pieces((40, 50)))
+    with failing(decoder_layers(model)[1].mlp), pytest.raises(ZeroDivisionError):
+        generated(model, inputs, fresh)
+    assert fresh.get_seq_length() == 0
+    inputs = fresh.inputs(None, **random_pieces((40, 50)))
+    assert torch.equal(generated(model, inputs, fresh), expected)
+    assert fresh.report.reusable_tokens == used.report.reusable_tokens > 50
+
+
+@each
+def test_failed_step_leaves_the_cache_as_it_was_or_is_refused_until_reset(kind, first_turn):
+    model, cache, expected = first_turn(kind)
+    twin = copy.deepcopy(cache)
+    with failing(decoder_layers(model)[2].mlp), pytest.raises(ZeroDivisionError):
+        step(model, cache)
+    if kind in CROPPED:
+        assert cache.get_seq_length() == twin.get_seq_length()
+        assert torch.equal(step(model, cache), step(model, twin))
+        return
+    with pytest.raises(ConfigError, match=r"reset\(\) the cache"):
+        step(model, cache)
+    cache.reset()
+    assert torch.equal(generated(model, cache.inputs(None, **random_pieces((40, 50))), cache), expected)
+
+
+@each
+def test_copy_goes_on_alike_and_neither_sees_the_other(kind, first_turn):
+    model, cache, _ = first_turn(kind)
+    twin = copy.deepcopy(cache)
+    held = twin.get_seq_length()
+    first = step(model, cache)
+    assert twin.get_seq_length() == held
+    step(model, cache, torch.tensor([[3]]))
+    assert torch.equal(step(model, twin), first)
+
+
+@each
+def test_reset_gives_an_empty_cache_that_blends_as_a_new_one(kind, first_turn):
+    store = memory()
+    model, cache, expected = first_turn(kind, store)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    again = generated(model, cache.inputs(None, **random_pieces((40, 50))), cache)
+    _, _, fresh = first_turn(kind, store)
+    assert torch.equal(again, expected)
+    assert torch.equal(again, fresh)
+
+
+@pytest.mark.parametrize("kind", CROPPED)
+@pytest.mark.parametrize("removed", [1, 3, 12])
+def test_crop_keeps_exact_prefix(kind, removed, first_turn):
+    model, cache, _ = first_turn(kind)
+    further = torch.tensor([random_ids(removed, seed=7)])
+    twin = copy.deepcopy(cache)
+    step(model, cache, further)
+    cache.crop(-removed)
+    assert cache.get_seq_length() == twin.get_seq_length()
+    assert torch.equal(step(model, cache), step(model, twin))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - CROPPED))
+def test_crop_of_what_forgets_is_refused_and_changes_nothing(kind, first_turn):
+    model, cache, _ = first_turn(kind)
+    twin = copy.deepcopy(cache)
+    with pytest.raises(ConfigError, match=r"crop\(-1\)"):
+        cache.crop(-1)
+    assert torch.equal(step(model, cache), step(model, twin))
+
+
+@each
+def test_forward_of_another_model_is_refused_and_changes_nothing(kind, first_turn):
+    model, cache, _ = first_turn(kind)
+    other = copy.deepcopy(model)
+    twin = copy.deepcopy(cache)
+    with pytest.raises(ConfigError, match="another model object"):
+        step(other, cache)
+    assert torch.equal(step(model, cache), step(model, twin))
+
+
+def test_plain_generate_beside_a_cache_is_that_of_the_model_alone(shared_model, untouched):
+    model = shared_model()
+    cache = BlendCache(model, memory())
+    inputs = cache.inputs(None, **random_pieces())
+    with untouched(model):
+        expected = model.generate(inputs["input_ids"], **GREEDY)
+    generated(model, inputs, cache)
+    assert torch.equal(model.generate(inputs["input_ids"], **GREEDY), expected)
