@@ -5,9 +5,8 @@
 import pytest
 import torch
 
-from hf_blend import BlendCache, observer
+from hf_blend import BlendCache
 from hf_blend.errors import ConfigError
-from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import THREE, prepared
@@ -102,40 +101,3 @@ def test_prefill_chunk_size_blends_every_part(store, family, batch, size):
     for columns in parts.report.chosen_columns:
         assert columns == sorted(set(columns))
         assert not columns or columns[-1] > size
-
-
-FIGURES = ("prompt_tokens", "past_tokens", "reusable_tokens", "exact_tokens", "loaded_chunks", "computed_chunks",
-           "seam_tokens", "charged_budget", "chosen_columns", "fallback_reason", "nominal_ratio")  # fmt: skip
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("behind", ["a part", "a turn", "a turn and a part"])
-def test_failed_forward_behind_a_past_can_be_asked_again_and_reuses_as_much(tiny_model, store, monkeypatch, behind):
-    model = tiny_model()
-    found = []
-    for fails in (None, False, True):  # the first fills the store
-        cache, inputs = prepared(model, REQUEST, store=store, recompute_ratio=0.3)
-        if "turn" in behind:
-            output = run(model, inputs, cache)
-            inputs = cache.inputs(None, **turn_of(5), history=output)
-        if "part" in behind:
-            held = cache.get_seq_length()
-            model(inputs["input_ids"][:, held : held + 22], past_key_values=cache, logits_to_keep=1)
-        held = cache.get_seq_length()
-        kept = [(one.keys.clone(), one.values.clone()) for one in cache.layers]
-        rest = inputs["input_ids"][:, held:]
-        with monkeypatch.context() as patch:
-            if fails:
-                patch.setitem(decoder_layers(model)[2].mlp._forward_pre_hooks, -1, observer(lambda *_: 1 / 0))
-                with pytest.raises(ZeroDivisionError):
-                    model(rest, past_key_values=cache, logits_to_keep=1)
-                for one, states in zip(cache.layers, kept, strict=True):
-                    assert all(map(torch.equal, (one.keys, one.values), states))
-        assert cache.get_seq_length() == held  # asked before a call, as generate does
-        logits = model(rest, past_key_values=cache, logits_to_keep=1).logits
-        found.append(({name: getattr(cache.report, name) for name in FIGURES}, logits))
-    _, (expected, plain), (got, logits) = found
-    assert expected["reusable_tokens"] > 20
-    assert 0 < expected["charged_budget"] < 1
-    assert got == expected
-    assert torch.equal(logits, plain)

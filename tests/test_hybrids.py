@@ -5,7 +5,6 @@
 An indexer chooses the few tokens that its layer looks at, by keys of its own.
 """
 
-import copy
 import re
 from contextlib import contextmanager
 from functools import cache, partial
@@ -15,14 +14,14 @@ import torch
 from families import CHECKS
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, sparse_decoding
+from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, sparse_decoding
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.model import anatomy
 from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
 from tests import asking
-from tests.asking import memory, prefill, prepared
+from tests.asking import memory, prepared
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 from tests.conftest import skip_in_the_oldest
 from tests.faults.damage import tensors_of
@@ -164,65 +163,6 @@ def test_further_prompt_is_refused_where_model_would_ignore_state(name):
             generated(model, given, cache)
     cache.reset()
     as_stock(model, {"input_ids": more}, cache)
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v32"])
-def test_cache_of_hybrid_can_be_reset_and_copied_and_cropped_where_it_keeps_keys_alone(name):
-    model = subject_of(name).model
-    blended = BlendCache(model, memory(), recompute_ratio=0.3)
-    logits = []
-
-    def step(one):
-        return model(torch.tensor([[9, 17]]), past_key_values=one, use_cache=True).logits
-
-    with torch.no_grad():
-        for _ in range(2):
-            logits.append(prefill(model, blended.inputs(None, **pieces()), blended))
-            twin = copy.deepcopy(blended)
-            first = step(blended)
-            assert torch.equal(first, step(twin))
-            if name == "qwen3_next":
-                with pytest.raises(ConfigError, match="whose state holds"):
-                    blended.crop(-1)
-                blended.crop(0)
-            else:
-                blended.crop(-2)
-                assert blended.get_seq_length() == 45
-                assert torch.equal(first, step(blended))
-            blended.reset()
-            assert blended.get_seq_length() == 0
-    assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize(
-    ("name", "has_past", "bits"),
-    [("qwen3_next", False, None), ("deepseek_v32", True, None), ("deepseek_v32", True, 8), ("falcon_h1", False, None)],
-)
-def test_forward_that_fails_leaves_states_and_indexer_keys_as_they_were(name, has_past, bits):
-    model = subject_of(name).model
-    store = memory()
-    found = []
-
-    @observer
-    def fail(*_):
-        raise KeyError("on purpose")
-
-    for fails in (None, False, True):  # the first fills the store
-        blended, inputs = prepared(model, pieces(), store=store, recompute_ratio=0.3, kv_bits=bits)
-        if has_past:
-            said = generated(model, inputs, blended)
-            inputs = blended.inputs(None, **{**pieces(seed=3), "prefix": None}, history=said)
-        rest = inputs["input_ids"][:, blended.get_seq_length() :]
-        if fails:
-            hook = model.model.layers[2].register_forward_hook(fail)
-            with hook, pytest.raises(KeyError, match="on purpose"), torch.no_grad():
-                model(rest, past_key_values=blended, use_cache=True, logits_to_keep=1)
-            assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.model.layers.modules())
-        with torch.set_grad_enabled(fails is None):
-            blended.get_seq_length()
-            found.append(model(rest, past_key_values=blended, use_cache=True, logits_to_keep=1).logits)
-        assert blended.report.reusable_tokens == 35
-    assert torch.equal(*found[1:])
 
 
 @pytest.mark.parametrize(("name", "states"), [("lfm2", [1, 1, 2, 1]), ("glm_moe_dsa-shared", [3, 2, 3, 2])])

@@ -10,10 +10,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from hf_blend import observer
 from hf_blend.cache.layers import BlendSlidingLayer
-from hf_blend.errors import ConfigError
-from hf_blend.model.anatomy import decoder_layers
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.stale_tokens import fused_ratio
 from tests import asking
@@ -96,24 +93,6 @@ def test_window_and_answer_is_all_that_is_held(pieces, family):
             assert layer.keys.shape[2] == 4 * WINDOW + NEW - 1
 
 
-@torch.no_grad()
-def test_exception_puts_windows_back(pieces):
-    model = model_of("gemma3_text")
-    request = pieces(**FOUR_WINDOWS)
-    cache, inputs = prepared(model, request)
-    output = run(model, inputs, cache)
-    before = [(layer.keys.clone(), layer.get_seq_length(), layer.get_mask_sizes(5)) for layer in cache.layers]
-    inputs = cache.inputs(None, chunks=pieces((20, 11), seed=4)["chunks"], question=[5, 6, 7], history=output)
-    handle = decoder_layers(model)[3].mlp.register_forward_pre_hook(observer(lambda *_: 1 / 0))  # the same model
-    with pytest.raises(ZeroDivisionError):
-        run(model, inputs, cache)
-    handle.remove()
-    for layer, (keys, length, sizes) in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys)
-        assert layer.get_seq_length() == length
-        assert layer.get_mask_sizes(5) == sizes
-
-
 @pytest.mark.parametrize("recording", [False, True])
 @pytest.mark.parametrize("window", [2, 5, 16, 40])
 def test_it_shows_what_dynamic_sliding_layer_shows(window, recording):
@@ -142,18 +121,6 @@ def test_it_shows_what_dynamic_sliding_layer_shows(window, recording):
         assert torch.equal(mine.values, theirs.values)
         assert mine.nbytes <= 2 * 2 * (8 + 6) * 4 * (2 * window + 50)
     assert mine.get_max_length() == theirs.get_max_length() == window
-
-
-def test_crop_into_forgotten_window_is_refused_and_changes_nothing(pieces):
-    model = model_of("gemma3_text")
-    cache, inputs = prepared(model, pieces(**FOUR_WINDOWS))
-    prefill(model, inputs, cache)
-    with pytest.raises(ConfigError, match=r"(?s)crop\(-1\).*window of 16.*keeps 15 of 64.*activate_past_recording"):
-        cache.crop(-1)
-    assert {layer.get_seq_length() for layer in cache.layers} == {64}
-    cache.crop(0)
-    cache.crop(-64)
-    assert {layer.get_seq_length() for layer in cache.layers} == {0}
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
