@@ -13,7 +13,7 @@ from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import PromptError, UnsupportedModelError
 from hf_blend.model import capture as capturing
 from hf_blend.model.anatomy import decoder_layers, decoder_of
-from hf_blend.model.capture import LEAST_SHARED, PACK_TOKENS, capture, capture_chunk, capture_chunks, packs
+from hf_blend.model.capture import LEAST_SHARED, PACK_TOKENS, batch_chunks, capture, capture_chunk, capture_chunks
 from hf_blend.model.checks import KV, allowed_of, relative_error
 from hf_blend.model.row_masks import PackedLines
 from hf_blend.store.chunk import ChunkKey
@@ -134,7 +134,7 @@ def test_capture_names_a_layer_that_caches_nothing_or_something_else(tiny_model,
 @pytest.mark.parametrize("kind", KINDS)
 def test_capture_chunks_gives_each_the_states_and_tables_of_a_plain_forward(tiny_model, kind):
     model, keys = tiny_model(kind, **KINDS[kind]), keys_of(31, 7, 18)
-    assert packs(model, keys) == [keys]
+    assert batch_chunks(model, keys) == [keys]
     for key, chunk in zip(keys, capture_chunks(model, keys), strict=True):
         assert chunk.key == key
         chunk.check()
@@ -153,7 +153,7 @@ def test_capture_chunks_gives_each_the_states_and_tables_of_a_plain_forward(tiny
 )
 def test_capture_chunks_behind_a_prefix_that_all_share_gives_each_what_it_has_alone(tiny_model, kind, dtype):
     model, keys = tiny_model(kind.partition(" ")[0], **SHARED[kind]).to(dtype), keys_of(9, 31, 1, 18, sink=PREFIX)
-    assert packs(model, keys) == [keys]
+    assert batch_chunks(model, keys) == [keys]
     calls = tokens_of_calls(model)
     chunks = capture_chunks(model, keys)
     assert calls == [len(PREFIX) + 9 + 31 + 1 + 18]
@@ -209,7 +209,7 @@ def test_packs_hold_one_shared_prefix_and_count_it_once(tiny_model, monkeypatch)
     model, half = tiny_model(), PACK_TOKENS // 2
     one, two = keys_of(half, half - len(PREFIX), sink=PREFIX)
     other, none = keys_of(7, sink=(1,))[0], keys_of(8, sink=())[0]
-    assert packs(model, [one, other, none, two]) == [[one, two], [other, none]]
+    assert batch_chunks(model, [one, other, none, two]) == [[one, two], [other, none]]
     mixed = [*keys_of(9, 11, sink=PREFIX), other]
     calls = tokens_of_calls(model)
     chunks = {chunk.key: chunk for chunk in capture_chunks(model, mixed)}
@@ -218,20 +218,20 @@ def test_packs_hold_one_shared_prefix_and_count_it_once(tiny_model, monkeypatch)
         (plain,) = capture_chunks(model, [key])
         assert all(relative_error(*pair) <= 1e-5 for pair in side_by_side(chunks[key].layers, plain.layers))
     monkeypatch.setattr(capturing, "shared_prefix", lambda _: False)
-    assert packs(model, [one, other, none, two]) == [[one, other, none], [two]]
+    assert batch_chunks(model, [one, other, none, two]) == [[one, other, none], [two]]
 
 
 def test_packs_have_a_limit_and_one_rotary_regime(shared_model, tiny_model):
     half, whole = PACK_TOKENS // 2, PACK_TOKENS
     keys = keys_of(half - 1, half - 1, 3, whole, 5, 6)
-    found = packs(shared_model(), keys)
+    found = batch_chunks(shared_model(), keys)
     assert [key for pack in found for key in pack] == keys
     assert [[len(key.token_ids) for key in pack] for pack in found] == [[half - 1, half - 1], [3], [whole], [5, 6]]
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
     model = tiny_model("phi3", original_max_position_embeddings=16, rope_parameters=rope)
     short, long, also_short = keys = keys_of(9, 30, 11)
-    assert packs(model, keys) == [[short, also_short], [long]]
+    assert batch_chunks(model, keys) == [[short, also_short], [long]]
 
 
 def test_packs_hold_one_chunk_where_others_may_be_felt(tiny_model, shared_model, monkeypatch):
@@ -247,13 +247,13 @@ def test_packs_hold_one_chunk_where_others_may_be_felt(tiny_model, shared_model,
     experts = tiny_model("mixtral", num_local_experts=4)
     first, second = keys_of(9, 11)
     for model in (scaled, experts, shared_model("llama", "eager")):
-        assert packs(model, [first, second]) == [[first], [second]]
+        assert batch_chunks(model, [first, second]) == [[first], [second]]
 
 
 def test_packs_hold_one_chunk_of_a_model_with_mixers():
     pytest.importorskip("hf_blend.hybrids")  # which the core does without
     first, second = keys_of(9, 11)
-    assert packs(zoo_model("bamba"), [first, second]) == [[first], [second]]
+    assert batch_chunks(zoo_model("bamba"), [first, second]) == [[first], [second]]
 
 
 def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, pieces):

@@ -31,10 +31,10 @@ from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import decoder_layers, default_sink
 from ..model.author import author_of, refuse_other_author
+from ..model.cache_class import cache_class_for
 from ..model.cache_keyword import cache_argument
 from ..model.fingerprint import structure_of
 from ..model.identity.canonical import refuse_wrapper
-from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..model.quantised import silence_casts
 from ..prefill.notices import other_author, warn_once
@@ -88,7 +88,7 @@ class BlendCache(Cache):
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "BlendCache":
         """A cache of a class that the model takes."""
-        made: BlendCache = super().__new__(fitted(cls, model))
+        made: BlendCache = super().__new__(cache_class_for(cls, model))
         return made
 
     def __init__(

@@ -20,9 +20,9 @@ from transformers.cache_utils import Cache
 from ..errors import ConfigError
 from ..model.anatomy import decoder_of, refuse_extended
 from ..model.author import author_of, refuse_other_author
+from ..model.cache_class import cache_class_for
 from ..model.cache_keyword import cache_argument
 from ..model.identity.canonical import canonical, refuse_request_state
-from ..model.own_cache import fitted
 from ..model.placement import input_device
 from ..rotary.regime import frequency_regime
 from ..store.memory import available_bytes
@@ -56,7 +56,7 @@ class Healing:
         """Run a block of ids, `[batch, tokens]`, through the model; after a failure all is as it was before it."""
         model, start, stop = state.model, self.reached, self.reached + ids.shape[1]
         device, decoder = input_device(model), decoder_of(model)
-        cache = fitted(Cache, model)(layers=self.kv.all)
+        cache = cache_class_for(Cache, model)(layers=self.kv.all)
         positions = torch.arange(start, stop, device=device)[None].expand(len(ids), -1)
         snapshots = self.kv.snapshots()
         try:

@@ -23,7 +23,7 @@ from ..model.checks import (
     CheckResult,
     Comparison,
     check,
-    nothing_shown,
+    inconclusive,
     refused,
     relative_error,
     violations,
@@ -152,7 +152,7 @@ def self_extend(subject: CheckedModel) -> CheckResult:
     noise = max(_largest_error(shifted, unchanged), _largest_error(alone, unchanged))
     allowed = max(FLOORS * noise, subject.contribution_tolerance(expected[0].dtype))
     if subject.must_show and _largest_error(unchanged, expected) <= allowed:
-        return nothing_shown("the distances change nothing in any layer, so nothing was shown.")
+        return inconclusive("the distances change nothing in any layer, so nothing was shown.")
     errors = [relative_error(*pair) for pair in zip(got, expected, strict=True)]
     largest = max(errors)
     off = f"with all other tokens at distance 1 the output of layer {errors.index(largest)} is off by {largest:.2g}"

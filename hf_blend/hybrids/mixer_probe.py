@@ -30,7 +30,7 @@ from ..model.anatomy import (
     text_config,
 )
 from ..model.cache_keyword import cache_argument
-from ..model.checks import FAILURES, CheckResult, allowed_of, finding
+from ..model.checks import FAILURES, CheckResult, allowed_of, model_probe
 from ..model.extras import Spans
 from ..model.hooks import hooked
 from ..model.identity.canonical import canonical
@@ -77,7 +77,7 @@ class _Entrance:
 _CACHE = object()  # stands for the cache among the arguments of a call
 
 
-@finding
+@model_probe
 def mixers_of(model: nn.Module) -> CheckResult:
     """The rows of every mixer that are computed among stored ones are those of a plain forward."""
     layers = decoder_layers(model)

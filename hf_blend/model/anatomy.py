@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
+from .cache_class import cache_class_for
 from .extras import layer_extensions
 from .identity.canonical import canonical
-from .own_cache import fitted
 from .placement import input_device
 
 EXTENDED: ContextVar[tuple[Any, ...]] = ContextVar("self_extend", default=())  # configs of models that are inside it
@@ -112,14 +112,14 @@ def full_cache(model: nn.Module) -> Any:
     layers = stock_layers(text_config(model))
     if not any(hasattr(layer, "recurrent_states") or has_indexer(layer) for layer in layers):
         return DynamicCache()  # without a config no layer has a window
-    return fitted(Cache, model)(layers=list(map(_without_window, layers)))
+    return cache_class_for(Cache, model)(layers=list(map(_without_window, layers)))
 
 
 def stock_cache(model: nn.Module) -> Any:
     """The cache that transformers makes for a model's config, in a form that the model takes."""
     from transformers import Cache, DynamicCache
 
-    kind = fitted(Cache, model)
+    kind = cache_class_for(Cache, model)
     return DynamicCache(config=model.config) if kind is Cache else kind(layers=stock_layers(text_config(model)))
 
 

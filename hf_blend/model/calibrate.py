@@ -39,9 +39,9 @@ from .checks import (
     allowed_of,
     check,
     ensure_passed,
-    finding,
+    inconclusive,
+    model_probe,
     norm_error,
-    nothing_shown,
     relative_error,
     violations,
 )
@@ -111,7 +111,7 @@ class _Probe:
         return [max(map(relative_error, got, expected), default=0.0) for got, expected in pairs]
 
 
-@finding
+@model_probe
 def rotary_styles(model: nn.Module) -> CheckResult:
     """At another position each layer keeps the K and V that it had, but for what a known rotary style turns."""
     refuse_other_states(model)
@@ -214,7 +214,7 @@ def _error(style: type[RotaryStyle], states: States, there: States, old: Table |
     return max(relative_error(got, expected) for got, expected in zip(moved, there, strict=True))
 
 
-@finding
+@model_probe
 def ignores_states(model: nn.Module) -> CheckResult:
     """Several tokens behind others feel every state of these that a cache holds, as one token does."""
     if not any(hasattr(layer, kind) for layer in stock_layers(text_config(model)) for kind in STATE_KINDS):
@@ -291,7 +291,7 @@ def ratio_1(subject: CheckedModel) -> CheckResult:
         got = subject.blend(prompts, 1.0)
         report = got.cache.report
         if not report.reusable_tokens or report.reusable_tokens != sum(map(len, report.chosen_columns)):
-            return nothing_shown(f"the sparse path was not taken: {report.fallback_reason or report}")
+            return inconclusive(f"the sparse path was not taken: {report.fallback_reason or report}")
         results.append(subject.compare_with_plain(got))
     worst = max(results, key=lambda result: (not result.passed, result.error))
     return CheckResult(worst.error, worst.tolerance, worst.detail and f"with every token recomputed {worst.detail}")

@@ -44,10 +44,10 @@ def compute_chunk(model: nn.Module, key: "ChunkKey", tokenizer: str = "") -> "Ch
 
 def compute_chunks(model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str = "") -> "list[ChunkKV]":
     """Compute the chunks of some keys in one forward, to be stored under them."""
-    return signed(model, capture_chunks(model, keys), tokenizer)
+    return with_canary(model, capture_chunks(model, keys), tokenizer)
 
 
-def signed(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str) -> "list[ChunkKV]":
+def with_canary(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str) -> "list[ChunkKV]":
     """Chunks with the model's canary.
 
     Raises:

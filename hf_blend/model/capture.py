@@ -28,7 +28,7 @@ from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
 from .attention import STOCK, give_rows, layers_handing_on
 from .cache_keyword import cache_argument, without_cache
-from .checks import KV, CheckResult, allowed_of, finding, relative_error
+from .checks import KV, CheckResult, allowed_of, model_probe, relative_error
 from .extras import extras_of
 from .hooks import hooked
 from .identity.canonical import canonical
@@ -234,7 +234,7 @@ def check_chunk(
         )
 
 
-def packs(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
+def batch_chunks(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
     """Group chunks by the forward that computes them."""
     listed, config = list(keys), text_config(model)
     if len(listed) < 2 or not (_may_pack(model) and packed_chunks(model)):
@@ -258,13 +258,13 @@ def _may_pack(model: nn.Module) -> bool:
     return getattr(text_config(model), "_attn_implementation", None) == STOCK
 
 
-@finding
+@model_probe
 def packed_chunks(model: nn.Module) -> CheckResult:
     """What a model keeps of a chunk does not depend on the chunks that are packed into one forward with it."""
     return _packed(model, "its chunks are computed one by one.")
 
 
-@finding
+@model_probe
 def shared_prefix(model: nn.Module) -> CheckResult:
     """Where packed chunks share the tokens before them, what a model keeps of one depends on no other either."""
     return _packed(model, "what is before a chunk is computed again for each.", PROBE_TOKENS)

@@ -8,8 +8,8 @@ that something did.
 
 A check with a `first_use` is run once before a model is used in that way, on one short prompt or on the caller's own
 forward. A mask, a position or a cache that a family treats in its own way shows there as a large error. Noise stays
-below the bound of the dtype, or near the difference of one plain forward and two that continue each other. A `finding`
-is a check that finds something out, such as the rotary style of each layer; it is run where that is needed.
+below the bound of the dtype, or near the difference of one plain forward and two that continue each other. A
+`model_probe` is a check that finds something out, such as the rotary style of each layer; it runs where that is needed.
 """
 
 import importlib
@@ -55,7 +55,7 @@ class CheckResult:
         tolerance: what is allowed.
         detail: what is wrong, in words.
         refused: hf_blend refuses the model the use that the claim is about, so nothing is claimed.
-        value: what a `finding` found out.
+        value: what a `model_probe` found out.
     """
 
     error: float
@@ -110,7 +110,7 @@ def check(first_use: str = "", overridable: bool = True, needs: type = object) -
     return register
 
 
-def finding(find: Callable[[nn.Module], CheckResult]) -> Callable[[nn.Module], Any]:
+def model_probe(find: Callable[[nn.Module], CheckResult]) -> Callable[[nn.Module], Any]:
     """Register a function of a model as a check; a call gives the result's `value`, or raises the function's error."""
 
     def measure(subject: Any) -> CheckResult:
@@ -129,7 +129,7 @@ def violations(details: list[str]) -> CheckResult:
     return CheckResult(float(len(details)), 0.0, "; ".join(details[:3]))
 
 
-def nothing_shown(why: str) -> CheckResult:
+def inconclusive(why: str) -> CheckResult:
     """Fail a check under which nothing happened that could have been wrong."""
     return CheckResult(float("inf"), 0.0, why)
 
@@ -287,11 +287,6 @@ def ensure_passed(subject: CheckedModel, use: Use, allow_unverified: bool = Fals
         if complaint and use.name not in _warned.setdefault(model, set()):
             _warned[model].add(use.name)
             logger.warning("the model is used without being verified (allow_unverified): %s", complaint)
-
-
-def has_passed(subject: CheckedModel, use: Use) -> bool:
-    """Return True if the checks of a use were run on a model in this state, and nothing failed."""
-    return _complaints.get(subject.model, {}).get(_state(subject, use), ("?", True))[0] == ""
 
 
 def _state(subject: CheckedModel, use: Use) -> tuple[Any, ...]:

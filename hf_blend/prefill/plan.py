@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..config import BlendConfig
 from ..model.anatomy import text_config
 from ..model.canary import canary_of, compute_chunks, is_of_model
-from ..model.capture import packs
+from ..model.capture import batch_chunks
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime, scales_by_position
 from ..store import ChunkStore
@@ -356,7 +356,7 @@ class Planner:
         """
         began_s = time.perf_counter()
         alone = [key for key in missing if key in first]
-        together = packs(self._model, [key for key in missing if key not in alone])
+        together = batch_chunks(self._model, [key for key in missing if key not in alone])
         canary_of(self._model)  # found here once, and known where the chunks are computed
         plan.found["check_ms"] += 1e3 * (time.perf_counter() - began_s)
         for pack in [*([key] for key in alone), *together]:

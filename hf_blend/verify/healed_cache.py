@@ -9,7 +9,7 @@ import torch
 from ..errors import ConfigError
 from ..model.anatomy import full_cache, stock_cache
 from ..model.cache_keyword import cache_argument
-from ..model.checks import CheckResult, check, nothing_shown, refused
+from ..model.checks import CheckResult, check, inconclusive, refused
 from ..model.placement import input_device
 from .model_under_test import ModelUnderTest, distance
 
@@ -31,7 +31,7 @@ def heal(subject: ModelUnderTest) -> CheckResult:
         inputs = subject.inputs(cache, [prompt])
         model(**inputs, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
         if not cache.report.reusable_tokens:
-            return nothing_shown("no token was reused, so nothing was healed")
+            return inconclusive("no token was reused, so nothing was healed")
         try:
             first = len(prompt.ids) - cache.heal(FIRST_TOKENS)
             if left := cache.heal():

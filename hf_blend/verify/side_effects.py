@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..cache.blend_cache import BlendCache
 from ..model.anatomy import decoder_layers
 from ..model.cache_keyword import cache_argument
-from ..model.checks import CheckResult, check, nothing_shown, violations
+from ..model.checks import CheckResult, check, inconclusive, violations
 from ..model.placement import input_device
 from .model_under_test import ModelUnderTest, distance
 
@@ -32,7 +32,7 @@ def untouched(subject: ModelUnderTest) -> CheckResult:
     """
     expected = subject.blend(subject.prompts, RATIO)  # what is done once per model, such as the probe, is not counted
     if not any(expected.cache.report.chosen_columns):
-        return nothing_shown("nothing was blended, so nothing was shown")
+        return inconclusive("nothing was blended, so nothing was shown")
     before = traces(subject)
     subject.blend(subject.prompts, RATIO)
     wrong = _differences(before, traces(subject), "after a prefill")

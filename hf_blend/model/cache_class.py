@@ -16,7 +16,7 @@ from torch import Tensor
 TAKES, GIVES = "set_linear_cache", "get_linear_cache"  # by which these models hand over their states
 
 
-def fitted(kind: type, model: object) -> type:
+def cache_class_for(kind: type, model: object) -> type:
     """A class of caches in the form that a model takes."""
     own = _own_cache(type(model))  # type: ignore[arg-type]
     return kind if own is None else _derived(kind, own)
