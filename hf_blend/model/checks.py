@@ -9,7 +9,7 @@ that something did.
 A check with a `first_use` is run once before a model is used in that way, on one short prompt or on the caller's own
 forward. A mask, a position or a cache that a family treats in its own way shows there as a large error. Noise stays
 below the bound of the dtype, or near the difference of one plain forward and two that continue each other. A
-`model_probe` is a check that finds something out, such as the rotary style of each layer; it runs where that is needed.
+`model_probe` is a check that finds something out, such as the rotary style of each layer; it is run where needed.
 """
 
 import importlib
