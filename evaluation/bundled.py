@@ -31,7 +31,6 @@ REAL = "smollm2"  # the model of those who name none
 HANDBOOK = files("hf_blend") / "bundled" / "handbook"
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
-KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 WEIGHTS = (AUTO, "8bit", "4bit")
 NO_CODE = {"trust_remote_code": False}  # else transformers asks at the terminal whether to run a repository's code
 HUB_S = 5.0  # until the hub counts as out of reach
@@ -58,50 +57,33 @@ class ModelSource:
         return positions if isinstance(positions, int) and not stretches(config) else None
 
     @cached_property
-    def empty(self) -> Any:
-        """The model without its weights, from its config."""
-        with torch.device("meta"):
-            return self._kind.from_config(copy.deepcopy(self.config), **NO_CODE)
-
-    @property
     def parameters(self) -> int:
-        """How many parameters the model has."""
-        return sum(weight.numel() for weight in self.empty.parameters())
+        """How many parameters the model has, by its config."""
+        from transformers import AutoModelForCausalLM
 
-    @property
-    def _kind(self) -> Any:
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-        return AutoModelForImageTextToText if _reads_images(self.config) else AutoModelForCausalLM
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), **NO_CODE)
+        return sum(weight.numel() for weight in empty.parameters())
 
     def load(self) -> nn.Module:
         """Read the weights."""
+        from transformers import AutoModelForCausalLM
+
         options = {"dtype": self.dtype, "local_files_only": self.is_local_only, **NO_CODE, **self.quantised}
         try:
-            model: nn.Module = self._kind.from_pretrained(self.folder, **options)
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(self.folder, **options)
         except (OSError, ValueError) as error:
             raise _unreadable(self.name, "weights", error) from error
-        return (model if self.quantised else model.to(self.device)).eval()
-
-    def processor(self) -> Any:
-        """What makes prompts with images for the model; None where it reads text alone."""
-        if not _reads_images(self.config):
-            return None
-        from transformers import AutoProcessor
-
-        try:
-            return AutoProcessor.from_pretrained(self.folder, local_files_only=self.is_local_only, **NO_CODE)
-        except (ImportError, OSError, ValueError) as error:
-            raise _unreadable(self.name, "processor", error) from error
+        if not self.quantised:
+            model = model.to(self.device)
+        return model.eval()
 
 
-def open_model(
-    name: str | None = None, device: str = AUTO, dtype: str = AUTO, weights: str = AUTO, folder: str = ""
-) -> ModelSource:
-    """Find a model, unless its folder is known, and read its config and tokenizer."""
-    where, kind = choose_device(device), choose_dtype(dtype)
-    name = name or REAL
-    folder = os.path.expanduser(folder or locate(name))
+def open_model(name: str = REAL, device: str = AUTO, dtype: str = AUTO, weights: str = AUTO) -> ModelSource:
+    """Find a model, and read its config and tokenizer."""
+    on = choose_device(device)
+    kind = choose_dtype(dtype)
+    folder = os.path.expanduser(locate(name))
     if folder.startswith((".", os.sep)) and not os.path.isdir(folder):
         raise ConfigError(
             f"there is no folder {name!r}. Give a folder that a model was saved in, or the id of one on the hub, such "
@@ -110,14 +92,14 @@ def open_model(
     is_local_only = not os.path.isdir(folder) and not _hub_is_reachable()
     config = _config(folder, name, is_local_only)
     _refuse_non_decoder(config, name)
-    quantised = _quantised(weights, config, name, where, kind)
+    quantised = _quantised(weights, config, name, on, kind)
     tokenizer = _tokenizer(folder, name, config, is_local_only)
-    return ModelSource(name, folder, config, tokenizer, where, kind, is_local_only, quantised)
+    return ModelSource(name, folder, config, tokenizer, on, kind, is_local_only, quantised)
 
 
 def load_model(name: str | None = None, device: str = "cpu", dtype: str = AUTO) -> tuple[nn.Module, Any]:
     """Load a model and its tokenizer."""
-    source = open_model(name, device, dtype)
+    source = open_model(name or REAL, device, dtype)
     return source.load(), source.tokenizer
 
 
@@ -139,12 +121,12 @@ def choose_device(name: str = AUTO) -> torch.device:
     return device
 
 
-def choose_dtype(name: str = AUTO, names: Sequence[str] = (AUTO, *DTYPES)) -> torch.dtype | str:
+def choose_dtype(name: str = AUTO) -> torch.dtype | str:
     """Find a dtype by its name."""
-    if name not in names:
-        raise ConfigError(f"no dtype named {name!r}. {suggest(name, names)}")
     if name == AUTO:
         return AUTO
+    if name not in DTYPES:
+        raise ConfigError(f"no dtype named {name!r}. {suggest(name, (AUTO, *DTYPES))}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -161,8 +143,8 @@ def _quantised(weights: str, config: Any, name: str, device: torch.device, dtype
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"--weights is {weights}, but {name!r} was saved quantised, and is used so. Leave it out.")
     kind = config.get_text_config(decoder=True).dtype if dtype == AUTO else dtype
-    how = BitsAndBytesConfig(**{f"load_in_{weights}": True}, bnb_4bit_compute_dtype=kind)
-    return {"quantization_config": how, "device_map": {"": device}}
+    settings = BitsAndBytesConfig(**{f"load_in_{weights}": True}, bnb_4bit_compute_dtype=kind)
+    return {"quantization_config": settings, "device_map": {"": device}}
 
 
 def _hub_is_reachable() -> bool:
@@ -181,7 +163,7 @@ def _hub_is_reachable() -> bool:
     return True
 
 
-def _config(folder: str, name: str | None, is_local_only: bool) -> Any:
+def _config(folder: str, name: str, is_local_only: bool) -> Any:
     from transformers import AutoConfig
 
     try:
@@ -191,53 +173,44 @@ def _config(folder: str, name: str | None, is_local_only: bool) -> Any:
             raise _unreadable(name, "config", error) from error
         near = difflib.get_close_matches(folder, [path for path in os.listdir() if os.path.isdir(path)], n=1)
         meant = f" (but {near[0]!r} is)" if near else ""
-        why = "the hub cannot be reached, and its cache lacks it." if is_local_only else f"hub: {first_line(error)}"
+        reason = "the hub cannot be reached, and its cache lacks it." if is_local_only else f"hub: {first_line(error)}"
         raise ConfigError(
-            f"the model {name!r} cannot be loaded: it is no folder here{meant}; {why} Give a folder that a model was "
-            "saved in, the id of one on the hub, or smollm2."
+            f"the model {name!r} cannot be loaded: it is no folder here{meant}; {reason} Give a folder that a model "
+            "was saved in, the id of one on the hub, or smollm2."
         ) from error
 
 
-def _refuse_non_decoder(config: Any, name: str | None) -> None:
+def _refuse_non_decoder(config: Any, name: str) -> None:
     """Refuse what is known to be no decoder from its config alone."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-    kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        what = "an encoder-decoder"
+        kind = "an encoder-decoder"
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        what = "an encoder"
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not _reads_images(config):
-        what = "no causal language model"
+        kind = "an encoder"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = "no causal language model"
     else:
         return
     raise UnsupportedModelError(
-        f"the model {name!r} is of the type {kind}, {what}, but a decoder-only language model is expected: it is the "
-        "KV cache of its prompt that is reused. Give another, such as HuggingFaceTB/SmolLM2-135M-Instruct."
+        f"the model {name!r} is of the type {config.model_type}, {kind}, but a decoder-only language model is "
+        "expected: it is the KV cache of its prompt that is reused. Give another, such as "
+        "HuggingFaceTB/SmolLM2-135M-Instruct."
     )
 
 
-def _reads_images(config: Any) -> bool:
-    """Whether a model is one for images and text, and not one for text alone as well."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    )
-
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-
-
-def _tokenizer(folder: str, name: str | None, config: Any, is_local_only: bool) -> Any:
+def _tokenizer(folder: str, name: str, config: Any, is_local_only: bool) -> Any:
     from transformers import AutoTokenizer
 
+    is_folder = os.path.isdir(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_local_only, **NO_CODE)
     except (ImportError, OSError, ValueError) as error:
-        why = "" if os.path.isdir(folder) else f"{first_line(error)} "  # of a folder it says nothing that helps
-        raise _without_tokenizer(folder, name, why) from error
+        reason = "" if is_folder else f"{first_line(error)} "  # of a folder it says nothing that helps
+        raise _without_tokenizer(is_folder, name, reason) from error
     names = {"tokenizer.json", *getattr(tokenizer, "vocab_files_names", {}).values()}
-    if os.path.isdir(folder) and not any(Path(folder, file).exists() for file in names):
-        raise _without_tokenizer(folder, name, f"None of {', '.join(sorted(names))} is there. ")
+    if is_folder and not any(Path(folder, file).exists() for file in names):
+        raise _without_tokenizer(is_folder, name, f"None of {', '.join(sorted(names))} is there. ")
     vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if isinstance(vocabulary, int) and tokenizer.vocab_size > vocabulary:
         raise ConfigError(
@@ -247,15 +220,14 @@ def _tokenizer(folder: str, name: str | None, config: Any, is_local_only: bool) 
     return tokenizer
 
 
-def _without_tokenizer(folder: str, name: str | None, why: str) -> ConfigError:
-    place = "folder" if os.path.isdir(folder) else "repository"
+def _without_tokenizer(is_folder: bool, name: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"the {place} {name!r} has no tokenizer that can be loaded. {why}Save it beside the model: "
-        f"AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({name!r})."
+        f"the {'folder' if is_folder else 'repository'} {name!r} has no tokenizer that can be loaded. {reason}Save it "
+        f"beside the model: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({name!r})."
     )
 
 
-def _unreadable(name: str | None, what: str, error: Exception) -> ConfigError:
+def _unreadable(name: str, what: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"the {what} of the model {name!r} cannot be read: {first_line(error)} Give a folder that "
         "model.save_pretrained wrote, or the id of a model on the hub."
@@ -263,9 +235,10 @@ def _unreadable(name: str | None, what: str, error: Exception) -> ConfigError:
 
 
 def size_of(parameters: float) -> str:
-    """A model's size as people are told it."""
-    size, unit = (parameters / 1e9, "billion") if parameters >= 1e9 else (parameters / 1e6, "million")
-    return f"{size:.3g} {unit} parameters"
+    """A model's size as people say it."""
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:.3g} billion parameters"
+    return f"{parameters / 1e6:.3g} million parameters"
 
 
 def first_line(error: BaseException) -> str:
@@ -276,11 +249,14 @@ def first_line(error: BaseException) -> str:
 
 def handbook_questions() -> list[dict[str, Any]]:
     """Three questions over the bundled handbook of a mountain hut, which full prefill of `smollm2` answers."""
-    questions = json.loads((HANDBOOK / "questions.json").read_text("utf-8"))
+    questions: Sequence[dict[str, Any]] = json.loads((HANDBOOK / "questions.json").read_text("utf-8"))
     return [{"chunks": list(handbook_pages().values()), **question} for question in questions]
 
 
 def handbook_pages() -> dict[str, str]:
     """Return the pages of the handbook in their order, by name, each as it is in prompts."""
-    pages = sorted((page for page in HANDBOOK.iterdir() if page.name.endswith(".md")), key=lambda page: page.name)
-    return {f"handbook/{page.name}": f"{page.read_text('utf-8').strip()}\n\n" for page in pages}
+    texts = {}
+    for page in sorted(HANDBOOK.iterdir(), key=lambda page: page.name):
+        if page.name.endswith(".md"):
+            texts[f"handbook/{page.name}"] = f"{page.read_text('utf-8').strip()}\n\n"
+    return texts
